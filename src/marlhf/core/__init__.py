@@ -1,0 +1,56 @@
+"""The algorithm, as pure functions on tensors. Needs torch and nothing else."""
+
+from marlhf.core.advantages import (
+    gae,
+    group_advantages,
+    macro_gae,
+    pool_rewards,
+    rloo_advantages,
+)
+from marlhf.core.losses import dpo_loss, ppo_policy_loss, ppo_value_loss, reward_loss, sft_loss
+from marlhf.core.masked import masked_mean, moments, whiten
+from marlhf.core.rewards import kl_estimate, shape_rewards
+from marlhf.core.segmenters import (
+    Constituents,
+    NGram,
+    Perplexity,
+    RandomNGram,
+    Responses,
+    Segmenter,
+    Sentences,
+    Vocabulary,
+    Words,
+    pack_spans,
+    segment,
+)
+from marlhf.core.segments import Segments
+
+__all__ = [
+    "Constituents",
+    "NGram",
+    "Perplexity",
+    "RandomNGram",
+    "Responses",
+    "Segmenter",
+    "Segments",
+    "Sentences",
+    "Vocabulary",
+    "Words",
+    "dpo_loss",
+    "gae",
+    "group_advantages",
+    "kl_estimate",
+    "macro_gae",
+    "masked_mean",
+    "moments",
+    "pack_spans",
+    "pool_rewards",
+    "ppo_policy_loss",
+    "ppo_value_loss",
+    "reward_loss",
+    "rloo_advantages",
+    "segment",
+    "sft_loss",
+    "shape_rewards",
+    "whiten",
+]

@@ -1,0 +1,197 @@
+"""Advantages and returns, by token, by macro action and by group of samples.
+
+Axes: B rows, T response tokens, M macro actions.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from marlhf.core.masked import check_choice, check_rows, check_tokens, keep
+from marlhf.core.segments import Segments, Sigma
+
+Pooling = Literal["sum", "mean"]
+
+
+def gae(
+    rewards: Tensor,  # [B, T]
+    values: Tensor,  # [B, T], of the state before each token
+    mask: Tensor,  # [B, T] bool
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over tokens: advantages and returns, both [B, T].
+
+    A_t = delta_t + gamma lam A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t; nothing follows
+    the last token.
+
+    >>> mask = torch.ones(1, 2).bool()
+    >>> gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.2, 0.6]]), mask, lam=0.5)
+    (tensor([[0.6000, 0.4000]]), tensor([[0.8000, 1.0000]]))
+    """
+    check_tokens(mask, rewards=rewards, values=values)
+    _check_discounts(gamma=gamma, lam=lam)
+    values = keep(values, mask)
+    advantages = keep(_gae(keep(rewards, mask), values, gamma, lam), mask)
+    return advantages, advantages + values
+
+
+def macro_gae(
+    rewards: Tensor,  # [B, T], of tokens
+    values: Tensor,  # [B, T], of the state before each token
+    segments: Segments,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    rho: float = 1.0,
+    sigma: Sigma = "equal",
+    pooling: Pooling = "sum",
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns with one decision per macro action.
+
+    Both come back as [B, T], each token carrying its macro action's number, so any token-level
+    PPO loss can use them unchanged. `rho` discounts rewards inside a macro action, `gamma` from
+    one to the next; `sigma` weighs the values of its tokens (see `Segments.weighted`).
+
+    `pooling="sum"` is the paper's equation. `"mean"` is the authors' code: it divides the KL
+    penalty of a macro action by its length, so a score comes cheaper in KL and looks better.
+
+    >>> pairs = Segments.from_starts(torch.tensor([[True, False, True, False]]),
+    ...                              mask=torch.ones(1, 4).bool())
+    >>> rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
+    >>> values = torch.tensor([[0.2, 0.4, 0.5, 0.7]])  # per macro action: 0.3, 0.6
+    >>> macro_gae(rewards, values, pairs, lam=0.5)[0]
+    tensor([[0.5000, 0.5000, 0.4000, 0.4000]])
+    """
+    check_tokens(segments.mask, rewards=rewards, values=values)
+    _check_discounts(gamma=gamma, lam=lam)
+    macro_rewards = pool_rewards(rewards, segments, rho=rho, pooling=pooling)
+    macro_values = segments.weighted(values, sigma)
+    # Both are 0 where there is no macro action, so nothing need be masked before `spread`.
+    advantages = _gae(macro_rewards, macro_values, gamma, lam)
+    return segments.spread(advantages), segments.spread(advantages + macro_values)
+
+
+def pool_rewards(
+    rewards: Tensor,  # [B, T]
+    segments: Segments,
+    *,
+    rho: float = 1.0,
+    pooling: Pooling = "sum",
+) -> Tensor:
+    """The reward of each macro action: R = sum of rho^i r_i, or its mean: [B, M]."""
+    check_choice("pooling", pooling, ("sum", "mean"))
+    _check_discounts(rho=rho)
+    if rho != 1.0:
+        rewards = keep(rewards, segments.mask) * rho**segments.offsets
+    return segments.sum(rewards) if pooling == "sum" else segments.mean(rewards)
+
+
+def rloo_advantages(
+    rewards: Tensor,  # [B], or [B, T] with segments
+    num_samples: int,
+    segments: Segments | None = None,
+    *,
+    gamma: float = 1.0,
+) -> Tensor:
+    """Each response against the mean of the others to the same prompt (leave-one-out).
+
+    Rows come prompt by prompt, `num_samples` of each. With token rewards and segments, every
+    macro action is credited with the reward still to come from it on, against the others' whole
+    return: credit by macro action without a critic. With one action a response this is RLOO.
+
+    >>> rloo_advantages(torch.tensor([1.0, 2.0, 6.0]), num_samples=3)
+    tensor([-3.0000, -1.5000,  4.5000])
+    """
+    to_go, total = _group_returns(rewards, num_samples, segments, gamma)
+    baseline = (total.sum(dim=1, keepdim=True) - total) / (num_samples - 1)
+    return _by_row(to_go, baseline.reshape(-1), None, segments)
+
+
+def group_advantages(
+    rewards: Tensor,  # [B], or [B, T] with segments
+    num_samples: int,
+    segments: Segments | None = None,
+    *,
+    gamma: float = 1.0,
+    scale: bool = True,
+    eps: float = 1e-4,
+) -> Tensor:
+    """Each response against the mean of its group, in units of the group's deviation (GRPO).
+
+    `scale=False` leaves out the division, which favours prompts with little spread. Over macro
+    actions as in `rloo_advantages`.
+
+    >>> group_advantages(torch.tensor([1.0, 3.0]), num_samples=2, scale=False)
+    tensor([-1.,  1.])
+    """
+    to_go, total = _group_returns(rewards, num_samples, segments, gamma)
+    mean = total.mean(dim=1, keepdim=True).expand_as(total).reshape(-1)
+    if not scale:
+        return _by_row(to_go, mean, None, segments)
+    deviation = total.std(dim=1, keepdim=True).expand_as(total).reshape(-1) + eps
+    return _by_row(to_go, mean, deviation, segments)
+
+
+def _group_returns(
+    rewards: Tensor, num_samples: int, segments: Segments | None, gamma: float
+) -> tuple[Tensor, Tensor]:
+    """Return still to come, [B] or [B, M], and the whole return by prompt, [B / k, k]."""
+    if segments is None:
+        check_rows(rewards=rewards)
+        to_go = keep(rewards, torch.ones_like(rewards, dtype=torch.bool))
+        total = to_go
+    else:
+        check_tokens(segments.mask, rewards=rewards)
+        to_go = _discounted_to_go(segments.sum(rewards), gamma)
+        total = to_go[:, 0] if to_go.shape[1] else to_go.sum(dim=1)
+    if num_samples < 2 or len(rewards) % num_samples:
+        raise ValueError(
+            f"num_samples must be at least 2 and divide the number of rows; "
+            f"got {num_samples} for {len(rewards)} rows."
+        )
+    return to_go, total.reshape(-1, num_samples)
+
+
+def _by_row(
+    to_go: Tensor, baseline: Tensor, deviation: Tensor | None, segments: Segments | None
+) -> Tensor:
+    if segments is None:
+        return to_go - baseline if deviation is None else (to_go - baseline) / deviation
+    centred = to_go - baseline[:, None]
+    return segments.spread(centred if deviation is None else centred / deviation[:, None])
+
+
+def _gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
+    """Advantages along the last axis; both inputs are 0 past the end."""
+    deltas = torch.add(rewards - values, pad(values, (0, 1))[:, 1:], alpha=gamma)
+    return _discounted_to_go(deltas, gamma * lam)
+
+
+def _discounted_to_go(x: Tensor, decay: float) -> Tensor:
+    """y_t = x_t + decay * y_{t+1} along the last axis.
+
+    By doubling: after k rounds y_t holds 2^k terms. log2(T) rounds over whole tensors instead of
+    T steps, with rounding errors that grow with log T. Zeros on the right stand for what follows
+    the end; each round uses up as many as it looks ahead.
+    """
+    rounds: list[tuple[int, float]] = []
+    step, factor = 1, decay
+    while step < x.shape[1] and factor != 0.0:
+        rounds.append((step, factor))
+        step, factor = 2 * step, factor * factor
+    x = pad(x, (0, sum(step for step, _ in rounds)))
+    for step, factor in rounds:
+        x = torch.add(x[:, :-step], x[:, step:], alpha=factor)
+    return x
+
+
+def _check_discounts(**discounts: float) -> None:
+    for name, value in discounts.items():
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name} must lie between 0 and 1; got {value}.")

@@ -1,0 +1,182 @@
+"""Losses. Each is a sum over what counts divided by a count.
+
+The count may be given for the whole batch, over all micro-batches and ranks; their losses and
+gradients then add up to exactly the whole batch's. Advantages, old log-probs, old values and
+returns are data: no gradient is meant to flow into them.
+
+Axes: B rows, T response tokens, M macro actions.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from marlhf.core.masked import check_choice, check_rows, check_tokens, keep, masked_mean
+from marlhf.core.segments import Segments, Sigma
+
+Ratio = Literal["token", "macro", "macro_mean"]
+Level = Literal["token", "macro"]
+
+
+def ppo_policy_loss(
+    logprobs: Tensor,  # [B, T]
+    old_logprobs: Tensor,  # [B, T]
+    advantages: Tensor,  # [B, T], constant within a macro action
+    mask: Tensor,  # [B, T] bool
+    *,
+    clip: float = 0.2,
+    dual_clip: float | None = None,
+    ratio: Ratio = "token",
+    segments: Segments | None = None,
+    num_tokens: Tensor | float | None = None,
+) -> Tensor:
+    """Clipped PPO: mean of max(-A r, -A clip(r, 1 - clip, 1 + clip)).
+
+    `ratio`: `token` takes each token's own (the paper's listing), a mean over tokens. `macro`
+    takes the joint ratio of the macro action, the product over its tokens (the paper's
+    equation), `macro_mean` the geometric mean of that; both are a mean over macro actions, and
+    `num_tokens` then counts macro actions. `dual_clip` bounds the loss of a negative advantage
+    at `-A * dual_clip`, so that one token the policy has all but dropped cannot run away.
+
+    >>> logprobs, mask = torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2).bool()
+    >>> ppo_policy_loss(logprobs, logprobs, torch.tensor([[1.0, 2.0]]), mask)
+    tensor(-1.5000)
+    """
+    check_tokens(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    check_choice("ratio", ratio, ("token", "macro", "macro_mean"))
+    if dual_clip is not None and dual_clip <= 1.0:
+        raise ValueError(f"dual_clip must be larger than 1; got {dual_clip}.")
+    log_ratio = keep(logprobs - old_logprobs, mask)
+    advantages = keep(advantages, mask)
+    if ratio != "token":
+        segments = _need(segments, f"ratio={ratio!r}")
+        pool = segments.sum if ratio == "macro" else segments.mean
+        log_ratio, advantages = pool(log_ratio), segments.first(advantages)
+        mask = segments.macro_mask
+    change = log_ratio.exp()
+    loss = torch.maximum(-advantages * change, -advantages * change.clamp(1 - clip, 1 + clip))
+    if dual_clip is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
+    return masked_mean(loss, mask, num_tokens)
+
+
+def ppo_value_loss(
+    values: Tensor,  # [B, T]
+    old_values: Tensor,  # [B, T]
+    returns: Tensor,  # [B, T], constant within a macro action
+    mask: Tensor,  # [B, T] bool
+    *,
+    clip: float | None = 0.2,
+    level: Level = "token",
+    sigma: Sigma = "equal",
+    segments: Segments | None = None,
+    num_tokens: Tensor | float | None = None,
+) -> Tensor:
+    """Half the squared error, the worse of the value and the value clipped to the old one.
+
+    `level="token"` regresses every token's value on its macro action's return (the paper's
+    listing), `"macro"` the value of the macro action, by `sigma` (the paper's Algorithm 1);
+    `num_tokens` then counts macro actions.
+
+    >>> values, mask = torch.tensor([[1.0, 1.0]]), torch.ones(1, 2).bool()
+    >>> ppo_value_loss(values, values, values + 2, mask)
+    tensor(2.)
+    """
+    check_tokens(mask, values=values, old_values=old_values, returns=returns)
+    check_choice("level", level, ("token", "macro"))
+    values, old_values, returns = keep(values, mask), keep(old_values, mask), keep(returns, mask)
+    if level == "macro":
+        segments = _need(segments, "level='macro'")
+        values, old_values = segments.weighted(values, sigma), segments.weighted(old_values, sigma)
+        returns, mask = segments.first(returns), segments.macro_mask
+    error = (values - returns).square()
+    if clip is not None:
+        near = torch.clamp(values, old_values - clip, old_values + clip)
+        error = torch.maximum(error, (near - returns).square())
+    return masked_mean(error, mask, num_tokens) / 2
+
+
+def dpo_loss(
+    chosen_logprobs: Tensor,  # [B], summed over each response
+    rejected_logprobs: Tensor,  # [B]
+    ref_chosen_logprobs: Tensor,  # [B]
+    ref_rejected_logprobs: Tensor,  # [B]
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    num_pairs: Tensor | float | None = None,
+) -> Tensor:
+    """Direct preference optimisation: -log sigmoid(beta * (chosen - rejected log-ratio)).
+
+    `label_smoothing` is the share of labels believed to be flipped (conservative DPO).
+
+    >>> zero = torch.zeros(1)
+    >>> dpo_loss(zero, zero, zero, zero)  # log 2
+    tensor(0.6931)
+    """
+    check_rows(
+        chosen_logprobs=chosen_logprobs,
+        rejected_logprobs=rejected_logprobs,
+        ref_chosen_logprobs=ref_chosen_logprobs,
+        ref_rejected_logprobs=ref_rejected_logprobs,
+    )
+    margin = (chosen_logprobs - ref_chosen_logprobs) - (rejected_logprobs - ref_rejected_logprobs)
+    logits = beta * _wide(margin)
+    loss = -logsigmoid(logits) * (1 - label_smoothing) - logsigmoid(-logits) * label_smoothing
+    return _mean(loss, num_pairs)
+
+
+def reward_loss(
+    chosen: Tensor,  # [B]
+    rejected: Tensor,  # [B]
+    *,
+    margin: Tensor | float = 0.0,
+    center_coef: float = 0.0,
+    num_pairs: Tensor | float | None = None,
+) -> Tensor:
+    """Bradley-Terry: -log sigmoid(chosen - rejected - margin).
+
+    `center_coef` adds the squared sum of the two scores, so that scores stay around zero, which
+    the loss itself leaves free.
+
+    >>> reward_loss(torch.tensor([0.0]), torch.tensor([0.0]))  # log 2
+    tensor(0.6931)
+    """
+    check_rows(chosen=chosen, rejected=rejected)
+    chosen, rejected = _wide(chosen), _wide(rejected)
+    loss = -logsigmoid(chosen - rejected - margin)
+    if center_coef:
+        loss = loss + center_coef * (chosen + rejected).square()
+    return _mean(loss, num_pairs)
+
+
+def sft_loss(
+    logprobs: Tensor,  # [B, T], of the target tokens
+    mask: Tensor,  # [B, T] bool, True on response tokens
+    *,
+    num_tokens: Tensor | float | None = None,
+) -> Tensor:
+    """Mean negative log-likelihood of the response tokens.
+
+    >>> sft_loss(torch.tensor([[-1.0, -3.0, -9.0]]), torch.tensor([[True, True, False]]))
+    tensor(2.)
+    """
+    return -masked_mean(logprobs, mask, num_tokens)
+
+
+def _need(segments: Segments | None, option: str) -> Segments:
+    if segments is None:
+        raise ValueError(f"{option} works on macro actions: pass `segments=` as well.")
+    return segments
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _mean(loss: Tensor, count: Tensor | float | None) -> Tensor:
+    return loss.sum() / (max(len(loss), 1) if count is None else count)

@@ -1,0 +1,65 @@
+"""Token rewards: the penalty for leaving the reference model, and the score at the end.
+
+Axes: B rows, T response tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from marlhf.core.masked import check_choice, check_rows, check_tokens, keep
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: KLEstimator = "k1") -> Tensor:
+    """KL from the policy to the reference at each sampled token, by Schulman's three estimators.
+
+    `k1`: log-ratio, unbiased. `k2`: half its square, biased, never negative. `k3`: ratio minus 1
+    minus log-ratio, unbiased and never negative.
+
+    >>> kl_estimate(torch.tensor([-1.0]), torch.tensor([-3.0]))
+    tensor([2.])
+    """
+    check_choice("kind", kind, ("k1", "k2", "k3"))
+    difference = logprobs - ref_logprobs
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference.square() / 2
+    return torch.expm1(-difference) + difference
+
+
+def shape_rewards(
+    scores: Tensor,  # [B]
+    logprobs: Tensor,  # [B, T]
+    ref_logprobs: Tensor,  # [B, T]
+    mask: Tensor,  # [B, T] bool
+    kl_coef: float | Tensor,
+    *,
+    kl: KLEstimator = "k1",
+    score_clip: float | None = None,
+) -> Tensor:
+    """r_t = -beta * KL_t, plus the score at the last token: [B, T].
+
+    `score_clip` bounds the score to plus or minus itself; the authors' code uses 2.5. An empty
+    response has no token to carry its score, so its score is lost.
+
+    >>> zero, mask = torch.zeros(1, 3), torch.tensor([[True, True, False]])
+    >>> shape_rewards(torch.tensor([2.0]), zero + 0.5, zero, mask, kl_coef=0.1)
+    tensor([[-0.0500,  1.9500,  0.0000]])
+    """
+    check_tokens(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    check_rows(scores=scores)
+    if len(scores) != len(mask):
+        raise ValueError(f"scores must have one number a row: {len(mask)}, got {len(scores)}.")
+    if score_clip is not None:
+        scores = scores.clamp(-score_clip, score_clip)
+    penalty = kl_estimate(keep(logprobs, mask), keep(ref_logprobs, mask), kl)
+    following = pad(mask[:, 1:], (0, 1)) if mask.shape[1] else mask
+    score = torch.where(mask & ~following, scores[:, None].to(penalty.dtype), 0.0)
+    return score - kl_coef * penalty

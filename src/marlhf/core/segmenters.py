@@ -1,0 +1,346 @@
+"""Termination rules: where macro actions start.
+
+A segmenter is any callable `(Responses) -> starts`, a bool tensor [B, T] that is True where a
+macro action begins. The ones here are frozen dataclasses, so that a rule is its own config.
+
+Axes: B rows, T response tokens, S spans, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from marlhf.core.masked import check_choice, check_tokens
+from marlhf.core.segments import Segments
+
+Spans = Sequence[Sequence[tuple[int, int]]]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a rule may know of each token's text, as tables over the vocabulary: [V] bool."""
+
+    begins_word: Tensor  # the text starts with white space, or the token is special
+    is_space: Tensor  # the text is white space only
+    ends_sentence: Tensor  # the text ends in . ! or ?, closing quotes and brackets aside
+    has_newline: Tensor  # the text contains a line break
+
+
+@dataclass(frozen=True)
+class Responses:
+    """What a segmenter sees. Only `tokens` and `mask` are always there.
+
+    >>> responses = Responses(torch.tensor([[7, 8, 9]]), mask=torch.ones(1, 3).bool())
+    >>> NGram(2)(responses)
+    tensor([[ True, False,  True]])
+    """
+
+    tokens: Tensor  # [B, T] int64
+    mask: Tensor  # [B, T] bool
+    ref_logprobs: Tensor | None = None  # [B, T] log-probs under the reference model
+    spans: Tensor | Spans | None = None  # [B, S, 2] constituents, from token to before token
+    vocabulary: Vocabulary | None = None
+    seeds: Tensor | None = None  # [B] int64, one for each row's random draws
+
+    def __post_init__(self) -> None:
+        check_tokens(self.mask)
+        if self.tokens.shape != self.mask.shape:
+            raise ValueError(
+                f"tokens must have the shape of the mask, {list(self.mask.shape)}, "
+                f"got {list(self.tokens.shape)}."
+            )
+        if self.ref_logprobs is not None:
+            check_tokens(self.mask, ref_logprobs=self.ref_logprobs)
+        if self.spans is not None and not isinstance(self.spans, Tensor):
+            packed = pack_spans(self.spans).to(self.mask.device)
+            object.__setattr__(self, "spans", packed)
+        if isinstance(self.spans, Tensor) and (
+            self.spans.ndim != 3 or self.spans.shape[::2] != (self.mask.shape[0], 2)
+        ):
+            raise ValueError(
+                f"spans must be [B, S, 2] with B = {self.mask.shape[0]}, "
+                f"got {list(self.spans.shape)}. Use `pack_spans`."
+            )
+
+
+Segmenter = Callable[[Responses], Tensor]
+
+
+def pack_spans(spans: Spans) -> Tensor:
+    """Spans of each row as one tensor [B, S, 2]; rows with fewer are filled with (0, 0).
+
+    >>> pack_spans([[(0, 3), (1, 3)], []]).tolist()
+    [[[0, 3], [1, 3]], [[0, 0], [0, 0]]]
+    """
+    packed = torch.zeros(len(spans), max(map(len, spans), default=0), 2, dtype=torch.int64)
+    for row, of_row in enumerate(spans):
+        if of_row:
+            packed[row, : len(of_row)] = torch.as_tensor(of_row)
+    return packed
+
+
+def segment(segmenter: Segmenter, responses: Responses, *, split_last: bool = False) -> Segments:
+    """Apply a rule.
+
+    >>> responses = Responses(torch.tensor([[7, 8, 9]]), mask=torch.ones(1, 3).bool())
+    >>> segment(NGram(2), responses).ids
+    tensor([[0, 0, 1]])
+    """
+    return Segments.from_starts(segmenter(responses), responses.mask, split_last=split_last)
+
+
+@dataclass(frozen=True)
+class NGram:
+    """End a macro action after every `n` tokens. `NGram(1)` is ordinary PPO.
+
+    `NGram(math.inf)` makes the whole response one action, a bandit.
+    """
+
+    n: float = 5
+    """Tokens in a macro action: a whole number from 1, or infinity (`.inf` in YAML)."""
+
+    def __post_init__(self) -> None:
+        if not (self.n == math.inf or (self.n >= 1 and self.n == int(self.n))):
+            raise ValueError(f"n must be a whole number from 1, or infinity; got {self.n}.")
+
+    def __call__(self, responses: Responses) -> Tensor:
+        place = _place(responses.mask)
+        return place == 0 if self.n == math.inf else place % int(self.n) == 0
+
+
+@dataclass(frozen=True)
+class RandomNGram:
+    """Lengths drawn for each response: the list, `repeats` times over, shuffled.
+
+    What the list does not cover is one last action. The draw follows `responses.seeds`, so it
+    depends neither on the device nor on how rows are batched; without seeds it follows torch's
+    own generator.
+    """
+
+    lengths: tuple[int, ...] = (2, 3, 5, 10)
+    """Lengths to draw from. The authors' code has (1, 2, 3, 5, 10)."""
+    repeats: int = 3
+    """How often each length is in the list."""
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 1:
+            raise ValueError(f"lengths must be whole numbers from 1; got {self.lengths}.")
+        if self.repeats < 1:
+            raise ValueError(f"repeats must be at least 1; got {self.repeats}.")
+
+    def __call__(self, responses: Responses) -> Tensor:
+        mask, kinds = responses.mask, len(self.lengths)
+        order = self._keys(responses).argsort(dim=1) % kinds  # [B, kinds * repeats]
+        drawn = sum(length * (order == kind) for kind, length in enumerate(self.lengths))
+        ends = torch.as_tensor(drawn).cumsum(dim=1).clamp(max=mask.shape[1])
+        # One column more than tokens, where everything beyond the response lands.
+        marks = torch.zeros(len(mask), mask.shape[1] + 1, dtype=torch.bool, device=mask.device)
+        marks = marks.scatter(1, ends, True)
+        place = _place(mask)
+        return marks.gather(1, place.clamp(min=0)) | (place == 0)
+
+    def _keys(self, responses: Responses) -> Tensor:
+        mask, size = responses.mask, len(self.lengths) * self.repeats
+        if responses.seeds is None:
+            return torch.rand(len(mask), size, device=mask.device)
+        column = torch.arange(1, size + 1, device=mask.device)
+        return _mix(_mix(responses.seeds.to(mask.device))[:, None] ^ _mix(column))
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Keep tokens together while the reference model finds them ever easier.
+
+    The paper describes this rule in three ways that are not the same; each has a name here.
+    """
+
+    kind: Literal["macro", "prefix", "token"] = "macro"
+    """`macro` (section 3.2.1): a token joins while it does not raise the mean negative
+    log-likelihood of the macro action. `prefix` (appendix B.4): while the perplexity of the
+    response so far keeps falling. `token` (the listing): unless the token is itself more
+    surprising than the one before it."""
+    max_length: int | None = None
+    """The most tokens in a macro action. Repetitive text makes long ones; 20 is a fair cap."""
+
+    def __post_init__(self) -> None:
+        check_choice("kind", self.kind, ("macro", "prefix", "token"))
+        _check_cap(self.max_length)
+
+    def __call__(self, responses: Responses) -> Tensor:
+        if responses.ref_logprobs is None:
+            raise ValueError("Perplexity needs Responses.ref_logprobs, the reference's log-probs.")
+        nll = torch.where(responses.mask, -responses.ref_logprobs.double(), 0.0)
+        if self.kind == "macro":
+            return _greedy_starts(nll, responses.mask, self.max_length)
+        if self.kind == "prefix":
+            nll = nll.cumsum(dim=1) / responses.mask.cumsum(dim=1).clamp(min=1)
+        rises = nll[:, 1:] > _tie(nll[:, :-1])
+        return _finish(pad(rises, (1, 0)), responses.mask, self.max_length)
+
+
+@dataclass(frozen=True)
+class Constituents:
+    """Follow the constituents of a parse, given as `responses.spans`.
+
+    Depth first, the first node small enough is a macro action; a single token that no such node
+    covers joins the action before it. Spans must nest. A row without any span could not be
+    parsed or aligned: there every token is its own action, plain PPO, as in the paper.
+    """
+
+    cutoff: int = 5
+    """A node with fewer tokens than this is one macro action."""
+    inclusive: bool = False
+    """Let a node of exactly `cutoff` tokens be one, too (section 3.2.1; appendix B.4 does not)."""
+    max_length: int | None = None
+    """The most tokens in a macro action; runs of single tokens are otherwise unbounded."""
+
+    def __post_init__(self) -> None:
+        if self.cutoff < 1:
+            raise ValueError(f"cutoff must be at least 1; got {self.cutoff}.")
+        _check_cap(self.max_length)
+
+    def __call__(self, responses: Responses) -> Tensor:
+        if responses.spans is None:
+            raise ValueError(
+                "Constituents needs Responses.spans: a parser must have seen the response."
+            )
+        assert isinstance(responses.spans, Tensor)
+        mask = responses.mask
+        width = mask.shape[1]
+        begin, end = responses.spans.clamp(0, width).unbind(dim=2)  # [B, S]
+        size = end - begin
+        largest = self.cutoff if self.inclusive else self.cutoff - 1
+        small = (size >= 2) & (size <= largest)
+        # A start is where a small node begins that lies strictly inside no other small node.
+        # Counting how many are open at each token finds that without walking the tree.
+        zeros = torch.zeros(len(mask), width + 2, dtype=torch.int64, device=mask.device)
+        begins = zeros.scatter_add(1, begin, small.long())
+        opened = zeros.scatter_add(1, begin + 1, small.long()).scatter_add(1, end, -small.long())
+        starts = ((begins > 0) & (opened.cumsum(dim=1) == 0))[:, :width]
+        unparsed = ~(size > 0).any(dim=1, keepdim=True)
+        return _finish(starts | unparsed, mask, self.max_length)
+
+
+@dataclass(frozen=True)
+class Words:
+    """One macro action a word: undo the splitting of words into sub-words."""
+
+    max_length: int | None = None
+    """The most tokens in a macro action. Languages without spaces need one."""
+
+    def __post_init__(self) -> None:
+        _check_cap(self.max_length)
+
+    def __call__(self, responses: Responses) -> Tensor:
+        vocabulary, tokens = _vocabulary(responses, "Words")
+        begins, space = vocabulary.begins_word[tokens], vocabulary.is_space[tokens]
+        # White space belongs to the word it stands before.
+        starts = begins & ~_shift(space)
+        return _finish(starts, responses.mask, self.max_length)
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """One macro action a sentence or line."""
+
+    max_length: int | None = None
+    """The most tokens in a macro action."""
+
+    def __post_init__(self) -> None:
+        _check_cap(self.max_length)
+
+    def __call__(self, responses: Responses) -> Tensor:
+        vocabulary, tokens = _vocabulary(responses, "Sentences")
+        newline = vocabulary.has_newline[tokens]
+        after_stop = _shift(vocabulary.ends_sentence[tokens]) & vocabulary.begins_word[tokens]
+        # A full stop ends a sentence only before white space (not in 3.5), a line break always;
+        # blank lines stay with the line they close.
+        starts = (after_stop | _shift(newline)) & ~newline
+        return _finish(starts, responses.mask, self.max_length)
+
+
+def _place(mask: Tensor) -> Tensor:
+    """0 at the first response token, 1 at the second, ...: [B, T]."""
+    return mask.cumsum(dim=1) - 1
+
+
+def _shift(x: Tensor) -> Tensor:
+    """One place to the right, False at the edge."""
+    return pad(x[:, :-1], (1, 0)) if x.shape[1] else x
+
+
+def _finish(starts: Tensor, mask: Tensor, max_length: int | None) -> Tensor:
+    """Start at the first token, and again whenever `max_length` tokens have passed."""
+    place = _place(mask)
+    starts = starts | (place == 0)
+    if max_length is None or not starts.shape[1]:
+        return starts
+    latest = torch.where(starts, place, 0).cummax(dim=1).values
+    return (place - latest) % max_length == 0
+
+
+def _greedy_starts(nll: Tensor, mask: Tensor, max_length: int | None) -> Tensor:
+    """Starts of the macro actions that each grow while their mean does not rise.
+
+    Where an action ends depends on where it began, so all beginnings are tried at once: an
+    action begun at s would end before the first s + k whose token lies above the mean of
+    s .. s + k - 1. The real starts are then those reached from the first token by following
+    these jumps, found by doubling. Work is B x T x max_length, in blocks of bounded memory.
+    """
+    rows, width = mask.shape
+    reach = min(max_length or width, width)
+    if not width:
+        return mask
+    column = torch.arange(width, device=mask.device)
+    sums = pad(nll.cumsum(dim=1), (1, reach))  # [B, T + 1 + reach], before each token
+    level = pad(torch.where(mask, nll, math.inf), (0, reach), value=math.inf)  # padding ends all
+    ahead = torch.arange(reach, device=mask.device)  # k
+    block = max(1, 2**22 // max(1, rows * reach))
+    jumps: list[Tensor] = []
+    for begin in range(0, width, block):
+        end = min(begin + block, width)
+        before = sums[:, begin : end + reach - 1].unfold(1, reach, 1) - sums[:, begin:end, None]
+        token = level[:, begin : end + reach - 1].unfold(1, reach, 1)
+        rises = (token * ahead > _tie(before)) & (ahead > 0)
+        jumps.append(torch.where(rises.any(dim=2), rises.int().argmax(dim=2), reach))
+    jump = pad((column + torch.cat(jumps, dim=1)).clamp(max=width), (0, 1), value=width)
+    reached = pad((_place(mask) == 0) & mask, (0, 1)).int()
+    for _ in range(width.bit_length()):
+        reached = (reached + torch.zeros_like(reached).scatter_add(1, jump, reached)).clamp(max=1)
+        jump = jump.gather(1, jump)
+    return reached[:, :width].bool()
+
+
+def _tie(x: Tensor) -> Tensor:
+    """What a number must exceed to be larger than `x` by more than rounding in float64."""
+    return x + 1e-9 * (1 + x.abs())
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Scramble int64 numbers (the finaliser of SplitMix64, on signed wrap-around arithmetic)."""
+    x = (x ^ (x >> 30)) * -4658895280553007687
+    x = (x ^ (x >> 27)) * -7723592293110705685
+    return x ^ (x >> 31)
+
+
+def _vocabulary(responses: Responses, rule: str) -> tuple[Vocabulary, Tensor]:
+    if responses.vocabulary is None:
+        raise ValueError(
+            f"{rule} needs Responses.vocabulary, what each token's text looks like. "
+            "Build it once with `marlhf.spans.vocabulary(tokenizer)`."
+        )
+    return responses.vocabulary, torch.where(responses.mask, responses.tokens, 0)
+
+
+def _check_cap(max_length: int | None) -> None:
+    if max_length is not None and max_length < 1:
+        raise ValueError(f"max_length must be at least 1; got {max_length}.")
+
+

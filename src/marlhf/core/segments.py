@@ -1,0 +1,173 @@
+"""Which macro action each response token belongs to, and sums over macro actions.
+
+Axes: B rows, T response tokens, M macro actions. M is always T, the most there can be: a tighter
+bound would have to be read from the device. Macro actions that do not exist are 0 and are False
+in `macro_mask`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from marlhf.core.masked import check_choice, check_tokens, keep
+
+Sigma = Literal["equal", "unit", "position", "start"]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A response cut into macro actions.
+
+    >>> starts = torch.tensor([[True, False, True, False]])
+    >>> segments = Segments.from_starts(starts, mask=torch.ones(1, 4).bool())
+    >>> segments.ids
+    tensor([[0, 0, 1, 1]])
+    >>> segments.sum(torch.tensor([[1.0, 2.0, 3.0, 4.0]]))
+    tensor([[3., 7., 0., 0.]])
+    """
+
+    ids: Tensor  # [B, T] int64, the macro action of each token, counted from 0
+    mask: Tensor  # [B, T] bool, True on response tokens
+    late: Tensor | None = None  # [B] bool, rows whose rule did not start at the first token
+
+    def __post_init__(self) -> None:
+        check_tokens(self.mask)
+        if self.ids.shape != self.mask.shape or self.ids.dtype != torch.int64:
+            raise ValueError(
+                f"ids must be int64 with the shape of the mask, {list(self.mask.shape)}; "
+                f"got {self.ids.dtype} {list(self.ids.shape)}."
+            )
+
+    @classmethod
+    def from_starts(cls, starts: Tensor, mask: Tensor, *, split_last: bool = False) -> Segments:
+        """Number the macro actions from where they start.
+
+        The first response token starts one whatever `starts` says, so that the device is never
+        asked; `validate` tells when a rule forgot it. `split_last` makes the last token an
+        action of its own, as the authors' code does.
+        """
+        check_tokens(mask)
+        if not isinstance(starts, Tensor) or starts.dtype != torch.bool:
+            kind = starts.dtype if isinstance(starts, Tensor) else type(starts).__name__
+            raise ValueError(f"A segmenter must return a bool tensor [B, T], got {kind}.")
+        if starts.shape != mask.shape:
+            raise ValueError(
+                f"A segmenter must return the shape of the mask, {list(mask.shape)}, "
+                f"got {list(starts.shape)}."
+            )
+        first = mask & ~_previous(mask)
+        late = (first & ~starts).any(dim=1)
+        starts = (starts & mask) | first
+        if split_last:
+            starts = starts | (mask & ~_following(mask))
+        return cls((starts.cumsum(dim=1) - 1).clamp(min=0), mask, late)
+
+    def validate(self) -> Segments:
+        """Check what only the values can tell. Waits for the device, so not for the hot path."""
+        holes = (self.mask & ~_previous(self.mask)).sum(dim=1) > 1
+        _complain(holes, "The mask must cover one unbroken run of tokens, but it has holes in")
+        if self.late is not None:
+            _complain(
+                self.late,
+                "A macro action must begin at the first token, but it does not in",
+                "Set `starts[:, 0] = True` at the end of your segmenter.",
+            )
+        inside = self.mask & _previous(self.mask)
+        step = torch.where(inside, self.ids - self.ids.roll(1, dims=1), 0)
+        first = self.mask & ~_previous(self.mask)
+        wrong = (step < 0) | (step > 1) | (first & (self.ids != 0))
+        _complain(wrong.any(dim=1), "Macro ids must count 0, 1, 2, ... from left to right, but not")
+        return self
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens in each macro action: [B, M] int64, 0 where there is none."""
+        return torch.zeros_like(self.ids).scatter_add(1, self.ids, self.mask.long())
+
+    @property
+    def macro_mask(self) -> Tensor:
+        """True where a macro action exists: [B, M] bool."""
+        return self.lengths > 0
+
+    @property
+    def starts(self) -> Tensor:
+        """True on the first token of each macro action: [B, T] bool."""
+        return self.mask & ~(_previous(self.mask) & (self.ids == self.ids.roll(1, dims=1)))
+
+    @property
+    def ends(self) -> Tensor:
+        """True on the last token of each macro action: [B, T] bool."""
+        return self.mask & ~(_following(self.mask) & (self.ids == self.ids.roll(-1, dims=1)))
+
+    @property
+    def offsets(self) -> Tensor:
+        """How far each token stands behind the start of its macro action: [B, T] int64."""
+        lengths = self.lengths
+        begins = lengths.cumsum(dim=1) - lengths
+        return torch.where(self.mask, self.mask.cumsum(dim=1) - 1 - begins.gather(1, self.ids), 0)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """[B, T] -> [B, M]."""
+        check_tokens(self.mask, x=x)
+        x = keep(x, self.mask)
+        return torch.zeros_like(x).scatter_add(1, self.ids, x)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """[B, T] -> [B, M]."""
+        return self.sum(x) / self.lengths.clamp(min=1)
+
+    def first(self, x: Tensor) -> Tensor:
+        """The number at the first token of each macro action: [B, T] -> [B, M]."""
+        return self.sum(torch.where(self.starts, x, 0.0))
+
+    def last(self, x: Tensor) -> Tensor:
+        """The number at the last token of each macro action: [B, T] -> [B, M]."""
+        return self.sum(torch.where(self.ends, x, 0.0))
+
+    def weighted(self, x: Tensor, sigma: Sigma = "equal") -> Tensor:
+        """Sum of sigma_i x_i, the sigma of each macro action summing to one: [B, T] -> [B, M].
+
+        `equal`: 1 / |w|. `unit`: the last token. `position`: proportional to 1 / (|w| - i), so
+        rising towards the last token. `start`: the first token, which for values is the state
+        in which the macro action was chosen, the baseline of a semi-Markov process.
+        """
+        check_choice("sigma", sigma, get_args(Sigma))
+        if sigma == "equal":
+            return self.mean(x)
+        if sigma == "unit":
+            return self.last(x)
+        if sigma == "start":
+            return self.first(x)
+        to_end = self.lengths.gather(1, self.ids) - self.offsets  # |w| - i
+        weights = to_end.clamp(min=1).to(keep(x, self.mask).dtype).reciprocal()
+        total = torch.where(self.macro_mask, self.sum(weights), 1.0)
+        return self.sum(weights * keep(x, self.mask)) / total
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Each token takes its macro action's number: [B, M] -> [B, T]."""
+        if x.ndim != 2 or x.shape[0] != self.ids.shape[0]:
+            raise ValueError(
+                f"spread takes [B, M] with B = {self.ids.shape[0]}, got {list(x.shape)}."
+            )
+        return torch.where(self.mask, x.gather(1, self.ids), 0)
+
+
+def _previous(mask: Tensor) -> Tensor:
+    """What stands one place to the left, False at the edge."""
+    return torch.nn.functional.pad(mask[:, :-1], (1, 0)) if mask.shape[1] else mask
+
+
+def _following(mask: Tensor) -> Tensor:
+    """What stands one place to the right, False at the edge."""
+    return torch.nn.functional.pad(mask[:, 1:], (0, 1)) if mask.shape[1] else mask
+
+
+def _complain(wrong: Tensor, what: str, remedy: str = "") -> None:
+    rows = wrong.nonzero().flatten().tolist()
+    if rows:
+        named = f"{rows[:10]}{' and more' if len(rows) > 10 else ''}"
+        raise ValueError(f"{what} rows {named}. {remedy}".strip())

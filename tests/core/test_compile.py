@@ -1,0 +1,153 @@
+"""Everything compiles as one graph and gives what eager gives."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from marlhf.core import (
+    Constituents,
+    NGram,
+    Perplexity,
+    RandomNGram,
+    Responses,
+    Segments,
+    Sentences,
+    Vocabulary,
+    Words,
+    gae,
+    macro_gae,
+    ppo_policy_loss,
+    ppo_value_loss,
+    rloo_advantages,
+    segment,
+    shape_rewards,
+    whiten,
+)
+
+
+@pytest.fixture
+def inputs() -> tuple[Responses, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    mask = torch.arange(24) < torch.tensor([24, 0, 1, 13])[:, None]
+    flags = [torch.rand(50) < p for p in (0.5, 0.1, 0.1, 0.1)]
+    spans = torch.tensor([[[0, 9], [0, 4], [4, 9], [5, 8]]]).repeat(4, 1, 1)
+    responses = Responses(
+        tokens=torch.randint(50, mask.shape),
+        mask=mask,
+        ref_logprobs=-torch.rand(mask.shape),
+        spans=spans,
+        vocabulary=Vocabulary(*flags),
+        seeds=torch.arange(4),
+    )
+    return responses, -torch.rand(mask.shape), torch.randn(mask.shape)
+
+
+RULES = [
+    NGram(1),
+    NGram(5),
+    NGram(float("inf")),
+    RandomNGram(),
+    Perplexity("macro"),
+    Perplexity("macro", max_length=4),
+    Perplexity("prefix"),
+    Perplexity("token", max_length=4),
+    Constituents(5, max_length=8),
+    Words(),
+    Sentences(),
+]
+
+
+def step(responses: Responses, logprobs, values, rule, sigma="equal", ratio="token"):
+    segments = segment(rule, responses)
+    rewards = shape_rewards(values[:, 0], logprobs, responses.ref_logprobs, responses.mask, 0.1)
+    advantages, returns = macro_gae(rewards, values, segments, rho=0.9, sigma=sigma)
+    mask = responses.mask
+    white = whiten(advantages, mask)
+    policy = ppo_policy_loss(
+        logprobs, responses.ref_logprobs, white, mask, ratio=ratio, segments=segments
+    )
+    level = "token" if ratio == "token" else "macro"
+    value = ppo_value_loss(
+        values, values + 1, returns, mask, level=level, sigma=sigma, segments=segments
+    )
+    group = rloo_advantages(rewards, 2, segments)
+    return policy + value, advantages + group, segments.ids
+
+
+def test_the_whole_step_compiles_as_one_graph(inputs):
+    responses, logprobs, values = inputs
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=False)
+    cases = [(rule, "equal", "token") for rule in RULES]
+    cases += [(NGram(5), sigma, "macro") for sigma in ("unit", "position", "start")]
+    cases += [(NGram(5), "equal", "macro_mean")]
+    for rule, sigma, ratio in cases:
+        wanted = step(responses, logprobs, values, rule, sigma, ratio)
+        torch._dynamo.reset()
+        got = compiled(responses, logprobs, values, rule, sigma, ratio)
+        for g, w in zip(got, wanted):
+            torch.testing.assert_close(g, w, msg=f"{rule} {sigma} {ratio}")
+
+
+@pytest.mark.slow
+def test_inductor_gives_the_same_losses_and_gradients(inputs):
+    responses, logprobs, values = inputs
+    segments = segment(NGram(5), responses)
+
+    def losses(logprobs, values, segments: Segments):
+        advantages, returns = macro_gae(values.detach(), values.detach(), segments)
+        mask = segments.mask
+        return ppo_policy_loss(logprobs, responses.ref_logprobs, advantages, mask) + ppo_value_loss(
+            values, values.detach(), returns, mask
+        )
+
+    results = []
+    for function in (losses, torch.compile(losses, fullgraph=True)):
+        leaves = [x.clone().requires_grad_() for x in (logprobs, values)]
+        loss = function(*leaves, segments)
+        loss.backward()
+        results.append((loss.detach(), *(x.grad for x in leaves)))
+    for eager, compiled in zip(*results):
+        torch.testing.assert_close(eager, compiled)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_the_whole_step_is_captured_in_a_cuda_graph(inputs, rule):
+    def move(x):
+        return x.cuda() if isinstance(x, torch.Tensor) else x
+
+    responses, logprobs, values = inputs
+    flags = vars(responses.vocabulary)
+    there = Responses(
+        **{k: move(v) for k, v in vars(responses).items() if k != "vocabulary"},
+        vocabulary=Vocabulary(**{k: move(v) for k, v in flags.items()}),
+    )
+    logprobs, values = logprobs.cuda(), values.cuda()
+    wanted = step(there, logprobs, values, rule)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(there, logprobs, values, rule)
+    graph.replay()
+    for c, w in zip(captured, wanted):
+        torch.testing.assert_close(c, w)
+
+
+def test_gae_compiles(inputs):
+    _, logprobs, values = inputs
+    mask = inputs[0].mask
+    compiled = torch.compile(gae, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(logprobs, values, mask), gae(logprobs, values, mask))
+
+
+def test_the_core_needs_only_torch():
+    code = (
+        "import sys; before = set(sys.modules); import torch; torch_modules = set(sys.modules);"
+        "import marlhf.core; new = {m.split('.')[0] for m in set(sys.modules) - torch_modules};"
+        "print(sorted(new))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "['marlhf']"
