@@ -103,7 +103,7 @@ class NGram:
     `NGram(math.inf)` makes the whole response one action, a bandit.
     """
 
-    n: float = 5
+    n: int | float = 5
     """Tokens in a macro action: a whole number from 1, or infinity (`.inf` in YAML)."""
 
     def __post_init__(self) -> None:

@@ -1,0 +1,50 @@
+# Each command sets up what it needs: a virtual environment with pinned versions, once.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
+STAMP = $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format docs bench wheel clean
+
+help:  ## what there is
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "marlhf needs Python 3.10 to 3.13; try make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@echo "setting up $(VENV) (once; a few minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) torch
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## SFT, reward model, PPO and macro PPO on the offline task, and a report
+	$(BIN)/marlhf run toy
+	@echo "open runs/toy/report.html in a browser"
+
+test: $(STAMP)  ## all tests
+	$(BIN)/python -m pytest -q
+
+check: $(STAMP)  ## format, lint, types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## let ruff rewrite the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(STAMP)  ## run every command and example of README and docs
+	$(BIN)/python -m pytest -q tests/test_docs.py
+
+bench: $(STAMP)  ## the benchmarks that fit this machine
+	$(BIN)/python bench/core.py
+
+wheel: $(STAMP)  ## build the wheel into dist/
+	$(BIN)/python -m build --wheel
+
+clean:  ## remove what the commands above made, runs aside
+	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis

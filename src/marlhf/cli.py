@@ -1,0 +1,224 @@
+"""The command line: a thin layer over the functions that do the work.
+
+Nothing heavy is imported until a command needs it, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="marlhf",
+    help="Reinforcement learning from human feedback with macro actions.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Recipe = Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped recipe.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change.")
+]
+StageName = Annotated[
+    str | None, typer.Option("--stage", help="Which stage, where the recipe has several.")
+]
+
+
+def main() -> None:
+    """Run a command; a user's mistake is a sentence and exit status 1, never a traceback."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        _fail("Stopped.", 130)
+    except Exception as error:
+        if os.environ.get("MARLHF_TRACEBACK") or not _expected(error):
+            raise
+        _fail(str(error), 130 if type(error).__name__ == "Stopped" else 1)
+
+
+@app.command("sft")
+def run_sft(recipe: Recipe, overrides: Overrides = None, stage: StageName = None) -> None:
+    """Supervised fine-tuning on chosen responses."""
+    _run_stage("sft", recipe, overrides, stage)
+
+
+@app.command("reward")
+def run_reward(recipe: Recipe, overrides: Overrides = None, stage: StageName = None) -> None:
+    """Train a reward model on pairs of responses."""
+    _run_stage("reward", recipe, overrides, stage)
+
+
+@app.command("ppo")
+def run_ppo(recipe: Recipe, overrides: Overrides = None, stage: StageName = None) -> None:
+    """PPO over macro actions."""
+    _run_stage("ppo", recipe, overrides, stage)
+
+
+@app.command("run")
+def run_all(recipe: Recipe, overrides: Overrides = None) -> None:
+    """All stages of a recipe in order, skipping finished ones, then the report."""
+    from marlhf.config import load_recipe
+
+    stages = load_recipe(recipe, overrides)
+    for number, stage in enumerate(stages, start=1):
+        typer.secho(f"[{number}/{len(stages)}] {stage.name}", bold=True, err=True)
+        _train(stage.kind, stage.config)
+    root = Path(stages[0].config.output_dir).parent
+    _report([root], root / "report.html")
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of them.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where to write.")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """One HTML file that compares runs."""
+    _report(runs, output)
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes that come with marlhf."""
+    from marlhf.config import shipped_recipes
+
+    for name, path in shipped_recipes().items():
+        first = path.read_text(encoding="utf-8").splitlines()[0]
+        typer.echo(f"{name:28}{first.removeprefix('# ') if first.startswith('#') else ''}")
+
+
+@app.command()
+def config(
+    kind: Annotated[str, typer.Argument(help="sft, reward or ppo.")],
+    recipe: Annotated[str | None, typer.Argument(help="Show this recipe, resolved.")] = None,
+    overrides: Overrides = None,
+    stage: StageName = None,
+) -> None:
+    """Every setting of a stage with its default and what it does; or a recipe, resolved."""
+    import textwrap
+
+    from marlhf.config import describe, kind_class, load_stage, to_raw
+
+    if recipe:
+        import yaml
+
+        found = load_stage(recipe, kind, overrides, stage)
+        typer.echo(yaml.safe_dump(to_raw(found.config), sort_keys=False, allow_unicode=True))
+        return
+    for name, type_, default, text in describe(kind_class(kind)):
+        head = typer.style(name, bold=True)
+        typer.echo(f"{head}: {type_} = {default}" if type_ else head)
+        typer.echo(textwrap.fill(text, 92, initial_indent="    ", subsequent_indent="    "))
+
+
+@app.command()
+def segment(
+    text: Annotated[str | None, typer.Option(help="The text to cut.")] = None,
+    file: Annotated[Path | None, typer.Option(help="A file with the text.")] = None,
+    segmenter: Annotated[
+        str, typer.Option("--segmenter", "-s", help="ngram, 'ngram n=3', 'words max_length=4' ...")
+    ] = "ngram",
+    tokenizer: Annotated[
+        str, typer.Option(help="Whose tokens: a folder, a hub name, a GGUF file, or tiny.")
+    ] = "tiny",
+    model: Annotated[
+        str | None, typer.Option(help="Reference model, which perplexity rules need.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of random rules.")] = 0,
+) -> None:
+    """Show a text with its macro actions marked."""
+    from marlhf.config import ConfigError, build_segmenter
+    from marlhf.spans.show import cut_text, paint
+
+    if (text is None) == (file is None):
+        raise ConfigError("Give either --text or --file.")
+    name, *settings = segmenter.split()
+    raw: dict[str, object] = {"type": name}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"Cannot read {setting!r}. Write --segmenter 'ngram n=3'.")
+        import yaml
+
+        raw[key] = yaml.safe_load(value)
+    rule = build_segmenter(raw)
+    content = text if text is not None else _read(file)
+    actions = cut_text(content, rule, tokenizer=tokenizer, model=model, seed=seed)
+    typer.echo(paint(actions, colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
+    tokens = sum(len(action) for action in actions)
+    mean = tokens / len(actions) if actions else 0
+    typer.secho(
+        f"{tokens} tokens in {len(actions)} macro actions, {mean:.1f} tokens each ({rule})",
+        err=True,
+    )
+
+
+@app.command()
+def doctor() -> None:
+    """Versions, devices, and which extras are there."""
+    from marlhf.doctor import examine
+
+    for line in examine():
+        typer.echo(line)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from marlhf import __version__
+
+    typer.echo(__version__)
+
+
+def _run_stage(kind: str, recipe: str, overrides: list[str] | None, name: str | None) -> None:
+    from marlhf.config import load_stage
+
+    _train(kind, load_stage(recipe, kind, overrides, name).config)
+
+
+def _train(kind: str, config: object) -> None:
+    import importlib
+
+    importlib.import_module(f"marlhf.train.{kind}").train(config)
+
+
+def _report(runs: list[Path], output: Path) -> None:
+    from marlhf.evaluate.report import write_report
+
+    typer.secho(f"report: {write_report(runs, output)}", bold=True, err=True)
+
+
+def _read(file: Path | None) -> str:
+    from marlhf.config import ConfigError
+
+    assert file is not None
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"Cannot read {file}: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8 text (byte {error.start}).") from None
+
+
+def _expected(error: Exception) -> bool:
+    """Errors that are about the user's input, which explain themselves."""
+    if type(error).__name__ in ("RunError", "Stopped"):
+        return True
+    return isinstance(error, ValueError) and type(error).__module__.startswith("marlhf")
+
+
+def _fail(message: str, status: int) -> None:
+    typer.secho(message, fg="red", err=True)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

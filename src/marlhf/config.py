@@ -1,0 +1,467 @@
+"""Recipes: YAML to frozen dataclasses, with every mistake reported at once.
+
+A recipe is either the settings of one stage, or several named stages:
+
+    extends: ../base.yaml          # merged beneath this file; paths relative to this file
+    output_dir: runs/mine
+    defaults: {seed: 1}            # beneath every stage
+    stages:
+      sft: {model: gpt2, ...}
+      reward: {model: "@sft", ...} # the model that stage `sft` leaves behind
+      ppo: {model: "@sft", reward_model: "@reward", ...}
+      macro-ppo: {like: ppo, segmenter: {type: ngram, n: 5}}
+
+A stage's kind is its name or its `kind:`; `like:` starts from another stage.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import importlib
+import inspect
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+KINDS = {
+    "sft": "marlhf.train.sft:SFTConfig",
+    "reward": "marlhf.train.reward:RewardConfig",
+    "ppo": "marlhf.train.ppo:PPOConfig",
+}
+SEGMENTERS = {
+    "ngram": "NGram",
+    "random": "RandomNGram",
+    "perplexity": "Perplexity",
+    "constituents": "Constituents",
+    "words": "Words",
+    "sentences": "Sentences",
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "official": {"pooling": "mean", "score_clip": 2.5, "split_last": True},
+}
+"""`paper` is the default. `official` is what the authors' code does, for comparison."""
+
+Raw = dict[str, Any]
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """One or more mistakes in a recipe, a line each."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a recipe, ready to run."""
+
+    name: str
+    kind: str
+    config: Any
+
+
+def load_recipe(recipe: Path | str, overrides: list[str] | None = None) -> list[Stage]:
+    """All stages of a recipe, in order. `ppo.kl_coef=0.1` overrides one stage, `seed=1` all."""
+    path = find_recipe(recipe)
+    raw = _read(path)
+    if "stages" not in raw:
+        raise ConfigError(
+            f"{path} has no `stages:`, so it is a single stage. "
+            f"Run it by name, e.g. `marlhf ppo {recipe}`."
+        )
+    problems: list[str] = []
+    stages, root = _stages(raw, path, problems)
+    for key, value in map(_override, overrides or []):
+        first, _, rest = key.partition(".")
+        if key == "output_dir":
+            root = Path(str(value))
+        elif first in stages and rest:
+            _assign(stages[first], rest, value)
+        else:
+            known = [n for n, s in stages.items() if first in _names(_kind_class(n, s))]
+            if not known:
+                every = {n for k, s in stages.items() for n in _names(_kind_class(k, s))}
+                problems.append(_unknown(key, first, {*every, *stages}))
+            for name in known:
+                _assign(stages[name], key, value)
+    for name, stage in stages.items():
+        stage["output_dir"] = str(root / name)
+    built = [_build_stage(name, stage, f"stages.{name}", problems) for name, stage in stages.items()]
+    _raise(problems, path)
+    return [stage for stage in built if stage]
+
+
+def load_stage(
+    recipe: Path | str, kind: str, overrides: list[str] | None = None, name: str | None = None
+) -> Stage:
+    """One stage: a flat recipe of that kind, or the stage called `name` (or the kind) in it."""
+    path = find_recipe(recipe)
+    raw = _read(path)
+    problems: list[str] = []
+    where = ""
+    if "stages" in raw:
+        stages, root = _stages(raw, path, problems)
+        name = name or kind
+        if name not in stages:
+            raise ConfigError(f"{path} has no stage {name!r}. It has: {', '.join(stages)}.")
+        stage = stages[name] | {"output_dir": str(root / name)}
+        found = stage.get("kind", name)
+        if found != kind:
+            raise ConfigError(f"Stage {name!r} of {path} is of kind {found!r}, not {kind!r}.")
+        where = f"stages.{name}"
+    else:
+        name, stage = name or kind, raw
+    stage["kind"] = kind
+    for key, value in map(_override, overrides or []):
+        _assign(stage, key, value)
+    built = _build_stage(name, stage, where, problems)
+    _raise(problems, path)
+    assert built
+    return built
+
+
+def load_config(cls: type[T], recipe: Path | str, overrides: list[str] | None = None) -> T:
+    """A flat recipe as any dataclass."""
+    path = find_recipe(recipe)
+    raw = _read(path)
+    for key, value in map(_override, overrides or []):
+        _assign(raw, key, value)
+    problems: list[str] = []
+    config = _build(cls, raw, "", problems)
+    _raise(problems, path)
+    return config
+
+
+def find_recipe(recipe: Path | str) -> Path:
+    """A file, or the name of a recipe that comes with marlhf, with or without `.yaml`."""
+    path = Path(recipe)
+    if path.is_file():
+        return path
+    shipped = shipped_recipes()
+    wanted = str(recipe).removesuffix(".yaml").removeprefix("recipes/")
+    if wanted in shipped:
+        return shipped[wanted]
+    near = difflib.get_close_matches(wanted, shipped, n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]}?" if near else f" Shipped recipes: {', '.join(shipped)}."
+    raise ConfigError(f"There is no recipe {str(recipe)!r}.{hint}")
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name to file of every recipe that comes with marlhf."""
+    here = Path(__file__).resolve().parent
+    for root in (here / "recipes", here.parents[1] / "recipes"):
+        if root.is_dir():
+            files = sorted(root.rglob("*.yaml"))
+            named = {str(f.relative_to(root).with_suffix("")): f for f in files}
+            return {name: f for name, f in named.items() if not name.startswith("base/")}
+    return {}
+
+
+def build_segmenter(raw: Any, where: str = "segmenter") -> Any:
+    """A segmenter from `{type: ngram, n: 5}`, `ngram`, or `{type: my_module:MyRule, ...}`."""
+    problems: list[str] = []
+    built = _segmenter(raw, where, problems)
+    _raise(problems)
+    return built
+
+
+def to_raw(config: Any) -> Any:
+    """A config as plain data for YAML and JSON; secrets are left out by name."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+        fields = {k: _hide(k, to_raw(v)) for k, v in fields.items()}
+        return {"type": _type_name(config), **fields} if callable(config) else fields
+    if isinstance(config, dict):
+        return {str(k): _hide(str(k), to_raw(v)) for k, v in config.items()}
+    if isinstance(config, (list, tuple)):
+        return [to_raw(v) for v in config]
+    if isinstance(config, Path):
+        return str(config)
+    if callable(config):
+        name = getattr(config, "__qualname__", type(config).__qualname__)
+        return {"type": f"{config.__module__}:{name}"}
+    return config
+
+
+def describe(cls: type) -> Iterator[tuple[str, str, str, str]]:
+    """Name, type, default and help of each field, nested dataclasses included."""
+    hints = typing.get_type_hints(cls)
+    written = _written(cls)
+    for field in dataclasses.fields(cls):
+        kind, text = written.get(field.name, (str(field.type), ""))
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield field.name, "", "", text
+            for name, *rest in describe(typing.cast(type, hints[field.name])):
+                yield (f"{field.name}.{name}", *rest)
+            continue
+        yield field.name, kind, _default(field), text
+
+
+def kind_class(kind: str) -> type:
+    """The dataclass of a kind of stage."""
+    if kind not in KINDS:
+        raise ConfigError(_unknown(kind, kind, KINDS))
+    module, _, name = KINDS[kind].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _read(path: Path, seen: tuple[Path, ...] = ()) -> Raw:
+    """The file's mapping, merged over what it extends."""
+    path = path.resolve()
+    if path in seen:
+        chain = " -> ".join(p.name for p in (*seen[seen.index(path) :], path))
+        raise ConfigError(f"{path} extends itself: {chain}. Remove one `extends:`.")
+    if not path.is_file():
+        raise ConfigError(f"{seen[-1] if seen else path} extends {path}, which does not exist.")
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506, a SafeLoader
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}).") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if raw is None:
+        raise ConfigError(f"{path} is empty.")
+    if not isinstance(raw, dict) or not all(isinstance(k, str) for k in raw):
+        raise ConfigError(f"{path} must be a mapping of names to settings, like `seed: 0`.")
+    parents = raw.pop("extends", [])
+    merged: Raw = {}
+    for parent in [parents] if isinstance(parents, str) else parents:
+        merged = _merge(merged, _read(path.parent / str(parent), (*seen, path)))
+    return _merge(merged, raw)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe, and a key given twice is a mistake rather than the last one winning."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = {str(k) for k in keys if isinstance(k, str) and keys.count(k) > 1}
+        if twice:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {', '.join(sorted(twice))} is given twice", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
+def _merge(base: Raw, over: Raw) -> Raw:
+    """Mappings merge, everything else replaces. Another `type` replaces the whole mapping."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        if both and value.get("type", old.get("type")) == old.get("type"):
+            merged[key] = _merge(old, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _stages(raw: Raw, path: Path, problems: list[str]) -> tuple[dict[str, Raw], Path]:
+    """Each stage's own mapping over the defaults and what it is `like`."""
+    known = {"output_dir", "defaults", "stages"}
+    problems += [_unknown(key, key, known) for key in raw if key not in known]
+    stages = raw["stages"]
+    if not isinstance(stages, dict) or not stages:
+        raise ConfigError(f"`stages:` of {path} must map names to settings.")
+
+    def resolve(name: str, seen: tuple[str, ...] = ()) -> Raw:
+        if name in seen:
+            raise ConfigError(f"stages.{name} of {path} is `like` itself.")
+        stage = stages[name] or {}
+        if not isinstance(stage, dict):
+            raise ConfigError(f"stages.{name} of {path} must be a mapping.")
+        like = stage.get("like")
+        if like is None:
+            return {"kind": name, **_merge(raw.get("defaults") or {}, stage)}
+        if like not in stages:
+            raise ConfigError(_unknown(f"stages.{name}.like", str(like), stages))
+        own = {k: v for k, v in stage.items() if k != "like"}
+        return _merge(resolve(like, (*seen, name)), own)
+
+    return {name: resolve(name) for name in stages}, Path(raw.get("output_dir", "runs"))
+
+
+def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage | None:
+    raw = dict(raw)
+    kind = raw.pop("kind", name)
+    preset = raw.pop("preset", "paper")
+    if kind not in KINDS:
+        problems.append(_unknown(_at(where, "kind"), str(kind), KINDS))
+        return None
+    if preset not in PRESETS:
+        problems.append(_unknown(_at(where, "preset"), str(preset), PRESETS))
+        return None
+    if preset != "paper" and kind != "ppo":
+        problems.append(f"{_at(where, 'preset')}: only ppo has presets.")
+        return None
+    root = Path(str(raw.get("output_dir", "runs/stage"))).parent
+    for key, value in raw.items():
+        if isinstance(value, str) and value.startswith("@"):
+            raw[key] = str(root / value[1:] / "model")
+    config = _build(kind_class(kind), _merge(PRESETS[preset], raw), where, problems)
+    return None if config is None else Stage(name, kind, config)
+
+
+def _build(cls: type[T], raw: Any, where: str, problems: list[str]) -> T:
+    """Validate with pydantic, after naming unknown keys ourselves with the nearest known one."""
+    from pydantic import TypeAdapter, ValidationError
+
+    before = len(problems)
+    raw = _walk(cls, raw, where, problems)
+    try:
+        built = TypeAdapter(cls).validate_python(raw) if len(problems) == before else None
+    except ValidationError as error:
+        for one in error.errors(include_url=False):
+            place = where
+            for part in one["loc"]:
+                place = _at(place, str(part))
+            given = "" if one["type"] == "missing" else f" (got {one['input']!r})"
+            message = one["msg"].removeprefix("Value error, ")
+            problems.append(f"{place or 'recipe'}: {message}{given}")
+        built = None
+    return typing.cast(T, built)
+
+
+def _walk(cls: type, raw: Any, where: str, problems: list[str]) -> Any:
+    """Report unknown keys at every level, and build segmenters, which have a `type`."""
+    if not isinstance(raw, dict):
+        return raw
+    hints = typing.get_type_hints(cls)
+    known = _names(cls)
+    checked = {}
+    for key, value in raw.items():
+        place = _at(where, key)
+        if key not in known:
+            problems.append(_unknown(place, key, known))
+            continue
+        inner = _dataclass_in(hints[key])
+        if key == "segmenter":
+            value = _segmenter(value, place, problems)
+        elif inner is not None and isinstance(value, dict):
+            value = _walk(inner, value, place, problems)
+        checked[key] = value
+    return checked
+
+
+def _segmenter(raw: Any, where: str, problems: list[str]) -> Any:
+    raw = {"type": raw} if isinstance(raw, str) else raw
+    if not isinstance(raw, dict):
+        if not callable(raw):
+            problems.append(f"{where}: write {{type: ngram, n: 5}} or the like (got {raw!r})")
+        return raw
+    name, rest = str(raw.get("type", "")), {k: v for k, v in raw.items() if k != "type"}
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        try:
+            cls = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            problems.append(f"{where}.type: cannot import {name}: {error}")
+            return None
+        if not dataclasses.is_dataclass(cls):
+            return cls(**rest) if isinstance(cls, type) else cls
+    elif name in SEGMENTERS:
+        cls = getattr(importlib.import_module("marlhf.core"), SEGMENTERS[name])
+    else:
+        problems.append(_unknown(f"{where}.type", name, SEGMENTERS))
+        return None
+    return _build(cls, rest, where, problems)
+
+
+def _type_name(segmenter: Any) -> str:
+    short = {cls: name for name, cls in SEGMENTERS.items()}
+    cls = type(segmenter)
+    if cls.__module__.startswith("marlhf.core"):
+        return short[cls.__name__]
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"Cannot read {text!r}. Write key=value, e.g. segmenter.n=3.")
+    try:
+        return key.strip(), yaml.load(value, _Loader)  # noqa: S506
+    except yaml.YAMLError:
+        raise ConfigError(f"Cannot read the value of {text!r} as YAML.") from None
+
+
+def _assign(raw: Raw, key: str, value: Any) -> None:
+    *outer, last = key.split(".")
+    for part in outer:
+        inner = raw.get(part)
+        raw[part] = dict(inner) if isinstance(inner, dict) else {}
+        raw = raw[part]
+    raw[last] = value
+
+
+def _kind_class(name: str, stage: Raw) -> type:
+    return kind_class(str(stage.get("kind", name)))
+
+
+def _names(cls: type) -> set[str]:
+    return {f.name for f in dataclasses.fields(cls)}
+
+
+def _dataclass_in(hint: Any) -> type | None:
+    """The dataclass in `X`, `X | None`, if there is one."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    found = [o for o in options if dataclasses.is_dataclass(o) and isinstance(o, type)]
+    return found[0] if found else None
+
+
+def _unknown(place: str, name: str, known: Any) -> str:
+    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(sorted(known))}."
+    return f"{place}: unknown name {name!r}. {hint}"
+
+
+def _at(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def _raise(problems: list[str], path: Path | None = None) -> None:
+    if problems:
+        head = f"{path}: " if path else ""
+        count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
+        raise ConfigError("\n  ".join([f"{head}{count}", *problems]))
+
+
+def _hide(key: str, value: Any) -> Any:
+    secret = re.search(r"(^|_)(token|api_key|key|secret|password)$", key.lower())
+    return "(hidden)" if secret and isinstance(value, str) and value else value
+
+
+def _written(cls: type) -> dict[str, tuple[str, str]]:
+    """Each field's type as written, and the string beneath it, which is its help."""
+    found: dict[str, tuple[str, str]] = {}
+    for parent in cls.__mro__[:0:-1]:
+        if dataclasses.is_dataclass(parent):
+            found |= _written(parent)
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    for node, after in zip(body.body, [*body.body[1:], None]):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            text = ""
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                text = " ".join(str(after.value.value).split())
+            found[node.target.id] = ast.unparse(node.annotation), text
+    return found
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    factory: Callable[[], Any] | Any = field.default_factory
+    if field.default is not dataclasses.MISSING:
+        value = to_raw(field.default)
+    elif factory is not dataclasses.MISSING:
+        value = to_raw(factory())
+    else:
+        return "(required)"
+    return yaml.safe_dump(value, default_flow_style=True).strip().removesuffix("\n...")

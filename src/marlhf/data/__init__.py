@@ -1,0 +1,43 @@
+"""Rows of prompts and preferences: read, checked, parted by prompt, encoded, padded."""
+
+from marlhf.data.collate import pad_left, pad_right, token_budget_batches
+from marlhf.data.counts import Counts
+from marlhf.data.encode import (
+    Encoded,
+    decode,
+    encode_prompt,
+    encode_prompts,
+    encode_response,
+    fit_prompts,
+)
+from marlhf.data.files import read_records
+from marlhf.data.hub import read_hub
+from marlhf.data.load import DataConfig, Loaded, load_data, rows_from_records
+from marlhf.data.rows import DataError, Message, Row, Text, prompt_key
+from marlhf.data.splits import held_out, split_rows
+
+__all__ = [
+    "Counts",
+    "DataConfig",
+    "DataError",
+    "Encoded",
+    "Loaded",
+    "Message",
+    "Row",
+    "Text",
+    "decode",
+    "encode_prompt",
+    "encode_prompts",
+    "encode_response",
+    "fit_prompts",
+    "held_out",
+    "load_data",
+    "pad_left",
+    "pad_right",
+    "prompt_key",
+    "read_hub",
+    "read_records",
+    "rows_from_records",
+    "split_rows",
+    "token_budget_batches",
+]

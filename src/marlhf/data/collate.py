@@ -1,0 +1,55 @@
+"""Lists of token ids as padded tensors, and rows as batches of bounded size.
+
+Axes: B rows, P padded length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Ids and mask, both [B, P], with padding before each row, as generation needs it.
+
+    The mask comes from lengths and not from ids, for pad is often eos.
+    """
+    return _pad(rows, pad_id, left=True)
+
+
+def pad_right(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Ids and mask, both [B, P], with padding behind each row, as training needs it."""
+    return _pad(rows, pad_id, left=False)
+
+
+def _pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
+    import torch
+
+    width = max((len(row) for row in rows), default=0)
+    ids = torch.full((len(rows), width), pad_id, dtype=torch.long)  # [B, P]
+    mask = torch.zeros((len(rows), width), dtype=torch.bool)  # [B, P]
+    for i, row in enumerate(rows):
+        real = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[i, real] = torch.tensor(row, dtype=torch.long)
+        mask[i, real] = True
+    return ids, mask
+
+
+def token_budget_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices of rows, batched so that rows x longest row is at most `budget` tokens.
+
+    Rows of like length go together, so little is padding. A row longer than
+    the budget is a batch of its own: it cannot be made smaller.
+    """
+    if budget < 1:
+        raise ValueError(f"A token budget of {budget} holds no row. Set it to 1 or more.")
+    batches: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
+        if batches and (len(batches[-1]) + 1) * lengths[index] <= budget:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches

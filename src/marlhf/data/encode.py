@@ -1,0 +1,178 @@
+"""Rows as token ids.
+
+A prompt's ids are the same in every stage: it is encoded alone, and a
+response is encoded as what comes after it, never both as one text. Otherwise
+a token that spans the joint would give training other ids than rollouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from marlhf.data.counts import Counts
+from marlhf.data.rows import DataError, Message, Row, Text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+CHUNK = 1024  # prompts encoded at once: fast, and little memory
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A row with the ids of its prompt, cut to length where that was asked for."""
+
+    row: Row
+    prompt_ids: list[int]
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: Text) -> list[int]:
+    """The ids a rollout starts from.
+
+    Text gets the tokenizer's BOS, if it adds one, and never an EOS; messages
+    go through the chat template, up to where the assistant begins to speak.
+    """
+    return encode_prompts(tokenizer, [prompt])[0]
+
+
+def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[Text]) -> list[list[int]]:
+    """`encode_prompt` for many at once, which fast tokenizers do in parallel."""
+    if not prompts:
+        return []
+    texts = [p if isinstance(p, str) else render_prompt(tokenizer, p) for p in prompts]
+    opening = opening_ids(tokenizer)
+    encoded = []
+    for prompt, ids in zip(prompts, _tokenize(tokenizer, texts), strict=True):
+        # a chat template writes its own BOS, and so may a careful user
+        ready = not isinstance(prompt, str) or ids[: len(opening)] == opening
+        encoded.append(ids if ready else opening + ids)
+    return encoded
+
+
+def encode_response(
+    tokenizer: Tokenizer, prompt: Text, response: Text, eos_token_id: int
+) -> list[int]:
+    """The ids of a response as they follow the prompt's: its tokens, then EOS once.
+
+    Special tokens that are written out in a text response stay text, so that
+    no data can end a response early. In a chat the template writes the turn,
+    with whatever closes it, and the response ends at the first EOS.
+    """
+    if isinstance(response, str) and isinstance(prompt, str):
+        end = cast(str, tokenizer.decode([eos_token_id]))
+        ids = _tokenize_after_text(tokenizer, response.removesuffix(end))
+    else:
+        turn = _as_messages(response, "assistant")
+        [ids] = _tokenize(tokenizer, [render_turn(tokenizer, _as_messages(prompt, "user"), turn)])
+    if eos_token_id in ids:
+        ids = ids[: ids.index(eos_token_id)]
+    return [*ids, eos_token_id]
+
+
+def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of ids without special tokens, spaces exactly as the tokens have them."""
+    text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return cast(str, text)
+
+
+def fit_prompts(
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    max_prompt_tokens: int,
+    too_long: Literal["drop", "truncate"] = "drop",
+) -> tuple[list[Encoded], Counts]:
+    """Rows whose prompts fit, encoded, in order, and what became of the others."""
+    counts = Counts()
+    kept: list[Encoded] = []
+    reason = f"the prompt is longer than {max_prompt_tokens} tokens"
+    for start in range(0, len(rows), CHUNK):
+        chunk = rows[start : start + CHUNK]
+        encoded = encode_prompts(tokenizer, [row.prompt for row in chunk])
+        for number, (row, ids) in enumerate(zip(chunk, encoded, strict=True), start=start + 1):
+            counts.read += 1
+            if len(ids) <= max_prompt_tokens:
+                kept.append(Encoded(row, ids))
+            elif too_long == "truncate":
+                counts.note(f"{reason}, and its middle was cut out", f"row {number}")
+                kept.append(Encoded(row, cut_middle(ids, max_prompt_tokens)))
+            else:
+                counts.drop(reason, f"row {number}")
+    if rows and not kept:
+        raise DataError(
+            f"None of the {len(rows)} prompts fits into {max_prompt_tokens} tokens. "
+            "Raise `max_prompt_tokens`, or set `too_long: truncate`."
+        )
+    return kept, counts
+
+
+def cut_middle(ids: Sequence[int], length: int) -> list[int]:
+    """The first and the last half of `length` ids.
+
+    One rule for all forms of prompt: the opening (BOS, the subreddit, the first
+    question) and the close (`TL;DR:`, the latest turns and `Assistant:`, a chat's
+    generation prompt) both stay, and the middle of the story goes.
+    """
+    if len(ids) <= length:
+        return list(ids)
+    head = length // 2
+    return [*ids[:head], *ids[len(ids) - (length - head) :]]
+
+
+def render_prompt(tokenizer: Tokenizer, messages: list[Message]) -> str:
+    """Messages as text, up to and with the header of the assistant's turn."""
+    if not tokenizer.chat_template:
+        raise DataError(
+            "The prompts are chat messages, but the tokenizer has no chat template. "
+            "Use an instruction-tuned model's tokenizer, set `tokenizer.chat_template`, "
+            "or give the prompts as text."
+        )
+    text = tokenizer.apply_chat_template(
+        cast(Any, messages), tokenize=False, add_generation_prompt=True
+    )
+    return cast(str, text)
+
+
+def render_turn(tokenizer: Tokenizer, prompt: list[Message], turn: list[Message]) -> str:
+    """What the chat template writes for the assistant's turn, after the generation prompt."""
+    before = render_prompt(tokenizer, prompt)
+    whole = cast(str, tokenizer.apply_chat_template(cast(Any, prompt + turn), tokenize=False))
+    if not whole.startswith(before):
+        raise DataError(
+            "The tokenizer's chat template does not write an assistant's turn as it begins one "
+            f"for generation: {before[-40:]!r} is not how the answered chat goes on. Set a "
+            "`tokenizer.chat_template` that does both alike, or give the rows as text."
+        )
+    return whole[len(before) :]
+
+
+def opening_ids(tokenizer: Tokenizer) -> list[int]:
+    """What the tokenizer puts before any text: BOS, or nothing."""
+    [with_special], [bare] = tokenizer(["a"])["input_ids"], _tokenize(tokenizer, ["a"])
+    for start in range(len(with_special) - len(bare) + 1):
+        if with_special[start : start + len(bare)] == bare:
+            return list(with_special[:start])
+    return []
+
+
+def _tokenize(tokenizer: Tokenizer, texts: list[str], **options: Any) -> list[list[int]]:
+    # verbose=False: what is too long for the model is ours to count, not the tokenizer's to log
+    found = tokenizer(texts, add_special_tokens=False, verbose=False, **options)
+    return [list(ids) for ids in cast(Any, found["input_ids"])]
+
+
+def _tokenize_after_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text that follows other text.
+
+    SentencePiece tokenizers put a space before the first word of a text. Where
+    it follows something else there is none, so it is encoded behind a colon
+    and the colon taken off again, unless the two fuse into one token.
+    """
+    plain = {"split_special_tokens": True}
+    alone, colon, joined = _tokenize(tokenizer, [text, ":", f":{text}"], **plain)
+    return joined[len(colon) :] if joined[: len(colon)] == colon else alone
+
+
+def _as_messages(text: Text, role: str) -> list[Message]:
+    return [{"role": role, "content": text}] if isinstance(text, str) else text

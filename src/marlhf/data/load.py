@@ -1,0 +1,235 @@
+"""From a few lines of configuration to the rows of one stage."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from marlhf.data import hh, local, tldr, webgpt
+from marlhf.data.counts import Counts
+from marlhf.data.files import ENDINGS, Records, read_records
+from marlhf.data.hub import read_hub
+from marlhf.data.rows import DataError, Parsed, Row, prompt_fault, response_fault
+from marlhf.data.splits import STAGE_PARTS, check_fractions, held_out, split_rows
+
+PUBLISHED = {"tldr": tldr, "hh": hh, "webgpt": webgpt}
+"""Sources in the form their authors published them in."""
+
+
+Positioned = tuple[Row | None, str, str]
+"""What a source made of a record (see `Parsed`), and the record's position."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which rows to train on. The same for all stages, so that they share one split."""
+
+    source: Literal["auto", "local", "tldr", "hh", "webgpt", "toy"] = "auto"
+    """What the rows look like. `auto` tells from the first record; `local` is your own file with
+    prompt, chosen, rejected; `toy` needs no file and no network."""
+
+    path: str | None = None
+    """A file, a folder or a name on the hub. May be left out for tldr, hh, webgpt (then the hub's)
+    and toy. A file or folder of that name wins over the hub."""
+
+    split: str = "train"
+    """Which split of a hub data set to read."""
+
+    config: str | None = None
+    """Which configuration of a hub data set to read, for those that have several."""
+
+    columns: dict[str, str] = field(default_factory=dict)
+    """Our names to those in your file, as in `{prompt: question, chosen: best_answer}`."""
+
+    parts: dict[str, float] = field(default_factory=lambda: dict(STAGE_PARTS))
+    """Each stage's share of the rows; no prompt is in two. Empty (`{}`) gives every stage all
+    rows, for those who have a file a stage."""
+
+    eval_size: int | float = 0.05
+    """Rows held out for evaluation, by prompt: a number (200) or a share (0.05). The same rows
+    for every stage, since they are set aside before the parts are cut. 0 for none."""
+
+    seed: int = 0
+    """Decides which prompts fall into which part. Keep it the same for all stages of a run."""
+
+    max_prompt_tokens: int = 512
+    """Longest prompt. The paper: 512, for code 600."""
+
+    too_long: Literal["drop", "truncate"] = "drop"
+    """What to do with longer prompts: leave the row out, or cut out the prompt's middle."""
+
+    limit: int | None = None
+    """Read only so many records, to try something out."""
+
+    def __post_init__(self) -> None:
+        check_fractions(self.parts)
+        if self.limit is not None and self.limit < 1:
+            raise DataError(f"`limit: {self.limit}` reads nothing. Set it to 1 or more.")
+        if self.max_prompt_tokens < 1:
+            raise DataError(f"`max_prompt_tokens: {self.max_prompt_tokens}` fits no prompt.")
+        if self.path is None and self.source in ("auto", "local"):
+            raise DataError(
+                "No data is named. Set `path` to a file, a folder or a name on the hub; "
+                "or set `source: toy` to try without any."
+            )
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The rows of one stage, and what was read to get them."""
+
+    train: list[Row]
+    eval: list[Row]
+    counts: Counts
+    """Over the whole of what was read, not this stage's part alone."""
+
+
+def load_data(
+    config: DataConfig, part: str = "ppo", *, needs: Collection[str] = ("prompt",)
+) -> Loaded:
+    """The rows for one stage: `part` names its share, `needs` what each row must have.
+
+    Rows are parted before those that the stage cannot use are taken out, so
+    that every stage sees the same parts whatever it needs.
+    """
+    _check_part(config, part)
+    rows, unusable, counts = _sift(_read_rows(config, needs), needs, config.path or config.source)
+    rest, evaluation = held_out(rows, config.eval_size, config.seed)
+    mine = split_rows(rest, config.parts, config.seed)[part] if config.parts else rest
+    train = [row for row in mine if id(row) not in unusable]
+    if not train:
+        raise DataError(
+            f"The part `{part}` is empty: {len(rows)} rows are too few for eval_size "
+            f"{config.eval_size} and parts {config.parts}. Give more rows, or set `parts: {{}}` "
+            "to let every stage use them all."
+        )
+    return Loaded(train, [row for row in evaluation if id(row) not in unusable], counts)
+
+
+def rows_from_records(
+    records: Iterable[Mapping[str, Any]],
+    *,
+    needs: Collection[str] = ("prompt",),
+    columns: Mapping[str, str] | None = None,
+    name: str = "the data set",
+) -> tuple[list[Row], Counts]:
+    """Rows from records already in memory, such as a `datasets.Dataset` or a list of dicts.
+
+    For trainers that are handed their data: columns as in a local file, no
+    split, and bad rows counted in the same way.
+    """
+    rows, unusable, counts = _sift(_parse_local(records, needs, columns or {}, name), needs, name)
+    return [row for row in rows if id(row) not in unusable], counts
+
+
+def _sift(
+    parsed: Iterator[Positioned], needs: Collection[str], name: str
+) -> tuple[list[Row], set[int], Counts]:
+    """Rows with a good prompt, the id() of those of them this stage cannot use, and counts."""
+    counts = Counts()
+    rows: list[Row] = []
+    unusable: set[int] = set()
+    for row, remark, position in parsed:
+        counts.read += 1
+        if row is None:
+            counts.drop(remark, position)
+            continue
+        if fault := prompt_fault(row):
+            counts.drop(fault, position)
+            continue
+        if remark:
+            counts.note(remark, position)
+        rows.append(row)
+        if fault := response_fault(row, needs):
+            counts.drop(fault, position)
+            unusable.add(id(row))
+    if not counts.kept:
+        raise DataError(f"No row of {name} can be used: {counts}")
+    return rows, unusable, counts
+
+
+def _parse_local(
+    records: Iterable[Mapping[str, Any]],
+    needs: Collection[str],
+    columns: Mapping[str, str],
+    name: str,
+) -> Iterator[Positioned]:
+    for number, record in enumerate(records, start=1):
+        position = f"{name}:{number}"
+        if number == 1:
+            local.check_columns(record, position, columns, needs)
+        yield *local.to_row(record, columns), position
+
+
+def _check_part(config: DataConfig, part: str) -> None:
+    if config.parts and part not in config.parts:
+        near = difflib.get_close_matches(part, list(config.parts), n=1)
+        hint = f" Did you mean `{near[0]}`?" if near else ""
+        raise DataError(f"There is no part `{part}` among {', '.join(config.parts)}.{hint}")
+
+
+def _read_rows(config: DataConfig, needs: Collection[str]) -> Iterator[Positioned]:
+    if config.source == "toy":
+        from marlhf.data import toy
+
+        size = {} if config.limit is None else {"num_rows": config.limit}
+        for number, row in enumerate(toy.rows(seed=config.seed, **size), start=1):
+            yield row, "", f"toy:{number}"
+        return
+    records = itertools.islice(_read_source(config), config.limit)
+    first = next(records, None)
+    if first is None:
+        raise DataError(f"The split `{config.split}` of {config.path} is empty. Name another.")
+    parse = _choose_parser(config, needs, *first)
+    for record, position in itertools.chain([first], records):
+        yield *parse(record), position
+
+
+def _read_source(config: DataConfig) -> Records:
+    module = PUBLISHED.get(config.source)
+    if config.path is None:
+        assert module is not None, "DataConfig asks for a path where there is no default"
+        default = tldr.HUB_CONFIG if module is tldr else None
+        return read_hub(module.HUB_NAME, config.split, config.config or default)
+    if Path(config.path).expanduser().exists() or not is_hub_name(config.path):
+        return read_records(config.path, config.split)
+    default = tldr.HUB_CONFIG if config.path == tldr.HUB_NAME else None
+    return read_hub(config.path, config.split, config.config or default)
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a path could be `name` or `owner/name` on the hub rather than a missing file."""
+    endings = (*ENDINGS, ".gz")
+    return bool(re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path)) and not path.endswith(endings)
+
+
+def _choose_parser(
+    config: DataConfig, needs: Collection[str], first: Mapping[str, Any], position: str
+) -> Callable[[Mapping[str, Any]], Parsed]:
+    """The function that makes rows of records, from the first of them."""
+    source = config.source
+    if source == "auto":
+        known = (name for name, module in PUBLISHED.items() if module.recognises(first))
+        source = "local" if config.columns else next(known, "local")
+    if source == "local":
+        local.check_columns(first, position, config.columns, needs)
+        return lambda record: local.to_row(record, config.columns)
+    module = PUBLISHED[source]
+    if not module.recognises(first):
+        raise DataError(
+            f"{position} is not in the form of `source: {source}`: it has "
+            f"{', '.join(f'`{name}`' for name in first)}. Set `source: auto`, or `source: local` "
+            "with `columns`, if the file is your own."
+        )
+
+    def parse(record: Mapping[str, Any]) -> Parsed:
+        if module.recognises(record):
+            return module.to_row(record)
+        return None, f"not in the form of `source: {source}`"
+
+    return parse

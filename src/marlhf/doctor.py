@@ -1,0 +1,56 @@
+"""What this machine has, and what marlhf could do with more."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+
+NEEDED = ("torch", "transformers", "accelerate", "safetensors", "pydantic", "rich", "typer")
+EXTRAS = {
+    "datasets": ("hub", "data sets by their hub name"),
+    "gguf": ("gguf", "models from GGUF files"),
+    "tensorboard": ("tensorboard", "curves in TensorBoard"),
+}
+
+
+def examine() -> Iterator[str]:
+    """A line for each thing worth knowing."""
+    from marlhf import __version__
+
+    yield f"marlhf {__version__}, Python {platform.python_version()}, {platform.platform()}"
+    for name in NEEDED:
+        yield f"  {name:14}{_version(name) or 'MISSING: pip install marlhf again'}"
+    yield "devices"
+    yield from _devices()
+    yield "extras"
+    for name, (extra, gives) in EXTRAS.items():
+        found = _version(name)
+        lacking = f"not there; pip install 'marlhf[{extra}]' gives {gives}"
+        yield f"  {name:14}{f'{found}: {gives}' if found else lacking}"
+    yield "hub"
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+    yield f"  {'offline (HF_HUB_OFFLINE is set)' if offline else 'online, if the network is'}"
+
+
+def _devices() -> Iterator[str]:
+    import torch
+
+    disk = shutil.disk_usage(os.getcwd())
+    yield f"  {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads for torch"
+    yield f"  {disk.free / 2**30:.0f} GiB of {disk.total / 2**30:.0f} free on this disk"
+    if not torch.cuda.is_available():
+        yield "  no CUDA device: small models only, in float32"
+    for i in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(i)
+        half = "bfloat16" if torch.cuda.is_bf16_supported() else "no bfloat16"
+        yield f"  cuda:{i} {properties.name}, {properties.total_memory / 2**30:.0f} GiB, {half}"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

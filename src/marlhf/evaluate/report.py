@@ -1,0 +1,74 @@
+"""One HTML file that shows runs honestly: no network, no script, no plotting library.
+
+>>> from marlhf.evaluate.report import write_report
+>>> write_report(["runs/tldr"], "report.html")  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from marlhf.evaluate import sections
+from marlhf.evaluate.groups import Group, group_runs
+from marlhf.evaluate.page import render, text
+from marlhf.evaluate.runs import Run, find_runs
+from marlhf.evaluate.samples import samples
+from marlhf.evaluate.summary import summary
+
+
+def write_report(paths: Sequence[Path | str], output: Path | str) -> Path:
+    """Write the report of all runs under `paths` to `output`, and return where it is.
+
+    Runs that differ only in their seed are shown as one line with its spread. The file
+    holds everything it needs, so it can be mailed, archived or opened offline.
+    """
+    page = report_html(find_runs(paths))
+    output = Path(output)
+    if output.is_dir():
+        output = output / "report.html"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(page, encoding="utf-8")
+    return output
+
+
+def report_html(runs: list[Run]) -> str:
+    """The report as text."""
+    groups = group_runs([run for run in runs if not run.is_empty])
+    policies = [group for group in groups if group.runs[0].is_policy]
+    others = [group for group in groups if not group.runs[0].is_policy]
+    parts = [
+        ("summary", "Summary", summary(policies, others, runs)),
+        ("learning", "Learning", sections.learning(policies)),
+        ("frontier", "Reward against KL", sections.frontier(policies)),
+        ("distributions", "Prompt by prompt", sections.distributions(policies)),
+        ("samples", "Samples", samples(policies)),
+        ("training", "Inside training", sections.training(policies)),
+        ("timing", "Time", sections.timing(policies)),
+        ("stages", "The models behind", sections.stages(others, with_table=bool(policies))),
+        ("settings", "Settings", sections.settings(groups)),
+    ]
+    return render(_title(runs), _subtitle(runs, groups), parts)
+
+
+def _title(runs: list[Run]) -> str:
+    """The folder the runs share, else their names."""
+    if len(runs) == 1:
+        return runs[0].name
+    shared = Path(os.path.commonpath([run.path.resolve() for run in runs]))
+    return shared.name or "Comparison of runs"
+
+
+def _subtitle(runs: list[Run], groups: list[Group]) -> str:
+    count = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}"
+    if len(groups) not in (0, len(runs)):
+        count += f" of {len(groups)} settings"
+    started = sorted(str(run.about["started"]) for run in runs if run.about.get("started"))
+    version = sorted({str(run.about["marlhf"]) for run in runs if run.about.get("marlhf")})
+    words = [count]
+    if started:
+        words.append(f"started {started[0][:16].replace('T', ' ')}")
+    if version:
+        words.append(f"marlhf {', '.join(version)}")
+    return " &middot; ".join(text(word) for word in words)

@@ -1,0 +1,291 @@
+"""Run folders, read from disk whatever state a killed run left them in."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Row = dict[str, Any]
+
+STAGES = ("sft", "reward", "ppo")
+SKIPPED_FOLDERS = {"checkpoints", "model", "best", "critic"}
+MAX_MAGNITUDE = 1e30
+"""Beyond this a number is a divergence, not a measurement: it is treated as missing."""
+
+
+class NoRuns(ValueError):
+    """Nothing to report on, with what was looked for and where."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One pass over the held-out prompts: a number a prompt, NaN where none was recorded."""
+
+    step: int
+    scores: list[float]
+    gold: list[float] | None = None
+    kl: list[float] | None = None
+    length: list[float] | None = None
+    sft_scores: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One stage of one training, as its folder recorded it.
+
+    `train` and `evals` hold one row a step in order of steps; a resumed run that wrote
+    a step twice keeps the later row. `problems` says what could not be read.
+    """
+
+    path: Path
+    name: str
+    stage: str
+    status: str = "unknown"
+    seed: int | None = None
+    seconds: float | None = None
+    note: str = ""
+    summary: Row = field(default_factory=dict)
+    about: Row = field(default_factory=dict)
+    config: Row = field(default_factory=dict)
+    train: list[Row] = field(default_factory=list)
+    evals: list[Row] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    samples: list[Row] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def is_policy(self) -> bool:
+        """Whether this run trained a policy by reinforcement learning."""
+        return self.stage not in ("sft", "reward")
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.train or self.evals or self.samples or self.summary)
+
+    @property
+    def last_step(self) -> int | None:
+        steps = [row["step"] for row in self.train[-1:] + self.evals[-1:]]
+        return max(steps, default=None)
+
+    def curve(self, key: str) -> list[tuple[int, float, float]]:
+        """(step, seconds, value) wherever `key` was recorded; seconds may be NaN."""
+        rows = self.evals if key.startswith("eval/") else self.train
+        found = ((row, number(row.get(key))) for row in rows)
+        return [
+            (row["step"], number(row.get("seconds")), value)
+            for row, value in found
+            if math.isfinite(value)
+        ]
+
+    def final(self, key: str) -> float:
+        """The last recorded value, NaN where there is none."""
+        curve = self.curve(key)
+        return curve[-1][2] if curve else math.nan
+
+
+def number(value: object) -> float:
+    """A recorded value as a float; NaN for text, null, infinities and divergences."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return math.nan
+    # Compared before the conversion: float() of a huge int raises.
+    return float(value) if abs(value) < MAX_MAGNITUDE else math.nan
+
+
+def find_runs(paths: Sequence[Path | str]) -> list[Run]:
+    """Every run under `paths`: run folders, or folders that hold them one or two levels down."""
+    found: dict[Path, Run] = {}
+    for path in map(Path, paths):
+        if not path.exists():
+            raise NoRuns(
+                f"There is no folder {path}. Give the folder of a run (its `output_dir`), "
+                "or one that holds several."
+            )
+        folders = list(_run_folders(path, depth=2)) if path.is_dir() else []
+        if not folders:
+            raise NoRuns(
+                f"{path} holds no run: neither it nor the folders in it have a run.json or a "
+                "metrics.jsonl. Give the `output_dir` of a training."
+            )
+        for folder in folders:
+            if folder.resolve() not in found:
+                found[folder.resolve()] = read_run(folder)
+    runs = list(found.values())
+    if not runs:
+        raise NoRuns("No path was given. Give the folder of at least one run.")
+    if all(run.is_empty for run in runs):
+        names = ", ".join(str(run.path) for run in runs)
+        raise NoRuns(
+            f"Nothing has been recorded yet in {names}. Wait for the first logged step, or look "
+            "at the training's output for why it ended before one."
+        )
+    return sorted(runs, key=lambda run: STAGES.index(run.stage) if run.stage in STAGES else 9)
+
+
+def read_run(path: Path | str) -> Run:
+    """Read one run folder; whatever is missing, torn or not a number is left out."""
+    path = Path(path)
+    if not path.is_dir():
+        raise NoRuns(f"There is no folder {path}. Give the folder of a run.")
+    if not _is_run(path):
+        raise NoRuns(
+            f"{path} is not a run: it has neither run.json nor metrics.jsonl. "
+            "Give the `output_dir` of a training."
+        )
+    problems: list[str] = []
+    about = _read_about(path / "run.json", problems)
+    metrics = _read_lines(path / "metrics.jsonl", problems)
+    train = _by_step(row for row in metrics if row.get("kind", "train") == "train")
+    evaluations = [
+        evaluation
+        for row in _by_step(_read_lines(path / "eval.jsonl", problems))
+        if (evaluation := _evaluation(row)) is not None
+    ]
+    evals = _by_step(row for row in metrics if row.get("kind") == "eval")
+    summary = about.get("summary")
+    seed = about.get("seed")
+    elapsed = [number(about.get("seconds"))]
+    elapsed += [number(row.get("seconds")) for row in train[-1:] + evals[-1:]]
+    return Run(
+        path=path,
+        name=_words(about, "name") or path.resolve().name,
+        stage=_words(about, "stage") or _guess_stage(train + evals),
+        status=_words(about, "status") or "unknown",
+        seed=seed if isinstance(seed, int) else None,
+        seconds=max(filter(math.isfinite, elapsed), default=None),
+        note=_words(about, "note"),
+        summary=summary if isinstance(summary, dict) else {},
+        about=about,
+        config=_read_config(path / "config.yaml", problems),
+        train=train,
+        evals=_merge(evals, evaluations, train),
+        evaluations=evaluations,
+        samples=_read_lines(path / "samples.jsonl", problems),
+        problems=problems,
+    )
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "run.json").is_file() or (folder / "metrics.jsonl").is_file()
+
+
+def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
+    """The run folders at and below `folder`; one that has metrics of its own is not searched."""
+    if (folder / "metrics.jsonl").is_file():
+        yield folder
+        return
+    inner: list[Path] = []
+    if depth > 0:
+        for child in sorted(folder.iterdir()):
+            hidden = child.name.startswith(".") or child.name in SKIPPED_FOLDERS
+            if child.is_dir() and not hidden:
+                inner += _run_folders(child, depth - 1)
+    if inner:
+        yield from inner
+    elif _is_run(folder):
+        yield folder
+
+
+def _read_about(path: Path, problems: list[str]) -> Row:
+    if not path.is_file():
+        return {}
+    try:
+        about = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except ValueError:
+        problems.append("run.json is damaged and was left out")
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def _words(about: Row, key: str) -> str:
+    value = about.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def _read_config(path: Path, problems: list[str]) -> Row:
+    if not path.is_file():
+        return {}
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
+    except yaml.YAMLError:
+        problems.append("config.yaml is damaged and was left out")
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _read_lines(path: Path, problems: list[str]) -> list[Row]:
+    """The objects of a JSON-lines file. A killed run leaves its last line torn: no error."""
+    rows: list[Row] = []
+    broken = 0
+    if not path.is_file():
+        return rows
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line) if line.strip() else None
+            except (ValueError, RecursionError):
+                broken += 1
+                continue
+            if isinstance(row, dict):
+                rows.append(row)
+    if broken:
+        plural = "line" if broken == 1 else "lines"
+        problems.append(f"{broken} broken {plural} of {path.name} left out")
+    return rows
+
+
+def _by_step(rows: Iterator[Row] | list[Row]) -> list[Row]:
+    """One row a step, in order; the later one wins, as in a run resumed from a checkpoint."""
+    found: dict[int, Row] = {}
+    for row in rows:
+        step = number(row.get("step"))
+        if math.isfinite(step):
+            found[int(step)] = {**row, "step": int(step)}
+    return [found[step] for step in sorted(found)]
+
+
+def _evaluation(row: Row) -> Evaluation | None:
+    scores = _numbers(row.get("scores"))
+    if scores is None:
+        return None
+    rest = {key: _numbers(row.get(key)) for key in ("gold", "kl", "length", "sft_scores")}
+    return Evaluation(step=row["step"], scores=scores, **rest)
+
+
+def _numbers(values: object) -> list[float] | None:
+    if not isinstance(values, list) or not values:
+        return None
+    found = [number(value) for value in values]
+    return found if any(map(math.isfinite, found)) else None
+
+
+def _merge(evals: list[Row], evaluations: list[Evaluation], train: list[Row]) -> list[Row]:
+    """Evaluation rows with what only eval.jsonl knows: step 0, and means never logged."""
+    seconds = {row["step"]: row.get("seconds") for row in train}
+    merged: dict[int, Row] = {}
+    for evaluation in evaluations:
+        row: Row = {"step": evaluation.step, "eval/score": _mean(evaluation.scores)}
+        row["seconds"] = 0.0 if evaluation.step == 0 else seconds.get(evaluation.step)
+        for key in ("gold", "kl", "length"):
+            row[f"eval/{key}"] = _mean(getattr(evaluation, key) or [])
+        merged[evaluation.step] = row
+    for row in evals:
+        known = merged.get(row["step"], {})
+        said = {k: v for k, v in row.items() if k not in known or math.isfinite(number(v))}
+        merged[row["step"]] = known | said
+    return [merged[step] for step in sorted(merged)]
+
+
+def _mean(values: list[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return math.fsum(finite) / len(finite) if finite else math.nan
+
+
+def _guess_stage(rows: list[Row]) -> str:
+    keys = {key.split("/")[0] for row in rows[:1] for key in row}
+    return next((stage for stage in STAGES if stage in keys), "ppo")

@@ -1,0 +1,130 @@
+"""The first screen: one sentence, one table, and what they do and do not show."""
+
+from __future__ import annotations
+
+import math
+
+from marlhf.evaluate.findings import final_score, shows, shows_not, start_score, verdict
+from marlhf.evaluate.groups import START_COLOUR, Group, describe_segmenter
+from marlhf.evaluate.page import chip, csv_link, duration, num, percent, section, table, text
+from marlhf.evaluate.runs import Run
+from marlhf.evaluate.stats import Interval, interval
+
+
+def summary(policies: list[Group], others: list[Group], runs: list[Run]) -> str:
+    """The verdict, the table of numbers, and what they do and do not show."""
+    sentence = verdict(policies, others)
+    says = [("What this shows", shows(policies)), ("What it does not", shows_not(policies, runs))]
+    columns = [
+        f"<div><h3>{title}</h3><ul>{''.join(f'<li>{item}</li>' for item in items)}</ul></div>"
+        for title, items in says
+        if items
+    ]
+    lead = (
+        "Each row is one setting after its last evaluation on held-out prompts; brackets are 95% "
+        "intervals over prompts. Read score only together with KL (nats a response, from the "
+        "model it began with) and length (tokens)."
+    )
+    above = f'<p class="verdict">{sentence}</p>' if sentence else ""
+    return above + section(
+        "summary",
+        "Summary",
+        lead if policies else "Each row is one training with its last numbers.",
+        _policy_table(policies),
+        "" if policies else stage_table(others),
+        f'<div class="says">{"".join(columns)}</div>' if columns else "",
+    )
+
+
+def _policy_table(policies: list[Group]) -> str:
+    if not policies:
+        return ""
+    measures = [
+        ("Gold", "eval/gold", num),
+        ("KL", "eval/kl", num),
+        ("Length", "eval/length", num),
+        ("Repetition", "eval/repetition", percent),
+        ("Wins against SFT", "eval/win_rate", percent),
+    ]
+    measures = [m for m in measures if any(group.finals(m[1]) for group in policies)]
+    header = ["Run", "Score", *(m[0] for m in measures), "Steps", "Time"]
+    rows: list[list[str]] = []
+    data: list[list[str | float | None]] = []
+    start = _start_row(policies, [m[1] for m in measures])
+    if start is not None:
+        score, values = start
+        shown = [form(value) for value, (_, _, form) in zip(values, measures)]
+        name = chip("before RL", START_COLOUR) + "<small>the SFT model</small>"
+        rows.append([name, _score_cell(score, []), *shown, "", ""])
+        data.append(["before RL", "", *score[:3], *values, 0, None])
+    for group in policies:
+        score = final_score(group)
+        note = ""
+        if not math.isfinite(score.mean):
+            score = Interval(group.final("ppo/score"), math.nan, math.nan, 0)
+            note = "training batch" if math.isfinite(score.mean) else ""
+        seconds = interval([run.seconds for run in group.runs if run.seconds is not None]).mean
+        values = [group.final(key) for _, key, _ in measures]
+        shown = [form(value) for value, (_, _, form) in zip(values, measures)]
+        steps = max((run.last_step or 0 for run in group.runs), default=0)
+        kind = describe_segmenter(group.config)
+        cell = _score_cell(score, group.finals("eval/score"), note)
+        name = _name_cell(group, kind)
+        rows.append([name, cell, *shown, str(steps), duration(seconds)])
+        data.append([group.label, kind, *score[:3], *values, steps, seconds])
+    names = ["run", "segmenter", "score", "low", "high", *(m[1] for m in measures), "step"]
+    return table(header, rows, csv=csv_link("summary", [*names, "seconds"], data))
+
+
+def _start_row(policies: list[Group], keys: list[str]) -> tuple[Interval, list[float]] | None:
+    for group in policies:
+        score = start_score(group)
+        if math.isfinite(score.mean):
+            values: list[float] = []
+            for key in keys:
+                at_start = [point.mean for point in group.curve(key) if point.step == 0]
+                values.append(at_start[0] if at_start else math.nan)
+            return score, values
+    return None
+
+
+def _score_cell(score: Interval, finals: list[float], note: str = "") -> str:
+    shown = f"<b>{num(score.mean)}</b>"
+    if math.isfinite(score.low):
+        shown += f"<small>[{num(score.low)}, {num(score.high)}]</small>"
+    if len(finals) > 1:
+        shown += f"<small>seeds {num(min(finals))} to {num(max(finals))}</small>"
+    return shown + (f"<small>{note}</small>" if note else "")
+
+
+def _name_cell(group: Group, kind: str = "") -> str:
+    count = f"{group.num_seeds} seeds" if group.num_seeds > 1 else f"{len(group.runs)} runs"
+    words = [count] * (len(group.runs) > 1) + sorted(
+        {run.status for run in group.runs} - {"unknown"}
+    )
+    below = "".join(f"<small>{text(line)}</small>" for line in (kind, ", ".join(words)) if line)
+    return chip(group.label, group.colour) + below
+
+
+def stage_table(groups: list[Group]) -> str:
+    """The models behind the policies: what each training of them ended at."""
+    measures = [
+        ("Loss", ("sft/loss", "reward/loss"), num),
+        ("Held-out loss", ("eval/loss",), num),
+        ("Held-out accuracy", ("eval/accuracy",), percent),
+    ]
+    measures = [m for m in measures if any(g.finals(key) for g in groups for key in m[1])]
+    header = ["Run", "Stage", "Steps", *(m[0] for m in measures), "Time"]
+    rows: list[list[str]] = []
+    for group in groups:
+        shown: list[str] = []
+        for _, keys, form in measures:
+            values = [value for key in keys for value in group.finals(key)]
+            shown.append(form(interval(values).mean))
+        seconds = interval([run.seconds for run in group.runs if run.seconds is not None]).mean
+        stage = {"sft": "supervised fine-tuning", "reward": "reward model"}.get(group.stage)
+        steps = max((run.last_step or 0 for run in group.runs), default=0)
+        rows.append(
+            [_name_cell(group), text(stage or group.stage), str(steps), *shown, duration(seconds)]
+        )
+    return table(header, rows, words=2) if rows else ""

@@ -1,0 +1,1 @@
+"""Models: loading, scalar heads, what they say of sequences, and the tiny one built in code."""

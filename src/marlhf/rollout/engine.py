@@ -1,0 +1,70 @@
+"""The one thing training knows of sampling: an engine that takes prompts and gives responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn."""
+
+    max_new_tokens: int = 512
+    """Longest response. The paper: 512."""
+    temperature: float = 1.0
+    """Softens (above 1) or sharpens the distribution; 0 takes the likeliest token. Log-probs are
+    taken at the same temperature. The paper samples at 0.8, code at 1."""
+    top_k: int = 0
+    """Draw from the k likeliest tokens only; 0 for all. Log-probs stay those of the whole
+    distribution, so the KL penalty is then an estimate from the wrong samples."""
+    top_p: float = 1.0
+    """Draw from the smallest set of tokens with this much probability; 1 for all. As `top_k`."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1; got {self.max_new_tokens}.")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must not be negative; got {self.temperature}.")
+        if self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise ValueError(
+                f"top_k must be 0 or more and top_p in (0, 1]; got {self.top_k}, {self.top_p}."
+            )
+
+    @property
+    def truncated(self) -> bool:
+        """Whether tokens were drawn from less than the whole distribution."""
+        return self.top_k > 0 or self.top_p < 1
+
+    @property
+    def scale(self) -> float:
+        """The temperature of log-probs: greedy decoding has none, so 1."""
+        return self.temperature or 1.0
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What an engine returns, row by row in the order of the prompts."""
+
+    responses: list[list[int]]  # with the token that ended them, where one did
+    logprobs: Tensor  # [B, R], at the sampling temperature, 0 at padding
+    ended: Tensor  # [B] bool, False where the response was cut off
+
+
+class Engine(Protocol):
+    """Sampling behind one door, so that training does not care what does it."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        generator: torch.Generator | None = None,
+    ) -> Rollout: ...
+
+    def update_weights(self, model: nn.Module) -> None:
+        """Sample from these weights from now on. Nothing to do where they are shared."""
+        ...

@@ -1,0 +1,63 @@
+"""A text with its macro actions marked, for people to see what a rule does."""
+
+from __future__ import annotations
+
+import torch
+
+from marlhf.core import Constituents, Perplexity, Responses, Segmenter, segment
+from marlhf.data.rows import DataError
+from marlhf.models.forward import Sequences, token_stats
+from marlhf.models.load import load_policy, load_tokenizer
+from marlhf.spans.vocabulary import vocabulary
+
+COLOURS = (44, 42, 45, 46, 43)  # ANSI backgrounds, in turn
+
+
+def cut_text(
+    text: str, rule: Segmenter, *, tokenizer: str, model: str | None, seed: int
+) -> list[list[str]]:
+    """The text of each token of each macro action."""
+    if not text:
+        raise DataError("The text is empty.")
+    if isinstance(rule, Perplexity) and model is None:
+        raise DataError("A perplexity rule asks a reference model: give --model.")
+    if isinstance(rule, Constituents):
+        raise DataError("Constituents needs a parser, which this version does not have yet.")
+    tok = load_tokenizer(model or tokenizer)
+    encoded = tok(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+    tokens = torch.tensor([ids])
+    ref_logprobs = None
+    if model is not None:
+        whole = Sequences.from_lists([[tok.bos_token_id or tok.eos_token_id]], [ids], 0)
+        with torch.no_grad():
+            ref_logprobs = token_stats(load_policy(model), whole).logprobs
+    responses = Responses(
+        tokens,
+        torch.ones_like(tokens).bool(),
+        ref_logprobs=ref_logprobs,
+        vocabulary=vocabulary(tok),
+        seeds=torch.tensor([seed]),
+    )
+    starts = segment(rule, responses).validate().starts[0].tolist()
+    # Each character goes to one token: bytes of one character would otherwise repeat it.
+    ends = [end for _, end in offsets]
+    pieces = [text[a:b] for a, b in zip([0, *ends], ends)]
+    actions: list[list[str]] = []
+    for piece, start in zip(pieces, starts):
+        if start:
+            actions.append([])
+        actions[-1].append(piece)
+    return actions
+
+
+def paint(actions: list[list[str]], *, colour: bool) -> str:
+    """Macro actions on alternating backgrounds, or between bars where there is no colour."""
+    texts = ["".join(action) for action in actions]
+    if not colour:
+        return "|".join(texts)
+    painted = []
+    for i, text in enumerate(texts):
+        code = f"\x1b[30;{COLOURS[i % len(COLOURS)]}m"
+        painted.append(code + text.replace("\n", f"\x1b[0m\n{code}") + "\x1b[0m")
+    return "".join(painted)

@@ -1,0 +1,1 @@
+"""One readable loop a stage: sft, reward, ppo."""

@@ -1,0 +1,68 @@
+"""Signs of reward hacking and of settings that surprise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from marlhf.core import Constituents
+from marlhf.train.progress import warn
+from marlhf.train.run import RunError
+
+if TYPE_CHECKING:
+    from marlhf.train.ppo import PPOConfig
+
+
+@dataclass(frozen=True)
+class Guards:
+    """Limits on held-out responses. Past `warn_*` a warning, past `max_*` the run stops."""
+
+    warn_kl: float = 50.0
+    """KL of a response to the reference, in nats."""
+    max_kl: float | None = None
+    """Stop beyond this KL."""
+    warn_repetition: float = 0.2
+    """Share of repeated 4-grams, above that of the starting policy."""
+    max_repetition: float | None = None
+    """Stop beyond this share, above that of the starting policy."""
+    warn_length: float = 2.0
+    """Mean length over that of the starting policy, or the other way round."""
+    max_length: float | None = None
+    """Stop beyond this ratio of lengths."""
+
+    def judge(
+        self, now: dict[str, float], start: dict[str, float]
+    ) -> tuple[list[str], str]:
+        """Warnings, and why to stop (empty for going on)."""
+        repeated = now["eval/repetition"] - start["eval/repetition"]
+        ratio = max(now["eval/length"], 1.0) / max(start["eval/length"], 1.0)
+        drift = max(ratio, 1 / ratio)
+        signs = (
+            ("the KL to the reference is", now["eval/kl"], self.warn_kl, self.max_kl),
+            ("repetition has risen by", repeated, self.warn_repetition, self.max_repetition),
+            ("mean length has changed by a factor of", drift, self.warn_length, self.max_length),
+        )
+        warnings = []
+        for what, value, noticed, limit in signs:
+            if limit is not None and value > limit:
+                return warnings, f"Stopped early: {what} {value:.3g}, past the limit of {limit:g}."
+            if value > noticed:
+                warnings.append(f"{what} {value:.3g}: the policy may be gaming the reward model.")
+        return warnings, ""
+
+
+def warn_early(config: PPOConfig) -> None:
+    """What is better said before the first step than found out after the last."""
+    if config.sampling.truncated:
+        warn(
+            "top_k and top_p draw from part of the distribution while log-probs are of all of it: "
+            "the KL penalty and PPO's ratio are then estimates from the wrong samples. The paper "
+            "does this; top_k: 0 and top_p: 1 are exact."
+        )
+    if config.sampling.temperature == 0:
+        raise RunError("PPO must explore: set sampling.temperature above 0.")
+    if isinstance(config.segmenter, Constituents):
+        raise RunError(
+            "Constituents needs a parser, which this version of marlhf does not have yet. "
+            "Use ngram, random, perplexity, words or sentences."
+        )

@@ -1,0 +1,80 @@
+"""Optimiser, schedule, and one update that refuses to apply what is not a number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+class Diverged(ArithmeticError):
+    """A loss, score or gradient became NaN or infinite; says which."""
+
+
+def make_optimizer(
+    model: nn.Module, learning_rate: float, weight_decay: float = 0.0
+) -> torch.optim.AdamW:
+    """AdamW over what trains; decay spares biases and norms, as is usual."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    fused = trainable[0].device.type == "cuda"
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=fused)
+
+
+def learning_rate_at(
+    step: int, peak: float, *, total: int, warmup: int, schedule: Schedule
+) -> float:
+    """The rate of update number `step`, counted from 0: linear warm-up, then the schedule.
+
+    >>> [learning_rate_at(s, 1.0, total=4, warmup=2, schedule="constant") for s in range(3)]
+    [0.5, 1.0, 1.0]
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if schedule == "constant":
+        return peak
+    done = (step - warmup) / max(1, total - warmup)
+    if schedule == "linear":
+        return peak * max(0.0, 1 - done)
+    return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def apply_update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, learning_rate: float, max_norm: float
+) -> Tensor:
+    """Clip, check, step, clear. Returns the norm of the gradient before clipping."""
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
+    if not torch.isfinite(norm):
+        bad = next(
+            (n for n, p in model.named_parameters() if p.grad is not None and _bad(p.grad)), "?"
+        )
+        optimizer.zero_grad(set_to_none=True)
+        raise Diverged(f"the gradient of {bad} is {float(norm)}")
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def check_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Name the first tensor that holds NaN or infinity. One wait for the device, not one each."""
+    named = list(tensors)
+    wrong = torch.stack([(~torch.isfinite(x)).any() for _, x in named])
+    if wrong.any():
+        name, tensor = named[int(wrong.int().argmax())]
+        count = int((~torch.isfinite(tensor)).sum())
+        raise Diverged(f"{name} has {count} of {tensor.numel()} numbers NaN or infinite")
+
+
+def _bad(x: Tensor) -> bool:
+    return not bool(torch.isfinite(x).all())

@@ -1,0 +1,226 @@
+"""What every stage shares: settings, the order of the data, and an orderly end.
+
+There is no base trainer: a stage is a loop of its own that calls these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerBase
+
+from marlhf.data import DataConfig, Loaded, Row, encode_response, fit_prompts, load_data
+from marlhf.data.counts import Counts
+from marlhf.models.load import Precision
+from marlhf.train.checkpoint import list_checkpoints, load_latest
+from marlhf.train.optim import Diverged, Schedule
+from marlhf.train.progress import say, warn
+from marlhf.train.run import Interrupts, RunError, RunFolder, Stopped
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageConfig:
+    """Settings that every stage has."""
+
+    model: str
+    """Where training starts: a folder, a hub name, a GGUF file, `tiny`, or `@stage`."""
+    output_dir: str
+    """The run folder. The same command goes on with an unfinished run there."""
+    data: DataConfig = field(default_factory=lambda: DataConfig(source="toy"))
+    """Which rows, from where, and how they are split."""
+    seed: int = 0
+    """Decides every random choice of the run but the data split (`data.seed`)."""
+    batch_size: int = 64
+    """Rows in an update."""
+    learning_rate: float = 1e-5
+    """Peak learning rate of AdamW."""
+    schedule: Schedule = "cosine"
+    """How the rate falls after warm-up."""
+    warmup_ratio: float = 0.1
+    """Share of the updates in which the rate rises."""
+    weight_decay: float = 0.0
+    """Decay of weights, not of biases and norms."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+    num_epochs: int = 1
+    """Passes over the data."""
+    num_steps: int | None = None
+    """Stop after so many steps, whatever the epochs."""
+    token_budget: int = 16384
+    """Padded tokens in one forward pass: lower it when memory runs out. Changes no result."""
+    precision: Precision = "auto"
+    """What to compute in. `auto`: bfloat16 on GPUs that have it, else float32."""
+    gradient_checkpointing: bool = False
+    """Trade time for memory in the backward pass."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda` or `cuda:1`."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a model. Only for sources you trust."""
+    eval_every: int = 20
+    """Steps between evaluations on held-out rows; 0 for only the last."""
+    save_every: int = 50
+    """Steps between checkpoints; 0 for none."""
+    keep_checkpoints: int = 2
+    """How many of the last checkpoints stay."""
+
+    def __post_init__(self) -> None:
+        positive = ("batch_size", "learning_rate", "num_epochs", "token_budget", "max_grad_norm")
+        for name in (*positive, "keep_checkpoints"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive; got {getattr(self, name)}.")
+        if self.num_steps is not None and self.num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1; got {self.num_steps}.")
+        if not 0 <= self.warmup_ratio <= 1:
+            raise ValueError(f"warmup_ratio must lie between 0 and 1; got {self.warmup_ratio}.")
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row in tokens."""
+
+    row: Row
+    prompt: list[int]
+    chosen: list[int]
+    rejected: list[int]
+
+
+def load_examples(
+    config: StageConfig,
+    part: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    needs: Sequence[str],
+    max_response_tokens: int | None = None,
+) -> tuple[list[Example], list[Example]]:
+    """Training and held-out rows of a stage, in tokens, with everything left out counted aloud."""
+    loaded: Loaded = load_data(config.data, part, needs=needs)
+    say(f"data: {loaded.counts}")
+    encoded = []
+    for name, rows in (("train", loaded.train), ("eval", loaded.eval)):
+        examples, counts = _encode(config, rows, tokenizer, needs, max_response_tokens)
+        if counts.dropped or counts.noted:
+            say(f"{name}: {counts}")
+        encoded.append(examples)
+    train, held_out = encoded
+    say(f"{part}: {len(train)} training rows, {len(held_out)} held out")
+    if not train:
+        raise RunError(
+            "No training row is left. Raise data.max_prompt_tokens or max_response_tokens, "
+            "or set data.too_long: truncate."
+        )
+    return train, held_out
+
+
+def _encode(
+    config: StageConfig,
+    rows: list[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    needs: Sequence[str],
+    max_response_tokens: int | None,
+) -> tuple[list[Example], Counts]:
+    if not rows:
+        return [], Counts()
+    prompts, counts = fit_prompts(
+        rows, tokenizer, config.data.max_prompt_tokens, config.data.too_long
+    )
+    examples = []
+    for number, encoded in enumerate(prompts, start=1):
+        row, ids = encoded.row, {}
+        for name, text in (("chosen", row.chosen), ("rejected", row.rejected)):
+            wanted = name in needs and text is not None
+            ids[name] = (
+                encode_response(tokenizer, row.prompt, text, tokenizer.eos_token_id)
+                if wanted and text is not None
+                else []
+            )
+        longest = max(map(len, ids.values()))
+        if max_response_tokens is not None and longest > max_response_tokens:
+            counts.drop(f"a response is longer than {max_response_tokens} tokens", f"row {number}")
+            continue
+        examples.append(Example(row, encoded.prompt_ids, ids["chosen"], ids["rejected"]))
+    return examples, counts
+
+
+def count_steps(config: StageConfig, num_rows: int) -> int:
+    """Steps of the run; an epoch leaves out what does not fill its last batch."""
+    a_pass = num_rows // config.batch_size
+    if not a_pass:
+        raise RunError(
+            f"There are {num_rows} rows for a batch of {config.batch_size}. "
+            "Lower batch_size, or give more data."
+        )
+    steps = a_pass * config.num_epochs
+    return steps if config.num_steps is None else min(steps, config.num_steps)
+
+
+def batch_rows(step: int, config: StageConfig, num_rows: int) -> list[int]:
+    """Which rows step number `step` takes: a fresh order each epoch, from the seed alone."""
+    a_pass = num_rows // config.batch_size
+    epoch, place = divmod(step, a_pass)
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + epoch)
+    order = torch.randperm(num_rows, generator=generator)
+    return order[place * config.batch_size : (place + 1) * config.batch_size].tolist()
+
+
+def due(step: int, every: int, total: int) -> bool:
+    """Whether something that happens every so often, and at the end, happens at this step."""
+    return step == total or (every > 0 and step % every == 0)
+
+
+def resume(
+    run: RunFolder, *, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
+) -> dict[str, Any] | None:
+    """Go on from the last whole checkpoint, if there is one."""
+    state, complaints = load_latest(run, models=models, optimizers=optimizers)
+    for line in complaints:
+        warn(line)
+    if state is None:
+        run.clear()
+        return None
+    run.rewind(state["step"], state["seconds"])
+    say(f"going on from step {state['step']} in {run.path}")
+    return state
+
+
+@contextlib.contextmanager
+def orderly(run: RunFolder) -> Iterator[Interrupts]:
+    """Whatever ends the loop, the folder says so and the user learns how to go on."""
+    try:
+        with Interrupts() as interrupts:
+            yield interrupts
+    except Diverged as error:
+        saved = list_checkpoints(run)
+        note = f"Training diverged: {error}."
+        run.finish("failed", note=note)
+        last = f"The last good checkpoint is {saved[-1]}. " if saved else ""
+        raise RunError(
+            f"{note} {last}Try a lower learning rate, or a higher kl_coef, in a new output_dir."
+        ) from error
+    except (Stopped, KeyboardInterrupt):
+        run.finish("stopped")
+        raise
+    except Exception:
+        run.finish("failed")
+        raise
+
+
+def finish(run: RunFolder, summary: dict[str, Any], next_step: str = "") -> Path:
+    """Close the run and say where things are."""
+    if torch.cuda.is_available():
+        run.state["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    run.finish("finished", summary)
+    numbers = "  ".join(
+        f"{name} {value:.4g}" for name, value in summary.items() if isinstance(value, float)
+    )
+    say(f"{run.stage} finished in {run.state['seconds']:.0f} s  {numbers}", style="bold green")
+    say(f"  model   {run.model}\n  metrics {run.path / 'metrics.jsonl'}")
+    if next_step:
+        say(f"  next    {next_step}")
+    return run.model

@@ -1,0 +1,183 @@
+import json
+
+import pytest
+
+from marlhf.data import DataConfig, DataError, Row, load, load_data, prompt_key
+from marlhf.data.load import is_hub_name
+
+PAIR = {"prompt", "chosen", "rejected"}
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    """40 rows of 20 prompts; every fifth row is no preference."""
+    records = [
+        {"prompt": f"p{i // 2}", "chosen": "a", "rejected": "a" if i % 5 == 0 else f"b{i}"}
+        for i in range(40)
+    ]
+    return write(tmp_path / "pairs.jsonl", records)
+
+
+def keys(rows):
+    return {prompt_key(row) for row in rows}
+
+
+def test_stages_share_the_evaluation_and_nothing_else(pairs):
+    config = DataConfig(path=pairs, eval_size=0.2)
+    stages = {
+        "sft": load_data(config, "sft", needs={"prompt", "chosen"}),
+        "reward": load_data(config, "reward", needs=PAIR),
+        "ppo": load_data(config, "ppo", needs={"prompt"}),
+    }
+    seen = [keys(stage.train) for stage in stages.values()]
+    assert sum(map(len, seen)) == len(set.union(*seen)) == 16
+    for stage in stages.values():
+        assert keys(stage.eval) == keys(stages["ppo"].eval)
+        assert not keys(stage.train) & keys(stage.eval)
+    assert stages["reward"].counts.dropped.total() == 8
+    assert all(row.chosen != row.rejected for row in stages["reward"].train)
+    assert stages["ppo"].counts.kept == 40
+
+
+def test_loading_twice_gives_the_same_rows_in_the_same_order(pairs):
+    config = DataConfig(path=pairs)
+    assert load_data(config, "ppo") == load_data(config, "ppo")
+
+
+def test_without_parts_every_stage_has_all_rows(pairs):
+    loaded = load_data(DataConfig(path=pairs, parts={}, eval_size=0), "sft")
+    assert len(loaded.train) == 40
+    assert loaded.eval == []
+
+
+def test_a_limit_reads_only_the_first(pairs):
+    loaded = load_data(DataConfig(path=pairs, parts={}, eval_size=0, limit=3), "ppo")
+    assert [row.prompt for row in loaded.train] == ["p0", "p0", "p1"]
+    assert loaded.counts.read == 3
+
+
+def test_auto_recognises_published_forms(tmp_path):
+    records = {
+        "POST\nx\nTL;DR:": {"post": "x", "chosen": "a", "rejected": "b"},
+        "Human: x\n\nAssistant:": {
+            "chosen": "\n\nHuman: x\n\nAssistant: a",
+            "rejected": "\n\nHuman: x\n\nAssistant: b",
+        },
+        "x": {"prompt": "x", "chosen": "a", "rejected": "b"},
+    }
+    for prompt, record in records.items():
+        path = write(tmp_path / "a.jsonl", [record])
+        loaded = load_data(DataConfig(path=path, parts={}), needs=PAIR)
+        assert [row.prompt for row in loaded.train] == [prompt]
+
+
+def test_columns_make_a_file_the_users_own(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"post": "x", "chosen": "a", "rejected": "b"}])
+    loaded = load_data(DataConfig(path=path, parts={}, columns={"prompt": "post"}), needs=PAIR)
+    assert loaded.train == [Row("x", "a", "b")]
+
+
+def test_a_published_source_refuses_another_form(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "x"}])
+    with pytest.raises(DataError, match=r"a.jsonl:1 is not in the form of `source: tldr`: it has"):
+        load_data(DataConfig(source="tldr", path=path))
+
+
+def test_records_of_another_form_are_counted(tmp_path):
+    pair = {"post": "x", "chosen": "a", "rejected": "b"}
+    path = write(tmp_path / "a.jsonl", [pair, {"prompt": "x"}])
+    loaded = load_data(DataConfig(path=path, parts={}))
+    assert dict(loaded.counts.dropped) == {"not in the form of `source: tldr`": 1}
+
+
+def test_a_file_wins_over_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    write(tmp_path / "owner" / "name" / "a.jsonl", [{"prompt": "x"}])
+    monkeypatch.chdir(tmp_path)
+    assert load_data(DataConfig(path="owner/name", parts={})).train == [Row("x")]
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ({"source": "tldr"}, ("openai/summarize_from_feedback", "train", "comparisons")),
+        ({"source": "hh", "split": "test"}, ("Dahoas/full-hh-rlhf", "test", None)),
+        ({"source": "webgpt"}, ("openai/webgpt_comparisons", "train", None)),
+        ({"path": "owner/name", "config": "c"}, ("owner/name", "train", "c")),
+        (
+            {"path": "openai/summarize_from_feedback"},
+            ("openai/summarize_from_feedback", "train", "comparisons"),
+        ),
+    ],
+)
+def test_hub_names(monkeypatch, options, asked):
+    calls = []
+    monkeypatch.setattr(load, "read_hub", lambda *args: calls.append(args) or iter(()))
+    with pytest.raises(DataError, match="is empty"):
+        load_data(DataConfig(**options))
+    assert calls == [asked]
+
+
+@pytest.mark.parametrize(
+    ("path", "hub"),
+    [
+        ("imdb", True),
+        ("owner/na-me.v1", True),
+        ("a/b/c", False),
+        ("./x", False),
+        ("/x/y", False),
+        ("~/x", False),
+        ("data/train.jsonl", False),
+        ("x.csv.gz", False),
+    ],
+)
+def test_what_can_be_a_hub_name(path, hub):
+    assert is_hub_name(path) == hub
+
+
+def test_a_missing_file_is_not_looked_up_on_the_hub(pairs):
+    with pytest.raises(DataError, match=r"Did you mean .*pairs.jsonl"):
+        load_data(DataConfig(path=pairs.replace("pairs", "pears")))
+
+
+def test_toy_rows_need_no_file():
+    pytest.importorskip("marlhf.data.toy")
+    loaded = load_data(DataConfig(source="toy", limit=50), "ppo", needs={"prompt"})
+    assert loaded.counts.read == 50
+    assert loaded.train
+
+
+def test_nothing_left_shows_why(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": ""}, {"prompt": 3}])
+    with pytest.raises(DataError, match=r"No row of .*a.jsonl can be used: read 2 rows, kept 0"):
+        load_data(DataConfig(path=path))
+
+
+def test_too_few_rows_for_the_parts(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "only"}])
+    with pytest.raises(DataError, match=r"The part `sft` is empty.*set `parts: {}`"):
+        load_data(DataConfig(path=path), "sft")
+
+
+def test_an_unknown_part(pairs):
+    with pytest.raises(DataError, match=r"no part `pppo` among .* Did you mean `ppo`\?"):
+        load_data(DataConfig(path=pairs), "pppo")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "No data is named"),
+        ({"path": "x", "limit": 0}, "reads nothing"),
+        ({"path": "x", "max_prompt_tokens": 0}, "fits no prompt"),
+        ({"path": "x", "parts": {"a": 2.0}}, "must be a share"),
+    ],
+)
+def test_settings_that_cannot_be(options, message):
+    with pytest.raises(DataError, match=message):
+        DataConfig(**options)

@@ -1,0 +1,151 @@
+"""The data sets in the form their authors published them in."""
+
+from marlhf.data import Row, hh, tldr, webgpt
+
+COMPARISON = {
+    "info": {"id": "t3", "post": " I lost my cat.\n", "title": "Cat", "subreddit": "cats"},
+    "summaries": [
+        {"text": " Cat gone.", "policy": "ref", "note": "ok"},
+        {"text": "I lost my cat", "policy": "sup", "note": None},
+    ],
+    "choice": 1,
+    "worker": "w",
+    "extra": {"confidence": 9},
+}
+
+
+def test_tldr_comparison():
+    row, remark = tldr.to_row(COMPARISON)
+    assert remark == ""
+    assert row == Row(
+        prompt="POST Subreddit: r/cats\nI lost my cat.\nTL;DR:",
+        chosen=" I lost my cat",
+        rejected=" Cat gone.",
+        columns=COMPARISON["info"]
+        | {"worker": "w", "extra": {"confidence": 9}}
+        | {"chosen_policy": "sup", "rejected_policy": "ref"},
+    )
+
+
+def test_tldr_news_and_broken_comparisons_are_skipped():
+    news = COMPARISON | {"info": {"id": "x", "post": None, "article": "News."}}
+    assert tldr.to_row(news) == (None, "a news article (CNN/DM), not a Reddit post")
+    for broken in ({"choice": 2}, {"choice": None}, {"summaries": [{"text": "one"}]}):
+        assert tldr.to_row(COMPARISON | broken)[1] == "not two summaries with a choice of 0 or 1"
+
+
+def test_tldr_pairs_with_and_without_subreddit():
+    pair = {"post": "Long.", "chosen": "Short.", "rejected": " No. "}
+    row, _ = tldr.to_row(pair)
+    assert row == Row("POST\nLong.\nTL;DR:", " Short.", " No.", {"post": "Long."})
+    row, _ = tldr.to_row(pair | {"subreddit": "aww", "title": "T"})
+    assert row is not None
+    assert row.prompt == "POST Subreddit: r/aww\nLong.\nTL;DR:"
+    assert row.columns["title"] == "T"
+    assert tldr.to_row(pair | {"post": 3})[1] == "`post`, `chosen` or `rejected` is not text"
+    assert tldr.write_prompt(" ") == ""
+
+
+def dialogues(chosen: str, rejected: str, start="\n\nHuman: hi\n\nAssistant:"):
+    return hh.to_row({"chosen": start + chosen, "rejected": start + rejected})
+
+
+def test_hh_prompt_is_what_both_dialogues_share():
+    assert dialogues(" Hello.", "  Hello, you. ") == (
+        Row("Human: hi\n\nAssistant:", " Hello.", " Hello, you."),
+        "",
+    )
+
+
+def test_hh_last_shared_turn_counts():
+    start = "\n\nHuman: hi\n\nAssistant: yes\n\nHuman: and?\n\nAssistant:"
+    row, _ = dialogues(" A", " B", start)
+    assert row == Row(start.strip(), " A", " B")
+
+
+def test_hh_identical_dialogues_give_identical_replies():
+    assert dialogues(" same", " same")[0] == Row("Human: hi\n\nAssistant:", " same", " same")
+
+
+def test_hh_two_assistants_turns_are_one_reply():
+    row, remark = dialogues(" Wait.\n\nAssistant: Here.", " No.")
+    assert row == Row("Human: hi\n\nAssistant:", " Wait.\n\nHere.", " No.")
+    assert remark == hh.JOINED
+
+
+def test_hh_dialogues_that_part_early_are_skipped():
+    assert dialogues(" A\n\nHuman: more\n\nAssistant: C", " B") == (None, hh.DIVERGED)
+    assert dialogues(" A\n\nAssistant: Human: what?", " B") == (None, hh.DIVERGED)
+    nothing = hh.to_row({"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: b"})
+    assert nothing == (None, "the two dialogues share no assistant's turn")
+
+
+def test_hh_from_the_hub():
+    record = {
+        "prompt": "\n\nHuman: hi\n\nAssistant:",
+        "response": " A",
+        "chosen": " A",
+        "rejected": "B",
+    }
+    assert hh.recognises(record)
+    assert hh.to_row(record) == (
+        Row("Human: hi\n\nAssistant:", " A", " B", {"response": " A"}),
+        "",
+    )
+    assert hh.to_row(record | {"chosen": None})[0] is None
+
+
+def answers(score_0: float, score_1: float):
+    return {
+        "question": {"dataset": "eli5", "id": "1", "full_text": " Why?\n"},
+        "quotes_0": {"title": ["a"], "extract": ["quote a"]},
+        "quotes_1": {"title": ["b"], "extract": ["quote b"]},
+        "answer_0": "First [1].",
+        "answer_1": " Second.",
+        "tokens_0": {"prefix": [], "completion": []},
+        "score_0": score_0,
+        "score_1": score_1,
+    }
+
+
+def test_webgpt_from_the_hub():
+    row, _ = webgpt.to_row(answers(-0.5, 0.5))
+    assert row is not None
+    assert (row.prompt, row.chosen, row.rejected) == (
+        "Human: Why?\n\nAssistant:",
+        " Second.",
+        " First [1].",
+    )
+    assert row.columns["chosen_quotes"] == {"title": ["b"], "extract": ["quote b"]}
+    assert row.columns["rejected_score"] == -0.5
+    assert "tokens_0" in row.columns
+
+
+def test_webgpt_ties_and_broken_records_are_skipped():
+    assert webgpt.to_row(answers(0.0, 0.0)) == (None, webgpt.TIE)
+    assert webgpt.to_row(answers(0, 1) | {"answer_0": None})[1].endswith("is not text")
+    assert webgpt.to_row(answers(0, 1) | {"score_0": None})[1] == "a score is not a number"
+
+
+def test_webgpt_whole_texts():
+    texts = ["## Human:\nWhy?\n\n\n\n## Assistant:\n A", "## Human:\nWhy?\n\n## Assistant:\nB"]
+    record = {"text": texts, "score": [0.5, 1.5]}
+    assert webgpt.recognises(record)
+    row, _ = webgpt.to_row(record)
+    assert row is not None
+    assert (row.prompt, row.chosen, row.rejected) == ("Human: Why?\n\nAssistant:", " B", " A")
+    other = {"text": [texts[0], "## Human:\nHow?\n\n## Assistant:\nB"], "score": [0, 1]}
+    assert webgpt.to_row(other) == (None, "the two texts do not answer one question")
+    assert webgpt.to_row({"text": texts[:1], "score": [1]})[0] is None
+
+
+def test_each_form_is_recognised_by_its_own_source_alone():
+    records = {
+        "tldr": COMPARISON,
+        "hh": {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a"},
+        "webgpt": answers(0, 1),
+        None: {"prompt": "Human: a", "chosen": "b", "rejected": "c"},
+    }
+    sources = {"tldr": tldr, "hh": hh, "webgpt": webgpt}
+    for name, record in records.items():
+        assert [n for n, s in sources.items() if s.recognises(record)] == ([name] if name else [])

@@ -1,0 +1,85 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def marlhf(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "marlhf", *args]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, check=False)
+
+
+def test_help_does_not_import_torch():
+    code = (
+        "import sys, marlhf.cli\n"
+        "from typer.testing import CliRunner\n"
+        "out = CliRunner().invoke(marlhf.cli.app, ['--help'])\n"
+        "assert 'ppo' in out.stdout and out.exit_code == 0\n"
+        "print([m for m in ('torch', 'transformers', 'pydantic', 'yaml') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_segment_marks_macro_actions():
+    out = marlhf("segment", "--text", "there was a fox in the forest", "-s", "ngram n=2")
+    assert out.returncode == 0
+    assert out.stdout.rstrip("\n").replace("|", "") == "there was a fox in the forest"
+    assert out.stdout.count("|") >= 2
+    assert "macro actions" in out.stderr
+
+
+def test_segment_keeps_every_character():
+    text = "Naïve 😀 \n\t twö  lines"
+    out = marlhf("segment", "--text", text, "-s", "words")
+    assert out.stdout.rstrip("\n").replace("|", "") == text
+
+
+def test_segment_by_perplexity_asks_the_model():
+    text = "there was a fox in the forest"
+    assert "give --model" in marlhf("segment", "--text", text, "-s", "perplexity").stderr
+    out = marlhf("segment", "--text", text, "-s", "perplexity kind=token", "--model", "tiny")
+    assert out.stdout.rstrip("\n").replace("|", "") == text
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["segment", "--text", "x", "-s", "ngarm"], "Did you mean ngram"),
+        (["segment", "--text", "x", "-s", "ngram n=0"], "n must be a whole number"),
+        (["segment", "--text", "x", "-s", "ngram n"], "ngram n=3"),
+        (["segment", "--text", ""], "text is empty"),
+        (["segment"], "either --text or --file"),
+        (["segment", "--file", "nowhere.txt"], "Cannot read nowhere.txt"),
+        (["config", "pop"], "Did you mean ppo"),
+        (["ppo", "nowhere"], "There is no recipe 'nowhere'"),
+        (["sft", "toy", "learnign_rate=1"], "Did you mean learning_rate"),
+        (["report", "nowhere"], "nowhere"),
+    ],
+)
+def test_mistakes_get_a_sentence_and_status_1(args, message):
+    out = marlhf(*args)
+    assert out.returncode == 1
+    assert message in out.stderr
+    assert "Traceback" not in out.stderr
+
+
+def test_doctor_names_versions_and_extras():
+    out = marlhf("doctor")
+    assert out.returncode == 0
+    for word in ("torch", "transformers", "CPU cores", "extras"):
+        assert word in out.stdout
+
+
+def test_config_prints_help_and_resolved_recipes():
+    assert "Weight of the KL penalty" in marlhf("config", "ppo").stdout
+    shown = marlhf("config", "ppo", "gemma-2b/tldr", "kl_coef=0.3").stdout
+    assert "kl_coef: 0.3" in shown
+    assert "type: ngram" in shown
+
+
+def test_recipes_are_listed():
+    assert "gemma-2b/tldr" in marlhf("recipes").stdout

@@ -1,0 +1,261 @@
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from marlhf.config import (
+    ConfigError,
+    build_segmenter,
+    describe,
+    kind_class,
+    load_config,
+    load_recipe,
+    load_stage,
+    shipped_recipes,
+    to_raw,
+)
+from marlhf.core import NGram, Perplexity, RandomNGram, Words
+
+PIPELINE = """
+output_dir: runs/x
+defaults: {seed: 3, data: {source: toy}}
+stages:
+  sft: {model: tiny, learning_rate: 1e-3}
+  reward: {model: "@sft"}
+  ppo: {model: "@sft", reward_model: "@reward", segmenter: {type: ngram, n: 1}}
+  macro: {like: ppo, segmenter: {type: perplexity, max_length: 20}}
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str, name: str = "r.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_stages_share_defaults_and_refer_to_each_other(write):
+    stages = load_recipe(write(PIPELINE))
+    assert [(s.name, s.kind) for s in stages] == [
+        ("sft", "sft"),
+        ("reward", "reward"),
+        ("ppo", "ppo"),
+        ("macro", "ppo"),
+    ]
+    ppo, macro = stages[2].config, stages[3].config
+    assert ppo.seed == macro.seed == 3
+    assert ppo.model == "runs/x/sft/model"
+    assert ppo.reward_model == "runs/x/reward/model"
+    assert ppo.segmenter == NGram(1)
+    assert macro.segmenter == Perplexity(max_length=20)
+    assert macro.output_dir == "runs/x/macro"
+    assert stages[0].config.learning_rate == 1e-3  # YAML reads 1e-3 as text
+
+
+def test_overrides_reach_one_stage_or_all_that_know_the_name(write):
+    path = write(PIPELINE)
+    overrides = ["seed=7", "macro.segmenter.kind=token", "kl_coef=0.2", "output_dir=/tmp/y"]
+    sft, _, ppo, macro = (s.config for s in load_recipe(path, overrides))
+    assert (sft.seed, ppo.seed, ppo.kl_coef, macro.kl_coef) == (7, 7, 0.2, 0.2)
+    assert macro.segmenter == Perplexity("token", 20)
+    assert ppo.model == "/tmp/y/sft/model"
+
+
+def test_one_stage_of_a_pipeline(write):
+    path = write(PIPELINE)
+    assert load_stage(path, "ppo", name="macro").config.segmenter == Perplexity(max_length=20)
+    assert load_stage(path, "ppo", ["segmenter.n=.inf"]).config.segmenter == NGram(math.inf)
+    with pytest.raises(ConfigError, match="no stage 'dpo'"):
+        load_stage(path, "ppo", name="dpo")
+    with pytest.raises(ConfigError, match="of kind 'sft', not 'ppo'"):
+        load_stage(path, "ppo", name="sft")
+
+
+def test_a_flat_recipe_is_one_stage(write):
+    path = write("model: tiny\noutput_dir: runs/a/sft\n")
+    assert load_stage(path, "sft", ["seed=2"]).config.seed == 2
+    with pytest.raises(ConfigError, match=r"no `stages:`.*marlhf ppo"):
+        load_recipe(path)
+
+
+def test_all_mistakes_come_at_once_with_path_and_nearest_name(write):
+    bad = PIPELINE.replace("learning_rate: 1e-3", "learnign_rate: 1e-3, batch_size: many")
+    bad = bad.replace("n: 1}", "m: 1}").replace("max_length: 20", "max_length: 0")
+    bad = bad.replace("{seed: 3", "{sede: 3")
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(write(bad))
+    text = str(caught.value)
+    assert "stages.sft.learnign_rate: unknown name 'learnign_rate'. Did you mean learning_rate?" in text
+    assert "stages.ppo.segmenter.m: unknown name 'm'" in text
+    assert "stages.macro.segmenter: max_length must be at least 1" in text
+    assert "stages.reward.sede: unknown name 'sede'. Did you mean seed?" in text
+
+
+def test_wrong_types_name_their_place(write):
+    path = write("model: tiny\noutput_dir: r\nbatch_size: many\ndata: {source: tdlr}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_stage(path, "sft")
+    assert "batch_size: Input should be a valid integer" in str(caught.value)
+    assert "data.source: Input should be" in str(caught.value)
+    assert "2 mistakes" in str(caught.value)
+
+
+def test_missing_settings_are_named(write):
+    with pytest.raises(ConfigError, match="reward_model: Field required"):
+        load_stage(write("model: tiny\noutput_dir: r\n"), "ppo")
+
+
+def test_extends_merges_and_a_new_type_replaces(write):
+    write("model: tiny\noutput_dir: r\nreward_model: x\nsegmenter: {type: ngram, n: 3}\n", "base.yaml")
+    child = write("extends: base.yaml\nsegmenter: {type: words}\n", "child.yaml")
+    assert load_stage(child, "ppo").config.segmenter == Words()
+    same = write("extends: base.yaml\nsegmenter: {n: 9}\n", "same.yaml")
+    assert load_stage(same, "ppo").config.segmenter == NGram(9)
+
+
+def test_a_recipe_that_extends_itself_is_told_the_chain(write):
+    write("extends: b.yaml", "a.yaml")
+    path = write("extends: a.yaml", "b.yaml")
+    with pytest.raises(ConfigError, match=r"extends itself: b.yaml -> a.yaml -> b.yaml"):
+        load_stage(path, "sft")
+    with pytest.raises(ConfigError, match="which does not exist"):
+        load_stage(write("extends: nowhere.yaml", "c.yaml"), "sft")
+    looped = PIPELINE.replace("{like: ppo,", "{like: macro,")
+    with pytest.raises(ConfigError, match="`like` itself"):
+        load_recipe(write(looped))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: [unclosed", "is not YAML"),
+        ("- a\n- b", "must be a mapping"),
+        ("just words", "must be a mapping"),
+        ("", "is empty"),
+        ("seed: 1\nseed: 2", "seed is given twice"),
+        ("stages: 3", "must map names"),
+        ("stages: {sft: 3}", "must be a mapping"),
+        ("stages: {sft: {model: tiny}}\nsede: 1", "sede: unknown name"),
+        ("stages: {sfd: {model: tiny}}", "Did you mean sft"),
+        ("stages: {ppo: {like: sft}}", "unknown name 'sft'"),
+    ],
+)
+def test_nonsense_gets_a_sentence(write, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(write(text)) if "stages" in text else load_stage(write(text), "sft")
+
+
+def test_bytes_that_are_not_text(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_bytes(b"seed: \xff\xfe")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_stage(path, "sft")
+
+
+@pytest.mark.parametrize("override", ["seed", "=3", "seed=[1"])
+def test_overrides_must_be_key_value(write, override):
+    with pytest.raises(ConfigError, match="Cannot read"):
+        load_recipe(write(PIPELINE), [override])
+
+
+def test_unknown_override_names_the_nearest(write):
+    with pytest.raises(ConfigError, match="Did you mean kl_coef"):
+        load_recipe(write(PIPELINE), ["kl_coeff=1"])
+
+
+def test_unknown_recipe_names_the_nearest():
+    with pytest.raises(ConfigError, match="Did you mean gemma-2b/tldr"):
+        load_recipe("gemma-2b/tdlr")
+
+
+def test_official_preset_sets_what_the_authors_code_does(write):
+    text = PIPELINE.replace("{like: ppo,", "{like: ppo, preset: official, score_clip: 9,")
+    *_, ppo, macro = (s.config for s in load_recipe(write(text)))
+    assert (ppo.pooling, ppo.score_clip, ppo.split_last) == ("sum", None, False)
+    assert (macro.pooling, macro.score_clip, macro.split_last) == ("mean", 9, True)
+    with pytest.raises(ConfigError, match="preset: unknown name 'offical'. Did you mean official"):
+        load_recipe(write(text.replace("official", "offical")))
+
+
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
+def test_every_shipped_recipe_loads(name):
+    stages = load_recipe(name)
+    assert [s.kind for s in stages][:3] == ["sft", "reward", "ppo"]
+
+
+def test_the_papers_settings_are_in_the_recipes():
+    """Spot checks against the table of settings, one a column."""
+
+    def stage(recipe: str, name: str):
+        return next(s.config for s in load_recipe(recipe) if s.name == name)
+
+    assert stage("gemma-2b/tldr", "sft").batch_size == 512
+    assert stage("gemma-2b/webgpt", "sft").learning_rate == 1e-4
+    assert stage("gemma-2b/webgpt", "reward").batch_size == 32
+    assert stage("gemma-7b/webgpt", "ppo").kl_coef == 0.1
+    assert stage("gemma-7b/tldr", "ppo").kl_coef == 0.05
+    assert stage("gemma-7b/tldr", "macro-ppo").kl_coef == 0.01
+    assert stage("gemma-7b/hh", "macro-ppo").kl_coef == 0.05
+    assert stage("gemma-27b/tldr", "ppo").warmup_steps == 0
+    assert stage("gemma-27b/tldr", "ppo").critic_learning_rate == 1e-6
+    assert stage("llama-3.2-3b/tldr", "ppo").learning_rate == 5e-6
+    assert stage("gemma-2b/hh", "macro-ppo").segmenter == NGram(5)
+    assert stage("gemma-2b/hh", "ppo").segmenter == NGram(1)
+    sampling = stage("gemma-2b/hh", "ppo").sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.8, 50, 1.0)
+
+
+@dataclass(frozen=True)
+class Mine:
+    nats: float = 3.0
+
+    def __call__(self, responses):
+        return responses.mask
+
+
+def test_a_rule_of_ones_own_by_name():
+    sys.modules["my_rules"] = sys.modules[__name__]
+    assert build_segmenter({"type": "my_rules:Mine", "nats": 1}) == Mine(1.0)
+    with pytest.raises(ConfigError, match="cannot import my_rules:Yours"):
+        build_segmenter({"type": "my_rules:Yours"})
+    with pytest.raises(ConfigError, match="segmenter.gnats: unknown name"):
+        build_segmenter({"type": "my_rules:Mine", "gnats": 1})
+
+
+def test_segmenters_by_name_alone():
+    assert build_segmenter("random") == RandomNGram()
+    with pytest.raises(ConfigError, match="Did you mean ngram"):
+        build_segmenter("n-gram")
+    with pytest.raises(ConfigError, match="write"):
+        build_segmenter(5)
+
+
+def test_a_resolved_config_reads_back_the_same(write):
+    for stage in load_recipe(write(PIPELINE)):
+        text = yaml.safe_dump(to_raw(stage.config))
+        assert load_stage(write(text, "again.yaml"), stage.kind).config == stage.config
+
+
+def test_secrets_are_not_dumped():
+    assert to_raw({"hub_token": "hf_x", "api_key": "k", "seed": 1, "max_new_tokens": 5}) == {
+        "hub_token": "(hidden)",
+        "api_key": "(hidden)",
+        "seed": 1,
+        "max_new_tokens": 5,
+    }
+
+
+@pytest.mark.parametrize("kind", ["sft", "reward", "ppo"])
+def test_every_setting_says_what_it_does(kind):
+    for name, _, _, text in describe(kind_class(kind)):
+        assert text, f"{kind}.{name} has no help"
+
+
+def test_any_dataclass_can_be_a_config(write):
+    assert load_config(Mine, write("nats: 2")) == Mine(2.0)
