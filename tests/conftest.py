@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 VOCABULARY = 48
 LLAMA_LIKE = {
@@ -74,3 +88,59 @@ def family(request):
 def small():
     """`small("llama", scalar=True, **config)`: see `build`."""
     return build
+
+
+TEXTS = (
+    "The hungry fox saw three red apples, and it ate them all at once.",
+    "Was it late? No! The owl's clock said half past nine.\nThe fox went home.",
+    "A small bird sang about the river, the river and the long way to the sea.",
+)
+SPECIAL = ["<unk>", "<s>", "</s>"]
+
+
+def train(kind, texts=TEXTS, *, extra=(), bos=False, size=300):
+    """A small tokenizer of a kind, which knows the words of some texts in a few pieces each."""
+    options = {"vocab_size": size, "special_tokens": [*SPECIAL, *extra], "show_progress": False}
+    if kind == "byte-level":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **options)
+    elif kind == "metaspace":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        steps = [decoders.ByteFallback(), decoders.Fuse(), decoders.Metaspace()]
+        tokenizer.decoder = decoders.Sequence(steps)
+        trainer = trainers.BpeTrainer(**options)
+    else:
+        tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+        tokenizer.normalizer = normalizers.BertNormalizer()
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece(cleanup=False)
+        trainer = trainers.WordPieceTrainer(**options)
+    tokenizer.train_from_iterator(texts, trainer)
+    if kind == "metaspace":  # as SentencePiece: a character it has not seen falls back to bytes
+        learnt = json.loads(tokenizer.to_str())["model"]
+        vocab = learnt["vocab"]
+        vocab |= {f"<0x{b:02X}>": len(vocab) + b for b in range(256)}
+        merges = [(a, b) for a, b in learnt["merges"]]
+        tokenizer.model = models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True)
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<unk>",
+        additional_special_tokens=list(extra),
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@pytest.fixture(scope="session")
+def trained():
+    """`trained("byte-level", extra=["<|user|>"])`: see `train`."""
+    return train

@@ -83,9 +83,14 @@ def check_fractions(fractions: Mapping[str, float]) -> None:
 
 
 def _running_sums(fractions: Mapping[str, float], total: int) -> dict[str, float]:
-    """Where each part ends, in rows. The little extra is for 0.2 + 0.4 + 0.4 < 1 in floats."""
-    shares = list(fractions.values())
-    return {name: math.fsum(shares[: i + 1]) * total + 1e-6 for i, name in enumerate(fractions)}
+    """Where each part ends, in rows. The little extra is for 0.2 + 0.4 + 0.4 < 1 in floats.
+
+    Parts follow each other by name, so that two recipes that write them in another order still
+    cut the same parts.
+    """
+    names = sorted(fractions)
+    shares = [fractions[name] for name in names]
+    return {name: math.fsum(shares[: i + 1]) * total + 1e-6 for i, name in enumerate(names)}
 
 
 def _shuffled(keys: Sequence[str], salt: str) -> list[tuple[str, int]]:

@@ -38,6 +38,11 @@ class Sequences:
         pad_id: int,
         device: torch.device | str = "cpu",
     ) -> Sequences:
+        if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
+            raise ValueError(
+                f"Rows {empty} have no prompt, so nothing comes before the first response token. "
+                "Begin each prompt with BOS, or with EOS where the tokenizer has no BOS."
+            )
         left, right = pad_left(prompts, pad_id), pad_right(responses, pad_id)
         tensors = [x.to(device, non_blocking=True) for x in (*left, *right)]
         return cls(*tensors, tuple(map(len, prompts)), tuple(map(len, responses)))

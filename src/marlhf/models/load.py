@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -21,7 +23,9 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as hf_logging
 
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
@@ -38,9 +42,13 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     if path == "tiny":
         return tiny_tokenizer()
     with _explained(path, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(
-            **_source(path), trust_remote_code=trust_remote_code
-        )
+        source = _source(path)
+        declared = {} if _gguf(path) else get_tokenizer_config(path)
+        # AutoTokenizer goes by the model's family even where the folder says that its tokenizer
+        # is a plain one, and a family's own class may cut text into other tokens.
+        plain = declared.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+        loader = PreTrainedTokenizerFast if plain else AutoTokenizer
+        tokenizer = loader.from_pretrained(**source, trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"The tokenizer of {path} has no EOS token, so a response could never end. "
@@ -58,9 +66,20 @@ def load_policy(
     """A causal language model in float32, ready to train."""
     if path == "tiny":
         model: PreTrainedModel = tiny_model(seed)
+    elif _gguf(path):
+        with _explained(path, "model"):
+            model = _load_gguf(path)
     else:
         with _explained(path, "model"):
-            model = _load(AutoModelForCausalLM, path, trust_remote_code)
+            config = _config(path, trust_remote_code)
+            for kind in config.architectures or ():
+                if kind.endswith(("ForMaskedLM", "ForPreTraining")):
+                    raise ModelError(
+                        f"{path} is an encoder ({kind}): its tokens see those behind them, so it "
+                        "cannot write. Take a decoder such as Llama, Qwen, Gemma or GPT-2."
+                    )
+            model, missing = _load(AutoModelForCausalLM, path, config, trust_remote_code)
+            _check_whole(path, model, missing)
     return _ready(model, checkpointing)
 
 
@@ -78,17 +97,19 @@ def load_scalar(
         config.num_labels = 1
         model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
         model.base_model.load_state_dict(backbone.base_model.state_dict())
-        fresh = True
+        fresh, missing = True, set[str]()
     else:
         with _explained(path, "model"):
             config = _config(path, trust_remote_code)
-            fresh = not any("SequenceClassification" in a for a in config.architectures or [])
+            fresh = not any("SequenceClassification" in a for a in config.architectures or ())
             if not fresh and config.num_labels != 1:
                 raise ModelError(
-                    f"{path} classifies into {config.num_labels} labels; a reward model has one."
+                    f"{path} classifies into {config.num_labels} labels; a reward model has one. "
+                    "Take a reward model, or the language model that it was made from."
                 )
-            model = _load(
-                AutoModelForSequenceClassification, path, trust_remote_code, num_labels=1
+            config.num_labels = 1
+            model, missing = _load(
+                AutoModelForSequenceClassification, path, config, trust_remote_code
             )
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
@@ -96,6 +117,7 @@ def load_scalar(
             f"{path} is a {type(model).__name__}, whose scalar head marlhf does not know. "
             "Decoder families such as Llama, Qwen, Gemma, Mistral and GPT-2 have `score`."
         )
+    _check_whole(path, model, missing - {"score.weight"} if fresh else missing)
     if fresh:
         generator = torch.Generator().manual_seed(seed)
         scale = 1 / math.sqrt(head.in_features + 1)
@@ -106,7 +128,8 @@ def load_scalar(
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """A tokenizer with more tokens than the model has embeddings fails deep inside otherwise."""
-    rows, tokens = model.get_input_embeddings().weight.shape[0], len(tokenizer)
+    rows = model.get_input_embeddings().weight.shape[0]
+    tokens = max(tokenizer.get_vocab().values()) + 1  # more than len() where ids leave gaps
     if tokens > rows:
         raise ModelError(
             f"The tokenizer has {tokens} tokens but {name} embeds only {rows}. "
@@ -139,27 +162,58 @@ def autocast(device: torch.device, precision: Precision) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
-def _load(auto: Any, path: str, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
-    if _gguf(path):
-        loaded = auto.from_pretrained(**_source(path), dtype=torch.float32)
-        # A model read from GGUF counts as quantised and cannot be saved; a fresh one can.
-        model = auto.from_config(loaded.config, dtype=torch.float32)
-        model.load_state_dict(loaded.state_dict())
-        return model
-    config = _config(path, trust_remote_code)
-    silent = {k: 0.0 for k in config.to_dict() if k.endswith(("dropout", "pdrop", "dropout_prob"))}
-    return auto.from_pretrained(
+def _load(
+    auto: Any, path: str, config: Any, trust_remote_code: bool
+) -> tuple[PreTrainedModel, set[str]]:
+    """A model, and the names of those weights that were not there and so are random."""
+    model, found = auto.from_pretrained(
         path,
+        config=config,
         dtype=torch.float32,
         trust_remote_code=trust_remote_code,
-        use_safetensors=True,
-        **silent,
-        **options,
+        use_safetensors=True,  # a pickle could run anything
+        output_loading_info=True,
     )
+    return model, set(found["missing_keys"])
+
+
+def _load_gguf(path: str) -> PreTrainedModel:
+    # Later versions of transformers leave the weights packed where they have a kernel for it.
+    later = hasattr(transformers, "GgufConfig")
+    dense = {"quantization_config": transformers.GgufConfig(dequantize=True)} if later else {}
+    loaded, found = AutoModelForCausalLM.from_pretrained(
+        **_source(path), dtype=torch.float32, output_loading_info=True, **dense
+    )
+    _check_whole(path, loaded, set(found["missing_keys"]))
+    # A model read from GGUF counts as quantised and cannot be saved; a fresh one can.
+    config = _silent(loaded.config)
+    config.__dict__.pop("quantization_config", None)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(loaded.state_dict())
+    return model
+
+
+def _check_whole(path: str, model: PreTrainedModel, missing: set[str]) -> None:
+    """transformers only warns of weights that it did not find, and draws them at random."""
+    if missing:
+        raise ModelError(
+            f"The weights in {path} lack {len(missing)} of those that a {type(model).__name__} "
+            f"has, {min(missing)} among them. Is it a model of another kind, or was it not saved "
+            "whole? Save it again with save_pretrained."
+        )
 
 
 def _config(path: str, trust_remote_code: bool) -> Any:
-    return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    return _silent(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+
+
+def _silent(config: Any) -> Any:
+    """The config with every dropout in it at 0."""
+    for part in (config, config.get_text_config()):
+        for name in part.to_dict():
+            if name.endswith(("dropout", "pdrop", "dropout_prob")):
+                setattr(part, name, 0.0)
+    return config
 
 
 def _ready(model: PreTrainedModel, checkpointing: bool) -> PreTrainedModel:
@@ -178,7 +232,7 @@ def _source(path: str) -> dict[str, Any]:
         return {"pretrained_model_name_or_path": path}
     file = Path(path)
     if not file.is_file():
-        raise ModelError(f"There is no file {path}.")
+        raise ModelError(f"There is no file {path}. Check the path to the GGUF file.")
     return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
 
 
@@ -205,16 +259,16 @@ def _explained(path: str, what: str) -> Iterator[None]:
             yield
     except ModelError:
         raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        looks_local = Path(path).exists() or path.startswith((".", "/", "~"))
-        hint = (
-            "Is it a folder written by save_pretrained, with safetensors weights?"
-            if looks_local
-            else "Is it a folder here, or a name on the hub that you can reach and may read?"
-        )
-        if looks_local and not Path(path).exists():
+    except Exception as error:  # safetensors, tokenizers and gguf each raise kinds of their own
+        if not Path(path).exists() and path.startswith((".", "/", "~")):
             hint = "There is no such folder. Has the stage before this one been run?"
-        cause = str(error).strip().splitlines()
-        raise ModelError(
-            f"Cannot load the {what} {path}. {hint} ({cause[0] if cause else error!r})"
-        ) from error
+        elif not Path(path).exists():
+            hint = "Is it a folder here, or a name on the hub that you can reach and may read?"
+        elif _gguf(path):
+            hint = "Is it a whole GGUF file, of a family that transformers can read?"
+        elif what == "tokenizer":
+            hint = "Is it a folder written by save_pretrained, with a tokenizer.json?"
+        else:
+            hint = "Is it a folder written by save_pretrained, with safetensors weights?"
+        cause = textwrap.shorten(str(error) or repr(error), 240)
+        raise ModelError(f"Cannot load the {what} {path}. {hint} ({cause})") from error

@@ -6,19 +6,28 @@ Axes: B rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from marlhf.data.collate import token_budget_batches
-from marlhf.data.encode import decode
+from marlhf.data.encode import decode, encode_prompts, encode_response, opening_ids
 from marlhf.models.forward import Sequences, final_scores
 from marlhf.models.load import Precision, autocast, same_tokenizer
+from marlhf.spans import special_tokens
 
 
 class RewardModel:
-    """Scores prompt and response as one text, read at the last real token."""
+    """Scores prompt and response as one text, read at the last real token.
+
+    A reward model with another tokenizer than the policy's sees the same text in its own tokens,
+    encoded as its own training encodes prompts and responses. Special tokens, such as the marks of
+    a chat template, are kept where its tokenizer has a special token of that name and dropped
+    where it does not: as plain text they would be noise that it never saw. A chat is thus whole
+    only between models that mark it alike.
+    """
 
     def __init__(
         self,
@@ -35,6 +44,10 @@ class RewardModel:
         self.token_budget = token_budget
         self.precision: Precision = precision
         self.foreign = not same_tokenizer(tokenizer, policy_tokenizer)
+        marks = special_tokens(policy_tokenizer)
+        self._marks = set(marks.values())
+        self._unknown = {i for mark, i in marks.items() if mark not in special_tokens(tokenizer)}
+        self._opening = opening_ids(policy_tokenizer)
 
     @torch.no_grad()
     def __call__(
@@ -57,12 +70,21 @@ class RewardModel:
     ) -> tuple[list[list[int]], list[list[int]]]:
         """The same text in this model's own tokens, ended by EOS where the policy ended it."""
         mine, theirs = self.tokenizer, self.policy_tokenizer
-        new_prompts, new_responses = [], []
-        for prompt, response in zip(prompts, responses):
-            text = decode(theirs, response)
-            ids = list(mine(text, add_special_tokens=False)["input_ids"])
-            if response and response[-1] == theirs.eos_token_id:
-                ids.append(mine.eos_token_id)
-            new_prompts.append(list(mine(decode(theirs, prompt))["input_ids"]))
-            new_responses.append(ids)
-        return new_prompts, new_responses
+        texts = [self._prompt_text(prompt) for prompt in prompts]
+        new_responses = []
+        for prompt, response in zip(texts, responses):
+            ids = encode_response(mine, prompt, decode(theirs, response), mine.eos_token_id)
+            ended = len(response) > 0 and response[-1] in self._marks
+            new_responses.append(ids if ended else ids[:-1])
+        # A prompt of nothing still needs a token: a score is read somewhere.
+        return [ids or [mine.eos_token_id] for ids in encode_prompts(mine, texts)], new_responses
+
+    def _prompt_text(self, prompt: Sequence[int]) -> str:
+        """A prompt's text, with those special tokens in it that both tokenizers know."""
+        opens = list(prompt[: len(self._opening)]) == self._opening
+        body = prompt[len(self._opening) :] if opens else prompt
+        known = [i for i in body if i not in self._unknown]
+        text = self.policy_tokenizer.decode(
+            known, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return cast(str, text)

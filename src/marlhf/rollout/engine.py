@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,12 +29,12 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1; got {self.max_new_tokens}.")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must not be negative; got {self.temperature}.")
-        if self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(
-                f"top_k must be 0 or more and top_p in (0, 1]; got {self.top_k}, {self.top_p}."
-            )
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be a number from 0; got {self.temperature}.")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0, for all tokens, or more; got {self.top_k}.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1; got {self.top_p}.")
 
     @property
     def truncated(self) -> bool:

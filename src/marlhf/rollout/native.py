@@ -36,7 +36,7 @@ class NativeEngine:
         self.end_tokens = list(end_tokens)
         self.pad_id = pad_id
         self.token_budget = token_budget
-        self.precision = precision
+        self.precision: Precision = precision
 
     def update_weights(self, model: torch.nn.Module) -> None:
         assert model is self.model, "the native engine samples from the policy itself"
@@ -54,14 +54,24 @@ class NativeEngine:
         """
         if not prompts:
             raise ValueError("There are no prompts to answer.")
+        if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
+            raise ValueError(
+                f"The prompts {empty} have no tokens, so there is nothing to go on from. "
+                "Begin each with BOS, or with EOS where the tokenizer has no BOS."
+            )
         room = [len(p) + sampling.max_new_tokens for p in prompts]
         tokens, logprobs = [], []
         order: list[int] = []
-        for batch in token_budget_batches(room, self.token_budget):
-            order += batch
-            t, lp = self._sample([prompts[i] for i in batch], sampling, generator)
-            tokens.append(t)
-            logprobs.append(lp)
+        training = self.model.training
+        self.model.eval()  # gradient checkpointing would leave out the cache
+        try:
+            for batch in token_budget_batches(room, self.token_budget):
+                order += batch
+                t, lp = self._sample([prompts[i] for i in batch], sampling, generator)
+                tokens.append(t)
+                logprobs.append(lp)
+        finally:
+            self.model.train(training)
         inverse = torch.empty(len(order), dtype=torch.int64).index_copy_(
             0, torch.tensor(order), torch.arange(len(order))
         )
@@ -90,7 +100,7 @@ class NativeEngine:
         positions = position_ids(attention)
         ends = torch.tensor(self.end_tokens, device=device)
         running = torch.ones(len(prompts), dtype=torch.bool, device=device)
-        cache = DynamicCache()
+        cache = DynamicCache(config=self.model.config)  # keeps only the window where one slides
         last_only = {"logits_to_keep": 1} if keeps_logits(type(self.model)) else {}
         tokens, logprobs = [], []
         with autocast(device, self.precision):

@@ -1,5 +1,5 @@
 """Text and tokens: which tokens begin words, end sentences, break lines."""
 
-from marlhf.spans.vocabulary import token_texts, vocabulary
+from marlhf.spans.vocabulary import special_tokens, token_texts, vocabulary
 
-__all__ = ["token_texts", "vocabulary"]
+__all__ = ["special_tokens", "token_texts", "vocabulary"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 
 from marlhf.core import Constituents, Perplexity, Responses, Segmenter, segment
@@ -26,10 +28,13 @@ def cut_text(
     tok = load_tokenizer(model or tokenizer)
     encoded = tok(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+    if not ids:
+        raise DataError("The tokenizer makes no tokens of this text: it is all white space.")
     tokens = torch.tensor([ids])
     ref_logprobs = None
     if model is not None:
-        whole = Sequences.from_lists([[tok.bos_token_id or tok.eos_token_id]], [ids], 0)
+        before = tok.eos_token_id if tok.bos_token_id is None else tok.bos_token_id
+        whole = Sequences.from_lists([[before]], [ids], 0)
         with torch.no_grad():
             ref_logprobs = token_stats(load_policy(model), whole).logprobs
     responses = Responses(
@@ -40,8 +45,9 @@ def cut_text(
         seeds=torch.tensor([seed]),
     )
     starts = segment(rule, responses).validate().starts[0].tolist()
-    # Each character goes to one token: bytes of one character would otherwise repeat it.
-    ends = [end for _, end in offsets]
+    # Each character goes to one token: bytes of one character would otherwise repeat it, and
+    # white space that no token has would be lost.
+    ends = [*accumulate((end for _, end in offsets[:-1]), max), len(text)]
     pieces = [text[a:b] for a, b in zip([0, *ends], ends)]
     actions: list[list[str]] = []
     for piece, start in zip(pieces, starts):

@@ -6,6 +6,7 @@ Axes: V vocabulary.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SPACE_MARK = "\u2581"  # SentencePiece writes a space so
+BYTE_SPACE = "\u0120"  # and GPT-2 so
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SENTENCE_END = re.compile(r"[.!?\u3002\uff01\uff1f][\"')\]\u201d\u2019]*\s*$")
 
@@ -24,7 +26,7 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int | None = None) -> V
     """Tables over all tokens; `size` where the model embeds more than the tokenizer has."""
     texts = token_texts(tokenizer)
     texts += [""] * max(0, (size or 0) - len(texts))
-    special = set(tokenizer.all_special_ids)
+    special = set(special_tokens(tokenizer).values())
 
     def table(test) -> torch.Tensor:
         return torch.tensor([test(i, text) for i, text in enumerate(texts)], dtype=torch.bool)
@@ -39,25 +41,50 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int | None = None) -> V
 
 def token_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Each token's own text, white space as it stands; bytes that are no text become `\ufffd`."""
-    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    special = set(tokenizer.all_special_tokens)
-    byte_level = any(t is not None and t.startswith("\u0120") for t in tokens)
-    continues = sum(t is not None and t.startswith("##") for t in tokens) > len(tokens) // 20
-    return [_text(t or "", t in special, byte_level, continues) for t in tokens]
+    ids = tokenizer.get_vocab()
+    tokens = [""] * (max(ids.values()) + 1)  # ids may leave gaps
+    for token, i in ids.items():
+        tokens[i] = token
+    plain = set(tokenizer.get_added_vocab())  # special or not, added tokens are written as they are
+    read = _reader(tokens)
+    return [token if token in plain else read(token) for token in tokens]
 
 
-def _text(token: str, special: bool, byte_level: bool, word_piece: bool) -> str:
-    if special:
-        return token
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Every token that is a mark and no text: the named ones, and those of chat templates."""
+    added = tokenizer.added_tokens_decoder.items()
+    named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids)
+    return dict(named) | {token.content: i for i, token in added if token.special}
+
+
+def _reader(tokens: list[str]) -> Callable[[str], str]:
+    """How this vocabulary writes text: by how many of its tokens begin.
+
+    Counted and not just found, for each mark is also a character that another kind may contain.
+    """
+    spaces = sum(t.startswith(SPACE_MARK) for t in tokens)
+    byte_spaces = sum(t.startswith(BYTE_SPACE) for t in tokens)
+    continued = sum(t.startswith("##") for t in tokens)
+    if continued > max(spaces, byte_spaces):
+        return _word_piece
+    return _byte_level if byte_spaces > spaces else _metaspace
+
+
+def _byte_level(token: str) -> str:
+    if not all(c in BYTES for c in token):
+        return token  # put into the vocabulary as plain text
+    return bytes(BYTES[c] for c in token).decode("utf-8", errors="replace")
+
+
+def _metaspace(token: str) -> str:
     if found := BYTE_TOKEN.fullmatch(token):
         return bytes([int(found[1], 16)]).decode("utf-8", errors="replace")
-    if byte_level:
-        if all(c in BYTES for c in token):
-            return bytes(BYTES[c] for c in token).decode("utf-8", errors="replace")
-        return token  # added to the vocabulary as plain text
-    if word_piece:
-        return token[2:] if token.startswith("##") else f" {token}"
     return token.replace(SPACE_MARK, " ")
+
+
+def _word_piece(token: str) -> str:
+    """WordPiece forgets white space, so that marks such as commas are words of their own."""
+    return token[2:] if token.startswith("##") else f" {token}"
 
 
 def _byte_table() -> dict[str, int]:

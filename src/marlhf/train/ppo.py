@@ -83,6 +83,9 @@ class PPOConfig(StageConfig):
     """What the KL penalty ties the policy to; where the policy started unless given."""
     sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.8, top_k=50))
     """How responses are drawn."""
+    rollout_tokens: int = 131072
+    """Padded tokens sampled at once: lower it when memory runs out while sampling. Other batches
+    mean other random draws, from the same distribution."""
 
     segmenter: Callable[[Responses], Tensor] = field(default_factory=NGram)
     """The termination rule of macro actions: `{type: ngram, n: 5}`; n: 1 is ordinary PPO."""
@@ -322,7 +325,7 @@ def load_models(config: PPOConfig) -> Models:
         policy,
         end_tokens(policy, tokenizer),
         tokenizer.pad_token_id,
-        token_budget=8 * config.token_budget,
+        token_budget=config.rollout_tokens,
         precision=config.precision,
     )
     size = policy.get_input_embeddings().weight.shape[0]

@@ -1,0 +1,321 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForMaskedLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from marlhf.models.forward import Sequences, final_scores, token_stats
+from marlhf.models.load import (
+    ModelError,
+    check_vocabulary,
+    end_tokens,
+    load_policy,
+    load_scalar,
+    load_tokenizer,
+    same_tokenizer,
+)
+
+IDS = torch.arange(2, 20)[None]
+
+
+def same_weights(a, b):
+    a, b = a.state_dict(), b.state_dict()
+    assert a.keys() == b.keys()
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture
+def folder(tmp_path, small):
+    """A small Llama, saved."""
+    small("llama").save_pretrained(tmp_path)
+    return tmp_path
+
+
+@torch.no_grad()
+def test_a_folder_by_transformers_loads_as_policy_and_as_scalar(tmp_path, small, family):
+    original = small(family)
+    original.save_pretrained(tmp_path)
+    policy, scalar = load_policy(str(tmp_path)), load_scalar(str(tmp_path), seed=3)
+    assert same_weights(policy, original)
+    assert same_weights(scalar.base_model, original.base_model)
+    assert scalar.score.weight.shape == (1, 32)
+    torch.testing.assert_close(policy(IDS).logits, original(IDS).logits)
+
+
+@torch.no_grad()
+def test_a_saved_scalar_scores_alike_without_marlhf(tmp_path, small, family):
+    small(family).save_pretrained(tmp_path / "policy")
+    scalar = load_scalar(str(tmp_path / "policy"), seed=3)
+    scalar.save_pretrained(tmp_path / "scalar")
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "scalar")
+    assert plain.config.num_labels == 1
+    assert same_weights(load_scalar(str(tmp_path / "scalar"), seed=4), scalar)
+    score = final_scores(scalar, Sequences.from_lists([[5, 6]], [[7, 8, 1]], pad_id=0))
+    torch.testing.assert_close(plain(torch.tensor([[5, 6, 7, 8, 1]])).logits[0], score)
+
+
+def test_a_fresh_head_is_the_seeds_alone(folder):
+    heads = []
+    for seed in (1, 1, 2):
+        torch.rand(3)  # torch's own state is no part of it
+        heads.append(load_scalar(str(folder), seed=seed).score.weight)
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
+    assert torch.equal(
+        load_scalar("tiny", seed=1).score.weight, load_scalar("tiny", seed=1).score.weight
+    )
+
+
+def test_tiny_critic_and_tiny_policy_share_their_backbone():
+    assert same_weights(
+        load_scalar("tiny", seed=5).base_model, load_policy("tiny", seed=5).base_model
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "phi", "gpt-neox"])
+@pytest.mark.parametrize("load", [load_policy, load_scalar])
+def test_dropout_is_off_in_train_mode(tmp_path, small, name, load):
+    rates = [k for k in small(name).config.to_dict() if k.endswith(("pdrop", "dropout"))]
+    assert rates
+    model = small(name, scalar=load is load_scalar, **dict.fromkeys(rates, 0.5))
+    assert not torch.equal(model.train()(IDS).logits, model(IDS).logits)
+    model.save_pretrained(tmp_path)
+    loaded = load(str(tmp_path))
+    assert loaded.training
+    assert torch.equal(loaded(IDS).logits, loaded(IDS).logits)
+    torch.testing.assert_close(loaded(IDS).logits, model.eval()(IDS).logits)
+
+
+@pytest.mark.parametrize("load", [load_policy, load_scalar])
+def test_dropout_of_tiny_is_off(load):
+    model = load("tiny")
+    assert model.training
+    assert torch.equal(model(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_checkpointing_gives_the_same_gradients(tmp_path, small, name):
+    small(name).save_pretrained(tmp_path)
+    sequences = Sequences.from_lists([[5, 6, 7], [8]], [[9], [10, 11]], pad_id=0)
+    plain, saving = (load_policy(str(tmp_path), checkpointing=c) for c in (False, True))
+    assert saving.is_gradient_checkpointing
+    for model in (plain, saving):
+        token_stats(model, sequences).logprobs.sum().backward()
+    for a, b in zip(plain.parameters(), saving.parameters()):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_weights_load_as_float32(tmp_path, small, dtype):
+    small("llama").to(dtype).save_pretrained(tmp_path)
+    for model in (load_policy(str(tmp_path)), load_scalar(str(tmp_path))):
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_tokenizer_without_pad_pads_with_eos(tmp_path, trained):
+    tokenizer = trained("byte-level")
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert (loaded.pad_token, loaded.padding_side) == ("</s>", "left")
+
+
+def test_a_tokenizer_without_eos_is_refused(tmp_path, trained):
+    tokenizer = trained("byte-level")
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"has no EOS token.*Set `eos_token`"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_tokenizers_are_the_same_when_their_ids_mean_the_same(tmp_path, trained):
+    tokenizer = trained("byte-level")
+    tokenizer.save_pretrained(tmp_path)
+    assert same_tokenizer(tokenizer, load_tokenizer(str(tmp_path)))
+    assert not same_tokenizer(tokenizer, trained("byte-level", ["Some other words."], size=270))
+
+
+def test_a_tokenizer_larger_than_the_embeddings_is_refused(small, trained):
+    tokenizer = trained("byte-level")
+    check_vocabulary(small("llama", vocab_size=300), tokenizer, "policy")
+    tokenizer.add_tokens(["new"])
+    with pytest.raises(ModelError, match=r"has 301 tokens but policy embeds only 300.*same folder"):
+        check_vocabulary(small("llama", vocab_size=300), tokenizer, "policy")
+
+
+def test_responses_end_at_each_eos_that_model_or_tokenizer_names(small, trained):
+    model, tokenizer = small("llama"), trained("byte-level")  # EOS 1 and 2
+    assert end_tokens(model, tokenizer) == [1, 2]
+    model.generation_config.eos_token_id = [7, 2]
+    assert end_tokens(model, tokenizer) == [2, 7]
+    model.generation_config.eos_token_id = None
+    assert end_tokens(model, tokenizer) == [2]
+
+
+# What is wrong with the folder, and what the sentence must say besides its path.
+
+
+def no_folder(folder):
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+
+
+def no_weights(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def pickle_only(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def cut_short(folder):
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def one_weight_lost(folder):
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def broken_config(folder):
+    (folder / "config.json").write_text("{")
+
+
+def senseless_config(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "hidden_size": "large"}))
+
+
+@pytest.mark.parametrize("load", [load_policy, load_scalar])
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (no_folder, "There is no such folder. Has the stage before this one been run?"),
+        (no_weights, "safetensors weights?"),
+        (pickle_only, "safetensors weights?"),
+        (cut_short, "safetensors weights?"),
+        (one_weight_lost, r"lack 1 of .* model.layers.1.mlp.up_proj.weight .*Save it again"),
+        (broken_config, "not a valid JSON file"),
+        (senseless_config, "hidden_size"),
+    ],
+)
+def test_a_spoilt_folder_is_a_sentence(folder, spoil, sentence, load):
+    spoil(folder)
+    with pytest.raises(ModelError, match=sentence) as caught:
+        load(str(folder))
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_tokenizer_is_a_sentence(folder):
+    with pytest.raises(ModelError, match=r"Cannot load the tokenizer .* tokenizer.json\?"):
+        load_tokenizer(str(folder))
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=r"Cannot load the tokenizer .* tokenizer.json\?"):
+        load_tokenizer(str(folder))
+
+
+def test_a_classifier_of_two_labels_is_no_reward_model(tmp_path, small):
+    model = small("llama", scalar=True)
+    model.score = torch.nn.Linear(32, 2, bias=False)
+    model.config.num_labels = 2
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"classifies into 2 labels; a reward model has one. Take"):
+        load_scalar(str(tmp_path))
+
+
+def test_a_reward_model_is_no_policy(tmp_path, small):
+    small("llama", scalar=True).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"lm_head.weight.*a model of another kind"):
+        load_policy(str(tmp_path))
+
+
+def test_an_encoder_is_neither_policy_nor_scalar(tmp_path):
+    config = BertConfig(vocab_size=48, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    BertForMaskedLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"is an encoder .*Take a decoder"):
+        load_policy(str(tmp_path))
+    with pytest.raises(ModelError, match=r"is a BertForSequenceClassification, .* have `score`"):
+        load_scalar(str(tmp_path))
+
+
+def test_an_encoder_decoder_is_neither_policy_nor_scalar(tmp_path):
+    config = T5Config(vocab_size=48, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="Cannot load the model"):
+        load_policy(str(tmp_path))
+    with pytest.raises(ModelError, match=r"is a T5ForSequenceClassification, .* have `score`"):
+        load_scalar(str(tmp_path))
+
+
+def write_gguf(path, model, tokenizer):
+    """As llama.cpp's converter does; Qwen2, for it stores every matrix as it is."""
+    gguf = pytest.importorskip("gguf")
+    config = model.config
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    learnt = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(sorted(learnt["vocab"], key=learnt["vocab"].get))
+    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * 297)
+    writer.add_token_merges([" ".join(pair) for pair in learnt["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@torch.no_grad()
+def test_a_gguf_file_loads_and_saves_as_any_other_model(tmp_path, small, trained):
+    file, model = tmp_path / "model.gguf", small("qwen2", vocab_size=300)
+    write_gguf(file, model, trained("byte-level"))
+    tokenizer, policy, scalar = (
+        load_tokenizer(str(file)),
+        load_policy(str(file)),
+        load_scalar(str(file)),
+    )
+    text = "The fox ate a red apple, the owl didn't."
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+    torch.testing.assert_close(policy(IDS).logits, model(IDS).logits)
+    assert same_weights(policy.base_model, scalar.base_model)
+    for part, name in ((policy, "policy"), (tokenizer, "policy"), (scalar, "scalar")):
+        part.save_pretrained(tmp_path / name)
+    assert "quantization_config" not in (tmp_path / "policy" / "config.json").read_text()
+    assert same_weights(load_policy(str(tmp_path / "policy")), policy)
+    assert same_weights(load_scalar(str(tmp_path / "scalar")), scalar)
+    assert same_tokenizer(load_tokenizer(str(tmp_path / "policy")), tokenizer)
+
+
+def test_a_missing_or_damaged_gguf_file_is_a_sentence(tmp_path):
+    pytest.importorskip("gguf")
+    file = tmp_path / "model.gguf"
+    for load in (load_policy, load_scalar, load_tokenizer):
+        with pytest.raises(ModelError, match=r"There is no file .*model.gguf. Check the path"):
+            load(str(file))
+    file.write_bytes(b"GGUF and no more")
+    for load in (load_policy, load_scalar, load_tokenizer):
+        with pytest.raises(ModelError, match="Is it a whole GGUF file"):
+            load(str(file))

@@ -1,0 +1,71 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from marlhf.data import DataConfig
+from marlhf.rollout import Sampling
+from marlhf.train import ppo, reward, sft
+
+TOY = DataConfig(source="toy", limit=300, eval_size=24)
+
+
+@pytest.fixture(scope="session")
+def parents(tmp_path_factory) -> Path:
+    """A folder with a barely trained `sft` and `reward`, for tests of plumbing."""
+    root = tmp_path_factory.mktemp("parents")
+    common = {"data": TOY, "batch_size": 16, "num_steps": 2, "eval_every": 0, "save_every": 0}
+    model = str(sft.train(sft.SFTConfig(model="tiny", output_dir=str(root / "sft"), **common)))
+    reward.train(reward.RewardConfig(model=model, output_dir=str(root / "reward"), **common))
+    return root
+
+
+@pytest.fixture
+def ppo_config(parents, tmp_path):
+    """A PPO run of a few seconds; keywords change it."""
+
+    def make(name: str = "ppo", **changes) -> ppo.PPOConfig:
+        settings = {
+            "model": str(parents / "sft" / "model"),
+            "reward_model": str(parents / "reward" / "model"),
+            "output_dir": str(tmp_path / name),
+            "data": TOY,
+            "batch_size": 8,
+            "num_steps": 3,
+            "learning_rate": 1e-3,
+            "critic_learning_rate": 1e-3,
+            "schedule": "constant",
+            "warmup_steps": 0,
+            "eval_every": 2,
+            "eval_prompts": 6,
+            "log_samples": 2,
+            "save_every": 1,
+            "sampling": Sampling(max_new_tokens=12),
+        }
+        return ppo.PPOConfig(**{**settings, **changes})
+
+    return make
+
+
+def read_lines(folder: Path | str, name: str = "metrics.jsonl") -> list[dict]:
+    """What a run logged, without what depends on the clock."""
+    lines = [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
+    return [
+        {k: v for k, v in line.items() if not k.startswith("time/") and k != "seconds"}
+        for line in lines
+    ]
+
+
+def assert_close(a: list[dict], b: list[dict], tolerance: float) -> None:
+    assert [(x["kind"], x["step"]) for x in a] == [(x["kind"], x["step"]) for x in b]
+    for left, right in zip(a, b):
+        assert left.keys() == right.keys()
+        for key in left.keys() - {"kind"}:
+            torch.testing.assert_close(
+                torch.tensor(float(left[key])),
+                torch.tensor(float(right[key])),
+                rtol=tolerance,
+                atol=tolerance,
+                msg=f"{key} at step {left['step']}: {left[key]} against {right[key]}",
+            )

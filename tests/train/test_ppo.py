@@ -1,0 +1,206 @@
+import math
+
+import pytest
+import torch
+from conftest import assert_close, read_lines
+
+from marlhf.core import NGram, Perplexity, RandomNGram, Responses, Sentences, Words, gae
+from marlhf.rollout import Sampling
+from marlhf.train import ppo
+
+
+def run(config: ppo.PPOConfig) -> list[dict]:
+    ppo.train(config)
+    return read_lines(config.output_dir)
+
+
+def test_one_token_macros_are_ppo(ppo_config, monkeypatch):
+    """The whole run, number for number, against one that never heard of macro actions."""
+    macro = run(ppo_config("macro", segmenter=NGram(1)))
+
+    def token_gae(rewards, values, segments, *, gamma, lam, **_):
+        return gae(rewards, values, segments.mask, gamma=gamma, lam=lam)
+
+    monkeypatch.setattr(ppo, "macro_gae", token_gae)
+    assert macro == run(ppo_config("token", segmenter=NGram(math.inf))) or _same_but(
+        macro, run(ppo_config("token2", segmenter=NGram(math.inf))), "ppo/macro_length"
+    )
+
+
+def _same_but(a: list[dict], b: list[dict], *keys: str) -> bool:
+    def without(lines):
+        return [{k: v for k, v in line.items() if k not in keys} for line in lines]
+
+    return without(a) == without(b)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sigma": "unit"},
+        {"sigma": "position"},
+        {"sigma": "start"},
+        {"pooling": "mean"},
+        {"whiten": "macros"},
+        {"ratio": "macro", "value_level": "macro"},
+        {"rho": 0.5},
+    ],
+    ids=str,
+)
+def test_every_macro_option_is_the_same_at_one_token(ppo_config, change):
+    plain = run(ppo_config("plain", segmenter=NGram(1), num_steps=2))
+    assert_close(plain, run(ppo_config("other", segmenter=NGram(1), num_steps=2, **change)), 1e-5)
+
+
+def test_macro_options_matter_at_five_tokens(ppo_config):
+    def last(name, **change):
+        return run(ppo_config(name, segmenter=NGram(5), num_steps=2, **change))[-2]
+
+    plain = last("plain")
+    for i, change in enumerate(({"sigma": "start"}, {"pooling": "mean"}, {"split_last": True})):
+        changed = last(f"changed{i}", **change)
+        assert changed["ppo/advantage_norm"] != plain["ppo/advantage_norm"], change
+
+
+def test_micro_batches_change_nothing(ppo_config):
+    whole = run(ppo_config("whole", token_budget=100000))
+    parts = run(ppo_config("parts", token_budget=50))
+    assert_close(whole, parts, 2e-4)
+
+
+def test_several_epochs_and_mini_batches(ppo_config):
+    lines = run(ppo_config(num_ppo_epochs=2, num_mini_batches=4, learning_rate=3e-3))
+    train = [x for x in lines if x["kind"] == "train"]
+    assert all(x["ppo/approx_kl"] > 0 for x in train)  # the policy moved within a step
+    assert any(x["ppo/clip_fraction"] > 0 for x in train)
+
+
+def test_one_update_needs_no_pass_of_the_old_policy(ppo_config, monkeypatch):
+    calls = []
+    real = ppo.token_stats
+
+    def counting(model, *args, **options):
+        calls.append(torch.is_grad_enabled())
+        return real(model, *args, **options)
+
+    monkeypatch.setattr(ppo, "token_stats", counting)
+    run(ppo_config("one", num_steps=1, eval_prompts=1))
+    once = calls.count(False)
+    calls.clear()
+    run(ppo_config("two", num_steps=1, eval_prompts=1, num_ppo_epochs=2))
+    assert calls.count(False) == 2 * once
+    assert {x["ppo/approx_kl"] for x in read_lines(ppo_config("one").output_dir)[1:2]} == {0.0}
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        NGram(math.inf),
+        RandomNGram(lengths=(1, 3)),
+        Perplexity("macro", max_length=4),
+        Perplexity("prefix"),
+        Words(),
+        Sentences(),
+    ],
+    ids=str,
+)
+def test_every_rule_trains(ppo_config, rule):
+    lines = run(ppo_config(segmenter=rule, num_steps=1))
+    assert lines[1]["ppo/macro_length"] >= 1
+
+
+def test_a_rule_that_starts_late_stops_with_the_remedy(ppo_config):
+    def late(responses: Responses) -> torch.Tensor:
+        return torch.zeros_like(responses.mask)
+
+    with pytest.raises(ValueError, match=r"Set `starts\[:, 0\] = True`"):
+        run(ppo_config(segmenter=late))
+
+
+def test_kl_starts_at_zero_and_log_probs_agree_with_training(ppo_config):
+    first = run(ppo_config(num_steps=1))[1]
+    assert abs(first["ppo/kl"]) < 1e-4
+    assert first["ppo/logprob_gap"] < 1e-5
+
+
+def test_temperature_is_that_of_the_log_probs(ppo_config):
+    sampling = Sampling(max_new_tokens=12, temperature=0.6)
+    first = run(ppo_config(num_steps=1, sampling=sampling))[1]
+    assert abs(first["ppo/kl"]) < 1e-4
+    assert first["ppo/logprob_gap"] < 1e-5
+
+
+def test_normalised_scores_start_at_mean_zero(ppo_config):
+    start = run(ppo_config(num_steps=1, normalize_scores=True))[0]
+    assert abs(start["eval/score"]) < 1e-5
+
+
+def test_missing_end_costs(ppo_config):
+    plain = run(ppo_config("plain", num_steps=1))[1]
+    fined = run(ppo_config("fined", num_steps=1, missing_eos_penalty=2.0))[1]
+    cut_off = 1 - plain["ppo/ended"]
+    assert cut_off > 0
+    torch.testing.assert_close(
+        torch.tensor(plain["ppo/score"] - fined["ppo/score"]), torch.tensor(2.0 * cut_off)
+    )
+
+
+def test_adaptive_kl_moves_the_coefficient(ppo_config):
+    lines = run(ppo_config(num_steps=3, kl_target=1.0, kl_horizon=10, eval_every=0))
+    coefs = [x["ppo/kl_coef"] for x in lines if x["kind"] == "train"]
+    assert coefs[1] == pytest.approx(coefs[0] * (1 - 0.2 * 8 / 10))  # the KL was below target
+
+
+def test_guards_stop_a_run_and_say_why(ppo_config):
+    config = ppo_config(num_steps=6, eval_every=1, guards=ppo.Guards(max_kl=1e-9, max_length=1e9))
+    config = ppo_config(
+        num_steps=6, eval_every=1, learning_rate=3e-2, guards=ppo.Guards(max_kl=1e-6)
+    )
+    lines = run(config)
+    assert lines[-1]["step"] < 6
+    import json
+    from pathlib import Path
+
+    state = json.loads((Path(config.output_dir) / "run.json").read_text())
+    assert "Stopped early: the KL to the reference is" in state["note"]
+    assert state["status"] == "finished"
+
+
+def test_guards_judge_by_hand():
+    start = {"eval/kl": 0.0, "eval/repetition": 0.1, "eval/length": 40.0}
+    guards = ppo.Guards(max_repetition=0.5)
+    assert guards.judge(start, start) == ([], "")
+    warnings, stop = guards.judge({**start, "eval/length": 10.0, "eval/kl": 60.0}, start)
+    assert len(warnings) == 2
+    assert not stop
+    _, stop = guards.judge({**start, "eval/repetition": 0.7}, start)
+    assert "repetition has risen by 0.6" in stop
+
+
+def test_samples_show_macro_actions(ppo_config):
+    config = ppo_config(num_steps=1, segmenter=NGram(5))
+    run(config)
+    sample = read_lines(config.output_dir, "samples.jsonl")[-1]
+    assert "".join(sample["pieces"]) == sample["response"]
+    assert sample["starts"] == [i % 5 == 0 for i in range(sample["length"])]
+    assert len(sample["advantages"]) == sample["length"]
+    scores = read_lines(config.output_dir, "eval.jsonl")[-1]
+    assert len(scores["scores"]) == len(scores["gold"]) == 6
+
+
+def test_the_official_preset_runs(ppo_config):
+    run(ppo_config(pooling="mean", score_clip=2.5, split_last=True, num_steps=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be positive"),
+        ({"num_mini_batches": 3}, "must divide"),
+        ({"kl_coef": -1.0}, "kl_coef must not be negative"),
+        ({"num_steps": 0}, "num_steps must be at least 1"),
+    ],
+)
+def test_settings_that_make_no_sense(ppo_config, change, message):
+    with pytest.raises(ValueError, match=message):
+        ppo_config(**change)

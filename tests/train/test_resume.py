@@ -1,0 +1,252 @@
+"""Killed, stopped, damaged, full: a run goes on as if nothing had happened, or says what to do."""
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import TOY, read_lines
+
+from marlhf.config import to_raw
+from marlhf.core import RandomNGram
+from marlhf.train import checkpoint, ppo, reward, sft
+from marlhf.train.run import RunError, RunFolder, Stopped
+
+SHORT = {"data": TOY, "batch_size": 8, "num_steps": 4, "eval_every": 2, "save_every": 1}
+
+
+def start(config, kind: str = "ppo") -> subprocess.Popen:
+    """The real command line, in a process of its own."""
+    recipe = Path(config.output_dir).parent / f"{Path(config.output_dir).name}.yaml"
+    recipe.write_text(yaml.safe_dump(to_raw(config)))
+    command = [sys.executable, "-m", "marlhf", kind, str(recipe)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_step(folder: str, step: int, process: subprocess.Popen) -> None:
+    path = Path(folder) / "metrics.jsonl"
+    end = time.monotonic() + 120
+    while time.monotonic() < end and process.poll() is None:
+        if path.is_file() and f'"kind": "train", "step": {step},' in path.read_text():
+            return
+        time.sleep(0.02)
+
+
+def everything(folder: str) -> dict[str, list[dict]]:
+    return {name: read_lines(folder, name) for name in ("metrics.jsonl", "eval.jsonl")} | {
+        "samples": read_lines(folder, "samples.jsonl")
+    }
+
+
+def weights(folder: str) -> bytes:
+    return (Path(folder) / "model" / "model.safetensors").read_bytes()
+
+
+def test_a_killed_run_resumes_identically(ppo_config):
+    """kill -9 twice at random moments; then the same command gives the same numbers, bit by bit."""
+    options = {
+        "num_steps": 6,
+        "segmenter": RandomNGram(lengths=(1, 2, 3)),
+        "num_ppo_epochs": 2,
+        "num_mini_batches": 2,
+        "kl_target": 0.5,
+        "normalize_scores": True,
+        "save_every": 2,
+    }
+    unbroken = ppo_config("unbroken", **options)
+    ppo.train(unbroken)
+    broken = ppo_config("broken", **options)
+    chance = random.Random(0)
+    for step in (1, 4):
+        process = start(broken)
+        wait_for_step(broken.output_dir, step, process)
+        time.sleep(chance.random() * 0.5)
+        process.kill()
+        process.communicate()
+    process = start(broken)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert "going on from step" in errors
+    assert everything(unbroken.output_dir) == everything(broken.output_dir)
+    assert weights(unbroken.output_dir) == weights(broken.output_dir)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_saves_first(ppo_config, number):
+    config = ppo_config("stopped", num_steps=500, save_every=0, eval_every=0)
+    process = start(config)
+    wait_for_step(config.output_dir, 2, process)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "saved at step" in errors
+    assert "Traceback" not in errors
+    state = json.loads((Path(config.output_dir) / "run.json").read_text())
+    assert state["status"] == "stopped"
+    last = read_lines(config.output_dir)[-1]["step"]
+    assert [p.name for p in checkpoint.list_checkpoints(_folder(config))] == [f"step-{last:06d}"]
+
+
+def _folder(config) -> RunFolder:
+    return RunFolder(config.output_dir, "ppo", config)
+
+
+def stop_after(step: int, monkeypatch, module) -> None:
+    """Ask for an end after so many steps, as Ctrl-C would."""
+    real = RunFolder.log
+
+    def log(self, kind, at, metrics):
+        real(self, kind, at, metrics)
+        if kind == "train" and at == step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(RunFolder, "log", log)
+
+
+@pytest.mark.parametrize(("module", "config"), [(sft, sft.SFTConfig), (reward, reward.RewardConfig)])
+def test_sft_and_reward_resume_identically(module, config, tmp_path, monkeypatch):
+    whole = config(model="tiny", output_dir=str(tmp_path / "whole"), **SHORT)
+    module.train(whole)
+    parts = replace(whole, output_dir=str(tmp_path / "parts"), save_every=0)
+    with monkeypatch.context() as patched:
+        stop_after(2, patched, module)
+        with pytest.raises(Stopped):
+            module.train(parts)
+    module.train(parts)
+    assert read_lines(whole.output_dir) == read_lines(parts.output_dir)
+    assert weights(whole.output_dir) == weights(parts.output_dir)
+
+
+def stopped(ppo_config, monkeypatch, step: int, **changes):
+    config = ppo_config("run", num_steps=4, **changes)
+    with monkeypatch.context() as patched:
+        stop_after(step, patched, ppo)
+        with pytest.raises(Stopped):
+            ppo.train(config)
+    return config
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "garbage"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
+    ppo_config, monkeypatch, damage, capfd
+):
+    whole = ppo_config("whole", num_steps=4)
+    ppo.train(whole)
+    config = stopped(ppo_config, monkeypatch, 3)
+    saved = checkpoint.list_checkpoints(_folder(config))
+    assert [p.name for p in saved] == ["step-000002", "step-000003"]
+    victim = saved[-1] / "policy.safetensors"
+    content = bytearray(victim.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 255
+        victim.write_bytes(content)
+    elif damage == "truncate":
+        victim.write_bytes(content[:100])
+    elif damage == "delete":
+        victim.unlink()
+    else:
+        (saved[-1] / "manifest.json").write_text("{not json")
+    capfd.readouterr()
+    ppo.train(config)
+    errors = capfd.readouterr().err
+    assert "step-000003 is damaged" in errors.replace("\n", "")
+    assert "going on from step 2" in errors
+    assert everything(whole.output_dir) == everything(config.output_dir)
+
+
+def test_half_a_line_in_the_metrics_does_not_matter(ppo_config, monkeypatch):
+    config = stopped(ppo_config, monkeypatch, 2)
+    with (Path(config.output_dir) / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    ppo.train(config)
+    assert read_lines(config.output_dir)[-1]["step"] == 4
+
+
+def test_a_finished_run_is_left_alone(ppo_config):
+    config = ppo_config(num_steps=1)
+    ppo.train(config)
+    before = (Path(config.output_dir) / "metrics.jsonl").stat().st_mtime_ns
+    assert ppo.train(config) == Path(config.output_dir) / "model"
+    assert (Path(config.output_dir) / "metrics.jsonl").stat().st_mtime_ns == before
+
+
+def test_a_folder_with_another_run_is_refused(ppo_config, tmp_path):
+    ppo.train(ppo_config(num_steps=1))
+    with pytest.raises(RunError, match=r"holds another run.*\n  kl_coef: 0.05 there, 0.9 now"):
+        ppo.train(ppo_config(num_steps=1, kl_coef=0.9))
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.png").write_text("meow")
+    with pytest.raises(RunError, match="holds no marlhf run"):
+        ppo.train(ppo_config("photos"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="is a file"):
+        ppo.train(ppo_config("file"))
+
+
+def test_not_a_number_stops_with_the_last_good_checkpoint(ppo_config, monkeypatch):
+    config = ppo_config(num_steps=4, eval_every=0)
+    real, calls = ppo.RewardModel.__call__, []
+
+    def broken(self, prompts, responses):
+        calls.append(1)
+        scores = real(self, prompts, responses)
+        return scores * float("nan") if len(calls) == 4 else scores  # the third step's
+
+    monkeypatch.setattr(ppo.RewardModel, "__call__", broken)
+    with pytest.raises(RunError, match=r"the scores has 8 of 8 .*step-000002"):
+        ppo.train(config)
+    state = json.loads((Path(config.output_dir) / "run.json").read_text())
+    assert state["status"] == "failed"
+    assert "diverged" in state["note"]
+
+
+def test_a_bad_gradient_is_named_and_not_applied(ppo_config, monkeypatch):
+    config = ppo_config(num_steps=2, eval_every=0)
+    real = ppo.backward
+
+    def broken(mini, experience, plan, models, config):
+        losses = real(mini, experience, plan, models, config)
+        models.critic.score.weight.grad.fill_(float("inf"))
+        return losses
+
+    monkeypatch.setattr(ppo, "backward", broken)
+    with pytest.raises(RunError, match=r"gradient of score.weight"):
+        ppo.train(config)
+
+
+def test_a_full_disk_is_a_sentence_and_loses_nothing(ppo_config, monkeypatch):
+    config = ppo_config(num_steps=4, eval_every=0)
+    real, calls = checkpoint.save_file, []
+
+    def full(tensors, path):
+        calls.append(path)
+        if len(calls) > 2:  # policy and critic of the second checkpoint
+            Path(path).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(tensors, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "save_file", full)
+        with pytest.raises(RunError, match=r"disk of .* is full.*run the same command again"):
+            ppo.train(config)
+    names = [p.name for p in (Path(config.output_dir) / "checkpoints").iterdir()]
+    assert names == ["step-000001"]
+    ppo.train(config)
+    assert read_lines(config.output_dir)[-1]["step"] == 4
+
+
+def test_checkpoints_hold_no_pickles_that_run_code(ppo_config, monkeypatch):
+    config = stopped(ppo_config, monkeypatch, 1)
+    folder = checkpoint.list_checkpoints(_folder(config))[-1]
+    for path in folder.glob("*.pt"):
+        torch.load(path, weights_only=True)
+    assert {p.suffix for p in folder.iterdir()} == {".safetensors", ".pt", ".json"}
