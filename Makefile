@@ -30,7 +30,7 @@ test: $(STAMP)  ## all tests
 check: $(STAMP)  ## format, lint, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
 format: $(STAMP)  ## let ruff rewrite the code

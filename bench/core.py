@@ -63,10 +63,12 @@ def main() -> None:
 
     def macro(rule, ratio="token", sigma="equal"):
         segments = segment(rule, responses)
+
         def run():
             return losses(
                 *macro_gae(rewards, values, segments, sigma=sigma), ratio=ratio, segments=segments
             )
+
         return run
 
     cases: dict[str, Callable] = {

@@ -110,9 +110,11 @@ def train(kind, texts=TEXTS, *, extra=(), bos=False, size=300):
     elif kind == "metaspace":
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-        steps = [decoders.ByteFallback(), decoders.Fuse(), decoders.Metaspace()]
+        spaces, first = decoders.Replace("\u2581", " "), decoders.Strip(" ", 1, 0)
+        steps = [spaces, decoders.ByteFallback(), decoders.Fuse(), first]
         tokenizer.decoder = decoders.Sequence(steps)
         trainer = trainers.BpeTrainer(**options)
+        texts = [text.replace("\n", " ") for text in texts]  # a line break is always a byte
     else:
         tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
         tokenizer.normalizer = normalizers.BertNormalizer()

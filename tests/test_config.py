@@ -91,7 +91,10 @@ def test_all_mistakes_come_at_once_with_path_and_nearest_name(write):
     with pytest.raises(ConfigError) as caught:
         load_recipe(write(bad))
     text = str(caught.value)
-    assert "stages.sft.learnign_rate: unknown name 'learnign_rate'. Did you mean learning_rate?" in text
+    assert (
+        "stages.sft.learnign_rate: unknown name 'learnign_rate'. Did you mean learning_rate?"
+        in text
+    )
     assert "stages.ppo.segmenter.m: unknown name 'm'" in text
     assert "stages.macro.segmenter: max_length must be at least 1" in text
     assert "stages.reward.sede: unknown name 'sede'. Did you mean seed?" in text
@@ -112,7 +115,9 @@ def test_missing_settings_are_named(write):
 
 
 def test_extends_merges_and_a_new_type_replaces(write):
-    write("model: tiny\noutput_dir: r\nreward_model: x\nsegmenter: {type: ngram, n: 3}\n", "base.yaml")
+    write(
+        "model: tiny\noutput_dir: r\nreward_model: x\nsegmenter: {type: ngram, n: 3}\n", "base.yaml"
+    )
     child = write("extends: base.yaml\nsegmenter: {type: words}\n", "child.yaml")
     assert load_stage(child, "ppo").config.segmenter == Words()
     same = write("extends: base.yaml\nsegmenter: {n: 9}\n", "same.yaml")
@@ -179,7 +184,9 @@ def test_official_preset_sets_what_the_authors_code_does(write):
     *_, ppo, macro = (s.config for s in load_recipe(write(text)))
     assert (ppo.pooling, ppo.score_clip, ppo.split_last) == ("sum", None, False)
     assert (macro.pooling, macro.score_clip, macro.split_last) == ("mean", 9, True)
-    with pytest.raises(ConfigError, match="preset: unknown name 'offical'. Did you mean official"):
+    with pytest.raises(
+        ConfigError, match=r"preset: unknown name 'offical'\. Did you mean official"
+    ):
         load_recipe(write(text.replace("official", "offical")))
 
 
@@ -224,7 +231,7 @@ def test_a_rule_of_ones_own_by_name():
     assert build_segmenter({"type": "my_rules:Mine", "nats": 1}) == Mine(1.0)
     with pytest.raises(ConfigError, match="cannot import my_rules:Yours"):
         build_segmenter({"type": "my_rules:Yours"})
-    with pytest.raises(ConfigError, match="segmenter.gnats: unknown name"):
+    with pytest.raises(ConfigError, match=r"segmenter\.gnats: unknown name"):
         build_segmenter({"type": "my_rules:Mine", "gnats": 1})
 
 

@@ -94,7 +94,9 @@ def load_recipe(recipe: Path | str, overrides: list[str] | None = None) -> list[
                 _assign(stages[name], key, value)
     for name, stage in stages.items():
         stage["output_dir"] = str(root / name)
-    built = [_build_stage(name, stage, f"stages.{name}", problems) for name, stage in stages.items()]
+    built = [
+        _build_stage(name, stage, f"stages.{name}", problems) for name, stage in stages.items()
+    ]
     _raise(problems, path)
     return [stage for stage in built if stage]
 
@@ -222,7 +224,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> Raw:
     if not path.is_file():
         raise ConfigError(f"{seen[-1] if seen else path} extends {path}, which does not exist.")
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506, a SafeLoader
+        raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}).") from None
     except yaml.YAMLError as error:
@@ -388,7 +390,7 @@ def _override(text: str) -> tuple[str, Any]:
     if not equals or not key.strip():
         raise ConfigError(f"Cannot read {text!r}. Write key=value, e.g. segmenter.n=3.")
     try:
-        return key.strip(), yaml.load(value, _Loader)  # noqa: S506
+        return key.strip(), yaml.load(value, _Loader)
     except yaml.YAMLError:
         raise ConfigError(f"Cannot read the value of {text!r} as YAML.") from None
 

@@ -42,7 +42,7 @@ def test_macro_gae_by_hand():
 
 @given(batches(), seeds, discounts, discounts, discounts, sigmas, poolings)
 def test_macro_gae_is_the_obvious_loop(segments, seed, gamma, lam, rho, sigma, pooling):
-    options = dict(gamma=gamma, lam=lam, rho=rho, sigma=sigma, pooling=pooling)
+    options = {"gamma": gamma, "lam": lam, "rho": rho, "sigma": sigma, "pooling": pooling}
     rewards, values = numbers(segments, seed), numbers(segments, seed + 1)
     got = macro_gae(rewards, values, segments, **options)
     for i in range(len(rewards)):

@@ -32,7 +32,7 @@ def policy_inputs(segments: Segments, seed: int):
 @given(batches(), seeds, ratios, st.sampled_from([None, 1.5, 3.0]), st.floats(0.05, 0.4))
 def test_policy_loss_is_the_obvious_loop(segments, seed, ratio, dual_clip, clip):
     inputs = policy_inputs(segments, seed)
-    options = dict(clip=clip, dual_clip=dual_clip, ratio=ratio)
+    options = {"clip": clip, "dual_clip": dual_clip, "ratio": ratio}
     got = ppo_policy_loss(*inputs, segments.mask, segments=segments, **options)
     rows = [x.tolist() for x in (*inputs, segments.ids, segments.mask)]
     wanted = reference.policy_loss(*rows, **options)
@@ -44,7 +44,7 @@ def test_value_loss_is_the_obvious_loop(segments, seed, level, sigma, clip):
     old = numbers(segments, seed)
     new = old + numbers(segments, seed + 1, scale=0.3)
     returns = segments.spread(segments.first(numbers(segments, seed + 2)))
-    options = dict(clip=clip, level=level, sigma=sigma)
+    options = {"clip": clip, "level": level, "sigma": sigma}
     got = ppo_value_loss(new, old, returns, segments.mask, segments=segments, **options)
     rows = [x.tolist() for x in (new, old, returns, segments.ids, segments.mask)]
     wanted = reference.value_loss(*rows, **options)
@@ -207,5 +207,5 @@ def test_bad_input_gets_a_sentence():
         ppo_policy_loss(x, x, torch.ones(1, 3), mask)
     with pytest.raises(ValueError, match=r"rejected must have shape \[1\]"):
         reward_loss(torch.ones(1), torch.ones(2))
-    with pytest.raises(ValueError, match="Use `mask.bool"):
+    with pytest.raises(ValueError, match=r"Use `mask\.bool"):
         masked_mean(x, x)

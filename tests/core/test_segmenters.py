@@ -138,7 +138,7 @@ def test_perplexity_in_blocks_equals_in_one(monkeypatch):
 
 
 def test_perplexity_without_reference_says_so():
-    with pytest.raises(ValueError, match="needs Responses.ref_logprobs"):
+    with pytest.raises(ValueError, match=r"needs Responses\.ref_logprobs"):
         Perplexity()(responses(3))
 
 
@@ -183,7 +183,7 @@ def test_constituents_without_a_parse_are_single_tokens():
 def test_constituents_refuse_nonsense():
     with pytest.raises(ValueError, match="cutoff must be at least 1"):
         Constituents(0)
-    with pytest.raises(ValueError, match="needs Responses.spans"):
+    with pytest.raises(ValueError, match=r"needs Responses\.spans"):
         Constituents()(responses(3))
     with pytest.raises(ValueError, match=r"spans must be \[B, S, 2\]"):
         responses(3, spans=torch.zeros(2, 1, 2))

@@ -12,7 +12,9 @@ from marlhf.core import Segments
 
 def make(ids: list[list[int]], mask: list[list[int]] | None = None) -> Segments:
     tensor = torch.tensor(ids)
-    return Segments(tensor, torch.ones_like(tensor).bool() if mask is None else torch.tensor(mask).bool())
+    return Segments(
+        tensor, torch.ones_like(tensor).bool() if mask is None else torch.tensor(mask).bool()
+    )
 
 
 def test_sums_means_ends_by_hand():
@@ -94,7 +96,9 @@ def test_empty_tensors_pass_through(shape):
 def test_validate_names_the_rows_that_start_late():
     starts = torch.tensor([[True, False], [False, True]])
     segments = Segments.from_starts(starts, torch.ones(2, 2).bool())
-    with pytest.raises(ValueError, match=r"first token, but it does not in rows \[1\].*starts\[:, 0\]"):
+    with pytest.raises(
+        ValueError, match=r"first token, but it does not in rows \[1\].*starts\[:, 0\]"
+    ):
         segments.validate()
 
 

@@ -69,10 +69,10 @@ def test_their_bos_becomes_mine(scorer, trained):
 def test_sentencepiece_puts_no_space_before_a_response(scorer, trained):
     theirs, mine = trained("byte-level"), trained("metaspace", size=144)
     reward = RewardModel(scorer, mine, theirs)
-    _, [response] = reward._translate([encode(theirs, "The f")], [encode(theirs, "ox ate")])
-    assert mine.convert_ids_to_tokens(response)[0][0] != "\u2581"
-    prompts, [[_, *_]] = reward._translate([encode(theirs, "The f")], [encode(theirs, "ox")])
-    assert mine.decode(prompts[0]) == "The f"
+    rows = [encode(theirs, "The f")], [encode(theirs, "ox ate")]
+    [prompt], [response] = reward._translate(*rows)
+    assert mine.decode(prompt) == "The f"
+    assert mine.decode(prompt + response) == "The fox ate"
 
 
 def test_chat_marks_are_kept_where_both_know_them(scorer, trained):
@@ -104,8 +104,9 @@ def test_any_special_token_at_the_end_has_ended_the_response(scorer, trained):
 
 
 def test_nothing_at_all_still_has_a_score(scorer, trained):
-    theirs, mine = trained("byte-level"), trained("byte-level", OTHER, size=320)
-    [score] = RewardModel(scorer, mine, theirs)([[1]], [[]])  # BOS alone has no text
+    theirs = trained("byte-level", extra=["<|user|>"])
+    mine = trained("byte-level", OTHER, size=320)  # does not know the mark
+    [score] = RewardModel(scorer, mine, theirs)([[3]], [[]])
     torch.testing.assert_close(score, plain_score(scorer, [2]), atol=1e-5, rtol=1e-5)
 
 

@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+from transformers import MambaConfig, MambaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from marlhf.models.forward import Sequences, keeps_logits, token_stats
@@ -190,3 +191,9 @@ def test_nothing_to_answer_is_a_sentence(small):
         engine.generate([], GREEDY)
     with pytest.raises(ValueError, match=r"prompts \[1, 2\] have no tokens.*Begin each with BOS"):
         engine.generate([[5], [], []], GREEDY)
+
+
+def test_a_state_space_model_is_refused_and_not_sampled_wrongly():
+    model = MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1))
+    with pytest.raises(ValueError, match=r"MambaForCausalLM keeps a state .* with attention"):
+        NativeEngine(model, [1], 0)

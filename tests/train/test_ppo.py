@@ -2,8 +2,8 @@ import math
 
 import pytest
 import torch
-from conftest import assert_close, read_lines
 
+from conftest import assert_close, read_lines
 from marlhf.core import NGram, Perplexity, RandomNGram, Responses, Sentences, Words, gae
 from marlhf.rollout import Sampling
 from marlhf.train import ppo

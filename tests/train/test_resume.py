@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import TOY, read_lines
 
+from conftest import TOY, read_lines
 from marlhf.config import to_raw
 from marlhf.core import RandomNGram
 from marlhf.train import checkpoint, ppo, reward, sft
@@ -112,7 +112,9 @@ def stop_after(step: int, monkeypatch, module) -> None:
     monkeypatch.setattr(RunFolder, "log", log)
 
 
-@pytest.mark.parametrize(("module", "config"), [(sft, sft.SFTConfig), (reward, reward.RewardConfig)])
+@pytest.mark.parametrize(
+    ("module", "config"), [(sft, sft.SFTConfig), (reward, reward.RewardConfig)]
+)
 def test_sft_and_reward_resume_identically(module, config, tmp_path, monkeypatch):
     whole = config(model="tiny", output_dir=str(tmp_path / "whole"), **SHORT)
     module.train(whole)

@@ -2,7 +2,6 @@ import json
 
 import pytest
 import torch
-from conftest import TOY, assert_close, read_lines
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -14,6 +13,7 @@ from transformers import (
     Qwen2Config,
 )
 
+from conftest import TOY, assert_close, read_lines
 from marlhf.data import DataConfig
 from marlhf.models.load import load_policy, load_tokenizer
 from marlhf.models.tiny import tiny_tokenizer
@@ -122,7 +122,7 @@ def test_the_whole_path_for_other_architectures(name, tmp_path):
             **short,
         )
     )
-    first = [x for x in read_lines(tmp_path / "ppo") if x["kind"] == "train"][0]
+    first = next(x for x in read_lines(tmp_path / "ppo") if x["kind"] == "train")
     assert abs(first["ppo/kl"]) < 1e-4
     assert first["ppo/logprob_gap"] < 1e-5
 

@@ -342,5 +342,3 @@ def _vocabulary(responses: Responses, rule: str) -> tuple[Vocabulary, Tensor]:
 def _check_cap(max_length: int | None) -> None:
     if max_length is not None and max_length < 1:
         raise ValueError(f"max_length must be at least 1; got {max_length}.")
-
-

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,9 +43,10 @@ class Sequences:
                 f"Rows {empty} have no prompt, so nothing comes before the first response token. "
                 "Begin each prompt with BOS, or with EOS where the tokenizer has no BOS."
             )
-        left, right = pad_left(prompts, pad_id), pad_right(responses, pad_id)
-        tensors = [x.to(device, non_blocking=True) for x in (*left, *right)]
-        return cls(*tensors, tuple(map(len, prompts)), tuple(map(len, responses)))
+        tensors = *pad_left(prompts, pad_id), *pad_right(responses, pad_id)
+        left, left_mask, right, mask = (x.to(device, non_blocking=True) for x in tensors)
+        lengths = tuple(map(len, prompts)), tuple(map(len, responses))
+        return cls(left, left_mask, right, mask, *lengths)
 
     def rows(self, index: Sequence[int]) -> Sequences:
         """Some of the rows, without the padding that only the others needed."""
@@ -125,7 +126,7 @@ def position_ids(attention: Tensor) -> Tensor:
 
 def _scalar(model: nn.Module, sequences: Sequences) -> Tensor:
     """The scalar head on every position: [B, P + R]. The language model's head never runs."""
-    backbone, head = model.base_model, model.score
+    backbone, head = cast(nn.Module, model.base_model), cast(nn.Module, model.score)
     hidden = backbone(**sequences.inputs(), use_cache=False).last_hidden_state
     return head(hidden).squeeze(2).float()
 

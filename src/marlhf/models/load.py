@@ -11,7 +11,7 @@ import math
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import transformers
@@ -31,6 +31,10 @@ from transformers.utils import logging as hf_logging
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
 
 Precision = Literal["auto", "float32", "bfloat16"]
+Model: TypeAlias = Any
+"""A transformers model: its own annotations are too loose to check anything against."""
+Tokenizer: TypeAlias = Any
+"""A transformers tokenizer, likewise."""
 
 
 class ModelError(ValueError):
@@ -128,7 +132,7 @@ def load_scalar(
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """A tokenizer with more tokens than the model has embeddings fails deep inside otherwise."""
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
     tokens = max(tokenizer.get_vocab().values()) + 1  # more than len() where ids leave gaps
     if tokens > rows:
         raise ModelError(
@@ -146,7 +150,7 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> li
     """Every id that ends a response: the tokenizer's EOS and those the model declares."""
     declared = model.generation_config.eos_token_id if model.generation_config else None
     declared = [declared] if isinstance(declared, int) else declared or []
-    return sorted({tokenizer.eos_token_id, *declared})
+    return sorted({cast(int, tokenizer.eos_token_id), *declared})
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -179,16 +183,16 @@ def _load(
 
 def _load_gguf(path: str) -> PreTrainedModel:
     # Later versions of transformers leave the weights packed where they have a kernel for it.
-    later = hasattr(transformers, "GgufConfig")
-    dense = {"quantization_config": transformers.GgufConfig(dequantize=True)} if later else {}
-    loaded, found = AutoModelForCausalLM.from_pretrained(
-        **_source(path), dtype=torch.float32, output_loading_info=True, **dense
-    )
+    options = _source(path)
+    if hasattr(transformers, "GgufConfig"):
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    auto: Any = AutoModelForCausalLM
+    loaded, found = auto.from_pretrained(**options, dtype=torch.float32, output_loading_info=True)
     _check_whole(path, loaded, set(found["missing_keys"]))
     # A model read from GGUF counts as quantised and cannot be saved; a fresh one can.
     config = _silent(loaded.config)
     config.__dict__.pop("quantization_config", None)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto.from_config(config, dtype=torch.float32)
     model.load_state_dict(loaded.state_dict())
     return model
 

@@ -57,7 +57,8 @@ class RewardModel:
         if self.foreign:
             prompts, responses = self._translate(prompts, responses)
         device = self.model.device
-        whole = Sequences.from_lists(prompts, responses, self.tokenizer.pad_token_id, device)
+        pad_id = cast(int, self.tokenizer.pad_token_id)
+        whole = Sequences.from_lists(prompts, responses, pad_id, device)
         scores = torch.empty(len(prompts), device=device)
         with autocast(device, self.precision):
             for batch in token_budget_batches(whole.total_lengths, self.token_budget):
@@ -70,14 +71,15 @@ class RewardModel:
     ) -> tuple[list[list[int]], list[list[int]]]:
         """The same text in this model's own tokens, ended by EOS where the policy ended it."""
         mine, theirs = self.tokenizer, self.policy_tokenizer
+        eos_id = cast(int, mine.eos_token_id)
         texts = [self._prompt_text(prompt) for prompt in prompts]
         new_responses = []
         for prompt, response in zip(texts, responses):
-            ids = encode_response(mine, prompt, decode(theirs, response), mine.eos_token_id)
+            ids = encode_response(mine, prompt, decode(theirs, response), eos_id)
             ended = len(response) > 0 and response[-1] in self._marks
             new_responses.append(ids if ended else ids[:-1])
         # A prompt of nothing still needs a token: a score is read somewhere.
-        return [ids or [mine.eos_token_id] for ids in encode_prompts(mine, texts)], new_responses
+        return [ids or [eos_id] for ids in encode_prompts(mine, texts)], new_responses
 
     def _prompt_text(self, prompt: Sequence[int]) -> str:
         """A prompt's text, with those special tokens in it that both tokenizers know."""

@@ -5,6 +5,7 @@ Axes: B rows, P prompt tokens, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 import torch
@@ -32,6 +33,11 @@ class NativeEngine:
         token_budget: int = 1 << 17,
         precision: Precision = "auto",
     ) -> None:
+        if {"cache_params", "state"} & inspect.signature(type(model).forward).parameters.keys():
+            raise ValueError(
+                f"A {type(model).__name__} keeps a state where others keep keys and values, and "
+                "the native engine does not know how. Take a model with attention."
+            )
         self.model = model
         self.end_tokens = list(end_tokens)
         self.pad_id = pad_id

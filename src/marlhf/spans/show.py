@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import cast
 
 import torch
 
@@ -34,7 +35,7 @@ def cut_text(
     ref_logprobs = None
     if model is not None:
         before = tok.eos_token_id if tok.bos_token_id is None else tok.bos_token_id
-        whole = Sequences.from_lists([[before]], [ids], 0)
+        whole = Sequences.from_lists([[cast(int, before)]], [ids], 0)
         with torch.no_grad():
             ref_logprobs = token_stats(load_policy(model), whole).logprobs
     responses = Responses(

@@ -45,7 +45,8 @@ def token_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     tokens = [""] * (max(ids.values()) + 1)  # ids may leave gaps
     for token, i in ids.items():
         tokens[i] = token
-    plain = set(tokenizer.get_added_vocab())  # special or not, added tokens are written as they are
+    # Special or not, added tokens are written as they are.
+    plain = {token.content for token in tokenizer.added_tokens_decoder.values()}
     read = _reader(tokens)
     return [token if token in plain else read(token) for token in tokens]
 

@@ -30,9 +30,7 @@ class Guards:
     max_length: float | None = None
     """Stop beyond this ratio of lengths."""
 
-    def judge(
-        self, now: dict[str, float], start: dict[str, float]
-    ) -> tuple[list[str], str]:
+    def judge(self, now: dict[str, float], start: dict[str, float]) -> tuple[list[str], str]:
         """Warnings, and why to stop (empty for going on)."""
         repeated = now["eval/repetition"] - start["eval/repetition"]
         ratio = max(now["eval/length"], 1.0) / max(start["eval/length"], 1.0)

@@ -9,14 +9,13 @@ Axes: B rows, T response tokens, M macro actions.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from marlhf.core import (
     NGram,
@@ -40,6 +39,8 @@ from marlhf.core.segments import Sigma
 from marlhf.data.collate import token_budget_batches
 from marlhf.models.forward import Sequences, token_stats, token_values
 from marlhf.models.load import (
+    Model,
+    Tokenizer,
     autocast,
     check_vocabulary,
     end_tokens,
@@ -176,12 +177,12 @@ class PPOConfig(StageConfig):
 class Models:
     """All that a step talks to."""
 
-    policy: PreTrainedModel
-    reference: PreTrainedModel
-    critic: PreTrainedModel
+    policy: Model
+    reference: Model
+    critic: Model
     reward: RewardModel
     engine: Engine
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     vocabulary: Vocabulary
 
 
@@ -233,9 +234,9 @@ def train(config: PPOConfig) -> Path:
     probe = Probe(config, models, held_out, run, credit)
 
     state = resume(run, models=trained, optimizers=optimizers)
-    done = 0
+    done = step = 0
     if state:
-        done = state["step"]
+        done = step = state["step"]
         set_generator_state(sampler, state["sampler"])
         set_generator_state(shuffler, state["shuffler"])
         controller.coef = state["kl_coef"]
@@ -431,7 +432,7 @@ def update(
     experience: Experience,
     plan: Credit,
     models: Models,
-    optimizers: dict[str, torch.optim.Optimizer],
+    optimizers: Mapping[str, torch.optim.Optimizer],
     config: PPOConfig,
     step: int,
     total: int,

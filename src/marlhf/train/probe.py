@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from marlhf.data.encode import decode
+from marlhf.models.load import Tokenizer
 from marlhf.rollout.measure import repetition
 from marlhf.train.progress import say, warn
 from marlhf.train.run import RunFolder
@@ -163,7 +164,7 @@ class Probe:
             self.best = float("-inf")
 
 
-def _pieces(tokenizer, tokens: list[int]) -> list[str]:
+def _pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     """The text each token adds, so that the pieces together are the text."""
     pieces, before = [], ""
     for n in range(1, len(tokens) + 1):

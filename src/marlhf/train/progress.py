@@ -29,7 +29,7 @@ class Steps:
         self._start, self._first = time.perf_counter(), done
         self._bar: Progress | None = None
         if console.is_terminal and not console.is_dumb_terminal:
-            self._bar = Progress(
+            bar = Progress(
                 SpinnerColumn(),
                 TextColumn("[bold]{task.description}"),
                 BarColumn(),
@@ -40,7 +40,8 @@ class Steps:
                 TextColumn("{task.fields[numbers]}"),
                 console=console,
             )
-            self._task = self._bar.add_task(name, total=total, completed=done, numbers="")
+            self._task = bar.add_task(name, total=total, completed=done, numbers="")
+            self._bar = bar
 
     def __enter__(self) -> Steps:
         if self._bar:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from marlhf.core import reward_loss
 from marlhf.data.collate import token_budget_batches
 from marlhf.models.forward import Sequences, final_scores
 from marlhf.models.load import (
+    Model,
+    Tokenizer,
     autocast,
     check_vocabulary,
     load_scalar,
@@ -119,15 +120,13 @@ def train(config: RewardConfig) -> Path:
 
 
 def backward(
-    model: PreTrainedModel, rows: list[Example], tokenizer, config: RewardConfig
+    model: Model, rows: list[Example], tokenizer: Tokenizer, config: RewardConfig
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the batch's mean loss, micro-batch by micro-batch: the loss, and margins [B]."""
     total, margins = torch.zeros((), device=model.device), []
     for micro in pair_batches(rows, config.token_budget):
         chosen, rejected = score_pairs(model, [rows[i] for i in micro], tokenizer, config)
-        loss = reward_loss(
-            chosen, rejected, center_coef=config.center_coef, num_pairs=len(rows)
-        )
+        loss = reward_loss(chosen, rejected, center_coef=config.center_coef, num_pairs=len(rows))
         loss.backward()
         total += loss.detach()
         margins.append((chosen - rejected).detach())
@@ -136,7 +135,7 @@ def backward(
 
 @torch.no_grad()
 def evaluate(
-    model: PreTrainedModel, rows: list[Example], tokenizer, config: RewardConfig, limit: int = 1024
+    model: Model, rows: list[Example], tokenizer: Tokenizer, config: RewardConfig, limit: int = 1024
 ) -> dict[str, float]:
     """Accuracy and loss on held-out pairs; NaN when there are none."""
     rows = rows[:limit]
@@ -156,7 +155,7 @@ def evaluate(
 
 
 def score_pairs(
-    model: PreTrainedModel, rows: list[Example], tokenizer, config: RewardConfig
+    model: Model, rows: list[Example], tokenizer: Tokenizer, config: RewardConfig
 ) -> tuple[Tensor, Tensor]:
     """Scores of chosen and rejected, [B] each, from one pass over both."""
     prompts = [e.prompt for e in rows]

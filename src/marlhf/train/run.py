@@ -1,12 +1,12 @@
 """A run is a folder: what was asked, what happened, what came out.
 
-    config.yaml     the resolved config
-    run.json        which stage, which state, the summary
-    metrics.jsonl   a line a step, a line an evaluation
-    eval.jsonl      every held-out prompt's numbers, an evaluation a line
-    samples.jsonl   held-out prompts with their responses
-    checkpoints/    to go on from after a crash
-    model/          the result, as `save_pretrained` writes it
+config.yaml     the resolved config
+run.json        which stage, which state, the summary
+metrics.jsonl   a line a step, a line an evaluation
+eval.jsonl      every held-out prompt's numbers, an evaluation a line
+samples.jsonl   held-out prompts with their responses
+checkpoints/    to go on from after a crash
+model/          the result, as `save_pretrained` writes it
 """
 
 from __future__ import annotations
@@ -177,7 +177,9 @@ def explained_writes(where: Path, temporary: Path | None = None) -> Iterator[Non
                 "and run the same command again to go on."
             ) from error
         if code in (errno.EACCES, errno.EROFS, errno.EPERM):
-            raise RunError(f"Cannot write to {where}: {error}. Choose another output_dir.") from None
+            raise RunError(
+                f"Cannot write to {where}: {error}. Choose another output_dir."
+            ) from None
         raise
 
 

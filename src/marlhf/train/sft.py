@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
 
 from marlhf.core import sft_loss
 from marlhf.data.collate import token_budget_batches
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import (
+    Model,
+    Tokenizer,
     autocast,
     check_vocabulary,
     load_policy,
@@ -118,7 +119,7 @@ def train(config: SFTConfig) -> Path:
 
 
 def backward(
-    model: PreTrainedModel, rows: list[Example], tokenizer, config: SFTConfig
+    model: Model, rows: list[Example], tokenizer: Tokenizer, config: SFTConfig
 ) -> torch.Tensor:
     """Gradients of the batch's mean loss, micro-batch by micro-batch; returns the loss."""
     batch = sequences(rows, tokenizer, model.device)
@@ -136,7 +137,7 @@ def backward(
 
 @torch.no_grad()
 def evaluate(
-    model: PreTrainedModel, rows: list[Example], tokenizer, config: SFTConfig, limit: int = 512
+    model: Model, rows: list[Example], tokenizer: Tokenizer, config: SFTConfig, limit: int = 512
 ) -> float:
     """Mean loss on held-out rows; NaN when there are none."""
     rows = rows[:limit]
@@ -152,7 +153,7 @@ def evaluate(
     return float(total)
 
 
-def sequences(rows: list[Example], tokenizer, device: torch.device) -> Sequences:
+def sequences(rows: list[Example], tokenizer: Tokenizer, device: torch.device) -> Sequences:
     return Sequences.from_lists(
         [e.prompt for e in rows], [e.chosen for e in rows], tokenizer.pad_token_id, device
     )

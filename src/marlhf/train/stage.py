@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from transformers import PreTrainedTokenizerBase
 
 from marlhf.data import DataConfig, Loaded, Row, encode_response, fit_prompts, load_data
 from marlhf.data.counts import Counts
-from marlhf.models.load import Precision
+from marlhf.models.load import Precision, Tokenizer
 from marlhf.train.checkpoint import list_checkpoints, load_latest
 from marlhf.train.optim import Diverged, Schedule
 from marlhf.train.progress import say, warn
@@ -94,7 +93,7 @@ class Example:
 def load_examples(
     config: StageConfig,
     part: str,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     *,
     needs: Sequence[str],
     max_response_tokens: int | None = None,
@@ -121,7 +120,7 @@ def load_examples(
 def _encode(
     config: StageConfig,
     rows: list[Row],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     needs: Sequence[str],
     max_response_tokens: int | None,
 ) -> tuple[list[Example], Counts]:
