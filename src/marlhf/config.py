@@ -201,8 +201,8 @@ def describe(cls: type) -> Iterator[tuple[str, str, str, str]]:
         kind, text = written.get(field.name, (str(field.type), ""))
         if dataclasses.is_dataclass(hints[field.name]):
             yield field.name, "", "", text
-            for name, *rest in describe(typing.cast(type, hints[field.name])):
-                yield (f"{field.name}.{name}", *rest)
+            for name, inner, default, help_ in describe(typing.cast(type, hints[field.name])):
+                yield f"{field.name}.{name}", inner, default, help_
             continue
         yield field.name, kind, _default(field), text
 
@@ -258,11 +258,10 @@ def _merge(base: Raw, over: Raw) -> Raw:
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        if both and value.get("type", old.get("type")) == old.get("type"):
-            merged[key] = _merge(old, value)
-        else:
-            merged[key] = value
+        merged[key] = value
+        if isinstance(old, dict) and isinstance(value, dict):
+            same = value.get("type", old.get("type")) == old.get("type")
+            merged[key] = _merge(old, value) if same else value
     return merged
 
 
@@ -374,7 +373,7 @@ def _segmenter(raw: Any, where: str, problems: list[str]) -> Any:
     else:
         problems.append(_unknown(f"{where}.type", name, SEGMENTERS))
         return None
-    return _build(cls, rest, where, problems)
+    return _build(typing.cast(type, cls), rest, where, problems)
 
 
 def _type_name(segmenter: Any) -> str:

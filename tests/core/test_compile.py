@@ -31,7 +31,7 @@ from marlhf.core import (
 def inputs() -> tuple[Responses, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     mask = torch.arange(24) < torch.tensor([24, 0, 1, 13])[:, None]
-    flags = [torch.rand(50) < p for p in (0.5, 0.1, 0.1, 0.1)]
+    flags = [torch.rand(50) < p for p in (0.5, 0.1, 0.1, 0.1, 0.1)]
     spans = torch.tensor([[[0, 9], [0, 4], [4, 9], [5, 8]]]).repeat(4, 1, 1)
     responses = Responses(
         tokens=torch.randint(50, mask.shape),

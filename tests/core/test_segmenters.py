@@ -192,12 +192,14 @@ def test_constituents_refuse_nonsense():
 
 
 #          0: "The" 1: " f" 2: "ox" 3: " ran" 4: "." 5: " It" 6: "\n" 7: " " 8: "So" 9: "3" 10: "5"
-TEXTS = ["The", " f", "ox", " ran", ".", " It", "\n", " ", "So", " 3", "5"]
+#          11: '"' 12: ".\n\n"
+TEXTS = ["The", " f", "ox", " ran", ".", " It", "\n", " ", "So", " 3", "5", '"', ".\n\n"]
 VOCABULARY = Vocabulary(
     begins_word=torch.tensor([t[0] in " \n" for t in TEXTS]),
     is_space=torch.tensor([t.isspace() for t in TEXTS]),
-    ends_sentence=torch.tensor([t == "." for t in TEXTS]),
+    ends_sentence=torch.tensor([t.strip() == "." for t in TEXTS]),
     has_newline=torch.tensor(["\n" in t for t in TEXTS]),
+    is_closing=torch.tensor([t == '"' for t in TEXTS]),
 )
 
 
@@ -216,6 +218,7 @@ def split(rule, *tokens: int) -> list[str]:
 
 def test_words_undo_sub_words():
     assert split(Words(), 0, 1, 2, 3, 4, 5, 6, 8) == ["The", " fox", " ran.", " It", "\nSo"]
+    assert split(Words(), 0, 12, 8, 3) == ["The.\n\n", "So", " ran"]
     assert split(Words(max_length=1), 0, 1, 2) == ["The", " f", "ox"]
 
 
@@ -226,6 +229,7 @@ def test_sentences_end_at_stops_and_lines():
         "So ran",
     ]
     assert split(Sentences(), 5, 9, 4, 10, 4) == [" It 3.5."]
+    assert split(Sentences(), 5, 4, 11, 3, 12, 8) == [' It."', " ran.\n\n", "So"]
 
 
 def test_words_need_a_vocabulary():

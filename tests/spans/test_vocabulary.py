@@ -71,16 +71,17 @@ def test_quotes_and_brackets_may_close_a_sentence(trained):
 def test_tables_of_a_byte_level_vocabulary_by_hand():
     tokenizer = tiny_tokenizer()
     table = vocabulary(tokenizer)
-    ids = [tokenizer(text)["input_ids"] for text in (" ", "\n", ".", "a", "<|eos|>")]
+    ids = [tokenizer(text)["input_ids"] for text in (" ", "\n", ".", "a", '"', "<|eos|>")]
     assert all(len(i) == 1 for i in ids)
     found = torch.stack(list(vars(table).values()), dim=1)[[i for [i] in ids]].tolist()
-    #     begins a word, is space, ends a sentence, breaks the line
+    #     begins a word, is space, ends a sentence, breaks the line, closes
     assert found == [
-        [True, True, False, False],  # a space
-        [True, True, False, True],  # a line break
-        [False, False, True, False],  # a full stop
-        [False, False, False, False],  # a letter
-        [True, False, False, False],  # special
+        [True, True, False, False, False],  # a space
+        [True, True, False, True, False],  # a line break
+        [False, False, True, False, False],  # a full stop
+        [False, False, False, False, False],  # a letter
+        [False, False, False, False, True],  # a closing quote
+        [True, False, False, False, False],  # special
     ]
 
 

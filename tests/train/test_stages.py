@@ -180,6 +180,11 @@ def test_too_little_data_gets_a_sentence(tmp_path):
         sft.train(config)
 
 
+def test_sequences_longer_than_the_model_get_a_sentence(ppo_config):
+    with pytest.raises(RunError, match=r"take up to \d+ tokens, but the model has 512 positions"):
+        ppo.train(ppo_config(sampling=Sampling(max_new_tokens=510)))
+
+
 def test_every_row_is_used_once_an_epoch():
     config = sft.SFTConfig(model="tiny", output_dir="x", batch_size=4, num_epochs=2, data=TOY)
     first = [i for step in range(3) for i in batch_rows(step, config, 12)]

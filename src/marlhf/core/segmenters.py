@@ -31,6 +31,7 @@ class Vocabulary:
     is_space: Tensor  # the text is white space only
     ends_sentence: Tensor  # the text ends in . ! or ?, closing quotes and brackets aside
     has_newline: Tensor  # the text contains a line break
+    is_closing: Tensor  # the text is closing quotes and brackets only
 
 
 @dataclass(frozen=True)
@@ -241,8 +242,10 @@ class Words:
     def __call__(self, responses: Responses) -> Tensor:
         vocabulary, tokens = _vocabulary(responses, "Words")
         begins, space = vocabulary.begins_word[tokens], vocabulary.is_space[tokens]
-        # White space belongs to the word it stands before.
-        starts = begins & ~_shift(space)
+        # White space belongs to the word it stands before, but for a line break that some
+        # tokenizers join to the full stop before it.
+        closed = vocabulary.has_newline[tokens] & ~space
+        starts = (begins & ~_shift(space)) | _shift(closed)
         return _finish(starts, responses.mask, self.max_length)
 
 
@@ -259,7 +262,9 @@ class Sentences:
     def __call__(self, responses: Responses) -> Tensor:
         vocabulary, tokens = _vocabulary(responses, "Sentences")
         newline = vocabulary.has_newline[tokens]
-        after_stop = _shift(vocabulary.ends_sentence[tokens]) & vocabulary.begins_word[tokens]
+        ends = vocabulary.ends_sentence[tokens]
+        ends = ends | (vocabulary.is_closing[tokens] & _shift(ends))
+        after_stop = _shift(ends) & vocabulary.begins_word[tokens]
         # A full stop ends a sentence only before white space (not in 3.5), a line break always;
         # blank lines stay with the line they close.
         starts = (after_stop | _shift(newline)) & ~newline

@@ -51,8 +51,8 @@ class Segments:
         action of its own, as the authors' code does.
         """
         check_tokens(mask)
-        if not isinstance(starts, Tensor) or starts.dtype != torch.bool:
-            kind = starts.dtype if isinstance(starts, Tensor) else type(starts).__name__
+        kind = getattr(starts, "dtype", type(starts).__name__)
+        if kind != torch.bool:
             raise ValueError(f"A segmenter must return a bool tensor [B, T], got {kind}.")
         if starts.shape != mask.shape:
             raise ValueError(
@@ -167,7 +167,7 @@ def _following(mask: Tensor) -> Tensor:
 
 
 def _complain(wrong: Tensor, what: str, remedy: str = "") -> None:
-    rows = wrong.nonzero().flatten().tolist()
+    rows = [int(row) for row in wrong.nonzero().flatten()]
     if rows:
         named = f"{rows[:10]}{' and more' if len(rows) > 10 else ''}"
         raise ValueError(f"{what} rows {named}. {remedy}".strip())

@@ -21,8 +21,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -41,7 +39,7 @@ class ModelError(ValueError):
     """Something about a model or tokenizer that the user has to put right."""
 
 
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Tokenizer:
     """A tokenizer that is sure to have an EOS and something to pad with."""
     if path == "tiny":
         return tiny_tokenizer()
@@ -66,10 +64,10 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 def load_policy(
     path: str, *, seed: int = 0, trust_remote_code: bool = False, checkpointing: bool = False
-) -> PreTrainedModel:
+) -> Model:
     """A causal language model in float32, ready to train."""
     if path == "tiny":
-        model: PreTrainedModel = tiny_model(seed)
+        model: Model = tiny_model(seed)
     elif _gguf(path):
         with _explained(path, "model"):
             model = _load_gguf(path)
@@ -89,7 +87,7 @@ def load_policy(
 
 def load_scalar(
     path: str, *, seed: int = 0, trust_remote_code: bool = False, checkpointing: bool = False
-) -> PreTrainedModel:
+) -> Model:
     """A model with one number a token: a reward model or a critic.
 
     This is transformers' own sequence classifier with one label, so it saves and loads without
@@ -130,7 +128,7 @@ def load_scalar(
     return _ready(model, checkpointing)
 
 
-def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+def check_vocabulary(model: Model, tokenizer: Tokenizer, name: str) -> None:
     """A tokenizer with more tokens than the model has embeddings fails deep inside otherwise."""
     rows = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
     tokens = max(tokenizer.get_vocab().values()) + 1  # more than len() where ids leave gaps
@@ -141,12 +139,12 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
         )
 
 
-def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
+def same_tokenizer(a: Tokenizer, b: Tokenizer) -> bool:
     """Whether ids of one mean the same to the other."""
     return a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
 
 
-def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def end_tokens(model: Model, tokenizer: Tokenizer) -> list[int]:
     """Every id that ends a response: the tokenizer's EOS and those the model declares."""
     declared = model.generation_config.eos_token_id if model.generation_config else None
     declared = [declared] if isinstance(declared, int) else declared or []
@@ -166,9 +164,7 @@ def autocast(device: torch.device, precision: Precision) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
-def _load(
-    auto: Any, path: str, config: Any, trust_remote_code: bool
-) -> tuple[PreTrainedModel, set[str]]:
+def _load(auto: Any, path: str, config: Any, trust_remote_code: bool) -> tuple[Model, set[str]]:
     """A model, and the names of those weights that were not there and so are random."""
     model, found = auto.from_pretrained(
         path,
@@ -181,7 +177,7 @@ def _load(
     return model, set(found["missing_keys"])
 
 
-def _load_gguf(path: str) -> PreTrainedModel:
+def _load_gguf(path: str) -> Model:
     # Later versions of transformers leave the weights packed where they have a kernel for it.
     options = _source(path)
     if hasattr(transformers, "GgufConfig"):
@@ -197,7 +193,7 @@ def _load_gguf(path: str) -> PreTrainedModel:
     return model
 
 
-def _check_whole(path: str, model: PreTrainedModel, missing: set[str]) -> None:
+def _check_whole(path: str, model: Model, missing: set[str]) -> None:
     """transformers only warns of weights that it did not find, and draws them at random."""
     if missing:
         raise ModelError(
@@ -220,7 +216,7 @@ def _silent(config: Any) -> Any:
     return config
 
 
-def _ready(model: PreTrainedModel, checkpointing: bool) -> PreTrainedModel:
+def _ready(model: Model, checkpointing: bool) -> Model:
     model.config.use_cache = not checkpointing
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 SPACE_MARK = "\u2581"  # SentencePiece writes a space so
 BYTE_SPACE = "\u0120"  # and GPT-2 so
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+CLOSING = re.compile(r"[\"')\]\u201d\u2019]+")
 SENTENCE_END = re.compile(r"[.!?\u3002\uff01\uff1f][\"')\]\u201d\u2019]*\s*$")
 
 
@@ -36,6 +37,7 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int | None = None) -> V
         is_space=table(lambda i, text: i not in special and text.isspace()),
         ends_sentence=table(lambda _, text: SENTENCE_END.search(text) is not None),
         has_newline=table(lambda _, text: "\n" in text),
+        is_closing=table(lambda _, text: CLOSING.fullmatch(text) is not None),
     )
 
 

@@ -63,6 +63,7 @@ from marlhf.train.run import RunError, RunFolder, Stopped
 from marlhf.train.stage import (
     StageConfig,
     batch_rows,
+    check_positions,
     count_steps,
     due,
     finish,
@@ -221,6 +222,7 @@ def train(config: PPOConfig) -> Path:
     models = load_models(config)
     device = models.policy.device
     examples, held_out = load_examples(config, "ppo", models.tokenizer, needs=("prompt",))
+    check_positions(models.policy, examples + held_out, config.sampling.max_new_tokens)
     prompts = [e.prompt for e in examples]
     optimizers = {
         "policy": make_optimizer(models.policy, config.learning_rate, config.weight_decay),

@@ -28,6 +28,7 @@ from marlhf.train.stage import (
     Example,
     StageConfig,
     batch_rows,
+    check_positions,
     count_steps,
     due,
     finish,
@@ -71,6 +72,7 @@ def train(config: RewardConfig) -> Path:
         needs=("prompt", "chosen", "rejected"),
         max_response_tokens=config.max_response_tokens,
     )
+    check_positions(model, examples + held_out)
     optimizer = make_optimizer(model, config.learning_rate, config.weight_decay)
     total = count_steps(config, len(examples))
     state = resume(run, models={"model": model}, optimizers={"model": optimizer})

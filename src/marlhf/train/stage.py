@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from marlhf.data import DataConfig, Loaded, Row, encode_response, fit_prompts, load_data
 from marlhf.data.counts import Counts
-from marlhf.models.load import Precision, Tokenizer
+from marlhf.models.load import Model, Precision, Tokenizer
 from marlhf.train.checkpoint import list_checkpoints, load_latest
 from marlhf.train.optim import Diverged, Schedule
 from marlhf.train.progress import say, warn
@@ -147,6 +147,18 @@ def _encode(
     return examples, counts
 
 
+def check_positions(model: Model, examples: Sequence[Example], new_tokens: int = 0) -> None:
+    """Refuse sequences longer than the model was built for, before they fail deep inside."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    longest = max(len(e.prompt) + max(len(e.chosen), len(e.rejected), new_tokens) for e in examples)
+    if limit is not None and longest > limit:
+        raise RunError(
+            f"Prompt and response take up to {longest} tokens, but the model has {limit} "
+            "positions. Lower data.max_prompt_tokens, or the length of responses "
+            "(max_response_tokens, sampling.max_new_tokens)."
+        )
+
+
 def count_steps(config: StageConfig, num_rows: int) -> int:
     """Steps of the run; an epoch leaves out what does not fill its last batch."""
     a_pass = num_rows // config.batch_size
@@ -218,7 +230,7 @@ def finish(run: RunFolder, summary: dict[str, Any], next_step: str = "") -> Path
     numbers = "  ".join(
         f"{name} {value:.4g}" for name, value in summary.items() if isinstance(value, float)
     )
-    say(f"{run.stage} finished in {run.state['seconds']:.0f} s  {numbers}", style="bold green")
+    say(f"{run.path.name} finished in {run.state['seconds']:.0f} s  {numbers}", style="bold green")
     say(f"  model   {run.model}\n  metrics {run.path / 'metrics.jsonl'}")
     if next_step:
         say(f"  next    {next_step}")
