@@ -8,7 +8,6 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from marlhf.models.forward import (
     Sequences,
     final_scores,
-    keeps_logits,
     token_stats,
     token_values,
 )
@@ -26,10 +25,15 @@ class Bigram(nn.Module):
 
     def __init__(self, logits):
         super().__init__()
-        self.logits = nn.Parameter(torch.tensor(logits))
+        self.head = nn.Linear(len(logits), len(logits), bias=False)
+        self.head.weight.data = torch.tensor(logits).T.contiguous()
 
-    def forward(self, input_ids, attention_mask, position_ids, use_cache):
-        return CausalLMOutput(logits=self.logits[input_ids])
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, input_ids, use_cache):
+        hidden = nn.functional.one_hot(input_ids, self.head.in_features).float()
+        return CausalLMOutput(logits=self.head(hidden))
 
 
 class Depth(nn.Module):
@@ -40,8 +44,8 @@ class Depth(nn.Module):
         self.score = nn.Linear(1, 1, bias=False)
         nn.init.ones_(self.score.weight)
 
-    def base_model(self, input_ids, attention_mask, position_ids, use_cache):
-        seen = (input_ids * attention_mask).cumsum(dim=1).float()
+    def base_model(self, input_ids, use_cache):
+        seen = input_ids.cumsum(dim=1).float()
         return BaseModelOutput(last_hidden_state=seen[:, :, None])
 
 
@@ -114,8 +118,8 @@ def test_an_empty_prompt_is_refused():
 def test_some_rows_without_others_padding_are_the_same_rows(small):
     whole = batch()
     some = whole.rows([3, 1])
-    assert some.prompts.tolist() == [[1, 0], [0, 3]]
-    assert some.prompt_mask.all()
+    assert some.ids.tolist() == [[1, 0, 0] + [0] * 6, [0, 3, 8, 9, 10, 11, 12, 13, 1]]
+    assert some.before.tolist() == [[1] + [0] * 6, [1, 2, 3, 4, 5, 6, 7]]
     assert (some.responses.shape, some.lengths) == ((2, 7), (1, 7))
     assert some.total_lengths == [3, 9]
     policy, scalar = small("gpt2"), small("gpt2", scalar=True)
@@ -141,16 +145,17 @@ def test_padding_has_no_gradient():
     model = Bigram(torch.zeros(4, 4).tolist())
     sequences = Sequences.from_lists([[1, 2], [2]], [[1, 2], [1]], pad_id=3)
     token_stats(model, sequences).logprobs.sum().backward()
-    assert model.logits.grad[:3].any(dim=1).tolist() == [False, True, True]
-    assert not model.logits.grad[3].any()
+    gradient = model.head.weight.grad.T
+    assert gradient[:3].any(dim=1).tolist() == [False, True, True]
+    assert not gradient[3].any()
 
 
 def test_the_head_runs_on_response_positions_only(small):
     model, shapes = small("llama"), []
-    assert keeps_logits(type(model))
     model.lm_head.register_forward_hook(lambda _, __, out: shapes.append(out.shape))
     token_stats(model, batch())
-    assert shapes == [(4, 8, 48)]  # seven response tokens and one that nothing follows
+    assert shapes == [(4, 7, 48)]
+    assert not model.lm_head._forward_pre_hooks  # and is left as it was
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

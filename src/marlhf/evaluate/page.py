@@ -26,11 +26,15 @@ def text(value: object) -> str:
 
 
 def num(value: float | None, digits: int = 3) -> str:
-    """A number with its significant digits kept and a real minus sign; a dash for none."""
+    """A number with its significant digits kept and a real minus sign; a dash for none.
+
+    What differs from zero by rounding only, such as a mean of normalised scores, is zero.
+    """
     if value is None or not math.isfinite(value):
         return '<span class="none">&ndash;</span>'
+    value = 0.0 if abs(value) < 1e-4 else value
     size = abs(value)
-    if size >= 1e6 or 0 < size < 1e-4:
+    if size >= 1e6:
         shown = f"{value:.{digits - 1}e}"
     else:
         decimals = digits - 1 - (math.floor(math.log10(size)) if size >= 1 else 0)

@@ -1,32 +1,34 @@
 """What the models say of prompts and responses: log-probs, values, scores.
 
-Axes: B rows, P prompt tokens (padded on the left), R response tokens (padded on the right).
-Responses of a batch then begin in the same column, so the language model's head runs on response
-positions only.
+Axes: B rows, W tokens of prompt and response, R response tokens. Rows begin in the first column
+and are padded on the right. Under causal attention no real token ever sees that padding, so no
+mask is needed: attention takes its fastest path, and there are no rows without anything to attend
+to, whose gradients some GPU kernels get wrong.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from marlhf.data.collate import pad_left, pad_right
+from marlhf.data.collate import pad_right
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Prompts and responses side by side. Masks come from lengths: pad may be eos."""
+    """Prompts with their responses. Masks come from lengths: pad may be eos."""
 
-    prompts: Tensor  # [B, P]
-    prompt_mask: Tensor  # [B, P] bool
+    ids: Tensor  # [B, W]
     responses: Tensor  # [B, R]
     mask: Tensor  # [B, R] bool
+    before: Tensor  # [B, R], the column of the token before each response token
     prompt_lengths: tuple[int, ...]  # on the host, for cutting micro-batches
     lengths: tuple[int, ...]
 
@@ -43,23 +45,25 @@ class Sequences:
                 f"Rows {empty} have no prompt, so nothing comes before the first response token. "
                 "Begin each prompt with BOS, or with EOS where the tokenizer has no BOS."
             )
-        tensors = *pad_left(prompts, pad_id), *pad_right(responses, pad_id)
-        left, left_mask, right, mask = (x.to(device, non_blocking=True) for x in tensors)
-        lengths = tuple(map(len, prompts)), tuple(map(len, responses))
-        return cls(left, left_mask, right, mask, *lengths)
+        ids, _ = pad_right([[*p, *r] for p, r in zip(prompts, responses)], pad_id)
+        right, mask = pad_right(responses, pad_id)
+        first = torch.tensor([len(p) - 1 for p in prompts], dtype=torch.int64)
+        before = torch.where(mask, first[:, None] + torch.arange(mask.shape[1]), 0)
+        tensors = (x.to(device, non_blocking=True) for x in (ids, right, mask, before))
+        return cls(*tensors, tuple(map(len, prompts)), tuple(map(len, responses)))
 
     def rows(self, index: Sequence[int]) -> Sequences:
         """Some of the rows, without the padding that only the others needed."""
         prompt_lengths = tuple(self.prompt_lengths[i] for i in index)
         lengths = tuple(self.lengths[i] for i in index)
-        where = torch.tensor(index, device=self.prompts.device)
-        left = slice(self.prompts.shape[1] - max(prompt_lengths), None)
-        right = slice(0, max(lengths))
+        where = torch.tensor(index, device=self.ids.device)
+        whole = max(p + r for p, r in zip(prompt_lengths, lengths))
+        width = max(lengths)
         return Sequences(
-            self.prompts[where][:, left],
-            self.prompt_mask[where][:, left],
-            self.responses[where][:, right],
-            self.mask[where][:, right],
+            self.ids[where, :whole],
+            self.responses[where, :width],
+            self.mask[where, :width],
+            self.before[where, :width],
             prompt_lengths,
             lengths,
         )
@@ -67,15 +71,6 @@ class Sequences:
     @property
     def total_lengths(self) -> list[int]:
         return [p + r for p, r in zip(self.prompt_lengths, self.lengths)]
-
-    def inputs(self) -> dict[str, Tensor]:
-        """What a Hugging Face model takes. Positions count real tokens only."""
-        attention = torch.cat((self.prompt_mask, self.mask), dim=1)
-        return {
-            "input_ids": torch.cat((self.prompts, self.responses), dim=1),
-            "attention_mask": attention.long(),
-            "position_ids": position_ids(attention),
-        }
 
 
 class TokenStats(NamedTuple):
@@ -91,10 +86,9 @@ def token_stats(
     The temperature must be the one sampled at: otherwise the ratio of new to old policy is that
     of two policies that nobody sampled from.
     """
-    width = sequences.responses.shape[1]
-    keep = {"logits_to_keep": width + 1} if keeps_logits(type(model)) else {}
-    logits = model(**sequences.inputs(), use_cache=False, **keep).logits
-    logits = logits[:, -width - 1 : -1].float() / temperature  # of the token that comes next
+    with _head_at(model, sequences.before):
+        logits = model(input_ids=sequences.ids, use_cache=False).logits  # [B, R, V]
+    logits = logits.float() / temperature
     chosen = logits.gather(2, sequences.responses[:, :, None]).squeeze(2)
     normaliser = logits.logsumexp(dim=2)
     logprobs = torch.where(sequences.mask, chosen - normaliser, 0.0)
@@ -107,28 +101,51 @@ def token_stats(
 
 def token_values(model: nn.Module, sequences: Sequences) -> Tensor:
     """The value of the state before each response token, float32: [B, R]. 0 at padding."""
-    values = _scalar(model, sequences)
-    width = sequences.responses.shape[1]
-    return torch.where(sequences.mask, values[:, -width - 1 : -1], 0.0)
+    return torch.where(sequences.mask, _scalar(model, sequences.ids, sequences.before), 0.0)
 
 
 def final_scores(model: nn.Module, sequences: Sequences) -> Tensor:
     """The scalar at each row's last real token, float32: [B]."""
-    values = _scalar(model, sequences)
-    last = sequences.prompts.shape[1] - 1 + sequences.mask.sum(dim=1, keepdim=True)
-    return values.gather(1, last).squeeze(1)
+    prompts = torch.tensor(sequences.prompt_lengths, device=sequences.ids.device)
+    last = prompts + sequences.mask.sum(dim=1) - 1
+    return _scalar(model, sequences.ids, last[:, None]).squeeze(1)
 
 
 def position_ids(attention: Tensor) -> Tensor:
-    """Positions count real tokens, so that padding on the left moves nothing."""
+    """Positions that count real tokens, so that padding on the left moves nothing."""
     return (attention.long().cumsum(dim=1) - 1).clamp(min=0)
 
 
-def _scalar(model: nn.Module, sequences: Sequences) -> Tensor:
-    """The scalar head on every position: [B, P + R]. The language model's head never runs."""
+@contextlib.contextmanager
+def _head_at(model: nn.Module, columns: Tensor) -> Iterator[None]:
+    """Let the language model's head see only some columns of each row, [B, R].
+
+    The head is most of the arithmetic of a small model and most of its memory. Going through the
+    model's own forward keeps whatever it does to logits afterwards, such as soft caps.
+    """
+
+    def pick(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (_at(args[0], columns), *args[1:])
+
+    head = cast(Any, model).get_output_embeddings()
+    handle = head.register_forward_pre_hook(pick)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _scalar(model: nn.Module, ids: Tensor, columns: Tensor) -> Tensor:
+    """The scalar head at some columns of each row, in float32 even under autocast: [B, R]."""
     backbone, head = cast(nn.Module, model.base_model), cast(nn.Module, model.score)
-    hidden = backbone(**sequences.inputs(), use_cache=False).last_hidden_state
-    return head(hidden).squeeze(2).float()
+    hidden = _at(backbone(input_ids=ids, use_cache=False).last_hidden_state, columns)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return head(hidden.float()).squeeze(2)
+
+
+def _at(hidden: Tensor, columns: Tensor) -> Tensor:
+    """[B, W, H] at columns [B, R]: [B, R, H]."""
+    return hidden.gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[2]))
 
 
 @cache

@@ -59,6 +59,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Tokenizer:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # harmless: masks come from lengths, not ids
     tokenizer.padding_side = "left"
+    tokenizer.clean_up_tokenization_spaces = False  # text must come back as the tokens have it
     return tokenizer
 
 
