@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import time
 from typing import NamedTuple
 
 import pytest
@@ -84,10 +85,14 @@ def test_segment_by_perplexity_asks_the_model(marlhf):
         (["ppo", "nowhere"], "There is no recipe 'nowhere'"),
         (["sft", "toy", "learnign_rate=1"], "Did you mean learning_rate"),
         (["report", "nowhere"], "nowhere"),
+        (["sft", "toy", "output_dir=/dev/null/x"], "Cannot write to /dev/null/x"),
+        (["sft", "toy", "device=gpu", "output_dir={}/a"], "There is no device 'gpu'"),
+        (["sft", "toy", "model={}/x/model", "output_dir={}/b"], "run that stage first"),
+        (["ppo", "toy", "model=tiny", "reward_model=@rewrad"], "Did you mean reward"),
     ],
 )
-def test_mistakes_get_a_sentence_and_status_1(marlhf, args, message):
-    out = marlhf(*args)
+def test_mistakes_get_a_sentence_and_status_1(marlhf, args, message, tmp_path):
+    out = marlhf(*(arg.replace("{}", str(tmp_path)) for arg in args))
     assert out.returncode == 1
     assert message in out.stderr
 
@@ -108,3 +113,39 @@ def test_config_prints_help_and_resolved_recipes(marlhf):
 
 def test_recipes_are_listed(marlhf):
     assert "gemma-2b/tldr" in marlhf("recipes").stdout
+
+
+def test_a_segmenter_that_breaks_its_contract_is_a_sentence(marlhf, tmp_path, monkeypatch):
+    (tmp_path / "late_rule.py").write_text(
+        "import torch\n"
+        "def late(responses):\n"
+        "    starts = torch.zeros_like(responses.mask)\n"
+        "    starts[:, 1] = True\n"
+        "    return starts\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    small = ["batch_size=4", "eval_prompts=2", "sampling.max_new_tokens=4", "data.limit=300"]
+    models = ["model=tiny", "reward_model=tiny", f"output_dir={tmp_path / 'run'}"]
+    out = marlhf("ppo", "toy", "segmenter=late_rule:late", *models, *small)
+    assert out.returncode == 1
+    assert "Set `starts[:, 0] = True`" in out.stderr
+    assert "Traceback" not in out.stderr
+
+
+def test_a_report_that_cannot_be_written_is_a_sentence(marlhf, tmp_path):
+    (tmp_path / "run").mkdir()
+    line = '{"kind": "train", "step": 1, "seconds": 1.0, "sft/loss": 2.0}\n'
+    (tmp_path / "run" / "metrics.jsonl").write_text(line)
+    out = marlhf("report", str(tmp_path / "run"), "-o", "/dev/null/report.html")
+    assert out.returncode == 1
+    assert "Cannot write /dev/null/report.html" in out.stderr
+
+
+def test_sigterm_while_starting_is_status_130():
+    command = [sys.executable, "-m", "marlhf", "sft", "toy", "output_dir=/dev/null/x"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    time.sleep(1)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode in (130, 1)  # 1: it was quick to find its folder missing
+    assert "Traceback" not in errors

@@ -227,7 +227,7 @@ class Mine:
 def test_a_rule_of_ones_own_by_name():
     sys.modules["my_rules"] = sys.modules[__name__]
     assert build_segmenter({"type": "my_rules:Mine", "nats": 1}) == Mine(1.0)
-    with pytest.raises(ConfigError, match="cannot import my_rules:Yours"):
+    with pytest.raises(ConfigError, match="cannot use my_rules:Yours"):
         build_segmenter({"type": "my_rules:Yours"})
     with pytest.raises(ConfigError, match=r"segmenter\.gnats: unknown name"):
         build_segmenter({"type": "my_rules:Mine", "gnats": 1})
@@ -264,3 +264,74 @@ def test_every_setting_says_what_it_does(kind):
 
 def test_any_dataclass_can_be_a_config(write):
     assert load_config(Mine, write("nats: 2")) == Mine(2.0)
+
+
+def test_a_stages_override_reaches_those_that_are_like_it(write):
+    *_, ppo, macro = (s.config for s in load_recipe(write(PIPELINE), ["ppo.kl_coef=0.3"]))
+    assert ppo.kl_coef == macro.kl_coef == 0.3
+    *_, ppo, macro = (s.config for s in load_recipe(write(PIPELINE), ["macro.kl_coef=0.3"]))
+    assert (ppo.kl_coef, macro.kl_coef) == (0.05, 0.3)
+
+
+def test_overrides_may_name_a_stage_a_rule_and_a_preset(write):
+    path = write(PIPELINE)
+    overrides = ["critic_model=@sft", "preset=official", "ppo.segmenter.type=words"]
+    *_, ppo, macro = (s.config for s in load_recipe(path, overrides))
+    assert ppo.critic_model == "runs/x/sft/model"
+    assert ppo.pooling == macro.pooling == "mean"
+    assert ppo.segmenter == Words()
+    assert macro.segmenter == Perplexity(max_length=20)
+    flat = write("model: a\nreward_model: b\noutput_dir: c\n", "flat.yaml")
+    assert load_stage(flat, "ppo", ["segmenter.n=3"]).config.segmenter == NGram(3)
+
+
+def test_unknown_names_do_not_hide_wrong_types(write):
+    path = write("model: tiny\noutput_dir: r\nbatch_size: many\nsede: 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_stage(path, "sft")
+    assert "Did you mean seed" in str(caught.value)
+    assert "batch_size: Input should be a valid integer" in str(caught.value)
+
+
+class Plain:
+    def __init__(self, size: int = 2) -> None:
+        self.size = size
+
+    def __call__(self, responses):
+        return responses.mask
+
+
+def plain(responses, size=1):
+    return size
+
+
+def test_rules_that_are_no_dataclasses():
+    sys.modules["my_rules"] = sys.modules[__name__]
+    rule = build_segmenter({"type": "my_rules:Plain", "size": 4})
+    assert rule.size == 4
+    assert to_raw(rule)["size"] == 4
+    assert build_segmenter({"type": "my_rules:plain", "size": 4})(None) == 4
+    assert build_segmenter({"type": "my_rules:plain"})(None) == 1
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'sise'"):
+        build_segmenter({"type": "my_rules:Plain", "sise": 4})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('reward_model: "@reward"', 'reward_model: "@rewrad"', "Did you mean reward"),
+        ('reward: {model: "@sft"}', 'reward: {model: "@ppo"}', "does not come before 'reward'"),
+        ("  sft: {", "  ../sft: {kind: sft, ", "cannot be a folder's"),
+        ("defaults: {seed: 3, data: {source: toy}}", "defaults: [1]", "`defaults:` of"),
+        (
+            "{model: tiny, learning_rate: 1e-3}",
+            "{model: tiny, batch_size: 0}",
+            "be positive; got 0",
+        ),
+    ],
+)
+def test_mistakes_between_stages(write, old, new, message):
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(write(PIPELINE.replace(old, new)))
+    assert message in str(caught.value)
+    assert "'source': 'toy'" not in str(caught.value)  # not the whole mapping: it may hold secrets

@@ -6,6 +6,7 @@ Nothing heavy is imported until a command needs it, so that `--help` answers at 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -33,6 +34,7 @@ StageName = Annotated[
 
 def main() -> None:
     """Run a command; a user's mistake is a sentence and exit status 1, never a traceback."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         app()
     except KeyboardInterrupt:
@@ -187,13 +189,21 @@ def _run_stage(kind: str, recipe: str, overrides: list[str] | None, name: str | 
 def _train(kind: str, config: object) -> None:
     import importlib
 
-    importlib.import_module(f"marlhf.train.{kind}").train(config)
+    try:
+        importlib.import_module(f"marlhf.train.{kind}").train(config)
+    except KeyboardInterrupt:
+        _fail("Stopped. The same command goes on from the last checkpoint, if there is one.", 130)
 
 
 def _report(runs: list[Path], output: Path) -> None:
+    from marlhf.config import ConfigError
     from marlhf.evaluate.report import write_report
 
-    typer.secho(f"report: {write_report(runs, output)}", bold=True, err=True)
+    try:
+        written = write_report(runs, output)
+    except OSError as error:
+        raise ConfigError(f"Cannot write {output}: {error.strerror}. Give another -o.") from error
+    typer.secho(f"report: {written}", bold=True, err=True)
 
 
 def _read(file: Path | None) -> str:
@@ -212,7 +222,11 @@ def _expected(error: Exception) -> bool:
     """Errors that are about the user's input, which explain themselves."""
     if type(error).__name__ in ("RunError", "Stopped"):
         return True
-    return isinstance(error, ValueError) and type(error).__module__.startswith("marlhf")
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    ours = trace is not None and trace.tb_frame.f_globals["__name__"].startswith("marlhf")
+    return isinstance(error, ValueError) and ours
 
 
 def _fail(message: str, status: int) -> None:

@@ -21,12 +21,15 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import os
 import re
+import sys
 import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,20 +81,27 @@ def load_recipe(recipe: Path | str, overrides: list[str] | None = None) -> list[
             f"Run it by name, e.g. `marlhf ppo {recipe}`."
         )
     problems: list[str] = []
-    stages, root = _stages(raw, path, problems)
+    names = _stage_names(raw, path)
+    general: list[tuple[str, Any]] = []
     for key, value in map(_override, overrides or []):
         first, _, rest = key.partition(".")
         if key == "output_dir":
-            root = Path(str(value))
-        elif first in stages and rest:
-            _assign(stages[first], rest, value)
+            raw["output_dir"] = value
+        elif first in names and rest:  # before `like:` is followed, so that it reaches those too
+            raw["stages"][first] = dict(raw["stages"][first] or {})
+            _assign(raw["stages"][first], rest, value)
         else:
-            known = [n for n, s in stages.items() if first in _names(_kind_class(n, s))]
-            if not known:
-                every = {n for k, s in stages.items() for n in _names(_kind_class(k, s))}
-                problems.append(_unknown(key, first, {*every, *stages}))
-            for name in known:
-                _assign(stages[name], key, value)
+            general.append((key, value))
+    stages, root = _stages(raw, path, problems)
+    for key, value in general:
+        first = key.partition(".")[0]
+        known = [n for n, s in stages.items() if first in _stage_keys(n, s)]
+        if not known:
+            every = {key for n, s in stages.items() for key in _stage_keys(n, s)}
+            problems.append(_unknown(key, first, {*every, *stages}))
+        for name in known:
+            _assign(stages[name], key, value)
+    _check_references(stages, problems)
     for name, stage in stages.items():
         stage["output_dir"] = str(root / name)
     built = [
@@ -109,7 +119,9 @@ def load_stage(
     raw = _read(path)
     problems: list[str] = []
     where = ""
+    stages: dict[str, Raw] = {}
     if "stages" in raw:
+        _stage_names(raw, path)
         stages, root = _stages(raw, path, problems)
         name = name or kind
         if name not in stages:
@@ -124,6 +136,8 @@ def load_stage(
     stage["kind"] = kind
     for key, value in map(_override, overrides or []):
         _assign(stage, key, value)
+    if stages:
+        _check_references(stages | {name: stage}, problems)
     built = _build_stage(name, stage, where, problems)
     _raise(problems, path)
     assert built
@@ -187,9 +201,12 @@ def to_raw(config: Any) -> Any:
         return [to_raw(v) for v in config]
     if isinstance(config, Path):
         return str(config)
+    if isinstance(config, partial):
+        return to_raw(config.func) | to_raw(config.keywords)
     if callable(config):
+        settings = to_raw({k: v for k, v in vars(config).items() if not k.startswith("_")})
         name = getattr(config, "__qualname__", type(config).__qualname__)
-        return {"type": f"{config.__module__}:{name}"}
+        return {"type": f"{config.__module__}:{name}", **settings}
     return config
 
 
@@ -265,20 +282,34 @@ def _merge(base: Raw, over: Raw) -> Raw:
     return merged
 
 
+def _stage_names(raw: Raw, path: Path) -> list[str]:
+    """The names under `stages:`, once it is sure that they are names."""
+    stages = raw["stages"]
+    if not isinstance(stages, dict) or not stages:
+        raise ConfigError(f"`stages:` of {path} must map names to settings.")
+    if not isinstance(raw.get("defaults") or {}, dict):
+        raise ConfigError(f"`defaults:` of {path} must be a mapping of names to settings.")
+    for name, stage in stages.items():
+        if not re.fullmatch(r"\w[\w-]*", str(name)):
+            raise ConfigError(
+                f"The stage name {name!r} of {path} cannot be a folder's. "
+                "Use letters, digits, _ and -."
+            )
+        if not isinstance(stage or {}, dict):
+            raise ConfigError(f"stages.{name} of {path} must be a mapping.")
+    return [str(name) for name in stages]
+
+
 def _stages(raw: Raw, path: Path, problems: list[str]) -> tuple[dict[str, Raw], Path]:
     """Each stage's own mapping over the defaults and what it is `like`."""
     known = {"output_dir", "defaults", "stages"}
     problems += [_unknown(key, key, known) for key in raw if key not in known]
-    stages = raw["stages"]
-    if not isinstance(stages, dict) or not stages:
-        raise ConfigError(f"`stages:` of {path} must map names to settings.")
+    stages = {str(name): stage for name, stage in raw["stages"].items()}
 
     def resolve(name: str, seen: tuple[str, ...] = ()) -> Raw:
         if name in seen:
             raise ConfigError(f"stages.{name} of {path} is `like` itself.")
         stage = stages[name] or {}
-        if not isinstance(stage, dict):
-            raise ConfigError(f"stages.{name} of {path} must be a mapping.")
         like = stage.get("like")
         if like is None:
             return {"kind": name, **_merge(raw.get("defaults") or {}, stage)}
@@ -287,7 +318,21 @@ def _stages(raw: Raw, path: Path, problems: list[str]) -> tuple[dict[str, Raw], 
         own = {k: v for k, v in stage.items() if k != "like"}
         return _merge(resolve(like, (*seen, name)), own)
 
-    return {name: resolve(name) for name in stages}, Path(raw.get("output_dir", "runs"))
+    return {name: resolve(name) for name in stages}, Path(str(raw.get("output_dir", "runs")))
+
+
+def _check_references(stages: dict[str, Raw], problems: list[str]) -> None:
+    """`@sft` must name a stage that comes before the one that starts from it."""
+    names = list(stages)
+    for name, stage in stages.items():
+        for key, value in stage.items():
+            if not isinstance(value, str) or not value.startswith("@"):
+                continue
+            place = f"stages.{name}.{key}"
+            if value[1:] not in stages:
+                problems.append(_unknown(place, value[1:], stages))
+            elif names.index(value[1:]) >= names.index(name):
+                problems.append(f"{place}: stage {value[1:]!r} does not come before {name!r}.")
 
 
 def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage | None:
@@ -317,18 +362,19 @@ def _build(cls: type[T], raw: Any, where: str, problems: list[str]) -> T:
 
     before = len(problems)
     raw = _walk(cls, raw, where, problems)
+    built = None
     try:
-        built = TypeAdapter(cls).validate_python(raw) if len(problems) == before else None
+        built = TypeAdapter(cls).validate_python(raw)
     except ValidationError as error:
         for one in error.errors(include_url=False):
             place = where
             for part in one["loc"]:
                 place = _at(place, str(part))
-            given = "" if one["type"] == "missing" else f" (got {one['input']!r})"
+            whole = one["type"] == "missing" or isinstance(one["input"], dict)
+            given = "" if whole else f" (got {one['input']!r})"  # a mapping may hold secrets
             message = one["msg"].removeprefix("Value error, ")
             problems.append(f"{place or 'recipe'}: {message}{given}")
-        built = None
-    return typing.cast(T, built)
+    return typing.cast(T, built if len(problems) == before else None)
 
 
 def _walk(cls: type, raw: Any, where: str, problems: list[str]) -> Any:
@@ -345,7 +391,10 @@ def _walk(cls: type, raw: Any, where: str, problems: list[str]) -> Any:
             continue
         inner = _dataclass_in(hints[key])
         if key == "segmenter":
+            before = len(problems)
             value = _segmenter(value, place, problems)
+            if len(problems) > before:
+                continue  # said already; the default stands in
         elif inner is not None and isinstance(value, dict):
             value = _walk(inner, value, place, problems)
         checked[key] = value
@@ -358,22 +407,31 @@ def _segmenter(raw: Any, where: str, problems: list[str]) -> Any:
         if not callable(raw):
             problems.append(f"{where}: write {{type: ngram, n: 5}} or the like (got {raw!r})")
         return raw
-    name, rest = str(raw.get("type", "")), {k: v for k, v in raw.items() if k != "type"}
+    name, rest = str(raw.get("type", "ngram")), {k: v for k, v in raw.items() if k != "type"}
     if ":" in name:
-        module, _, attribute = name.partition(":")
         try:
-            cls = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            problems.append(f"{where}.type: cannot import {name}: {error}")
+            cls = _import(name)
+            if not dataclasses.is_dataclass(cls):
+                if not isinstance(cls, type) and not rest:
+                    return cls
+                return cls(**rest) if isinstance(cls, type) else partial(cls, **rest)
+        except (ImportError, AttributeError, TypeError) as error:
+            problems.append(f"{where}.type: cannot use {name}: {error}")
             return None
-        if not dataclasses.is_dataclass(cls):
-            return cls(**rest) if isinstance(cls, type) else cls
     elif name in SEGMENTERS:
         cls = getattr(importlib.import_module("marlhf.core"), SEGMENTERS[name])
     else:
         problems.append(_unknown(f"{where}.type", name, SEGMENTERS))
         return None
     return _build(typing.cast(type, cls), rest, where, problems)
+
+
+def _import(name: str) -> Any:
+    """`module:Name`, from the folder of the command as well as from what is installed."""
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return getattr(importlib.import_module(module), attribute)
 
 
 def _type_name(segmenter: Any) -> str:
@@ -388,6 +446,8 @@ def _override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"Cannot read {text!r}. Write key=value, e.g. segmenter.n=3.")
+    if value.startswith("@"):
+        return key.strip(), value  # a stage's model; YAML has other plans for that sign
     try:
         return key.strip(), yaml.load(value, _Loader)
     except yaml.YAMLError:
@@ -400,11 +460,15 @@ def _assign(raw: Raw, key: str, value: Any) -> None:
         inner = raw.get(part)
         raw[part] = dict(inner) if isinstance(inner, dict) else {}
         raw = raw[part]
+    if last == "type" and raw.get("type") != value:
+        raw.clear()  # another rule has other settings
     raw[last] = value
 
 
-def _kind_class(name: str, stage: Raw) -> type:
-    return kind_class(str(stage.get("kind", name)))
+def _stage_keys(name: str, stage: Raw) -> set[str]:
+    """What may be set in a stage."""
+    kind = str(stage.get("kind", name))
+    return _names(kind_class(kind)) | ({"preset"} if kind == "ppo" else set())
 
 
 def _names(cls: type) -> set[str]:

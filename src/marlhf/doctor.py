@@ -12,7 +12,6 @@ NEEDED = ("torch", "transformers", "accelerate", "safetensors", "pydantic", "ric
 EXTRAS = {
     "datasets": ("hub", "data sets by their hub name"),
     "gguf": ("gguf", "models from GGUF files"),
-    "tensorboard": ("tensorboard", "curves in TensorBoard"),
 }
 
 

@@ -16,6 +16,7 @@ from marlhf.models.load import (
     ModelError,
     check_vocabulary,
     end_tokens,
+    is_scalar,
     load_policy,
     load_scalar,
     load_tokenizer,
@@ -201,7 +202,7 @@ def senseless_config(folder):
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (no_folder, "There is no such folder. Has the stage before this one been run?"),
+        (no_folder, "There is no folder .* run that stage first"),
         (no_weights, "safetensors weights?"),
         (pickle_only, "safetensors weights?"),
         (cut_short, "safetensors weights?"),
@@ -233,12 +234,6 @@ def test_a_classifier_of_two_labels_is_no_reward_model(tmp_path, small):
     model.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"classifies into 2 labels; a reward model has one. Take"):
         load_scalar(str(tmp_path))
-
-
-def test_a_reward_model_is_no_policy(tmp_path, small):
-    small("llama", scalar=True).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"lm_head.weight.*a model of another kind"):
-        load_policy(str(tmp_path))
 
 
 def test_an_encoder_is_neither_policy_nor_scalar(tmp_path):
@@ -319,3 +314,22 @@ def test_a_missing_or_damaged_gguf_file_is_a_sentence(tmp_path):
     for load in (load_policy, load_scalar, load_tokenizer):
         with pytest.raises(ModelError, match="Is it a whole GGUF file"):
             load(str(file))
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied"])
+def test_a_reward_model_is_no_policy(tmp_path, small, kind):
+    small(kind, scalar=True).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="is a reward model"):
+        load_policy(str(tmp_path))
+    assert is_scalar(str(tmp_path))
+    assert not is_scalar("tiny")
+
+
+def test_the_folder_of_a_run_is_told_from_its_model(tmp_path, small):
+    small("llama").save_pretrained(tmp_path / "sft" / "model")
+    with pytest.raises(ModelError, match=r"It is the folder of a run; its model is .*sft/model"):
+        load_policy(str(tmp_path / "sft"))
+    (tmp_path / "reward").mkdir()
+    (tmp_path / "reward" / "run.json").write_text("{}")
+    with pytest.raises(ModelError, match="is not finished"):
+        load_scalar(str(tmp_path / "reward" / "model"))

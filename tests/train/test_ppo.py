@@ -1,12 +1,16 @@
 import math
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
-from conftest import assert_close, read_lines
+from conftest import TOY, assert_close, read_lines
 from marlhf.core import NGram, Perplexity, RandomNGram, Responses, Sentences, Words, gae
+from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.train import ppo
+from marlhf.train.run import RunError
 
 
 def run(config: ppo.PPOConfig) -> list[dict]:
@@ -197,10 +201,51 @@ def test_the_official_preset_runs(ppo_config):
     [
         ({"batch_size": 0}, "batch_size must be positive"),
         ({"num_mini_batches": 3}, "must divide"),
-        ({"kl_coef": -1.0}, "kl_coef must not be negative"),
+        ({"kl_coef": -1.0}, "kl_coef must be at least 0"),
         ({"num_steps": 0}, "num_steps must be at least 1"),
+        ({"learning_rate": float("nan")}, "learning_rate must be positive; got nan"),
+        ({"seed": 10**20}, "seed must be below"),
+        ({"gamma": 2.0}, "gamma must be at least 0 and at most 1"),
+        ({"kl_target": -1.0}, "kl_target must be positive"),
+        ({"rollout_tokens": 0}, "rollout_tokens must be positive"),
+        ({"dual_clip": 0.5}, "dual_clip must be larger than 1"),
+        ({"eval_prompts": -2}, "eval_prompts must be at least 0"),
+        ({"missing_eos_penalty": float("inf")}, "missing_eos_penalty must be finite"),
     ],
 )
 def test_settings_that_make_no_sense(ppo_config, change, message):
     with pytest.raises(ValueError, match=message):
         ppo_config(**change)
+
+
+def test_nothing_held_out(ppo_config, capfd):
+    data = replace(TOY, eval_size=0)
+    with pytest.raises(RunError, match="normalize_scores needs held-out prompts"):
+        ppo.train(ppo_config(data=data, normalize_scores=True))
+    ppo.train(ppo_config(data=data, num_steps=1))
+    assert "nothing will be evaluated" in capfd.readouterr().err
+
+
+def test_scores_of_one_prompt_are_centred_only(ppo_config):
+    lines = run(ppo_config(num_steps=1, eval_prompts=1, normalize_scores=True))
+    assert next(x for x in lines if x["kind"] == "eval")["eval/score"] == 0
+
+
+def test_a_language_model_as_reward_model_is_warned_of(ppo_config, parents, capfd):
+    model = str(parents / "sft" / "model")
+    ppo.train(ppo_config(reward_model=model, num_steps=1))
+    assert "is not a reward model" in capfd.readouterr().err
+
+
+def test_a_reference_with_another_tokenizer_is_refused(ppo_config, parents, tmp_path):
+    shutil.copytree(parents / "sft" / "model", tmp_path / "other")
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = "<|user|>"
+    tokenizer.save_pretrained(tmp_path / "other")
+    with pytest.raises(RunError, match="The tokenizer of the reference"):
+        ppo.train(ppo_config(ref_model=str(tmp_path / "other")))
+
+
+def test_more_steps_than_data_are_told(ppo_config, capfd):
+    ppo.train(ppo_config(batch_size=100, num_steps=5))
+    assert "the data gives 1 steps, not the 5" in capfd.readouterr().err.replace("\n", " ")

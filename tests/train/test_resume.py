@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from transformers import AutoModelForSequenceClassification
 
 from conftest import TOY, read_lines
 from marlhf.config import to_raw
 from marlhf.core import RandomNGram
 from marlhf.train import checkpoint, ppo, reward, sft
+from marlhf.train.guards import Guards
 from marlhf.train.run import RunError, RunFolder, Stopped
 
 SHORT = {"data": TOY, "batch_size": 8, "num_steps": 4, "eval_every": 2, "save_every": 1}
@@ -252,3 +255,150 @@ def test_checkpoints_hold_no_pickles_that_run_code(ppo_config, monkeypatch):
     for path in folder.glob("*.pt"):
         torch.load(path, weights_only=True)
     assert {p.suffix for p in folder.iterdir()} == {".safetensors", ".pt", ".json"}
+
+
+def test_two_processes_do_not_share_a_folder(ppo_config):
+    config = ppo_config("shared", num_steps=500, save_every=0, eval_every=0)
+    process = start(config)
+    wait_for_step(config.output_dir, 1, process)
+    with pytest.raises(RunError, match="Another process is training in"):
+        ppo.train(config)
+    process.kill()  # a lock dies with its process
+    process.communicate()
+    _folder(config).release()
+
+
+def test_a_stop_before_the_first_step_does_not_wait_for_it(ppo_config, monkeypatch):
+    config = ppo_config(num_steps=2)
+    real = RunFolder.log
+
+    def log(self, kind, at, metrics):
+        real(self, kind, at, metrics)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, "log", log)
+        with pytest.raises(Stopped, match="SIGTERM, before the first step"):
+            ppo.train(config)
+    assert [line["kind"] for line in read_lines(config.output_dir)] == ["eval"]
+    ppo.train(config)
+
+
+def test_a_run_that_failed_on_its_input_may_be_mended(ppo_config, tmp_path):
+    with pytest.raises(ValueError, match="There is no folder"):
+        ppo.train(ppo_config(model=str(tmp_path / "sft" / "model")))
+    ppo.train(ppo_config(num_steps=1))
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "run.json"])
+@pytest.mark.parametrize("damage", ["", "[1, 2]", "{a: [", "\x00\x01"])
+def test_damaged_files_of_a_run(ppo_config, monkeypatch, name, damage):
+    config = stopped(ppo_config, monkeypatch, 2)
+    (Path(config.output_dir) / name).write_text(damage)
+    if name == "config.yaml":
+        with pytest.raises(RunError, match=r"config\.yaml is damaged"):
+            ppo.train(config)
+    else:
+        ppo.train(config)
+        assert read_lines(config.output_dir)[-1]["step"] == 4
+
+
+def test_a_kill_while_the_first_file_is_written_leaves_a_usable_folder(ppo_config, tmp_path):
+    (tmp_path / "ppo").mkdir()
+    (tmp_path / "ppo" / ".config.yaml.new").write_text("mod")
+    ppo.train(ppo_config(num_steps=1))
+
+
+def test_strays_among_checkpoints_are_left_alone(ppo_config, monkeypatch):
+    config = stopped(ppo_config, monkeypatch, 1)
+    folder = Path(config.output_dir) / "checkpoints"
+    (folder / "step-000001-mine").mkdir()
+    (folder / "step-000009.txt").write_text("")
+    (folder / "step-1000000").mkdir()
+    names = [p.name for p in checkpoint.list_checkpoints(_folder(config))]
+    assert names == ["step-000001", "step-1000000"]
+    (folder / "step-1000000").rmdir()
+    ppo.train(config)
+    found = sorted(p.name for p in folder.iterdir())
+    assert found == ["step-000001-mine", "step-000003", "step-000004", "step-000009.txt"]
+
+
+def test_lines_with_odd_line_breaks_survive_a_resumption(ppo_config, monkeypatch):
+    config = stopped(ppo_config, monkeypatch, 2)
+    samples = Path(config.output_dir) / "samples.jsonl"
+    line = json.dumps({"step": 0, "response": "a\u2028b\x85c"}, ensure_ascii=False)
+    samples.write_text(line + "\n" + samples.read_text())
+    ppo.train(config)
+    assert samples.read_text().startswith(line + "\n")
+
+
+def test_a_verdict_outlives_a_kill(ppo_config, monkeypatch):
+    """Killed between the last checkpoint and the end, an early stop stays one."""
+    config = ppo_config(num_steps=4, eval_every=1, guards=Guards(max_kl=-1000.0))
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ppo.RunFolder, "save_model", killed)
+        patched.setattr(ppo.Probe, "__call__", real_without_best(ppo.Probe.__call__))
+        with pytest.raises(KeyboardInterrupt):
+            ppo.train(config)
+    ppo.train(config)
+    assert read_lines(config.output_dir)[-1]["step"] == 1
+    state = json.loads((Path(config.output_dir) / "run.json").read_text())
+    assert "Stopped early" in state["note"]
+
+
+def real_without_best(call):
+    def without(self, *args):
+        self.best = float("inf")
+        return call(self, *args)
+
+    return without
+
+
+def test_torch_on_a_full_disk_is_a_sentence_too(ppo_config, monkeypatch):
+    def full(*_):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(checkpoint.torch, "save", full)
+    with pytest.raises(RunError, match=r"disk of .* is full"):
+        ppo.train(ppo_config(num_steps=1, eval_every=0))
+
+
+def test_a_folder_that_vanishes_or_cannot_be_is_a_sentence(ppo_config, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"Cannot write to .*choose another output_dir"):
+        ppo.train(ppo_config("file/inside"))
+    config = ppo_config("gone", num_steps=2)
+    real = RunFolder.log
+
+    def log(self, kind, at, metrics):
+        real(self, kind, at, metrics)
+        shutil.rmtree(self.path)
+
+    monkeypatch.setattr(RunFolder, "log", log)
+    with pytest.raises(RunError, match=r"Cannot write to .*gone"):
+        ppo.train(config)
+
+
+def test_weights_that_are_no_numbers_from_the_start(ppo_config, parents, tmp_path):
+    model = AutoModelForSequenceClassification.from_pretrained(parents / "reward" / "model")
+    model.score.weight.data.fill_(float("inf"))
+    shutil.copytree(parents / "reward" / "model", tmp_path / "inf")
+    model.save_pretrained(tmp_path / "inf")
+    critic = str(parents / "reward" / "model")
+    config = ppo_config(reward_model=str(tmp_path / "inf"), critic_model=critic)
+    with pytest.raises(RunError, match=r"The held-out scores has 6 of 6 .* before the first step"):
+        ppo.train(config)
+    assert not (Path(config.output_dir) / "model").exists()
+
+
+def test_a_last_update_that_ruins_the_model_is_not_saved(tmp_path):
+    ruinous = {**SHORT, "num_steps": 1, "learning_rate": 1e30, "warmup_ratio": 0.0}
+    config = reward.RewardConfig(model="tiny", output_dir=str(tmp_path / "rm"), **ruinous)
+    with pytest.raises(RunError, match="Training diverged: the held-out scores"):
+        reward.train(config)
+    assert not (tmp_path / "rm" / "model").exists()
+    assert not (tmp_path / "rm" / "checkpoints").exists()

@@ -14,13 +14,13 @@ from transformers import (
 )
 
 from conftest import TOY, assert_close, read_lines
-from marlhf.data import DataConfig
+from marlhf.data import DataConfig, Row
 from marlhf.models.load import load_policy, load_tokenizer
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.train import ppo, reward, sft
 from marlhf.train.run import RunError
-from marlhf.train.stage import batch_rows, load_examples
+from marlhf.train.stage import Example, batch_rows, each_prompt_once, load_examples
 
 SHORT = {"data": TOY, "batch_size": 16, "num_steps": 3, "eval_every": 2, "save_every": 0}
 
@@ -181,7 +181,7 @@ def test_too_little_data_gets_a_sentence(tmp_path):
 
 
 def test_sequences_longer_than_the_model_get_a_sentence(ppo_config):
-    with pytest.raises(RunError, match=r"take up to \d+ tokens, but the model has 512 positions"):
+    with pytest.raises(RunError, match=r"take up to \d+ tokens, but the policy has 512 positions"):
         ppo.train(ppo_config(sampling=Sampling(max_new_tokens=510)))
 
 
@@ -191,3 +191,11 @@ def test_every_row_is_used_once_an_epoch():
     second = [i for step in range(3, 6) for i in batch_rows(step, config, 12)]
     assert sorted(first) == sorted(second) == list(range(12))
     assert first != second
+
+
+def test_a_prompt_with_several_pairs_is_answered_once():
+    def example(prompt: list[int], chosen: list[int]) -> Example:
+        return Example(Row("p"), prompt, chosen, [])
+
+    a, b, c = example([1, 2], [3]), example([1, 2], [4]), example([5], [6])
+    assert each_prompt_once([a, b, c]) == [a, c]

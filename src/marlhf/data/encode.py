@@ -92,7 +92,9 @@ def fit_prompts(
         encoded = encode_prompts(tokenizer, [row.prompt for row in chunk])
         for number, (row, ids) in enumerate(zip(chunk, encoded, strict=True), start=start + 1):
             counts.read += 1
-            if len(ids) <= max_prompt_tokens:
+            if not ids:
+                counts.drop("the tokenizer makes no tokens of the prompt", f"row {number}")
+            elif len(ids) <= max_prompt_tokens:
                 kept.append(Encoded(row, ids))
             elif too_long == "truncate":
                 counts.note(f"{reason}, and its middle was cut out", f"row {number}")

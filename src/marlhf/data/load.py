@@ -170,7 +170,10 @@ def _check_part(config: DataConfig, part: str) -> None:
     if config.parts and part not in config.parts:
         near = difflib.get_close_matches(part, list(config.parts), n=1)
         hint = f" Did you mean `{near[0]}`?" if near else ""
-        raise DataError(f"There is no part `{part}` among {', '.join(config.parts)}.{hint}")
+        raise DataError(
+            f"There is no part `{part}` among {', '.join(config.parts)}.{hint} Give it a share in "
+            "`parts`, or set `parts: {}` to let every stage use all rows."
+        )
 
 
 def _read_rows(config: DataConfig, needs: Collection[str]) -> Iterator[Positioned]:

@@ -181,7 +181,7 @@ def settings(run: Run) -> dict[str, str]:
     beside = output.rstrip("/").rpartition("/")[0] + "/" if isinstance(output, str) else "/"
     chosen: dict[str, str] = {}
     for key, value in flatten(run.config).items():
-        if key.rpartition(".")[2] in IGNORED_KEYS:
+        if key in IGNORED_KEYS:
             continue
         text = value if isinstance(value, str) else json.dumps(value, default=str)
         if beside != "/" and text.startswith(beside):

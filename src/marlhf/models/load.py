@@ -29,6 +29,8 @@ from transformers.utils import logging as hf_logging
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
 
 Precision = Literal["auto", "float32", "bfloat16"]
+SCALAR = "ForSequenceClassification"
+"""How transformers' classes with a scalar head are called."""
 Model: TypeAlias = Any
 """A transformers model: its own annotations are too loose to check anything against."""
 Tokenizer: TypeAlias = Any
@@ -81,6 +83,11 @@ def load_policy(
                         f"{path} is an encoder ({kind}): its tokens see those behind them, so it "
                         "cannot write. Take a decoder such as Llama, Qwen, Gemma or GPT-2."
                     )
+                if kind.endswith(SCALAR):
+                    raise ModelError(
+                        f"{path} is a reward model ({kind}), which scores text and cannot write. "
+                        "Take the language model that it was made from, such as the SFT model."
+                    )
             model, missing = _load(AutoModelForCausalLM, path, config, trust_remote_code)
             _check_whole(path, model, missing)
     return _ready(model, checkpointing)
@@ -104,7 +111,7 @@ def load_scalar(
     else:
         with _explained(path, "model"):
             config = _config(path, trust_remote_code)
-            fresh = not any("SequenceClassification" in a for a in config.architectures or ())
+            fresh = not _has_scalar(config)
             if not fresh and config.num_labels != 1:
                 raise ModelError(
                     f"{path} classifies into {config.num_labels} labels; a reward model has one. "
@@ -127,6 +134,14 @@ def load_scalar(
         with torch.no_grad():
             head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * scale)
     return _ready(model, checkpointing)
+
+
+def is_scalar(path: str, *, trust_remote_code: bool = False) -> bool:
+    """Whether a model comes with a scalar head, so that `load_scalar` has none to make up."""
+    if path == "tiny" or _gguf(path):
+        return False
+    with _explained(path, "model"):
+        return _has_scalar(_config(path, trust_remote_code))
 
 
 def check_vocabulary(model: Model, tokenizer: Tokenizer, name: str) -> None:
@@ -154,7 +169,16 @@ def end_tokens(model: Model, tokenizer: Tokenizer) -> list[int]:
 
 def pick_device(name: str = "auto") -> torch.device:
     if name != "auto":
-        return torch.device(name)
+        try:
+            device = torch.device(name)
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            cause = textwrap.shorten(str(error), 120)
+            raise ModelError(
+                f"There is no device {name!r} here ({cause}). Set `device` to cpu, cuda, cuda:0 "
+                "or the like, or to auto."
+            ) from error
+        return device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -206,6 +230,10 @@ def _check_whole(path: str, model: Model, missing: set[str]) -> None:
 
 def _config(path: str, trust_remote_code: bool) -> Any:
     return _silent(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+
+
+def _has_scalar(config: Any) -> bool:
+    return any(SCALAR in kind for kind in config.architectures or ())
 
 
 def _silent(config: Any) -> Any:
@@ -261,8 +289,19 @@ def _explained(path: str, what: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:  # safetensors, tokenizers and gguf each raise kinds of their own
-        if not Path(path).exists() and path.startswith((".", "/", "~")):
-            hint = "There is no such folder. Has the stage before this one been run?"
+        inner = Path(path) / "model"
+        if (inner / "config.json").is_file():
+            hint = f"It is the folder of a run; its model is {inner}."
+        elif not Path(path).exists() and Path(path).parent.joinpath("run.json").is_file():
+            raise ModelError(
+                f"There is no {path}: the run {Path(path).parent} is not finished. Finish it "
+                "first, by the command that began it."
+            ) from error
+        elif not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+            raise ModelError(
+                f"There is no folder {path}. If an earlier stage of the recipe writes it, run "
+                "that stage first; `marlhf run` does all of them in order."
+            ) from error
         elif not Path(path).exists():
             hint = "Is it a folder here, or a name on the hub that you can reach and may read?"
         elif _gguf(path):

@@ -8,6 +8,7 @@ CRC, written last.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import zlib
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim import Optimizer
 
-from marlhf.train.run import RunFolder, explained_writes, replace_folder
+from marlhf.train.run import RunError, RunFolder, explained_writes, replace_folder
 
 
 class Damaged(ValueError):
@@ -63,6 +64,8 @@ def load_latest(
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Restore the newest whole checkpoint. Returns its state, and a line for each damaged one."""
     complaints = []
+    for half in run.checkpoints.glob(".step-*"):  # a kill while writing left them
+        shutil.rmtree(half, ignore_errors=True)
     for folder in reversed(list_checkpoints(run)):
         try:
             _verify(folder)
@@ -71,7 +74,7 @@ def load_latest(
             complaints.append(f"{folder} is damaged ({error}); trying the one before it.")
             continue
         for name, model in models.items():
-            _restore(model, load_file(folder / f"{name}.safetensors"))
+            _restore(model, load_file(folder / f"{name}.safetensors"), folder)
         for name, optimizer in optimizers.items():
             saved = torch.load(
                 folder / f"optimizer-{name}.pt", weights_only=True, map_location="cpu"
@@ -83,8 +86,10 @@ def load_latest(
 
 
 def list_checkpoints(run: RunFolder) -> list[Path]:
-    """Oldest first; half-written ones have another name and are not listed."""
-    return sorted(run.checkpoints.glob("step-*")) if run.checkpoints.is_dir() else []
+    """Oldest first. What has another name, half-written or not ours, is left alone."""
+    found = run.checkpoints.iterdir() if run.checkpoints.is_dir() else ()
+    ours = [p for p in found if p.is_dir() and re.fullmatch(r"step-\d{6,}", p.name)]
+    return sorted(ours, key=lambda p: int(p.name.removeprefix("step-")))
 
 
 def generator_state(generator: torch.Generator) -> list[int]:
@@ -100,7 +105,13 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().contiguous() for name, p in model.named_parameters()}
 
 
-def _restore(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+def _restore(model: nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    if shapes != {name: x.shape for name, x in tensors.items()}:
+        raise RunError(
+            f"{folder} was saved from a model of another shape than the one this run starts from "
+            "now. Put that model back, or choose another output_dir."
+        )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[name])

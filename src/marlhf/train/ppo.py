@@ -44,6 +44,7 @@ from marlhf.models.load import (
     autocast,
     check_vocabulary,
     end_tokens,
+    is_scalar,
     load_policy,
     load_scalar,
     load_tokenizer,
@@ -59,13 +60,15 @@ from marlhf.train.kl import KLController
 from marlhf.train.optim import apply_update, check_finite, learning_rate_at, make_optimizer
 from marlhf.train.probe import Probe
 from marlhf.train.progress import Steps, say, warn
-from marlhf.train.run import RunError, RunFolder, Stopped
+from marlhf.train.run import RunError, RunFolder
 from marlhf.train.stage import (
     StageConfig,
     batch_rows,
+    check_numbers,
     check_positions,
     count_steps,
     due,
+    each_prompt_once,
     finish,
     load_examples,
     orderly,
@@ -75,7 +78,7 @@ from marlhf.train.stage import (
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(StageConfig):
-    """Settings of PPO. The defaults are the paper's for Gemma-2B, but for the batch."""
+    """Settings of PPO. The defaults are the paper's for Gemma-2B, but for sampling."""
 
     reward_model: str
     """What scores responses: a reward model's folder or hub name, or `@stage`."""
@@ -83,8 +86,8 @@ class PPOConfig(StageConfig):
     """Where the critic starts; the reward model unless given."""
     ref_model: str | None = None
     """What the KL penalty ties the policy to; where the policy started unless given."""
-    sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.8, top_k=50))
-    """How responses are drawn."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """How responses are drawn. The paper: temperature 0.8 and top_k 50, which bends the KL."""
     rollout_tokens: int = 131072
     """Padded tokens sampled at once: lower it when memory runs out while sampling. Other batches
     mean other random draws, from the same distribution."""
@@ -157,16 +160,19 @@ class PPOConfig(StageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_ppo_epochs", "num_mini_batches", "critic_learning_rate", "clip"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive; got {getattr(self, name)}.")
+        positive = ("num_ppo_epochs", "num_mini_batches", "critic_learning_rate", "clip")
+        optional = ("kl_target", "kl_horizon", "value_clip", "score_clip", "rollout_tokens")
+        check_numbers(self, (*positive, *optional), positive=True)
+        check_numbers(self, ("kl_coef", "warmup_steps", "eval_prompts", "log_samples"), least=0)
+        check_numbers(self, ("gamma", "lam", "rho"), least=0, most=1)
+        check_numbers(self, ("missing_eos_penalty",))
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ValueError(f"dual_clip must be larger than 1; got {self.dual_clip}.")
         if self.batch_size % self.num_mini_batches:
             raise ValueError(
                 f"num_mini_batches ({self.num_mini_batches}) must divide "
                 f"batch_size ({self.batch_size})."
             )
-        if self.kl_coef < 0:
-            raise ValueError(f"kl_coef must not be negative; got {self.kl_coef}.")
 
     @property
     def one_update(self) -> bool:
@@ -221,8 +227,13 @@ def train(config: PPOConfig) -> Path:
     torch.manual_seed(config.seed)
     models = load_models(config)
     device = models.policy.device
-    examples, held_out = load_examples(config, "ppo", models.tokenizer, needs=("prompt",))
-    check_positions(models.policy, examples + held_out, config.sampling.max_new_tokens)
+    loaded = load_examples(config, "ppo", models.tokenizer, needs=("prompt",))
+    examples, held_out = map(each_prompt_once, loaded)
+    readers = {"policy": models.policy, "reference": models.reference, "critic": models.critic}
+    if not models.reward.foreign:  # else it counts other tokens
+        readers["reward model"] = models.reward.model
+    for name, model in readers.items():
+        check_positions(model, examples + held_out, config.sampling.max_new_tokens, name)
     prompts = [e.prompt for e in examples]
     optimizers = {
         "policy": make_optimizer(models.policy, config.learning_rate, config.weight_decay),
@@ -237,17 +248,20 @@ def train(config: PPOConfig) -> Path:
 
     state = resume(run, models=trained, optimizers=optimizers)
     done = step = 0
+    verdict = ""
     if state:
         done = step = state["step"]
         set_generator_state(sampler, state["sampler"])
         set_generator_state(shuffler, state["shuffler"])
         controller.coef = state["kl_coef"]
         probe.load_state(state["probe"])
+        verdict = state["verdict"]
 
     with orderly(run) as interrupts, Steps(run.path.name, total, done) as progress:
         if not done:
             probe(0, controller.coef)
-        for step in range(done + 1, total + 1):
+            interrupts.check("before the first step")
+        for step in range(done + 1, (done if verdict else total) + 1):
             clock = Clock(device)
             batch = [prompts[i] for i in batch_rows(step - 1, config, len(prompts))]
             experience = collect(batch, models, config, sampler, probe.normalise, clock)
@@ -276,6 +290,7 @@ def train(config: PPOConfig) -> Path:
                     "shuffler": generator_state(shuffler),
                     "kl_coef": controller.coef,
                     "probe": probe.state(),
+                    "verdict": verdict,
                 }
                 save_checkpoint(
                     run,
@@ -285,14 +300,15 @@ def train(config: PPOConfig) -> Path:
                     state=state,
                     keep=config.keep_checkpoints,
                 )
-            if interrupts.asked:
-                raise Stopped(f"{interrupts.asked}: saved at step {step} in {run.path}")
+            interrupts.check(f"saved at step {step} in {run.path}")
             if verdict:
-                warn(verdict)
-                run.state["note"] = verdict
                 break
+        if verdict:
+            warn(verdict)
+            run.state["note"] = verdict
         run.save_model(models.policy, models.tokenizer)
-    return finish(run, probe.latest | {"steps": step})
+    next_step = f"marlhf report {run.path.parent} -o {run.path.parent / 'report.html'}"
+    return finish(run, probe.latest | {"steps": step}, next_step)
 
 
 def load_models(config: PPOConfig) -> Models:
@@ -303,8 +319,20 @@ def load_models(config: PPOConfig) -> Models:
     policy = load_policy(
         config.model, seed=config.seed, trust_remote_code=remote, checkpointing=checkpointing
     )
-    reference = load_policy(config.ref_model or config.model, trust_remote_code=remote)
+    ref_path = config.ref_model or config.model
+    reference = load_policy(ref_path, seed=config.seed, trust_remote_code=remote)
+    if not same_tokenizer(tokenizer, load_tokenizer(ref_path, trust_remote_code=remote)):
+        raise RunError(
+            f"The tokenizer of the reference {ref_path} is not that of {config.model}: its "
+            "log-probs would be of other tokens. Set ref_model to a model with the policy's "
+            "tokenizer, or leave it out."
+        )
     critic_path = config.critic_model or config.reward_model
+    if not is_scalar(config.reward_model, trust_remote_code=remote):
+        warn(
+            f"{config.reward_model} is not a reward model but a language model: its scores come "
+            "from a head of random weights and mean nothing. Train one with `marlhf reward`."
+        )
     critic = load_scalar(
         critic_path, seed=config.seed, trust_remote_code=remote, checkpointing=checkpointing
     )
@@ -521,6 +549,9 @@ def backward(
         value_loss.backward()
         with torch.no_grad():
             change = logprobs - old
+            if config.ratio != "token":
+                pool = segments.sum if config.ratio == "macro" else segments.mean
+                change = segments.spread(pool(change))
             outside = ((change.exp() - 1).abs() > config.clip).float()
             gap = (logprobs - cut(experience.logprobs)).abs()
             found = (

@@ -11,8 +11,9 @@ from torch import Tensor
 from marlhf.data.encode import decode
 from marlhf.models.load import Tokenizer
 from marlhf.rollout.measure import repetition
+from marlhf.train.optim import check_finite
 from marlhf.train.progress import say, warn
-from marlhf.train.run import RunFolder
+from marlhf.train.run import RunError, RunFolder
 from marlhf.train.stage import Example
 
 if TYPE_CHECKING:
@@ -36,15 +37,23 @@ class Probe:
         run: RunFolder,
         credit: Callable[..., Credit],
     ) -> None:
-        if not held_out:
-            warn("no prompts are held out (data.eval_size), so nothing will be evaluated.")
         self.config, self.models, self.run, self.credit = config, models, run, credit
         self.rows = held_out[: config.eval_prompts]
+        if not self.rows:
+            if config.normalize_scores:
+                raise RunError(
+                    "normalize_scores needs held-out prompts to measure scores on, and there are "
+                    "none. Raise data.eval_size and eval_prompts, or set normalize_scores: false."
+                )
+            warn(
+                "no prompts are held out (data.eval_size, eval_prompts), so nothing will be "
+                "evaluated and no best policy kept."
+            )
         self.prompts = [e.prompt for e in self.rows]
         self.start: dict[str, float] = {}
         self.start_scores: list[float] = []
         self.latest: dict[str, float] = {}
-        self.best = float("-inf")
+        self.best = 0.0
         self.mean, self.std = 0.0, 1.0
         self.gold = _gold_function(config)
 
@@ -65,9 +74,20 @@ class Probe:
             self.prompts, self.models, self.config, sampler, self.normalise, Clock(device)
         )
         self.models.policy.train()
+        check_finite(
+            [
+                ("the held-out scores", found.raw_scores),
+                ("the policy's log-probs", found.logprobs),
+                ("the reference's log-probs", found.ref_logprobs),
+            ]
+        )
         if step == 0 and self.config.normalize_scores:
             self.mean = float(found.raw_scores.mean())
-            self.std = max(float(found.raw_scores.std()), 1e-6)
+            several = len(found.raw_scores) > 1
+            self.std = float(found.raw_scores.std()) if several else 0.0
+            if self.std < 1e-6:
+                self.std = 1.0
+                warn("held-out scores are all alike, so they are centred but not scaled.")
             say(f"scores are normalised by mean {self.mean:.4g}, deviation {self.std:.4g}")
         scores = self.normalise(found.raw_scores).tolist()
         kl = (found.logprobs - found.ref_logprobs).sum(dim=1).tolist()
@@ -105,6 +125,7 @@ class Probe:
         self.latest = metrics
         if step == 0:
             self.start = metrics
+            self.best = metrics["eval/score"]
             return ""
         if metrics["eval/score"] > self.best:
             self.best = metrics["eval/score"]
@@ -153,15 +174,12 @@ class Probe:
             )
 
     def state(self) -> dict[str, Any]:
-        names = ("start", "start_scores", "latest", "mean", "std")
-        best = None if self.best == float("-inf") else self.best
-        return {name: getattr(self, name) for name in names} | {"best": best}
+        names = ("start", "start_scores", "latest", "best", "mean", "std")
+        return {name: getattr(self, name) for name in names}
 
     def load_state(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
-        if self.best is None:
-            self.best = float("-inf")
 
 
 def _pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:

@@ -23,7 +23,7 @@ from marlhf.models.load import (
 from marlhf.train.checkpoint import save_checkpoint
 from marlhf.train.optim import apply_update, check_finite, learning_rate_at, make_optimizer
 from marlhf.train.progress import Steps, say
-from marlhf.train.run import RunFolder, Stopped
+from marlhf.train.run import RunFolder
 from marlhf.train.stage import (
     Example,
     StageConfig,
@@ -81,6 +81,7 @@ def train(config: RewardConfig) -> Path:
     with orderly(run) as interrupts, Steps("reward", total, done) as progress:
         if not done:
             run.log("eval", 0, evaluate(model, held_out, tokenizer, config))
+            interrupts.check("before the first step")
         for step in range(done + 1, total + 1):
             rows = [examples[i] for i in batch_rows(step - 1, config, len(examples))]
             rate = learning_rate_at(
@@ -114,11 +115,11 @@ def train(config: RewardConfig) -> Path:
                     state={},
                     keep=config.keep_checkpoints,
                 )
-            if interrupts.asked:
-                raise Stopped(f"{interrupts.asked}: saved at step {step} in {run.path}")
+            interrupts.check(f"saved at step {step} in {run.path}")
         final = evaluate(model, held_out, tokenizer, config)
         run.save_model(model, tokenizer)
-    return finish(run, {**final, "steps": total})
+    next_step = f"marlhf ppo, with reward_model: {run.model}"
+    return finish(run, {**final, "steps": total}, next_step)
 
 
 def backward(
@@ -149,6 +150,7 @@ def evaluate(
         chosen.append(c)
         rejected.append(r)
     better, worse = torch.cat(chosen), torch.cat(rejected)
+    check_finite([("the held-out scores", torch.cat((better, worse)))])
     return {
         "eval/accuracy": accuracy(better - worse),
         "eval/loss": float(reward_loss(better, worse)),

@@ -31,8 +31,19 @@ from marlhf.config import to_raw
 from marlhf.models.load import quiet_transformers
 
 LINES = ("metrics.jsonl", "eval.jsonl", "samples.jsonl")
-FREE_TO_CHANGE = ("output_dir", "save_every", "keep_checkpoints", "log_samples")
-"""Settings that may differ when a run goes on: they change what is kept, not what is learnt."""
+FREE_TO_CHANGE = (
+    *("output_dir", "save_every", "keep_checkpoints", "log_samples", "keep_best", "guards"),
+    *("token_budget", "rollout_tokens", "gradient_checkpointing", "device"),
+)
+"""Settings that may differ when a run goes on: what is kept, when to stop, how much memory and
+where. None changes what is learnt, but for the last bits of rounding and, with `rollout_tokens`,
+which responses are drawn."""
+FULL = ("No space left", "unexpected pos", "PytorchStreamWriter failed")
+"""What safetensors and torch say where Python would give an error number."""
+NEW = ".new"
+"""How the name of a file ends until it is whole."""
+LOCKS: dict[Path, int] = {}
+"""The folders that this process trains in, with the descriptor that holds each one's lock."""
 
 
 class RunError(RuntimeError):
@@ -85,18 +96,59 @@ class RunFolder:
         if self.path.is_file():
             raise RunError(f"{self.path} is a file. Choose another output_dir.")
         if written.is_file():
-            self._compare(yaml.safe_load(written.read_text(encoding="utf-8")) or {})
-            with contextlib.suppress(OSError, json.JSONDecodeError):
-                self.state |= json.loads((self.path / "run.json").read_text(encoding="utf-8"))
-            return
-        if self.path.is_dir() and any(self.path.iterdir()):
+            before = _read_state(self.path / "run.json")
+            if self.learnt or "marlhf" not in before:
+                self._compare(_read_config(written))
+                self.state |= before
+                if not self.finished:
+                    self.lock()
+                return
+        elif self.path.is_dir() and any(not p.name.endswith(NEW) for p in self.path.iterdir()):
             raise RunError(
                 f"{self.path} is not empty and holds no marlhf run. Choose another output_dir."
             )
         with explained_writes(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
+            self.lock()
             write_whole(written, yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True))
         self.write_state()
+
+    @property
+    def learnt(self) -> bool:
+        """Whether there is anything to lose: a run that failed on its input may start anew."""
+        if self.checkpoints.exists() or self.model.exists():
+            return True
+        metrics = self.path / "metrics.jsonl"
+        return metrics.is_file() and b'"kind": "train"' in metrics.read_bytes()
+
+    def lock(self) -> None:
+        """Keep other processes out. The system drops the lock with the process, however it ends."""
+        try:
+            import fcntl
+        except ImportError:  # Windows, where runs go unlocked
+            return
+        folder = self.path.resolve()
+        held = LOCKS.pop(folder, None)
+        if held is not None:  # by an earlier sitting in this process
+            os.close(held)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise RunError(
+                f"Another process is training in {self.path}. Wait until it ends, stop it, or "
+                "choose another output_dir."
+            ) from None
+        except OSError:  # a file system without locks
+            os.close(descriptor)
+        else:
+            LOCKS[folder] = descriptor
+
+    def release(self) -> None:
+        held = LOCKS.pop(self.path.resolve(), None)
+        if held is not None:
+            os.close(held)
 
     def _compare(self, before: dict[str, Any]) -> None:
         old, new = _flat(before), _flat(self.config)
@@ -116,9 +168,10 @@ class RunFolder:
         for name in LINES:
             path = self.path / name
             if path.is_file():
-                kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step]
+                kept = [line for line, at in _whole_lines(path) if at <= step]
                 write_whole(path, "".join(f"{line}\n" for line in kept))
         self.state |= {"seconds": seconds, "status": "running"}
+        self.state.pop("note", None)
         self._clock = time.perf_counter()
         self.write_state()
 
@@ -127,6 +180,7 @@ class RunFolder:
         for name in LINES:
             (self.path / name).unlink(missing_ok=True)
         self.state |= {"seconds": 0.0, "status": "running", "summary": {}}
+        self.state.pop("note", None)
         self._clock = time.perf_counter()
         self.write_state()
 
@@ -145,7 +199,10 @@ class RunFolder:
             self.state["summary"] = _finite(summary)
         if note:
             self.state["note"] = note
-        self.write_state()
+        try:
+            self.write_state()
+        finally:
+            self.release()
 
     def write_state(self) -> None:
         with explained_writes(self.path):
@@ -166,9 +223,11 @@ def explained_writes(where: Path, temporary: Path | None = None) -> Iterator[Non
     """A full or read-only disk as a sentence, with half-written folders cleared away."""
     try:
         yield
+    except RunError:
+        raise
     except Exception as error:
         code = getattr(error, "errno", None)
-        full = code in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+        full = code in (errno.ENOSPC, errno.EDQUOT) or any(sign in str(error) for sign in FULL)
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
         if full:
@@ -176,16 +235,17 @@ def explained_writes(where: Path, temporary: Path | None = None) -> Iterator[Non
                 f"The disk of {where} is full. What was saved before is whole: free some space "
                 "and run the same command again to go on."
             ) from error
-        if code in (errno.EACCES, errno.EROFS, errno.EPERM):
+        if isinstance(error, OSError):
             raise RunError(
-                f"Cannot write to {where}: {error}. Choose another output_dir."
-            ) from None
+                f"Cannot write to {where}: {error}. Make it a folder that can be written to, or "
+                "choose another output_dir."
+            ) from error
         raise
 
 
 def write_whole(path: Path, text: str) -> None:
     """Replace a file in one step, so that a crash leaves the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.new")
+    temporary = path.with_name(f".{path.name}{NEW}")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -229,19 +289,45 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def check(self, where: str) -> None:
+        """End here, where it is safe to, if that was asked for."""
+        if self.asked:
+            raise Stopped(f"Stopped by {self.asked}, {where}. The same command goes on.")
+
     def _note(self, number: int, _: FrameType | None) -> None:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = signal.Signals(number).name
 
 
-def _whole_lines(path: Path) -> list[str]:
-    """Lines that are complete JSON: a killed run may leave half of one at the end."""
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        config = None
+    if not isinstance(config, dict):
+        raise RunError(
+            f"{path} is damaged, so it cannot be told whether the run there is this one. Put the "
+            "file back, delete the folder, or choose another output_dir."
+        )
+    return config
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """What run.json says; nothing where it is missing or damaged, for checkpoints know the rest."""
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+def _whole_lines(path: Path) -> list[tuple[str, int]]:
+    """Lines that are complete JSON, with their step: a killed run may leave half of one."""
     lines = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(json.JSONDecodeError):
-            json.loads(line)
-            lines.append(line)
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        with contextlib.suppress(json.JSONDecodeError, KeyError, TypeError):
+            lines.append((line, int(json.loads(line)["step"])))
     return lines
 
 

@@ -23,7 +23,7 @@ from marlhf.models.load import (
 from marlhf.train.checkpoint import save_checkpoint
 from marlhf.train.optim import apply_update, check_finite, learning_rate_at, make_optimizer
 from marlhf.train.progress import Steps, say
-from marlhf.train.run import RunFolder, Stopped
+from marlhf.train.run import RunFolder
 from marlhf.train.stage import (
     Example,
     StageConfig,
@@ -80,6 +80,7 @@ def train(config: SFTConfig) -> Path:
     with orderly(run) as interrupts, Steps("sft", total, done) as progress:
         if not done:
             run.log("eval", 0, {"eval/loss": evaluate(model, held_out, tokenizer, config)})
+            interrupts.check("before the first step")
         for step in range(done + 1, total + 1):
             start = time.perf_counter()
             rows = [examples[i] for i in batch_rows(step - 1, config, len(examples))]
@@ -113,11 +114,11 @@ def train(config: SFTConfig) -> Path:
                     state={},
                     keep=config.keep_checkpoints,
                 )
-            if interrupts.asked:
-                raise Stopped(f"{interrupts.asked}: saved at step {step} in {run.path}")
+            interrupts.check(f"saved at step {step} in {run.path}")
         final = evaluate(model, held_out, tokenizer, config)
         run.save_model(model, tokenizer)
-    return finish(run, {"eval/loss": final, "steps": total})
+    next_step = f"marlhf reward, and then marlhf ppo, with model: {run.model}"
+    return finish(run, {"eval/loss": final, "steps": total}, next_step)
 
 
 def backward(
@@ -152,6 +153,7 @@ def evaluate(
         with autocast(model.device, config.precision):
             logprobs = token_stats(model, part).logprobs
         total += sft_loss(logprobs, part.mask, num_tokens=sum(batch.lengths))
+    check_finite([("the held-out loss", total)])
     return float(total)
 
 

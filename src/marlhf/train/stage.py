@@ -6,6 +6,7 @@ There is no base trainer: a stage is a loop of its own that calls these.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from marlhf.data import DataConfig, Loaded, Row, encode_response, fit_prompts, load_data
+from marlhf.data import DataConfig, DataError, Loaded, Row, encode_response, fit_prompts, load_data
 from marlhf.data.counts import Counts
 from marlhf.models.load import Model, Precision, Tokenizer
 from marlhf.train.checkpoint import list_checkpoints, load_latest
@@ -71,13 +72,33 @@ class StageConfig:
 
     def __post_init__(self) -> None:
         positive = ("batch_size", "learning_rate", "num_epochs", "token_budget", "max_grad_norm")
-        for name in (*positive, "keep_checkpoints"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive; got {getattr(self, name)}.")
+        check_numbers(self, (*positive, "keep_checkpoints"), positive=True)
+        check_numbers(self, ("eval_every", "save_every", "weight_decay"), least=0)
+        if abs(self.seed) >= 2**32:
+            raise ValueError(f"seed must be below 2 to the 32; got {self.seed}.")
         if self.num_steps is not None and self.num_steps < 1:
             raise ValueError(f"num_steps must be at least 1; got {self.num_steps}.")
         if not 0 <= self.warmup_ratio <= 1:
             raise ValueError(f"warmup_ratio must lie between 0 and 1; got {self.warmup_ratio}.")
+
+
+def check_numbers(
+    config: StageConfig,
+    names: Sequence[str],
+    *,
+    positive: bool = False,
+    least: float = -math.inf,
+    most: float = math.inf,
+) -> None:
+    """Refuse settings outside their range, infinite or not a number; None is no setting."""
+    for name in names:
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if not math.isfinite(value) or not least <= value <= most or (positive and value <= 0):
+            limits = [f"{word} {x:g}" for word, x in (("at least", least), ("at most", most))]
+            wanted = ["positive"] * positive + [x for x in limits if "inf" not in x] or ["finite"]
+            raise ValueError(f"{name} must be {' and '.join(wanted)}; got {value}.")
 
 
 @dataclass(frozen=True)
@@ -103,12 +124,21 @@ def load_examples(
     say(f"data: {loaded.counts}")
     encoded = []
     for name, rows in (("train", loaded.train), ("eval", loaded.eval)):
-        examples, counts = _encode(config, rows, tokenizer, needs, max_response_tokens)
+        try:
+            examples, counts = _encode(config, rows, tokenizer, needs, max_response_tokens)
+        except DataError as error:  # no prompt fits
+            if name == "train":
+                raise
+            warn(f"held-out rows: {error}")
+            examples, counts = [], Counts()
         if counts.dropped or counts.noted:
             say(f"{name}: {counts}")
         encoded.append(examples)
     train, held_out = encoded
-    say(f"{part}: {len(train)} training rows, {len(held_out)} held out")
+    share = (
+        f" ({config.data.parts[part]:.0%} of the data is for {part})" if config.data.parts else ""
+    )
+    say(f"{part}: {len(train)} training rows{share}, {len(held_out)} held out")
     if not train:
         raise RunError(
             "No training row is left. Raise data.max_prompt_tokens or max_response_tokens, "
@@ -147,13 +177,23 @@ def _encode(
     return examples, counts
 
 
-def check_positions(model: Model, examples: Sequence[Example], new_tokens: int = 0) -> None:
+def each_prompt_once(examples: list[Example]) -> list[Example]:
+    """Preference data often has several pairs to a prompt; a policy need answer it but once."""
+    unique = list({tuple(e.prompt): e for e in reversed(examples)}.values())[::-1]
+    if len(unique) < len(examples):
+        say(f"{len(examples)} rows have {len(unique)} different prompts; each is used once")
+    return unique
+
+
+def check_positions(
+    model: Model, examples: Sequence[Example], new_tokens: int = 0, name: str = "model"
+) -> None:
     """Refuse sequences longer than the model was built for, before they fail deep inside."""
     limit = getattr(model.config, "max_position_embeddings", None)
     longest = max(len(e.prompt) + max(len(e.chosen), len(e.rejected), new_tokens) for e in examples)
     if limit is not None and longest > limit:
         raise RunError(
-            f"Prompt and response take up to {longest} tokens, but the model has {limit} "
+            f"Prompt and response take up to {longest} tokens, but the {name} has {limit} "
             "positions. Lower data.max_prompt_tokens, or the length of responses "
             "(max_response_tokens, sampling.max_new_tokens)."
         )
@@ -168,6 +208,12 @@ def count_steps(config: StageConfig, num_rows: int) -> int:
             "Lower batch_size, or give more data."
         )
     steps = a_pass * config.num_epochs
+    if config.num_steps is not None and config.num_steps > steps:
+        warn(
+            f"the data gives {steps} steps, not the {config.num_steps} of num_steps: {num_rows} "
+            f"rows in batches of {config.batch_size}, num_epochs {config.num_epochs}. "
+            "Raise num_epochs for more."
+        )
     return steps if config.num_steps is None else min(steps, config.num_steps)
 
 
@@ -207,6 +253,13 @@ def orderly(run: RunFolder) -> Iterator[Interrupts]:
         with Interrupts() as interrupts:
             yield interrupts
     except Diverged as error:
+        if not run.learnt:
+            note = (
+                f"{error} before the first step. Look at the weights of the models that this run "
+                "starts from."
+            )
+            run.finish("failed", note=note)
+            raise RunError(f"{note[0].upper()}{note[1:]}") from error
         saved = list_checkpoints(run)
         note = f"Training diverged: {error}."
         run.finish("failed", note=note)
@@ -217,8 +270,8 @@ def orderly(run: RunFolder) -> Iterator[Interrupts]:
     except (Stopped, KeyboardInterrupt):
         run.finish("stopped")
         raise
-    except Exception:
-        run.finish("failed")
+    except Exception as error:
+        run.finish("failed", note=str(error) if isinstance(error, RunError) else "")
         raise
 
 
@@ -228,7 +281,9 @@ def finish(run: RunFolder, summary: dict[str, Any], next_step: str = "") -> Path
         run.state["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
     run.finish("finished", summary)
     numbers = "  ".join(
-        f"{name} {value:.4g}" for name, value in summary.items() if isinstance(value, float)
+        f"{name} {value:.4g}"
+        for name, value in summary.items()
+        if isinstance(value, float) and math.isfinite(value)
     )
     say(f"{run.path.name} finished in {run.state['seconds']:.0f} s  {numbers}", style="bold green")
     say(f"  model   {run.model}\n  metrics {run.path / 'metrics.jsonl'}")

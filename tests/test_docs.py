@@ -1,0 +1,277 @@
+"""README and docs are true: their code runs, their commands parse, their names exist."""
+
+import ast
+import dataclasses
+import io
+import json
+import re
+import shlex
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import typer
+import yaml
+
+from marlhf import core
+from marlhf.cli import app, main
+from marlhf.config import KINDS, SEGMENTERS, describe, kind_class, load_recipe, load_stage
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RECIPE_KEYS = {"output_dir", "defaults", "stages", "like", "kind", "extends", "preset", "type"}
+TRAINING = ("run", *KINDS)
+FENCE = re.compile(r"^(<!-- not run: .+? -->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
+SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+
+
+class Block(NamedTuple):
+    language: str
+    code: str
+    skipped: bool
+
+
+class Command(NamedTuple):
+    page: Path
+    words: list[str]
+    whole: bool  # a line to type, and not a mention such as `marlhf sft`
+
+
+def blocks(page: Path, *languages: str) -> list[Block]:
+    found = [Block(m[2], m[3], bool(m[1])) for m in FENCE.finditer(page.read_text("utf-8"))]
+    return [block for block in found if block.language in languages]
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text("utf-8"))
+
+
+def commands(page: Path) -> list[Command]:
+    """Lines of shell blocks and indented lines, and mentions in the text."""
+    lines = [line for b in blocks(page, "", "sh", "console") for line in b.code.splitlines()]
+    lines += [line for line in prose(page).splitlines() if line.startswith("    ")]
+    typed = [re.sub(r"^\$ ", "", line.strip()) for line in lines]
+    found = [(line, True) for line in typed if line.startswith("marlhf ")]
+    for span in SPAN.findall(prose(page)):
+        if match := re.fullmatch(r"(?:[A-Z]+=\S+ )*(marlhf .+)", span):
+            found.append((match[1], False))
+    return [Command(page, shlex.split(c, comments=True)[1:], whole) for c, whole in found]
+
+
+COMMANDS = [command for page in PAGES for command in commands(page)]
+
+
+def tables(page: Path, first: str) -> list[list[list[str]]]:
+    """Rows of cells of each table whose first column is headed so."""
+    found = re.findall(r"(?:^\|.*\n)+", prose(page) + "\n", re.M)
+    rows = [
+        [[c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table.splitlines()]
+        for table in found
+    ]
+    return [table[2:] for table in rows if table[0][0].strip("`") == first]
+
+
+def first_column(page: Path, first: str) -> list[str]:
+    cells = [row[0] for table in tables(page, first) for row in table]
+    return [span for cell in cells for span in SPAN.findall(cell)]
+
+
+def known_settings() -> set[str]:
+    names = {name for kind in KINDS for name, *_ in describe(kind_class(kind))}
+    rules = [getattr(core, rule) for rule in SEGMENTERS.values()]
+    return names | {field.name for rule in rules for field in dataclasses.fields(rule)}
+
+
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def say(*words: str) -> str:
+    """What a command prints, output before errors; it must succeed."""
+    out, err, before, status = io.StringIO(), io.StringIO(), sys.argv, None
+    sys.argv = ["marlhf", *words]
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            main()
+    except SystemExit as end:
+        status = end.code
+    finally:
+        sys.argv = before
+    assert not status, err.getvalue()
+    return out.getvalue() + err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """`ran(page)`: the folder in which a page's Python blocks have run, one after the other."""
+    folders: dict[Path, Path] = {}
+
+    def run(page: Path) -> Path:
+        if page not in folders:
+            folder = tmp_path_factory.mktemp(page.stem)
+            space = {"__name__": "__main__"}
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(folder)
+                patch.setenv("HF_HUB_OFFLINE", "1")
+                for number, block in enumerate(blocks(page, "python"), start=1):
+                    if not block.skipped:
+                        name = f"{page_name(page)}, block {number}"
+                        exec(compile(block.code, name, "exec"), space)
+            folders[page] = folder
+        return folders[page]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory):
+    """`recipes(page, name)`: the file of a recipe written out on that page, or on another."""
+    folder = tmp_path_factory.mktemp("recipes")
+    files: dict[tuple[Path, str], Path] = {}
+    for page in PAGES:
+        for block in blocks(page, "yaml"):
+            if name := re.match(r"# (\S+\.yaml)\n", block.code):
+                file = folder / page.stem / name[1]
+                file.parent.mkdir(exist_ok=True)
+                file.write_text(block.code, "utf-8")
+                files[page, name[1]] = file
+    rule = blocks(ROOT / "docs/segmenters.md", "python")[0].code
+    (folder / "my_module.py").write_text(rule, "utf-8")
+
+    def find(page: Path, name: str) -> str:
+        elsewhere = (file for (_, other), file in files.items() if other == name)
+        return str(files.get((page, name)) or next(elsewhere, name))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield find
+    sys.modules.pop("my_module", None)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_python_blocks_run(page, ran):
+    ran(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_recipes_load(page, recipes):
+    for block in blocks(page, "yaml"):
+        name = re.match(r"# (\S+\.yaml)\n", block.code)
+        assert name, f"a recipe begins with a comment that names it:\n{block.code}"
+        raw, file = yaml.safe_load(block.code), recipes(page, name[1])
+        if "stages" in raw:
+            assert [stage.name for stage in load_recipe(file)] == list(raw["stages"])
+        else:
+            load_stage(file, "ppo" if "reward_model" in raw else "sft")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: f"{c.page.stem}: {c.words[0]}")
+def test_commands_exist(command, recipes):
+    group = typer.main.get_command(app)
+    name, *words = command.words
+    assert name in group.commands
+    known = {flag for option in group.commands[name].params for flag in option.opts}
+    flags = {word for word in words if re.match(r"--?[a-z]", word)}
+    assert flags <= known | {"--help"}
+    if not command.whole:
+        return
+    parsed = group.commands[name].make_context(name, list(words)).params
+    if name in TRAINING:
+        recipe, overrides = recipes(command.page, parsed["recipe"]), parsed["overrides"]
+        if name == "run":
+            assert load_recipe(recipe, overrides)
+        else:
+            assert load_stage(recipe, name, overrides, parsed["stage"])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_shown_output_is_real(page):
+    for block in blocks(page, "console"):
+        for part in re.split(r"^\$ ", block.code, flags=re.M)[1:]:
+            typed, _, shown = part.partition("\n")
+            assert say(*shlex.split(typed)[1:]) == shown, typed
+
+
+def test_quick_commands_run():
+    told = {tuple(c.words) for c in COMMANDS if c.words[0] not in (*TRAINING, "report")}
+    assert {words[0] for words in told} >= {"segment", "config", "recipes", "doctor"}
+    for words in told:
+        assert say(*words), words
+
+
+def test_make_targets_exist():
+    told = {word for page in PAGES for word in re.findall(r"^    make (\w+)", prose(page), re.M)}
+    made = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text("utf-8"), re.M))
+    assert {"demo", "test"} <= told <= made
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_links_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(#[^)\s]+)?\)", prose(page)):
+        if "://" in target:
+            continue
+        file = page.parent / target if target else page
+        assert file.exists(), f"{target} is not there"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", prose(file), re.M)
+            assert anchor[1:] in [re.sub(r"[^\w]+", "-", h.lower()).strip("-") for h in headings]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_settings_exist(page):
+    known = known_settings()
+    leaves = {name.rpartition(".")[2] for name in known} | RECIPE_KEYS
+    assert set(first_column(page, "setting")) <= known
+    written = {m[1] for s in SPAN.findall(prose(page)) if (m := re.match(r"([a-z_]+): \S", s))}
+    assert written <= leaves
+
+
+def test_every_metric_is_explained(ran):
+    """Just those that a run writes, and each of them."""
+    folder = ran(ROOT / "docs/align.md") / "runs/py"
+    lines = [json.loads(x) for f in folder.rglob("metrics.jsonl") for x in f.open("r")]
+    written = {key for line in lines for key in line} - {"kind", "step", "seconds"}
+    assert set(first_column(ROOT / "docs/report.md", "metric")) == written
+
+
+def test_every_file_of_a_run_is_explained(ran):
+    there = {path.name for path in (ran(ROOT / "docs/align.md") / "runs/py/ppo").iterdir()}
+    there.add("best")  # only where the start was beaten
+    assert set(first_column(ROOT / "docs/resume.md", "file")) == there
+
+
+def test_every_section_of_the_report_is_explained():
+    code = "\n".join(f.read_text("utf-8") for f in (ROOT / "src/marlhf/evaluate").glob("*.py"))
+    titles = set(re.findall(r'section\(\s*"\w+",\s*"([^"]+)"', code))
+    told = {row[0] for table in tables(ROOT / "docs/report.md", "section") for row in table}
+    assert titles
+    assert titles <= told
+
+
+def test_named_tests_exist():
+    code = "\n".join(f.read_text("utf-8") for f in (ROOT / "tests").rglob("test_*.py"))
+    for page in PAGES:
+        for name in re.findall(r"`(test_\w+)`", prose(page)):
+            assert f"def {name}(" in code
+
+
+def test_quoted_messages_are_those_of_the_code():
+    said = "\n".join(text for f in (ROOT / "src").rglob("*.py") for text in strings(f))
+    for page in PAGES:
+        for message in first_column(page, "message"):
+            for part in filter(None, (p.strip() for p in message.split("…"))):
+                assert part in said, f"{page.name}: {part}"
+
+
+def strings(file: Path) -> list[str]:
+    """Every string of a file as one piece, what is filled in left out."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+        if isinstance(node, ast.JoinedStr):
+            parts = [v.value for v in node.values if isinstance(v, ast.Constant)]
+            found.append("\0".join(map(str, parts)))
+    return found
