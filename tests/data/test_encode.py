@@ -157,3 +157,9 @@ def test_no_prompt_fits(make_tokenizer):
     with pytest.raises(DataError, match=r"None of the 1 prompts fits into 2 tokens.*truncate"):
         fit_prompts([Row("hello world, what is it?")], make_tokenizer(), 2)
     assert fit_prompts([], make_tokenizer(), 2)[0] == []
+
+
+def test_a_prompt_of_no_tokens_is_dropped_and_counted(trained):
+    kept, counts = fit_prompts([Row("\x01"), Row("the fox")], trained("wordpiece"), 8)
+    assert [e.row.prompt for e in kept] == ["the fox"]
+    assert counts.dropped == {"the tokenizer makes no tokens of the prompt": 1}

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from conftest import TOY, assert_close, read_lines
-from marlhf.data import DataConfig, Row
+from marlhf.data import Counts, DataConfig, Loaded, Row
 from marlhf.models.load import load_policy, load_tokenizer
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
@@ -199,3 +199,13 @@ def test_a_prompt_with_several_pairs_is_answered_once():
 
     a, b, c = example([1, 2], [3]), example([1, 2], [4]), example([5], [6])
     assert each_prompt_once([a, b, c]) == [a, c]
+
+
+def test_held_out_prompts_that_are_too_long_do_not_stop_training(tmp_path, monkeypatch, capfd):
+    short, long = Row("a fox", " smiled", " cried"), Row("fox " * 900, " smiled", " cried")
+    loaded = Loaded([short], [long], Counts())
+    monkeypatch.setattr("marlhf.train.stage.load_data", lambda *_, **__: loaded)
+    config = sft.SFTConfig(model="tiny", output_dir=str(tmp_path / "a"), **SHORT)
+    examples, held_out = load_examples(config, "sft", tiny_tokenizer(), needs=("chosen",))
+    assert (len(examples), held_out) == (1, [])
+    assert "None of the 1 prompts fits" in capfd.readouterr().err

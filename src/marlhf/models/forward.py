@@ -49,8 +49,10 @@ class Sequences:
         right, mask = pad_right(responses, pad_id)
         first = torch.tensor([len(p) - 1 for p in prompts], dtype=torch.int64)
         before = torch.where(mask, first[:, None] + torch.arange(mask.shape[1]), 0)
-        tensors = (x.to(device, non_blocking=True) for x in (ids, right, mask, before))
-        return cls(*tensors, tuple(map(len, prompts)), tuple(map(len, responses)))
+        tensors = (ids, right, mask, before)
+        ids, right, mask, before = (x.to(device, non_blocking=True) for x in tensors)
+        lengths = tuple(map(len, prompts)), tuple(map(len, responses))
+        return cls(ids, right, mask, before, *lengths)
 
     def rows(self, index: Sequence[int]) -> Sequences:
         """Some of the rows, without the padding that only the others needed."""
