@@ -24,8 +24,11 @@ from marlhf.models.tiny import tiny_tokenizer
 from marlhf.reward import RewardModel
 from marlhf.rollout import NativeEngine, Sampling
 from marlhf.spans import vocabulary
+from marlhf.train.measure import Clock, to_numbers
 from marlhf.train.optim import make_optimizer
-from marlhf.train.ppo import Clock, Models, PPOConfig, collect, credit, describe, to_numbers, update
+from marlhf.train.ppo import collect, credit, describe, update
+from marlhf.train.ppo_config import PPOConfig
+from marlhf.train.ppo_models import Models
 
 SHAPES = {
     # hidden, layers, heads, KV heads, MLP, vocabulary, rows, prompt, response, token budget

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 import transformers
+from hypothesis import settings
 from tokenizers import (
     Tokenizer,
     decoders,
@@ -21,6 +22,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedTokenizerFast,
 )
+
+settings.register_profile("marlhf", deadline=None)  # busy machines are no failures
+settings.load_profile("marlhf")
 
 VOCABULARY = 48
 LLAMA_LIKE = {

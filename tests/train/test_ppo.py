@@ -10,6 +10,7 @@ from marlhf.core import NGram, Perplexity, RandomNGram, Responses, Sentences, Wo
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.train import ppo
+from marlhf.train.guards import Guards
 from marlhf.train.run import RunError
 
 
@@ -156,10 +157,7 @@ def test_adaptive_kl_moves_the_coefficient(ppo_config):
 
 
 def test_guards_stop_a_run_and_say_why(ppo_config):
-    config = ppo_config(num_steps=6, eval_every=1, guards=ppo.Guards(max_kl=1e-9, max_length=1e9))
-    config = ppo_config(
-        num_steps=6, eval_every=1, learning_rate=3e-2, guards=ppo.Guards(max_kl=1e-6)
-    )
+    config = ppo_config(num_steps=6, eval_every=1, learning_rate=3e-2, guards=Guards(max_kl=1e-6))
     lines = run(config)
     assert lines[-1]["step"] < 6
     import json
@@ -172,7 +170,7 @@ def test_guards_stop_a_run_and_say_why(ppo_config):
 
 def test_guards_judge_by_hand():
     start = {"eval/kl": 0.0, "eval/repetition": 0.1, "eval/length": 40.0}
-    guards = ppo.Guards(max_repetition=0.5)
+    guards = Guards(max_repetition=0.5)
     assert guards.judge(start, start) == ([], "")
     warnings, stop = guards.judge({**start, "eval/length": 10.0, "eval/kl": 60.0}, start)
     assert len(warnings) == 2

@@ -20,6 +20,7 @@ from transformers import AutoModelForSequenceClassification
 from conftest import TOY, read_lines
 from marlhf.config import to_raw
 from marlhf.core import RandomNGram
+from marlhf.reward import RewardModel
 from marlhf.train import checkpoint, ppo, reward, sft
 from marlhf.train.guards import Guards
 from marlhf.train.run import RunError, RunFolder, Stopped
@@ -199,14 +200,14 @@ def test_a_folder_with_another_run_is_refused(ppo_config, tmp_path):
 
 def test_not_a_number_stops_with_the_last_good_checkpoint(ppo_config, monkeypatch):
     config = ppo_config(num_steps=4, eval_every=0)
-    real, calls = ppo.RewardModel.__call__, []
+    real, calls = RewardModel.__call__, []
 
     def broken(self, prompts, responses):
         calls.append(1)
         scores = real(self, prompts, responses)
         return scores * float("nan") if len(calls) == 4 else scores  # the third step's
 
-    monkeypatch.setattr(ppo.RewardModel, "__call__", broken)
+    monkeypatch.setattr(RewardModel, "__call__", broken)
     with pytest.raises(RunError, match=r"the scores has 8 of 8 .*step-000002"):
         ppo.train(config)
     state = json.loads((Path(config.output_dir) / "run.json").read_text())

@@ -10,7 +10,7 @@ from marlhf.train.progress import warn
 from marlhf.train.run import RunError
 
 if TYPE_CHECKING:
-    from marlhf.train.ppo import PPOConfig
+    from marlhf.train.ppo_config import PPOConfig
 
 
 @dataclass(frozen=True)

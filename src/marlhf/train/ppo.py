@@ -8,17 +8,14 @@ Axes: B rows, T response tokens, M macro actions.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from marlhf.core import (
-    NGram,
     Responses,
     Segments,
     Vocabulary,
@@ -32,39 +29,21 @@ from marlhf.core import (
     shape_rewards,
     whiten,
 )
-from marlhf.core.advantages import Pooling
-from marlhf.core.losses import Level, Ratio
-from marlhf.core.rewards import KLEstimator
-from marlhf.core.segments import Sigma
 from marlhf.data.collate import token_budget_batches
 from marlhf.models.forward import Sequences, token_stats, token_values
-from marlhf.models.load import (
-    Model,
-    Tokenizer,
-    autocast,
-    check_vocabulary,
-    end_tokens,
-    is_scalar,
-    load_policy,
-    load_scalar,
-    load_tokenizer,
-    pick_device,
-    same_tokenizer,
-)
-from marlhf.reward import RewardModel
-from marlhf.rollout import Engine, NativeEngine, Sampling
-from marlhf.spans import vocabulary
+from marlhf.models.load import autocast
 from marlhf.train.checkpoint import generator_state, save_checkpoint, set_generator_state
-from marlhf.train.guards import Guards, warn_early
+from marlhf.train.guards import warn_early
 from marlhf.train.kl import KLController
+from marlhf.train.measure import Clock, explained_variance, to_numbers
 from marlhf.train.optim import apply_update, check_finite, learning_rate_at, make_optimizer
+from marlhf.train.ppo_config import PPOConfig
+from marlhf.train.ppo_models import Models, load_models
 from marlhf.train.probe import Probe
 from marlhf.train.progress import Steps, say, warn
-from marlhf.train.run import RunError, RunFolder
+from marlhf.train.run import RunFolder
 from marlhf.train.stage import (
-    StageConfig,
     batch_rows,
-    check_numbers,
     check_positions,
     count_steps,
     due,
@@ -74,123 +53,6 @@ from marlhf.train.stage import (
     orderly,
     resume,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PPOConfig(StageConfig):
-    """Settings of PPO. The defaults are the paper's for Gemma-2B, but for sampling."""
-
-    reward_model: str
-    """What scores responses: a reward model's folder or hub name, or `@stage`."""
-    critic_model: str | None = None
-    """Where the critic starts; the reward model unless given."""
-    ref_model: str | None = None
-    """What the KL penalty ties the policy to; where the policy started unless given."""
-    sampling: Sampling = field(default_factory=Sampling)
-    """How responses are drawn. The paper: temperature 0.8 and top_k 50, which bends the KL."""
-    rollout_tokens: int = 131072
-    """Padded tokens sampled at once: lower it when memory runs out while sampling. Other batches
-    mean other random draws, from the same distribution."""
-
-    segmenter: Callable[[Responses], Tensor] = field(default_factory=NGram)
-    """The termination rule of macro actions: `{type: ngram, n: 5}`; n: 1 is ordinary PPO."""
-    sigma: Sigma = "equal"
-    """How a macro action's value weighs its tokens' values."""
-    pooling: Pooling = "sum"
-    """Macro reward as a sum (the paper's equation) or a mean (the authors' code: a weaker KL)."""
-    ratio: Ratio = "token"
-    """PPO's ratio by token (the paper's listing) or by macro action (its equation)."""
-    value_level: Level = "token"
-    """What the critic learns: each token's value, or that of the macro action."""
-    split_last: bool = False
-    """Make the last token an action of its own, as the authors' code does."""
-    rho: float = 1.0
-    """Discount of rewards inside a macro action."""
-    gamma: float = 1.0
-    """Discount from one macro action to the next."""
-    lam: float = 0.95
-    """Lambda of generalised advantage estimation."""
-
-    kl_coef: float = 0.05
-    """Weight of the KL penalty. The paper: 0.05; 0.1 for 27B and for 7B on WebGPT."""
-    kl_estimator: KLEstimator = "k1"
-    """How a token's KL is estimated for the penalty."""
-    kl_target: float | None = None
-    """Adapt kl_coef so that the KL of a response comes near this; None leaves it fixed."""
-    kl_horizon: int = 10000
-    """Responses over which an adaptive kl_coef moves."""
-    score_clip: float | None = None
-    """Bound scores to plus or minus this. The authors' code: 2.5."""
-    normalize_scores: bool = False
-    """Scale scores to mean 0 and deviation 1 on the starting policy's held-out responses."""
-    missing_eos_penalty: float = 0.0
-    """Taken from the score of a response that was cut off before it ended."""
-    whiten: Literal["tokens", "macros", "none"] = "tokens"
-    """Scale advantages to mean 0 and deviation 1 over the batch, counting tokens or actions."""
-
-    batch_size: int = 256
-    """Prompts in a step. The paper: 256; code: 16."""
-    learning_rate: float = 1.5e-5
-    """Peak learning rate of the policy. The paper: 1.5e-5 for 2B, 1e-6 for 7B, 7e-7 for 27B."""
-    critic_learning_rate: float = 1.5e-5
-    """Peak learning rate of the critic. The paper: 1.5e-5 for 2B, 1e-6 for 7B and 27B."""
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """How the rates fall after warm-up."""
-    warmup_steps: int | None = None
-    """Steps in which the rates rise; overrides warmup_ratio. The paper: 200; 27B 0; code 20."""
-    num_ppo_epochs: int = 1
-    """Passes over each batch of responses."""
-    num_mini_batches: int = 1
-    """Updates in each pass."""
-    clip: float = 0.2
-    """How far the ratio may move before its gradient stops."""
-    value_clip: float | None = 0.2
-    """How far a value may move in an update; None for no limit."""
-    dual_clip: float | None = None
-    """Bound the loss of negative advantages at this multiple; 3 is usual."""
-
-    eval_prompts: int = 64
-    """Held-out prompts for evaluations."""
-    log_samples: int = 8
-    """Held-out prompts whose responses are kept at each evaluation."""
-    keep_best: bool = True
-    """Keep the policy with the best held-out score in `best/`, beside the last in `model/`."""
-    guards: Guards = field(default_factory=Guards)
-    """When to warn of reward hacking, and when to stop."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive = ("num_ppo_epochs", "num_mini_batches", "critic_learning_rate", "clip")
-        optional = ("kl_target", "kl_horizon", "value_clip", "score_clip", "rollout_tokens")
-        check_numbers(self, (*positive, *optional), positive=True)
-        check_numbers(self, ("kl_coef", "warmup_steps", "eval_prompts", "log_samples"), least=0)
-        check_numbers(self, ("gamma", "lam", "rho"), least=0, most=1)
-        check_numbers(self, ("missing_eos_penalty",))
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(f"dual_clip must be larger than 1; got {self.dual_clip}.")
-        if self.batch_size % self.num_mini_batches:
-            raise ValueError(
-                f"num_mini_batches ({self.num_mini_batches}) must divide "
-                f"batch_size ({self.batch_size})."
-            )
-
-    @property
-    def one_update(self) -> bool:
-        """Whether each batch makes a single update, so that the old policy is the new one."""
-        return self.num_ppo_epochs * self.num_mini_batches == 1
-
-
-@dataclass(frozen=True)
-class Models:
-    """All that a step talks to."""
-
-    policy: Model
-    reference: Model
-    critic: Model
-    reward: RewardModel
-    engine: Engine
-    tokenizer: Tokenizer
-    vocabulary: Vocabulary
 
 
 @dataclass(frozen=True)
@@ -244,7 +106,7 @@ def train(config: PPOConfig) -> Path:
     sampler = torch.Generator(device).manual_seed(config.seed)
     shuffler = torch.Generator().manual_seed(config.seed + 1)  # mini-batches, random segments
     controller = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
-    probe = Probe(config, models, held_out, run, credit)
+    probe = Probe(config, models, held_out, run, collect, credit)
 
     state = resume(run, models=trained, optimizers=optimizers)
     done = step = 0
@@ -309,67 +171,6 @@ def train(config: PPOConfig) -> Path:
         run.save_model(models.policy, models.tokenizer)
     next_step = f"marlhf report {run.path.parent} -o {run.path.parent / 'report.html'}"
     return finish(run, probe.latest | {"steps": step}, next_step)
-
-
-def load_models(config: PPOConfig) -> Models:
-    """Policy and critic to train, reference and reward model to ask."""
-    device = pick_device(config.device)
-    remote, checkpointing = config.trust_remote_code, config.gradient_checkpointing
-    tokenizer = load_tokenizer(config.model, trust_remote_code=remote)
-    policy = load_policy(
-        config.model, seed=config.seed, trust_remote_code=remote, checkpointing=checkpointing
-    )
-    ref_path = config.ref_model or config.model
-    reference = load_policy(ref_path, seed=config.seed, trust_remote_code=remote)
-    if not same_tokenizer(tokenizer, load_tokenizer(ref_path, trust_remote_code=remote)):
-        raise RunError(
-            f"The tokenizer of the reference {ref_path} is not that of {config.model}: its "
-            "log-probs would be of other tokens. Set ref_model to a model with the policy's "
-            "tokenizer, or leave it out."
-        )
-    critic_path = config.critic_model or config.reward_model
-    if not is_scalar(config.reward_model, trust_remote_code=remote):
-        warn(
-            f"{config.reward_model} is not a reward model but a language model: its scores come "
-            "from a head of random weights and mean nothing. Train one with `marlhf reward`."
-        )
-    critic = load_scalar(
-        critic_path, seed=config.seed, trust_remote_code=remote, checkpointing=checkpointing
-    )
-    if not same_tokenizer(tokenizer, load_tokenizer(critic_path, trust_remote_code=remote)):
-        raise RunError(
-            f"The critic starts from {critic_path}, whose tokenizer is not that of {config.model}: "
-            "it would read other tokens. Set critic_model to a model with the policy's tokenizer, "
-            "such as the SFT model."
-        )
-    reward = RewardModel(
-        load_scalar(config.reward_model, trust_remote_code=remote).to(device),
-        load_tokenizer(config.reward_model, trust_remote_code=remote),
-        tokenizer,
-        token_budget=2 * config.token_budget,
-        precision=config.precision,
-    )
-    for name, model in (("the policy", policy), ("the reference", reference), ("critic", critic)):
-        check_vocabulary(model, tokenizer, name)
-    policy = policy.to(device)
-    engine = NativeEngine(
-        policy,
-        end_tokens(policy, tokenizer),
-        tokenizer.pad_token_id,
-        token_budget=config.rollout_tokens,
-        precision=config.precision,
-    )
-    size = policy.get_input_embeddings().weight.shape[0]
-    table = vocabulary(tokenizer, size)
-    return Models(
-        policy,
-        reference.to(device).requires_grad_(False),
-        critic.to(device),
-        reward,
-        engine,
-        tokenizer,
-        Vocabulary(**{k: v.to(device) for k, v in vars(table).items()}),
-    )
 
 
 @torch.no_grad()
@@ -599,38 +400,3 @@ def describe(experience: Experience, plan: Credit, kl_coef: float) -> dict[str, 
         "ppo/value": masked_mean(experience.values, mask),
         "ppo/explained_variance": explained_variance(experience.values, plan.returns, mask),
     }
-
-
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """How much of the returns the critic foresaw: 1 all of it, 0 no better than their mean."""
-
-    def variance(x: Tensor) -> Tensor:
-        return masked_mean((x - masked_mean(x, mask)).square(), mask)
-
-    return 1 - variance(returns - values) / variance(returns).clamp(min=1e-8)
-
-
-def to_numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """To the host in one go: each `float()` would wait for the device once."""
-    device = next(iter(metrics.values())).device
-    values = torch.stack([v.detach().float().to(device) for v in metrics.values()]).tolist()
-    return dict(zip(metrics, values))
-
-
-class Clock:
-    """Seconds of each phase of a step. Waits for the device only where there is one."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.phases: dict[str, float] = {}
-        self._last = self._start = time.perf_counter()
-
-    def mark(self, phase: str) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        now = time.perf_counter()
-        self.phases[f"time/{phase}"], self._last = now - self._last, now
-
-    def times(self, rows: int) -> dict[str, Any]:
-        whole = time.perf_counter() - self._start
-        return self.phases | {"time/step": whole, "time/samples_per_second": rows / whole}

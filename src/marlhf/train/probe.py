@@ -11,13 +11,16 @@ from torch import Tensor
 from marlhf.data.encode import decode
 from marlhf.models.load import Tokenizer
 from marlhf.rollout.measure import repetition
+from marlhf.train.measure import Clock
 from marlhf.train.optim import check_finite
+from marlhf.train.ppo_config import PPOConfig
+from marlhf.train.ppo_models import Models
 from marlhf.train.progress import say, warn
 from marlhf.train.run import RunError, RunFolder
 from marlhf.train.stage import Example
 
 if TYPE_CHECKING:
-    from marlhf.train.ppo import Credit, Experience, Models, PPOConfig
+    from marlhf.train.ppo import Credit, Experience
 
 SEED = 20241003  # the same draws at every evaluation of every run
 
@@ -35,9 +38,11 @@ class Probe:
         models: Models,
         held_out: list[Example],
         run: RunFolder,
+        collect: Callable[..., Experience],
         credit: Callable[..., Credit],
     ) -> None:
-        self.config, self.models, self.run, self.credit = config, models, run, credit
+        self.config, self.models, self.run = config, models, run
+        self.collect, self.credit = collect, credit
         self.rows = held_out[: config.eval_prompts]
         if not self.rows:
             if config.normalize_scores:
@@ -65,12 +70,10 @@ class Probe:
         """Evaluate, write everything down, and say why to stop, if anything says so."""
         if not self.rows:
             return ""
-        from marlhf.train.ppo import Clock, collect
-
         device = self.models.policy.device
         sampler = torch.Generator(device).manual_seed(SEED)
         self.models.policy.eval()
-        found = collect(
+        found = self.collect(
             self.prompts, self.models, self.config, sampler, self.normalise, Clock(device)
         )
         self.models.policy.train()
