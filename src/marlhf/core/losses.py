@@ -55,8 +55,8 @@ def ppo_policy_loss(
     if ratio != "token":
         segments = _need(segments, f"ratio={ratio!r}")
         pool = segments.sum if ratio == "macro" else segments.mean
-        log_ratio, advantages = pool(log_ratio), segments.first(advantages)
-        mask = segments.macro_mask
+        # One term a macro action, read at its first token.
+        log_ratio, mask = segments.spread(pool(log_ratio)), segments.starts
     change = log_ratio.exp()
     loss = torch.maximum(-advantages * change, -advantages * change.clamp(1 - clip, 1 + clip))
     if dual_clip is not None:
@@ -91,8 +91,9 @@ def ppo_value_loss(
     values, old_values, returns = keep(values, mask), keep(old_values, mask), keep(returns, mask)
     if level == "macro":
         segments = _need(segments, "level='macro'")
-        values, old_values = segments.weighted(values, sigma), segments.weighted(old_values, sigma)
-        returns, mask = segments.first(returns), segments.macro_mask
+        values = segments.spread(segments.weighted(values, sigma))
+        old_values = segments.spread(segments.weighted(old_values, sigma))
+        mask = segments.starts
     error = (values - returns).square()
     if clip is not None:
         near = torch.clamp(values, old_values - clip, old_values + clip)

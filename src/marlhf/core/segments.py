@@ -142,10 +142,12 @@ class Segments:
             return self.last(x)
         if sigma == "start":
             return self.first(x)
-        to_end = self.lengths.gather(1, self.ids) - self.offsets  # |w| - i
-        weights = to_end.clamp(min=1).to(keep(x, self.mask).dtype).reciprocal()
-        total = torch.where(self.macro_mask, self.sum(weights), 1.0)
-        return self.sum(weights * keep(x, self.mask)) / total
+        x = keep(x, self.mask)
+        after = self.lengths.cumsum(dim=1).gather(1, self.ids)  # tokens up to the action's end
+        to_end = after - self.mask.cumsum(dim=1) + 1  # |w| - i
+        weights = to_end.clamp(min=1).to(x.dtype).reciprocal()
+        total = self.sum(weights)  # 0 where there is no macro action
+        return self.sum(weights * x) / torch.where(total > 0, total, 1.0)
 
     def spread(self, x: Tensor) -> Tensor:
         """Each token takes its macro action's number: [B, M] -> [B, T]."""
