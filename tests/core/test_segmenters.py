@@ -191,6 +191,17 @@ def test_constituents_refuse_nonsense():
         Constituents(max_length=0)
 
 
+def test_validate_names_rows_whose_spans_cross_or_leave_the_row():
+    fine = [(0, 4), (0, 2), (2, 4), (2, 4), (0, 0)]
+    assert responses(4, 4, spans=[fine, []]).validate()
+    with pytest.raises(ValueError, match=r"Spans must nest.*rows \[1\]"):
+        responses(4, 4, spans=[fine, [(0, 3), (1, 4)]]).validate()
+    with pytest.raises(ValueError, match=r"within the tokens.*rows \[0\]"):
+        responses(4, spans=[[(0, 5)]]).validate()
+    with pytest.raises(ValueError, match=r"within the tokens.*rows \[0\]"):
+        responses(4, spans=[[(3, 1)]]).validate()
+
+
 #          0: "The" 1: " f" 2: "ox" 3: " ran" 4: "." 5: " It" 6: "\n" 7: " " 8: "So" 9: "3" 10: "5"
 #          11: '"' 12: ".\n\n"
 TEXTS = ["The", " f", "ox", " ran", ".", " It", "\n", " ", "So", " 3", "5", '"', ".\n\n"]

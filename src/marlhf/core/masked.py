@@ -101,5 +101,13 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}.")
 
 
+def complain(wrong: Tensor, what: str, remedy: str = "") -> None:
+    """Name the rows, [B] bool, that are wrong. Waits for the device: for `validate` only."""
+    rows = [int(row) for row in wrong.nonzero().flatten()]
+    if rows:
+        named = f"{rows[:10]}{' and more' if len(rows) > 10 else ''}"
+        raise ValueError(f"{what} rows {named}. {remedy}".strip())
+
+
 def _at_least_one(count: Tensor) -> Tensor:
     return count.clamp(min=1)

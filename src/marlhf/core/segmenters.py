@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from marlhf.core.masked import check_choice, check_tokens
+from marlhf.core.masked import check_choice, check_tokens, complain
 from marlhf.core.segments import Segments
 
 Spans = Sequence[Sequence[tuple[int, int]]]
@@ -69,6 +69,20 @@ class Responses:
                 f"spans must be [B, S, 2] with B = {self.mask.shape[0]}, "
                 f"got {list(self.spans.shape)}. Use `pack_spans`."
             )
+
+    def validate(self) -> Responses:
+        """Check what only the values can tell: that spans lie in their row and nest."""
+        if isinstance(self.spans, Tensor) and self.spans.numel():
+            begin, end = self.spans.unbind(dim=2)  # [B, S]
+            outside = (begin < 0) | (end < begin) | (end > self.mask.shape[1])
+            complain(outside.any(dim=1), "Spans must be (from, to) within the tokens, but not in")
+            left, right = begin[:, :, None], end[:, :, None]
+            crossing = (left < begin[:, None]) & (begin[:, None] < right) & (right < end[:, None])
+            complain(
+                crossing.flatten(1).any(dim=1),
+                "Spans must nest, one wholly inside the other, but some cross in",
+            )
+        return self
 
 
 Segmenter = Callable[[Responses], Tensor]

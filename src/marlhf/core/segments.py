@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from marlhf.core.masked import check_choice, check_tokens, keep
+from marlhf.core.masked import check_choice, check_tokens, complain, keep
 
 Sigma = Literal["equal", "unit", "position", "start"]
 
@@ -69,9 +69,9 @@ class Segments:
     def validate(self) -> Segments:
         """Check what only the values can tell. Waits for the device, so not for the hot path."""
         holes = (self.mask & ~_previous(self.mask)).sum(dim=1) > 1
-        _complain(holes, "The mask must cover one unbroken run of tokens, but it has holes in")
+        complain(holes, "The mask must cover one unbroken run of tokens, but it has holes in")
         if self.late is not None:
-            _complain(
+            complain(
                 self.late,
                 "A macro action must begin at the first token, but it does not in",
                 "Set `starts[:, 0] = True` at the end of your segmenter.",
@@ -80,7 +80,7 @@ class Segments:
         step = torch.where(inside, self.ids - self.ids.roll(1, dims=1), 0)
         first = self.mask & ~_previous(self.mask)
         wrong = (step < 0) | (step > 1) | (first & (self.ids != 0))
-        _complain(wrong.any(dim=1), "Macro ids must count 0, 1, 2, ... from left to right, but not")
+        complain(wrong.any(dim=1), "Macro ids must count 0, 1, 2, ... from left to right, but not")
         return self
 
     @property
@@ -166,10 +166,3 @@ def _previous(mask: Tensor) -> Tensor:
 def _following(mask: Tensor) -> Tensor:
     """What stands one place to the right, False at the edge."""
     return torch.nn.functional.pad(mask[:, 1:], (0, 1)) if mask.shape[1] else mask
-
-
-def _complain(wrong: Tensor, what: str, remedy: str = "") -> None:
-    rows = [int(row) for row in wrong.nonzero().flatten()]
-    if rows:
-        named = f"{rows[:10]}{' and more' if len(rows) > 10 else ''}"
-        raise ValueError(f"{what} rows {named}. {remedy}".strip())
