@@ -9,15 +9,14 @@ import yaml
 from marlhf.config import (
     ConfigError,
     build_segmenter,
-    describe,
     kind_class,
     load_config,
     load_recipe,
     load_stage,
     shipped_recipes,
-    to_raw,
 )
 from marlhf.core import NGram, Perplexity, RandomNGram, Words
+from marlhf.settings import describe, to_raw
 
 PIPELINE = """
 output_dir: runs/x

@@ -17,7 +17,8 @@ import yaml
 
 from marlhf import core
 from marlhf.cli import app, main
-from marlhf.config import KINDS, SEGMENTERS, describe, kind_class, load_recipe, load_stage
+from marlhf.config import KINDS, kind_class, load_recipe, load_stage
+from marlhf.settings import SEGMENTERS, describe
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

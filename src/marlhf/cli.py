@@ -107,7 +107,8 @@ def config(
     """Every setting of a stage with its default and what it does; or a recipe, resolved."""
     import textwrap
 
-    from marlhf.config import describe, kind_class, load_stage, to_raw
+    from marlhf.config import kind_class, load_stage
+    from marlhf.settings import describe, to_raw
 
     if recipe:
         import yaml

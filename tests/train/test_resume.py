@@ -18,9 +18,9 @@ import yaml
 from transformers import AutoModelForSequenceClassification
 
 from conftest import TOY, read_lines
-from marlhf.config import to_raw
 from marlhf.core import RandomNGram
 from marlhf.reward import RewardModel
+from marlhf.settings import to_raw
 from marlhf.train import checkpoint, ppo, reward, sft
 from marlhf.train.guards import Guards
 from marlhf.train.run import RunError, RunFolder, Stopped

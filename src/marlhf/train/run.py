@@ -27,8 +27,8 @@ from typing import Any
 import yaml
 
 from marlhf import __version__
-from marlhf.config import to_raw
 from marlhf.models.load import quiet_transformers
+from marlhf.settings import to_raw
 
 LINES = ("metrics.jsonl", "eval.jsonl", "samples.jsonl")
 FREE_TO_CHANGE = (

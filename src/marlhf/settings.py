@@ -1,0 +1,105 @@
+"""Settings as people read them: plain data for YAML and JSON, and the help of each field.
+
+The string under a field of a config is its help.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+import typing
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SEGMENTERS = {
+    "ngram": "NGram",
+    "random": "RandomNGram",
+    "perplexity": "Perplexity",
+    "constituents": "Constituents",
+    "words": "Words",
+    "sentences": "Sentences",
+}
+"""Rules by the name that recipes call them by; classes of `marlhf.core`."""
+
+
+def to_raw(config: Any) -> Any:
+    """A config as plain data for YAML and JSON; secrets are left out by name."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+        fields = {k: _hide(k, to_raw(v)) for k, v in fields.items()}
+        return {"type": _type_name(config), **fields} if callable(config) else fields
+    if isinstance(config, dict):
+        return {str(k): _hide(str(k), to_raw(v)) for k, v in config.items()}
+    if isinstance(config, (list, tuple)):
+        return [to_raw(v) for v in config]
+    if isinstance(config, Path):
+        return str(config)
+    if isinstance(config, partial):
+        return to_raw(config.func) | to_raw(config.keywords)
+    if callable(config):
+        settings = to_raw({k: v for k, v in vars(config).items() if not k.startswith("_")})
+        name = getattr(config, "__qualname__", type(config).__qualname__)
+        return {"type": f"{config.__module__}:{name}", **settings}
+    return config
+
+
+def describe(cls: type) -> Iterator[tuple[str, str, str, str]]:
+    """Name, type, default and help of each field, nested dataclasses included."""
+    hints = typing.get_type_hints(cls)
+    written = _written(cls)
+    for field in dataclasses.fields(cls):
+        kind, text = written.get(field.name, (str(field.type), ""))
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield field.name, "", "", text
+            for name, inner, default, help_ in describe(typing.cast(type, hints[field.name])):
+                yield f"{field.name}.{name}", inner, default, help_
+            continue
+        yield field.name, kind, _default(field), text
+
+
+def _type_name(segmenter: Any) -> str:
+    short = {cls: name for name, cls in SEGMENTERS.items()}
+    cls = type(segmenter)
+    if cls.__module__.startswith("marlhf.core"):
+        return short[cls.__name__]
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _hide(key: str, value: Any) -> Any:
+    secret = re.search(r"(^|_)(token|api_key|key|secret|password)$", key.lower())
+    return "(hidden)" if secret and isinstance(value, str) and value else value
+
+
+def _written(cls: type) -> dict[str, tuple[str, str]]:
+    """Each field's type as written, and the string beneath it, which is its help."""
+    found: dict[str, tuple[str, str]] = {}
+    for parent in cls.__mro__[:0:-1]:
+        if dataclasses.is_dataclass(parent):
+            found |= _written(parent)
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    for node, after in zip(body.body, [*body.body[1:], None]):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            text = ""
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                text = " ".join(str(after.value.value).split())
+            found[node.target.id] = ast.unparse(node.annotation), text
+    return found
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    factory: Callable[[], Any] | Any = field.default_factory
+    if field.default is not dataclasses.MISSING:
+        value = to_raw(field.default)
+    elif factory is not dataclasses.MISSING:
+        value = to_raw(factory())
+    else:
+        return "(required)"
+    return yaml.safe_dump(value, default_flow_style=True).strip().removesuffix("\n...")
