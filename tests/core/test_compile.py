@@ -112,10 +112,8 @@ def test_inductor_gives_the_same_losses_and_gradients(inputs):
         torch.testing.assert_close(eager, compiled)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_the_whole_step_is_captured_in_a_cuda_graph(inputs, rule):
+@pytest.fixture
+def on_gpu(inputs) -> tuple[Responses, torch.Tensor, torch.Tensor]:
     def move(x):
         return x.cuda() if isinstance(x, torch.Tensor) else x
 
@@ -125,7 +123,17 @@ def test_the_whole_step_is_captured_in_a_cuda_graph(inputs, rule):
         **{k: move(v) for k, v in vars(responses).items() if k != "vocabulary"},
         vocabulary=Vocabulary(**{k: move(v) for k, v in flags.items()}),
     )
-    logprobs, values = logprobs.cuda(), values.cuda()
+    return there, logprobs.cuda(), values.cuda()
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_the_whole_step_is_captured_in_a_cuda_graph(rule, request):
+    there, logprobs, values = request.getfixturevalue("on_gpu")
     wanted = step(there, logprobs, values, rule)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -134,6 +142,21 @@ def test_the_whole_step_is_captured_in_a_cuda_graph(inputs, rule):
     graph.replay()
     for c, w in zip(captured, wanted):
         torch.testing.assert_close(c, w)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("sigma", ["equal", "unit", "position", "start"])
+def test_nothing_waits_for_the_device(rule, sigma, request):
+    there, logprobs, values = request.getfixturevalue("on_gpu")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for ratio in ("token", "macro", "macro_mean"):
+            step(there, logprobs, values, rule, sigma, ratio)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_gae_compiles(inputs):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -75,14 +74,6 @@ def say(message: str, style: str = "") -> None:
 
 def warn(message: str) -> None:
     say(f"warning: {message}", style="yellow")
-
-
-def table(title: str, rows: dict[str, Any]) -> None:
-    """A few named numbers, aligned."""
-    say(title, style="bold")
-    width = max((len(name) for name in rows), default=0)
-    for name, value in rows.items():
-        say(f"  {name:<{width}}  {_short(value) if isinstance(value, float) else value}")
 
 
 def _short(value: float) -> str:
