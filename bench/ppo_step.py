@@ -1,130 +1,389 @@
-"""One PPO step, phase by phase: samples a second and peak memory.
+"""One PPO step, phase by phase: samples a second, memory, and how far from the hardware's limit.
 
-    python bench/ppo_step.py                    # SmolLM2-135M's shape on a GPU
-    python bench/ppo_step.py --shape tiny       # a CPU
+    python bench/ppo_step.py                          # SmolLM2-135M's shape on a GPU
+    python bench/ppo_step.py --shape tiny             # a CPU; beside TRL 1.12 where installed
+    python bench/ppo_step.py --shape gemma-2b         # 2.5B parameters, trained whole
+    python bench/ppo_step.py --shape llama-7b-lora    # adapters on one shared base
+    python bench/ppo_step.py --rules                  # what macro actions cost
 
-Four models with random weights (policy, reference, critic, reward), full parameters, one PPO epoch,
-prompts and responses of fixed length: what is measured is the machinery, not the learning. The
-first steps warm up; the table has the best and the median of the rest.
+Models with random weights (policy, reference, critic, reward), one PPO epoch, prompts and responses
+of fixed length: what is measured is the machinery, not the learning. The first steps warm up and
+compile; the table has the best and the median of the rest.
+
+The limit counts what must be done, at the rates that this machine reaches in the same run: every
+multiplication at the rate of a large matrix product, and for each sampled token the weights and the
+cache once through memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib.metadata
+import math
 import platform
 import statistics
+import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from marlhf.core import NGram, Vocabulary
+from marlhf.core import NGram, Perplexity, RandomNGram, Vocabulary
+from marlhf.data import Row
+from marlhf.models.adapters import FrozenBase, LoRA, frozen_dtype
+from marlhf.models.compile import compile_blocks
 from marlhf.models.tiny import tiny_tokenizer
-from marlhf.reward import RewardModel
+from marlhf.reward import RewardModel, Rewards
 from marlhf.rollout import NativeEngine, Sampling
 from marlhf.spans import vocabulary
+from marlhf.train.distributed import World
 from marlhf.train.measure import Clock, to_numbers
 from marlhf.train.optim import make_optimizer
 from marlhf.train.ppo import collect, credit, describe, update
 from marlhf.train.ppo_config import PPOConfig
-from marlhf.train.ppo_models import Models
+from marlhf.train.rl_models import Models
+from marlhf.train.stage import Example
+
+
+@dataclass(frozen=True)
+class Shape:
+    kind: str
+    hidden: int
+    layers: int
+    heads: int
+    groups: int  # KV heads
+    head: int
+    mlp: int
+    vocabulary: int
+    rows: int
+    prompt: int
+    response: int
+    budget: int  # tokens in a micro-batch
+    lora: bool = False
+
+    def config(self) -> Any:
+        return getattr(transformers, self.kind)(
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.groups,
+            head_dim=self.head,
+            intermediate_size=self.mlp,
+            vocab_size=self.vocabulary,
+            tie_word_embeddings=not self.lora,
+            max_position_embeddings=self.prompt + self.response,
+            num_labels=1,
+            eos_token_id=1,
+            pad_token_id=0,
+            bos_token_id=None,
+        )
+
+    @property
+    def matrices(self) -> int:
+        """Weights of the layers, without embeddings and head."""
+        attention = 2 * self.hidden * self.head * (self.heads + self.groups)
+        return self.layers * (attention + 3 * self.hidden * self.mlp)
+
+    def operations(self) -> float:
+        """Floating-point operations of a step."""
+        tokens = self.rows * (self.prompt + self.response)
+        attention = self.layers * 2 * self.heads * self.head * (self.prompt + self.response)
+        forward = tokens * (2 * self.matrices + attention)
+        head = 2 * self.rows * self.response * self.hidden * self.vocabulary
+        trained = 2 if self.lora else 3  # forward and backward; frozen weights have no gradient
+        # Sampling, reference, reward model and critic once each, then policy and critic.
+        return (4 + 2 * trained) * forward + (2 + trained) * head
+
+    def decode_bytes(self, width: int) -> float:
+        """Bytes that sampling must read: weights and cache for each token of a response."""
+        weights = self.matrices + self.hidden * self.vocabulary
+        length = self.prompt + self.response / 2
+        cache = self.rows * length * self.layers * 2 * self.groups * self.head
+        return self.response * (weights + cache) * width
+
 
 SHAPES = {
-    # hidden, layers, heads, KV heads, MLP, vocabulary, rows, prompt, response, token budget
-    "smollm2": (576, 30, 9, 3, 1536, 49152, 256, 256, 64, 32768),
-    "tiny": (64, 2, 4, 2, 128, 512, 32, 32, 32, 16384),
+    "tiny": Shape("LlamaConfig", 64, 2, 4, 2, 16, 128, 512, 32, 32, 32, 16384),
+    "smollm2": Shape("LlamaConfig", 576, 30, 9, 3, 64, 1536, 49152, 256, 256, 64, 40960),
+    "gemma-2b": Shape("GemmaConfig", 2048, 18, 8, 1, 256, 16384, 256000, 64, 256, 128, 4096),
+    "llama-7b-lora": Shape(
+        "LlamaConfig", 4096, 32, 32, 32, 128, 11008, 32000, 64, 256, 128, 4096, lora=True
+    ),
 }
+RULES: dict[str, Callable[..., Any]] = {
+    "ngram 1": NGram(1),
+    "ngram 5": NGram(5),
+    "ngram inf": NGram(math.inf),
+    "random ngram": RandomNGram(),
+    "perplexity": Perplexity(),
+}
+WARMUP = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="smollm2" if gpu else "tiny")
-    parser.add_argument("--n", type=float, default=5, help="tokens in a macro action")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=8, help="timed steps, of each rule")
+    parser.add_argument("--budget", type=int, help="tokens in a micro-batch")
+    parser.add_argument("--rules", action="store_true", help="compare rules of macro actions")
+    parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
+    parser.add_argument("--no-trl", action="store_true", help="do not run TRL beside it")
     args = parser.parse_args()
-    hidden, layers, heads, kv, mlp, size, rows, prompt, response, budget = SHAPES[args.shape]
+    shape = SHAPES[args.shape]
+    shape = replace(shape, budget=args.budget) if args.budget else shape
     device = torch.device("cuda" if gpu else "cpu")
-    shape = LlamaConfig(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv,
-        intermediate_size=mlp,
-        vocab_size=size,
-        tie_word_embeddings=True,
-        num_labels=1,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
+    name = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU"
+    threads = "" if gpu else f", {torch.get_num_threads()} thread(s)"
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    print(f"{name}{threads}, {versions}")
+
+    torch.manual_seed(0)
+    models, config = build(shape, device, args)
+    parameters = {p for m in (models.policy, models.critic) for p in m.parameters()}
+    print(
+        f"{args.shape}: {shape.matrices / 1e6:.1f}M weights in layers, "
+        f"{sum(p.numel() for p in parameters) / 1e6:.1f}M trained, "
+        f"{shape.rows} x ({shape.prompt} + {shape.response}) tokens, "
+        f"{shape.budget} in a micro-batch\n"
     )
+    rules = RULES if args.rules else {"ngram 5": RULES["ngram 5"]}
+    phases, by_rule, numbers = measure(models, config, shape, rules, args.steps)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if gpu else None
+    print(f"{'phase':12}{'best s':>9}{'median s':>10}")
+    for phase, seconds in phases.items():
+        print(f"{phase:12}{min(seconds):9.3f}{statistics.median(seconds):10.3f}")
+    best, median = (shape.rows / f(phases["step"]) for f in (min, statistics.median))
+    print(f"\nsamples/s            {best:.1f} (best) {median:.1f} (median)")
+    tokens = shape.rows * shape.response / min(phases["rollout"])
+    print(f"rollout tokens/s     {tokens:.0f} (with prefill)")
+    print(f"log-prob gap         {numbers['ppo/logprob_gap']:.2e} (rollout - training)")
+    if peak is not None:
+        print(f"peak memory          {peak:.1f} GiB")
+    print_limit(shape, device, min(phases["step"]))
+    if args.rules:
+        print_rules(by_rule)
+    del models
+    gc.collect()
+    if not args.no_trl and not shape.lora:
+        print_trl(shape, device, args.steps, best)
+
+
+def build(shape: Shape, device: torch.device, args: argparse.Namespace) -> tuple[Models, PPOConfig]:
+    """The four models; no token ends a response, so that lengths are fixed."""
     config = PPOConfig(
         model="random",
         reward_model="random",
         output_dir="unused",
-        batch_size=rows,
-        token_budget=budget,
-        segmenter=NGram(args.n if args.n == float("inf") else int(args.n)),
-        sampling=Sampling(max_new_tokens=response, temperature=1.0, top_k=0),
+        batch_size=shape.rows,
+        token_budget=shape.budget,
+        sampling=Sampling(max_new_tokens=shape.response, temperature=1.0, top_k=0),
     )
-    torch.manual_seed(0)
-    models = build(shape, config, device)
+    tokenizer = tiny_tokenizer()
+    policy, reference, critic, reward = build_four(shape, device, args.checkpointing)
+    if device.type == "cuda" and not args.eager and not shape.lora:
+        for model in (policy, reference, critic, reward):
+            compile_blocks(model)
+    budget = 2 * shape.budget
+    scorer = RewardModel(reward, tokenizer, tokenizer, token_budget=budget)
+    table = vocabulary(tokenizer, shape.vocabulary)
+    engine = NativeEngine(policy, [-1], 0, token_budget=config.rollout_tokens)
+    models = Models(
+        policy,
+        reference,
+        critic,
+        Rewards([("reward", scorer, 1.0)]),
+        engine,
+        tokenizer,
+        Vocabulary(**{k: v.to(device) for k, v in vars(table).items()}),
+        World(device),
+    )
+    return models, config
+
+
+def build_four(shape: Shape, device: torch.device, checkpointing: bool) -> tuple[Any, ...]:
+    """Policy, reference, critic, reward model."""
+    if shape.lora:
+        lora = LoRA(shared_base=True)
+        dtype = frozen_dtype(device, "auto")
+        base = FrozenBase(random_model(shape, device, False, checkpointing), matrices=dtype)
+        reward = base.scalar(lora, "reward", trainable=False)
+        views = base.language(lora), base.reference(), base.scalar(lora), reward
+        return tuple(view.to(device) for view in views)
+    policy, reference = (random_model(shape, device, False, checkpointing) for _ in range(2))
+    reference.requires_grad_(False).load_state_dict(policy.state_dict())
+    critic, reward = (random_model(shape, device, True, checkpointing) for _ in range(2))
+    return policy, reference, critic, reward
+
+
+def random_model(shape: Shape, device: torch.device, scalar: bool, checkpointing: bool) -> Any:
+    auto: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    with torch.device(device):
+        model = auto.from_config(shape.config(), dtype=torch.float32, attn_implementation="sdpa")
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def measure(
+    models: Models,
+    config: PPOConfig,
+    shape: Shape,
+    rules: dict[str, Callable[..., Any]],
+    steps: int,
+) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, float]]:
+    """Seconds of each phase, seconds of a step by rule, and the last step's metrics.
+
+    Rules take turns, so that a machine that grows warm or busy slows all of them alike.
+    """
+    device = models.world.device
     optimizers = {
         "policy": make_optimizer(models.policy, 1e-6),
         "critic": make_optimizer(models.critic, 1e-6),
     }
-    prompts = torch.randint(2, size, (rows, prompt)).tolist()
-    sampler, shuffler = torch.Generator(device).manual_seed(0), torch.Generator().manual_seed(0)
+    ids = torch.randint(2, shape.vocabulary, (shape.rows, shape.prompt)).tolist()
+    examples = [Example(Row(""), prompt, [], []) for prompt in ids]
+    sampler, shuffler = (torch.Generator().manual_seed(i) for i in range(2))
     phases: dict[str, list[float]] = {}
-    for step in range(1, args.steps + 3):
-        clock = Clock(device)
-        start = time.perf_counter()
-        experience = collect(prompts, models, config, sampler, lambda x: x, clock)
-        plan = credit(experience, models.vocabulary, config, 0.05, shuffler)
-        clock.mark("credit")
-        metrics = update(experience, plan, models, optimizers, config, step, 100, shuffler)
-        numbers = to_numbers(metrics | describe(experience, plan, 0.05))
-        clock.mark("update")
-        if step > 2:  # the first two warm up
-            times = clock.phases | {"time/step": time.perf_counter() - start}
-            for name, seconds in times.items():
-                phases.setdefault(name.removeprefix("time/"), []).append(seconds)
-    name = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU"
-    print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}")
-    count = sum(p.numel() for p in models.policy.parameters()) / 1e6
-    print(f"{args.shape}: {count:.1f}M parameters, {rows} x ({prompt} + {response}) tokens\n")
-    print(f"{'phase':12}{'best s':>9}{'median s':>10}")
-    for phase, seconds in phases.items():
-        print(f"{phase:12}{min(seconds):9.3f}{statistics.median(seconds):10.3f}")
-    print(f"\nsamples/s {rows / min(phases['step']):.1f} (best)")
-    print(f"rollout tokens/s {rows * response / min(phases['rollout']):.0f} (with prefill)")
-    print(f"log-prob gap rollout - training {numbers['ppo/logprob_gap']:.2e}")
-    if gpu:
-        print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+    by_rule: dict[str, list[float]] = {name: [] for name in rules}
+    numbers: dict[str, float] = {}
+    for step in range(1, steps + WARMUP + 1):
+        for rule, segmenter in rules.items():
+            settings = replace(config, segmenter=segmenter)
+            seeds = torch.randint(2**62, (shape.rows,), generator=sampler).tolist()
+            clock = Clock(device)
+            start = time.perf_counter()
+            experience = collect(examples, models, settings, seeds, lambda x: x, clock)
+            plan = credit(experience, models.vocabulary, settings, 0.05, shuffler)
+            clock.mark("credit")
+            metrics = update(experience, plan, models, optimizers, settings, step, 10**6, shuffler)
+            numbers = to_numbers(metrics | describe(experience, plan, 0.05))
+            clock.mark("update")
+            whole = time.perf_counter() - start
+            if step == WARMUP and device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()  # not the compiler's own trials
+            if step > WARMUP:
+                for name, seconds in (clock.phases | {"time/step": whole}).items():
+                    phases.setdefault(name.removeprefix("time/"), []).append(seconds)
+                by_rule[rule].append(whole)
+    return phases, by_rule, numbers
 
 
-def build(shape: LlamaConfig, config: PPOConfig, device: torch.device) -> Models:
-    """The four models; no token ends a response, so that lengths are fixed."""
-    tokenizer = tiny_tokenizer()
-    policy = LlamaForCausalLM(shape).to(device)
-    reference = LlamaForCausalLM(shape).to(device).requires_grad_(False)
-    reference.load_state_dict(policy.state_dict())
-    reward = RewardModel(
-        LlamaForSequenceClassification(shape).to(device),
-        tokenizer,
-        tokenizer,
-        token_budget=2 * config.token_budget,
+def print_limit(shape: Shape, device: torch.device, seconds: float) -> None:
+    """What the step would take if nothing but multiplying and reading weights took time."""
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    rate = 2 * size**3 / best_time(lambda: a @ b, device)
+    source = torch.randn(2**28 if device.type == "cuda" else 2**24, device=device)
+    target = torch.empty_like(source)
+    bandwidth = 2 * 4 * source.numel() / best_time(lambda: target.copy_(source), device)
+    width = 2 if device.type == "cuda" else 4
+    compute, decode = shape.operations() / rate, shape.decode_bytes(width) / bandwidth
+    limit = compute + decode
+    print(
+        f"limit                {shape.rows / limit:.1f} samples/s: {compute:.4f} s at "
+        f"{rate / 1e12:.3g} TFLOP/s and {decode:.4f} s at {bandwidth / 1e12:.3g} TB/s; "
+        f"{100 * limit / seconds:.0f}% of it reached"
     )
-    table = vocabulary(tokenizer, shape.vocab_size)
-    return Models(
-        policy,
-        reference,
-        LlamaForSequenceClassification(shape).to(device),
-        reward,
-        NativeEngine(policy, [-1], 0, token_budget=config.rollout_tokens),
-        tokenizer,
-        Vocabulary(**{k: v.to(device) for k, v in vars(table).items()}),
+
+
+def best_time(run: Callable[[], Any], device: torch.device) -> float:
+    times = []
+    for _ in range(12):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times[2:])
+
+
+def print_rules(by_rule: dict[str, list[float]]) -> None:
+    """Each rule's step beside that of single tokens, from the same rounds."""
+    print(f"\n{'rule':14}{'best s':>9}{'median s':>10}{'over n = 1':>12}")
+    base = by_rule["ngram 1"]
+    for rule, seconds in by_rule.items():
+        over = statistics.median(a / b for a, b in zip(seconds, base)) - 1
+        line = f"{rule:14}{min(seconds):9.4f}{statistics.median(seconds):10.4f}"
+        print(f"{line}{100 * over:11.2f}%")
+
+
+def print_trl(shape: Shape, device: torch.device, steps: int, ours: float) -> None:
+    """TRL's PPOTrainer on models of the same shape, in the same process."""
+    try:
+        from datasets import Dataset
+        from trl.experimental.ppo import PPOConfig as TRLConfig
+        from trl.experimental.ppo import PPOTrainer
+    except ImportError as error:
+        print(f"\nTRL's PPOTrainer is not here ({error}); TRL 1.12 is the last to have it.")
+        return
+    ends: list[float] = []
+
+    class Ends(transformers.TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            ends.append(time.perf_counter())
+
+    gpu = device.type == "cuda"
+    if gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    micro = min(shape.rows, max(1, shape.budget // (shape.prompt + shape.response)))
+    accumulation = math.ceil(shape.rows / micro)
+    total = shape.rows * (steps + WARMUP)
+    ids = torch.randint(2, shape.vocabulary, (total, shape.prompt)).tolist()
+    tokenizer = tiny_tokenizer()
+    tokenizer.padding_side = "left"
+    with tempfile.TemporaryDirectory() as folder:
+        settings = TRLConfig(
+            output_dir=folder,
+            per_device_train_batch_size=shape.rows // accumulation,
+            gradient_accumulation_steps=accumulation,
+            local_rollout_forward_batch_size=shape.rows,
+            total_episodes=total,
+            response_length=shape.response,
+            temperature=1.0,
+            num_ppo_epochs=1,
+            num_mini_batches=1,
+            num_sample_generations=0,
+            gradient_checkpointing=False,
+            bf16=gpu,
+            use_cpu=not gpu,
+            learning_rate=1e-6,
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        )
+        policy, reference, critic, reward = build_four(shape, device, False)
+        trainer = PPOTrainer(
+            args=settings,
+            processing_class=tokenizer,
+            model=policy,
+            ref_model=reference,
+            reward_model=reward,
+            value_model=critic,
+            train_dataset=Dataset.from_dict({"input_ids": ids}),
+            eval_dataset=Dataset.from_dict({"input_ids": ids[: shape.rows]}),
+            callbacks=[Ends()],
+        )
+        trainer.train()
+    times = [b - a for a, b in zip(ends[WARMUP - 1 :], ends[WARMUP:])]
+    theirs = shape.rows / min(times)
+    memory = f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if gpu else ""
+    print(
+        f"\nTRL {importlib.metadata.version('trl')} PPOTrainer: {theirs:.1f} samples/s (best), "
+        f"{shape.rows / statistics.median(times):.1f} (median){memory}. "
+        f"marlhf: {ours / theirs:.1f} times as many."
     )
 
 

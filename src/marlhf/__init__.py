@@ -1,3 +1,78 @@
-"""Reinforcement learning from human feedback with macro actions, for Hugging Face models."""
+"""Reinforcement learning from human feedback with macro actions, for Hugging Face models.
+
+>>> from marlhf import MacroPPOTrainer, NGram, PPOConfig
+>>> args = PPOConfig(output_dir="runs/mine", kl_coef=0.02)
+>>> trainer = MacroPPOTrainer(model="tiny", reward_funcs=len, segmenter=NGram(5), args=args)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+_WHERE = {
+    "marlhf.trainers": (
+        *("DPOTrainer", "MacroPPOTrainer", "PPOTrainer", "RLOOTrainer", "RewardTrainer"),
+        "SFTTrainer",
+    ),
+    "marlhf.train.sft": ("SFTConfig",),
+    "marlhf.train.reward": ("RewardConfig",),
+    "marlhf.train.ppo_config": ("PPOConfig",),
+    "marlhf.train.rloo_config": ("RLOOConfig",),
+    "marlhf.train.dpo": ("DPOConfig",),
+    "marlhf.train.guards": ("Guards",),
+    "marlhf.data": ("DataConfig",),
+    "marlhf.rollout": ("Sampling",),
+    "marlhf.models.adapters": ("LoRA",),
+    "marlhf.core": (
+        *("Constituents", "NGram", "Perplexity", "RandomNGram", "Responses", "Segments"),
+        *("Sentences", "Words"),
+    ),
+    "marlhf.evaluate.report": ("write_report",),
+}
+"""What `from marlhf import ...` finds, and where: torch loads only once something is asked for."""
+_HOME = {name: module for module, names in _WHERE.items() for name in names}
+
+__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+
+if TYPE_CHECKING:
+    from marlhf.core import (
+        Constituents,
+        NGram,
+        Perplexity,
+        RandomNGram,
+        Responses,
+        Segments,
+        Sentences,
+        Words,
+    )
+    from marlhf.data import DataConfig
+    from marlhf.evaluate.report import write_report
+    from marlhf.models.adapters import LoRA
+    from marlhf.rollout import Sampling
+    from marlhf.train.dpo import DPOConfig
+    from marlhf.train.guards import Guards
+    from marlhf.train.ppo_config import PPOConfig
+    from marlhf.train.reward import RewardConfig
+    from marlhf.train.rloo_config import RLOOConfig
+    from marlhf.train.sft import SFTConfig
+    from marlhf.trainers import (
+        DPOTrainer,
+        MacroPPOTrainer,
+        PPOTrainer,
+        RewardTrainer,
+        RLOOTrainer,
+        SFTTrainer,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'marlhf' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOME]

@@ -63,6 +63,18 @@ def run_ppo(recipe: Recipe, overrides: Overrides = None, stage: StageName = None
     _run_stage("ppo", recipe, overrides, stage)
 
 
+@app.command("rloo")
+def run_rloo(recipe: Recipe, overrides: Overrides = None, stage: StageName = None) -> None:
+    """RLOO and GRPO: several responses a prompt instead of a critic."""
+    _run_stage("rloo", recipe, overrides, stage)
+
+
+@app.command("dpo")
+def run_dpo(recipe: Recipe, overrides: Overrides = None, stage: StageName = None) -> None:
+    """Direct preference optimisation, without a reward model."""
+    _run_stage("dpo", recipe, overrides, stage)
+
+
 @app.command("run")
 def run_all(recipe: Recipe, overrides: Overrides = None) -> None:
     """All stages of a recipe in order, skipping finished ones, then the report."""
@@ -73,7 +85,8 @@ def run_all(recipe: Recipe, overrides: Overrides = None) -> None:
         typer.secho(f"[{number}/{len(stages)}] {stage.name}", bold=True, err=True)
         _train(stage.kind, stage.config)
     root = Path(stages[0].config.output_dir).parent
-    _report([root], root / "report.html")
+    if os.environ.get("RANK", "0") == "0":  # of several processes, one writes
+        _report([root], root / "report.html")
 
 
 @app.command()
@@ -99,7 +112,7 @@ def recipes() -> None:
 
 @app.command()
 def config(
-    kind: Annotated[str, typer.Argument(help="sft, reward or ppo.")],
+    kind: Annotated[str, typer.Argument(help="sft, reward, ppo, rloo or dpo.")],
     recipe: Annotated[str | None, typer.Argument(help="Show this recipe, resolved.")] = None,
     overrides: Overrides = None,
     stage: StageName = None,
@@ -221,7 +234,7 @@ def _read(file: Path | None) -> str:
 
 def _expected(error: Exception) -> bool:
     """Errors that are about the user's input, which explain themselves."""
-    if type(error).__name__ in ("RunError", "Stopped"):
+    if type(error).__name__ in ("RunError", "RewardError", "Stopped"):
         return True
     trace = error.__traceback__
     while trace and trace.tb_next:

@@ -37,6 +37,8 @@ KINDS = {
     "sft": "marlhf.train.sft:SFTConfig",
     "reward": "marlhf.train.reward:RewardConfig",
     "ppo": "marlhf.train.ppo:PPOConfig",
+    "rloo": "marlhf.train.rloo:RLOOConfig",
+    "dpo": "marlhf.train.dpo:DPOConfig",
 }
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
@@ -280,14 +282,15 @@ def _check_references(stages: dict[str, Raw], problems: list[str]) -> None:
     """`@sft` must name a stage that comes before the one that starts from it."""
     names = list(stages)
     for name, stage in stages.items():
-        for key, value in stage.items():
-            if not isinstance(value, str) or not value.startswith("@"):
-                continue
+        for key, given in stage.items():
             place = f"stages.{name}.{key}"
-            if value[1:] not in stages:
-                problems.append(_unknown(place, value[1:], stages))
-            elif names.index(value[1:]) >= names.index(name):
-                problems.append(f"{place}: stage {value[1:]!r} does not come before {name!r}.")
+            for value in given if isinstance(given, list) else [given]:
+                if not isinstance(value, str) or not value.startswith("@"):
+                    continue
+                if value[1:] not in stages:
+                    problems.append(_unknown(place, value[1:], stages))
+                elif names.index(value[1:]) >= names.index(name):
+                    problems.append(f"{place}: stage {value[1:]!r} does not come before {name!r}.")
 
 
 def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage | None:
@@ -307,8 +310,22 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage 
     for key, value in raw.items():
         if isinstance(value, str) and value.startswith("@"):
             raw[key] = str(root / value[1:] / "model")
+        elif key == "reward_funcs" and isinstance(value, list):
+            raw[key] = [
+                str(root / x[1:] / "model") if isinstance(x, str) and x.startswith("@") else x
+                for x in value
+            ]
+    problems += [
+        f"{_at(where, key)}: Field required" for key in _required(kind, raw) if not raw.get(key)
+    ]
     config = _build(kind_class(kind), _merge(PRESETS[preset], raw), where, problems)
     return None if config is None else Stage(name, kind, config)
+
+
+def _required(kind: str, raw: Raw) -> list[str]:
+    """What a recipe must say, and Python may give as objects instead."""
+    samples = kind in ("ppo", "rloo")
+    return ["model", "output_dir"] + ["reward_model"] * (samples and not raw.get("reward_funcs"))
 
 
 def _build(cls: type[T], raw: Any, where: str, problems: list[str]) -> T:

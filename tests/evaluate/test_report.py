@@ -258,3 +258,21 @@ def test_the_report_needs_neither_torch_nor_numpy(demo, tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_baselines_stand_beside_ppo(make_run, tmp_path):
+    def line(step: int, **numbers: float) -> dict:
+        return {"kind": "train", "step": step, "seconds": float(step), **numbers}
+
+    scores = {"ppo": 0.25, "rloo": 0.75}
+    for stage, score in scores.items():
+        metrics = [line(i, **{f"{stage}/score": score, f"{stage}/kl": 1.0}) for i in (1, 2)]
+        make_run(stage, stage=stage, metrics=metrics, config={"segmenter": {"type": "ngram"}})
+    make_run("dpo", stage="dpo", metrics=[line(1, **{"dpo/loss": 0.5})], config={"beta": 0.1})
+    folders = [tmp_path / name for name in ("ppo", "rloo", "dpo")]
+    page = write_report(folders, tmp_path / "report.html").read_text()
+    assert "rloo: n-gram, n = 5" in page
+    assert "direct preference optimisation" in page
+    learning = unquote(page[page.index('id="learning"') :])
+    assert "ppo,1,1,0.25" in learning
+    assert "rloo,1,1,0.75" in learning

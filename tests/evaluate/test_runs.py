@@ -56,6 +56,23 @@ def test_a_run_without_run_json_still_has_a_name_and_a_stage(make_run):
     assert (run.name, run.stage, run.status) == ("mine", "sft", "unknown")
 
 
+def test_every_method_of_rl_answers_for_its_own_numbers(make_run):
+    lines = [{"kind": "train", "step": 1, "seconds": 1.0, "rloo/score": 0.5}]
+    run = read_run(make_run("mine", stage="rloo", metrics=lines))
+    assert run.is_policy
+    assert run.final("ppo/score") == run.final("rloo/score") == 0.5
+    folder = make_run("guessed", metrics=lines)
+    (folder / "run.json").unlink()
+    assert read_run(folder).stage == "rloo"
+
+
+def test_dpo_has_no_score_to_rank_it_by(make_run):
+    metrics = [{"kind": "eval", "step": 2, "seconds": 1.0, "eval/accuracy": 0.75}]
+    run = read_run(make_run("dpo", stage="dpo", metrics=metrics))
+    assert not run.is_policy
+    assert run.final("eval/accuracy") == 0.75
+
+
 @pytest.mark.parametrize("name", ["run.json", "config.yaml", "metrics.jsonl", "samples.jsonl"])
 @pytest.mark.parametrize("content", ["", "[1, 2]", "{", "\x00\xff", "null\n5\n"])
 def test_no_damaged_file_stops_the_reader(make_run, name, content):

@@ -8,9 +8,10 @@ from transformers.modeling_outputs import CausalLMOutput
 from marlhf.models.forward import Sequences, keeps_logits, token_stats
 from marlhf.models.load import load_policy
 from marlhf.rollout import NativeEngine, Sampling
-from marlhf.rollout.native import CHECK_EVERY, draw
+from marlhf.rollout.plain import CHECK_EVERY, PlainEngine
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [0, 3], [20], [1, 1, 4]]
+SEEDS = [11, 12, 13, 14]
 GREEDY = Sampling(max_new_tokens=12, temperature=0)
 
 
@@ -37,14 +38,10 @@ def generated(model, prompt, max_new_tokens, ends):
     return found[0, len(prompt) :].tolist()
 
 
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
 def test_greedy_is_generates_token_for_token(small, family):
     # Mistral and the Gemmas have a window of 4 here, so that it slides through all of this.
     model = small(family)
-    rollout = NativeEngine(model, [1], pad_id=0).generate(PROMPTS, GREEDY)
+    rollout = NativeEngine(model, [1], pad_id=0).generate(PROMPTS, GREEDY, SEEDS)
     assert rollout.responses == [generated(model, p, 12, [1]) for p in PROMPTS]
     ended = [response[-1] == 1 for response in rollout.responses]
     assert rollout.ended.tolist() == ended
@@ -53,7 +50,7 @@ def test_greedy_is_generates_token_for_token(small, family):
 @torch.no_grad()
 def test_logprobs_are_those_of_the_training_pass(small, family):
     model, sampling = small(family), Sampling(9, temperature=0.7)
-    rollout = NativeEngine(model, [1, 7, 9], pad_id=1).generate(PROMPTS * 2, sampling, seeded())
+    rollout = NativeEngine(model, [1, 7, 9], pad_id=1).generate(PROMPTS * 2, sampling, range(8))
     sequences = Sequences.from_lists(PROMPTS * 2, rollout.responses, pad_id=1)
     expected = token_stats(model, sequences, 0.7).logprobs
     torch.testing.assert_close(rollout.logprobs, expected, atol=1e-5, rtol=0)
@@ -66,37 +63,10 @@ def chi_square(counts, probabilities):
     return float(((counts - expected)[often] ** 2 / expected[often]).sum()), int(often.sum()) - 1
 
 
-@pytest.mark.parametrize(
-    ("sampling", "allowed"),
-    [
-        (Sampling(temperature=1.0), [0, 1, 2, 3, 4, 5]),
-        (Sampling(temperature=0.5), [0, 1, 2, 3, 4, 5]),
-        (Sampling(top_k=3), [0, 2, 5]),
-        (Sampling(top_k=99), [0, 1, 2, 3, 4, 5]),
-        (Sampling(top_p=0.7), [2, 5, 0]),  # 0.4 + 0.25 is less than 0.7, 0.15 makes it enough
-        (Sampling(top_p=0.39), [2]),
-        (Sampling(top_p=1e-6), [2]),
-        (Sampling(top_k=3, top_p=0.8), [2, 5]),  # of what top-k left: 0.5, 0.3125, 0.1875
-    ],
-)
-def test_draws_follow_the_distribution(sampling, allowed):
-    probabilities = torch.tensor([0.15, 0.1, 0.4, 0.06, 0.04, 0.25])
-    logits = probabilities.log().expand(20_000, 6) + 3.0
-    tokens, logprobs = draw(logits, sampling, seeded())
-    whole = (logits[0] / sampling.scale).softmax(dim=0)
-    torch.testing.assert_close(logprobs, whole.log()[tokens])  # of the whole, truncated or not
-    expected = torch.zeros(6).index_copy_(0, torch.tensor(allowed), whole[allowed])
-    counts = tokens.bincount(minlength=6)
-    assert set(counts.nonzero().flatten().tolist()) == set(allowed)
-    statistic, freedom = chi_square(counts, expected / expected.sum())
-    assert statistic < 30  # a chance of 2e-5 with five degrees of freedom, less with fewer
-    assert freedom == len(allowed) - 1
-
-
 def test_sampled_responses_follow_the_models_distribution(small):
     model = small("llama", initializer_range=0.1, vocab_size=6)
     prompts = [[5, 2]] * 4000
-    rollout = NativeEngine(model, [1], 0).generate(prompts, Sampling(2, 0.8), seeded())
+    rollout = NativeEngine(model, [1], 0).generate(prompts, Sampling(2, 0.8), range(4000))
     first, second = torch.zeros(6), torch.zeros(6)
     for response in rollout.responses:
         first[response[0]] += 1
@@ -111,7 +81,7 @@ def test_sampled_responses_follow_the_models_distribution(small):
 def test_a_response_ends_at_the_first_eos_and_keeps_it():
     # 2 -> 3 -> 4 -> 5 -> 5 ...; 6 -> 4; 1 -> 1
     engine = NativeEngine(Chain([1, 1, 3, 4, 5, 5, 4]), end_tokens=[1, 4], pad_id=1)
-    rollout = engine.generate([[2], [1], [5], [6]], Sampling(10, 0))
+    rollout = engine.generate([[2], [1], [5], [6]], Sampling(10, 0), SEEDS)
     assert rollout.responses == [[3, 4], [1], [5] * 10, [4]]
     assert rollout.ended.tolist() == [True, True, False, True]
     assert (rollout.logprobs != 0).sum(dim=1).le(torch.tensor([2, 1, 10, 1])).all()
@@ -122,25 +92,25 @@ def test_a_response_ends_at_the_first_eos_and_keeps_it():
 def test_an_eos_at_the_very_last_token_ended_the_response(length):
     chain = [*range(1, 12), 11]
     engine = NativeEngine(Chain(chain), end_tokens=[length], pad_id=0)
-    [response] = engine.generate([[0]], Sampling(length, 0)).responses
+    [response] = engine.generate([[0]], Sampling(length, 0), [0]).responses
     assert response == list(range(1, length + 1))
-    assert engine.generate([[0]], Sampling(length, 0)).ended.tolist() == [True]
+    assert engine.generate([[0]], Sampling(length, 0), [0]).ended.tolist() == [True]
     if length > 1:
-        assert engine.generate([[0]], Sampling(length - 1, 0)).ended.tolist() == [False]
+        assert engine.generate([[0]], Sampling(length - 1, 0), [0]).ended.tolist() == [False]
 
 
 def test_sampling_stops_once_all_have_ended():
     model = Chain([1, 1])
     steps = []
     model.register_forward_hook(lambda *_: steps.append(1))
-    rollout = NativeEngine(model, [1], 0).generate([[0], [0]], Sampling(1000, 0))
+    rollout = NativeEngine(model, [1], 0).generate([[0], [0]], Sampling(1000, 0), [1, 2])
     assert len(steps) == CHECK_EVERY
     assert rollout.logprobs.shape == (2, 1)
 
 
 def test_the_seed_decides_the_rollout(small):
     engine = NativeEngine(small("llama"), [1], 0)
-    runs = [engine.generate(PROMPTS, Sampling(8), seeded(seed)) for seed in (3, 3, 4)]
+    runs = [engine.generate(PROMPTS, Sampling(8), [seed] * 4) for seed in (3, 3, 4)]
     assert runs[0].responses == runs[1].responses
     assert torch.equal(runs[0].logprobs, runs[1].logprobs)
     assert runs[0].responses != runs[2].responses
@@ -149,10 +119,10 @@ def test_the_seed_decides_the_rollout(small):
 def test_the_token_budget_moves_no_row(small):
     model = small("gpt2")
     prompts = [[*PROMPTS[i % 4], 5 + i] for i in range(7)]
-    alone = [NativeEngine(model, [1, 8], 0).generate([p], Sampling(9, 0)) for p in prompts]
+    alone = [PlainEngine(model, [1, 8], 0).generate([p], Sampling(9, 0), [0]) for p in prompts]
     for budget in (1, 45, 10_000):
         engine = NativeEngine(model, [1, 8], pad_id=1, token_budget=budget)
-        rollout = engine.generate(prompts, Sampling(9, 0))
+        rollout = engine.generate(prompts, Sampling(9, 0), [0] * 7)
         assert rollout.responses == [single.responses[0] for single in alone]
         assert rollout.ended.tolist() == [bool(single.ended) for single in alone]
         for row, single in zip(rollout.logprobs, alone):
@@ -163,7 +133,7 @@ def test_the_token_budget_moves_no_row(small):
 
 def test_a_model_without_logits_to_keep_answers():
     assert not keeps_logits(Chain)
-    rollout = NativeEngine(Chain([0, 2, 0]), [0], 0).generate([[1, 1, 1], [2]], Sampling(5, 0))
+    rollout = NativeEngine(Chain([0, 2, 0]), [0], 0).generate([[1, 1, 1], [2]], Sampling(5, 0), [1, 2])
     assert rollout.responses == [[2, 0], [0]]
 
 
@@ -171,7 +141,7 @@ def test_gradient_checkpointing_does_not_cost_the_cache(tmp_path, small):
     model = small("llama")
     model.save_pretrained(tmp_path)
     saving = load_policy(str(tmp_path), checkpointing=True)
-    rollout = NativeEngine(saving, [1], 0).generate(PROMPTS, GREEDY)
+    rollout = NativeEngine(saving, [1], 0).generate(PROMPTS, GREEDY, SEEDS)
     assert rollout.responses == [generated(model, p, 12, [1]) for p in PROMPTS]
     assert saving.training  # as before
 
@@ -179,7 +149,7 @@ def test_gradient_checkpointing_does_not_cost_the_cache(tmp_path, small):
 def test_sampling_neither_trains_nor_changes_the_model(small):
     model = small("llama").train()
     before = copy.deepcopy(model.state_dict())
-    rollout = NativeEngine(model, [1], 0).generate(PROMPTS, Sampling(4), seeded())
+    rollout = NativeEngine(model, [1], 0).generate(PROMPTS, Sampling(4), SEEDS)
     assert not rollout.logprobs.requires_grad
     assert model.training
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
@@ -188,9 +158,11 @@ def test_sampling_neither_trains_nor_changes_the_model(small):
 def test_nothing_to_answer_is_a_sentence(small):
     engine = NativeEngine(small("llama"), [1], 0)
     with pytest.raises(ValueError, match="no prompts to answer"):
-        engine.generate([], GREEDY)
+        engine.generate([], GREEDY, [])
     with pytest.raises(ValueError, match=r"prompts \[1, 2\] have no tokens.*Begin each with BOS"):
-        engine.generate([[5], [], []], GREEDY)
+        engine.generate([[5], [], []], GREEDY, [1, 2, 3])
+    with pytest.raises(ValueError, match="4 prompts but 2 seeds"):
+        engine.generate(PROMPTS, GREEDY, [1, 2])
 
 
 def test_a_state_space_model_is_refused_and_not_sampled_wrongly():

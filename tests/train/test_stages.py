@@ -19,6 +19,7 @@ from marlhf.models.load import load_policy, load_tokenizer
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.train import ppo, reward, sft
+from marlhf.train.distributed import World
 from marlhf.train.run import RunError
 from marlhf.train.stage import Example, batch_rows, each_prompt_once, load_examples
 
@@ -47,7 +48,9 @@ def test_sft_loss_is_transformers_own(tmp_path):
         budgeted = sft.SFTConfig(
             model="tiny", output_dir=str(tmp_path / "a"), **SHORT, token_budget=budget
         )
-        mine = sft.backward(model, rows, tokenizer, budgeted)
+        mine = sft.backward(
+            model, rows, tokenizer.pad_token_id, budgeted, World(torch.device("cpu"))
+        )
         torch.testing.assert_close(mine, theirs.detach())
         for p, gradient in zip(model.parameters(), wanted):
             torch.testing.assert_close(p.grad, gradient, rtol=1e-4, atol=1e-6)

@@ -166,7 +166,7 @@ class RandomNGram:
         if responses.seeds is None:
             return torch.rand(len(mask), size, device=mask.device)
         column = torch.arange(1, size + 1, device=mask.device)
-        return _mix(_mix(responses.seeds.to(mask.device))[:, None] ^ _mix(column))
+        return mix(mix(responses.seeds.to(mask.device))[:, None] ^ mix(column))
 
 
 @dataclass(frozen=True)
@@ -342,7 +342,7 @@ def _tie(x: Tensor) -> Tensor:
     return x + 1e-9 * (1 + x.abs())
 
 
-def _mix(x: Tensor) -> Tensor:
+def mix(x: Tensor) -> Tensor:
     """Scramble int64 numbers (the finaliser of SplitMix64, on signed wrap-around arithmetic)."""
     x = (x ^ (x >> 30)) * -4658895280553007687
     x = (x ^ (x >> 27)) * -7723592293110705685

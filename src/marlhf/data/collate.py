@@ -6,7 +6,7 @@ Axes: B rows, P padded length.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,3 +53,23 @@ def token_budget_batches(lengths: Sequence[int], budget: int) -> list[list[int]]
         else:
             batches.append([index])
     return batches
+
+
+class Micro(NamedTuple):
+    """A batch for one forward pass."""
+
+    rows: list[int]
+    weight: float = 1.0
+    """0 for a pass that only keeps step with other processes, whose result must not count."""
+
+
+class Alone:
+    """One process that does all the work; `train.distributed.World` is its kin for several."""
+
+    def batches(self, lengths: Sequence[int], budget: int) -> list[Micro]:
+        """What this process is to compute, in batches of at most `budget` tokens."""
+        return [Micro(rows) for rows in token_budget_batches(lengths, budget)]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Over all processes."""
+        return x

@@ -92,6 +92,7 @@ def fit_prompts(
         encoded = encode_prompts(tokenizer, [row.prompt for row in chunk])
         for number, (row, ids) in enumerate(zip(chunk, encoded, strict=True), start=start + 1):
             counts.read += 1
+            ids = row.columns.get("prompt_ids") or ids  # for those who bring their own tokens
             if not ids:
                 counts.drop("the tokenizer makes no tokens of the prompt", f"row {number}")
             elif len(ids) <= max_prompt_tokens:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ import yaml
 
 Row = dict[str, Any]
 
-STAGES = ("sft", "reward", "ppo")
+STAGES = ("sft", "reward", "dpo", "ppo", "rloo")
 SKIPPED_FOLDERS = {"checkpoints", "model", "best", "critic"}
 MAX_MAGNITUDE = 1e30
 """Beyond this a number is a divergence, not a measurement: it is treated as missing."""
@@ -62,7 +63,7 @@ class Run:
     @property
     def is_policy(self) -> bool:
         """Whether this run trained a policy by reinforcement learning."""
-        return self.stage not in ("sft", "reward")
+        return self.stage not in ("sft", "reward", "dpo")
 
     @property
     def is_empty(self) -> bool:
@@ -74,7 +75,13 @@ class Run:
         return max(steps, default=None)
 
     def curve(self, key: str) -> list[tuple[int, float, float]]:
-        """(step, seconds, value) wherever `key` was recorded; seconds may be NaN."""
+        """(step, seconds, value) wherever `key` was recorded; seconds may be NaN.
+
+        Methods of reinforcement learning record the same numbers, each under its own name: asked
+        for `ppo/score`, a run of RLOO gives its `rloo/score`.
+        """
+        if self.is_policy:
+            key = re.sub("^ppo/", f"{self.stage}/", key)
         rows = self.evals if key.startswith("eval/") else self.train
         found = ((row, number(row.get(key))) for row in rows)
         return [

@@ -358,9 +358,10 @@ def _speed_figure(policies: list[Group]) -> str:
 
 
 def stages(groups: list[Group], *, with_table: bool) -> str:
-    """The SFT and reward models that the policies stand on."""
+    """The SFT and reward models that the policies stand on, and DPO, which has no score."""
     sft = [group for group in groups if group.stage == "sft"]
     reward = [group for group in groups if group.stage == "reward"]
+    dpo = [group for group in groups if group.stage == "dpo"]
     figures = [
         curve_figure("SFT loss", sft, ("sft/loss",)),
         curve_figure("SFT held-out loss", sft, ("eval/loss",)),
@@ -369,6 +370,9 @@ def stages(groups: list[Group], *, with_table: bool) -> str:
         curve_figure("Reward-model accuracy", reward, ("reward/accuracy",)),
         curve_figure("Reward-model held-out accuracy", reward, ("eval/accuracy",)),
         curve_figure("Reward-model margin", reward, ("reward/margin",)),
+        curve_figure("DPO loss", dpo, ("dpo/loss",)),
+        curve_figure("DPO held-out accuracy", dpo, ("eval/accuracy",)),
+        curve_figure("DPO held-out margin", dpo, ("eval/margin",)),
     ]
     return section(
         "stages",

@@ -10,6 +10,12 @@ from marlhf.evaluate.page import chip, csv_link, duration, num, percent, section
 from marlhf.evaluate.runs import Run
 from marlhf.evaluate.stats import Interval, interval
 
+STAGE_NAMES = {
+    "sft": "supervised fine-tuning",
+    "reward": "reward model",
+    "dpo": "direct preference optimisation",
+}
+
 
 def summary(policies: list[Group], others: list[Group], runs: list[Run]) -> str:
     """The verdict, the table of numbers, and what they do and do not show."""
@@ -68,6 +74,7 @@ def _policy_table(policies: list[Group]) -> str:
         shown = [form(value) for value, (_, _, form) in zip(values, measures)]
         steps = max((run.last_step or 0 for run in group.runs), default=0)
         kind = describe_segmenter(group.config)
+        kind = kind if group.stage == "ppo" else f"{group.stage}: {kind}"
         cell = _score_cell(score, group.finals("eval/score"), note)
         name = _name_cell(group, kind)
         rows.append([name, cell, *shown, str(steps), duration(seconds)])
@@ -109,7 +116,7 @@ def _name_cell(group: Group, kind: str = "") -> str:
 def stage_table(groups: list[Group]) -> str:
     """The models behind the policies: what each training of them ended at."""
     measures = [
-        ("Loss", ("sft/loss", "reward/loss"), num),
+        ("Loss", ("sft/loss", "reward/loss", "dpo/loss"), num),
         ("Held-out loss", ("eval/loss",), num),
         ("Held-out accuracy", ("eval/accuracy",), percent),
     ]
@@ -122,7 +129,7 @@ def stage_table(groups: list[Group]) -> str:
             values = [value for key in keys for value in group.finals(key)]
             shown.append(form(interval(values).mean))
         seconds = interval([run.seconds for run in group.runs if run.seconds is not None]).mean
-        stage = {"sft": "supervised fine-tuning", "reward": "reward model"}.get(group.stage)
+        stage = STAGE_NAMES.get(group.stage)
         steps = max((run.last_step or 0 for run in group.runs), default=0)
         rows.append(
             [_name_cell(group), text(stage or group.stage), str(steps), *shown, duration(seconds)]

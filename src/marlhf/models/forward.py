@@ -14,11 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import masking_utils
 
 from marlhf.data.collate import pad_right
+from marlhf.models.compile import is_compiled
+from marlhf.models.logprobs import LogitRule, chosen_logprobs, fit_rule, probe
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Sequences:
         first = torch.tensor([len(p) - 1 for p in prompts], dtype=torch.int64)
         before = torch.where(mask, first[:, None] + torch.arange(mask.shape[1]), 0)
         tensors = (ids, right, mask, before)
-        ids, right, mask, before = (x.to(device, non_blocking=True) for x in tensors)
+        ids, right, mask, before = (send(x, device) for x in tensors)
         lengths = tuple(map(len, prompts)), tuple(map(len, responses))
         return cls(ids, right, mask, before, *lengths)
 
@@ -58,7 +62,7 @@ class Sequences:
         """Some of the rows, without the padding that only the others needed."""
         prompt_lengths = tuple(self.prompt_lengths[i] for i in index)
         lengths = tuple(self.lengths[i] for i in index)
-        where = torch.tensor(index, device=self.ids.device)
+        where = send(torch.tensor(index), self.ids.device)
         whole = max(p + r for p, r in zip(prompt_lengths, lengths))
         width = max(lengths)
         return Sequences(
@@ -87,8 +91,46 @@ def token_stats(
 
     The temperature must be the one sampled at: otherwise the ratio of new to old policy is that
     of two policies that nobody sampled from.
+
+    Logits are never whole: the model's own forward runs with next to nothing for its head to do,
+    and `chosen_logprobs` takes over from there. Where it cannot know what the model does to
+    logits, `plain_token_stats` does the work.
     """
-    with _head_at(model, sequences.before):
+    head = cast(Any, model).get_output_embeddings()
+    if not sum(sequences.lengths) or _RULES.get(model, LogitRule()) is None or not _plain(head):
+        return plain_token_stats(model, sequences, temperature, entropy=entropy)
+    real = _real(sequences)  # [N]
+    rows, width = real // sequences.mask.shape[1], sequences.ids.shape[1]
+    hidden, rule = _hidden_at(model, sequences.ids, rows * width + sequences.before.flatten()[real])
+    if rule is None:
+        return plain_token_stats(model, sequences, temperature, entropy=entropy)
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    found = chosen_logprobs(
+        hidden,
+        head.weight,
+        head.bias,
+        sequences.responses.flatten()[real],
+        rule=rule,
+        temperature=temperature,
+        entropy=entropy,
+        dtype=dtype,
+        fused=is_compiled(model),
+    )
+
+    def spread(x: Tensor) -> Tensor:
+        flat = torch.zeros(sequences.mask.numel(), device=x.device)
+        return flat.index_copy(0, real, x.float()).view_as(sequences.mask)
+
+    logprobs, surprise = found
+    return TokenStats(spread(logprobs), None if surprise is None else spread(surprise))
+
+
+def plain_token_stats(
+    model: nn.Module, sequences: Sequences, temperature: float = 1.0, *, entropy: bool = False
+) -> TokenStats:
+    """What `token_stats` gives, through the model's own head and with all logits at once."""
+    with _head_at(model, sequences.before), _one_text_a_row():
         logits = model(input_ids=sequences.ids, use_cache=False).logits  # [B, R, V]
     logits = logits.float() / temperature
     chosen = logits.gather(2, sequences.responses[:, :, None]).squeeze(2)
@@ -108,9 +150,19 @@ def token_values(model: nn.Module, sequences: Sequences) -> Tensor:
 
 def final_scores(model: nn.Module, sequences: Sequences) -> Tensor:
     """The scalar at each row's last real token, float32: [B]."""
-    prompts = torch.tensor(sequences.prompt_lengths, device=sequences.ids.device)
+    prompts = send(torch.tensor(sequences.prompt_lengths), sequences.ids.device)
     last = prompts + sequences.mask.sum(dim=1) - 1
     return _scalar(model, sequences.ids, last[:, None]).squeeze(1)
+
+
+def send(x: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor of the host on a device, without waiting for what the device is doing.
+
+    Copies from ordinary memory wait until all that was launched before them is done, and the
+    device then waits for the host to launch the next pass.
+    """
+    pinned = x.pin_memory() if torch.device(device).type == "cuda" else x
+    return pinned.to(device, non_blocking=True)
 
 
 def position_ids(attention: Tensor) -> Tensor:
@@ -137,10 +189,74 @@ def _head_at(model: nn.Module, columns: Tensor) -> Iterator[None]:
         handle.remove()
 
 
+@contextlib.contextmanager
+def _one_text_a_row() -> Iterator[None]:
+    """Without transformers' search for rows that hold several texts, which ours never do.
+
+    It asks the device in every pass and waits for the answer, and then there is nothing left for
+    the device to do until the host has launched more.
+    """
+    search = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda *_: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = search
+
+
+_RULES: WeakKeyDictionary[nn.Module, LogitRule | None] = WeakKeyDictionary()
+"""What each model does to logits, seen in its first pass."""
+
+
+def _hidden_at(model: nn.Module, ids: Tensor, positions: Tensor) -> tuple[Tensor, LogitRule | None]:
+    """What the head would see at flat positions [N]: [N, H]; and what becomes of its output.
+
+    In a model's first pass the head says numbers of ours, and the logits tell what the model made
+    of them: soft caps, scales, or something that no rule describes.
+    """
+    seen: list[Tensor] = []
+    head = cast(Any, model).get_output_embeddings()
+    said = None if model in _RULES else probe(head.out_features, head.weight.device)
+
+    def take(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        seen.append(args[0].flatten(0, 1).index_select(0, positions))
+        return (args[0][:, :0], *args[1:])
+
+    def say(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+        return output if said is None else said[None, None]
+
+    handles = head.register_forward_pre_hook(take), head.register_forward_hook(say)
+    try:
+        with _one_text_a_row():
+            logits = model(input_ids=ids, use_cache=False).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    if said is not None:
+        _RULES[model] = fit_rule(said, logits.detach().flatten())
+    return seen[0], _RULES[model]
+
+
+def _plain(head: nn.Module) -> bool:
+    """Whether a head is a matrix and no more: not adapted, sharded, quantised or watched."""
+    watched = head._forward_hooks or head._forward_pre_hooks  # they may change what it says
+    return type(head) is nn.Linear and type(head.weight.data) is Tensor and not watched
+
+
+def _real(sequences: Sequences) -> Tensor:
+    """Flat indices of the response tokens that are not padding, [N], without asking the device."""
+    mask, count = sequences.mask.flatten(), sum(sequences.lengths)
+    place = torch.where(mask, mask.cumsum(dim=0) - 1, count)
+    index = place.new_empty(count + 1)
+    return index.scatter_(0, place, torch.arange(len(mask), device=mask.device))[:count]
+
+
 def _scalar(model: nn.Module, ids: Tensor, columns: Tensor) -> Tensor:
     """The scalar head at some columns of each row, in float32 even under autocast: [B, R]."""
     backbone, head = cast(nn.Module, model.base_model), cast(nn.Module, model.score)
-    hidden = _at(backbone(input_ids=ids, use_cache=False).last_hidden_state, columns)
+    with _one_text_a_row():
+        hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state
+    hidden = _at(hidden, columns)
     with torch.autocast(hidden.device.type, enabled=False):
         return head(hidden.float()).squeeze(2)
 

@@ -41,10 +41,16 @@ class ModelError(ValueError):
     """Something about a model or tokenizer that the user has to put right."""
 
 
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Tokenizer:
+def load_tokenizer(path: str | Tokenizer, *, trust_remote_code: bool = False) -> Tokenizer:
     """A tokenizer that is sure to have an EOS and something to pad with."""
+    if not isinstance(path, str):
+        return _with_ends(path, "that was given")
     if path == "tiny":
         return tiny_tokenizer()
+    if (base := _adapter_base(path)) is not None and not (
+        Path(path) / "tokenizer_config.json"
+    ).is_file():
+        return load_tokenizer(base, trust_remote_code=trust_remote_code)
     with _explained(path, "tokenizer"):
         source = _source(path)
         declared = {} if _gguf(path) else get_tokenizer_config(path)
@@ -53,9 +59,13 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Tokenizer:
         plain = declared.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
         loader = PreTrainedTokenizerFast if plain else AutoTokenizer
         tokenizer = loader.from_pretrained(**source, trust_remote_code=trust_remote_code)
+    return _with_ends(tokenizer, f"of {path}")
+
+
+def _with_ends(tokenizer: Tokenizer, which: str) -> Tokenizer:
     if tokenizer.eos_token_id is None:
         raise ModelError(
-            f"The tokenizer of {path} has no EOS token, so a response could never end. "
+            f"The tokenizer {which} has no EOS token, so a response could never end. "
             "Set `eos_token` in its tokenizer_config.json."
         )
     if tokenizer.pad_token_id is None:
@@ -66,9 +76,19 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Tokenizer:
 
 
 def load_policy(
-    path: str, *, seed: int = 0, trust_remote_code: bool = False, checkpointing: bool = False
+    path: str | Model,
+    *,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+    checkpointing: bool = False,
+    quantization: Any = None,
+    device: torch.device | None = None,
 ) -> Model:
     """A causal language model in float32, ready to train."""
+    if not isinstance(path, str):
+        return _given(path, checkpointing)
+    if (base := _adapter_base(path)) is not None:
+        return _merged(load_policy(base, trust_remote_code=trust_remote_code), path, checkpointing)
     if path == "tiny":
         model: Model = tiny_model(seed)
     elif _gguf(path):
@@ -88,19 +108,41 @@ def load_policy(
                         f"{path} is a reward model ({kind}), which scores text and cannot write. "
                         "Take the language model that it was made from, such as the SFT model."
                     )
-            model, missing = _load(AutoModelForCausalLM, path, config, trust_remote_code)
+            auto = AutoModelForCausalLM
+            model, missing = _load(auto, path, config, trust_remote_code, quantization, device)
             _check_whole(path, model, missing)
     return _ready(model, checkpointing)
 
 
 def load_scalar(
-    path: str, *, seed: int = 0, trust_remote_code: bool = False, checkpointing: bool = False
+    path: str | Model,
+    *,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+    checkpointing: bool = False,
+    quantization: Any = None,
+    device: torch.device | None = None,
 ) -> Model:
     """A model with one number a token: a reward model or a critic.
 
     This is transformers' own sequence classifier with one label, so it saves and loads without
     marlhf. From a language model the head starts fresh, its scale such that scores are about 1.
     """
+    if not isinstance(path, str):
+        if not isinstance(getattr(path, "score", None), nn.Linear):
+            raise ModelError(
+                f"A {type(path).__name__} has no scalar head that marlhf knows. Give an "
+                "AutoModelForSequenceClassification with num_labels=1."
+            )
+        if path.score.out_features != 1:
+            raise ModelError(
+                f"The {type(path).__name__} given has {path.score.out_features} labels; a reward "
+                "model has one. Load it with num_labels=1."
+            )
+        return _given(path, checkpointing)
+    if (base := _adapter_base(path)) is not None:
+        scalar = load_scalar(base, seed=seed, trust_remote_code=trust_remote_code)
+        return _merged(scalar, path, checkpointing)
     if path == "tiny" or _gguf(path):
         backbone = load_policy(path, seed=seed, trust_remote_code=trust_remote_code)
         config = backbone.config
@@ -118,9 +160,8 @@ def load_scalar(
                     "Take a reward model, or the language model that it was made from."
                 )
             config.num_labels = 1
-            model, missing = _load(
-                AutoModelForSequenceClassification, path, config, trust_remote_code
-            )
+            auto = AutoModelForSequenceClassification
+            model, missing = _load(auto, path, config, trust_remote_code, quantization, device)
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
         raise ModelError(
@@ -140,6 +181,8 @@ def is_scalar(path: str, *, trust_remote_code: bool = False) -> bool:
     """Whether a model comes with a scalar head, so that `load_scalar` has none to make up."""
     if path == "tiny" or _gguf(path):
         return False
+    if _adapter_base(path) is not None:
+        return _adapters().is_scalar_adapter(path)
     with _explained(path, "model"):
         return _has_scalar(_config(path, trust_remote_code))
 
@@ -184,13 +227,25 @@ def pick_device(name: str = "auto") -> torch.device:
 
 def autocast(device: torch.device, precision: Precision) -> torch.autocast:
     """bfloat16 arithmetic on GPUs that have it, float32 elsewhere, unless told otherwise."""
-    auto = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    enabled = precision == "bfloat16" or (precision == "auto" and auto)
+    enabled = computes_in_bfloat16(device, precision)
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
-def _load(auto: Any, path: str, config: Any, trust_remote_code: bool) -> tuple[Model, set[str]]:
+def computes_in_bfloat16(device: torch.device, precision: Precision) -> bool:
+    auto = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return precision == "bfloat16" or (precision == "auto" and auto)
+
+
+def _load(
+    auto: Any,
+    path: str,
+    config: Any,
+    trust_remote_code: bool,
+    quantization: Any = None,
+    device: torch.device | None = None,
+) -> tuple[Model, set[str]]:
     """A model, and the names of those weights that were not there and so are random."""
+    packed = {"quantization_config": quantization, "device_map": {"": device or "cpu"}}
     model, found = auto.from_pretrained(
         path,
         config=config,
@@ -198,6 +253,7 @@ def _load(auto: Any, path: str, config: Any, trust_remote_code: bool) -> tuple[M
         trust_remote_code=trust_remote_code,
         use_safetensors=True,  # a pickle could run anything
         output_loading_info=True,
+        **(packed if quantization is not None else {}),
     )
     return model, set(found["missing_keys"])
 
@@ -243,6 +299,32 @@ def _silent(config: Any) -> Any:
             if name.endswith(("dropout", "pdrop", "dropout_prob")):
                 setattr(part, name, 0.0)
     return config
+
+
+def _adapters() -> Any:
+    from marlhf.models import adapter_files  # which needs this module
+
+    return adapter_files
+
+
+def _adapter_base(path: str) -> str | None:
+    """What a saved adapter stands on; None for anything else."""
+    return _adapters().adapter_base(path)
+
+
+def _merged(base: Model, path: str, checkpointing: bool) -> Model:
+    return _ready(_adapters().merge_adapter(base, path), checkpointing)
+
+
+def _given(model: Model, checkpointing: bool) -> Model:
+    """A user's own model: float32 masters, and no dropout in the modules it has built."""
+    _silent(model.config)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(vars(module).get("attention_dropout"), float):
+            cast(Any, module).attention_dropout = 0.0
+    return _ready(model.float(), checkpointing)
 
 
 def _ready(model: Model, checkpointing: bool) -> Model:

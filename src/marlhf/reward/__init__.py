@@ -1,5 +1,13 @@
-"""What scores a response: reward models, and later functions and programs."""
+"""What scores a response: reward models, Python functions, and weighted sums of them."""
 
+from marlhf.reward.functions import RewardError, RewardFunction, Rewards, Scorer, import_function
 from marlhf.reward.model import RewardModel
 
-__all__ = ["RewardModel"]
+__all__ = [
+    "RewardError",
+    "RewardFunction",
+    "RewardModel",
+    "Rewards",
+    "Scorer",
+    "import_function",
+]

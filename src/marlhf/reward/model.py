@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from marlhf.data.collate import token_budget_batches
+from marlhf.data import Row
+from marlhf.data.collate import Alone
 from marlhf.data.encode import decode, encode_prompts, encode_response, opening_ids
 from marlhf.models.forward import Sequences, final_scores
 from marlhf.models.load import Precision, autocast, same_tokenizer
@@ -37,12 +38,14 @@ class RewardModel:
         *,
         token_budget: int = 1 << 15,
         precision: Precision = "auto",
+        division: Alone | None = None,
     ) -> None:
         self.model = model.requires_grad_(False)
         self.tokenizer = tokenizer
         self.policy_tokenizer = policy_tokenizer
         self.token_budget = token_budget
         self.precision: Precision = precision
+        self.division = division or Alone()
         self.foreign = not same_tokenizer(tokenizer, policy_tokenizer)
         marks = special_tokens(policy_tokenizer)
         self._marks = set(marks.values())
@@ -51,20 +54,23 @@ class RewardModel:
 
     @torch.no_grad()
     def __call__(
-        self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+        self,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        rows: Sequence[Row] = (),
     ) -> Tensor:
-        """One score a row: [B], float32."""
+        """One score a row: [B], float32. What else is in `rows` is for reward functions."""
         if self.foreign:
             prompts, responses = self._translate(prompts, responses)
         device = self.model.device
         pad_id = cast(int, self.tokenizer.pad_token_id)
         whole = Sequences.from_lists(prompts, responses, pad_id, device)
-        scores = torch.empty(len(prompts), device=device)
+        scores = torch.zeros(len(prompts), device=device)
         with autocast(device, self.precision):
-            for batch in token_budget_batches(whole.total_lengths, self.token_budget):
-                where = torch.tensor(batch, device=device)
-                scores[where] = final_scores(self.model, whole.rows(batch))
-        return scores
+            for micro in self.division.batches(whole.total_lengths, self.token_budget):
+                where = torch.tensor(micro.rows, device=device)
+                scores[where] += final_scores(self.model, whole.rows(micro.rows)) * micro.weight
+        return self.division.sum(scores)
 
     def _translate(
         self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]

@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from marlhf.core.segmenters import mix
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -56,6 +58,10 @@ class Rollout:
     ended: Tensor  # [B] bool, False where the response was cut off
 
 
+GOLDEN = -7046029254386353131
+"""2 to the 64 over the golden ratio, as a signed number: steps that spread evenly."""
+
+
 class Engine(Protocol):
     """Sampling behind one door, so that training does not care what does it."""
 
@@ -63,9 +69,30 @@ class Engine(Protocol):
         self,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
-        generator: torch.Generator | None = None,
-    ) -> Rollout: ...
+        seeds: Sequence[int],
+    ) -> Rollout:
+        """One response a prompt; repeat a prompt, with another seed, for several.
+
+        A response depends on its prompt, the sampling, its seed and the weights: never on what
+        else is in the batch, so neither memory settings nor the number of processes change it.
+        """
+        ...
 
     def update_weights(self, model: nn.Module) -> None:
         """Sample from these weights from now on. Nothing to do where they are shared."""
         ...
+
+
+def draws(seeds: Sequence[int], length: int, device: torch.device | str = "cpu") -> Tensor:
+    """Uniform numbers in [0, 1), a row of `length` for each seed: [B, R], float64.
+
+    A hash of seed and position rather than a generator's next number, so that a row gets the same
+    ones wherever and with whomever it is drawn.
+
+    >>> bool((draws([3, 4], 5)[1] == draws([4], 5)[0]).all())
+    True
+    """
+    rows = torch.tensor(seeds, dtype=torch.int64).to(device, non_blocking=True)
+    columns = torch.arange(1, length + 1, device=device)
+    mixed = mix(mix(rows)[:, None] + GOLDEN * columns)  # SplitMix64
+    return (mixed & (2**53 - 1)).double() * 2.0**-53  # shifts keep the sign: the top bit is dull

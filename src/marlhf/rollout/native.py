@@ -1,167 +1,202 @@
-"""Sampling with the policy itself: no copy of the weights, nothing to install.
+"""Sampling with the policy itself, near the speed of the hardware, with nothing to install.
 
-Axes: B rows, P prompt tokens, V vocabulary.
+Responses live in slots (`slots.py`), and a slot whose response has ended takes the next prompt
+(`continuous.py`), so a batch costs what its mean length says and not its longest. Prompts are
+prefilled but for their last token, which is the first that a slot feeds: all sampling then happens
+in one place, the step. On a GPU that is one graph.
+
+Memory: the key-value cache of `token_budget` tokens and, where weights are float32 and computed
+with in bfloat16, two bytes a weight.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from marlhf.data.collate import pad_left, token_budget_batches
-from marlhf.models.forward import keeps_logits, position_ids
-from marlhf.models.load import Precision, autocast
-from marlhf.rollout.engine import Rollout, Sampling
+from marlhf.models.load import Model, Precision, autocast
+from marlhf.rollout.continuous import Schedule, State, Stepper
+from marlhf.rollout.engine import Rollout, Sampling, draws
+from marlhf.rollout.llama import LlamaDecoder
+from marlhf.rollout.plain import PlainEngine, check_prompts, to_rollout
+from marlhf.rollout.slots import Decoder, ModuleDecoder, mismatch, sharded, takes
 
-CHECK_EVERY = 8
-"""Steps between asking the device whether every row has ended: asking waits for it."""
+ROUND = 64
+"""Slots and positions are rounded up to this many, so that batches of like size share a cache."""
+PREFILL = 1 << 16
+"""The most tokens in one prefill, whatever the budget: more do not make it faster."""
+KEEP = 0.05
+"""A cache above this share of the GPU's memory is not kept from one call to the next."""
 
 
 class NativeEngine:
-    """Left-padded batches over transformers' key-value cache, token by token."""
+    """Continuous batching over a static cache."""
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: Model,
         end_tokens: Sequence[int],
         pad_id: int,
         *,
         token_budget: int = 1 << 17,
         precision: Precision = "auto",
     ) -> None:
-        if {"cache_params", "state"} & inspect.signature(type(model).forward).parameters.keys():
+        if {"cache_params", "state"} & takes(model):
             raise ValueError(
                 f"A {type(model).__name__} keeps a state where others keep keys and values, and "
                 "the native engine does not know how. Take a model with attention."
             )
         self.model = model
         self.end_tokens = list(end_tokens)
-        self.pad_id = pad_id
         self.token_budget = token_budget
         self.precision: Precision = precision
+        self.plain = PlainEngine(
+            model, end_tokens, pad_id, token_budget=token_budget, precision=precision
+        )
+        self.kinds: list[Callable[..., Decoder]] | None = None  # that work; see `_choose`
+        self.room: Room | None = None
 
-    def update_weights(self, model: torch.nn.Module) -> None:
+    def update_weights(self, model: nn.Module) -> None:
         assert model is self.model, "the native engine samples from the policy itself"
 
     @torch.no_grad()
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        generator: torch.Generator | None = None,
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
     ) -> Rollout:
-        """Sample one response a prompt; repeat a prompt for several.
+        """Sample one response a prompt; repeat a prompt, with another seed, for several."""
+        check_prompts(prompts, seeds)
+        with self._sampling():
+            if self.kinds is None:
+                self.kinds = self._choose()
+            if self.kinds:
+                tokens, logprobs = self._run(prompts, sampling, seeds)
+                return to_rollout(tokens, logprobs, self.end_tokens)
+            return self.plain.generate(prompts, sampling, seeds)
 
-        Prompts of like length share a batch, cut by the token budget with room for the responses.
-        """
-        if not prompts:
-            raise ValueError("There are no prompts to answer.")
-        if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
-            raise ValueError(
-                f"The prompts {empty} have no tokens, so there is nothing to go on from. "
-                "Begin each with BOS, or with EOS where the tokenizer has no BOS."
-            )
-        room = [len(p) + sampling.max_new_tokens for p in prompts]
-        tokens, logprobs = [], []
-        order: list[int] = []
+    def _run(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probs, [B, R]; junk after the end."""
+        device, length = self.model.device, sampling.max_new_tokens
+        room = self._room(len(prompts), max(map(len, prompts)) + length)
+        with room.decoder.ready():
+            uniform = draws(seeds, length, device)
+            budget = min(self.token_budget, PREFILL)
+            found = Schedule(room.stepper(sampling), prompts, uniform, budget).run()
+        if device.type == "cuda":
+            memory = torch.cuda.get_device_properties(device).total_memory
+            if room.decoder.cache_bytes > KEEP * memory:
+                self.room = None
+        return found
+
+    def _room(self, rows: int, length: int) -> Room:
+        """Slots for rows of at most some length: those of the last call if they will do."""
+        length += -length % ROUND
+        rows += -rows % ROUND if self.model.device.type == "cuda" else 0
+        room, weights = self.room, [p.data_ptr() for p in self.model.parameters()]
+        if (
+            room is not None
+            and length <= room.capacity <= 2 * length
+            and room.slots >= min(rows, self.token_budget // room.capacity)
+            and room.weights == weights
+        ):
+            return room
+        self.room = room = None  # its memory first
+        slots = max(1, min(rows, self.token_budget // length))
+        assert self.kinds
+        decoder = self.kinds[0](self.model, slots, length, self._cache_dtype())
+        ends = torch.tensor(self.end_tokens, device=self.model.device)
+        graphs = self.model.device.type == "cuda" and not sharded(self.model)
+        self.room = Room(decoder, slots, length, weights, ends, graphs)
+        return self.room
+
+    @contextlib.contextmanager
+    def _sampling(self) -> Iterator[None]:
+        """The model as sampling needs it, and afterwards as it was."""
         training = self.model.training
         self.model.eval()  # gradient checkpointing would leave out the cache
         try:
-            for batch in token_budget_batches(room, self.token_budget):
-                order += batch
-                t, lp = self._sample([prompts[i] for i in batch], sampling, generator)
-                tokens.append(t)
-                logprobs.append(lp)
+            with _gathered(self.model), autocast(self.model.device, self.precision):
+                yield
         finally:
             self.model.train(training)
-        inverse = torch.empty(len(order), dtype=torch.int64).index_copy_(
-            0, torch.tensor(order), torch.arange(len(order))
+
+    def _cache_dtype(self) -> torch.dtype | None:
+        """What autocast computes attention in; None for whatever the model does."""
+        device = self.model.device.type
+        enabled = torch.is_autocast_enabled(device)
+        return torch.get_autocast_dtype(device) if enabled else None
+
+    def _choose(self) -> list[Callable[..., Decoder]]:
+        """The decoders that give what the model gives without a cache, the fastest first.
+
+        Families differ in more ways than can be listed; trying finds all that matter.
+        """
+        dtype, causes = self._cache_dtype(), []
+        kinds = [LlamaDecoder, ModuleDecoder] if LlamaDecoder.fits(self.model) else [ModuleDecoder]
+        for kind in kinds:
+            try:
+                wrong = mismatch(kind, self.model, dtype)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever a family does that slots do not know
+                causes.append(f"{type(error).__name__}: {error}")
+                continue
+            if wrong <= (1e-3 if dtype is None else 0.1):
+                return [kind]
+            causes.append(f"logits were off by {wrong:.1%}")
+        warnings.warn(
+            f"The native engine cannot take over the attention of a {type(self.model).__name__} "
+            f"({causes[-1]}). It samples by a plain loop, which is right but slower.",
+            stacklevel=5,
         )
-        device = tokens[0].device
-        all_tokens = _stack(tokens, self.pad_id)[inverse.to(device)]
-        all_logprobs = _stack(logprobs, 0.0)[inverse.to(device)]
-        ends = torch.isin(all_tokens, torch.tensor(self.end_tokens, device=device))
-        ended = ends.any(dim=1)
-        full = torch.full_like(ended, sampling.max_new_tokens, dtype=torch.int64)
-        lengths = torch.where(ended, ends.int().argmax(dim=1) + 1, full)
-        mask = torch.arange(all_tokens.shape[1], device=device) < lengths[:, None]
-        rows = [row[:n] for row, n in zip(all_tokens.tolist(), lengths.tolist())]
-        width = max(map(len, rows))
-        return Rollout(rows, torch.where(mask, all_logprobs, 0.0)[:, :width], ended)
-
-    def _sample(
-        self, prompts: list[Sequence[int]], sampling: Sampling, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs of one batch, [B, up to max_new_tokens]; junk after the end."""
-        device = self.model.device
-        ids, attention = (x.to(device) for x in pad_left(prompts, self.pad_id))
-        width = attention.shape[1] + sampling.max_new_tokens
-        # Allocated once, so that a step costs no growing copies.
-        seen = torch.ones(len(prompts), width, dtype=torch.int64, device=device)
-        seen[:, : attention.shape[1]] = attention
-        positions = position_ids(attention)
-        ends = torch.tensor(self.end_tokens, device=device)
-        running = torch.ones(len(prompts), dtype=torch.bool, device=device)
-        cache = DynamicCache(config=self.model.config)  # keeps only the window where one slides
-        last_only = {"logits_to_keep": 1} if keeps_logits(type(self.model)) else {}
-        tokens, logprobs = [], []
-        with autocast(device, self.precision):
-            for step in range(sampling.max_new_tokens):
-                logits = self.model(
-                    input_ids=ids,
-                    attention_mask=seen[:, : attention.shape[1] + step],
-                    position_ids=positions,
-                    past_key_values=cache,
-                    use_cache=True,
-                    **last_only,
-                ).logits[:, -1]
-                token, logprob = draw(logits, sampling, generator)
-                tokens.append(token)
-                logprobs.append(logprob)
-                running &= ~torch.isin(token, ends)
-                if (step + 1) % CHECK_EVERY == 0 and not running.any():
-                    break
-                ids, positions = token[:, None], positions[:, -1:] + 1
-        return torch.stack(tokens, dim=1), torch.stack(logprobs, dim=1)
+        return []
 
 
-def draw(
-    logits: Tensor,  # [B, V]
-    sampling: Sampling,
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:
-    """One token a row, and its log-prob under the whole distribution at that temperature: [B]."""
-    logits = logits.float() / sampling.scale
-    logprobs = logits.log_softmax(dim=1)
-    if sampling.temperature == 0:
-        token = logits.argmax(dim=1)
-    else:
-        allowed = _truncate(logprobs, sampling) if sampling.truncated else logprobs
-        # Gumbel's trick: the largest of log-prob plus noise is a draw, without a host sync.
-        noise = torch.empty_like(allowed).exponential_(generator=generator).log()
-        token = (allowed - noise).argmax(dim=1)
-    return token, logprobs.gather(1, token[:, None]).squeeze(1)
+class Room:
+    """A decoder with its cache, and the steps recorded over it."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        slots: int,
+        capacity: int,
+        weights: list[int],
+        ends: Tensor,
+        graphs: bool,
+    ) -> None:
+        self.decoder, self.slots, self.capacity = decoder, slots, capacity
+        self.weights, self.ends, self.graphs = weights, ends, graphs
+        self.steppers: dict[Sampling, Stepper] = {}
+
+    def stepper(self, sampling: Sampling) -> Stepper:
+        if sampling not in self.steppers:
+            state = State.empty(self.slots, sampling.max_new_tokens, self.ends.device)
+            self.steppers[sampling] = Stepper(
+                self.decoder, state, sampling, self.ends, graphs=self.graphs
+            )
+        return self.steppers[sampling]
 
 
-def _truncate(logprobs: Tensor, sampling: Sampling) -> Tensor:
-    """Log-probs with what top-k and top-p exclude set to minus infinity."""
-    vocabulary = logprobs.shape[1]
-    if 0 < sampling.top_k < vocabulary:
-        least = logprobs.topk(sampling.top_k, dim=1).values[:, -1:]
-        logprobs = logprobs.masked_fill(logprobs < least, -torch.inf)
-    if sampling.top_p < 1:
-        ranked, order = logprobs.softmax(dim=1).sort(dim=1, descending=True)
-        beyond = ranked.cumsum(dim=1) - ranked >= sampling.top_p  # the first always stays
-        excluded = torch.zeros_like(beyond).scatter(1, order, beyond)
-        logprobs = logprobs.masked_fill(excluded, -torch.inf)
-    return logprobs
+@contextlib.contextmanager
+def _gathered(model: Model) -> Iterator[None]:
+    """All weights of a sharded model here for a while.
 
-
-def _stack(parts: list[Tensor], fill: float) -> Tensor:
-    width = max(p.shape[1] for p in parts)
-    padded = [torch.nn.functional.pad(p, (0, width - p.shape[1]), value=fill) for p in parts]
-    return torch.cat(padded)
+    Processes end their responses at different steps, so no layer may wait for the others' then.
+    """
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    shards = [module for module in modules if isinstance(module, FSDPModule)]
+    for module in shards:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in shards:
+            module.set_reshard_after_forward(module is not model, recurse=False)
+            module.reshard()

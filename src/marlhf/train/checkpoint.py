@@ -1,8 +1,9 @@
 """Checkpoints: whole or not there, checked before they are used, the last few kept.
 
-A checkpoint is a folder with a safetensors file for each model, `optimizer-*.pt` files that load
-with `weights_only=True`, `state.json` for the rest, and `manifest.json` with every file's size and
-CRC, written last.
+A checkpoint is a folder of safetensors files with the weights and the optimiser's moments of each
+model that trains, `state.json` for the rest, and `manifest.json` with every file's size and CRC,
+written last. Where weights are sharded, `sharded/` holds a file of each process's tensors, written
+by torch's distributed checkpointing, which puts them together for any other number of processes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import warnings
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,10 +19,20 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from marlhf.train.distributed import World
 from marlhf.train.run import RunError, RunFolder, explained_writes, replace_folder
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps of each parameter, besides how many steps it has taken."""
 
 
 class Damaged(ValueError):
@@ -31,6 +43,7 @@ def save_checkpoint(
     run: RunFolder,
     step: int,
     *,
+    world: World,
     models: Mapping[str, nn.Module],
     optimizers: Mapping[str, Optimizer],
     state: dict[str, Any],
@@ -39,49 +52,74 @@ def save_checkpoint(
     """Write everything that the next step depends on, then drop all but the last `keep`."""
     final = run.checkpoints / f"step-{step:06d}"
     temporary = run.checkpoints / f".step-{step:06d}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    whole = state | {"step": step, "seconds": run.seconds, "rng": _rng()}
+    whole["optimizers"] = {name: _progress(models[name], o) for name, o in optimizers.items()}
     with explained_writes(run.path, temporary):
-        temporary.mkdir(parents=True)
-        for name, model in models.items():
-            save_file(_tensors(model), temporary / f"{name}.safetensors")
-        for name, optimizer in optimizers.items():
-            torch.save(optimizer.state_dict(), temporary / f"optimizer-{name}.pt")
-        whole = state | {"step": step, "seconds": run.seconds, "rng": _rng()}
-        (temporary / "state.json").write_text(json.dumps(whole), encoding="utf-8")
-        files = {p.name: [p.stat().st_size, _crc(p)] for p in sorted(temporary.iterdir())}
-        (temporary / "manifest.json").write_text(json.dumps(files), encoding="utf-8")
-        replace_folder(temporary, final)
-    for old in list_checkpoints(run)[:-keep]:
-        shutil.rmtree(old)
+        if world.main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        if world.sharded:
+            world.wait()
+            tensors = _flat(models, optimizers)
+            writer = HuggingFaceStorageWriter(str(temporary / "sharded"), save_distributed=True)
+            state_dict_saver.save(tensors, storage_writer=writer)
+            world.wait()
+        if world.main:
+            if not world.sharded:
+                for name, model in models.items():
+                    save_file(_weights(model), temporary / f"{name}.safetensors")
+                for name, optimizer in optimizers.items():
+                    moments = _moments(models[name], optimizer)
+                    save_file(moments, temporary / f"optimizer-{name}.safetensors")
+            (temporary / "state.json").write_text(json.dumps(whole), encoding="utf-8")
+            files = sorted(p for p in temporary.rglob("*") if p.is_file())
+            sizes = {str(p.relative_to(temporary)): [p.stat().st_size, _crc(p)] for p in files}
+            (temporary / "manifest.json").write_text(json.dumps(sizes), encoding="utf-8")
+            replace_folder(temporary, final)
+    if world.main:
+        for old in list_checkpoints(run)[:-keep]:
+            shutil.rmtree(old)
+    world.wait()
     return final
 
 
 def load_latest(
     run: RunFolder,
     *,
+    world: World,
     models: Mapping[str, nn.Module],
     optimizers: Mapping[str, Optimizer],
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Restore the newest whole checkpoint. Returns its state, and a line for each damaged one."""
+    folder, complaints = world.tell(_find(run) if world.main else None)
+    if folder is None:
+        return None, complaints
+    folder = Path(folder)
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    with world.together():
+        for name, optimizer in optimizers.items():
+            _prepare(models[name], optimizer, state["optimizers"][name])
+        wanted = _flat(models, optimizers)
+        if not (folder / "sharded").is_dir():
+            _copy_whole(folder, wanted)
+    if (folder / "sharded").is_dir():
+        _load_sharded(folder, world, wanted)
+    _set_rng(state["rng"])
+    return state, complaints
+
+
+def _find(run: RunFolder) -> tuple[str | None, list[str]]:
+    """The newest whole checkpoint, with half-written ones cleared away."""
     complaints = []
     for half in run.checkpoints.glob(".step-*"):  # a kill while writing left them
         shutil.rmtree(half, ignore_errors=True)
     for folder in reversed(list_checkpoints(run)):
         try:
             _verify(folder)
-            state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            return str(folder), complaints
         except (Damaged, OSError, ValueError) as error:
             complaints.append(f"{folder} is damaged ({error}); trying the one before it.")
-            continue
-        for name, model in models.items():
-            _restore(model, load_file(folder / f"{name}.safetensors"), folder)
-        for name, optimizer in optimizers.items():
-            saved = torch.load(
-                folder / f"optimizer-{name}.pt", weights_only=True, map_location="cpu"
-            )
-            optimizer.load_state_dict(saved)
-        _set_rng(state["rng"])
-        return state, complaints
     return None, complaints
 
 
@@ -100,21 +138,97 @@ def set_generator_state(generator: torch.Generator, state: list[int]) -> None:
     generator.set_state(torch.tensor(state, dtype=torch.uint8))
 
 
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Each parameter once: tied ones are found again under their first name."""
-    return {name: p.detach().contiguous() for name, p in model.named_parameters()}
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """Each parameter that trains, once: tied ones are found again under their first name."""
+    return {n: p.detach().contiguous() for n, p in model.named_parameters() if p.requires_grad}
 
 
-def _restore(model: nn.Module, tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    if shapes != {name: x.shape for name, x in tensors.items()}:
+def _moments(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """What the optimiser remembers of each parameter, where it has seen a gradient."""
+    found = {}
+    for name, p in model.named_parameters():
+        for kind in MOMENTS:
+            if kind in optimizer.state.get(p, {}):
+                found[f"{kind}.{name}"] = optimizer.state[p][kind].contiguous()
+    return found
+
+
+def _flat(
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
+) -> dict[str, Tensor]:
+    """Everything of all models under one name each."""
+    flat = {}
+    for name, model in models.items():
+        flat |= {f"{name}.{key}": x for key, x in _weights(model).items()}
+    for name, optimizer in optimizers.items():
+        for key, x in _moments(models[name], optimizer).items():
+            flat[f"optimizer-{name}.{key}"] = x
+    return flat
+
+
+def _progress(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Steps taken by each parameter's moments: most often one number for all."""
+    steps = {
+        name: float(optimizer.state[p]["step"])
+        for name, p in model.named_parameters()
+        if p in optimizer.state
+    }
+    usual = max(steps.values(), default=0.0)
+    return {
+        "step": usual,
+        "others": {name: n for name, n in steps.items() if n != usual},
+        "without": [
+            name
+            for name, p in model.named_parameters()
+            if p.requires_grad and p not in optimizer.state
+        ],
+    }
+
+
+def _prepare(model: nn.Module, optimizer: Optimizer, progress: dict[str, Any]) -> None:
+    """Room in the optimiser for the moments that a checkpoint holds."""
+    optimizer.state.clear()
+    on_device = any(group.get("fused") for group in optimizer.param_groups)
+    for name, p in model.named_parameters():
+        if not p.requires_grad or name in progress["without"]:
+            continue
+        step = torch.tensor(progress["others"].get(name, progress["step"]))
+        optimizer.state[p] = {"step": step.to(p.device) if on_device else step} | {
+            kind: torch.zeros_like(p, memory_format=torch.preserve_format) for kind in MOMENTS
+        }
+
+
+def _copy_whole(folder: Path, wanted: dict[str, Tensor]) -> None:
+    """Plain files into the tensors of models and optimisers, cut up where those are sharded."""
+    saved: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        saved |= {f"{file.stem}.{key}": x for key, x in load_file(file).items()}
+    _check_shapes({k: x.shape for k, x in saved.items()}, wanted, folder)
+    with torch.no_grad():
+        for key, x in wanted.items():
+            full = saved[key].to(x.device)
+            if isinstance(x, DTensor):
+                full = distribute_tensor(full, x.device_mesh, x.placements)
+            x.copy_(full)
+
+
+def _load_sharded(folder: Path, world: World, wanted: dict[str, Tensor]) -> None:
+    reader = HuggingFaceStorageReader(str(folder / "sharded"))
+    saved = reader.read_metadata().state_dict_metadata
+    _check_shapes({key: getattr(x, "size", None) for key, x in saved.items()}, wanted, folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of there being one process, which is as it should be
+        state_dict_loader.load(wanted, storage_reader=reader, no_dist=world.size == 1)
+
+
+def _check_shapes(
+    saved: Mapping[str, torch.Size | None], wanted: Mapping[str, Tensor], folder: Path
+) -> None:
+    if dict(saved) != {key: x.shape for key, x in wanted.items()}:
         raise RunError(
             f"{folder} was saved from a model of another shape than the one this run starts from "
             "now. Put that model back, or choose another output_dir."
         )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(tensors[name])
 
 
 def _verify(folder: Path) -> None:

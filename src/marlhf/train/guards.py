@@ -10,7 +10,7 @@ from marlhf.train.progress import warn
 from marlhf.train.run import RunError
 
 if TYPE_CHECKING:
-    from marlhf.train.ppo_config import PPOConfig
+    from marlhf.train.rl_config import RLConfig
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Guards:
         return warnings, ""
 
 
-def warn_early(config: PPOConfig) -> None:
+def warn_early(config: RLConfig) -> None:
     """What is better said before the first step than found out after the last."""
     if config.sampling.truncated:
         warn(
@@ -58,7 +58,7 @@ def warn_early(config: PPOConfig) -> None:
             "does this; top_k: 0 and top_p: 1 are exact."
         )
     if config.sampling.temperature == 0:
-        raise RunError("PPO must explore: set sampling.temperature above 0.")
+        raise RunError("The policy must explore: set sampling.temperature above 0.")
     if isinstance(config.segmenter, Constituents):
         raise RunError(
             "Constituents needs a parser, which this version of marlhf does not have yet. "

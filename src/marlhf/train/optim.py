@@ -8,6 +8,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from marlhf.train.distributed import World
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -48,11 +51,17 @@ def learning_rate_at(
 
 
 def apply_update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, learning_rate: float, max_norm: float
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    learning_rate: float,
+    max_norm: float,
+    world: World,
 ) -> Tensor:
-    """Clip, check, step, clear. Returns the norm of the gradient before clipping."""
+    """Sum over processes, clip, check, step, clear. Returns the norm before clipping."""
+    world.sum_gradients(model)
     parameters = [p for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if not torch.isfinite(norm):
         bad = next(
             (n for n, p in model.named_parameters() if p.grad is not None and _bad(p.grad)), "?"
@@ -77,4 +86,5 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def _bad(x: Tensor) -> bool:
+    x = x.full_tensor() if isinstance(x, DTensor) else x
     return not bool(torch.isfinite(x).all())

@@ -29,30 +29,22 @@ from marlhf.core import (
     shape_rewards,
     whiten,
 )
-from marlhf.data.collate import token_budget_batches
 from marlhf.models.forward import Sequences, token_stats, token_values
 from marlhf.models.load import autocast
-from marlhf.train.checkpoint import generator_state, save_checkpoint, set_generator_state
+from marlhf.rollout import Rollout, Sampling
+from marlhf.train.checkpoint import generator_state, set_generator_state
+from marlhf.train.distributed import gather_rollout, start
 from marlhf.train.guards import warn_early
 from marlhf.train.kl import KLController
+from marlhf.train.loop import Loop, open_run
 from marlhf.train.measure import Clock, explained_variance, to_numbers
 from marlhf.train.optim import apply_update, check_finite, learning_rate_at, make_optimizer
+from marlhf.train.parts import NOTHING, Parts
 from marlhf.train.ppo_config import PPOConfig
-from marlhf.train.ppo_models import Models, load_models
 from marlhf.train.probe import Probe
-from marlhf.train.progress import Steps, say, warn
-from marlhf.train.run import RunFolder
-from marlhf.train.stage import (
-    batch_rows,
-    check_positions,
-    count_steps,
-    due,
-    each_prompt_once,
-    finish,
-    load_examples,
-    orderly,
-    resume,
-)
+from marlhf.train.rl_config import RLConfig
+from marlhf.train.rl_models import Models, load_models, load_prompts
+from marlhf.train.stage import Example, batch_rows, count_steps
 
 
 @dataclass(frozen=True)
@@ -79,54 +71,53 @@ class Credit:
     returns: Tensor  # [B, T]
 
 
-def train(config: PPOConfig) -> Path:
+def train(config: PPOConfig, parts: Parts = NOTHING) -> Path:
     """Train, or go on training; returns the folder of the policy."""
-    run = RunFolder(config.output_dir, "ppo", config)
+    world = start(config.device, config.parallel)
+    run = open_run(config, "ppo", world)
     if run.finished:
-        say(f"{run.path.name} is finished: {run.model}")
         return run.model
     warn_early(config)
     torch.manual_seed(config.seed)
-    models = load_models(config)
-    device = models.policy.device
-    loaded = load_examples(config, "ppo", models.tokenizer, needs=("prompt",))
-    examples, held_out = map(each_prompt_once, loaded)
-    readers = {"policy": models.policy, "reference": models.reference, "critic": models.critic}
-    if not models.reward.foreign:  # else it counts other tokens
-        readers["reward model"] = models.reward.model
-    for name, model in readers.items():
-        check_positions(model, examples + held_out, config.sampling.max_new_tokens, name)
-    prompts = [e.prompt for e in examples]
-    optimizers = {
-        "policy": make_optimizer(models.policy, config.learning_rate, config.weight_decay),
-        "critic": make_optimizer(models.critic, config.critic_learning_rate, config.weight_decay),
-    }
+    models = load_models(config, parts, world, critic=True)
+    examples, held_out = load_prompts(config, models, parts)
     trained = {"policy": models.policy, "critic": models.critic}
-    total = count_steps(config, len(prompts))
-    sampler = torch.Generator(device).manual_seed(config.seed)
+    rates = {"policy": config.learning_rate, "critic": config.critic_learning_rate}
+    optimizers = {
+        name: make_optimizer(model, rates[name], config.weight_decay)
+        for name, model in trained.items()
+    }
+    total = count_steps(config, len(examples))
+    sampler = torch.Generator().manual_seed(config.seed)  # a seed for each response
     shuffler = torch.Generator().manual_seed(config.seed + 1)  # mini-batches, random segments
     controller = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
-    probe = Probe(config, models, held_out, run, collect, credit)
-
-    state = resume(run, models=trained, optimizers=optimizers)
-    done = step = 0
-    verdict = ""
-    if state:
-        done = step = state["step"]
+    loop = Loop(
+        run,
+        config,
+        world,
+        total,
+        models=trained,
+        optimizers=optimizers,
+        tokenizer=models.tokenizer,
+        parts=parts,
+        rows=(len(examples), len(held_out)),
+        metric="score",
+    )
+    probe = Probe(config, models, held_out, loop, collect, credit)
+    if state := loop.resume():
         set_generator_state(sampler, state["sampler"])
         set_generator_state(shuffler, state["shuffler"])
         controller.coef = state["kl_coef"]
         probe.load_state(state["probe"])
-        verdict = state["verdict"]
 
-    with orderly(run) as interrupts, Steps(run.path.name, total, done) as progress:
-        if not done:
+    with loop:
+        if not loop.done:
             probe(0, controller.coef)
-            interrupts.check("before the first step")
-        for step in range(done + 1, (done if verdict else total) + 1):
-            clock = Clock(device)
-            batch = [prompts[i] for i in batch_rows(step - 1, config, len(prompts))]
-            experience = collect(batch, models, config, sampler, probe.normalise, clock)
+        for step in loop:
+            clock = Clock(world.device)
+            batch = [examples[i] for i in batch_rows(step - 1, config, len(examples))]
+            seeds = torch.randint(2**62, (len(batch),), generator=sampler).tolist()
+            experience = collect(batch, models, config, seeds, probe.normalise, clock)
             plan = credit(experience, models.vocabulary, config, controller.coef, shuffler)
             check_finite(
                 [
@@ -139,72 +130,56 @@ def train(config: PPOConfig) -> Path:
             clock.mark("credit")
             metrics = update(experience, plan, models, optimizers, config, step, total, shuffler)
             clock.mark("update")
-            metrics |= describe(experience, plan, controller.coef)
+            metrics |= describe(experience, plan, controller.coef) | reward_parts(models)
             numbers = to_numbers(metrics) | clock.times(len(batch))
             controller.update(numbers["ppo/kl"], len(batch))
-            run.log("train", step, numbers)
-            progress.advance(step, {k: numbers[f"ppo/{k}"] for k in ("score", "kl", "length")})
-
-            verdict = probe(step, controller.coef) if due(step, config.eval_every, total) else ""
-            if due(step, config.save_every, 0) or interrupts.asked or verdict:
-                state = {
-                    "sampler": generator_state(sampler),
-                    "shuffler": generator_state(shuffler),
-                    "kl_coef": controller.coef,
-                    "probe": probe.state(),
-                    "verdict": verdict,
-                }
-                save_checkpoint(
-                    run,
-                    step,
-                    models=trained,
-                    optimizers=optimizers,
-                    state=state,
-                    keep=config.keep_checkpoints,
+            loop.log(numbers, show=("ppo/score", "ppo/kl", "ppo/length"))
+            if loop.must_evaluate:
+                loop.verdict = probe(step, controller.coef)
+            if loop.must_save:
+                loop.save(
+                    sampler=generator_state(sampler),
+                    shuffler=generator_state(shuffler),
+                    kl_coef=controller.coef,
+                    probe=probe.state(),
                 )
-            interrupts.check(f"saved at step {step} in {run.path}")
-            if verdict:
-                break
-        if verdict:
-            warn(verdict)
-            run.state["note"] = verdict
-        run.save_model(models.policy, models.tokenizer)
-    next_step = f"marlhf report {run.path.parent} -o {run.path.parent / 'report.html'}"
-    return finish(run, probe.latest | {"steps": step}, next_step)
+        next_step = f"marlhf report {run.path.parent} -o {run.path.parent / 'report.html'}"
+        return loop.close(models.policy, probe.latest | {"steps": loop.step}, next_step)
 
 
 @torch.no_grad()
 def collect(
-    prompts: list[list[int]],
+    examples: list[Example],
     models: Models,
-    config: PPOConfig,
-    sampler: torch.Generator,
+    config: RLConfig,
+    seeds: list[int],
     normalise: Callable[[Tensor], Tensor],
     clock: Clock,
 ) -> Experience:
     """Sample, then ask reward model, reference and critic."""
-    rollout = models.engine.generate(prompts, config.sampling, sampler)
+    prompts = [e.prompt for e in examples]
+    world, device = models.world, models.world.device
+    rollout = sample(prompts, models, config.sampling, seeds)
     clock.mark("rollout")
-    sequences = Sequences.from_lists(
-        prompts, rollout.responses, models.tokenizer.pad_token_id, models.policy.device
-    )
-    raw_scores = models.reward(prompts, rollout.responses)
+    raw_scores = models.reward(prompts, rollout.responses, [e.row for e in examples])
     scores = normalise(raw_scores) - config.missing_eos_penalty * (~rollout.ended).float()
-    temperature = config.sampling.scale
-    shape, device = sequences.mask.shape, models.policy.device
-    ref_logprobs, values = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+    pad_id, temperature = models.tokenizer.pad_token_id, config.sampling.scale
+    sequences = Sequences.from_lists(prompts, rollout.responses, pad_id, device)
     # With one update the old policy is the new one, and its log-probs need no pass of their own.
-    old_logprobs = None if config.one_update else torch.zeros(shape, device=device)
-    for micro in token_budget_batches(sequences.total_lengths, 2 * config.token_budget):
-        part = sequences.rows(micro)
-        where, width = torch.tensor(micro, device=device), part.mask.shape[1]
+    names = ("ref", "value") if config.one_update else ("ref", "value", "old")
+    found = {name: torch.zeros(sequences.mask.shape, device=device) for name in names}
+    for micro in world.batches(sequences.total_lengths, 2 * config.token_budget):
+        part = sequences.rows(micro.rows)
+        where, width = torch.tensor(micro.rows, device=device), part.mask.shape[1]
         with autocast(device, config.precision):
-            ref = token_stats(models.reference, part, temperature).logprobs
-            ref_logprobs[where, :width] = ref
-            values[where, :width] = token_values(models.critic, part)
-            if old_logprobs is not None:
-                old = token_stats(models.policy, part, temperature).logprobs
-                old_logprobs[where, :width] = old
+            answers = {"ref": token_stats(models.reference, part, temperature).logprobs}
+            if models.critic is not None:
+                answers["value"] = token_values(models.critic, part)
+            if "old" in found:
+                answers["old"] = token_stats(models.policy, part, temperature).logprobs
+        for name, answer in answers.items():
+            found[name][where, :width] += answer * micro.weight
+    found = {name: world.sum(x) for name, x in found.items()}
     clock.mark("score")
     return Experience(
         sequences,
@@ -212,10 +187,23 @@ def collect(
         raw_scores,
         rollout.ended,
         rollout.logprobs,
-        ref_logprobs,
-        values,
-        old_logprobs,
+        found["ref"],
+        found["value"],
+        found.get("old"),
     )
+
+
+def sample(
+    prompts: list[list[int]], models: Models, sampling: Sampling, seeds: list[int]
+) -> Rollout:
+    """A response to each prompt, by all processes together."""
+    mine, rollout = models.world.share([len(p) for p in prompts]), None
+    with models.world.gathered(models.policy):
+        if mine:
+            rollout = models.engine.generate(
+                [prompts[i] for i in mine], sampling, [seeds[i] for i in mine]
+            )
+    return gather_rollout(models.world, rollout, mine, len(prompts))
 
 
 @torch.no_grad()
@@ -270,8 +258,7 @@ def update(
     shuffler: torch.Generator,
 ) -> dict[str, Tensor]:
     """All updates that this batch of responses is used for."""
-    warmup = config.warmup_steps
-    warmup = round(config.warmup_ratio * total) if warmup is None else warmup
+    warmup = config.warmup(total)
     policy_rate, critic_rate = (
         learning_rate_at(step - 1, peak, total=total, warmup=warmup, schedule=config.schedule)
         for peak in (config.learning_rate, config.critic_learning_rate)
@@ -286,7 +273,7 @@ def update(
             losses = backward(mini.tolist(), experience, plan, models, config)
             check_finite((name, losses[name]) for name in ("ppo/policy_loss", "ppo/value_loss"))
             norms = [
-                apply_update(model, optimizers[name], rate, config.max_grad_norm)
+                apply_update(model, optimizers[name], rate, config.max_grad_norm, models.world)
                 for name, model, rate in (
                     ("policy", models.policy, policy_rate),
                     ("critic", models.critic, critic_rate),
@@ -304,15 +291,15 @@ def backward(
     mini: list[int], experience: Experience, plan: Credit, models: Models, config: PPOConfig
 ) -> dict[str, Tensor]:
     """Gradients of one mini-batch, micro-batch by micro-batch, as exact parts of its mean."""
-    chosen = experience.sequences.rows(mini)
+    chosen, world = experience.sequences.rows(mini), models.world
     device = chosen.mask.device
     where = torch.tensor(mini, device=device)
     num_tokens = chosen.mask.sum().clamp(min=1)
     num_macros = plan.segments.macro_mask[where].sum().clamp(min=1)
     names = ("ppo/policy_loss", "ppo/value_loss", "ppo/clip_fraction", "ppo/approx_kl")
     sums = {name: torch.zeros((), device=device) for name in (*names, "ppo/logprob_gap")}
-    for micro in token_budget_batches(chosen.total_lengths, config.token_budget):
-        part, index = chosen.rows(micro), where[torch.tensor(micro, device=device)]
+    for micro in world.batches(chosen.total_lengths, config.token_budget):
+        part, index = chosen.rows(micro.rows), where[torch.tensor(micro.rows, device=device)]
         mask, width = part.mask, part.mask.shape[1]
 
         def cut(x: Tensor, index: Tensor = index, width: int = width) -> Tensor:
@@ -346,8 +333,8 @@ def backward(
             segments=segments,
             num_tokens=num_tokens if config.value_level == "token" else num_macros,
         )
-        policy_loss.backward()
-        value_loss.backward()
+        (policy_loss * micro.weight).backward()
+        (value_loss * micro.weight).backward()
         with torch.no_grad():
             change = logprobs - old
             if config.ratio != "token":
@@ -363,8 +350,8 @@ def backward(
                 masked_mean(gap, mask, num_tokens),
             )
             for name, value in zip(sums, found):
-                sums[name] += value.detach()
-    return sums
+                sums[name] += value.detach() * micro.weight
+    return dict(zip(sums, world.sum(torch.stack(list(sums.values())))))
 
 
 def whitened(plan: Credit, config: PPOConfig) -> Tensor:
@@ -376,6 +363,12 @@ def whitened(plan: Credit, config: PPOConfig) -> Tensor:
         return whiten(plan.advantages, mask)
     stats = moments(plan.segments.first(plan.advantages), plan.segments.macro_mask)
     return whiten(plan.advantages, mask, stats=stats)
+
+
+def reward_parts(models: Models) -> dict[str, Tensor]:
+    """The mean of each reward, where there are several."""
+    latest = models.reward.latest
+    return {f"rewards/{name}": x for name, x in latest.items()} if len(latest) > 1 else {}
 
 
 @torch.no_grad()

@@ -11,12 +11,13 @@ from torch import Tensor
 from marlhf.data.encode import decode
 from marlhf.models.load import Tokenizer
 from marlhf.rollout.measure import repetition
+from marlhf.train.loop import Loop
 from marlhf.train.measure import Clock
 from marlhf.train.optim import check_finite
-from marlhf.train.ppo_config import PPOConfig
-from marlhf.train.ppo_models import Models
 from marlhf.train.progress import say, warn
-from marlhf.train.run import RunError, RunFolder
+from marlhf.train.rl_config import RLConfig
+from marlhf.train.rl_models import Models
+from marlhf.train.run import RunError
 from marlhf.train.stage import Example
 
 if TYPE_CHECKING:
@@ -34,14 +35,14 @@ class Probe:
 
     def __init__(
         self,
-        config: PPOConfig,
+        config: RLConfig,
         models: Models,
         held_out: list[Example],
-        run: RunFolder,
+        loop: Loop,
         collect: Callable[..., Experience],
         credit: Callable[..., Credit],
     ) -> None:
-        self.config, self.models, self.run = config, models, run
+        self.config, self.models, self.loop = config, models, loop
         self.collect, self.credit = collect, credit
         self.rows = held_out[: config.eval_prompts]
         if not self.rows:
@@ -70,13 +71,9 @@ class Probe:
         """Evaluate, write everything down, and say why to stop, if anything says so."""
         if not self.rows:
             return ""
-        device = self.models.policy.device
-        sampler = torch.Generator(device).manual_seed(SEED)
-        self.models.policy.eval()
-        found = self.collect(
-            self.prompts, self.models, self.config, sampler, self.normalise, Clock(device)
-        )
-        self.models.policy.train()
+        seeds = [SEED + i for i in range(len(self.rows))]
+        clock = Clock(self.models.world.device)
+        found = self.collect(self.rows, self.models, self.config, seeds, self.normalise, clock)
         check_finite(
             [
                 ("the held-out scores", found.raw_scores),
@@ -112,8 +109,8 @@ class Probe:
         }
         if gold:
             metrics["eval/gold"] = _mean(gold)
-        self.run.log("eval", step, metrics)
-        self.run.append(
+        self.loop.evaluated(metrics)
+        self.loop.run.append(
             "eval.jsonl",
             {
                 "step": step,
@@ -133,7 +130,7 @@ class Probe:
         if metrics["eval/score"] > self.best:
             self.best = metrics["eval/score"]
             if self.config.keep_best:
-                self.run.save_model(self.models.policy, self.models.tokenizer, "best")
+                self.loop.keep_model(self.models.policy, "best")
         warnings, verdict = self.config.guards.judge(metrics, self.start)
         for line in warnings:
             warn(f"step {step}: {line}")
@@ -159,7 +156,7 @@ class Probe:
         )
         starts, advantages = plan.segments.starts.tolist(), plan.advantages.tolist()
         for i, row in enumerate(tokens[: self.config.log_samples]):
-            self.run.append(
+            self.loop.run.append(
                 "samples.jsonl",
                 {
                     "step": step,
@@ -198,7 +195,7 @@ def _pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     return pieces
 
 
-def _gold_function(config: PPOConfig) -> Callable[[str, str], float] | None:
+def _gold_function(config: RLConfig) -> Callable[[str, str], float] | None:
     """The true score, which only the offline task knows."""
     if config.data.source != "toy":
         return None

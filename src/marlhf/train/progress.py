@@ -27,7 +27,7 @@ class Steps:
         self.name, self.total, self.done = name, total, done
         self._start, self._first = time.perf_counter(), done
         self._bar: Progress | None = None
-        if console.is_terminal and not console.is_dumb_terminal:
+        if console.is_terminal and not console.is_dumb_terminal and not console.quiet:
             bar = Progress(
                 SpinnerColumn(),
                 TextColumn("[bold]{task.description}"),
@@ -61,6 +61,7 @@ class Steps:
         text = "  ".join(f"{name} {_short(value)}" for name, value in numbers.items())
         if self._bar:
             self._bar.update(self._task, completed=step, numbers=text)
+        if self._bar or console.quiet:  # quiet: another process tells
             return
         each = (time.perf_counter() - self._start) / max(1, step - self._first)
         left = time.strftime("%H:%M:%S", time.gmtime(each * (self.total - step)))

@@ -9,32 +9,21 @@ import torch
 from torch import Tensor
 
 from marlhf.core import reward_loss
-from marlhf.data.collate import token_budget_batches
+from marlhf.data.collate import Micro
 from marlhf.models.forward import Sequences, final_scores
-from marlhf.models.load import (
-    Model,
-    Tokenizer,
-    autocast,
-    check_vocabulary,
-    load_scalar,
-    load_tokenizer,
-    pick_device,
-)
-from marlhf.train.checkpoint import save_checkpoint
+from marlhf.models.load import Model, autocast, check_vocabulary, load_tokenizer
+from marlhf.train.distributed import World, start
+from marlhf.train.loop import Loop, open_run
+from marlhf.train.lora import load_trained_scalar
 from marlhf.train.optim import apply_update, check_finite, learning_rate_at, make_optimizer
-from marlhf.train.progress import Steps, say
-from marlhf.train.run import RunFolder
+from marlhf.train.parts import NOTHING, Parts
 from marlhf.train.stage import (
     Example,
     StageConfig,
     batch_rows,
     check_positions,
     count_steps,
-    due,
-    finish,
     load_examples,
-    orderly,
-    resume,
 )
 
 
@@ -48,41 +37,49 @@ class RewardConfig(StageConfig):
     """Pull scores towards zero, which the loss itself leaves free; 0.01 is usual."""
 
 
-def train(config: RewardConfig) -> Path:
+def train(config: RewardConfig, parts: Parts = NOTHING) -> Path:
     """Train, or go on training; returns the folder of the model."""
-    run = RunFolder(config.output_dir, "reward", config)
+    world = start(config.device, config.parallel)
+    run = open_run(config, "reward", world)
     if run.finished:
-        say(f"reward is finished: {run.model}")
         return run.model
     torch.manual_seed(config.seed)
-    device = pick_device(config.device)
-    tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
-    model = load_scalar(
-        config.model,
-        seed=config.seed,
-        trust_remote_code=config.trust_remote_code,
-        checkpointing=config.gradient_checkpointing,
-    ).to(device)
-    check_vocabulary(model, tokenizer, config.model)
-    model.config.pad_token_id = tokenizer.pad_token_id
-    examples, held_out = load_examples(
-        config,
-        "reward",
-        tokenizer,
-        needs=("prompt", "chosen", "rejected"),
-        max_response_tokens=config.max_response_tokens,
-    )
-    check_positions(model, examples + held_out)
+    with world.together():
+        remote = config.trust_remote_code
+        tokenizer = load_tokenizer(parts.tokenizer or config.model, trust_remote_code=remote)
+        model = load_trained_scalar(config, parts, world)
+        check_vocabulary(model, tokenizer, config.model)
+        model.config.pad_token_id = tokenizer.pad_token_id
+        examples, held_out = load_examples(
+            config,
+            "reward",
+            tokenizer,
+            parts,
+            needs=("prompt", "chosen", "rejected"),
+            max_response_tokens=config.max_response_tokens,
+        )
+        check_positions(model, examples + held_out)
+    model = world.place(model, config.precision)
     optimizer = make_optimizer(model, config.learning_rate, config.weight_decay)
     total = count_steps(config, len(examples))
-    state = resume(run, models={"model": model}, optimizers={"model": optimizer})
-    done = state["step"] if state else 0
-
-    with orderly(run) as interrupts, Steps("reward", total, done) as progress:
-        if not done:
-            run.log("eval", 0, evaluate(model, held_out, tokenizer, config))
-            interrupts.check("before the first step")
-        for step in range(done + 1, total + 1):
+    pad = tokenizer.pad_token_id
+    loop = Loop(
+        run,
+        config,
+        world,
+        total,
+        models={"model": model},
+        optimizers={"model": optimizer},
+        tokenizer=tokenizer,
+        parts=parts,
+        rows=(len(examples), len(held_out)),
+        metric="accuracy",
+    )
+    loop.resume()
+    with loop:
+        if not loop.done:
+            loop.evaluated(evaluate(model, held_out, pad, config, world))
+        for step in loop:
             rows = [examples[i] for i in batch_rows(step - 1, config, len(examples))]
             rate = learning_rate_at(
                 step - 1,
@@ -91,9 +88,9 @@ def train(config: RewardConfig) -> Path:
                 warmup=round(config.warmup_ratio * total),
                 schedule=config.schedule,
             )
-            loss, margins = backward(model, rows, tokenizer, config)
+            loss, margins = backward(model, rows, pad, config, world)
             check_finite([("reward/loss", loss), ("reward/margin", margins)])
-            norm = apply_update(model, optimizer, rate, config.max_grad_norm)
+            norm = apply_update(model, optimizer, rate, config.max_grad_norm, world)
             metrics = {
                 "reward/loss": float(loss),
                 "reward/accuracy": accuracy(margins),
@@ -101,56 +98,56 @@ def train(config: RewardConfig) -> Path:
                 "reward/grad_norm": float(norm),
                 "reward/learning_rate": rate,
             }
-            run.log("train", step, metrics)
-            shown = {"loss": metrics["reward/loss"], "accuracy": metrics["reward/accuracy"]}
-            progress.advance(step, shown)
-            if due(step, config.eval_every, total):
-                run.log("eval", step, evaluate(model, held_out, tokenizer, config))
-            if due(step, config.save_every, 0) or interrupts.asked:
-                save_checkpoint(
-                    run,
-                    step,
-                    models={"model": model},
-                    optimizers={"model": optimizer},
-                    state={},
-                    keep=config.keep_checkpoints,
-                )
-            interrupts.check(f"saved at step {step} in {run.path}")
-        final = evaluate(model, held_out, tokenizer, config)
-        run.save_model(model, tokenizer)
-    next_step = f"marlhf ppo, with reward_model: {run.model}"
-    return finish(run, {**final, "steps": total}, next_step)
+            loop.log(metrics, show=("reward/loss", "reward/accuracy"))
+            if loop.must_evaluate:
+                loop.evaluated(evaluate(model, held_out, pad, config, world))
+            if loop.must_save:
+                loop.save()
+        final = evaluate(model, held_out, pad, config, world)
+        next_step = f"marlhf ppo, with reward_model: {run.model}"
+        return loop.close(model, {**final, "steps": loop.step}, next_step)
 
 
 def backward(
-    model: Model, rows: list[Example], tokenizer: Tokenizer, config: RewardConfig
+    model: Model, rows: list[Example], pad_id: int, config: RewardConfig, world: World
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the batch's mean loss, micro-batch by micro-batch: the loss, and margins [B]."""
-    total, margins = torch.zeros((), device=model.device), []
-    for micro in pair_batches(rows, config.token_budget):
-        chosen, rejected = score_pairs(model, [rows[i] for i in micro], tokenizer, config)
+    total = torch.zeros((), device=world.device)
+    margins = torch.zeros(len(rows), device=world.device)
+    for micro in pair_batches(rows, config.token_budget, world):
+        pairs = [rows[i] for i in micro.rows]
+        chosen, rejected = score_pairs(model, pairs, pad_id, config, world.device)
         loss = reward_loss(chosen, rejected, center_coef=config.center_coef, num_pairs=len(rows))
+        loss = loss * micro.weight
         loss.backward()
         total += loss.detach()
-        margins.append((chosen - rejected).detach())
-    return total, torch.cat(margins)
+        where = torch.tensor(micro.rows, device=world.device)
+        margins[where] += (chosen - rejected).detach() * micro.weight
+    return world.sum(total), world.sum(margins)
 
 
 @torch.no_grad()
 def evaluate(
-    model: Model, rows: list[Example], tokenizer: Tokenizer, config: RewardConfig, limit: int = 1024
+    model: Model,
+    rows: list[Example],
+    pad_id: int,
+    config: RewardConfig,
+    world: World,
+    limit: int = 1024,
 ) -> dict[str, float]:
     """Accuracy and loss on held-out pairs; NaN when there are none."""
     rows = rows[:limit]
     if not rows:
         return {"eval/accuracy": float("nan"), "eval/loss": float("nan")}
-    chosen, rejected = [], []
-    for micro in pair_batches(rows, config.token_budget):
-        c, r = score_pairs(model, [rows[i] for i in micro], tokenizer, config)
-        chosen.append(c)
-        rejected.append(r)
-    better, worse = torch.cat(chosen), torch.cat(rejected)
-    check_finite([("the held-out scores", torch.cat((better, worse)))])
+    scores = torch.zeros(2, len(rows), device=world.device)
+    for micro in pair_batches(rows, config.token_budget, world):
+        pairs = [rows[i] for i in micro.rows]
+        where = torch.tensor(micro.rows, device=world.device)
+        found = score_pairs(model, pairs, pad_id, config, world.device)
+        scores[:, where] += torch.stack(found) * micro.weight
+    scores = world.sum(scores)
+    check_finite([("the held-out scores", scores)])
+    better, worse = scores
     return {
         "eval/accuracy": accuracy(better - worse),
         "eval/loss": float(reward_loss(better, worse)),
@@ -159,24 +156,20 @@ def evaluate(
 
 
 def score_pairs(
-    model: Model, rows: list[Example], tokenizer: Tokenizer, config: RewardConfig
+    model: Model, rows: list[Example], pad_id: int, config: RewardConfig, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Scores of chosen and rejected, [B] each, from one pass over both."""
     prompts = [e.prompt for e in rows]
-    both = Sequences.from_lists(
-        prompts + prompts,
-        [e.chosen for e in rows] + [e.rejected for e in rows],
-        tokenizer.pad_token_id,
-        model.device,
-    )
-    with autocast(model.device, config.precision):
+    responses = [e.chosen for e in rows] + [e.rejected for e in rows]
+    both = Sequences.from_lists(prompts + prompts, responses, pad_id, device)
+    with autocast(device, config.precision):
         chosen, rejected = final_scores(model, both).chunk(2)
     return chosen, rejected
 
 
-def pair_batches(rows: list[Example], token_budget: int) -> list[list[int]]:
+def pair_batches(rows: list[Example], token_budget: int, world: World) -> list[Micro]:
     longest = [len(e.prompt) + max(len(e.chosen), len(e.rejected)) for e in rows]
-    return token_budget_batches(longest, max(1, token_budget // 2))
+    return world.batches(longest, max(1, token_budget // 2))
 
 
 def accuracy(margins: Tensor) -> float:

@@ -33,11 +33,11 @@ from marlhf.settings import to_raw
 LINES = ("metrics.jsonl", "eval.jsonl", "samples.jsonl")
 FREE_TO_CHANGE = (
     *("output_dir", "save_every", "keep_checkpoints", "log_samples", "keep_best", "guards"),
-    *("token_budget", "rollout_tokens", "gradient_checkpointing", "device"),
+    *("token_budget", "rollout_tokens", "gradient_checkpointing", "device", "parallel"),
+    *("report_to", "run_name", "push_to_hub", "hub_model_id", "hub_private", "reward_timeout"),
 )
-"""Settings that may differ when a run goes on: what is kept, when to stop, how much memory and
-where. None changes what is learnt, but for the last bits of rounding and, with `rollout_tokens`,
-which responses are drawn."""
+"""Settings that may differ when a run goes on: what is kept and told, when to stop, how much
+memory and where. None changes what is learnt, but for the last bits of rounding."""
 FULL = ("No space left", "unexpected pos", "PytorchStreamWriter failed")
 """What safetensors and torch say where Python would give an error number."""
 NEW = ".new"
@@ -208,14 +208,38 @@ class RunFolder:
         with explained_writes(self.path):
             write_whole(self.path / "run.json", json.dumps(self.state, indent=2) + "\n")
 
-    def save_model(self, model: Any, tokenizer: Any, name: str = "model") -> None:
-        """Whole or not at all, as for checkpoints."""
+    def save_model(
+        self, model: Any, tokenizer: Any, name: str = "model", state: dict[str, Any] | None = None
+    ) -> None:
+        """Whole or not at all, as for checkpoints. `state`: weights, where the model has parts."""
         temporary = self.path / f".{name}"
         shutil.rmtree(temporary, ignore_errors=True)
+        options = {} if state is None else {"state_dict": state}
         with explained_writes(self.path, temporary), quiet_transformers():
-            model.save_pretrained(temporary)
+            model.save_pretrained(temporary, **options)
             tokenizer.save_pretrained(temporary)
             replace_folder(temporary, self.path / name)
+
+
+class Onlooker(RunFolder):
+    """A run's folder as processes other than the main one see it: they write nothing."""
+
+    def _open(self) -> None:
+        self.state |= _read_state(self.path / "run.json")
+
+    def lock(self) -> None: ...
+
+    def write_state(self) -> None: ...
+
+    def append(self, name: str, record: dict[str, Any]) -> None: ...
+
+    def rewind(self, step: int, seconds: float) -> None:
+        self.state |= {"seconds": seconds, "status": "running"}
+
+    def clear(self) -> None:
+        self.state |= {"seconds": 0.0, "status": "running"}
+
+    def save_model(self, *_: Any, **__: Any) -> None: ...
 
 
 @contextlib.contextmanager

@@ -9,32 +9,20 @@ from pathlib import Path
 import torch
 
 from marlhf.core import sft_loss
-from marlhf.data.collate import token_budget_batches
 from marlhf.models.forward import Sequences, token_stats
-from marlhf.models.load import (
-    Model,
-    Tokenizer,
-    autocast,
-    check_vocabulary,
-    load_policy,
-    load_tokenizer,
-    pick_device,
-)
-from marlhf.train.checkpoint import save_checkpoint
+from marlhf.models.load import Model, autocast, check_vocabulary, load_tokenizer
+from marlhf.train.distributed import World, start
+from marlhf.train.loop import Loop, open_run
+from marlhf.train.lora import load_trained_policy
 from marlhf.train.optim import apply_update, check_finite, learning_rate_at, make_optimizer
-from marlhf.train.progress import Steps, say
-from marlhf.train.run import RunFolder
+from marlhf.train.parts import NOTHING, Parts
 from marlhf.train.stage import (
     Example,
     StageConfig,
     batch_rows,
     check_positions,
     count_steps,
-    due,
-    finish,
     load_examples,
-    orderly,
-    resume,
 )
 
 
@@ -48,41 +36,49 @@ class SFTConfig(StageConfig):
     """Rows with longer responses are left out: cut short they would teach never to end."""
 
 
-def train(config: SFTConfig) -> Path:
+def train(config: SFTConfig, parts: Parts = NOTHING) -> Path:
     """Train, or go on training; returns the folder of the model."""
-    run = RunFolder(config.output_dir, "sft", config)
+    world = start(config.device, config.parallel)
+    run = open_run(config, "sft", world)
     if run.finished:
-        say(f"sft is finished: {run.model}")
         return run.model
     torch.manual_seed(config.seed)
-    device = pick_device(config.device)
-    tokenizer = load_tokenizer(config.model, trust_remote_code=config.trust_remote_code)
-    model = load_policy(
-        config.model,
-        seed=config.seed,
-        trust_remote_code=config.trust_remote_code,
-        checkpointing=config.gradient_checkpointing,
-    ).to(device)
-    check_vocabulary(model, tokenizer, config.model)
-    examples, held_out = load_examples(
-        config,
-        "sft",
-        tokenizer,
-        needs=("prompt", "chosen"),
-        max_response_tokens=config.max_response_tokens,
-    )
-    check_positions(model, examples + held_out)
+    with world.together():
+        remote = config.trust_remote_code
+        tokenizer = load_tokenizer(parts.tokenizer or config.model, trust_remote_code=remote)
+        model = load_trained_policy(config, parts, world)
+        check_vocabulary(model, tokenizer, config.model)
+        examples, held_out = load_examples(
+            config,
+            "sft",
+            tokenizer,
+            parts,
+            needs=("prompt", "chosen"),
+            max_response_tokens=config.max_response_tokens,
+        )
+        check_positions(model, examples + held_out)
+    model = world.place(model, config.precision)
     optimizer = make_optimizer(model, config.learning_rate, config.weight_decay)
     total = count_steps(config, len(examples))
-    state = resume(run, models={"model": model}, optimizers={"model": optimizer})
-    done = state["step"] if state else 0
-
-    with orderly(run) as interrupts, Steps("sft", total, done) as progress:
-        if not done:
-            run.log("eval", 0, {"eval/loss": evaluate(model, held_out, tokenizer, config)})
-            interrupts.check("before the first step")
-        for step in range(done + 1, total + 1):
-            start = time.perf_counter()
+    pad = tokenizer.pad_token_id
+    loop = Loop(
+        run,
+        config,
+        world,
+        total,
+        models={"model": model},
+        optimizers={"model": optimizer},
+        tokenizer=tokenizer,
+        parts=parts,
+        rows=(len(examples), len(held_out)),
+        metric="loss",
+    )
+    loop.resume()
+    with loop:
+        if not loop.done:
+            loop.evaluated({"eval/loss": evaluate(model, held_out, pad, config, world)})
+        for step in loop:
+            start_time = time.perf_counter()
             rows = [examples[i] for i in batch_rows(step - 1, config, len(examples))]
             rate = learning_rate_at(
                 step - 1,
@@ -91,73 +87,67 @@ def train(config: SFTConfig) -> Path:
                 warmup=round(config.warmup_ratio * total),
                 schedule=config.schedule,
             )
-            loss = backward(model, rows, tokenizer, config)
+            loss = backward(model, rows, pad, config, world)
             check_finite([("sft/loss", loss)])
-            norm = apply_update(model, optimizer, rate, config.max_grad_norm)
+            norm = apply_update(model, optimizer, rate, config.max_grad_norm, world)
             tokens = sum(len(e.prompt) + len(e.chosen) for e in rows)
             metrics = {
                 "sft/loss": float(loss),
                 "sft/grad_norm": float(norm),
                 "sft/learning_rate": rate,
-                "time/tokens_per_second": tokens / (time.perf_counter() - start),
+                "time/tokens_per_second": tokens / (time.perf_counter() - start_time),
             }
-            run.log("train", step, metrics)
-            progress.advance(step, {"loss": metrics["sft/loss"]})
-            if due(step, config.eval_every, total):
-                run.log("eval", step, {"eval/loss": evaluate(model, held_out, tokenizer, config)})
-            if due(step, config.save_every, 0) or interrupts.asked:
-                save_checkpoint(
-                    run,
-                    step,
-                    models={"model": model},
-                    optimizers={"model": optimizer},
-                    state={},
-                    keep=config.keep_checkpoints,
-                )
-            interrupts.check(f"saved at step {step} in {run.path}")
-        final = evaluate(model, held_out, tokenizer, config)
-        run.save_model(model, tokenizer)
-    next_step = f"marlhf reward, and then marlhf ppo, with model: {run.model}"
-    return finish(run, {"eval/loss": final, "steps": total}, next_step)
+            loop.log(metrics, show=("sft/loss",))
+            if loop.must_evaluate:
+                loop.evaluated({"eval/loss": evaluate(model, held_out, pad, config, world)})
+            if loop.must_save:
+                loop.save()
+        final = evaluate(model, held_out, pad, config, world)
+        next_step = f"marlhf reward, and then marlhf ppo, with model: {run.model}"
+        return loop.close(model, {"eval/loss": final, "steps": loop.step}, next_step)
 
 
 def backward(
-    model: Model, rows: list[Example], tokenizer: Tokenizer, config: SFTConfig
+    model: Model, rows: list[Example], pad_id: int, config: SFTConfig, world: World
 ) -> torch.Tensor:
     """Gradients of the batch's mean loss, micro-batch by micro-batch; returns the loss."""
-    batch = sequences(rows, tokenizer, model.device)
+    batch = sequences(rows, pad_id, world.device)
     num_tokens = sum(batch.lengths)
-    total = torch.zeros((), device=model.device)
-    for micro in token_budget_batches(batch.total_lengths, config.token_budget):
-        part = batch.rows(micro)
-        with autocast(model.device, config.precision):
+    total = torch.zeros((), device=world.device)
+    for micro in world.batches(batch.total_lengths, config.token_budget):
+        part = batch.rows(micro.rows)
+        with autocast(world.device, config.precision):
             logprobs = token_stats(model, part).logprobs
-        loss = sft_loss(logprobs, part.mask, num_tokens=num_tokens)
+        loss = sft_loss(logprobs, part.mask, num_tokens=num_tokens) * micro.weight
         loss.backward()
         total += loss.detach()
-    return total
+    return world.sum(total)
 
 
 @torch.no_grad()
 def evaluate(
-    model: Model, rows: list[Example], tokenizer: Tokenizer, config: SFTConfig, limit: int = 512
+    model: Model,
+    rows: list[Example],
+    pad_id: int,
+    config: SFTConfig,
+    world: World,
+    limit: int = 512,
 ) -> float:
     """Mean loss on held-out rows; NaN when there are none."""
     rows = rows[:limit]
     if not rows:
         return float("nan")
-    batch = sequences(rows, tokenizer, model.device)
-    total = torch.zeros((), device=model.device)
-    for micro in token_budget_batches(batch.total_lengths, config.token_budget):
-        part = batch.rows(micro)
-        with autocast(model.device, config.precision):
+    batch = sequences(rows, pad_id, world.device)
+    total = torch.zeros((), device=world.device)
+    for micro in world.batches(batch.total_lengths, config.token_budget):
+        part = batch.rows(micro.rows)
+        with autocast(world.device, config.precision):
             logprobs = token_stats(model, part).logprobs
-        total += sft_loss(logprobs, part.mask, num_tokens=sum(batch.lengths))
+        total += sft_loss(logprobs, part.mask, num_tokens=sum(batch.lengths)) * micro.weight
+    total = world.sum(total)
     check_finite([("the held-out loss", total)])
     return float(total)
 
 
-def sequences(rows: list[Example], tokenizer: Tokenizer, device: torch.device) -> Sequences:
-    return Sequences.from_lists(
-        [e.prompt for e in rows], [e.chosen for e in rows], tokenizer.pad_token_id, device
-    )
+def sequences(rows: list[Example], pad_id: int, device: torch.device) -> Sequences:
+    return Sequences.from_lists([e.prompt for e in rows], [e.chosen for e in rows], pad_id, device)

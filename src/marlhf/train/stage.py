@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from marlhf.data import DataConfig, DataError, Loaded, Row, encode_response, fit_prompts, load_data
 from marlhf.data.counts import Counts
+from marlhf.models.adapters import LoRA
 from marlhf.models.load import Model, Precision, Tokenizer
-from marlhf.train.checkpoint import list_checkpoints, load_latest
+from marlhf.reward import RewardError
+from marlhf.train.checkpoint import list_checkpoints
+from marlhf.train.distributed import Parallel
 from marlhf.train.optim import Diverged, Schedule
+from marlhf.train.parts import NOTHING, Parts
 from marlhf.train.progress import say, warn
 from marlhf.train.run import Interrupts, RunError, RunFolder, Stopped
 
@@ -29,9 +31,9 @@ from marlhf.train.run import Interrupts, RunError, RunFolder, Stopped
 class StageConfig:
     """Settings that every stage has."""
 
-    model: str
+    model: str = ""
     """Where training starts: a folder, a hub name, a GGUF file, `tiny`, or `@stage`."""
-    output_dir: str
+    output_dir: str = ""
     """The run folder. The same command goes on with an unfinished run there."""
     data: DataConfig = field(default_factory=lambda: DataConfig(source="toy"))
     """Which rows, from where, and how they are split."""
@@ -69,6 +71,20 @@ class StageConfig:
     """Steps between checkpoints; 0 for none."""
     keep_checkpoints: int = 2
     """How many of the last checkpoints stay."""
+    lora: LoRA | None = None
+    """Train adapters of low rank instead of all weights: `{r: 16, alpha: 32}`."""
+    parallel: Parallel = "data"
+    """With several processes (torchrun): `data` has all weights on each, `fsdp` shards them."""
+    report_to: str | tuple[str, ...] = ()
+    """Where to send metrics as well: tensorboard, wandb, trackio."""
+    run_name: str = ""
+    """What those call the run; the folder's name unless given."""
+    push_to_hub: bool = False
+    """Upload the finished model, with a card."""
+    hub_model_id: str = ""
+    """Where to, as `owner/name`; the folder's name under your own unless given."""
+    hub_private: bool = False
+    """Make a new repository there private."""
 
     def __post_init__(self) -> None:
         positive = ("batch_size", "learning_rate", "num_epochs", "token_budget", "max_grad_norm")
@@ -115,15 +131,21 @@ def load_examples(
     config: StageConfig,
     part: str,
     tokenizer: Tokenizer,
+    parts: Parts = NOTHING,
     *,
     needs: Sequence[str],
     max_response_tokens: int | None = None,
 ) -> tuple[list[Example], list[Example]]:
     """Training and held-out rows of a stage, in tokens, with everything left out counted aloud."""
-    loaded: Loaded = load_data(config.data, part, needs=needs)
-    say(f"data: {loaded.counts}")
+    given = parts.train_rows is not None
+    if parts.train_rows is not None:
+        train_rows, eval_rows = parts.train_rows, parts.eval_rows or []
+    else:
+        loaded: Loaded = load_data(config.data, part, needs=needs)
+        say(f"data: {loaded.counts}")
+        train_rows, eval_rows = loaded.train, loaded.eval
     encoded = []
-    for name, rows in (("train", loaded.train), ("eval", loaded.eval)):
+    for name, rows in (("train", train_rows), ("eval", eval_rows)):
         try:
             examples, counts = _encode(config, rows, tokenizer, needs, max_response_tokens)
         except DataError as error:  # no prompt fits
@@ -135,9 +157,8 @@ def load_examples(
             say(f"{name}: {counts}")
         encoded.append(examples)
     train, held_out = encoded
-    share = (
-        f" ({config.data.parts[part]:.0%} of the data is for {part})" if config.data.parts else ""
-    )
+    shares = {} if given else config.data.parts
+    share = f" ({shares[part]:.0%} of the data is for {part})" if shares else ""
     say(f"{part}: {len(train)} training rows{share}, {len(held_out)} held out")
     if not train:
         raise RunError(
@@ -231,21 +252,6 @@ def due(step: int, every: int, total: int) -> bool:
     return step == total or (every > 0 and step % every == 0)
 
 
-def resume(
-    run: RunFolder, *, models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
-) -> dict[str, Any] | None:
-    """Go on from the last whole checkpoint, if there is one."""
-    state, complaints = load_latest(run, models=models, optimizers=optimizers)
-    for line in complaints:
-        warn(line)
-    if state is None:
-        run.clear()
-        return None
-    run.rewind(state["step"], state["seconds"])
-    say(f"going on from step {state['step']} in {run.path}")
-    return state
-
-
 @contextlib.contextmanager
 def orderly(run: RunFolder) -> Iterator[Interrupts]:
     """Whatever ends the loop, the folder says so and the user learns how to go on."""
@@ -271,7 +277,8 @@ def orderly(run: RunFolder) -> Iterator[Interrupts]:
         run.finish("stopped")
         raise
     except Exception as error:
-        run.finish("failed", note=str(error) if isinstance(error, RunError) else "")
+        explained = isinstance(error, (RunError, RewardError))
+        run.finish("failed", note=str(error) if explained else "")
         raise
 
 

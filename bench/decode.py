@@ -1,0 +1,254 @@
+"""Tokens a second of sampling, beside transformers' generate, and vLLM where it is installed.
+
+    python bench/decode.py                    # SmolLM2-135M's shape on a GPU
+    python bench/decode.py --shape tiny       # a CPU
+
+Random weights and prompts of one length. `fixed`: every response is as long as may be. `real`:
+lengths as people's prompts give them, most short and a few very long, by calling many tokens an
+end. Each line is the best of a few runs after one that warms up, prefill, sampling and log-probs
+included; generate gives no log-probs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from marlhf.rollout.engine import Rollout, Sampling
+from marlhf.rollout.native import NativeEngine
+from marlhf.rollout.plain import PlainEngine
+
+MEAN, LONGEST = 35, 512
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    layers: int
+    heads: int
+    groups: int
+    mlp: int
+    vocabulary: int
+    rows: int
+    prompt: int
+    response: int
+
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.groups,
+            intermediate_size=self.mlp,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=1024,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+
+
+SHAPES = {
+    "smollm2": Shape(576, 30, 9, 3, 1536, 49152, 256, 256, 64),
+    "tiny": Shape(64, 2, 4, 2, 128, 512, 32, 32, 32),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is sampled: the prompts, and when a response ends."""
+
+    name: str
+    prompts: list[list[int]]
+    sampling: Sampling
+    ends: list[int]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    gpu = torch.cuda.is_available()
+    parser.add_argument("--shape", choices=SHAPES, default="smollm2" if gpu else "tiny")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--only", nargs="+", help="systems to measure, by the start of their name")
+    args = parser.parse_args()
+    shape, device = SHAPES[args.shape], torch.device("cuda" if gpu else "cpu")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(shape.config()).to(device).eval()
+    tasks = make_tasks(shape, args.top_k, args.top_p)
+    name = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU"
+    print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}")
+    count = sum(p.numel() for p in model.parameters()) / 1e6
+    print(f"{args.shape}: {count:.1f}M parameters, prompts of {shape.prompt} tokens\n")
+    columns = f"{'rows':>6}{'tokens':>9}{'mean':>6}{'first s':>9}{'best s':>9}{'tokens/s':>11}"
+    print(f"{'system':24}{'lengths':9}{columns}")
+    engines: list[NativeEngine] = []
+    for system, make in systems(model, engines).items():
+        if args.only and not system.startswith(tuple(args.only)):
+            continue
+        for task in tasks:
+            sample = make(task)
+            times, lengths = [], [0]
+            for _ in range(args.repeats + 1):
+                start = time.perf_counter()
+                lengths = sample(task)
+                times.append(time.perf_counter() - start)
+            tokens, best = sum(lengths), min(times[1:])
+            numbers = f"{len(lengths):6}{tokens:9}{tokens / len(lengths):6.1f}"
+            rates = f"{times[0]:9.3f}{best:9.3f}{tokens / best:11.0f}"
+            print(f"{system:24}{task.name:9}{numbers}{rates}", flush=True)
+    if engines:
+        print_phases(engines[0], tasks[0])
+    if gpu:
+        print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+
+
+def make_tasks(shape: Shape, top_k: int, top_p: float) -> list[Task]:
+    def prompts(rows: int) -> list[list[int]]:
+        return torch.randint(1, shape.vocabulary, (rows, shape.prompt)).tolist()
+
+    fixed = Sampling(shape.response, top_k=top_k, top_p=top_p)
+    real = Sampling(LONGEST, top_k=top_k, top_p=top_p)
+    ends = list(range(shape.vocabulary // MEAN))  # each is as likely as any other
+    return [
+        Task("fixed", prompts(shape.rows), fixed, [-1]),
+        Task("real", prompts(4 * shape.rows), real, ends),
+    ]
+
+
+Sample = Callable[[Task], list[int]]
+
+
+def systems(
+    model: PreTrainedModel, engines: list[NativeEngine]
+) -> dict[str, Callable[[Task], Sample]]:
+    """Each makes, for a task, a function that samples it and gives the lengths of responses."""
+
+    def native(task: Task) -> Sample:
+        engines.append(NativeEngine(model, task.ends, 0))
+        return lambda task: lengths_of(run_engine(engines[-1], task))
+
+    def plain(task: Task) -> Sample:
+        engine = PlainEngine(model, task.ends, 0)
+        return lambda task: lengths_of(run_engine(engine, task))
+
+    found = {"marlhf native": native, "marlhf plain loop": plain}
+    found["transformers generate"] = lambda task: generate_sampler(model, task)
+    try:
+        import vllm
+    except ImportError:
+        return found
+    found[f"vLLM {vllm.__version__}"] = lambda task: vllm_sampler(model, task)
+    return found
+
+
+def run_engine(engine: NativeEngine | PlainEngine, task: Task) -> Rollout:
+    return engine.generate(task.prompts, task.sampling, range(len(task.prompts)))
+
+
+def lengths_of(rollout: Rollout) -> list[int]:
+    return [len(response) for response in rollout.responses]
+
+
+def generate_sampler(model: PreTrainedModel, task: Task) -> Sample:
+    """Over transformers' default cache, in bfloat16 on a GPU, as one batch."""
+    whole: Any = LlamaForCausalLM(model.config).to(model.device).eval()
+    whole.load_state_dict(model.state_dict())
+    if model.device.type == "cuda":
+        whole = whole.bfloat16()
+    ids = torch.tensor(task.prompts, device=model.device)
+
+    def sample(task: Task) -> list[int]:
+        out = whole.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            top_k=task.sampling.top_k,
+            top_p=task.sampling.top_p,
+            max_new_tokens=task.sampling.max_new_tokens,
+            eos_token_id=task.ends if task.ends != [-1] else None,
+            pad_token_id=0,
+        )[:, ids.shape[1] :]
+        ended = torch.isin(out, torch.tensor(task.ends, device=out.device))
+        first = torch.where(ended.any(dim=1), ended.int().argmax(dim=1) + 1, out.shape[1])
+        return first.tolist()
+
+    return sample
+
+
+def vllm_sampler(model: PreTrainedModel, task: Task) -> Sample:
+    import vllm
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        engine = vllm.LLM(
+            folder, skip_tokenizer_init=True, dtype="auto", enable_prefix_caching=False
+        )
+    settings = vllm.SamplingParams(
+        max_tokens=task.sampling.max_new_tokens,
+        temperature=1.0,
+        top_k=task.sampling.top_k or -1,
+        top_p=task.sampling.top_p,
+        stop_token_ids=[token for token in task.ends if token >= 0],
+        logprobs=0,
+        detokenize=False,
+    )
+    prompts = [{"prompt_token_ids": prompt} for prompt in task.prompts]
+
+    def sample(_: Task) -> list[int]:
+        outputs = engine.generate(prompts, settings, use_tqdm=False)
+        return [len(output.outputs[0].token_ids) for output in outputs]
+
+    return sample
+
+
+@torch.no_grad()
+def print_phases(engine: NativeEngine, task: Task) -> None:
+    """Prefill and decode alone, over the slots of the fixed task."""
+    rows, length = len(task.prompts), len(task.prompts[0])
+    run_engine(engine, task)
+    room = engine.room
+    assert room is not None
+    with engine._sampling(), room.decoder.ready():
+        ids = torch.tensor(task.prompts, device=engine.model.device)[:, :-1]
+        slots = torch.arange(rows, device=ids.device)
+        prefill = timed(lambda: room.decoder.prefill(ids, slots), 3)
+        step = room.stepper(task.sampling)
+        reach = length + task.sampling.max_new_tokens
+        step.state.positions[:] = length
+        step.state.running[:] = True
+        step.state.steps[:] = 0
+        seconds = timed(lambda: step(rows, reach), task.sampling.max_new_tokens - 2)
+    kind = type(room.decoder).__name__
+    print(f"\nmarlhf native alone, {rows} slots ({kind}):")
+    print(f"prefill {prefill:.4f} s, {rows * length / prefill:.0f} prompt tokens/s")
+    print(f"decode {seconds * 1e3:.3f} ms a step, {rows / seconds:.0f} tokens/s")
+
+
+def timed(work: Callable[[], None], repeats: int) -> float:
+    """Seconds of one, once warm."""
+    gpu = torch.cuda.is_available()
+    work()
+    if gpu:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    if gpu:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repeats
+
+
+if __name__ == "__main__":
+    main()

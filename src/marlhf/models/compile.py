@@ -1,0 +1,56 @@
+"""Decoder layers compiled for training and scoring passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from types import MethodType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+_COMPILED: WeakSet[nn.Module] = WeakSet()
+
+
+def compile_blocks(model: nn.Module, backend: str = "inductor") -> None:
+    """Compile the decoder layers, for passes that keep no cache; sampling runs as it did.
+
+    Half of a small model's time is norms, rotations and activations, each a kernel of its own
+    that reads and writes everything; compiled they are a few. All layers of a class share their
+    code, in all models. Rows and widths are symbols, so that micro-batches of any shape share it
+    too: the first pass of each kind takes some ten seconds, and there are few kinds.
+
+    Under autocast what goes from layer to layer is bfloat16 as well, as in a model of bfloat16
+    weights: in float32 it would be most of the bytes moved. The weights stay as they are.
+    """
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            # A bound method, so that a copy of the model runs its own layers.
+            layer.forward = MethodType(_routed(backend), layer)
+    _COMPILED.add(model)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    return model in _COMPILED
+
+
+@cache
+def _routed(backend: str) -> Callable[..., Any]:
+    def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, Cache) for x in (*args, *kwargs.values())):
+            return type(self).forward(self, hidden_states, *args, **kwargs)
+        kind = hidden_states.device.type
+        if torch.is_autocast_enabled(kind):
+            hidden_states = hidden_states.to(torch.get_autocast_dtype(kind))
+        return _compiled(type(self), backend)(self, hidden_states, *args, **kwargs)
+
+    return forward
+
+
+@cache
+def _compiled(layer: type[nn.Module], backend: str) -> Callable[..., Any]:
+    return torch.compile(layer.forward, dynamic=True, backend=backend)

@@ -1,0 +1,457 @@
+"""Rewards written in Python, in TRL's form, and weighted sums of rewards of any kind.
+
+    def brevity(prompts, completions, **columns) -> list[float | None]:
+        return [-len(completion) / 100 for completion in completions]
+
+What people write fails in ways of its own: it raises, hangs, returns NaN or too few numbers, or
+wants a column that the data lacks. Each is a sentence here, with the sample that caused it.
+
+Axes: B rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import difflib
+import importlib
+import inspect
+import numbers
+import os
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from marlhf.data import Row
+from marlhf.data.encode import decode
+
+RESERVED = ("prompts", "completions", "completion_ids")
+"""Arguments that come from the rollout; a column of such a name gives way."""
+SEARCH_SECONDS = 10.0
+"""How long a batch that raised may take to be tried again row by row."""
+SHOWN = 200
+"""Characters of a prompt or a completion in a message."""
+
+
+class RewardError(RuntimeError):
+    """A reward that cannot be had, with the sample that caused it where that is known."""
+
+
+class Scorer(Protocol):
+    """Anything that scores responses: [B], float32."""
+
+    def __call__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        rows: Sequence[Row],
+    ) -> Tensor: ...
+
+
+class RewardFunction:
+    """A Python function as a scorer.
+
+    It is called by keyword with those of `prompts`, `completions`, `completion_ids`, `chosen`,
+    `rejected` and the data's other columns that it names, or with all of them if it takes
+    `**columns`. Prompts are as in the data, text or messages; completions are of the same kind.
+    Coroutine functions are run to their end.
+
+    The call has a thread of its own, so that one that hangs ends the run with a sentence after
+    `timeout` seconds rather than never. With `timeout=None` it runs in the calling thread, which
+    functions that set signals of their own need.
+
+    >>> from marlhf.models.tiny import tiny_tokenizer
+    >>> tokenizer = tiny_tokenizer()
+    >>> def exact(completions, answer):
+    ...     return [float(c.strip() == a) for c, a in zip(completions, answer)]
+    >>> rows = [Row("2 + 2 =", columns={"answer": "4"}), Row("3 + 3 =", columns={"answer": "6"})]
+    >>> prompts, responses = [[5], [5]], [tokenizer.encode(text) for text in (" 4", " 7")]
+    >>> RewardFunction(exact, tokenizer)(prompts, responses, rows)
+    tensor([1., 0.])
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str | None = None,
+        timeout: float | None = 600.0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not callable(function):
+            raise RewardError(
+                f"A reward function must be callable; got {function!r}. Give a function "
+                "f(prompts, completions, **columns) that returns a list of numbers."
+            )
+        self.function = function
+        self.tokenizer = tokenizer
+        self.name = name or _name(function)
+        self.timeout = timeout
+        self.device = device
+        self._known: set[str] = set()
+        try:
+            found = inspect.signature(function).parameters.values()
+        except ValueError:
+            raise RewardError(
+                f"`{self.name}` does not say which arguments it takes. Wrap it in a function "
+                "f(prompts, completions)."
+            ) from None
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in found)
+        named = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._named = {p.name for p in named}
+        self._required = [p.name for p in named if p.default is p.empty]
+        nameless = [p.name for p in found if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+        if nameless:
+            raise RewardError(
+                f"The reward function `{self.name}` takes `{nameless[0]}` by position only, but "
+                "arguments are given by name. Remove the `/` from its signature."
+            )
+
+    def check(self, rows: Sequence[Row]) -> None:
+        """Refuse, before any training, data that lacks a column which the function needs."""
+        self._known = set(self._columns(rows))
+
+    def __call__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        rows: Sequence[Row],
+    ) -> Tensor:
+        """One score a row: [B], float32, NaN where the function says None: it does not apply."""
+        if not rows:
+            return torch.zeros(0, device=self.device)
+        texts = [decode(self.tokenizer, ids) for ids in responses]
+        given = self._columns(rows) | {
+            "prompts": [row.prompt for row in rows],
+            "completions": [
+                text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]
+                for row, text in zip(rows, texts, strict=True)
+            ],
+            "completion_ids": [list(ids) for ids in responses],
+        }
+        arguments = {k: v for k, v in given.items() if self._takes_all or k in self._named}
+        start = time.perf_counter()
+        try:
+            returned = self._call(arguments, self.timeout)
+        except RewardError:
+            raise
+        except Exception as error:
+            seconds = time.perf_counter() - start
+            at = self._culprit(arguments, len(rows), error) if seconds < SEARCH_SECONDS else None
+            raise RewardError(self._raised(error, at, rows, texts)) from error
+        return self._scores(returned, rows, texts)
+
+    def _columns(self, rows: Sequence[Row]) -> dict[str, list[Any]]:
+        """Each column over the batch; None where a row lacks one that nobody named."""
+        records = [_record(row) for row in rows]
+        known = sorted(self._known.union(*records))
+        for name in self._required:
+            if name not in known and name not in RESERVED and rows:
+                raise RewardError(self._lacking(name, known))
+        for number, (row, record) in enumerate(zip(rows, records), start=1):
+            for name in known:
+                if name in self._named and name not in record:
+                    raise RewardError(
+                        f"The reward function `{self.name}` takes the column `{name}`, which row "
+                        f"{number} lacks: {_short(row.prompt)}\nGive every row that column, or "
+                        "leave out the rows without it."
+                    )
+        return {name: [record.get(name) for record in records] for name in known}
+
+    def _lacking(self, name: str, known: list[str]) -> str:
+        there = [*RESERVED, *known]
+        near = difflib.get_close_matches(name, there, n=1, cutoff=0.7)
+        return (
+            f"The reward function `{self.name}` needs `{name}`, which the data does not have. "
+            f"There are: {', '.join(there)}."
+            + (f" Did you mean {near[0]}?" if near else " Add that column, or give it a default.")
+        )
+
+    def _call(self, arguments: Mapping[str, Any], timeout: float | None) -> Any:
+        if timeout is None:
+            return _run(self.function, arguments)
+        outcome: dict[str, Any] = {}
+        # What belongs to a thread in torch and Python goes along: the GPU, the context.
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        context = contextvars.copy_context()
+
+        def work() -> None:
+            try:
+                if gpu is not None:
+                    torch.cuda.set_device(gpu)
+                outcome["value"] = context.run(_run, self.function, arguments)
+            except BaseException as error:  # also SystemExit, which would end the thread unseen
+                outcome["error"] = error
+
+        thread = threading.Thread(target=work, name=f"reward {self.name}", daemon=True)
+        thread.start()
+        thread.join(timeout)
+        if thread.is_alive():
+            count = len(next(iter(arguments.values()), []))
+            raise RewardError(
+                f"The reward function `{self.name}` has not returned after {timeout:g} seconds "
+                f"for a batch of {count}. Mend what it waits for, or raise its timeout; the same "
+                "command goes on from the last checkpoint."
+            )
+        if "error" in outcome:
+            error = outcome["error"]
+            if isinstance(error, Exception):
+                raise error
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        return outcome["value"]
+
+    def _culprit(self, arguments: Mapping[str, Any], count: int, error: Exception) -> int | None:
+        """The first row that raises the same by itself, if one does and is soon found."""
+        end = time.perf_counter() + SEARCH_SECONDS
+        for i in range(count):
+            left = end - time.perf_counter()
+            if left <= 0:
+                return None
+            alone = {name: values[i : i + 1] for name, values in arguments.items()}
+            try:
+                self._call(alone, None if self.timeout is None else left)
+            except RewardError:
+                return None
+            except Exception as found:
+                if type(found) is type(error):
+                    return i
+        return None
+
+    def _raised(
+        self, error: Exception, at: int | None, rows: Sequence[Row], texts: Sequence[str]
+    ) -> str:
+        sample = (
+            f"The sample that caused it:\n{_sample(rows[at], texts[at])}"
+            if at is not None
+            else f"No sample of the batch of {len(rows)} was found to cause it alone."
+        )
+        threads = (
+            "\nFunctions that set signals need the main thread: give it `timeout=None`."
+            if "main thread" in str(error)
+            else ""
+        )
+        return (
+            f"The reward function `{self.name}` raised {type(error).__name__}: {error} "
+            f"({_place(error)}). {sample}\n"
+            f"Mend it; the same command goes on from the last checkpoint.{threads}"
+        )
+
+    def _scores(self, returned: Any, rows: Sequence[Row], texts: Sequence[str]) -> Tensor:
+        wanted = f"It must return a list of {len(rows)} numbers, one a completion, or None"
+        if isinstance(returned, (Tensor, np.ndarray)) and returned.ndim == 1:
+            returned = returned.tolist()
+        if not isinstance(returned, (list, tuple)):
+            kind = type(returned).__name__
+            raise RewardError(
+                f"The reward function `{self.name}` returned {kind}: {_short(returned)}. "
+                f"{wanted} for each that it does not apply to."
+            )
+        if len(returned) != len(rows):
+            raise RewardError(
+                f"The reward function `{self.name}` returned {len(returned)} values for "
+                f"{len(rows)} completions. {wanted} where it does not apply."
+            )
+        scores = []
+        for value, row, text in zip(returned, rows, texts):
+            number = _number(value)
+            if number is None:
+                raise RewardError(
+                    f"The reward function `{self.name}` returned {_short(value)}, which is not a "
+                    f"number, for\n{_sample(row, text)}\n{wanted} where it does not apply."
+                )
+            if value is not None and not abs(number) <= torch.finfo(torch.float32).max:
+                raise RewardError(
+                    f"The reward function `{self.name}` returned {number} for\n"
+                    f"{_sample(row, text)}\nReturn a finite number, or None where it does not "
+                    "apply; the same command goes on from the last checkpoint."
+                )
+            scores.append(number)
+        return torch.tensor(scores, dtype=torch.float32, device=self.device)
+
+
+class Rewards:
+    """A weighted sum of scorers, over those that apply to a row.
+
+    >>> import torch
+    >>> def scorer(value):
+    ...     return lambda prompts, responses, rows: torch.full((len(rows),), value)
+    >>> rewards = Rewards([("helpful", scorer(2.0), 1.0), ("short", scorer(-1.0), 0.5)])
+    >>> rewards([[1]], [[2]], [Row("Why?")])
+    tensor([1.5000])
+    >>> rewards.latest["helpful"]
+    tensor(2.)
+    """
+
+    def __init__(self, parts: Sequence[tuple[str, Scorer, float]]) -> None:
+        if not parts:
+            raise RewardError("There is nothing to score responses with. Give one reward or more.")
+        self.parts: list[tuple[str, Scorer, float]] = []
+        taken: set[str] = set()
+        for name, scorer, weight in parts:
+            unique, number = name, 1
+            while unique in taken:  # two lambdas, or one function with two settings
+                number += 1
+                unique = f"{name}-{number}"
+            taken.add(unique)
+            self.parts.append((unique, scorer, weight))
+        self.latest: dict[str, Tensor] = {}
+        """Mean of each part in the last call, over the rows that it applied to."""
+
+    def check(self, rows: Sequence[Row]) -> None:
+        """Refuse data that a reward function cannot work with, before any training."""
+        for _, scorer, _ in self.parts:
+            if isinstance(scorer, RewardFunction):
+                scorer.check(rows)
+
+    def __call__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        rows: Sequence[Row],
+    ) -> Tensor:
+        """One score a row: [B], float32."""
+        self.latest = {}
+        total = torch.zeros(len(rows))
+        applied: Tensor | None = torch.zeros(len(rows), dtype=torch.bool)
+        for name, scorer, weight in self.parts:
+            scores = scorer(prompts, responses, rows)
+            if isinstance(scorer, RewardFunction):
+                applies = ~scores.isnan()
+                applied = None if applied is None else applied.to(scores.device) | applies
+                self.latest[name] = scores.nanmean()
+                scores = torch.where(applies, scores, 0.0)
+            else:  # a model applies to everything, and its NaN is a fault, not an opinion
+                applied = None
+                self.latest[name] = scores.mean()
+            total = total.to(scores.device) + weight * scores
+        if applied is not None and not bool(applied.all()):
+            at = int((~applied).nonzero()[0])
+            names = ", ".join(f"`{name}`" for name, _, _ in self.parts)
+            text = decode(_tokenizer(self.parts), responses[at])
+            raise RewardError(
+                f"No reward applies to this sample; {names} returned None.\n"
+                f"{_sample(rows[at], text)}\nLet one of them return a number for every row."
+            )
+        return total
+
+
+def import_function(name: str) -> Callable[..., Any]:
+    """`module:name`, from the folder of the command or from what is installed.
+
+    A class is made into an object, so that a reward may keep state.
+
+    >>> import_function("math:sqrt")(9)
+    3.0
+    """
+    module, colon, attribute = name.partition(":")
+    if not colon or not module or not attribute:
+        raise RewardError(f"Cannot read {name!r}. Write module:function, as in my_rewards:brevity.")
+    if module.endswith(".py") or "/" in module:
+        plain = ".".join(Path(module).with_suffix("").parts)
+        raise RewardError(f"{module!r} is a file. Write the module's name: {plain}:{attribute}.")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        loaded = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise RewardError(
+                f"Cannot import {module}, which needs {error.name}: install that first."
+            ) from error
+        raise RewardError(
+            f"There is no module {error.name!r} in this folder, and none is installed. Run the "
+            f"command from the folder that holds {module.split('.')[0]}.py."
+        ) from None
+    except Exception as error:
+        raise RewardError(f"Cannot import {module}: {type(error).__name__}: {error}") from error
+    try:
+        found: Any = reduce(getattr, attribute.split("."), loaded)
+    except AttributeError:
+        near = difflib.get_close_matches(attribute, dir(loaded), n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise RewardError(f"{loaded.__file__} has no {attribute!r}.{hint}") from None
+    try:
+        found = found() if isinstance(found, type) else found
+    except Exception as error:
+        raise RewardError(
+            f"{name} is a class that cannot be made without arguments ({error}). Name an object "
+            "or a function instead."
+        ) from error
+    if not callable(found):
+        raise RewardError(f"{name} is {_short(found)}, which cannot be called. Name a function.")
+    return found
+
+
+@torch.no_grad()
+def _run(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    returned = function(**arguments)
+    if not inspect.isawaitable(returned):
+        return returned
+
+    async def wait() -> Any:
+        return await returned
+
+    return asyncio.run(wait())
+
+
+def _record(row: Row) -> dict[str, Any]:
+    """What a row offers a function, its prompt aside."""
+    pair = {"chosen": row.chosen, "rejected": row.rejected}
+    given = {name: text for name, text in pair.items() if text is not None}
+    return {k: v for k, v in row.columns.items() if k not in RESERVED} | given
+
+
+def _name(function: Any) -> str:
+    if isinstance(function, partial):
+        return _name(function.func)
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _number(value: Any) -> float | None:
+    """A float, NaN for None; None for what is no number."""
+    if value is None:
+        return float("nan")
+    if isinstance(value, str) or not isinstance(value, (numbers.Real, np.generic, Tensor)):
+        return None
+    try:
+        return float(cast(Any, value))
+    except OverflowError:
+        return float("inf")
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _place(error: Exception) -> str:
+    """The file and line in the user's own code that led to an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    library = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], __file__)
+    own = [frame for frame in frames if not frame.filename.startswith((*library, "<"))]
+    last = (own or frames)[-1]
+    return f"{Path(last.filename).name}, line {last.lineno}"
+
+
+def _tokenizer(parts: Sequence[tuple[str, Scorer, float]]) -> PreTrainedTokenizerBase:
+    return next(s.tokenizer for _, s, _ in parts if isinstance(s, RewardFunction))
+
+
+def _sample(row: Row, text: str) -> str:
+    return f"  prompt:     {_short(row.prompt)}\n  completion: {_short(text)}"
+
+
+def _short(value: Any) -> str:
+    """Its repr on one line, the middle left out where it is long."""
+    text = repr(value)
+    half = SHOWN // 2
+    return text if len(text) <= SHOWN else f"{text[:half]} ... {text[-half:]}"

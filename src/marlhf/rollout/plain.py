@@ -1,0 +1,128 @@
+"""The simplest engine: left-padded batches over transformers' own cache, token by token.
+
+It is what the fast engine is tested against, and what it falls back to for models whose attention
+it cannot take over. Axes: B rows, P prompt tokens, R response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from marlhf.data.collate import pad_left, token_budget_batches
+from marlhf.models.forward import keeps_logits, position_ids
+from marlhf.models.load import Model, Precision, autocast
+from marlhf.rollout.engine import Rollout, Sampling, draws
+from marlhf.rollout.sample import draw
+
+CHECK_EVERY = 8
+"""Steps between asking the device whether every row has ended: asking waits for it."""
+
+
+class PlainEngine:
+    """One batch after another, each as long as its longest response."""
+
+    def __init__(
+        self,
+        model: Model,
+        end_tokens: Sequence[int],
+        pad_id: int,
+        *,
+        token_budget: int = 1 << 17,
+        precision: Precision = "auto",
+    ) -> None:
+        self.model = model
+        self.end_tokens = list(end_tokens)
+        self.pad_id = pad_id
+        self.token_budget = token_budget
+        self.precision: Precision = precision
+
+    def update_weights(self, model: nn.Module) -> None:
+        assert model is self.model, "the plain engine samples from the policy itself"
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+    ) -> Rollout:
+        check_prompts(prompts, seeds)
+        device, length = self.model.device, sampling.max_new_tokens
+        uniform = draws(seeds, length, device)
+        tokens = torch.full((len(prompts), length), self.pad_id, device=device)
+        logprobs = torch.zeros(len(prompts), length, device=device)
+        training = self.model.training
+        self.model.eval()  # gradient checkpointing would leave out the cache
+        try:
+            room = [len(p) + length for p in prompts]
+            for batch in token_budget_batches(room, self.token_budget):
+                rows = torch.tensor(batch, device=device)
+                t, lp = self._sample([prompts[i] for i in batch], sampling, uniform[rows])
+                tokens[rows, : t.shape[1]] = t
+                logprobs[rows, : t.shape[1]] = lp
+        finally:
+            self.model.train(training)
+        return to_rollout(tokens, logprobs, self.end_tokens)
+
+    def _sample(
+        self, prompts: list[Sequence[int]], sampling: Sampling, uniform: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probs of one batch, [B, up to R]; junk after the end."""
+        device = self.model.device
+        ids, attention = (x.to(device) for x in pad_left(prompts, self.pad_id))
+        width = attention.shape[1] + sampling.max_new_tokens
+        # Allocated once, so that a step costs no growing copies.
+        seen = torch.ones(len(prompts), width, dtype=torch.int64, device=device)
+        seen[:, : attention.shape[1]] = attention
+        positions = position_ids(attention)
+        ends = torch.tensor(self.end_tokens, device=device)
+        running = torch.ones(len(prompts), dtype=torch.bool, device=device)
+        cache = DynamicCache(config=self.model.config)  # keeps only the window where one slides
+        last_only = {"logits_to_keep": 1} if keeps_logits(type(self.model)) else {}
+        tokens, logprobs = [], []
+        with autocast(device, self.precision):
+            for step in range(sampling.max_new_tokens):
+                logits = self.model(
+                    input_ids=ids,
+                    attention_mask=seen[:, : attention.shape[1] + step],
+                    position_ids=positions,
+                    past_key_values=cache,
+                    use_cache=True,
+                    **last_only,
+                ).logits[:, -1]
+                token, logprob = draw(logits, sampling, uniform[:, step])
+                tokens.append(token)
+                logprobs.append(logprob)
+                running &= ~torch.isin(token, ends)
+                if (step + 1) % CHECK_EVERY == 0 and not running.any():
+                    break
+                ids, positions = token[:, None], positions[:, -1:] + 1
+        return torch.stack(tokens, dim=1), torch.stack(logprobs, dim=1)
+
+
+def check_prompts(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
+    if not prompts:
+        raise ValueError("There are no prompts to answer.")
+    if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
+        raise ValueError(
+            f"The prompts {empty} have no tokens, so there is nothing to go on from. "
+            "Begin each with BOS, or with EOS where the tokenizer has no BOS."
+        )
+    if len(seeds) != len(prompts):
+        raise ValueError(f"There are {len(prompts)} prompts but {len(seeds)} seeds; give one each.")
+
+
+def to_rollout(
+    tokens: Tensor,  # [B, R], junk after the end
+    logprobs: Tensor,  # [B, R]
+    end_tokens: Sequence[int],
+) -> Rollout:
+    """Responses cut after the first token that ends one, or as long as may be."""
+    ends = torch.isin(tokens, torch.tensor(end_tokens, device=tokens.device))
+    ended = ends.any(dim=1)
+    lengths = torch.where(ended, ends.int().argmax(dim=1) + 1, tokens.shape[1])
+    mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    rows = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist())]
+    width = max(map(len, rows))
+    return Rollout(rows, torch.where(mask, logprobs, 0.0)[:, :width], ended)

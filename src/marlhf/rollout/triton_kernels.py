@@ -1,0 +1,367 @@
+"""Triton kernels for `kernels.py`, where each is explained and has its plain twin."""
+
+# Triton reads these functions itself: annotations mark constants, and names are pointers.
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _add_norm(
+    residual, delta, weight, out, eps, size: tl.constexpr, block: tl.constexpr, adds: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * size
+    column = tl.arange(0, block)
+    inside = column < size
+    stored = tl.load(residual + row + column, inside, other=0.0)
+    if adds:
+        stored = (stored + tl.load(delta + row + column, inside, other=0.0)).to(stored.dtype)
+        tl.store(residual + row + column, stored, inside)
+    x = stored.to(tl.float32)
+    x *= tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
+    x = x.to(stored.dtype).to(tl.float32)  # as transformers rounds
+    x *= tl.load(weight + column, inside, other=0.0).to(tl.float32)
+    tl.store(out + row + column, x.to(out.dtype.element_ty), inside)
+
+
+def add_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+) -> Tensor:
+    rows, size = residual.shape
+    out = torch.empty(rows, size, dtype=dtype, device=residual.device)
+    block = triton.next_power_of_2(size)
+    other = residual if delta is None else delta
+    _add_norm[(rows,)](
+        residual, other, weight, out, eps, size, block, delta is not None, num_warps=_warps(block)
+    )
+    return out
+
+
+@triton.jit
+def _swiglu(gate_up, out, size: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < size
+    gate = tl.load(gate_up + row * 2 * size + column, inside, other=0.0)
+    up = tl.load(gate_up + row * 2 * size + size + column, inside, other=0.0)
+    x = gate.to(tl.float32)
+    x = (x / (1 + tl.exp(-x))).to(gate.dtype)
+    x = x.to(tl.float32) * up.to(tl.float32)
+    tl.store(out + row * size + column, x.to(gate.dtype), inside)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    rows, size = len(gate_up), gate_up.shape[1] // 2
+    out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
+    block = min(1024, triton.next_power_of_2(size))
+    _swiglu[(rows, triton.cdiv(size, block))](gate_up, out, size, block, num_warps=4)
+    return out
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv,
+    cosines,
+    sines,
+    positions,
+    slots,
+    keys,
+    values,
+    query_norm,
+    key_norm,
+    eps,
+    slot_stride,
+    head_stride,
+    queries: tl.constexpr,
+    groups: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    normed: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token)
+    slot = tl.load(slots + token)
+    half: tl.constexpr = width // 2
+    head = tl.arange(0, block)[:, None]
+    column = tl.arange(0, half)[None, :]
+    heads: tl.constexpr = queries + 2 * groups
+    first = qkv + token * heads * width + head * width + column
+    inside = (head < heads) & (column < half)
+    stored = tl.load(first, inside, other=0.0)
+    a = stored.to(tl.float32)
+    b = tl.load(first + half, inside, other=0.0).to(tl.float32)
+    turn = inside & (head < queries + groups)
+    x, y = a, b
+    if normed:
+        squares = tl.sum(a * a, axis=1, keep_dims=True) + tl.sum(b * b, axis=1, keep_dims=True)
+        scale = tl.rsqrt(squares / width + eps)
+        is_query = head < queries
+        weight_a = tl.where(is_query, tl.load(query_norm + column), tl.load(key_norm + column))
+        weight_b = tl.where(
+            is_query, tl.load(query_norm + half + column), tl.load(key_norm + half + column)
+        )
+        x = (a * scale).to(stored.dtype).to(tl.float32) * weight_a.to(tl.float32)
+        y = (b * scale).to(stored.dtype).to(tl.float32) * weight_b.to(tl.float32)
+    cos = tl.load(cosines + position * width + column).to(tl.float32)
+    sin = tl.load(sines + position * width + column).to(tl.float32)
+    x, y = x * cos - y * sin, y * cos + x * sin
+    x, y = x.to(stored.dtype), y.to(stored.dtype)
+    tl.store(first, x, turn)
+    tl.store(first + half, y, turn)
+    place = slot * slot_stride + position * width + column
+    is_key = turn & (head >= queries)
+    key = keys + place + (head - queries) * head_stride
+    tl.store(key, x, is_key)
+    tl.store(key + half, y, is_key)
+    is_value = inside & (head >= queries + groups)
+    value = values + place + (head - queries - groups) * head_stride
+    tl.store(value, a.to(stored.dtype), is_value)
+    tl.store(value + half, b.to(stored.dtype), is_value)
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    norms: tuple[Tensor, Tensor, float] | None,
+) -> None:
+    tokens, heads, width = qkv.shape
+    groups = keys.shape[1]
+    query_norm, key_norm, eps = norms or (qkv, qkv, 0.0)
+    _rotate_and_store[(tokens,)](
+        qkv,
+        *rotary,
+        positions,
+        slots,
+        keys,
+        values,
+        query_norm,
+        key_norm,
+        eps,
+        keys.stride(0),
+        keys.stride(1),
+        heads - 2 * groups,
+        groups,
+        width,
+        triton.next_power_of_2(heads),
+        norms is not None,
+        num_warps=_warps(triton.next_power_of_2(heads) * width // 2),
+    )
+
+
+@triton.jit
+def _attend(
+    query,
+    keys,
+    values,
+    positions,
+    out,
+    scale,
+    softcap,
+    query_stride,
+    slot_stride,
+    head_stride,
+    share: tl.constexpr,  # query heads a key head
+    rows: tl.constexpr,  # the same, as many as a matrix product needs
+    width: tl.constexpr,
+    block: tl.constexpr,
+    window: tl.constexpr,  # 0 for none
+    capped: tl.constexpr,
+    precision: tl.constexpr,
+):
+    slot = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    last = tl.load(positions + slot)
+    begin = 0
+    if window > 0:
+        begin = tl.maximum(last - window + 1, 0)
+    row = tl.arange(0, rows)[:, None]
+    column = tl.arange(0, width)
+    mine = query + slot * query_stride + (group * share + row) * width + column[None, :]
+    q = tl.load(mine, row < share, other=0.0).to(keys.dtype.element_ty)
+    base = slot * slot_stride + group * head_stride
+    highest = tl.full([rows, 1], -float("inf"), tl.float32)
+    total = tl.zeros([rows, 1], tl.float32)
+    mean = tl.zeros([rows, width], tl.float32)
+    for start in range(begin // block * block, last + 1, block):
+        place = start + tl.arange(0, block)
+        seen = (place <= last) & (place >= begin)
+        at = place[:, None] * width + column[None, :]
+        k = tl.load(keys + base + at, seen[:, None], other=0.0)
+        v = tl.load(values + base + at, seen[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=precision) * scale
+        if capped:
+            tanh = 1 - 2 / (tl.exp(2 * scores / softcap) + 1)
+            scores = softcap * tanh
+        scores = tl.where(seen[None, :], scores * 1.4426950408889634, -float("inf"))
+        higher = tl.maximum(highest, tl.max(scores, axis=1, keep_dims=True))
+        weights = tl.exp2(scores - higher)
+        fade = tl.exp2(highest - higher)
+        total = total * fade + tl.sum(weights, axis=1, keep_dims=True)
+        mean = mean * fade + tl.dot(weights.to(v.dtype), v, input_precision=precision)
+        highest = higher
+    heads = tl.num_programs(1) * share
+    target = out + (slot * heads + group * share + row) * width + column[None, :]
+    tl.store(target, (mean / total).to(out.dtype.element_ty), row < share)
+
+
+BLOCK, WARPS, STAGES = 64, 4, 2
+"""Keys at a time, and how `_attend` is laid out: what measured best."""
+
+
+def can_attend(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    width = query.shape[-1]
+    alike = keys.shape[-1] == values.shape[-1] == width and keys.stride() == values.stride()
+    return 16 <= width <= 256 and width & (width - 1) == 0 and alike
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    slots, heads, width = query.shape
+    groups = keys.shape[1]
+    share = heads // groups
+    out = torch.empty(slots, heads, width, dtype=keys.dtype, device=query.device)
+    block = BLOCK if width <= 128 else BLOCK // 2
+    _attend[(slots, groups)](
+        query,
+        keys,
+        values,
+        positions,
+        out,
+        scale,
+        softcap or 1.0,
+        query.stride(0),
+        keys.stride(0),
+        keys.stride(1),
+        share,
+        max(16, triton.next_power_of_2(share)),
+        width,
+        block,
+        window or 0,
+        softcap is not None,
+        "ieee" if keys.dtype == torch.float32 else "tf32",
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )
+    return out
+
+
+@triton.jit
+def _sample(
+    logits,
+    uniform,
+    tokens,
+    positions,
+    steps,
+    running,
+    out_tokens,
+    out_logprobs,
+    ends,
+    temperature,
+    length,
+    num_ends,
+    size: tl.constexpr,
+    block: tl.constexpr,
+    blocks: tl.constexpr,
+    ends_block: tl.constexpr,
+):
+    slot = tl.program_id(0).to(tl.int64)
+    row = logits + slot * size
+    column = tl.arange(0, block)
+    highest = tl.full([block], -float("inf"), tl.float32)
+    for start in range(0, size, block):
+        x = tl.load(row + start + column, start + column < size, other=-float("inf"))
+        highest = tl.maximum(highest, x.to(tl.float32))
+    top = tl.max(highest, axis=0) / temperature
+    which = tl.arange(0, blocks)
+    sums = tl.zeros([blocks], tl.float64)
+    for start in range(0, size, block):
+        x = tl.load(row + start + column, start + column < size, other=-float("inf"))
+        weights = tl.exp(x.to(tl.float32) / temperature - top)
+        sums = tl.where(which == start // block, tl.sum(weights, axis=0).to(tl.float64), sums)
+    edges = tl.cumsum(sums, axis=0)
+    total = tl.max(edges, axis=0)
+    step = tl.load(steps + slot)
+    target = tl.load(uniform + slot * (length + 1) + step) * total
+    beyond = (edges > target) & (sums > 0)
+    last = tl.max(tl.where(sums > 0, which, 0), axis=0)
+    chosen = tl.minimum(tl.min(tl.where(beyond, which, blocks), axis=0), last)
+    before = tl.sum(tl.where(which == chosen, edges - sums, 0.0), axis=0)
+    here = chosen * block + column
+    x = tl.load(row + here, here < size, other=-float("inf")).to(tl.float32) / temperature
+    weights = tl.exp(x - top)
+    beyond = (tl.cumsum(weights.to(tl.float64), axis=0) > target - before) & (weights > 0)
+    last = tl.max(tl.where(weights > 0, column, 0), axis=0)
+    inner = tl.minimum(tl.min(tl.where(beyond, column, block), axis=0), last)
+    token = (chosen * block + inner).to(tl.int64)
+    logit = tl.max(tl.where(column == inner, x, -float("inf")), axis=0)
+    logprob = (logit - top).to(tl.float64) - tl.log(total)
+
+    alive = tl.load(running + slot) != 0
+    place = slot * (length + 1) + tl.where(alive, step, length)
+    tl.store(out_tokens + place, token)
+    tl.store(out_logprobs + place, logprob.to(tl.float32))
+    step += alive.to(tl.int64)
+    end = tl.arange(0, ends_block)
+    ending = tl.load(ends + end, end < num_ends, other=-1) == token
+    alive = alive & (step < length) & (tl.max(ending.to(tl.int32), axis=0) == 0)
+    tl.store(tokens + slot, token)
+    tl.store(steps + slot, step)
+    tl.store(running + slot, alive)
+    position = tl.load(positions + slot)
+    tl.store(positions + slot, tl.where(alive, position + 1, 0))
+
+
+def sample(
+    logits: Tensor,
+    uniform: Tensor,
+    tokens: Tensor,
+    positions: Tensor,
+    steps: Tensor,
+    running: Tensor,
+    out_tokens: Tensor,
+    out_logprobs: Tensor,
+    ends: Tensor,
+    temperature: float,
+) -> None:
+    slots, size = logits.shape
+    block = min(4096, triton.next_power_of_2(size))
+    _sample[(slots,)](
+        logits.contiguous(),
+        uniform,
+        tokens,
+        positions,
+        steps,
+        running,
+        out_tokens,
+        out_logprobs,
+        ends,
+        temperature,
+        uniform.shape[1] - 1,
+        len(ends),
+        size,
+        block,
+        triton.next_power_of_2(triton.cdiv(size, block)),
+        triton.next_power_of_2(len(ends)),
+        num_warps=8,
+    )
+
+
+def _warps(block: int) -> int:
+    return min(max(block // 256, 1), 8)

@@ -1,0 +1,392 @@
+"""The model card: what a model is, how it came about, what it scored, how to load and cite it.
+
+Cards are published, so nothing of the machine goes into one: models and files appear by name,
+never by path, and secrets were left out of the run's config when it was written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from marlhf import __version__
+from marlhf.data.load import PUBLISHED, is_hub_name
+from marlhf.models.load import SCALAR
+from marlhf.train.run import RunError, RunFolder, explained_writes, write_whole
+
+METHODS = {
+    "sft": "supervised fine-tuning on preferred responses",
+    "reward": "reward modelling on pairs of responses",
+    "ppo": "PPO",
+    "rloo": "RLOO (REINFORCE with a leave-one-out baseline)",
+    "dpo": "DPO (direct preference optimisation)",
+}
+MAIN = (
+    *("batch_size", "learning_rate", "critic_learning_rate", "schedule", "warmup_ratio"),
+    *("warmup_steps", "num_epochs", "num_steps", "num_ppo_epochs", "num_mini_batches"),
+    *("num_samples", "kl_coef", "kl_target", "beta", "clip", "gamma", "lam", "sigma", "pooling"),
+    *("ratio", "whiten", "sampling", "reward_model", "reward_funcs", "reward_weights"),
+)
+"""Settings worth a line of their own; the card has all of them below."""
+PRIVATE = (
+    *("output_dir", "device", "report_to", "run_name"),
+    *("push_to_hub", "hub_model_id", "hub_private"),
+)
+"""Settings that say nothing about the model."""
+LABELS = {
+    "eval/score": "score",
+    "eval/kl": "KL to the reference (nats a response)",
+    "eval/length": "length (tokens)",
+    "eval/win_rate": "win rate against the start, by score",
+    "eval/repetition": "repeated 4-grams",
+    "eval/ended": "responses that end by themselves",
+    "eval/gold": "true score",
+}
+PAPER = """\
+@inproceedings{chai2025marlhf,
+  title     = {{MA-RLHF}: Reinforcement Learning from Human Feedback with Macro Actions},
+  author    = {Chai, Yekun and Sun, Haoran and Fang, Huang and Wang, Shuohuan and Sun, Yu and
+               Wu, Hua},
+  booktitle = {International Conference on Learning Representations},
+  year      = {2025},
+  url       = {https://arxiv.org/abs/2410.02743}
+}"""
+SOFTWARE = """\
+@software{marlhf,
+  title   = {marlhf: reinforcement learning from human feedback with macro actions},
+  author  = {{The marlhf authors}},
+  version = {VERSION}
+}"""
+
+
+def write_card(
+    run: RunFolder,
+    *,
+    folder: Path | None = None,
+    summary: Mapping[str, Any] | None = None,
+    rows: Mapping[str, int] | None = None,
+    repo_id: str = "",
+    base_model: str = "",
+    dataset: str = "",
+) -> Path:
+    """Write README.md into the model's folder.
+
+    `summary` are the final metrics, those of the run unless given; `rows` counts the data, as in
+    `{"training": 1000, "held-out": 50}`. `base_model` and `dataset` are for runs that were given
+    Python objects, whose config names neither.
+    """
+    folder = folder or run.model
+    metrics = dict(run.state["summary"] if summary is None else summary)
+    base = base_model or _origin(str(run.config.get("model") or ""))
+    data = run.config.get("data") or {}
+    dataset = dataset or _dataset(data)
+    loading = _Loading.of(folder, run.stage)
+    name = repo_id.rpartition("/")[2] or run.path.name
+    parts = [
+        f"---\n{yaml.safe_dump(_metadata(run, loading, base, dataset), sort_keys=False)}---",
+        f"# {name}",
+        _what(run, loading, base, dataset),
+        "## How it was trained",
+        _training(run, base, dataset, data, rows),
+        "## Results",
+        _results(run, metrics),
+        "## How to load it",
+        loading.code(repo_id or name, base),
+        "## Limits",
+        _limits(run.stage),
+        "## How to cite",
+        f"```bibtex\n{PAPER}\n\n{SOFTWARE.replace('VERSION', __version__)}\n```",
+        "## Versions",
+        "\n".join(f"- {package} {number}" for package, number in _versions(loading.adapter)),
+    ]
+    with explained_writes(folder):
+        write_whole(folder / "README.md", "\n\n".join(parts) + "\n")
+    return folder / "README.md"
+
+
+def push(
+    folder: Path | str,
+    repo_id: str,
+    *,
+    private: bool = False,
+    token: str | None = None,
+    message: str = "Upload a model trained with marlhf",
+) -> str:
+    """Upload a folder to the hub as a model repository, made if it is not there; its address."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
+    )
+
+    api = HfApi(token=token)
+    try:
+        made = api.create_repo(repo_id, private=private, repo_type="model", exist_ok=True)
+        api.upload_folder(
+            repo_id=made.repo_id, folder_path=str(folder), commit_message=message, repo_type="model"
+        )
+    except Exception as error:
+        response = error.response if isinstance(error, HfHubHTTPError) else None
+        status = None if response is None else response.status_code
+        if isinstance(error, HFValidationError):
+            why = f"{repo_id!r} is no name for a repository. Write owner/name."
+        elif isinstance(error, LocalTokenNotFoundError) or status == 401:
+            why = "you are not logged in. Run `hf auth login`, or set HF_TOKEN."
+        elif status == 403:
+            why = f"your token may not write to {repo_id}. Give one that may, or another name."
+        elif isinstance(error, OfflineModeIsEnabled):
+            why = "HF_HUB_OFFLINE is set. Unset it."
+        else:
+            first = (str(error).splitlines() or [""])[0]
+            why = f"the hub could not be reached ({type(error).__name__}: {first})."
+        raise RunError(
+            f"{folder} is not on the hub: {why} The model itself is whole; upload it with "
+            f"`hf upload {repo_id} {folder}`."
+        ) from error
+    return str(made)
+
+
+class _Loading:
+    """How transformers or peft loads what is in a folder."""
+
+    def __init__(self, scalar: bool, adapter: bool) -> None:
+        self.scalar, self.adapter = scalar, adapter
+
+    @classmethod
+    def of(cls, folder: Path, stage: str) -> _Loading:
+        adapter = (folder / "adapter_config.json").is_file()
+        try:
+            raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            scalar = any(SCALAR in str(name) for name in raw.get("architectures") or ())
+        except (OSError, ValueError):  # adapters have none
+            scalar = stage == "reward"
+        return cls(scalar, adapter)
+
+    def code(self, name: str, base: str) -> str:
+        kind = "SequenceClassification" if self.scalar else "CausalLM"
+        auto = f"AutoPeftModelFor{kind}" if self.adapter else f"AutoModelFor{kind}"
+        options = ", num_labels=1" if self.scalar and self.adapter else ""
+        imports = "from transformers import AutoTokenizer"
+        if self.adapter:
+            imports = f"from peft import {auto}\n{imports}"
+        else:
+            imports = imports.replace("import ", f"import {auto}, ")
+        use = (
+            'inputs = tokenizer("a prompt" + " and a response", return_tensors="pt")\n'
+            "score = model(**inputs).logits[0, 0]"
+            if self.scalar
+            else 'inputs = tokenizer("a prompt", return_tensors="pt")\n'
+            "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))"
+        )
+        over = f"\n\nIt is an adapter over `{_shown(base)}`, which is loaded with it."
+        return (
+            f'```python\n{imports}\n\nmodel = {auto}.from_pretrained("{name}"{options})\n'
+            f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n{use}\n```'
+            + (over if self.adapter and base else "")
+        )
+
+
+def _metadata(run: RunFolder, loading: _Loading, base: str, dataset: str) -> dict[str, Any]:
+    tags = ["marlhf", "rlhf", "reward-model" if run.stage == "reward" else run.stage]
+    found: dict[str, Any] = {
+        "library_name": "peft" if loading.adapter else "transformers",
+        "pipeline_tag": "text-classification" if loading.scalar else "text-generation",
+        "tags": tags + ["macro-actions"] * _is_macro(run.config.get("segmenter")),
+    }
+    if _on_hub(base):
+        found["base_model"] = base
+    if _on_hub(dataset):
+        found["datasets"] = [dataset]
+    return found
+
+
+def _what(run: RunFolder, loading: _Loading, base: str, dataset: str) -> str:
+    kind = "A reward model" if loading.scalar else "A language model"
+    start = f", from {_link(base)}" if base else ""
+    on = f", on {_link(dataset, 'datasets/')}" if dataset else ""
+    macro = _is_macro(run.config.get("segmenter"))
+    method = METHODS.get(run.stage, run.stage) + " over macro actions" * macro
+    lines = [f"{kind}, trained by {method}{start}{on}, with marlhf {__version__}."]
+    if macro:
+        lines.append(
+            "Responses were cut into macro actions, groups of tokens that are credited as one "
+            "([MA-RLHF](https://arxiv.org/abs/2410.02743)). They exist in training only: the "
+            "model samples token by token, as any other does."
+        )
+    return "\n\n".join(lines)
+
+
+def _training(
+    run: RunFolder, base: str, dataset: str, data: Any, rows: Mapping[str, int] | None
+) -> str:
+    config = _clean(run.config)
+    lines = [f"- stage: {run.stage}"]
+    begun = str(run.config.get("model") or base)
+    if begun:
+        came = f", which began as {_link(base)}" if base and base != begun else ""
+        lines.append(f"- start: {_link(begun)}{came}")
+    if dataset:
+        counted = ", ".join(f"{count} {name} rows" for name, count in (rows or {}).items())
+        source = f" (form: {data['source']})" if data.get("source") and data.get("path") else ""
+        lines.append(
+            f"- data: {_link(dataset, 'datasets/')}{source}" + f", {counted}" * (counted > "")
+        )
+    if config.get("segmenter"):
+        lines.append(f"- termination rule of macro actions: `{_inline(config['segmenter'])}`")
+    table = [("setting", "value"), ("---", "---")]
+    for name in MAIN:
+        value = config.get(name)
+        if value not in (None, "", [], {}):
+            table.append((f"`{name}`", f"`{_inline(value)}`".replace("|", "\\|")))
+    whole = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+    lines += ["", *(f"| {name} | {value} |" for name, value in table), ""]
+    lines += ["<details><summary>All settings</summary>", "", f"```yaml\n{whole}```", ""]
+    return "\n".join([*lines, "</details>"])
+
+
+def _results(run: RunFolder, metrics: Mapping[str, Any]) -> str:
+    before = _before(run)
+    names = [name for name in LABELS if name in metrics]
+    names += [name for name in metrics if name not in LABELS and name != "steps"]
+    lines = ["| held out | before | after |", "| --- | --- | --- |"]
+    for name in names:
+        label = LABELS.get(name, name.removeprefix("eval/"))
+        lines.append(f"| {label} | {_number(before.get(name))} | {_number(metrics[name])} |")
+    steps = f"{metrics['steps']} steps, " if "steps" in metrics else ""
+    seed = run.config.get("seed")
+    lines += ["", f"{steps}{run.seconds:.0f} seconds, one run with seed {seed}."]
+    if run.state.get("note"):
+        lines += ["", _without_paths(str(run.state["note"]))]
+    return "\n".join(lines)
+
+
+def _limits(stage: str) -> str:
+    lines = []
+    if stage == "reward":
+        lines.append(
+            "Scores compare responses to the same prompt. Their zero and their unit mean nothing, "
+            "and far from the training data they are guesses."
+        )
+    elif stage in ("ppo", "rloo"):
+        lines.append(
+            "The score is what the policy was trained to raise, so it flatters. Read it together "
+            "with KL and length, and judge samples before relying on it."
+        )
+    lines += [
+        "The numbers are of one seed; small differences between models may be chance.",
+        "It has the faults and biases of its base model and its data, and their licences apply.",
+    ]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _versions(adapter: bool) -> Iterator[tuple[str, str]]:
+    yield "marlhf", __version__
+    for package in ("torch", "transformers", *["peft"] * adapter, "tokenizers", "datasets"):
+        try:
+            yield package, version(package)
+        except PackageNotFoundError:
+            continue
+
+
+def _origin(name: str) -> str:
+    """What training began with, followed back through runs that started from runs."""
+    for _ in range(10):
+        config = Path(name).expanduser().parent / "config.yaml"
+        if not name or not Path(name).expanduser().is_dir() or not config.is_file():
+            break
+        try:
+            before = yaml.safe_load(config.read_text(encoding="utf-8"))["model"]
+        except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+            break
+        if not before or not isinstance(before, str):
+            break
+        name = before
+    return name
+
+
+def _dataset(data: Mapping[str, Any]) -> str:
+    path, source = data.get("path"), str(data.get("source") or "")
+    if path:
+        return str(path)
+    return PUBLISHED[source].HUB_NAME if source in PUBLISHED else source
+
+
+def _before(run: RunFolder) -> dict[str, Any]:
+    """The evaluation before the first step."""
+    try:
+        lines = (run.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        found = [json.loads(line) for line in lines[:5]]
+    except (OSError, ValueError):
+        return {}
+    return next((line for line in found if line["kind"] == "eval" and line["step"] == 0), {})
+
+
+def _is_macro(segmenter: Any) -> bool:
+    plain = isinstance(segmenter, dict) and segmenter.get("type") == "ngram"
+    return bool(segmenter) and not (plain and segmenter["n"] == 1)
+
+
+def _on_hub(name: str) -> bool:
+    """Whether it is a name there: neither built in nor a file or folder here."""
+    ours = name in ("", "tiny", "toy") or name.endswith(".gguf")
+    return not ours and is_hub_name(name) and not Path(name).expanduser().exists()
+
+
+def _link(name: str, kind: str = "") -> str:
+    if _on_hub(name):
+        return f"[{name}](https://huggingface.co/{kind}{name})"
+    return f"`{_shown(name)}`"
+
+
+def _shown(name: str) -> str:
+    """A model or file by its name alone; that of the run for a run's model."""
+    parts = [part for part in re.split(r"[\\/]", name) if part not in ("", ".", "..", "~")]
+    if len(parts) < 2 and not name.startswith(("/", "~", ".")):
+        return name
+    if _on_hub(name):
+        return name
+    last = parts[-1] if parts else ""
+    return parts[-2] if last in ("model", "best") and len(parts) > 1 else last
+
+
+def _without_paths(text: str) -> str:
+    """A sentence in which every path is a name."""
+    return re.sub(r"(?<![\w:/])(?:~|\.{1,2}|[A-Za-z]:)?(?:[\\/][\w.+-]+)+[\\/]?", _last_part, text)
+
+
+def _last_part(match: re.Match[str]) -> str:
+    return _shown(match.group())
+
+
+def _clean(value: Any) -> Any:
+    """Settings fit to be published."""
+    if isinstance(value, dict):
+        kept = {k: v for k, v in value.items() if k not in PRIVATE and v != "(hidden)"}
+        return {k: _clean(v) for k, v in kept.items()}
+    if isinstance(value, list):
+        return [_clean(v) for v in value]
+    if isinstance(value, str) and re.search(r"[\\/]", value):
+        return _without_paths(value) if re.search(r"\s", value) else _shown(value)
+    return value
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**6)
+    return text.strip().removesuffix("\n...")
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if math.isfinite(value) else "-"
+    return "-" if value is None else str(value)

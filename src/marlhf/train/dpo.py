@@ -1,0 +1,353 @@
+"""Direct preference optimisation: a policy from pairs of responses, without a reward model.
+
+The policy's log-probs of a pair are held against a reference's. Those never change, so they are
+computed once and kept in the run folder, and the reference is gone before the first step. It is
+the policy's own start unless another is named, and then there is no second model at all.
+
+Pairs come from the part of the data that a reward model learns from, unless `part` says otherwise:
+DPO and PPO then know the same preferences, and a difference between them is one of method.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from marlhf.core import dpo_loss
+from marlhf.models.forward import Sequences, token_stats
+from marlhf.models.load import (
+    Model,
+    Tokenizer,
+    autocast,
+    check_vocabulary,
+    load_policy,
+    load_tokenizer,
+    same_tokenizer,
+)
+from marlhf.train.checkpoint import list_checkpoints
+from marlhf.train.distributed import World, start
+from marlhf.train.loop import Loop, open_run
+from marlhf.train.lora import load_trained_policy
+from marlhf.train.optim import apply_update, check_finite, learning_rate_at, make_optimizer
+from marlhf.train.parts import NOTHING, Parts
+from marlhf.train.progress import say
+from marlhf.train.reward import accuracy, pair_batches
+from marlhf.train.run import RunError, RunFolder, explained_writes
+from marlhf.train.stage import (
+    Example,
+    StageConfig,
+    batch_rows,
+    check_numbers,
+    check_positions,
+    count_steps,
+    load_examples,
+)
+
+KEPT = "reference.safetensors"
+"""The reference's log-probs, in the run folder."""
+ROUNDING = 1e-3
+"""Nats by which two passes over one response may differ."""
+HELD_OUT = 1024
+"""Pairs that evaluations look at, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig(StageConfig):
+    """Settings of direct preference optimisation. The paper: rate 2e-7, beta 0.1; HH 0.01."""
+
+    ref_model: str | None = None
+    """What the policy is tied to; where it started unless given."""
+    beta: float = 0.1
+    """How closely: higher stays nearer to the reference. The paper: 0.1 TL;DR, 0.01 HH."""
+    label_smoothing: float = 0.0
+    """Share of pairs believed to be labelled the wrong way round."""
+    learning_rate: float = 2e-7
+    """Peak learning rate of AdamW. The paper: 2e-7."""
+    max_response_tokens: int = 512
+    """Pairs with a longer response are left out."""
+    part: Literal["reward", "ppo"] = "reward"
+    """Which part of the data: the reward model's pairs, or those of PPO's prompts (the paper)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_numbers(self, ("beta", "max_response_tokens"), positive=True)
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(
+                "label_smoothing must be at least 0 and below 0.5, where pairs would teach "
+                f"nothing; got {self.label_smoothing}."
+            )
+
+
+def train(config: DPOConfig, parts: Parts = NOTHING) -> Path:
+    """Train, or go on training; returns the folder of the policy."""
+    world = start(config.device, config.parallel)
+    run = open_run(config, "dpo", world)
+    if run.finished:
+        return run.model
+    torch.manual_seed(config.seed)
+    with world.together():
+        remote = config.trust_remote_code
+        tokenizer = load_tokenizer(parts.tokenizer or config.model, trust_remote_code=remote)
+        model = load_trained_policy(config, parts, world)
+        check_vocabulary(model, tokenizer, config.model)
+        examples, held_out = load_examples(
+            config,
+            config.part,
+            tokenizer,
+            parts,
+            needs=("prompt", "chosen", "rejected"),
+            max_response_tokens=config.max_response_tokens,
+        )
+        held_out = held_out[:HELD_OUT]
+        check_positions(model, examples + held_out)
+        reference = load_reference(config, parts, tokenizer, model)
+        check_positions(reference, examples + held_out, name="reference")
+        total = count_steps(config, len(examples))
+        used = sorted({i for s in range(total) for i in batch_rows(s, config, len(examples))})
+        pairs = [examples[i] for i in used]
+        key = fingerprint(reference, pairs + held_out) if world.main else ""
+    model = world.place(model, config.precision)
+    optimizer = make_optimizer(model, config.learning_rate, config.weight_decay)
+    pad = tokenizer.pad_token_id
+    # Before a checkpoint is loaded: the policy is still its own reference.
+    known, held_out_known = reference_logprobs(
+        reference, model, (pairs, held_out), key, run, pad, config, world
+    )
+    del reference
+    ref_logprobs = torch.full((2, len(examples)), torch.nan, device=world.device)
+    ref_logprobs[:, torch.tensor(used, device=world.device)] = known
+    loop = Loop(
+        run,
+        config,
+        world,
+        total,
+        models={"model": model},
+        optimizers={"model": optimizer},
+        tokenizer=tokenizer,
+        parts=parts,
+        rows=(len(examples), len(held_out)),
+        metric="accuracy",
+    )
+    loop.resume()
+    with loop:
+        if not loop.done:
+            loop.evaluated(evaluate(model, held_out, held_out_known, pad, config, world))
+        for step in loop:
+            index = batch_rows(step - 1, config, len(examples))
+            rows = [examples[i] for i in index]
+            ref = ref_logprobs[:, torch.tensor(index, device=world.device)]
+            rate = learning_rate_at(
+                step - 1,
+                config.learning_rate,
+                total=total,
+                warmup=round(config.warmup_ratio * total),
+                schedule=config.schedule,
+            )
+            loss, logprobs = backward(model, rows, ref, pad, config, world)
+            check_finite([("dpo/loss", loss), ("the policy's log-probs", logprobs)])
+            norm = apply_update(model, optimizer, rate, config.max_grad_norm, world)
+            chosen, rejected = config.beta * (logprobs - ref)  # implicit rewards, [B] each
+            metrics = {
+                "dpo/loss": float(loss),
+                "dpo/accuracy": ordered_rightly(chosen - rejected, config),
+                "dpo/margin": float((chosen - rejected).mean()),
+                "dpo/chosen_reward": float(chosen.mean()),
+                "dpo/rejected_reward": float(rejected.mean()),
+                "dpo/grad_norm": float(norm),
+                "dpo/learning_rate": rate,
+            }
+            loop.log(metrics, show=("dpo/loss", "dpo/accuracy"))
+            if loop.must_evaluate:
+                loop.evaluated(evaluate(model, held_out, held_out_known, pad, config, world))
+            if loop.must_save:
+                loop.save()
+        final = evaluate(model, held_out, held_out_known, pad, config, world)
+        next_step = f"marlhf report {run.path.parent} -o {run.path.parent / 'report.html'}"
+        return loop.close(model, {**final, "steps": loop.step}, next_step)
+
+
+def backward(
+    model: Model,
+    rows: list[Example],
+    ref_logprobs: Tensor,  # [2, B]
+    pad_id: int,
+    config: DPOConfig,
+    world: World,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the batch's mean loss, by micro-batches: the loss, and log-probs [2, B]."""
+    total = torch.zeros((), device=world.device)
+    found = torch.zeros(2, len(rows), device=world.device)
+    for micro in pair_batches(rows, config.token_budget, world):
+        where = torch.tensor(micro.rows, device=world.device)
+        pairs = [rows[i] for i in micro.rows]
+        logprobs = pair_logprobs(model, pairs, pad_id, config, world.device)
+        loss = preference_loss(logprobs, ref_logprobs[:, where], config, len(rows)) * micro.weight
+        loss.backward()
+        total += loss.detach()
+        found[:, where] += logprobs.detach() * micro.weight
+    return world.sum(total), world.sum(found)
+
+
+def evaluate(
+    model: Model,
+    rows: list[Example],
+    ref_logprobs: Tensor,  # [2, B]
+    pad_id: int,
+    config: DPOConfig,
+    world: World,
+) -> dict[str, float]:
+    """Loss, and how the implicit rewards order held-out pairs; NaN when there are none."""
+    if not rows:
+        return dict.fromkeys(("eval/loss", "eval/accuracy", "eval/margin"), float("nan"))
+    logprobs = all_logprobs(model, rows, pad_id, config, world)
+    check_finite([("the held-out log-probs", logprobs)])
+    chosen, rejected = config.beta * (logprobs - ref_logprobs)
+    return {
+        "eval/loss": float(preference_loss(logprobs, ref_logprobs, config, len(rows))),
+        "eval/accuracy": ordered_rightly(chosen - rejected, config),
+        "eval/margin": float((chosen - rejected).mean()),
+    }
+
+
+def preference_loss(
+    logprobs: Tensor, ref_logprobs: Tensor, config: DPOConfig, num_pairs: int
+) -> Tensor:
+    """DPO's loss of pairs, [2, B] each: chosen, then rejected."""
+    return dpo_loss(
+        *logprobs.unbind(),
+        *ref_logprobs.unbind(),
+        beta=config.beta,
+        label_smoothing=config.label_smoothing,
+        num_pairs=num_pairs,
+    )
+
+
+def ordered_rightly(margins: Tensor, config: DPOConfig) -> float:
+    """Share of pairs with the higher reward on the chosen response; within rounding is a tie.
+
+    Before the first step all margins are nothing but rounding, which would look like a verdict.
+    """
+    return accuracy(torch.where(margins.abs() < config.beta * ROUNDING, 0.0, margins))
+
+
+@torch.no_grad()
+def all_logprobs(
+    model: Model, rows: list[Example], pad_id: int, config: DPOConfig, world: World
+) -> Tensor:
+    """Log-probs of whole responses, by all processes together: [2, B]."""
+    found = torch.zeros(2, len(rows), device=world.device)
+    for micro in pair_batches(rows, config.token_budget, world) if rows else ():
+        where = torch.tensor(micro.rows, device=world.device)
+        pairs = [rows[i] for i in micro.rows]
+        found[:, where] += pair_logprobs(model, pairs, pad_id, config, world.device) * micro.weight
+    return world.sum(found)
+
+
+def pair_logprobs(
+    model: Model, rows: list[Example], pad_id: int, config: DPOConfig, device: torch.device
+) -> Tensor:
+    """Log-probs of chosen and rejected, summed over tokens, from one pass over both: [2, B]."""
+    prompts = [e.prompt for e in rows]
+    responses = [e.chosen for e in rows] + [e.rejected for e in rows]
+    both = Sequences.from_lists(prompts + prompts, responses, pad_id, device)
+    with autocast(device, config.precision):
+        logprobs = token_stats(model, both).logprobs  # [2B, T], 0 at padding
+    return logprobs.sum(dim=1).view(2, -1)
+
+
+def load_reference(config: DPOConfig, parts: Parts, tokenizer: Tokenizer, model: Model) -> Model:
+    """The policy itself, which has not moved yet, unless another model is named."""
+    if parts.ref_model is not None:
+        reference = load_policy(parts.ref_model)
+    elif config.ref_model is None:
+        return model
+    else:
+        path, remote = config.ref_model, config.trust_remote_code
+        if not same_tokenizer(tokenizer, load_tokenizer(path, trust_remote_code=remote)):
+            raise RunError(
+                f"The tokenizer of the reference {path} is not that of {config.model}: its "
+                "log-probs would be of other tokens. Set ref_model to a model with the policy's "
+                "tokenizer, or leave it out."
+            )
+        reference = load_policy(path, seed=config.seed, trust_remote_code=remote)
+    check_vocabulary(reference, tokenizer, "the reference")
+    return reference
+
+
+def reference_logprobs(
+    reference: Model,
+    model: Model,
+    sets: tuple[list[Example], list[Example]],
+    key: str,
+    run: RunFolder,
+    pad_id: int,
+    config: DPOConfig,
+    world: World,
+) -> list[Tensor]:
+    """Log-probs of each set's pairs, [2, B]: those in the run folder, or computed and put there."""
+    known: list[Tensor] | None = None
+    with world.together():
+        if world.main:
+            known = _read(run, key)
+    known = world.tell(known)
+    if known is None:
+        say(f"the reference's log-probs of {sum(map(len, sets))} pairs are computed, once")
+        placed = model if reference is model else world.place(reference, config.precision)
+        known = [all_logprobs(placed, rows, pad_id, config, world) for rows in sets]
+        if not all(torch.isfinite(x).all() for x in known):
+            raise RunError(
+                "The reference's log-probs are not all finite, so no pair can be held against "
+                "them. Look at the weights of the model that it comes from."
+            )
+        if world.main:
+            _write(run, key, known)
+    return [x.to(world.device) for x in known]
+
+
+def fingerprint(reference: Model, rows: list[Example]) -> str:
+    """What the log-probs depend on: the reference's weights and the tokens of the pairs."""
+    digest = hashlib.sha256()
+    for name, p in reference.named_parameters():
+        weights = p.detach().cpu().contiguous().view(torch.uint8).numpy()
+        digest.update(f"{name} {tuple(p.shape)} {zlib.crc32(weights)}".encode())
+    for e in rows:
+        digest.update(repr((e.prompt, e.chosen, e.rejected)).encode())
+    return digest.hexdigest()
+
+
+def _read(run: RunFolder, key: str) -> list[Tensor] | None:
+    """What an earlier sitting kept; None where there is nothing, or nothing that can be used."""
+    path = run.path / KEPT
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            of, known = file.metadata()["key"], [file.get_tensor(n) for n in ("train", "held_out")]
+    except (SafetensorError, OSError):
+        return None  # a kill while writing: computed again
+    if of == key:
+        return known
+    if list_checkpoints(run):
+        raise RunError(
+            f"{path} holds log-probs of another reference, or of other pairs, than this run "
+            "finds now: to go on would be to train towards something else. Put the model and the "
+            "data back as they were, or choose another output_dir."
+        )
+    return None
+
+
+def _write(run: RunFolder, key: str, known: list[Tensor]) -> None:
+    path = run.path / KEPT
+    temporary = path.with_name(f".{KEPT}.new")
+    tensors = {name: x.cpu() for name, x in zip(("train", "held_out"), known)}
+    with explained_writes(run.path):
+        save_file(tensors, temporary, metadata={"key": key})
+        temporary.replace(path)

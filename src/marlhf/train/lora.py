@@ -1,0 +1,98 @@
+"""Models as a config asks for them: whole, or as adapters on a frozen base."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from marlhf.models.adapter_files import adapter_base
+from marlhf.models.adapters import FrozenBase, LoRA, frozen_dtype, quantization
+from marlhf.models.load import Model, is_scalar, load_policy, load_scalar
+from marlhf.train.distributed import World
+from marlhf.train.parts import Parts
+from marlhf.train.progress import warn
+from marlhf.train.run import RunError
+from marlhf.train.stage import StageConfig
+
+
+def adapter_settings(config: StageConfig, parts: Parts) -> Any:
+    """What adapters are made from: a user's peft config, a recipe's `lora`, or None."""
+    return parts.peft_config if parts.peft_config is not None else config.lora
+
+
+def open_base(
+    load: Callable[..., Model], source: str | Model, config: StageConfig, world: World
+) -> FrozenBase:
+    """A frozen model to put adapters on; that of an adapter's folder is its base."""
+    if world.sharded:
+        raise RunError(
+            "LoRA does not work with parallel: fsdp yet. Adapters are small, so use parallel: "
+            "data, which keeps the frozen base on each process."
+        )
+    lora = config.lora or LoRA()
+    named = source if isinstance(source, str) else ""
+    place = adapter_base(named) or named
+    module = load(
+        place or source,
+        seed=config.seed,
+        trust_remote_code=config.trust_remote_code,
+        checkpointing=config.gradient_checkpointing,
+        quantization=quantization(lora),
+        device=world.device,
+    )
+    matrices = frozen_dtype(world.device, config.precision)
+    return FrozenBase(module, place, matrices=matrices, merge=lora.merge)
+
+
+def start_from(source: str | Model, settings: Any) -> Any:
+    """A saved adapter goes on from where it was; anything else gets a fresh one."""
+    saved = isinstance(source, str) and adapter_base(source) is not None
+    return Path(str(source)) if saved else settings
+
+
+def load_trained_policy(config: StageConfig, parts: Parts, world: World) -> Model:
+    """The language model of a stage that trains one."""
+    source, settings = parts.model or config.model, adapter_settings(config, parts)
+    if settings is not None:
+        with spoken_warnings():
+            base = open_base(load_policy, source, config, world)
+            return base.language(start_from(source, settings), seed=config.seed)
+    return load_policy(
+        source,
+        seed=config.seed,
+        trust_remote_code=config.trust_remote_code,
+        checkpointing=config.gradient_checkpointing,
+    )
+
+
+def load_trained_scalar(config: StageConfig, parts: Parts, world: World) -> Model:
+    """The scalar model of a stage that trains one."""
+    source, settings = parts.model or config.model, adapter_settings(config, parts)
+    if settings is not None:
+        # A language model stays one beneath the adapter, so that a policy may share it.
+        remote = config.trust_remote_code
+        named = isinstance(source, str)
+        scalar = is_scalar(source, trust_remote_code=remote) if named else hasattr(source, "score")
+        with spoken_warnings():
+            base = open_base(load_scalar if scalar else load_policy, source, config, world)
+            return base.scalar(start_from(source, settings), "reward", seed=config.seed)
+    return load_scalar(
+        source,
+        seed=config.seed,
+        trust_remote_code=config.trust_remote_code,
+        checkpointing=config.gradient_checkpointing,
+    )
+
+
+@contextlib.contextmanager
+def spoken_warnings() -> Iterator[None]:
+    """Warnings of the models' side as lines of ours."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    for warning in caught:
+        if issubclass(warning.category, UserWarning):
+            warn(str(warning.message))

@@ -1,0 +1,30 @@
+"""Python objects in place of what a config names: how trainers hand theirs to the loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from marlhf.data import Row
+from marlhf.models.load import Model, Tokenizer
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is given wins over the config; what is None comes from the config."""
+
+    model: Model | None = None
+    tokenizer: Tokenizer | None = None
+    ref_model: Model | None = None
+    critic_model: Model | None = None
+    reward_funcs: Sequence[str | Model | Callable[..., Any]] | None = None
+    reward_tokenizers: Sequence[Tokenizer | None] | None = None
+    train_rows: list[Row] | None = None
+    eval_rows: list[Row] | None = None
+    peft_config: Any = None
+    callbacks: Sequence[Any] = ()
+
+
+NOTHING = Parts()
+"""Everything from the config, as on the command line."""

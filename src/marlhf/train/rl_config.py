@@ -1,0 +1,109 @@
+"""Settings that every method has which learns from its own samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from marlhf.core import NGram, Responses
+from marlhf.core.losses import Ratio
+from marlhf.core.rewards import KLEstimator
+from marlhf.rollout import Sampling
+from marlhf.train.guards import Guards
+from marlhf.train.stage import StageConfig, check_numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLConfig(StageConfig):
+    """Sampling, scoring, the KL penalty, macro actions and evaluation."""
+
+    reward_model: str = ""
+    """What scores responses: a reward model's folder or hub name, or `@stage`."""
+    reward_funcs: tuple[str, ...] = ()
+    """More that score: functions of yours as `module:name`, or further reward models."""
+    reward_weights: tuple[float, ...] | None = None
+    """Weights of the reward model and of reward_funcs, in that order; 1 each unless given."""
+    reward_timeout: float = 600.0
+    """Seconds that a reward function of yours may take for a batch."""
+    ref_model: str | None = None
+    """What the KL penalty ties the policy to; where the policy started unless given."""
+    sampling: Sampling = field(default_factory=Sampling)
+    """How responses are drawn. The paper: temperature 0.8 and top_k 50, which bends the KL."""
+    rollout_tokens: int = 131072
+    """Padded tokens sampled at once: lower it when memory runs out while sampling. Changes no
+    result."""
+
+    segmenter: Callable[[Responses], Tensor] = field(default_factory=NGram)
+    """The termination rule of macro actions: `{type: ngram, n: 5}`; n: 1 is ordinary PPO."""
+    ratio: Ratio = "token"
+    """PPO's ratio by token (the paper's listing) or by macro action (its equation)."""
+    split_last: bool = False
+    """Make the last token an action of its own, as the authors' code does."""
+    gamma: float = 1.0
+    """Discount from one macro action to the next."""
+
+    kl_coef: float = 0.05
+    """Weight of the KL penalty. The paper: 0.05; 0.1 for 27B and for 7B on WebGPT."""
+    kl_estimator: KLEstimator = "k1"
+    """How a token's KL is estimated for the penalty."""
+    kl_target: float | None = None
+    """Adapt kl_coef so that the KL of a response comes near this; None leaves it fixed."""
+    kl_horizon: int = 10000
+    """Responses over which an adaptive kl_coef moves."""
+    score_clip: float | None = None
+    """Bound scores to plus or minus this. The authors' code: 2.5."""
+    normalize_scores: bool = False
+    """Scale scores to mean 0 and deviation 1 on the starting policy's held-out responses."""
+    missing_eos_penalty: float = 0.0
+    """Taken from the score of a response that was cut off before it ended."""
+
+    batch_size: int = 256
+    """Prompts in a step. The paper: 256; code: 16."""
+    learning_rate: float = 1.5e-5
+    """Peak learning rate of the policy. The paper: 1.5e-5 for 2B, 1e-6 for 7B, 7e-7 for 27B."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """How the rates fall after warm-up."""
+    warmup_steps: int | None = None
+    """Steps in which the rates rise; overrides warmup_ratio. The paper: 200; 27B 0; code 20."""
+    num_mini_batches: int = 1
+    """Updates in each pass over a batch of responses."""
+    clip: float = 0.2
+    """How far the ratio may move before its gradient stops."""
+    dual_clip: float | None = None
+    """Bound the loss of negative advantages at this multiple; 3 is usual."""
+
+    eval_prompts: int = 64
+    """Held-out prompts for evaluations."""
+    log_samples: int = 8
+    """Held-out prompts whose responses are kept at each evaluation."""
+    keep_best: bool = True
+    """Keep the policy with the best held-out score in `best/`, beside the last in `model/`."""
+    guards: Guards = field(default_factory=Guards)
+    """When to warn of reward hacking, and when to stop."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        optional = ("kl_target", "kl_horizon", "score_clip", "rollout_tokens", "reward_timeout")
+        check_numbers(self, ("num_mini_batches", "clip", *optional), positive=True)
+        check_numbers(self, ("kl_coef", "warmup_steps", "eval_prompts", "log_samples"), least=0)
+        check_numbers(self, ("gamma",), least=0, most=1)
+        check_numbers(self, ("missing_eos_penalty",))
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ValueError(f"dual_clip must be larger than 1; got {self.dual_clip}.")
+        if self.batch_size % self.num_mini_batches:
+            raise ValueError(
+                f"num_mini_batches ({self.num_mini_batches}) must divide "
+                f"batch_size ({self.batch_size})."
+            )
+
+    def warmup(self, total: int) -> int:
+        """Steps of warm-up in a run of `total`."""
+        return round(self.warmup_ratio * total) if self.warmup_steps is None else self.warmup_steps
+
+    @property
+    def one_update(self) -> bool:
+        """Whether each batch makes a single update, so that the old policy is the new one."""
+        return self.num_mini_batches == 1

@@ -1,0 +1,48 @@
+"""The settings of the methods without a critic: RLOO, GRPO and what lies between."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from marlhf.core import NGram, Responses
+from marlhf.core.losses import Ratio
+from marlhf.train.rl_config import RLConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOOConfig(RLConfig):
+    """Settings of RLOO, which are the defaults. The paper: rate 1.5e-5, 4 samples a prompt.
+
+    GRPO is `baseline: group`, `kl_in: loss`, `ratio: macro_mean`.
+    """
+
+    num_samples: int = 4
+    """Responses to each prompt; batch_size counts prompts. The paper: 4."""
+    baseline: Literal["leave_one_out", "group"] = "leave_one_out"
+    """What a response is held against: the mean of the others to its prompt (RLOO), or the mean
+    of all of them in units of their deviation (GRPO)."""
+    scale_group: bool = True
+    """With `baseline: group`, divide by the deviation; it favours prompts with little spread."""
+    kl_in: Literal["reward", "loss"] = "reward"
+    """Where kl_coef acts: a penalty on the reward (RLOO), or a term of the loss, by the estimator
+    k3 (GRPO)."""
+    segmenter: Callable[[Responses], Tensor] = field(default_factory=lambda: NGram(math.inf))
+    """The termination rule of macro actions. One action a response is RLOO; shorter ones are
+    credited with the reward still to come: `{type: ngram, n: 5}`."""
+    ratio: Ratio = "macro"
+    """The ratio by action (RLOO: a response's log-prob is the sum over its tokens), its mean over
+    tokens (`macro_mean`, GRPO), or by token, each token of the batch counting alike."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_samples < 2:
+            raise ValueError(
+                "num_samples must be at least 2, for a response is compared with the others to "
+                f"its prompt; got {self.num_samples}. For one response a prompt, take ppo with "
+                "segmenter: {type: ngram, n: .inf}, which is REINFORCE with a critic's baseline."
+            )

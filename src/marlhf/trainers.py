@@ -1,0 +1,520 @@
+"""Trainers in TRL's manner: a constructor that takes models, data and functions, and `.train()`.
+
+Each is a thin layer over the loop of its stage in `marlhf.train`, the one that the command line
+runs as well; a run folder is the same whichever way it came about.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+import yaml
+from transformers import PreTrainedModel
+from transformers.trainer_utils import TrainOutput
+
+from marlhf.data import DataConfig, Row, rows_from_records
+from marlhf.data.splits import held_out
+from marlhf.models.adapter_files import digest
+from marlhf.models.load import Model, Tokenizer, load_policy, load_scalar, load_tokenizer
+from marlhf.train import dpo, ppo, reward, rloo, sft
+from marlhf.train.card import push, write_card
+from marlhf.train.checkpoint import list_checkpoints
+from marlhf.train.dpo import DPOConfig
+from marlhf.train.parts import Parts
+from marlhf.train.ppo_config import PPOConfig
+from marlhf.train.progress import say, warn
+from marlhf.train.reward import RewardConfig
+from marlhf.train.rloo_config import RLOOConfig
+from marlhf.train.run import Onlooker, RunError, RunFolder
+from marlhf.train.sft import SFTConfig
+from marlhf.train.stage import StageConfig
+
+Dataset = Iterable[Mapping[str, Any]]
+"""A `datasets.Dataset`, a list of dicts, or anything else that gives records."""
+GIVEN = "(given in Python)"
+"""What a run's config says where an object was given."""
+ELSEWHERE = {
+    "reward_model": "Pass it as reward_funcs.",
+    "tokenizer": "Pass it as processing_class.",
+    "data_collator": "Batches are put together for you; leave it out.",
+    "optimizers": "Set learning_rate, schedule and weight_decay in args.",
+    "value_model": "There is no critic to start; leave it out.",
+}
+"""Arguments that TRL's trainers have, and what to do about them here."""
+
+
+class Trainer:
+    """What all trainers share: from objects to a config and parts, and the model afterwards."""
+
+    stage: ClassVar[str]
+    loop: ClassVar[Callable[[Any, Parts], Path]]
+    config_class: ClassVar[type[StageConfig]]
+    needs: ClassVar[tuple[str, ...]]
+    scalar: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        model: str | Path | Model | None = None,
+        args: Any = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | None = None,
+        processing_class: Tokenizer | str | None = None,
+        peft_config: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        **unknown: NoReturn,
+    ) -> None:
+        self._refuse(unknown)
+        self._set_up(
+            *(model, self._arguments(args, model), train_dataset, eval_dataset),
+            *(processing_class, peft_config, callbacks),
+        )
+
+    def _set_up(
+        self,
+        model: str | Path | Model | None,
+        args: Any,
+        train_dataset: Dataset | None,
+        eval_dataset: Dataset | None,
+        processing_class: Tokenizer | str | None,
+        peft_config: Any,
+        callbacks: Sequence[Any] | None,
+        **more: Any,
+    ) -> None:
+        path, self._given = _path_or_model(model, "model")
+        if self._given is not None and not self.scalar:
+            _check_writes(self._given, "model")
+        if not path and self._given is None and not args.model:
+            raise ValueError("There is nothing to train. Pass model, a path or a model.")
+        if self._given is not None and processing_class is None:
+            raise ValueError(
+                "A model given as an object comes without its tokenizer. Pass it as "
+                "processing_class."
+            )
+        tokenizer = load_tokenizer(processing_class) if processing_class is not None else None
+        train_rows = eval_rows = None
+        if train_dataset is not None:
+            train_rows, eval_rows = self._rows(train_dataset, eval_dataset, tokenizer, args)
+            kept = ("max_prompt_tokens", "too_long", "eval_size", "seed")
+            name = f"{GIVEN} {len(train_rows)} rows, {_fingerprint(train_rows + eval_rows)}"
+            data = {key: getattr(args.data, key) for key in kept}
+            args = replace(args, data=DataConfig(source="local", path=name, **data))
+        elif eval_dataset is not None:
+            raise ValueError("eval_dataset is given without train_dataset. Pass both.")
+        if path:
+            args = replace(args, model=path)
+        self.args = args
+        self._trained_model: Model | None = None
+        self.parts = Parts(
+            model=self._given,
+            tokenizer=tokenizer,
+            train_rows=train_rows,
+            eval_rows=eval_rows,
+            peft_config=peft_config,
+            callbacks=tuple(callbacks or ()),
+            **more,
+        )
+
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
+        """Train to the end; an unfinished run in output_dir goes on where it was.
+
+        `resume_from_checkpoint=False` refuses to go on instead. Returns the step reached and the
+        run's summary, as transformers' trainers do.
+        """
+        self._check_resume(resume_from_checkpoint)
+        before = self._folder()
+        if not before.finished and self.parts.train_rows is None and self.args.data.source == "toy":
+            warn("no train_dataset is given, so this trains on the built-in toy task.")
+        self._name_models(before)
+        type(self).loop(self.args, self.parts)
+        self._trained_model = None
+        if before.finished and self._given is not None:  # nothing was left to train
+            self._given.load_state_dict(self._load(str(before.model)).state_dict())
+        summary = self._folder().state["summary"]
+        loss = summary.get("eval/loss")
+        return TrainOutput(int(summary["steps"]), float("nan") if loss is None else loss, summary)
+
+    @property
+    def model(self) -> Model:
+        """The model: the one given, which trains in place, or the one that training left."""
+        if self._given is not None:
+            return self._given
+        if self._trained_model is None:
+            folder = self._folder().model
+            self._trained_model = self._load(str(folder) if folder.is_dir() else self.args.model)
+        return self._trained_model
+
+    @property
+    def processing_class(self) -> Tokenizer:
+        """The tokenizer."""
+        return self.parts.tokenizer or load_tokenizer(self.args.model)
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Copy the trained model, with tokenizer and card, to another folder."""
+        source = self._trained()
+        if output_dir is not None and Path(output_dir).resolve() != source.parent.resolve():
+            shutil.copytree(source, output_dir, dirs_exist_ok=True)
+
+    def push_to_hub(
+        self,
+        commit_message: str = "Upload a model trained with marlhf",
+        *,
+        repo_id: str = "",
+        private: bool | None = None,
+        token: str | None = None,
+        dataset_name: str = "",
+    ) -> str:
+        """Upload the trained model with its card; returns its address."""
+        folder, run = self._trained(), self._folder()
+        name = repo_id or self.args.hub_model_id or run.path.name
+        write_card(run, repo_id=name, dataset=dataset_name)
+        hidden = self.args.hub_private if private is None else private
+        return push(folder, name, private=hidden, token=token, message=commit_message)
+
+    def _arguments(self, args: Any, model: Any) -> Any:
+        if args is None:
+            args = self.config_class()
+        if not isinstance(args, self.config_class):
+            kind = f"{type(args).__module__}.{type(args).__qualname__}"
+            raise TypeError(
+                f"{type(self).__name__} takes args of marlhf.{self.config_class.__name__}; got "
+                f"{kind}."
+            )
+        if args.output_dir:
+            return args
+        return replace(args, output_dir=f"runs/{_short(model or args.model)}-{self.stage}")
+
+    def _refuse(self, unknown: Mapping[str, Any], known: Iterable[str] = ()) -> None:
+        names = {*known, *Trainer.__init__.__annotations__} - {"return", "unknown"}
+        for name in unknown:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"It has {', '.join(sorted(names))}."
+            raise TypeError(
+                f"{type(self).__name__} has no argument {name}. {ELSEWHERE.get(name, hint)}"
+            )
+
+    def _rows(
+        self, train: Dataset, evaluation: Dataset | None, tokenizer: Tokenizer | None, args: Any
+    ) -> tuple[list[Row], list[Row]]:
+        records = _records(train, tokenizer, "train_dataset")
+        rows, counts = rows_from_records(records, needs=self.needs, name="train_dataset")
+        say(f"train_dataset: {counts}")
+        if evaluation is not None:
+            records = _records(evaluation, tokenizer, "eval_dataset")
+            aside, counts = rows_from_records(records, needs=self.needs, name="eval_dataset")
+            say(f"eval_dataset: {counts}")
+            return rows, aside
+        rows, aside = held_out(rows, args.data.eval_size, args.data.seed)
+        say(f"eval_dataset is not given: {len(aside)} rows are held out (data.eval_size)")
+        return rows, aside
+
+    def _name_models(self, before: RunFolder) -> None:
+        """Models given as objects go into the config by their weights.
+
+        They train in place. When a run fails and goes on with the same objects, their weights are
+        no longer those that it began with, and a reference copied from them would be another.
+        """
+        if self._given is None:
+            return
+        given = (self._given, self.parts.ref_model, self.parts.critic_model)
+        name = f"{GIVEN} {', '.join(_by_weights(model) for model in given if model is not None)}"
+        there = before.path / "config.yaml"
+        told = yaml.safe_load(there.read_text("utf-8"))["model"] if there.is_file() else ""
+        if told != name and told.startswith(GIVEN) and before.learnt:
+            if not before.finished:
+                raise RunError(
+                    f"The models given no longer have the weights that the run in {before.path} "
+                    "began with: they are trained in place. Load them again, and the run goes on "
+                    "from its last checkpoint."
+                )
+            name = told
+        self.args = replace(self.args, model=name)
+
+    def _check_resume(self, wanted: bool | str | None) -> None:
+        path = Path(self.args.output_dir)
+        saved = list_checkpoints(self._folder())
+        if wanted is False and saved and not self._folder().finished:
+            raise RunError(
+                f"{path} holds an unfinished run. Let it go on (resume_from_checkpoint=True), "
+                "delete the folder, or choose another output_dir."
+            )
+        if wanted is True and not saved:
+            say(f"{path} has no checkpoint yet: training starts from the beginning")
+        if isinstance(wanted, str) and (not saved or Path(wanted).resolve() != saved[-1].resolve()):
+            last = f"The last is {saved[-1]}." if saved else "There is none."
+            raise RunError(
+                f"marlhf goes on from the last checkpoint of output_dir, not from {wanted}. {last}"
+            )
+
+    def _load(self, path: str) -> Model:
+        return load_scalar(path) if self.scalar else load_policy(path)
+
+    def _folder(self) -> RunFolder:
+        return Onlooker(self.args.output_dir, self.stage, self.args)
+
+    def _trained(self) -> Path:
+        folder = self._folder().model
+        if not folder.is_dir():
+            raise RunError(f"There is no trained model in {folder.parent}. Call train() first.")
+        return folder
+
+
+class SFTTrainer(Trainer):
+    """Supervised fine-tuning on `prompt` and `chosen` (or `completion`).
+
+    >>> rows = [{"prompt": f"{n} + {n} =", "completion": f" {2 * n}"} for n in range(20)]
+    >>> trainer = SFTTrainer(model="tiny", train_dataset=rows)
+    >>> trainer.args.output_dir
+    'runs/tiny-sft'
+    """
+
+    stage, loop, config_class = "sft", sft.train, SFTConfig
+    needs = ("prompt", "chosen")
+
+
+class RewardTrainer(Trainer):
+    """A reward model from `prompt`, `chosen` and `rejected`.
+
+    >>> rows = [{"prompt": f"{n}?", "chosen": "Hello", "rejected": "no"} for n in range(20)]
+    >>> trainer = RewardTrainer(model="tiny", train_dataset=rows[:16], eval_dataset=rows[16:])
+    >>> type(trainer.model).__name__
+    'LlamaForSequenceClassification'
+    """
+
+    stage, loop, config_class = "reward", reward.train, RewardConfig
+    needs = ("prompt", "chosen", "rejected")
+    scalar = True
+
+
+class DPOTrainer(Trainer):
+    """Direct preference optimisation on `prompt`, `chosen` and `rejected`.
+
+    >>> DPOTrainer(model="tiny", args=DPOConfig(beta=0.2)).args.beta
+    0.2
+    """
+
+    stage, loop, config_class = "dpo", dpo.train, DPOConfig
+    needs = ("prompt", "chosen", "rejected")
+
+    def __init__(
+        self,
+        model: str | Path | Model | None = None,
+        ref_model: str | Path | Model | None = None,
+        args: Any = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | None = None,
+        processing_class: Tokenizer | str | None = None,
+        peft_config: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        **unknown: NoReturn,
+    ) -> None:
+        self._refuse(unknown, ("ref_model",))
+        args = self._arguments(args, model)
+        path, reference = _path_or_model(ref_model, "ref_model")
+        if path:
+            args = replace(args, ref_model=path)
+        self._set_up(
+            *(model, args, train_dataset, eval_dataset, processing_class, peft_config, callbacks),
+            ref_model=reference,
+        )
+
+
+class MacroPPOTrainer(Trainer):
+    """PPO over macro actions; with `segmenter=NGram(1)` ordinary PPO.
+
+    `reward_funcs` is a path, a reward model, a function `f(prompts, completions, **columns)` that
+    returns a number (or None) for each completion, or a list of these, weighted by
+    `args.reward_weights`. `value_model` is where the critic starts.
+
+    >>> def brevity(completions, **_):
+    ...     return [-len(completion) / 100 for completion in completions]
+    >>> trainer = MacroPPOTrainer(model="tiny", reward_funcs=brevity)
+    >>> trainer.args.reward_funcs
+    ('brevity',)
+    """
+
+    stage, loop, config_class = "ppo", ppo.train, PPOConfig
+    needs = ("prompt",)
+
+    def __init__(
+        self,
+        model: str | Path | Model | None = None,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | None = None,
+        processing_class: Tokenizer | str | None = None,
+        reward_processing_classes: Tokenizer | Sequence[Tokenizer | None] | None = None,
+        segmenter: Callable[..., Any] | None = None,
+        ref_model: str | Path | Model | None = None,
+        value_model: str | Path | Model | None = None,
+        peft_config: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        **unknown: NoReturn,
+    ) -> None:
+        self._refuse(unknown, set(MacroPPOTrainer.__init__.__annotations__) - {"return"})
+        args = self._arguments(args, model)
+        if segmenter is not None:
+            if not callable(segmenter):
+                raise TypeError(
+                    f"segmenter must be a rule such as NGram(5); got {segmenter!r}. Any function "
+                    "from Responses to starts [B, T] is one."
+                )
+            args = replace(args, segmenter=segmenter)
+        path, reference = _path_or_model(ref_model, "ref_model")
+        if path:
+            args = replace(args, ref_model=path)
+        if reference is not None:
+            _check_writes(reference, "ref_model")
+        path, critic = _path_or_model(value_model, "value_model")
+        if value_model is not None and not isinstance(args, PPOConfig):
+            self._refuse({"value_model": value_model})
+        if path:
+            args = replace(args, critic_model=path)
+        rewards, args = _rewards(reward_funcs, args)
+        tokenizers = reward_processing_classes
+        if tokenizers is not None and not isinstance(tokenizers, (list, tuple)):
+            tokenizers = [tokenizers]
+        if tokenizers is not None and len(tokenizers) != len(rewards or ()):
+            raise ValueError(
+                f"There are {len(rewards or ())} reward_funcs but {len(tokenizers)} "
+                "reward_processing_classes. Give one each, None for functions."
+            )
+        self._set_up(
+            *(model, args, train_dataset, eval_dataset, processing_class, peft_config, callbacks),
+            reward_funcs=rewards,
+            reward_tokenizers=tokenizers,
+            ref_model=reference,
+            critic_model=critic,
+        )
+
+
+class RLOOTrainer(MacroPPOTrainer):
+    """REINFORCE with a leave-one-out baseline, or GRPO's group baseline: no critic.
+
+    >>> def brevity(completions, **_):
+    ...     return [-len(completion) / 100 for completion in completions]
+    >>> args = RLOOConfig(num_samples=8)
+    >>> RLOOTrainer(model="tiny", reward_funcs=brevity, args=args).args.num_samples
+    8
+    """
+
+    stage, loop, config_class = "rloo", rloo.train, RLOOConfig
+
+
+PPOTrainer = MacroPPOTrainer
+"""The name that TRL's users look for."""
+
+
+def _path_or_model(given: Any, name: str) -> tuple[str, Model | None]:
+    """What was given as a path, or else as a model."""
+    if given is None or isinstance(given, PreTrainedModel):
+        return "", given
+    if isinstance(given, (str, Path)):
+        return str(given), None
+    plain = " Give the plain model, and the adapter as peft_config." * hasattr(given, "peft_config")
+    raise TypeError(
+        f"{name} must be a path or a model of transformers; got {type(given).__name__}.{plain}"
+    )
+
+
+def _check_writes(model: Model, name: str) -> None:
+    if model.get_output_embeddings() is None:
+        raise TypeError(
+            f"{name} is a {type(model).__name__}, which cannot write. Load it with "
+            "AutoModelForCausalLM."
+        )
+
+
+def _rewards(given: Any, args: Any) -> tuple[list[Any] | None, Any]:
+    """What scores, one by one, and the settings with its names."""
+    named = [name for name in (args.reward_model, *args.reward_funcs) if name]
+    if given is None and named:
+        return None, args
+    rewards = list(given) if isinstance(given, (list, tuple)) else [given]
+    if given is None or not rewards:
+        raise ValueError(
+            "Nothing scores the responses. Pass reward_funcs: a reward model's path, a model, "
+            "or a function f(prompts, completions, **columns)."
+        )
+    if named:
+        raise ValueError(
+            f"args name {', '.join(named)} as rewards, and reward_funcs is given as well. Put all "
+            "of them into reward_funcs."
+        )
+    rewards = [str(item) if isinstance(item, Path) else item for item in rewards]
+    for item in rewards:
+        if not isinstance(item, str) and not callable(item):
+            raise TypeError(
+                "reward_funcs must be paths, models or functions f(prompts, completions, "
+                f"**columns); got {item!r}."
+            )
+    first = rewards[0] if isinstance(rewards[0], str) and ":" not in rewards[0] else ""
+    names = tuple(map(_reward_name, rewards[1:] if first else rewards))
+    return rewards, replace(args, reward_model=first, reward_funcs=names)
+
+
+def _reward_name(item: Any) -> str:
+    if isinstance(item, str):
+        return item
+    if isinstance(item, PreTrainedModel):
+        return f"{GIVEN} {_by_weights(item)}"
+    return getattr(item, "__name__", type(item).__name__)
+
+
+def _by_weights(model: Model) -> str:
+    return f"{type(model).__name__} {digest(model)[:12]}"
+
+
+def _records(
+    dataset: Dataset, tokenizer: Tokenizer | None, name: str
+) -> Iterator[Mapping[str, Any]]:
+    """Records with the columns that marlhf knows: TRL's other names and forms are put in order."""
+    if isinstance(dataset, Mapping):
+        splits = ", ".join(map(str, dataset))
+        raise TypeError(f"{name} is a dictionary with {splits}. Pass one of them.")
+    if isinstance(dataset, (str, Path)):
+        raise TypeError(
+            f"{name} is a path. Set data=DataConfig(path={str(dataset)!r}) in args, or load the "
+            "rows yourself."
+        )
+    for number, record in enumerate(dataset, start=1):
+        if not isinstance(record, Mapping):
+            raise TypeError(
+                f"Row {number} of {name} is a {type(record).__name__}, not a dictionary. Pass a "
+                "datasets.Dataset or a list of dictionaries."
+            )
+        record = dict(record)
+        if "prompt" not in record and "input_ids" in record:  # prompts already in tokens
+            if tokenizer is None:
+                raise ValueError(
+                    "The prompts are given as input_ids. Pass processing_class, the tokenizer that "
+                    "they are of."
+                )
+            ids = [int(i) for i in record.pop("input_ids")]
+            mask = record.pop("attention_mask", None)
+            if mask is not None:
+                ids = [i for i, real in zip(ids, mask) if real]
+            record["prompt_ids"], record["prompt"] = ids, tokenizer.decode(ids)
+        yield record
+
+
+def _fingerprint(rows: Sequence[Row]) -> str:
+    """A short name for what is learnt from: not the columns, which reward functions read."""
+    found = hashlib.sha256()
+    for row in rows:
+        text = repr((row.prompt, row.chosen, row.rejected))
+        found.update(text.encode("utf-8", "surrogatepass"))
+    return found.hexdigest()[:12]
+
+
+def _short(model: Any) -> str:
+    if isinstance(model, (str, Path)):
+        name = str(model).rstrip("/").removesuffix("/model").rpartition("/")[2]
+        return name.removesuffix(".gguf")
+    return type(model).__name__

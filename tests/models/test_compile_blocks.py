@@ -1,0 +1,91 @@
+import copy
+
+import pytest
+import torch
+
+from marlhf.models.compile import compile_blocks, is_compiled
+from marlhf.models.forward import Sequences, token_stats, token_values
+
+
+def batch(rows=2, length=5):
+    prompts = [[5, 6, 7 + i] for i in range(rows)]
+    responses = [[3 + i + j for j in range(length - i)] for i in range(rows)]
+    return Sequences.from_lists(prompts, responses, 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_compiled_layers_give_what_plain_ones_give(small, family):
+    plain, compiled = small(family, scalar=True), small(family, scalar=True)
+    compile_blocks(compiled, backend="eager")
+    for sequences in (batch(), batch(3, 7)):
+        expected, found = token_values(plain, sequences), token_values(compiled, sequences)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        expected.sum().backward()
+        found.sum().backward()
+    for a, b in zip(plain.parameters(), compiled.parameters()):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_layers_and_shapes_share_their_code(small):
+    torch._dynamo.reset()
+    model = small("llama", scalar=True, num_hidden_layers=5)
+    compile_blocks(model, backend="eager")
+    torch._dynamo.utils.counters.clear()
+    for shape in ((2, 6), (3, 7), (4, 9), (5, 11)):
+        token_values(model, batch(*shape))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@torch.no_grad()
+def test_passes_with_a_cache_are_not_compiled(small):
+    model = small("llama")
+    prompt = torch.tensor([[5, 6, 7]])
+    expected = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+
+    def refuse(*_):
+        raise AssertionError("compiled")
+
+    compile_blocks(model, backend=refuse)
+    found = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert found.tolist() == expected.tolist()
+    with pytest.raises(Exception, match="compiled"):
+        token_values(_scalar_like(model, small, refuse), batch())
+
+
+def _scalar_like(model, small, backend):
+    scalar = small("llama", scalar=True)
+    compile_blocks(scalar, backend=backend)
+    return scalar
+
+
+@torch.no_grad()
+def test_a_copy_runs_its_own_layers(small):
+    model = small("llama", scalar=True)
+    compile_blocks(model, backend="eager")
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        parameter.zero_()
+    assert is_compiled(model)
+    assert not token_values(copied, batch()).any()
+    assert token_values(model, batch()).any()
+    assert model.state_dict().keys() == copied.state_dict().keys()
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@torch.no_grad()
+def test_layers_pass_bfloat16_on_under_autocast(small):
+    model, seen = small("llama"), []
+    expected = token_stats(model, batch()).logprobs
+    model.model.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    compile_blocks(model, backend="eager")
+    from marlhf.models import forward
+
+    forward.is_compiled, before = (lambda _: False), forward.is_compiled  # no compiler is needed
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = token_stats(model, batch()).logprobs
+    finally:
+        forward.is_compiled = before
+    assert seen == [torch.bfloat16]
+    torch.testing.assert_close(found, expected, atol=0.3, rtol=0)
