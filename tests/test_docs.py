@@ -53,7 +53,7 @@ def commands(page: Path) -> list[Command]:
     """Lines of shell blocks and indented lines, and mentions in the text."""
     lines = [line for b in blocks(page, "", "sh", "console") for line in b.code.splitlines()]
     lines += [line for line in prose(page).splitlines() if line.startswith("    ")]
-    typed = [re.sub(r"^\$ ", "", line.strip()) for line in lines]
+    typed = [re.sub(r"^\$ |^torchrun .*? -m (?=marlhf )", "", line.strip()) for line in lines]
     found = [(line, True) for line in typed if line.startswith("marlhf ")]
     for span in SPAN.findall(prose(page)):
         if match := re.fullmatch(r"(?:[A-Z]+=\S+ )*(marlhf .+)", span):
@@ -165,7 +165,8 @@ def test_recipes_load(page, recipes):
         if "stages" in raw:
             assert [stage.name for stage in load_recipe(file)] == list(raw["stages"])
         else:
-            load_stage(file, "ppo" if "reward_model" in raw else "sft")
+            scored = {"reward_model", "reward_funcs"} & raw.keys()
+            load_stage(file, "ppo" if scored else "sft")
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: f"{c.page.stem}: {c.words[0]}")
@@ -264,6 +265,48 @@ def test_quoted_messages_are_those_of_the_code():
         for message in first_column(page, "message"):
             for part in filter(None, (p.strip() for p in message.split("…"))):
                 assert part in said, f"{page.name}: {part}"
+
+
+def test_torchrun_knows_its_options():
+    from torch.distributed.run import get_args_parser
+
+    lines = [line for page in PAGES for b in blocks(page, "sh") for line in b.code.splitlines()]
+    told = [shlex.split(line)[1:] for line in lines if line.startswith("torchrun ")]
+    assert told
+    for words in told:
+        parsed = get_args_parser().parse_args(words)
+        assert parsed.module, words
+        assert parsed.training_script == "marlhf"
+
+
+def test_the_migration_page_lists_every_change():
+    """What the table says, done to TRL's script by machine, is the script that runs."""
+    page = ROOT / "docs/migrate.md"
+    _, before, after, _ = blocks(page, "python")
+    assert before.skipped
+    script = before.code
+    for old, new in tables(page, "in TRL's script")[0]:
+        [theirs], ours = SPAN.findall(old), SPAN.findall(new)
+        assert script.count(theirs) == 1, theirs
+        if ours:
+            script = script.replace(theirs, ours[0])
+        else:
+            assert new == "(remove)"
+            script = re.sub(rf"^ *{re.escape(theirs)}\n", "", script, flags=re.M)
+    assert script == after.code
+
+
+def test_the_memory_table_is_what_the_formula_says():
+    page = ROOT / "docs/scale.md"
+    space: dict = {}
+    [block] = blocks(page, "python")
+    exec(block.code, space)
+    [table] = tables(page, "model")
+    assert len(table) == 9
+    for size, gpus, *cells in table:
+        for cell, way in zip(cells, ("data", "fsdp", "LoRA", "LoRA, shared base"), strict=True):
+            found = round(space["gigabytes"](size, int(gpus), way))
+            assert cell == ("-" if way == "fsdp" and gpus == "1" else str(found))
 
 
 def strings(file: Path) -> list[str]:

@@ -128,7 +128,7 @@ class Trainer:
         """
         self._check_resume(resume_from_checkpoint)
         before = self._folder()
-        if not before.finished and self.parts.train_rows is None and self.args.data.source == "toy":
+        if self.parts.train_rows is None and self.args.data == DataConfig(source="toy"):
             warn("no train_dataset is given, so this trains on the built-in toy task.")
         self._name_models(before)
         type(self).loop(self.args, self.parts)
@@ -225,12 +225,12 @@ class Trainer:
         name = f"{GIVEN} {', '.join(_by_weights(model) for model in given if model is not None)}"
         there = before.path / "config.yaml"
         told = yaml.safe_load(there.read_text("utf-8"))["model"] if there.is_file() else ""
-        if told != name and told.startswith(GIVEN) and before.learnt:
+        if told != name and told.startswith(GIVEN):
             if not before.finished:
                 raise RunError(
-                    f"The models given no longer have the weights that the run in {before.path} "
-                    "began with: they are trained in place. Load them again, and the run goes on "
-                    "from its last checkpoint."
+                    f"The models given do not have the weights that the run in {before.path} began "
+                    "with: they are trained in place. Load them again, and the run goes on; or "
+                    "choose another output_dir."
                 )
             name = told
         self.args = replace(self.args, model=name)

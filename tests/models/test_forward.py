@@ -8,6 +8,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from marlhf.models.forward import (
     Sequences,
     final_scores,
+    plain_token_stats,
     token_stats,
     token_values,
 )
@@ -150,12 +151,29 @@ def test_padding_has_no_gradient():
     assert not gradient[3].any()
 
 
-def test_the_head_runs_on_response_positions_only(small):
+def test_the_plain_way_runs_the_head_on_response_positions_only(small):
     model, shapes = small("llama"), []
     model.lm_head.register_forward_hook(lambda _, __, out: shapes.append(out.shape))
-    token_stats(model, batch())
+    plain_token_stats(model, batch())
     assert shapes == [(4, 7, 48)]
     assert not model.lm_head._forward_pre_hooks  # and is left as it was
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_passes_never_wait_for_the_device(small):
+    policy, scalar = small("llama").cuda(), small("llama", scalar=True).cuda()
+    sequences = Sequences.from_lists(PROMPTS, RESPONSES, 0, "cuda")
+    token_stats(policy, sequences)  # the first pass looks at what the model does to logits
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        some = sequences.rows([3, 1])
+        token_stats(policy, some).logprobs.sum().backward()
+        token_values(scalar, some).sum().backward()
+        final_scores(scalar, some)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

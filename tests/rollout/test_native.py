@@ -133,7 +133,9 @@ def test_the_token_budget_moves_no_row(small):
 
 def test_a_model_without_logits_to_keep_answers():
     assert not keeps_logits(Chain)
-    rollout = NativeEngine(Chain([0, 2, 0]), [0], 0).generate([[1, 1, 1], [2]], Sampling(5, 0), [1, 2])
+    rollout = NativeEngine(Chain([0, 2, 0]), [0], 0).generate(
+        [[1, 1, 1], [2]], Sampling(5, 0), [1, 2]
+    )
     assert rollout.responses == [[2, 0], [0]]
 
 

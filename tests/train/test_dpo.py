@@ -32,8 +32,8 @@ def dpo_config(parents, tmp_path):
         settings = {
             "model": str(parents / "sft" / "model"),
             "output_dir": str(tmp_path / name),
-            "data": replace(TOY, eval_size=8),
-            "batch_size": 8,
+            "data": replace(TOY, eval_size=6),
+            "batch_size": 4,
             "num_steps": 3,
             "learning_rate": 1e-3,
             "eval_every": 2,
@@ -149,14 +149,14 @@ def test_it_resumes_identically_and_never_asks_the_reference_again(dpo_config, m
     dpo.train(whole)
     stopped(parts, monkeypatch)
     kept = load_file(Path(parts.output_dir) / "reference.safetensors")
-    assert kept["train"].shape == (2, 24)  # three batches of eight, not all rows
-    assert kept["held_out"].shape == (2, 8)
+    assert kept["train"].shape == (2, 12)  # three batches of four, not all rows
+    assert kept["held_out"].shape == (2, 6)
 
     asked = []
     real = dpo.all_logprobs
     monkeypatch.setattr(dpo, "all_logprobs", lambda *a: asked.append(len(a[1])) or real(*a))
     dpo.train(parts)
-    assert asked == [8, 8]  # the held-out rows at the end, and for the summary
+    assert asked == [6, 6]  # the held-out rows at the end, and for the summary
     assert read_lines(whole.output_dir) == read_lines(parts.output_dir)
     files = [Path(c.output_dir) / "model" / "model.safetensors" for c in (whole, parts)]
     assert files[0].read_bytes() == files[1].read_bytes()

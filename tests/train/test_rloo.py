@@ -1,4 +1,4 @@
-"""RLOO and GRPO: the published formulas, groups that are groups, a loop that adds up and resumes."""
+"""RLOO and GRPO: the published formulas, groups that are groups, a loop that adds up."""
 
 import math
 import os

@@ -72,6 +72,12 @@ def merge_adapter(model: Model, folder: str | Path) -> Model:
     """
     peft = import_peft()
     _weights_file(folder)
+    theirs = _recorded(Path(folder))
+    if theirs and theirs != digest(model):
+        raise ModelError(
+            f"The adapter {folder} was trained on {_source(folder)}, which has changed since. Put "
+            "that model back, or train the adapter again."
+        )
     config = peft.PeftConfig.from_pretrained(str(folder))
     config.task_type = None  # a plain wrapper: those for a task want methods that not all have
     try:
@@ -190,8 +196,7 @@ def digest(module: Model) -> str:
 
 def _check_base(folder: Path, base: FrozenBase) -> None:
     """An adapter means nothing on other weights than those it was trained on."""
-    record = folder / RECORD
-    theirs = _read(record).get("digest") if record.is_file() else None
+    theirs = _recorded(folder)
     source = _source(folder) or "a model it does not name"
     if theirs and base.digest:
         if theirs == base.digest:
@@ -207,6 +212,12 @@ def _check_base(folder: Path, base: FrozenBase) -> None:
         f"The adapter {folder} was trained on {where}: it cannot share this base. Train it again "
         "on the model that this run starts from, or set lora.shared_base: false."
     )
+
+
+def _recorded(folder: Path) -> str | None:
+    """The digest of the base that an adapter was trained on; None where nobody wrote it down."""
+    record = folder / RECORD
+    return _read(record).get("digest") if record.is_file() else None
 
 
 def _source(folder: str | Path) -> str:

@@ -50,12 +50,14 @@ class Sequences:
                 "Begin each prompt with BOS, or with EOS where the tokenizer has no BOS."
             )
         ids, _ = pad_right([[*p, *r] for p, r in zip(prompts, responses)], pad_id)
-        right, mask = pad_right(responses, pad_id)
-        first = torch.tensor([len(p) - 1 for p in prompts], dtype=torch.int64)
-        before = torch.where(mask, first[:, None] + torch.arange(mask.shape[1]), 0)
+        lengths = tuple(map(len, prompts)), tuple(map(len, responses))
+        first, count = (torch.tensor(x, dtype=torch.int64)[:, None] for x in lengths)
+        place = torch.arange(max(lengths[1], default=0))
+        mask = place < count
+        before = torch.where(mask, first - 1 + place, 0)
+        right = torch.where(mask, ids.gather(1, torch.where(mask, first + place, 0)), pad_id)
         tensors = (ids, right, mask, before)
         ids, right, mask, before = (send(x, device) for x in tensors)
-        lengths = tuple(map(len, prompts)), tuple(map(len, responses))
         return cls(ids, right, mask, before, *lengths)
 
     def rows(self, index: Sequence[int]) -> Sequences:

@@ -88,7 +88,8 @@ def load_policy(
     if not isinstance(path, str):
         return _given(path, checkpointing)
     if (base := _adapter_base(path)) is not None:
-        return _merged(load_policy(base, trust_remote_code=trust_remote_code), path, checkpointing)
+        plain = load_policy(base, seed=seed, trust_remote_code=trust_remote_code)
+        return _merged(plain, path, checkpointing)
     if path == "tiny":
         model: Model = tiny_model(seed)
     elif _gguf(path):
@@ -313,7 +314,8 @@ def _adapter_base(path: str) -> str | None:
 
 
 def _merged(base: Model, path: str, checkpointing: bool) -> Model:
-    return _ready(_adapters().merge_adapter(base, path), checkpointing)
+    merged = _adapters().merge_adapter(base, path)
+    return _ready(merged.requires_grad_(True), checkpointing)  # peft freezes what it is given
 
 
 def _given(model: Model, checkpointing: bool) -> Model:

@@ -62,14 +62,16 @@ def rotate_and_store(
         triton_kernels.rotate_and_store(qkv, rotary, positions, slots, keys, values, norms)
         return
     groups = keys.shape[1]
-    query, key, value = qkv.split([qkv.shape[1] - 2 * groups, groups, groups], dim=1)
+    turning, value = qkv.split([qkv.shape[1] - groups, groups], dim=1)
+    x = turning
+    if norms is not None:
+        unit = F.rms_norm(x.float(), x.shape[-1:], eps=norms[2]).to(x.dtype)
+        queries = x.shape[1] - groups
+        x = torch.cat((unit[:, :queries] * norms[0], unit[:, queries:] * norms[1]), dim=1)
     cos, sin = (table[positions][:, None] for table in rotary)  # [T, 1, D]
-    for part, which in ((query, 0), (key, 1)):
-        x = part
-        if norms is not None:
-            x = F.rms_norm(x.float(), x.shape[-1:], eps=norms[2]).to(x.dtype) * norms[which]
-        a, b = x.chunk(2, dim=-1)
-        part.copy_(x * cos + torch.cat((-b, a), dim=-1) * sin)
+    a, b = x.chunk(2, dim=-1)
+    turning.copy_(x * cos + torch.cat((-b, a), dim=-1) * sin)
+    key = turning[:, -groups:]
     keys[slots, :, positions] = key
     values[slots, :, positions] = value
 

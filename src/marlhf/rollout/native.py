@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,9 @@ PREFILL = 1 << 16
 """The most tokens in one prefill, whatever the budget: more do not make it faster."""
 KEEP = 0.05
 """A cache above this share of the GPU's memory is not kept from one call to the next."""
+
+Kind: TypeAlias = Callable[[Model, int, int, torch.dtype | None], Decoder]
+"""A decoder for a model with some slots of some capacity, whose cache has a type."""
 
 
 class NativeEngine:
@@ -58,7 +62,8 @@ class NativeEngine:
         self.plain = PlainEngine(
             model, end_tokens, pad_id, token_budget=token_budget, precision=precision
         )
-        self.kinds: list[Callable[..., Decoder]] | None = None  # that work; see `_choose`
+        self.kind: Kind | None = None  # None before the first call, and where no decoder works
+        self.chosen = False
         self.room: Room | None = None
 
     def update_weights(self, model: nn.Module) -> None:
@@ -71,19 +76,23 @@ class NativeEngine:
         """Sample one response a prompt; repeat a prompt, with another seed, for several."""
         check_prompts(prompts, seeds)
         with self._sampling():
-            if self.kinds is None:
-                self.kinds = self._choose()
-            if self.kinds:
-                tokens, logprobs = self._run(prompts, sampling, seeds)
-                return to_rollout(tokens, logprobs, self.end_tokens)
-            return self.plain.generate(prompts, sampling, seeds)
+            if not self.chosen:
+                self.kind, self.chosen = self._choose(), True
+            if self.kind is None:
+                return self.plain.generate(prompts, sampling, seeds)
+            tokens, logprobs = self._run(self.kind, prompts, sampling, seeds)
+            return to_rollout(tokens, logprobs, self.end_tokens)
 
     def _run(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+        self,
+        kind: Kind,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
         """Tokens and log-probs, [B, R]; junk after the end."""
         device, length = self.model.device, sampling.max_new_tokens
-        room = self._room(len(prompts), max(map(len, prompts)) + length)
+        room = self._room(kind, len(prompts), max(map(len, prompts)) + length)
         with room.decoder.ready():
             uniform = draws(seeds, length, device)
             budget = min(self.token_budget, PREFILL)
@@ -94,7 +103,7 @@ class NativeEngine:
                 self.room = None
         return found
 
-    def _room(self, rows: int, length: int) -> Room:
+    def _room(self, kind: Kind, rows: int, length: int) -> Room:
         """Slots for rows of at most some length: those of the last call if they will do."""
         length += -length % ROUND
         rows += -rows % ROUND if self.model.device.type == "cuda" else 0
@@ -108,8 +117,7 @@ class NativeEngine:
             return room
         self.room = room = None  # its memory first
         slots = max(1, min(rows, self.token_budget // length))
-        assert self.kinds
-        decoder = self.kinds[0](self.model, slots, length, self._cache_dtype())
+        decoder = kind(self.model, slots, length, self._cache_dtype())
         ends = torch.tensor(self.end_tokens, device=self.model.device)
         graphs = self.model.device.type == "cuda" and not sharded(self.model)
         self.room = Room(decoder, slots, length, weights, ends, graphs)
@@ -132,12 +140,12 @@ class NativeEngine:
         enabled = torch.is_autocast_enabled(device)
         return torch.get_autocast_dtype(device) if enabled else None
 
-    def _choose(self) -> list[Callable[..., Decoder]]:
-        """The decoders that give what the model gives without a cache, the fastest first.
+    def _choose(self) -> Kind | None:
+        """The fastest decoder that gives what the model gives without a cache.
 
         Families differ in more ways than can be listed; trying finds all that matter.
         """
-        dtype, causes = self._cache_dtype(), []
+        dtype, cause = self._cache_dtype(), ""
         kinds = [LlamaDecoder, ModuleDecoder] if LlamaDecoder.fits(self.model) else [ModuleDecoder]
         for kind in kinds:
             try:
@@ -145,17 +153,17 @@ class NativeEngine:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever a family does that slots do not know
-                causes.append(f"{type(error).__name__}: {error}")
+                cause = f"{type(error).__name__}: {error}"
                 continue
             if wrong <= (1e-3 if dtype is None else 0.1):
-                return [kind]
-            causes.append(f"logits were off by {wrong:.1%}")
+                return kind
+            cause = f"logits were off by {wrong:.1%}"
         warnings.warn(
             f"The native engine cannot take over the attention of a {type(self.model).__name__} "
-            f"({causes[-1]}). It samples by a plain loop, which is right but slower.",
+            f"({cause}). It samples by a plain loop, which is right but slower.",
             stacklevel=5,
         )
-        return []
+        return None
 
 
 class Room:

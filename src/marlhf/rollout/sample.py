@@ -12,6 +12,8 @@ from marlhf.rollout.engine import Sampling
 
 BLOCK = 256
 """Tokens whose probabilities are summed before the search goes into them."""
+SHORT = 4096
+"""A vocabulary up to this size is searched in one go."""
 BELOW_ONE = 1 - 2.0**-52
 
 
@@ -39,10 +41,14 @@ def draw(
 def pick(weights: Tensor, uniform: Tensor) -> Tensor:
     """The first token whose share of the weights, with all before it, exceeds the number: [B].
 
-    In two levels: the block first, then the token in it. So only short sums are ever cumulative,
-    and those in float64: a token of weight 0 is never drawn, however the sums round.
+    In two levels where the vocabulary is large: the block first, then the token in it. So only
+    short sums are cumulative, and in float64: a token of weight 0 is never drawn, however they
+    round.
     """
     rows, size = weights.shape
+    if size <= SHORT:
+        edges = weights.double().cumsum(dim=1)
+        return _first_above(edges, uniform[:, None] * edges[:, -1:]).squeeze(1)
     if size % BLOCK:
         weights = torch.nn.functional.pad(weights, (0, -size % BLOCK))
     tiles = weights.view(rows, -1, BLOCK)
@@ -59,7 +65,8 @@ def pick(weights: Tensor, uniform: Tensor) -> Tensor:
 def _first_above(rising: Tensor, target: Tensor) -> Tensor:
     """The first column above the target, which is kept where there is one: [B, 1]."""
     target = torch.minimum(target.clamp(min=0), rising[:, -1:] * BELOW_ONE)
-    return (rising <= target).sum(dim=1, keepdim=True).clamp(max=rising.shape[1] - 1)
+    found = torch.searchsorted(rising, target, right=True)
+    return found.clamp(max=rising.shape[1] - 1)  # where all is NaN
 
 
 def truncate(weights: Tensor, sampling: Sampling) -> Tensor:

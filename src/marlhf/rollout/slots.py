@@ -67,6 +67,7 @@ class SlotCache(Cache):
         self.where: Tensor | None = None  # [B], the slots of a prefill; None for a decode step
         self.positions: Tensor | None = None  # [S], of a decode step
         self.reach: int | None = None
+        self.capped = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -203,6 +204,7 @@ def slot_attention(
 ) -> tuple[Tensor, None]:
     """Attention over slots, with the arguments that flash attention gets; out [B, P, H, D]."""
     cache = _active.get()
+    softcap = softcap if cache.capped else None
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     if cache.where is not None:
         out = causal_attention(query, key, value, scale, sliding_window, softcap)
@@ -221,6 +223,8 @@ def _attending(model: Model, cache: SlotCache) -> Iterator[None]:
     """Let the model attend by `slot_attention`, over this cache, for a while."""
     config = model.config.get_text_config()
     before, token = config._attn_implementation, _active.set(cache)
+    # Some versions of transformers leave out soft caps under SDPA; training then has none either.
+    cache.capped = before != "sdpa"
     config._attn_implementation = ATTENTION  # has no mask function, so no masks are built
     try:
         yield
@@ -230,7 +234,9 @@ def _attending(model: Model, cache: SlotCache) -> Iterator[None]:
 
 
 def mismatch(
-    kind: Callable[..., Decoder], model: Model, dtype: torch.dtype | None
+    kind: Callable[[Model, int, int, torch.dtype | None], Decoder],
+    model: Model,
+    dtype: torch.dtype | None,
 ) -> float:
     """How far logits from slots are from those without a cache, relative to their spread.
 

@@ -2,6 +2,7 @@
 
 # Triton reads these functions itself: annotations mark constants, and names are pointers.
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportMissingImports=false, reportPossiblyUnbound=false
 # pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
 
 from __future__ import annotations

@@ -1,5 +1,28 @@
-"""Text and tokens: which tokens begin words, end sentences, break lines."""
+"""Text and tokens: phrases of a text, which tokens they cover, and how tokens look as text.
 
-from marlhf.spans.vocabulary import special_tokens, token_texts, vocabulary
+Names are found when asked for: parsers must not load torch.
+"""
 
-__all__ = ["special_tokens", "token_texts", "vocabulary"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "build_parser": "marlhf.spans.parser",
+    "special_tokens": "marlhf.spans.tables",
+    "token_texts": "marlhf.spans.tables",
+    "vocabulary": "marlhf.spans.tables",
+}
+
+__all__ = ["build_parser", "special_tokens", "token_texts", "vocabulary"]
+
+if TYPE_CHECKING:
+    from marlhf.spans.parser import build_parser
+    from marlhf.spans.tables import special_tokens, token_texts, vocabulary
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'marlhf.spans' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

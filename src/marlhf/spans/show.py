@@ -11,7 +11,7 @@ from marlhf.core import Constituents, Perplexity, Responses, Segmenter, segment
 from marlhf.data.rows import DataError
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import load_policy, load_tokenizer
-from marlhf.spans.vocabulary import vocabulary
+from marlhf.spans.tables import vocabulary
 
 COLOURS = (44, 42, 45, 46, 43)  # ANSI backgrounds, in turn
 

@@ -158,18 +158,22 @@ def push(
 class _Loading:
     """How transformers or peft loads what is in a folder."""
 
-    def __init__(self, scalar: bool, adapter: bool) -> None:
-        self.scalar, self.adapter = scalar, adapter
+    def __init__(self, scalar: bool, adapter: bool, base: str) -> None:
+        self.scalar, self.adapter, self.base = scalar, adapter, base
 
     @classmethod
     def of(cls, folder: Path, stage: str) -> _Loading:
-        adapter = (folder / "adapter_config.json").is_file()
+        settings = folder / "adapter_config.json"
+        adapter, base = settings.is_file(), ""
+        if adapter:  # what it stands on need not be what training began with
+            raw = json.loads(settings.read_text(encoding="utf-8"))
+            base = raw.get("base_model_name_or_path") or ""
         try:
             raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             scalar = any(SCALAR in str(name) for name in raw.get("architectures") or ())
         except (OSError, ValueError):  # adapters have none
             scalar = stage == "reward"
-        return cls(scalar, adapter)
+        return cls(scalar, adapter, base)
 
     def code(self, name: str, base: str) -> str:
         kind = "SequenceClassification" if self.scalar else "CausalLM"
@@ -187,7 +191,14 @@ class _Loading:
             else 'inputs = tokenizer("a prompt", return_tensors="pt")\n'
             "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))"
         )
-        over = f"\n\nIt is an adapter over `{_shown(base)}`, which is loaded with it."
+        base = self.base or base
+        there = _on_hub(base) or not re.search(r"[\\/]", base)
+        over = f"\n\nIt is an adapter over `{_shown(base)}`, " + (
+            "which is loaded with it."
+            if there
+            else "a folder where it was trained. To load it elsewhere, set "
+            "`base_model_name_or_path` in adapter_config.json."
+        )
         return (
             f'```python\n{imports}\n\nmodel = {auto}.from_pretrained("{name}"{options})\n'
             f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n{use}\n```'

@@ -52,6 +52,7 @@ def save_checkpoint(
     """Write everything that the next step depends on, then drop all but the last `keep`."""
     final = run.checkpoints / f"step-{step:06d}"
     temporary = run.checkpoints / f".step-{step:06d}"
+    world.settle(models.values())
     whole = state | {"step": step, "seconds": run.seconds, "rng": _rng()}
     whole["optimizers"] = {name: _progress(models[name], o) for name, o in optimizers.items()}
     with explained_writes(run.path, temporary):
@@ -96,6 +97,7 @@ def load_latest(
         return None, complaints
     folder = Path(folder)
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    world.settle(models.values())
     with world.together():
         for name, optimizer in optimizers.items():
             _prepare(models[name], optimizer, state["optimizers"][name])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -128,9 +128,10 @@ class World(Alone):
 
         Scalar models are called by their backbone and head, so these are what is wrapped.
         """
-        model = model.to(self.device)
         if not self.sharded:
-            return model
+            return model.to(self.device)
+        # Not moved first: block by block only each process's part of it gets there, and a model
+        # that no one GPU holds still fits.
         mesh = init_device_mesh(self.device.type, (self.size,))
         bf16 = computes_in_bfloat16(self.device, precision)
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -160,6 +161,16 @@ class World(Alone):
                 part.set_reshard_after_forward(True, recurse=False)
                 part.reshard()
 
+    def settle(self, models: Iterable[nn.Module]) -> None:
+        """Have the shards be the models' parameters.
+
+        After a pass without gradients FSDP leaves the outermost weights whole, and what
+        `parameters()` gives is then not what the optimiser knows.
+        """
+        for module in (m for model in models for m in model.modules()):
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def sum_gradients(self, model: nn.Module) -> None:
         """Gradients of the whole batch, from those of each process's share."""
         if self.size == 1:
@@ -187,11 +198,13 @@ class World(Alone):
         if not self.sharded:
             return None
         state: dict[str, Tensor] = {}
-        for name, x in model.state_dict().items():
-            full = x.full_tensor() if isinstance(x, DTensor) else x
-            if self.main:
-                state[name] = full.cpu()
-        return state
+        found: dict[int, Tensor] = {}  # tied weights stay one, which is how they are saved
+        for name, x in model.state_dict(keep_vars=True).items():
+            if id(x) not in found:
+                full = x.full_tensor() if isinstance(x, DTensor) else x
+                found[id(x)] = full.detach().cpu() if self.main else torch.empty(0)
+            state[name] = found[id(x)]
+        return state if self.main else {}
 
 
 def start(device: str = "auto", parallel: Parallel = "data") -> World:

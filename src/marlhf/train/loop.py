@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from marlhf.models.adapters import View
 from marlhf.models.load import Model, Tokenizer
 from marlhf.train.callbacks import Callbacks
 from marlhf.train.card import push, write_card
@@ -28,7 +29,7 @@ from marlhf.train.checkpoint import load_latest, save_checkpoint
 from marlhf.train.distributed import World
 from marlhf.train.parts import Parts
 from marlhf.train.progress import Steps, say, warn
-from marlhf.train.run import Onlooker, RunFolder, Stopped
+from marlhf.train.run import Onlooker, RunError, RunFolder, Stopped
 from marlhf.train.stage import StageConfig, due, finish, orderly
 from marlhf.train.trackers import Trackers
 
@@ -96,6 +97,12 @@ class Loop:
         if state is None:
             self.run.clear()
             return None
+        if state["bases"] != self._bases():
+            raise RunError(
+                f"The model that the adapters of {self.run.path} stand on has changed since step "
+                f"{state['step']}, and they mean nothing on another. Put that model back, or "
+                "choose another output_dir."
+            )
         self.run.rewind(state["step"], state["seconds"])
         self.step = self.done = state["step"]
         self.verdict = state["verdict"]
@@ -182,6 +189,7 @@ class Loop:
     def save(self, **state: Any) -> None:
         """A checkpoint of this step."""
         whole = state | {"verdict": self.verdict, "callbacks": self.callbacks.state()}
+        whole["bases"] = self._bases()
         save_checkpoint(
             self.run,
             self.step,
@@ -192,6 +200,11 @@ class Loop:
             keep=self.config.keep_checkpoints,
         )
         self.callbacks.save(self.step)
+
+    def _bases(self) -> dict[str, str | None]:
+        """What adapters stand on, by its weights: checkpoints hold only what trains."""
+        views = {name: m for name, m in self.models.items() if isinstance(m, View)}
+        return {name: view.base.digest for name, view in views.items()}
 
     def keep_model(self, model: Model, name: str = "model") -> None:
         """The model as plain files that load without marlhf."""

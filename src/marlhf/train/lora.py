@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from marlhf.models.adapter_files import adapter_base
+from marlhf.models.adapter_files import adapter_base, import_peft
 from marlhf.models.adapters import FrozenBase, LoRA, frozen_dtype, quantization
 from marlhf.models.load import Model, is_scalar, load_policy, load_scalar
 from marlhf.train.distributed import World
 from marlhf.train.parts import Parts
-from marlhf.train.progress import warn
+from marlhf.train.progress import say, warn
 from marlhf.train.run import RunError
 from marlhf.train.stage import StageConfig
 
@@ -27,16 +27,19 @@ def open_base(
     load: Callable[..., Model], source: str | Model, config: StageConfig, world: World
 ) -> FrozenBase:
     """A frozen model to put adapters on; that of an adapter's folder is its base."""
+    import_peft()  # before anything slow
     if world.sharded:
         raise RunError(
             "LoRA does not work with parallel: fsdp yet. Adapters are small, so use parallel: "
             "data, which keeps the frozen base on each process."
         )
     lora = config.lora or LoRA()
-    named = source if isinstance(source, str) else ""
-    place = adapter_base(named) or named
+    if isinstance(source, str):
+        source = place = adapter_base(source) or source
+    else:
+        place = source.name_or_path  # where it came from; its weights are checked against that
     module = load(
-        place or source,
+        source,
         seed=config.seed,
         trust_remote_code=config.trust_remote_code,
         checkpointing=config.gradient_checkpointing,
@@ -44,13 +47,24 @@ def open_base(
         device=world.device,
     )
     matrices = frozen_dtype(world.device, config.precision)
-    return FrozenBase(module, place, matrices=matrices, merge=lora.merge)
+    base = FrozenBase(module, place, matrices=matrices, merge=lora.merge)
+    if lora.quantize != "none" and not base.quantized:
+        raise RunError(
+            f"lora.quantize: {lora.quantize} works for models that load from a folder or from the "
+            f"hub, and {place or 'the model given here'} does not. Leave out quantize."
+        )
+    return base
+
+
+def saved_adapter(source: str | Model) -> Path | None:
+    """The adapter that a model's folder is, if it is one."""
+    found = isinstance(source, str) and adapter_base(source) is not None
+    return Path(source) if found else None
 
 
 def start_from(source: str | Model, settings: Any) -> Any:
     """A saved adapter goes on from where it was; anything else gets a fresh one."""
-    saved = isinstance(source, str) and adapter_base(source) is not None
-    return Path(str(source)) if saved else settings
+    return saved_adapter(source) or settings
 
 
 def load_trained_policy(config: StageConfig, parts: Parts, world: World) -> Model:
@@ -59,6 +73,7 @@ def load_trained_policy(config: StageConfig, parts: Parts, world: World) -> Mode
     if settings is not None:
         with spoken_warnings():
             base = open_base(load_policy, source, config, world)
+            _announce(source)
             return base.language(start_from(source, settings), seed=config.seed)
     return load_policy(
         source,
@@ -78,6 +93,7 @@ def load_trained_scalar(config: StageConfig, parts: Parts, world: World) -> Mode
         scalar = is_scalar(source, trust_remote_code=remote) if named else hasattr(source, "score")
         with spoken_warnings():
             base = open_base(load_scalar if scalar else load_policy, source, config, world)
+            _announce(source)
             return base.scalar(start_from(source, settings), "reward", seed=config.seed)
     return load_scalar(
         source,
@@ -85,6 +101,11 @@ def load_trained_scalar(config: StageConfig, parts: Parts, world: World) -> Mode
         trust_remote_code=config.trust_remote_code,
         checkpointing=config.gradient_checkpointing,
     )
+
+
+def _announce(source: str | Model) -> None:
+    if saved_adapter(source):
+        say(f"going on with the adapter {source}: its own rank, alpha and layers hold")
 
 
 @contextlib.contextmanager

@@ -28,19 +28,42 @@ def to_numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
 
 
 class Clock:
-    """Seconds of each phase of a step. Waits for the device only where there is one."""
+    """Seconds of each phase of a step.
+
+    On a GPU the phases' ends are marked in its own queue and read when the step is over: waiting
+    for each would leave the device idle until the host has launched the next.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.phases: dict[str, float] = {}
-        self._last = self._start = time.perf_counter()
+        self._names: list[str] = []
+        self._marks = [self._now()]
+        self._start = time.perf_counter()
 
     def mark(self, phase: str) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        now = time.perf_counter()
-        self.phases[f"time/{phase}"], self._last = now - self._last, now
+        """The end of a phase."""
+        self._names.append(f"time/{phase}")
+        self._marks.append(self._now())
 
     def times(self, rows: int) -> dict[str, Any]:
+        """Seconds of phases and step, once the device is through with it."""
+        phases = self.phases
         whole = time.perf_counter() - self._start
-        return self.phases | {"time/step": whole, "time/samples_per_second": rows / whole}
+        return phases | {"time/step": whole, "time/samples_per_second": rows / whole}
+
+    @property
+    def phases(self) -> dict[str, float]:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        pairs = zip(self._names, self._marks, self._marks[1:])
+        return {name: self._between(start, end) for name, start, end in pairs}
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _between(self, start: Any, end: Any) -> float:
+        return start.elapsed_time(end) / 1000 if self.device.type == "cuda" else end - start

@@ -12,6 +12,7 @@ from marlhf.core import NGram, Responses
 from marlhf.core.losses import Ratio
 from marlhf.core.rewards import KLEstimator
 from marlhf.rollout import Sampling
+from marlhf.rollout.vllm import check_url
 from marlhf.train.guards import Guards
 from marlhf.train.stage import StageConfig, check_numbers
 
@@ -35,6 +36,12 @@ class RLConfig(StageConfig):
     rollout_tokens: int = 131072
     """Padded tokens sampled at once: lower it when memory runs out while sampling. Changes no
     result."""
+    engine: Literal["native", "vllm"] = "native"
+    """What samples: marlhf itself, or vLLM, in this process or as a server."""
+    vllm_url: str = ""
+    """The vLLM server to sample with, such as http://127.0.0.1:8000; in this process if empty."""
+    vllm_memory: float = 0.3
+    """The share of the GPU's memory that vLLM has in this process, for weights and cache."""
 
     segmenter: Callable[[Responses], Tensor] = field(default_factory=NGram)
     """The termination rule of macro actions: `{type: ngram, n: 5}`; n: 1 is ordinary PPO."""
@@ -89,10 +96,14 @@ class RLConfig(StageConfig):
         optional = ("kl_target", "kl_horizon", "score_clip", "rollout_tokens", "reward_timeout")
         check_numbers(self, ("num_mini_batches", "clip", *optional), positive=True)
         check_numbers(self, ("kl_coef", "warmup_steps", "eval_prompts", "log_samples"), least=0)
-        check_numbers(self, ("gamma",), least=0, most=1)
+        check_numbers(self, ("gamma", "vllm_memory"), least=0, most=1)
         check_numbers(self, ("missing_eos_penalty",))
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ValueError(f"dual_clip must be larger than 1; got {self.dual_clip}.")
+        if self.vllm_url and self.engine != "vllm":
+            raise ValueError("vllm_url is set, but vLLM is not asked for. Set engine: vllm.")
+        if self.vllm_url:
+            check_url(self.vllm_url)
         if self.batch_size % self.num_mini_batches:
             raise ValueError(
                 f"num_mini_batches ({self.num_mini_batches}) must divide "

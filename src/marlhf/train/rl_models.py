@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -31,9 +32,16 @@ from marlhf.models.load import (
 )
 from marlhf.reward import RewardFunction, RewardModel, Rewards, import_function
 from marlhf.rollout import Engine, NativeEngine
+from marlhf.rollout.vllm import VLLMEngine, VLLMServer
 from marlhf.spans import vocabulary
 from marlhf.train.distributed import World
-from marlhf.train.lora import adapter_settings, load_trained_policy, open_base, start_from
+from marlhf.train.lora import (
+    adapter_settings,
+    load_trained_policy,
+    open_base,
+    saved_adapter,
+    start_from,
+)
 from marlhf.train.parts import Parts
 from marlhf.train.progress import warn
 from marlhf.train.rl_config import RLConfig
@@ -62,8 +70,9 @@ def load_models(config: RLConfig, parts: Parts, world: World, *, critic: bool) -
         tokenizer = load_tokenizer(parts.tokenizer or config.model, trust_remote_code=remote)
         policy = load_trained_policy(config, parts, world)
         if isinstance(policy, View):
-            reference, scalar, rewards = _load_adapted(policy, config, parts, tokenizer, world)
-            scalar = scalar if critic else None
+            reference = _adapted_reference(policy, config, parts, tokenizer)
+            load = _load_adapted if critic else _load_rewards_alone
+            scalar, rewards = load(policy.base, config, parts, tokenizer, world)
         else:
             reference = _load_reference(config, parts, tokenizer, policy)
             rewards = _load_rewards(config, parts, tokenizer, world)
@@ -73,13 +82,8 @@ def load_models(config: RLConfig, parts: Parts, world: World, *, critic: bool) -
             if model is not None:
                 check_vocabulary(model, tokenizer, name)
     policy = world.place(policy, config.precision)
-    engine = NativeEngine(
-        policy,
-        end_tokens(policy, tokenizer),
-        tokenizer.pad_token_id,
-        token_budget=config.rollout_tokens,
-        precision=config.precision,
-    )
+    with world.together():
+        engine = _load_engine(config, policy, tokenizer, world)
     table = vocabulary(tokenizer, policy.config.get_text_config().vocab_size)
     for _, scorer, _ in rewards.parts:
         if isinstance(scorer, RewardModel):
@@ -114,6 +118,37 @@ def load_prompts(
     return examples, held_out
 
 
+def _load_engine(config: RLConfig, policy: Model, tokenizer: Tokenizer, world: World) -> Engine:
+    """What samples: the policy itself, or vLLM with a copy of it."""
+    ends, pad = end_tokens(policy, tokenizer), tokenizer.pad_token_id
+    if config.engine == "native":
+        budget = config.rollout_tokens
+        return NativeEngine(policy, ends, pad, token_budget=budget, precision=config.precision)
+    if world.size > 1:
+        raise RunError(
+            "engine: vllm works with one training process, not with several. Leave engine out, "
+            "or start without torchrun: a vLLM server may itself use several GPUs."
+        )
+    if not config.vllm_url:
+        return VLLMEngine(
+            policy,
+            ends,
+            pad,
+            token_budget=2 * config.token_budget,
+            precision=config.precision,
+            memory=config.vllm_memory,
+        )
+    return VLLMServer(
+        config.vllm_url,
+        policy,
+        ends,
+        pad,
+        folder=config.output_dir,
+        token_budget=2 * config.token_budget,
+        precision=config.precision,
+    )
+
+
 def _load_reference(config: RLConfig, parts: Parts, tokenizer: Tokenizer, policy: Model) -> Model:
     remote = config.trust_remote_code
     if parts.ref_model is not None:
@@ -137,34 +172,99 @@ def _load_reference(config: RLConfig, parts: Parts, tokenizer: Tokenizer, policy
     return load_policy(path, seed=config.seed, trust_remote_code=remote)
 
 
-def _load_adapted(
-    policy: View, config: Any, parts: Parts, tokenizer: Tokenizer, world: World
-) -> tuple[Model, Model, Rewards]:
-    """Reference, critic and rewards of a policy that is an adapter.
+def _adapted_reference(policy: View, config: RLConfig, parts: Parts, tokenizer: Tokenizer) -> Model:
+    """The policy's base with the adapter off; where the policy goes on with one, with that one."""
+    if config.ref_model is not None or parts.ref_model is not None:
+        return _load_reference(config, parts, tokenizer, policy)
+    if (saved := saved_adapter(parts.model or config.model)) is not None:
+        return policy.base.language(saved, "reference", trainable=False)
+    return policy.base.reference()
 
-    The reference is the policy's base with the adapter off. With a shared base the critic stands
-    on it too, and so does a reward model that is an adapter on it; else critic and reward model
-    share a second base where they start from the same weights.
+
+def _load_adapted(
+    base: FrozenBase, config: Any, parts: Parts, tokenizer: Tokenizer, world: World
+) -> tuple[Model, Rewards]:
+    """Critic and rewards of a policy that is an adapter on `base`.
+
+    With a shared base the critic stands on it too, and so does a reward model that is an adapter
+    on it. Else the critic has a second base, unless it starts where the policy does; the reward
+    model shares that where the two start from the same weights.
     """
     settings, model = adapter_settings(config, parts), parts.model or config.model
-    if config.ref_model is not None or parts.ref_model is not None:
-        reference = _load_reference(config, parts, tokenizer, policy)
-    elif isinstance(start_from(model, None), Path):
-        reference = policy.base.language(Path(model), "reference", trainable=False)
-    else:
-        reference = policy.base.reference()
-    source = config.critic_model or config.reward_model or config.model
-    if config.lora is not None and config.lora.shared_base:
-        rewards = _load_rewards(config, parts, tokenizer, world, shared=policy.base)
-        found = find_adapter(source)
-        begin = found if found and is_scalar_adapter(found) else settings
-        return reference, policy.base.scalar(begin, "critic", seed=config.seed), rewards
-    _check_critic(source, config, tokenizer)
-    base = open_base(load_scalar, parts.critic_model or source, config, world)
-    critic = base.scalar(start_from(source, settings), "critic", seed=config.seed)
-    plain = source == config.reward_model and not isinstance(start_from(source, None), Path)
-    own = {source: base.frozen_scalar()} if plain and parts.critic_model is None else {}
-    return reference, critic, _load_rewards(config, parts, tokenizer, world, loaded=own)
+    source = config.critic_model or config.reward_model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of the settings: said of the policy
+        if config.lora is not None and config.lora.shared_base:
+            found = _shared_start(source, config, parts, tokenizer)
+            critic = base.scalar(found or start_from(model, settings), "critic", seed=config.seed)
+            return critic, _load_rewards(config, parts, tokenizer, world, shared=base)
+        given = parts.critic_model
+        if given is None and not source:
+            given = deepcopy(_given_reward(parts, tokenizer))
+        if given is not None:
+            theirs = open_base(load_scalar, given, config, world)
+            critic = theirs.scalar(settings, "critic", seed=config.seed)
+            return critic, _load_rewards(config, parts, tokenizer, world)
+        if source in ("", config.model):
+            critic = base.scalar(start_from(model, settings), "critic", seed=config.seed)
+            return critic, _load_rewards(config, parts, tokenizer, world)
+        _check_critic(source, config, tokenizer)
+        theirs = open_base(load_scalar, source, config, world)
+        saved = saved_adapter(source)
+        critic = theirs.scalar(saved or settings, "critic", seed=config.seed)
+        own: dict[str, Model] = {}
+        if source == config.reward_model:
+            own[source] = (
+                theirs.scalar(saved, "reward", seed=config.seed, trainable=False)
+                if saved
+                else theirs.frozen_scalar()
+            )
+    return critic, _load_rewards(config, parts, tokenizer, world, loaded=own)
+
+
+def _load_rewards_alone(
+    base: FrozenBase, config: RLConfig, parts: Parts, tokenizer: Tokenizer, world: World
+) -> tuple[None, Rewards]:
+    """The rewards of a method without a critic."""
+    shared = base if config.lora is not None and config.lora.shared_base else None
+    return None, _load_rewards(config, parts, tokenizer, world, shared=shared)
+
+
+def _shared_start(source: str, config: Any, parts: Parts, tokenizer: Tokenizer) -> Path | None:
+    """The saved adapter that a critic on the policy's base starts from; None for a fresh one."""
+    if parts.critic_model is not None:
+        raise RunError(
+            "With lora.shared_base the critic stands on the policy's base, but a critic of its own "
+            "is given. Leave it out, or set lora.shared_base: false."
+        )
+    found = find_adapter(source) if source else None
+    if found is not None and (is_scalar_adapter(found) or found == Path(source)):
+        _check_critic(source, config, tokenizer)
+        return found
+    if config.critic_model not in (None, config.model):
+        raise RunError(
+            f"critic_model {source} is a whole model, which cannot stand on the policy's base. "
+            "Train it with `lora` on the model that this run starts from, leave it out, or set "
+            "lora.shared_base: false."
+        )
+    if config.reward_model:
+        warn(
+            f"the reward model {source} is not an adapter, so it takes memory of its own beside "
+            "the shared base, and the critic starts from the policy with a fresh head. Train the "
+            "reward model with `lora` on the model that this run starts from to share all."
+        )
+    return None
+
+
+def _given_reward(parts: Parts, tokenizer: Tokenizer) -> Model | None:
+    """A reward model given as an object, where it reads the policy's tokens."""
+    given = parts.reward_funcs or ()
+    tokenizers = parts.reward_tokenizers or [None] * len(given)
+    for item, own in zip(given, tokenizers):
+        same = own is None or same_tokenizer(load_tokenizer(own), tokenizer)
+        if isinstance(item, torch.nn.Module) and same:
+            return item
+    return None
 
 
 def _load_critic(config: Any, parts: Parts, tokenizer: Tokenizer, rewards: Rewards) -> Model:

@@ -43,6 +43,11 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int | None = None) -> V
 
 def token_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Each token's own text, white space as it stands; bytes that are no text become `\ufffd`."""
+    return [token.decode("utf-8", errors="replace") for token in token_bytes(tokenizer)]
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
+    """What each token writes, in UTF-8: a character may be divided over several."""
     ids = tokenizer.get_vocab()
     tokens = [""] * (max(ids.values()) + 1)  # ids may leave gaps
     for token, i in ids.items():
@@ -50,7 +55,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     # Special or not, added tokens are written as they are.
     plain = {token.content for token in tokenizer.added_tokens_decoder.values()}
     read = _reader(tokens)
-    return [token if token in plain else read(token) for token in tokens]
+    return [token.encode() if token in plain else read(token) for token in tokens]
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
@@ -60,7 +65,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     return dict(named) | {token.content: i for i, token in added if token.special}
 
 
-def _reader(tokens: list[str]) -> Callable[[str], str]:
+def _reader(tokens: list[str]) -> Callable[[str], bytes]:
     """How this vocabulary writes text: by how many of its tokens begin.
 
     Counted and not just found, for each mark is also a character that another kind may contain.
@@ -73,21 +78,21 @@ def _reader(tokens: list[str]) -> Callable[[str], str]:
     return _byte_level if byte_spaces > spaces else _metaspace
 
 
-def _byte_level(token: str) -> str:
+def _byte_level(token: str) -> bytes:
     if not all(c in BYTES for c in token):
-        return token  # put into the vocabulary as plain text
-    return bytes(BYTES[c] for c in token).decode("utf-8", errors="replace")
+        return token.encode()  # put into the vocabulary as plain text
+    return bytes(BYTES[c] for c in token)
 
 
-def _metaspace(token: str) -> str:
+def _metaspace(token: str) -> bytes:
     if found := BYTE_TOKEN.fullmatch(token):
-        return bytes([int(found[1], 16)]).decode("utf-8", errors="replace")
-    return token.replace(SPACE_MARK, " ")
+        return bytes([int(found[1], 16)])
+    return token.replace(SPACE_MARK, " ").encode()
 
 
-def _word_piece(token: str) -> str:
+def _word_piece(token: str) -> bytes:
     """WordPiece forgets white space, so that marks such as commas are words of their own."""
-    return token[2:] if token.startswith("##") else f" {token}"
+    return (token[2:] if token.startswith("##") else f" {token}").encode()
 
 
 def _byte_table() -> dict[str, int]:

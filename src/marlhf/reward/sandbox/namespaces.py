@@ -1,0 +1,167 @@
+"""A root folder, a network, process ids and users of the sandbox's own.
+
+The new root is a read-only tmpfs with Python's libraries and four devices bound into it: the
+host's other files are not hidden, they are not there. There is no /proc.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+
+from marlhf.reward.sandbox import kernel
+
+NOBODY = 65534
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+
+_USER = 0x10000000
+_OTHERS = 0x00020000 | 0x20000000 | 0x40000000 | 0x08000000 | 0x04000000 | 0x02000000
+_NAMES = "mount, PID, network, IPC, UTS, cgroup"
+
+_NOSUID, _NODEV, _NOEXEC, _BIND, _RECURSIVE, _PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
+_DETACH = 2
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
+
+
+def enter() -> tuple[str, int | None]:
+    """Leave the host's namespaces; what was left, and the user that programs are to be.
+
+    The PID namespace begins with the next fork. Root keeps two users apart, its own that mounts
+    and one that runs programs; an ordinary user has only itself to give.
+    """
+    try:
+        mapped = _enter_with_user()
+    except OSError:
+        if os.geteuid():
+            raise
+        kernel.call("unshare", _OTHERS)  # root may do so where user namespaces are switched off
+        return _NAMES, NOBODY
+    return f"user, {_NAMES}", NOBODY if mapped else None
+
+
+def _enter_with_user() -> bool:
+    """Whether the namespace has a second user. The map is written from outside, by a helper."""
+    root = os.geteuid() == 0
+    single = f"{0 if root else NOBODY} %d 1\n"
+    both = f"0 0 1\n{NOBODY} {NOBODY} 1\n"
+    ready, go = os.pipe()
+    target, helper = os.getpid(), os.fork()
+    if helper == 0:
+        status = 2
+        try:
+            os.close(go)
+            if os.read(ready, 1):
+                status = _write_maps(target, single, both if root else None)
+        finally:
+            os._exit(status)
+    os.close(ready)
+    try:
+        kernel.call("unshare", _USER | _OTHERS)
+        os.write(go, b"1")
+    finally:
+        os.close(go)
+        status = os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1])
+    if status == 2:
+        raise OSError(1, "the user map of the new namespace could not be written")
+    return status == 0
+
+
+def _write_maps(pid: int, single: str, both: str | None) -> int:
+    """0: two users, 1: one user."""
+    if both:
+        with suppress(OSError):
+            _write(f"/proc/{pid}/uid_map", both)
+            _write(f"/proc/{pid}/gid_map", both)
+            return 0
+    with suppress(OSError):  # where uid_map was written above and gid_map was refused
+        _write(f"/proc/{pid}/uid_map", single % os.geteuid())
+    _write(f"/proc/{pid}/setgroups", "deny")
+    _write(f"/proc/{pid}/gid_map", single % os.getegid())
+    return 1
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="ascii") as file:
+        file.write(text)
+
+
+def build_root(readable: Sequence[str]) -> None:
+    """Make the new root and move into it; the old one is gone afterwards."""
+    _mount(None, "/", None, _RECURSIVE | _PRIVATE)
+    _mount("sandbox", "/tmp", "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
+    os.mkdir("/tmp/old")
+    kernel.syscall(kernel.PIVOT_ROOT[kernel.machine()], b"/tmp", b"/tmp/old")
+    os.chdir("/")
+    bound: list[str] = []
+    for path in sorted(readable):
+        real = _old_path(path)
+        if real is not None and not any(f"{real}/".startswith(f"{b}/") for b in bound):
+            _bind(f"/old{real}", real)
+            _protect(real, _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV, _AT_RECURSIVE)
+            bound.append(real)
+        if real is not None and real != path and not os.path.lexists(path):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.symlink(real, path)
+    for path in DEVICES:
+        _bind(f"/old{path}", path)
+    os.symlink("/tmp/.stdin", "/dev/stdin")
+    os.mkdir("/tmp", 0o755)
+    kernel.call("umount2", b"/old", _DETACH)
+    os.rmdir("/old")
+    _protect("/", _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV, 0)
+
+
+def fresh_tmp(megabytes: int) -> None:
+    """An empty /tmp of limited size, over the one before."""
+    options = f"size={megabytes}m,nr_inodes=16384,mode=1777"
+    _mount("sandbox", "/tmp", "tmpfs", _NOSUID | _NODEV | _NOEXEC, options)
+
+
+def drop_tmp() -> None:
+    kernel.call("umount2", b"/tmp", _DETACH)
+
+
+def _old_path(path: str) -> str | None:
+    """Where a path of the host really leads, seen from inside the new root; None if nowhere."""
+    parts, real, jumps = path.strip("/").split("/"), "", 0
+    while parts:
+        part = parts.pop(0)
+        if part in ("", "."):
+            continue
+        if part == "..":
+            real = os.path.dirname(real)
+        elif os.path.islink(f"/old{real}/{part}") and jumps < 40:
+            target, jumps = os.readlink(f"/old{real}/{part}"), jumps + 1
+            parts = target.split("/") + parts
+            real = "" if target.startswith("/") else real
+        else:
+            real = f"{real}/{part}"
+    return real if os.path.lexists(f"/old{real}") else None
+
+
+def _bind(source: str, target: str) -> None:
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        open(target, "x").close()
+    _mount(source, target, None, _BIND | _RECURSIVE)
+
+
+def _protect(path: str, attributes: int, flags: int) -> None:
+    values = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
+    kernel.syscall(kernel.MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, values, 32)
+
+
+def _mount(
+    source: str | None, target: str, kind: str | None, flags: int, options: str = ""
+) -> None:
+    names = [text.encode() if text else None for text in (source, target, kind, options)]
+    try:
+        kernel.call("mount", *names[:3], flags, names[3])
+    except OSError as error:
+        told = f"mounting {source or 'nothing'} at {target}: {error.strerror}"
+        raise OSError(error.errno, told) from error

@@ -1,0 +1,236 @@
+"""The process of one program: lock itself in, compile, tell so, and only then run.
+
+Nothing here is to be relied on once the program runs, for then it can reach all of it. What the
+host believes it has from before (one byte on a pipe that is closed by then) or from the kernel
+(the exit status, the clock, the bytes on the pipes).
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import gc
+import json
+import linecache
+import marshal
+import os
+import resource
+import signal
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, NoReturn
+
+from marlhf.reward.sandbox import kernel, landlock, namespaces, seccomp
+from marlhf.reward.sandbox.values import encode
+
+SOURCE, STATUS, REPORT, CODE = 3, 4, 5, 6
+FILE_NAME = "program.py"
+THREADS, FILES, STACK = 256, 256, 100 << 20
+
+
+class Cage(NamedTuple):
+    """What the server knows about the walls it puts around its programs."""
+
+    namespaced: bool
+    user: int | None
+    landlock: int
+    seccomp: bytes
+    readable: Sequence[str]
+    address_space: int
+    tmp_bytes: int
+
+
+def live(received: Sequence[int], cage: Cage, seconds: float, server: int) -> NoReturn:
+    """The whole life of the process, from fork to exit."""
+    status = 1
+    try:
+        _arrange(received)
+        try:
+            _lock_in(cage, seconds, server)
+        except BaseException as error:
+            os.write(STATUS, f"X{type(error).__name__}: {error}".encode())
+            os._exit(1)
+        os.write(STATUS, b"L")
+        code, calls = _prepare()
+        status = _run(code, calls)
+    finally:
+        os._exit(status)
+
+
+def _arrange(received: Sequence[int]) -> None:
+    """Standard input, output and error, the four of ours, and nothing else that was open.
+
+    In the order in which the host sends them: source, input, output, error, status, report, code.
+    """
+    import fcntl
+
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in received]
+    for fd, place in zip(high, (SOURCE, 0, 1, 2, STATUS, REPORT, CODE), strict=True):
+        os.dup2(fd, place, inheritable=False)
+    os.closerange(CODE + 1, 4096)
+
+
+def _lock_in(cage: Cage, seconds: float, server: int) -> None:
+    os.setsid()
+    if cage.namespaced:
+        _copy_input()
+        os.chdir("/tmp")
+    _set_limits(cage, seconds)
+    if cage.user is not None:
+        os.setgroups([])
+        os.setresgid(cage.user, cage.user, cage.user)
+        os.setresuid(cage.user, cage.user, cage.user)
+    kernel.drop_capabilities()
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server:  # it died before the line above
+        os._exit(1)
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    if cage.landlock:
+        writable = ["/tmp"] if cage.namespaced else []
+        devices = ["/dev/null"] if os.path.exists("/dev/null") else []
+        readable = [*cage.readable, *namespaces.DEVICES]
+        landlock.restrict(cage.landlock, readable, writable + devices)
+    if cage.seccomp:
+        seccomp.install(cage.seccomp, os.getpid())
+
+
+def _copy_input() -> None:
+    """For programs that open /dev/stdin, which leads here; it takes a /proc otherwise."""
+    size = os.fstat(0).st_size
+    copy = os.open("/tmp/.stdin", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    with suppress(OSError):  # an input larger than /tmp is there by descriptor alone
+        os.sendfile(copy, 0, 0, size)
+    os.close(copy)
+    os.lseek(0, 0, os.SEEK_SET)
+
+
+def _set_limits(cage: Cage, seconds: float) -> None:
+    processors = len(os.sched_getaffinity(0))
+    limits = {
+        resource.RLIMIT_AS: cage.address_space,
+        resource.RLIMIT_CPU: int((seconds + 1) * processors) + 1,  # the wall clock comes first
+        resource.RLIMIT_FSIZE: cage.tmp_bytes,
+        resource.RLIMIT_NOFILE: FILES,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_SIGPENDING: 64,
+        resource.RLIMIT_STACK: STACK,
+    }
+    if cage.namespaced:  # outside, the number counts all that the host's user has
+        limits[resource.RLIMIT_NPROC] = THREADS
+    for limit, value in limits.items():
+        hard = resource.getrlimit(limit)[1]
+        most = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(limit, (most, most))
+
+
+def _prepare() -> tuple[types.CodeType, list | None]:
+    """Compile, or load what an earlier process compiled; then tell the host and close."""
+    with open(SOURCE, "rb") as file:
+        file.seek(0)
+        task = json.load(file)
+    source = task["source"]
+    try:
+        if os.fstat(CODE).st_size:
+            os.lseek(CODE, 0, os.SEEK_SET)
+            with open(CODE, "rb") as file:
+                code = marshal.load(file)
+        else:
+            code = compile(source, FILE_NAME, "exec", dont_inherit=True)
+            with open(CODE, "wb") as file:
+                marshal.dump(code, file)
+    except BaseException as error:
+        told = "".join(traceback.format_exception_only(type(error), error))
+        os.write(STATUS, b"E" + told.encode("utf-8", "replace")[:4000])
+        os._exit(1)
+    lines = source.splitlines(keepends=True)
+    linecache.cache[FILE_NAME] = (len(source), None, lines, FILE_NAME)
+    os.write(STATUS, b"C")
+    os.close(STATUS)
+    return code, task["calls"]
+
+
+def _run(code: types.CodeType, calls: list | None) -> int:
+    main = _fresh_main()
+    status = 0
+    try:
+        exec(code, vars(main))
+        if calls is not None:
+            for call in calls:
+                _report({"value": encode(_answer(call, vars(main)))})
+    except SystemExit as end:
+        status = _exit_status(end.code)
+    except BaseException as error:
+        status = 1
+        _explain(error)
+    try:
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    except BaseException as error:
+        status = status or 1
+        _explain(error)
+    return status
+
+
+def _fresh_main() -> types.ModuleType:
+    """The state in which an interpreter begins to run a file."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "marlhf"]:
+        del sys.modules[name]
+    main = types.ModuleType("__main__")
+    vars(main).update(__builtins__=builtins, __file__=FILE_NAME)
+    sys.modules["__main__"] = main
+    sys.argv = [FILE_NAME]
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(  # noqa: SIM115
+        2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
+    )
+    gc.enable()
+    return main
+
+
+def _answer(call: list, space: dict[str, Any]) -> Any:
+    """The value of an expression, or of a function; a method's class is made anew."""
+    name, arguments, keywords = call
+    if arguments is None:
+        return eval(compile(name, "call", "eval", dont_inherit=True), space)
+    owner, _, method = name.rpartition(".")
+    if not owner and name not in space and hasattr(space.get("Solution"), name):
+        owner = "Solution"
+    if not owner and name not in space:
+        raise NameError(f"the program does not define {name!r}")
+    function = getattr(space[owner](), method) if owner else space[name]
+    return function(*arguments, **keywords)
+
+
+def _report(line: dict[str, Any]) -> None:
+    data = json.dumps(line).encode() + b"\n"
+    while data:
+        data = data[os.write(REPORT, data) :]
+
+
+def _exit_status(code: object) -> int:
+    """As Python has it: nothing is 0, a number itself, anything else is printed and 1."""
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    with suppress(BaseException):
+        print(code, file=sys.stderr)
+    return 1
+
+
+def _explain(error: BaseException) -> None:
+    """The traceback without our frames, as far as there is memory left to print it."""
+    with suppress(BaseException):
+        if isinstance(error, MemoryError):
+            _report({"memory": True})
+        trace = error.__traceback__ and error.__traceback__.tb_next
+        traceback.print_exception(type(error), error, trace)

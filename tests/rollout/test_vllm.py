@@ -1,0 +1,689 @@
+"""vLLM behind the engine protocol.
+
+Most of these run against stand-ins that say what vLLM says: a module with an `LLM`, and a small
+server. Those at the end run against the real one, in an environment of its own:
+`MARLHF_VLLM_PYTHON=/path/to/venv/bin/python pytest tests/rollout/test_vllm.py`.
+"""
+
+import copy
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from marlhf.data import DataConfig
+from marlhf.models.adapters import FrozenBase, LoRA
+from marlhf.models.forward import Sequences, token_stats
+from marlhf.models.load import load_policy
+from marlhf.models.tiny import tiny_tokenizer
+from marlhf.rollout import NativeEngine, Sampling
+from marlhf.rollout import vllm as module
+from marlhf.rollout.sample import truncate
+from marlhf.rollout.vllm import RolloutError, VLLMEngine, VLLMServer
+from marlhf.train.distributed import World
+from marlhf.train.loop import Loop
+from marlhf.train.parts import Parts
+from marlhf.train.ppo import train
+from marlhf.train.ppo_config import PPOConfig
+from marlhf.train.rl_models import _load_engine
+from marlhf.train.run import RunError, RunFolder
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20], [1, 1, 4]]
+SEEDS = [11, 12, 13]
+ENDS = [1, 7, 9]
+SAMPLED = Sampling(9, temperature=0.7)
+VLLM = os.environ.get("MARLHF_VLLM_PYTHON", "")
+real = pytest.mark.skipif(not VLLM, reason="MARLHF_VLLM_PYTHON names no python with vLLM")
+
+
+class Copy:
+    """A model of one's own, as vLLM has it, and what vLLM does with it."""
+
+    def __init__(self, folder, load_format="auto", **options):
+        self.options = options
+        if load_format == "dummy":
+            assert [f.name for f in Path(folder).iterdir()] == ["config.json"]
+            config = AutoConfig.from_pretrained(folder)
+            kind = AutoModelForCausalLM.from_config
+            torch.manual_seed(99)  # vLLM seeds the process too
+            self.model = kind(config).float().eval()
+        else:
+            self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.head = self.model.lm_head.weight = torch.nn.Parameter(
+            self.model.lm_head.weight.clone()
+        )
+        self.model_config = SimpleNamespace(max_model_len=64)
+        self.forgotten = self.loads = 0
+        self.raw = False
+
+    def load(self, weights):
+        """Tied or not, vLLM's head is a weight of its own, which stays if it is not named."""
+        self.model.load_state_dict(dict(weights), strict=False)
+        self.loads += 1
+
+    @torch.no_grad()
+    def answer(self, prompt, params):
+        assert params["ignore_eos"]
+        sampling = Sampling(
+            params["max_tokens"], params["temperature"], params["top_k"], params["top_p"]
+        )
+        engine = NativeEngine(self.model, params["stop_token_ids"], 0)
+        [tokens] = engine.generate([prompt], sampling, [params["seed"]]).responses
+        logits = self.model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        if not self.raw:  # processed: at the temperature, of what top-k and top-p leave
+            logits = truncate((logits / sampling.scale).softmax(dim=1), sampling).log()
+        logprobs = logits.log_softmax(dim=1).gather(1, torch.tensor(tokens)[:, None])
+        return tokens, logprobs.squeeze(1).tolist()
+
+
+class FakeLLM(Copy):
+    def collective_rpc(self, method, kwargs):
+        assert method == "reload_weights"
+        self.load(kwargs["weights_iterator"])
+
+    def reset_prefix_cache(self):
+        self.forgotten += 1
+        return True
+
+    def generate(self, inputs, params, use_tqdm):
+        for prompt, param in zip(inputs, params, strict=True):
+            tokens, logprobs = self.answer(prompt["prompt_token_ids"], vars(param))
+            dicts = [{t: SimpleNamespace(logprob=x)} for t, x in zip(tokens, logprobs)]
+            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=dicts)])
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch):
+    fake = SimpleNamespace(LLM=FakeLLM, SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    for name in module.QUIET:  # put back what the engine sets
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+
+
+class Handler(BaseHTTPRequestHandler):
+    """The paths of vLLM's server that are used. `faults`: answers to give before it works."""
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.do_POST()
+
+    def do_POST(self):
+        size = int(self.headers.get("Content-Length") or 0)
+        body = json.loads(self.rfile.read(size) or "{}")
+        server = self.server
+        server.seen.append((self.path, body, self.headers.get("Authorization")))
+        with server.lock:
+            fault = server.faults.get(self.path, [])
+            code = fault.pop(0) if fault else 200
+        if code == "drop":
+            self.connection.close()
+            return
+        if code != 200:
+            found = {"error": {"message": "not now, says the stand-in"}}
+        else:
+            found = server.respond(self.path, body)
+        data = found if isinstance(found, bytes) else json.dumps(found).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+class FakeServer(ThreadingHTTPServer):
+    def __init__(self, folder):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.copy, self.faults, self.seen = Copy(folder), {}, []
+        self.lock = threading.Lock()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def respond(self, path, body):
+        with self.lock:
+            if path == "/v1/models":
+                return {"data": [{"id": "its-name", "max_model_len": 64}]}
+            if path == "/collective_rpc":
+                assert body["method"] == "reload_weights"
+                files = list(Path(body["kwargs"]["weights_path"]).glob("*.safetensors"))
+                self.copy.load({k: v for f in files for k, v in load_file(f).items()})
+                return {"results": [None]}
+            if path == "/reset_prefix_cache":
+                self.copy.forgotten += 1
+                return {"success": self.copy.forgotten > 1}  # the first time it is in use
+            assert path == "/v1/completions"
+            assert body["model"] == "its-name"
+            assert body["repetition_penalty"] == 1  # or else the model's own recommendation holds
+            tokens, logprobs = self.copy.answer(body["prompt"], body)
+            return {"choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}]}
+
+
+@pytest.fixture
+def serve(tmp_path, monkeypatch):
+    """`serve(model)`: a stand-in server that was started from that model."""
+    monkeypatch.setattr(module, "WAITS", (0.01, 0.01))
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # must not matter
+    started = []
+
+    def start(model):
+        model.save_pretrained(tmp_path / "served")
+        server = FakeServer(tmp_path / "served")
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        started.append(server)
+        return server
+
+    yield start
+    for server in started:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(params=["process", "server"])
+def engine(request, small):
+    """`engine(policy)`: vLLM's stand-in, in this process or as a server of other weights."""
+    fixture = request.getfixturevalue("fake_vllm" if request.param == "process" else "serve")
+
+    def make(policy, **options):
+        if request.param == "process":
+            return VLLMEngine(policy, ENDS, 0, **options)
+        other = small("llama-tied", seed=5)
+        server = fixture(other)
+        made = VLLMServer(server.url, policy, ENDS, 0, **options)
+        made.llm = server.copy
+        return made
+
+    return make
+
+
+def changed(model):
+    """A model after a step of an optimiser."""
+    model = copy.deepcopy(model).train()
+    loss = model(torch.arange(40)[None], labels=torch.arange(40)[None]).loss
+    loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=0.05).step()
+    return model.eval()
+
+
+def same(found, expected):
+    assert found.responses == expected.responses
+    assert found.ended.tolist() == expected.ended.tolist()
+    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(9, 0), SAMPLED, Sampling(9, 0.7, top_k=5, top_p=0.9)]
+)
+def test_a_rollout_is_what_the_protocol_says(engine, small, sampling):
+    policy = small("llama-tied")
+    found = engine(policy).generate(PROMPTS, sampling, SEEDS)
+    # The stand-in samples as the native engine does, so all must be equal. With top-k its
+    # log-probs are of five tokens only, and those of the rollout must not be.
+    same(found, NativeEngine(policy, ENDS, 0).generate(PROMPTS, sampling, SEEDS))
+    assert found.logprobs.dtype == torch.float32
+    assert found.ended.dtype == torch.bool
+
+
+def test_new_weights_are_sampled_from_tied_head_included(engine, small):
+    policy = small("llama-tied")
+    later = changed(policy)
+    made = engine(policy)
+    first = made.generate(PROMPTS, SAMPLED, SEEDS)
+    made.update_weights(later)
+    found = made.generate(PROMPTS, SAMPLED, SEEDS)
+    assert found.responses != first.responses
+    same(found, NativeEngine(later, ENDS, 0).generate(PROMPTS, SAMPLED, SEEDS))
+    torch.testing.assert_close(made.llm.model.lm_head.weight, later.lm_head.weight)
+
+
+def test_weights_are_sent_once_a_change_and_prompts_read_before_are_forgotten(engine, small):
+    policy = small("llama-tied")
+    made = engine(policy)
+    for _ in range(2):
+        made.generate(PROMPTS, SAMPLED, SEEDS)
+    assert made.llm.loads == 1
+    forgotten = made.llm.forgotten
+    made.update_weights(policy)
+    made.update_weights(policy)
+    made.generate(PROMPTS, SAMPLED, SEEDS)
+    assert made.llm.loads == 2
+    assert made.llm.forgotten > forgotten
+
+
+def test_a_checkpoint_loaded_before_the_first_rollout_counts(engine, small):
+    policy = small("llama-tied")
+    made = engine(policy)
+    policy.load_state_dict(changed(policy).state_dict())  # as a run that goes on does
+    same(
+        made.generate(PROMPTS, SAMPLED, SEEDS),
+        NativeEngine(policy, ENDS, 0).generate(PROMPTS, SAMPLED, SEEDS),
+    )
+
+
+def test_an_adapter_is_merged(engine, small):
+    policy = FrozenBase(small("llama-tied")).language(LoRA(r=4))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    made = engine(policy)
+    found = made.generate(PROMPTS, SAMPLED, SEEDS)
+    sequences = Sequences.from_lists(PROMPTS, found.responses, 0)
+    with torch.no_grad():
+        expected = token_stats(policy, sequences, 0.7).logprobs
+    torch.testing.assert_close(found.logprobs, expected, atol=1e-4, rtol=0)
+    assert not any("lora" in name for name, _ in made._weights())
+
+
+def test_other_weights_than_the_policys_are_noticed(engine, small):
+    made = engine(small("llama-tied"))
+    made.stale = False  # as if they had been lost
+    for sampling in (SAMPLED, Sampling(9, 0.7, top_k=5)):
+        with pytest.raises(RolloutError, match=r"does not sample from the policy: .* a token"):
+            made.generate(PROMPTS, sampling, SEEDS)
+
+
+def test_logprobs_at_another_temperature_are_noticed(engine, small):
+    made = engine(small("llama-tied"))
+    made.llm.raw = True
+    with pytest.raises(RolloutError, match="Start it with --logprobs-mode processed_logprobs"):
+        made.generate(PROMPTS, SAMPLED, SEEDS)
+    made.generate(PROMPTS, Sampling(9), SEEDS)  # at temperature 1 they are the same
+
+
+def test_rows_too_long_are_a_sentence(engine, small):
+    with pytest.raises(RolloutError, match=r"prompt of 7 tokens .* of 60 are more than the 64"):
+        engine(small("llama-tied")).generate(PROMPTS, Sampling(60), SEEDS)
+
+
+def test_starting_vllm_leaves_the_random_state_alone(fake_vllm, small):
+    policy, before = small("llama"), torch.random.get_rng_state()
+    made = VLLMEngine(policy, ENDS, 0, memory=0.2, tensor_parallel_size=2)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert made.llm.options["gpu_memory_utilization"] == 0.2
+    assert made.llm.options["tensor_parallel_size"] == 2
+    assert made.llm.options["dtype"] == "float32"
+
+
+def test_a_model_from_a_path_needs_no_policy_but_for_top_k(fake_vllm, small, tmp_path):
+    model = small("llama")
+    model.save_pretrained(tmp_path)
+    made = VLLMEngine(str(tmp_path), ENDS, 0)
+    expected = NativeEngine(model, ENDS, 0).generate(PROMPTS, SAMPLED, SEEDS)
+    same(made.generate(PROMPTS, SAMPLED, SEEDS), expected)
+    with pytest.raises(RolloutError, match="Leave these out, or give a policy"):
+        made.generate(PROMPTS, Sampling(9, top_k=5), SEEDS)
+
+
+def test_without_vllm_there_is_a_command_to_run(monkeypatch, small):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    for name in module.QUIET:
+        monkeypatch.setenv(name, "")
+    with pytest.raises(RolloutError, match=r"Run `pip install vllm`"):
+        VLLMEngine(small("llama"), ENDS, 0)
+
+
+def test_importing_marlhf_imports_no_vllm():
+    assert "vllm" not in sys.modules  # nor is it needed: this file has imported all that samples
+
+
+def test_a_busy_or_broken_connection_is_tried_again(serve, small):
+    policy = small("llama-tied")
+    server = serve(policy)
+    server.faults = {"/v1/models": ["drop", 503], "/v1/completions": [429, 200, 503]}
+    made = VLLMServer(server.url, policy, ENDS, 0)
+    same(
+        made.generate(PROMPTS, SAMPLED, SEEDS),
+        NativeEngine(policy, ENDS, 0).generate(PROMPTS, SAMPLED, SEEDS),
+    )
+    assert server.copy.loads == 1
+
+
+def test_a_server_that_was_away_gets_the_weights_again(serve, small):
+    policy = small("llama-tied")
+    server = serve(policy)
+    made = VLLMServer(server.url, policy, ENDS, 0)
+    server.faults["/v1/completions"] = ["drop"]
+    made.generate(PROMPTS, SAMPLED, SEEDS)
+    assert server.copy.loads == 2
+    asked = [body for path, body, _ in server.seen if path == "/v1/completions"]
+    assert len(asked) == 2 * len(PROMPTS) + 1  # all of them, for any may be of the old weights
+
+
+def test_a_server_that_is_not_there_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(module, "WAITS", (0.01,))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(RolloutError, match=f"server at {url} cannot be reached .* Start it"):
+        VLLMServer(url, None, ENDS, 0)
+
+
+def test_a_server_that_cannot_take_weights_is_a_sentence(serve, small):
+    server = serve(small("llama"))
+    made = VLLMServer(server.url, small("llama"), ENDS, 0)
+    server.faults["/collective_rpc"] = [404]
+    with pytest.raises(RolloutError, match=r"404: not now.* Start it with VLLM_SERVER_DEV_MODE=1"):
+        made.generate(PROMPTS, SAMPLED, SEEDS)
+
+
+def test_a_slow_server_is_a_sentence(serve, small):
+    server = serve(small("llama"))
+    made = VLLMServer(server.url, None, ENDS, 0, timeout=0.2)
+    with server.lock, pytest.raises(RolloutError, match="took more than 0.2 seconds"):
+        made.generate(PROMPTS, SAMPLED, SEEDS)
+
+
+def test_what_is_not_vllm_is_a_sentence(serve, small):
+    server = serve(small("llama"))
+    server.respond = lambda path, body: b"<html>" if path == "/v1/models" else {}
+    with pytest.raises(RolloutError, match="with no JSON. Is it a vLLM server"):
+        VLLMServer(server.url, None, ENDS, 0)
+    server.respond = lambda path, body: {"data": []}
+    with pytest.raises(RolloutError, match="names no model"):
+        VLLMServer(server.url, None, ENDS, 0)
+
+
+def test_an_older_server_is_a_sentence(serve, small):
+    server = serve(small("llama"))
+    made = VLLMServer(server.url, None, ENDS, 0)
+    server.respond = lambda *_: {"choices": [{"text": "hello", "logprobs": None}]}
+    with pytest.raises(RolloutError, match=r"Use vLLM 0.10.2 or newer"):
+        made.generate(PROMPTS, SAMPLED, SEEDS)
+
+
+def test_the_key_is_sent_and_never_told(serve, small, monkeypatch):
+    server = serve(small("llama"))
+    monkeypatch.setenv("VLLM_API_KEY", "hunter2")
+    made = VLLMServer(f"{server.url}/v1/", None, ENDS, 0)
+    assert server.seen[-1][2] == "Bearer hunter2"
+    server.faults["/v1/completions"] = [401] * 9
+    with pytest.raises(RolloutError, match="Set VLLM_API_KEY") as raised:
+        made.generate(PROMPTS, SAMPLED, SEEDS)
+    assert "hunter2" not in str(raised.value)
+    with pytest.raises(RolloutError, match="holds a password") as raised:
+        VLLMServer("http://me:hunter2@127.0.0.1:8000", None, ENDS, 0)
+    assert "hunter2" not in str(raised.value)
+    with pytest.raises(RolloutError, match="must be like http://127"):
+        VLLMServer("127.0.0.1:8000", None, ENDS, 0)
+
+
+def brevity(completions, **_):
+    return [-float(len(text)) for text in completions]
+
+
+def run(folder, **changes):
+    """Metrics of a short PPO run that is stopped once and goes on."""
+    settings = {"num_steps": 2, "save_every": 1, "eval_every": 0, "eval_prompts": 4} | changes
+    config = PPOConfig(
+        model="tiny",
+        data=DataConfig(source="toy", limit=60, eval_size=8),
+        output_dir=str(folder),
+        sampling=Sampling(max_new_tokens=8, temperature=0.8),
+        batch_size=4,
+        learning_rate=1e-2,
+        warmup_steps=0,
+        **settings,
+    )
+    parts = Parts(reward_funcs=[brevity])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Loop, "close", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        train(config, parts)
+    shutil.rmtree(folder / "checkpoints" / "step-000002")
+    train(config, parts)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [x for x in lines if x["kind"] == "train"]
+
+
+def alike(found, expected):
+    assert len(found) == len(expected) == 2
+    for line, other in zip(found, expected):
+        for key in ("ppo/score", "ppo/kl", "ppo/length", "ppo/policy_loss", "ppo/value_loss"):
+            assert line[key] == pytest.approx(other[key], abs=1e-4), key
+        assert line["ppo/logprob_gap"] < 1e-5
+
+
+def test_a_run_is_the_same_with_either_engine(fake_vllm, serve, tmp_path):
+    native = run(tmp_path / "native")
+    alike(run(tmp_path / "process", engine="vllm"), native)
+    url = serve(load_policy("tiny")).url
+    alike(run(tmp_path / "server", engine="vllm", vllm_url=url), native)
+    assert not [f.name for f in (tmp_path / "server").iterdir() if "vllm" in f.name]
+
+
+def test_settings_that_do_not_go_together_are_refused():
+    with pytest.raises(ValueError, match="Set engine: vllm"):
+        PPOConfig(model="tiny", output_dir="x", vllm_url="http://127.0.0.1:8000")
+    with pytest.raises(ValueError, match="must be like http"):
+        PPOConfig(model="tiny", output_dir="x", engine="vllm", vllm_url="127.0.0.1:8000")
+    with pytest.raises(ValueError, match="vllm_memory must be"):
+        PPOConfig(model="tiny", output_dir="x", engine="vllm", vllm_memory=2)
+
+
+def test_the_engine_is_part_of_a_run_and_its_address_is_not(fake_vllm, tmp_path):
+    run(tmp_path / "run", engine="vllm", num_steps=2)
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert config["engine"] == "vllm"
+    RunFolder(tmp_path / "run", "ppo", config | {"vllm_url": "http://127.0.0.1:1"})
+    with pytest.raises(RunError, match="engine: 'vllm' there, 'native' now"):
+        RunFolder(tmp_path / "run", "ppo", config | {"engine": "native"})
+
+
+def test_several_processes_are_refused(fake_vllm, small, tmp_path):
+    world = World(torch.device("cpu"), rank=0, size=2)
+    config = PPOConfig(model="tiny", output_dir=str(tmp_path), engine="vllm")
+    with pytest.raises(RunError, match="works with one training process"):
+        _load_engine(config, small("llama"), tiny_tokenizer(), world)
+
+
+# The real one. Head size 32, for its attention on a CPU has no smaller ones.
+WIDE = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 128}
+STARTS = 420
+"""Seconds that vLLM may take to start on a busy machine."""
+REAL = """
+import json, sys, time, torch
+from transformers import AutoModelForCausalLM
+from marlhf.models.adapters import FrozenBase, LoRA
+from marlhf.models.forward import Sequences, token_stats
+from marlhf.rollout import NativeEngine, Sampling
+from marlhf.rollout.vllm import VLLMEngine
+
+first, second, prompts, seeds, ends = json.loads(sys.argv[1])
+load = lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+policy, later, found = load(first), load(second), {}
+
+def gap(model, rollout, temperature):
+    sequences = Sequences.from_lists(prompts, rollout.responses, 0)
+    with torch.no_grad():
+        expected = token_stats(model, sequences, temperature).logprobs
+    return float((rollout.logprobs - expected).abs().max())
+
+engine = VLLMEngine(policy, ends, 0, memory=0.1)
+for name, model in ("first", policy), ("second", later):
+    engine.update_weights(model)
+    native = NativeEngine(model, ends, 0)
+    greedy = Sampling(24, temperature=0)
+    mine, theirs = (e.generate(prompts, greedy, seeds) for e in (native, engine))
+    found[name] = {
+        "greedy": [mine.responses, theirs.responses],
+        "ended": [mine.ended.tolist(), theirs.ended.tolist()],
+        "gaps": [gap(model, theirs, 1.0)],
+    }
+    for sampling in Sampling(24, 0.7), Sampling(24, 1.0), Sampling(24, 0.7, top_k=5, top_p=0.9):
+        rollout = engine.generate(prompts, sampling, seeds)
+        found[name]["gaps"].append(gap(model, rollout, sampling.scale))
+runs = [engine.generate(prompts, Sampling(24), s) for s in (seeds, seeds, seeds[::-1])]
+found["seeds"] = [run.responses for run in runs]
+found["alone"] = engine.generate(prompts[:1], Sampling(24), seeds[:1]).responses
+counts = torch.zeros(policy.config.vocab_size)
+many = engine.generate([[5, 2]] * 3000, Sampling(1, 0.8), range(3000))
+for [token] in many.responses:
+    counts[token] += 1
+with torch.no_grad():
+    exact = (later(torch.tensor([[5, 2]])).logits[0, -1] / 0.8).softmax(dim=0)
+often = exact * 3000 >= 5
+expected = (exact * 3000)[often]
+found["chi_square"] = [float(((counts[often] - expected) ** 2 / expected).sum()), int(often.sum())]
+try:
+    view = FrozenBase(policy).language(LoRA(r=4))
+except ValueError:  # no peft there
+    found["adapter"] = None
+else:
+    with torch.no_grad():
+        for parameter in view.parameters():
+            parameter.normal_(std=0.1)
+    engine.update_weights(view)
+    found["adapter"] = gap(view, engine.generate(prompts, Sampling(24), seeds), 1.0)
+start = time.perf_counter()
+engine.update_weights(later)
+engine._send()
+found["seconds"] = time.perf_counter() - start
+print("FOUND" + json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory, small):
+    """A tied Llama and what an optimiser's step made of it, with folders of both."""
+    root, model = tmp_path_factory.mktemp("tied"), small("llama-tied", **WIDE)
+    models = {"first": model, "second": changed(model)}
+    for name, one in models.items():
+        one.save_pretrained(root / name)
+    return root, models
+
+
+def environment():
+    source = str(Path(module.__file__).parents[2])
+    quiet = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+    return os.environ | quiet | {"PYTHONPATH": source, "VLLM_SERVER_DEV_MODE": "1"}
+
+
+@pytest.fixture(scope="module")
+def measured(tied):
+    """What the real vLLM does in one process, which is started once for all tests of it."""
+    root, _ = tied
+    given = [str(root / "first"), str(root / "second"), PROMPTS, SEEDS, ENDS]
+    done = subprocess.run(
+        [VLLM, "-c", REAL, json.dumps(given)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=STARTS,
+        check=False,
+    )
+    assert "FOUND" in done.stdout, (done.stdout + done.stderr)[-3000:]
+    found = json.loads(done.stdout.rpartition("FOUND")[2])
+    print(json.dumps({k: v for k, v in found.items() if k not in ("seeds", "alone")}))
+    return found
+
+
+@real
+@pytest.mark.slow
+def test_real_greedy_is_the_native_engines_before_and_after_an_update(measured):
+    for name in ("first", "second"):
+        mine, theirs = measured[name]["greedy"]
+        assert theirs == mine
+        assert measured[name]["ended"][0] == measured[name]["ended"][1]
+    assert measured["first"]["greedy"] != measured["second"]["greedy"]
+
+
+@real
+@pytest.mark.slow
+def test_real_logprobs_are_those_of_the_training_pass(measured):
+    gaps = [gap for name in ("first", "second") for gap in measured[name]["gaps"]]
+    assert max(gaps) < 1e-4
+    assert measured["adapter"] is None or measured["adapter"] < 1e-4
+
+
+@real
+@pytest.mark.slow
+def test_real_seeds_decide_and_neighbours_do_not(measured):
+    again, other = measured["seeds"][1:]
+    assert measured["seeds"][0] == again != other
+    assert measured["alone"][0] == again[0]
+
+
+@real
+@pytest.mark.slow
+def test_real_samples_follow_the_distribution(measured):
+    statistic, outcomes = measured["chi_square"]
+    assert statistic < 2.5 * outcomes + 10
+
+
+@pytest.fixture(scope="module")
+def real_server(tied, tmp_path_factory):
+    """The address of a real server, of the first of the tied models."""
+    root, _ = tied
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [VLLM, "-m", "vllm.entrypoints.openai.api_server", "--model", str(root / "first")]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init"]
+    command += ["--dtype", "float32", "--enforce-eager", "--gpu-memory-utilization", "0.1"]
+    command += ["--logprobs-mode", "processed_logprobs"]
+    log = tmp_path_factory.mktemp("server") / "log"
+    with log.open("w") as file:
+        server = subprocess.Popen(command, env=environment(), stdout=file, stderr=file)
+    try:
+        until = time.monotonic() + STARTS
+        while server.poll() is None and time.monotonic() < until:
+            with socket.socket() as asked:
+                if not asked.connect_ex(("127.0.0.1", port)):
+                    break
+            time.sleep(1)
+        assert server.poll() is None, log.read_text()[-3000:]
+        yield f"http://127.0.0.1:{port}", log
+    finally:
+        server.terminate()
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+@real
+@pytest.mark.slow
+def test_real_server_from_start_to_end(real_server, tied, tmp_path):
+    url, _ = real_server
+    _, models = tied
+    engine = VLLMServer(url, models["first"], ENDS, 0, folder=tmp_path)
+    seen = []
+    for model in models.values():
+        engine.update_weights(model)
+        greedy = Sampling(24, temperature=0)
+        expected = NativeEngine(model, ENDS, 0).generate(PROMPTS, greedy, SEEDS)
+        same(engine.generate(PROMPTS, greedy, SEEDS), expected)
+        for sampling in (SAMPLED, Sampling(24, 0.7, top_k=5)):
+            runs = [engine.generate(PROMPTS, sampling, SEEDS) for _ in range(2)]
+            assert runs[0].responses == runs[1].responses
+            sequences = Sequences.from_lists(PROMPTS, runs[0].responses, 0)
+            with torch.no_grad():
+                logprobs = token_stats(model, sequences, 0.7).logprobs
+            torch.testing.assert_close(runs[0].logprobs, logprobs, atol=1e-4, rtol=0)
+        seen.append(runs[0].responses)
+    assert seen[0] != seen[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+@real
+@pytest.mark.slow
+def test_real_server_refuses_another_model(real_server, small, tmp_path):
+    url, _ = real_server
+    for other in ({"hidden_size": 64}, {"num_hidden_layers": 1}, {"num_hidden_layers": 3}):
+        engine = VLLMServer(url, small("llama-tied", **WIDE | other), ENDS, 0, folder=tmp_path)
+        with pytest.raises(RolloutError, match=r"does not sample from the policy|did not take"):
+            engine.generate(PROMPTS, SAMPLED, SEEDS)

@@ -1,0 +1,253 @@
+"""Two processes are one: the same numbers, whichever way the weights lie, and no one left waiting.
+
+Run under torchrun, this file is one of the processes: starting them takes most of the time, so one
+launch does everything that two processes have to do.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
+
+from marlhf import trainers
+from marlhf.config import KINDS
+from marlhf.core import RandomNGram
+from marlhf.data import DataConfig
+from marlhf.rollout import Sampling
+
+pytestmark = pytest.mark.distributed
+TRAINERS = {
+    kind.stage: kind
+    for kind in (
+        *(trainers.SFTTrainer, trainers.RewardTrainer, trainers.DPOTrainer),
+        *(trainers.MacroPPOTrainer, trainers.RLOOTrainer),
+    )
+}
+WAYS = ("data", "fsdp")
+COMMON = {
+    "data": DataConfig(source="toy", limit=200, eval_size=12),
+    "batch_size": 6,
+    "num_steps": 3,
+    "eval_every": 2,
+    "save_every": 2,
+    "schedule": "constant",
+    "warmup_ratio": 0.0,
+    "learning_rate": 1e-3,
+    "token_budget": 300,
+    "device": "cpu",
+}
+RL = {"eval_prompts": 5, "log_samples": 1, "sampling": Sampling(max_new_tokens=8)}
+OWN = {
+    "ppo": RL | {"critic_learning_rate": 1e-3, "num_mini_batches": 2, "segmenter": RandomNGram()},
+    "rloo": RL | {"num_samples": 2},
+}
+RUNS = {kind: (kind, {}) for kind in KINDS} | {
+    "uneven": ("ppo", {"batch_size": 3, "num_mini_batches": 1}),
+    "few": ("ppo", {"batch_size": 1, "num_mini_batches": 1, "eval_prompts": 1}),
+    "few-pairs": ("reward", {"batch_size": 1}),
+}
+"""What one process and two must do alike: each kind of stage, then batches that do not divide."""
+
+
+def brevity(completions, **_):
+    return [-len(completion) / 100 for completion in completions]
+
+
+def one_sided(completions, **_):
+    """Fails in one process alone."""
+    if os.environ.get("RANK") == "1":
+        raise KeyError("a word that only one process meets")
+    return brevity(completions)
+
+
+class Witness(TrainerCallback):
+    """Writes down how the weights lie; fails at a step if it is told to."""
+
+    def __init__(self, fails_at=0):
+        self.seen, self.fails_at = {}, fails_at
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        mine = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+        self.seen = {
+            "processes": args.world_size,
+            "sharded": all(isinstance(p, DTensor) for p in parameters),
+            "share": sum(p.numel() for p in mine) / sum(p.numel() for p in parameters),
+        }
+        if state.global_step == self.fails_at:
+            raise ZeroDivisionError
+
+
+def make(root, name, kind, changes, parallel="data", reward=brevity, callbacks=()):
+    settings = COMMON | OWN.get(kind, {}) | changes
+    config = TRAINERS[kind].config_class(
+        output_dir=str(Path(root) / name), parallel=parallel, **settings
+    )
+    rewards = {"reward_funcs": reward} if kind in OWN else {}
+    return TRAINERS[kind](model="tiny", args=config, callbacks=list(callbacks), **rewards)
+
+
+def main(root: str) -> None:
+    """What each of two processes does."""
+    for parallel in WAYS:
+        found = work(Path(root, parallel), parallel)
+        Path(root, parallel, f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def work(root: Path, parallel: str) -> dict:
+    found = {}
+    for name, (kind, changes) in RUNS.items():
+        witness = Witness()
+        make(root, name, kind, changes, parallel, callbacks=[witness]).train()
+        found[name] = witness.seen
+    for kind in ("sft", "ppo"):  # stopped here, to go on with one process; and the reverse
+        try:
+            make(root, f"{kind}-begun", kind, {}, parallel, callbacks=[Witness(3)]).train()
+        except Exception as error:
+            found[f"{kind}-begun"] = str(error)
+        make(root, f"{kind}-left", kind, {}, parallel).train(resume_from_checkpoint=True)
+    try:
+        make(root, "one-sided", "ppo", {}, parallel, reward=one_sided).train()
+    except Exception as error:
+        found["one-sided"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def torchrun(*words: str) -> list[str]:
+    start = ["torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    return [sys.executable, "-m", *start, *map(str, words)]
+
+
+def environment() -> dict[str, str]:
+    here = str(Path(__file__).parent)
+    known = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": known, "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The folder of what one process did."""
+    root = tmp_path_factory.mktemp("alone")
+    for name, (kind, changes) in RUNS.items():
+        make(root, name, kind, changes).train()
+    return root
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """The folder of what two processes did."""
+    root = tmp_path_factory.mktemp("launched")
+    for way in WAYS:
+        for kind in ("sft", "ppo"):
+            with pytest.raises(RuntimeError, match="Witness failed"):
+                make(root / way, f"{kind}-left", kind, {}, callbacks=[Witness(3)]).train()
+    command = torchrun(__file__, root)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return root
+
+
+@pytest.fixture(params=WAYS)
+def pair(request, launched):
+    """A folder, how the weights lay, and each process's account."""
+    root = launched / request.param
+    accounts = [json.loads((root / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    return root, request.param, accounts
+
+
+def check_alike(ours: Path, theirs: Path) -> None:
+    from conftest import assert_close, read_lines
+
+    assert_close(read_lines(ours), read_lines(theirs), 1e-4)
+    for one, other in zip(saved(ours), saved(theirs), strict=True):
+        assert (one - other).abs().mean() < 1e-5
+        # AdamW moves a weight by the whole rate, whichever sign rounding gives its gradient
+        torch.testing.assert_close(one, other, atol=2e-3, rtol=0)
+
+
+def saved(run: Path) -> list[torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return [x for _, x in sorted(load_file(run / "model" / "model.safetensors").items())]
+
+
+def test_two_processes_are_one(alone, pair):
+    root, _, _ = pair
+    for name in RUNS:
+        check_alike(root / name, alone / name)
+
+
+def test_there_are_two_and_weights_are_really_sharded(pair):
+    _, parallel, accounts = pair
+    for account in accounts:
+        for name in RUNS:
+            assert account[name]["processes"] == 2
+            assert account[name]["sharded"] == (parallel == "fsdp")
+    shares = [sum(account[name]["share"] for account in accounts) for name in RUNS]
+    assert shares == pytest.approx([1.0 if parallel == "fsdp" else 2.0] * len(RUNS))
+
+
+def test_a_checkpoint_of_two_goes_on_with_one(alone, pair):
+    root, parallel, accounts = pair
+    for kind in ("sft", "ppo"):
+        assert all(
+            "Witness failed in on_step_end at step 3" in a[f"{kind}-begun"] for a in accounts
+        )
+        folder = root / f"{kind}-begun" / "checkpoints" / "step-000002"
+        shards = list((folder / "sharded").glob("*.safetensors"))
+        assert len(shards) == (2 if parallel == "fsdp" else 0)
+        make(root, f"{kind}-begun", kind, {}).train(resume_from_checkpoint=True)
+        check_alike(root / f"{kind}-begun", alone / kind)
+
+
+def test_a_checkpoint_of_one_goes_on_with_two(alone, pair):
+    root, _, _ = pair
+    for kind in ("sft", "ppo"):
+        check_alike(root / f"{kind}-left", alone / kind)
+
+
+def test_a_reward_that_fails_in_one_process_ends_both(pair):
+    root, _, (main_account, other) = pair
+    assert other["one-sided"].startswith("RewardError: The reward function `one_sided` raised Key")
+    assert main_account["one-sided"].startswith("RunError: Process 1 of 2 failed: The reward func")
+    state = json.loads((root / "one-sided" / "run.json").read_text())
+    assert state["status"] == "failed"
+    assert "only one process meets" in state["note"]
+
+
+def test_a_signal_to_torchrun_saves(tmp_path):
+    recipe = tmp_path / "sft.yaml"
+    data = "{source: toy, limit: 200, eval_size: 12}"
+    recipe.write_text(
+        f"model: tiny\noutput_dir: {tmp_path}/run\ndata: {data}\nbatch_size: 2\nnum_epochs: 100\n"
+        "save_every: 0\neval_every: 0\nparallel: fsdp\n"
+    )
+    process = subprocess.Popen(
+        torchrun("-m", "marlhf", "sft", recipe),
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    log = tmp_path / "run" / "metrics.jsonl"
+    end = time.monotonic() + 120
+    while time.monotonic() < end and not (log.is_file() and '"train"' in log.read_text()):
+        time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    state = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert state["status"] == "stopped"
+    assert "The same command goes on." in errors
+    [folder] = (tmp_path / "run" / "checkpoints").iterdir()
+    assert len(list((folder / "sharded").glob("*.safetensors"))) == 2
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
