@@ -85,7 +85,8 @@ def main() -> None:
     args = parser.parse_args()
     shape, device = SHAPES[args.shape], torch.device("cuda" if gpu else "cpu")
     torch.manual_seed(0)
-    model = LlamaForCausalLM(shape.config()).to(device).eval()
+    model: Any = LlamaForCausalLM(shape.config())
+    model = model.to(device).eval()
     tasks = make_tasks(shape, args.top_k, args.top_p)
     name = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU"
     print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}")
@@ -163,8 +164,9 @@ def lengths_of(rollout: Rollout) -> list[int]:
 
 def generate_sampler(model: PreTrainedModel, task: Task) -> Sample:
     """Over transformers' default cache, in bfloat16 on a GPU, as one batch."""
-    whole: Any = LlamaForCausalLM(model.config).to(model.device).eval()
+    whole: Any = LlamaForCausalLM(model.config)
     whole.load_state_dict(model.state_dict())
+    whole = whole.to(model.device).eval()
     if model.device.type == "cuda":
         whole = whole.bfloat16()
     ids = torch.tensor(task.prompts, device=model.device)

@@ -5,14 +5,7 @@ import inspect
 
 import pytest
 
-PACKAGES = (
-    "marlhf",
-    "marlhf.core",
-    "marlhf.data",
-    "marlhf.reward",
-    "marlhf.rollout",
-    "marlhf.spans",
-)
+PACKAGES = ("marlhf", "marlhf.core", "marlhf.data", "marlhf.reward", "marlhf.rollout")
 PUBLIC = {
     f"{found.__module__}.{found.__qualname__}": found
     for package in map(importlib.import_module, PACKAGES)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset, DatasetDict
+from peft import LoraConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import (
     AutoModelForCausalLM,
@@ -386,6 +387,22 @@ def test_a_half_trained_object_is_no_start_for_the_same_run(trainer, unbroken):
     assert late.train().global_step == 3
     assert same(weights(late.model), weights(unbroken.model))
     again.train()  # and a notebook's cell
+
+
+def test_an_adapter_leaves_the_object_that_was_given_as_it_was(trainer):
+    model, tokens = tiny_model(), torch.tensor([[5, 6, 7]])
+    before = model(tokens).logits
+    given = {"processing_class": tiny_tokenizer(), "peft_config": LoraConfig(r=4)}
+    made = trainer("sft", model=model, **given)
+    made.train()
+    torch.testing.assert_close(model(tokens).logits, before)
+    assert made.model is not model
+    saved = AutoModelForCausalLM.from_pretrained(Path(made.args.output_dir) / "model")
+    torch.testing.assert_close(made.model(tokens).logits, saved(tokens).logits)
+    assert not torch.allclose(saved(tokens).logits, before, atol=1e-3)
+    again = trainer("sft", model=tiny_model(), **given)  # finished: nothing to do
+    again.train()
+    assert same(weights(again.model), weights(made.model))
 
 
 def test_resuming_is_asked_for_or_refused(trainer):

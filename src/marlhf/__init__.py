@@ -1,8 +1,10 @@
 """Reinforcement learning from human feedback with macro actions, for Hugging Face models.
 
 >>> from marlhf import MacroPPOTrainer, NGram, PPOConfig
+>>> def brevity(completions, **columns):
+...     return [-len(completion) / 100 for completion in completions]
 >>> args = PPOConfig(output_dir="runs/mine", kl_coef=0.02)
->>> trainer = MacroPPOTrainer(model="tiny", reward_funcs=len, segmenter=NGram(5), args=args)
+>>> trainer = MacroPPOTrainer(model="tiny", reward_funcs=brevity, segmenter=NGram(5), args=args)
 """
 
 from __future__ import annotations

@@ -150,9 +150,10 @@ def segment(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of random rules.")] = 0,
 ) -> None:
-    """Show a text with its macro actions marked."""
+    """Show a text with its macro actions marked; of constituents the trees, too."""
     from marlhf.config import ConfigError, build_segmenter
-    from marlhf.spans.show import cut_text, paint
+    from marlhf.core import Constituents
+    from marlhf.spans.show import cut_text, draw_trees, paint
 
     if (text is None) == (file is None):
         raise ConfigError("Give either --text or --file.")
@@ -168,6 +169,8 @@ def segment(
     rule = build_segmenter(raw)
     content = text if text is not None else _read(file)
     actions = cut_text(content, rule, tokenizer=tokenizer, model=model, seed=seed)
+    if isinstance(rule, Constituents):
+        typer.echo("\n".join([*draw_trees(content, rule.parser), ""]))
     typer.echo(paint(actions, colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
     tokens = sum(len(action) for action in actions)
     mean = tokens / len(actions) if actions else 0

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import warnings
 from collections.abc import Iterator
 
 NEEDED = ("torch", "transformers", "accelerate", "safetensors", "pydantic", "rich", "typer")
@@ -29,6 +30,8 @@ def examine() -> Iterator[str]:
         found = _version(name)
         lacking = f"not there; pip install 'marlhf[{extra}]' gives {gives}"
         yield f"  {name:14}{f'{found}: {gives}' if found else lacking}"
+    yield "sandbox for programs"
+    yield from _sandbox()
     yield "hub"
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
     yield f"  {'offline (HF_HUB_OFFLINE is set)' if offline else 'online, if the network is'}"
@@ -46,6 +49,21 @@ def _devices() -> Iterator[str]:
         properties = torch.cuda.get_device_properties(i)
         half = "bfloat16" if torch.cuda.is_bf16_supported() else "no bfloat16"
         yield f"  cuda:{i} {properties.name}, {properties.total_memory / 2**30:.0f} GiB, {half}"
+
+
+def _sandbox() -> Iterator[str]:
+    from marlhf.reward.sandbox import Sandbox, SandboxUnavailable
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what they say is among the layers
+            sandbox = Sandbox(workers=1, preload=())
+    except SandboxUnavailable as error:
+        yield f"  none: {error}"
+        return
+    with sandbox:
+        for layer, told in sandbox.layers.items():
+            yield f"  {layer:14}{told if isinstance(told, str) else 'yes' if told else 'no'}"
 
 
 def _version(name: str) -> str | None:

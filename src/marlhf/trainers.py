@@ -133,7 +133,7 @@ class Trainer:
         self._name_models(before)
         type(self).loop(self.args, self.parts)
         self._trained_model = None
-        if before.finished and self._given is not None:  # nothing was left to train
+        if before.finished and self._given is not None and not self._adapted:  # nothing to train
             self._given.load_state_dict(self._load(str(before.model)).state_dict())
         summary = self._folder().state["summary"]
         loss = summary.get("eval/loss")
@@ -141,13 +141,22 @@ class Trainer:
 
     @property
     def model(self) -> Model:
-        """The model: the one given, which trains in place, or the one that training left."""
-        if self._given is not None:
+        """The model: the one given, which trains in place, or the one that training left.
+
+        With LoRA an object that was given stays as it was, and the trained model is another.
+        """
+        if self._given is not None and not self._adapted:
             return self._given
         if self._trained_model is None:
             folder = self._folder().model
+            if self._given is not None and not folder.is_dir():
+                return self._given
             self._trained_model = self._load(str(folder) if folder.is_dir() else self.args.model)
         return self._trained_model
+
+    @property
+    def _adapted(self) -> bool:
+        return self.parts.peft_config is not None or self.args.lora is not None
 
     @property
     def processing_class(self) -> Tokenizer:

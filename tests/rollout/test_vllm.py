@@ -67,10 +67,15 @@ class Copy:
         )
         self.model_config = SimpleNamespace(max_model_len=64)
         self.forgotten = self.loads = 0
-        self.raw = False
+        self.raw = self.headless = False
 
     def load(self, weights):
         """Tied or not, vLLM's head is a weight of its own, which stays if it is not named."""
+        weights = dict(weights)
+        if self.headless:
+            if "lm_head.weight" in weights:
+                raise ValueError("no module or parameter named 'lm_head'")
+            weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
         self.model.load_state_dict(dict(weights), strict=False)
         self.loads += 1
 
@@ -136,7 +141,10 @@ class Handler(BaseHTTPRequestHandler):
         if code != 200:
             found = {"error": {"message": "not now, says the stand-in"}}
         else:
-            found = server.respond(self.path, body)
+            try:
+                found = server.respond(self.path, body)
+            except ValueError as error:
+                code, found = 500, {"error": {"message": str(error)}}
         data = found if isinstance(found, bytes) else json.dumps(found).encode()
         self.send_response(code)
         self.send_header("Content-Length", str(len(data)))
@@ -250,6 +258,19 @@ def test_new_weights_are_sampled_from_tied_head_included(engine, small):
     torch.testing.assert_close(made.llm.model.lm_head.weight, later.lm_head.weight)
 
 
+def test_a_family_without_a_head_of_its_own_gets_tied_weights_once(engine, small):
+    policy = small("llama-tied")
+    later, made = changed(policy), engine(policy)
+    made.llm.headless = True
+    for model in (policy, later):
+        made.update_weights(model)
+        same(
+            made.generate(PROMPTS, SAMPLED, SEEDS),
+            NativeEngine(model, ENDS, 0).generate(PROMPTS, SAMPLED, SEEDS),
+        )
+    assert made.llm.loads == 2
+
+
 def test_weights_are_sent_once_a_change_and_prompts_read_before_are_forgotten(engine, small):
     policy = small("llama-tied")
     made = engine(policy)
@@ -318,6 +339,15 @@ def test_starting_vllm_leaves_the_random_state_alone(fake_vllm, small):
     assert made.llm.options["dtype"] == "float32"
 
 
+def test_weights_that_vllm_does_not_take_are_a_sentence(fake_vllm, small, monkeypatch):
+    def refuse(self, method, kwargs):
+        raise KeyError("model.layers.0.odd")
+
+    monkeypatch.setattr(FakeLLM, "collective_rpc", refuse)
+    with pytest.raises(RolloutError, match=r"KeyError: 'model.layers.0.odd'\).*engine: native"):
+        VLLMEngine(small("llama"), ENDS, 0).generate(PROMPTS, SAMPLED, SEEDS)
+
+
 def test_a_model_from_a_path_needs_no_policy_but_for_top_k(fake_vllm, small, tmp_path):
     model = small("llama")
     model.save_pretrained(tmp_path)
@@ -383,14 +413,14 @@ def test_a_server_that_cannot_take_weights_is_a_sentence(serve, small):
 def test_a_slow_server_is_a_sentence(serve, small):
     server = serve(small("llama"))
     made = VLLMServer(server.url, None, ENDS, 0, timeout=0.2)
-    with server.lock, pytest.raises(RolloutError, match="took more than 0.2 seconds"):
+    with server.lock, pytest.raises(RolloutError, match=r"took more than 0\.2 seconds"):
         made.generate(PROMPTS, SAMPLED, SEEDS)
 
 
 def test_what_is_not_vllm_is_a_sentence(serve, small):
     server = serve(small("llama"))
     server.respond = lambda path, body: b"<html>" if path == "/v1/models" else {}
-    with pytest.raises(RolloutError, match="with no JSON. Is it a vLLM server"):
+    with pytest.raises(RolloutError, match=r"with no JSON\. Is it a vLLM server"):
         VLLMServer(server.url, None, ENDS, 0)
     server.respond = lambda path, body: {"data": []}
     with pytest.raises(RolloutError, match="names no model"):
@@ -425,6 +455,10 @@ def brevity(completions, **_):
     return [-float(len(text)) for text in completions]
 
 
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
 def run(folder, **changes):
     """Metrics of a short PPO run that is stopped once and goes on."""
     settings = {"num_steps": 2, "save_every": 1, "eval_every": 0, "eval_prompts": 4} | changes
@@ -439,9 +473,10 @@ def run(folder, **changes):
         **settings,
     )
     parts = Parts(reward_funcs=[brevity])
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Loop, "close", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        train(config, parts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, parts)
     shutil.rmtree(folder / "checkpoints" / "step-000002")
     train(config, parts)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

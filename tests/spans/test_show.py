@@ -4,7 +4,8 @@ from hypothesis import strategies as st
 
 from marlhf.core import Constituents, NGram, Perplexity, Sentences, Words
 from marlhf.data.rows import DataError
-from marlhf.spans.show import cut_text, paint
+from marlhf.spans.parser import ParserError
+from marlhf.spans.show import cut_text, draw_trees, paint
 
 RULES = (NGram(3), Words(), Sentences())
 
@@ -46,8 +47,8 @@ def test_what_cannot_be_shown_is_a_sentence(tmp_path, trained):
         show("", Words())
     with pytest.raises(DataError, match="give --model"):
         show("fox", Perplexity())
-    with pytest.raises(DataError, match="parser"):
-        show("fox", Constituents())
+    with pytest.raises(ParserError, match="no parser"):
+        show("fox", Constituents(parser="klingon"))
     trained("word-piece").save_pretrained(tmp_path)
     with pytest.raises(DataError, match="no tokens of this text"):
         show(" \n ", Words(), str(tmp_path))
@@ -61,3 +62,37 @@ def test_paint_with_bars_and_with_colours():
     for code in ("\x1b[30;44m", "\x1b[30;42m", "\x1b[30;45m", "\x1b[0m"):
         painted = painted.replace(code, "")
     assert painted == "The fox\n ate"
+
+
+def test_constituents_are_shown_with_their_trees():
+    text = "Tell me a tale of a brave fox. The fox met an owl."
+    actions = cut_text(text, Constituents(), tokenizer="tiny", model=None, seed=0)
+    joined = ["".join(action) for action in actions]
+    assert joined == ["Tell me", " a tale", " of a brave fox.", " The fox", " met an owl."]
+    assert draw_trees(text, "english") == [
+        "(S (VP Tell me (NP (NP a tale) (PP of (NP a brave fox)))) .)",
+        "(S (S (NP The fox) (VP met (NP an owl))) .)",
+    ]
+    assert draw_trees("", "english") == []
+    assert draw_trees("x = [1]\ny", "python") == [
+        "(expression_statement (assignment x = (list [ 1 ])))",
+        "y",
+    ]
+
+
+def test_sentences_may_be_boundaries():
+    text = "He slept. It ran. We saw. The end."
+    rules = Constituents(), Constituents(sentences=True)
+    plain, sentences = (cut_text(text, r, tokenizer="tiny", model=None, seed=0) for r in rules)
+    begins = {"".join(action).split()[0] for action in sentences}
+    assert begins >= {"He", "It", "We", "The"}
+    assert len(plain) < len(sentences)
+
+
+@settings(max_examples=30)
+@given(st.text(min_size=1, max_size=60), st.sampled_from(["english", "python", "auto"]))
+def test_constituents_of_any_text_keep_every_character(text, parser):
+    rule = Constituents(max_length=6, parser=parser)
+    actions = cut_text(text, rule, tokenizer="tiny", model=None, seed=0)
+    assert "".join("".join(action) for action in actions) == text
+    assert max(map(len, actions)) <= 6

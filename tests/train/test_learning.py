@@ -82,7 +82,7 @@ def test_dpo_learns(stages):
     dpo.train(stages["dpo"])
     start, end = evals(stages["dpo"].output_dir)
     assert start["eval/accuracy"] == 0.5
-    assert end["eval/accuracy"] > 0.55
+    assert end["eval/margin"] > 0.03
     assert end["eval/loss"] < start["eval/loss"] - 0.005
     assert gold(stages["dpo"]) > gold(stages["sft"]) + 0.3
 

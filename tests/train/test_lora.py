@@ -43,6 +43,7 @@ STAGES = {
     "rloo": (rloo, rloo.RLOOConfig),
     "ppo": (ppo, ppo.PPOConfig),
 }
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 SHARED = LoRA(r=2, alpha=8, shared_base=True)
 TEXT = Sequences.from_lists([[65, 66, 67], [70]], [[71, 72, 73, 1], [80, 81]], 0)
 
@@ -59,6 +60,7 @@ def settings(stage: str, folder: Path, **changes):
         "warmup_ratio": 0.0,
         "eval_every": 0,
         "save_every": 2,
+        "device": "cpu",
     }
     if stage in ("ppo", "rloo"):
         common |= {"eval_prompts": 4, "log_samples": 2, "sampling": Sampling(max_new_tokens=10)}
@@ -69,8 +71,8 @@ def settings(stage: str, folder: Path, **changes):
 
 def train(stage: str, config, parts: Parts = NOTHING) -> SimpleNamespace:
     """Train a stage, and keep hold of what was inside."""
-    seen = SimpleNamespace(config=config, path=Path(config.output_dir), experiences=[])
-    close, load, collect = Loop.close, ppo.load_models, ppo.collect
+    seen = SimpleNamespace(config=config, path=Path(config.output_dir), experiences=[], plans=[])
+    close, load, collect, credit = Loop.close, ppo.load_models, ppo.collect, ppo.credit
 
     def watched_close(loop, *args):
         seen.models = dict(loop.models)
@@ -84,8 +86,13 @@ def train(stage: str, config, parts: Parts = NOTHING) -> SimpleNamespace:
         seen.experiences.append(collect(*args))
         return seen.experiences[-1]
 
+    def watched_credit(*args):
+        seen.plans.append(credit(*args))
+        return seen.plans[-1]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Loop, "close", watched_close)
+        patch.setattr(ppo, "credit", watched_credit)
         for module in (ppo, rloo):
             patch.setattr(module, "load_models", watched_load)
             patch.setattr(module, "collect", watched_collect)
@@ -237,7 +244,12 @@ def test_a_shared_base_equals_separate_models_step_for_step(shared, tmp_path):
     assert len(shared.experiences) == len(many.experiences) > 3
     for mine, theirs in zip(shared.experiences, many.experiences):
         assert mine.sequences.responses.equal(theirs.sequences.responses)
-        for name in ("logprobs", "ref_logprobs", "values", "scores"):
+        for name in ("logprobs", "ref_logprobs", "scores"):
+            a, b = getattr(mine, name), getattr(theirs, name)
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert len(shared.plans) == len(many.plans) >= 3
+    for mine, theirs in zip(shared.plans, many.plans):
+        for name in ("values", "rewards", "advantages"):
             a, b = getattr(mine, name), getattr(theirs, name)
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert_close(read_lines(shared.path), read_lines(many.path), 1e-4)
@@ -296,7 +308,7 @@ def test_a_base_that_changed_under_way_is_noticed(tmp_path, monkeypatch):
     model.save_pretrained(tmp_path / "base")
     folder = sft.train(config)
     load_policy("tiny", seed=1).save_pretrained(tmp_path / "base")
-    with pytest.raises(ModelError, match="has changed since"):
+    with pytest.raises(ModelError, match=r"does not fit its base .*weights are not those"):
         load_policy(str(folder))
 
 
@@ -454,6 +466,20 @@ def test_the_card_of_an_adapter_names_its_base(made, alone, tmp_path):
     merged = (made("ppo", "lora").model / "README.md").read_text()
     assert "library_name: transformers" in merged
     assert re.search(r"lora:\n\s+r: 2", merged)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
+def test_the_engine_follows_the_adapter_in_bfloat16(shared, tmp_path, device):
+    """Frozen matrices in bfloat16; the adapters in float32 move from step to step."""
+    changes = {"output_dir": str(tmp_path / "run"), "device": device, "precision": "bfloat16"}
+    run = train("ppo", replace(shared.config, **changes))
+    kinds = {p.dtype for n, p in run.all.policy.module.named_parameters() if "base_layer" in n}
+    assert kinds == {torch.bfloat16}
+    assert {p.dtype for view in run.models.values() for p in view.parameters()} == {torch.float32}
+    lines = [x for x in read_lines(run.path) if x["kind"] == "train"]
+    assert max(x["ppo/logprob_gap"] for x in lines) < 0.05
+    assert abs(lines[0]["ppo/kl"]) < 0.1
+    assert not [line for line in run.warnings if "plain loop" in line]
 
 
 @pytest.mark.distributed

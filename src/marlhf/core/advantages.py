@@ -84,7 +84,13 @@ def pool_rewards(
     rho: float = 1.0,
     pooling: Pooling = "sum",
 ) -> Tensor:
-    """The reward of each macro action: R = sum of rho^i r_i, or its mean: [B, M]."""
+    """The reward of each macro action: R = sum of rho^i r_i, or its mean: [B, M].
+
+    >>> from marlhf.core import Segments
+    >>> pairs = Segments(torch.tensor([[0, 0, 1, 1]]), torch.ones(1, 4).bool())
+    >>> pool_rewards(torch.tensor([[1.0, 2.0, 0.0, 4.0]]), pairs)[:, :2]
+    tensor([[3., 4.]])
+    """
     check_choice("pooling", pooling, ("sum", "mean"))
     _check_discounts(rho=rho)
     if rho != 1.0:

@@ -25,7 +25,15 @@ Spans = Sequence[Sequence[tuple[int, int]]]
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a rule may know of each token's text, as tables over the vocabulary: [V] bool."""
+    """What a rule may know of each token's text, as tables over the vocabulary: [V] bool.
+
+    >>> from marlhf.models.tiny import tiny_tokenizer
+    >>> from marlhf.spans import vocabulary
+    >>> tokenizer = tiny_tokenizer()
+    >>> table = vocabulary(tokenizer, len(tokenizer))
+    >>> bool(table.ends_sentence[tokenizer.encode(".")[0]])
+    True
+    """
 
     begins_word: Tensor  # the text starts with white space, or the token is special
     is_space: Tensor  # the text is white space only
@@ -116,6 +124,10 @@ class NGram:
     """End a macro action after every `n` tokens. `NGram(1)` is ordinary PPO.
 
     `NGram(math.inf)` makes the whole response one action, a bandit.
+
+    >>> responses = Responses(torch.tensor([[7, 8, 9, 7, 5]]), torch.ones(1, 5).bool())
+    >>> NGram(2)(responses).int()
+    tensor([[1, 0, 1, 0, 1]], dtype=torch.int32)
     """
 
     n: int | float = 5
@@ -137,6 +149,11 @@ class RandomNGram:
     What the list does not cover is one last action. The draw follows `responses.seeds`, so it
     depends neither on the device nor on how rows are batched; without seeds it follows torch's
     own generator.
+
+    >>> mask = torch.ones(1, 6).bool()
+    >>> responses = Responses(torch.arange(6)[None], mask, seeds=torch.tensor([3]))
+    >>> RandomNGram(lengths=(3,))(responses).int()
+    tensor([[1, 0, 0, 1, 0, 0]], dtype=torch.int32)
     """
 
     lengths: tuple[int, ...] = (2, 3, 5, 10)
@@ -174,6 +191,11 @@ class Perplexity:
     """Keep tokens together while the reference model finds them ever easier.
 
     The paper describes this rule in three ways that are not the same; each has a name here.
+
+    >>> logprobs = torch.tensor([[-2.0, -1.0, -4.0, -1.0]])
+    >>> responses = Responses(torch.arange(4)[None], torch.ones(1, 4).bool(), ref_logprobs=logprobs)
+    >>> Perplexity("token")(responses).int()
+    tensor([[1, 0, 1, 0]], dtype=torch.int32)
     """
 
     kind: Literal["macro", "prefix", "token"] = "macro"
@@ -207,6 +229,11 @@ class Constituents:
     Depth first, the first node small enough is a macro action; a single token that no such node
     covers joins the action before it. Spans must nest. A row without any span could not be
     parsed or aligned: there every token is its own action, plain PPO, as in the paper.
+
+    >>> spans = pack_spans([[(0, 6), (0, 2), (2, 6)]])
+    >>> responses = Responses(torch.arange(6)[None], torch.ones(1, 6).bool(), spans=spans)
+    >>> Constituents(cutoff=5)(responses).int()
+    tensor([[1, 0, 1, 0, 0, 0]], dtype=torch.int32)
     """
 
     cutoff: int = 5
@@ -215,6 +242,11 @@ class Constituents:
     """Let a node of exactly `cutoff` tokens be one, too (section 3.2.1; appendix B.4 does not)."""
     max_length: int | None = None
     """The most tokens in a macro action; runs of single tokens are otherwise unbounded."""
+    sentences: bool = False
+    """Start an action at every sentence, or statement of a program: at a node in no other."""
+    parser: str = "english"
+    """Who gives the spans in training: `english`, `python`, `auto` (English with code in it),
+    `spacy:NAME`, `stanza:LANGUAGE` or `benepar:NAME`."""
 
     def __post_init__(self) -> None:
         if self.cutoff < 1:
@@ -232,20 +264,26 @@ class Constituents:
         begin, end = responses.spans.clamp(0, width).unbind(dim=2)  # [B, S]
         size = end - begin
         largest = self.cutoff if self.inclusive else self.cutoff - 1
-        small = (size >= 2) & (size <= largest)
-        # A start is where a small node begins that lies strictly inside no other small node.
-        # Counting how many are open at each token finds that without walking the tree.
-        zeros = torch.zeros(len(mask), width + 2, dtype=torch.int64, device=mask.device)
-        begins = zeros.scatter_add(1, begin, small.long())
-        opened = zeros.scatter_add(1, begin + 1, small.long()).scatter_add(1, end, -small.long())
-        starts = ((begins > 0) & (opened.cumsum(dim=1) == 0))[:, :width]
+        starts = _outermost_starts(begin, end, (size >= 2) & (size <= largest), width)
+        if self.sentences:
+            starts = starts | _outermost_starts(begin, end, size > 0, width)
         unparsed = ~(size > 0).any(dim=1, keepdim=True)
         return _finish(starts | unparsed, mask, self.max_length)
 
 
 @dataclass(frozen=True)
 class Words:
-    """One macro action a word: undo the splitting of words into sub-words."""
+    """One macro action a word: undo the splitting of words into sub-words.
+
+    >>> from marlhf.models.tiny import tiny_tokenizer
+    >>> from marlhf.spans import vocabulary
+    >>> tokenizer = tiny_tokenizer()
+    >>> tokens = torch.tensor([tokenizer.encode("a shy xyz.")])
+    >>> table = vocabulary(tokenizer, len(tokenizer))
+    >>> responses = Responses(tokens, torch.ones_like(tokens).bool(), vocabulary=table)
+    >>> Words()(responses).sum()
+    tensor(3)
+    """
 
     max_length: int | None = None
     """The most tokens in a macro action. Languages without spaces need one."""
@@ -265,7 +303,17 @@ class Words:
 
 @dataclass(frozen=True)
 class Sentences:
-    """One macro action a sentence or line."""
+    """One macro action a sentence or line.
+
+    >>> from marlhf.models.tiny import tiny_tokenizer
+    >>> from marlhf.spans import vocabulary
+    >>> tokenizer = tiny_tokenizer()
+    >>> tokens = torch.tensor([tokenizer.encode("The fox ran. The end.")])
+    >>> table = vocabulary(tokenizer, len(tokenizer))
+    >>> responses = Responses(tokens, torch.ones_like(tokens).bool(), vocabulary=table)
+    >>> Sentences()(responses).sum()
+    tensor(2)
+    """
 
     max_length: int | None = None
     """The most tokens in a macro action."""
@@ -283,6 +331,18 @@ class Sentences:
         # blank lines stay with the line they close.
         starts = (after_stop | _shift(newline)) & ~newline
         return _finish(starts, responses.mask, self.max_length)
+
+
+def _outermost_starts(begin: Tensor, end: Tensor, chosen: Tensor, width: int) -> Tensor:
+    """Where a chosen span begins that lies strictly inside no other chosen one: [B, T] bool.
+
+    Counting how many are open at each token finds that without walking the tree.
+    """
+    ones = chosen.long()
+    zeros = torch.zeros(len(begin), width + 2, dtype=torch.int64, device=begin.device)
+    begins = zeros.scatter_add(1, begin, ones)
+    opened = zeros.scatter_add(1, begin + 1, ones).scatter_add(1, end, -ones)
+    return ((begins > 0) & (opened.cumsum(dim=1) == 0))[:, :width]
 
 
 def _place(mask: Tensor) -> Tensor:

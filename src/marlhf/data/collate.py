@@ -5,8 +5,11 @@ Axes: B rows, P padded length.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,26 +19,34 @@ def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor
     """Ids and mask, both [B, P], with padding before each row, as generation needs it.
 
     The mask comes from lengths and not from ids, for pad is often eos.
+
+    >>> ids, mask = pad_left([[5, 6, 7], [8]], pad_id=0)
+    >>> ids.tolist()
+    [[5, 6, 7], [0, 0, 8]]
     """
     return _pad(rows, pad_id, left=True)
 
 
 def pad_right(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Ids and mask, both [B, P], with padding behind each row, as training needs it."""
+    """Ids and mask, both [B, P], with padding behind each row, as training needs it.
+
+    >>> ids, mask = pad_right([[5, 6, 7], [8]], pad_id=0)
+    >>> mask.int().tolist()
+    [[1, 1, 1], [1, 0, 0]]
+    """
     return _pad(rows, pad_id, left=False)
 
 
 def _pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
     import torch
 
-    width = max((len(row) for row in rows), default=0)
-    ids = torch.full((len(rows), width), pad_id, dtype=torch.long)  # [B, P]
-    mask = torch.zeros((len(rows), width), dtype=torch.bool)  # [B, P]
-    for i, row in enumerate(rows):
-        real = slice(width - len(row), width) if left else slice(0, len(row))
-        ids[i, real] = torch.tensor(row, dtype=torch.long)
-        mask[i, real] = True
-    return ids, mask
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)[:, None]
+    width = int(lengths.max(initial=0))
+    columns = np.arange(width)
+    mask = columns >= width - lengths if left else columns < lengths  # [B, P]
+    ids = np.full(mask.shape, pad_id, dtype=np.int64)  # [B, P]
+    ids[mask] = np.fromiter(itertools.chain.from_iterable(rows), np.int64, int(lengths.sum()))
+    return torch.from_numpy(ids), torch.from_numpy(mask)
 
 
 def token_budget_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -43,6 +54,9 @@ def token_budget_batches(lengths: Sequence[int], budget: int) -> list[list[int]]
 
     Rows of like length go together, so little is padding. A row longer than
     the budget is a batch of its own: it cannot be made smaller.
+
+    >>> token_budget_batches([2, 9, 3, 2], budget=6)
+    [[0, 3], [2], [1]]
     """
     if budget < 1:
         raise ValueError(f"A token budget of {budget} holds no row. Set it to 1 or more.")

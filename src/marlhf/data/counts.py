@@ -14,6 +14,11 @@ class Counts:
 
     Bad rows are normal in human data: they are counted and shown, and stop
     a run only when nothing is left.
+
+    >>> counts = Counts(read=3)
+    >>> counts.drop("the prompt is empty", "mine.jsonl:2")
+    >>> counts.kept
+    2
     """
 
     read: int = 0

@@ -22,7 +22,11 @@ CHUNK = 1024  # prompts encoded at once: fast, and little memory
 
 @dataclass(frozen=True)
 class Encoded:
-    """A row with the ids of its prompt, cut to length where that was asked for."""
+    """A row with the ids of its prompt, cut to length where that was asked for.
+
+    >>> Encoded(Row("Why?"), [5, 6]).prompt_ids
+    [5, 6]
+    """
 
     row: Row
     prompt_ids: list[int]
@@ -33,12 +37,22 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Text) -> list[int]:
 
     Text gets the tokenizer's BOS, if it adds one, and never an EOS; messages
     go through the chat template, up to where the assistant begins to speak.
+
+    >>> from marlhf.models.tiny import tiny_tokenizer
+    >>> tokenizer = tiny_tokenizer()
+    >>> tokenizer.decode(encode_prompt(tokenizer, [{"role": "user", "content": "Hi"}]))
+    '<|user|>Hi<|assistant|>'
     """
     return encode_prompts(tokenizer, [prompt])[0]
 
 
 def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[Text]) -> list[list[int]]:
-    """`encode_prompt` for many at once, which fast tokenizers do in parallel."""
+    """`encode_prompt` for many at once, which fast tokenizers do in parallel.
+
+    >>> from marlhf.models.tiny import tiny_tokenizer
+    >>> [len(ids) for ids in encode_prompts(tiny_tokenizer(), ["Tell me", "Tell me a tale"])]
+    [2, 4]
+    """
     if not prompts:
         return []
     texts = [p if isinstance(p, str) else render_prompt(tokenizer, p) for p in prompts]
@@ -59,6 +73,11 @@ def encode_response(
     Special tokens that are written out in a text response stay text, so that
     no data can end a response early. In a chat the template writes the turn,
     with whatever closes it, and the response ends at the first EOS.
+
+    >>> from marlhf.models.tiny import tiny_tokenizer
+    >>> tokenizer = tiny_tokenizer()
+    >>> tokenizer.decode(encode_response(tokenizer, "The fox", " ran.", tokenizer.eos_token_id))
+    ' ran.<|eos|>'
     """
     if isinstance(response, str) and isinstance(prompt, str):
         end = cast(str, tokenizer.decode([eos_token_id]))
@@ -72,7 +91,13 @@ def encode_response(
 
 
 def decode(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """The text of ids without special tokens, spaces exactly as the tokens have them."""
+    """The text of ids without special tokens, spaces exactly as the tokens have them.
+
+    >>> from marlhf.models.tiny import tiny_tokenizer
+    >>> tokenizer = tiny_tokenizer()
+    >>> decode(tokenizer, [*tokenizer.encode(" The end."), tokenizer.eos_token_id])
+    ' The end.'
+    """
     text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return cast(str, text)
 
@@ -83,7 +108,14 @@ def fit_prompts(
     max_prompt_tokens: int,
     too_long: Literal["drop", "truncate"] = "drop",
 ) -> tuple[list[Encoded], Counts]:
-    """Rows whose prompts fit, encoded, in order, and what became of the others."""
+    """Rows whose prompts fit, encoded, in order, and what became of the others.
+
+    >>> from marlhf.models.tiny import tiny_tokenizer
+    >>> rows = [Row("Tell me"), Row("Tell me a tale")]
+    >>> kept, counts = fit_prompts(rows, tiny_tokenizer(), max_prompt_tokens=3)
+    >>> len(kept), len(counts.dropped)
+    (1, 1)
+    """
     counts = Counts()
     kept: list[Encoded] = []
     reason = f"the prompt is longer than {max_prompt_tokens} tokens"

@@ -29,6 +29,13 @@ def read_records(path: str | Path, split: str | None = None) -> Records:
     Reads .jsonl, .json (a list, or an object a line), .csv and .tsv, each also
     with .gz, .parquet, and folders of these at any depth. `split` is for a
     folder written by `save_to_disk` that holds several.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> file = Path(tempfile.mkdtemp()) / "mine.jsonl"
+    >>> _ = file.write_text('{"prompt": "Why?"}')
+    >>> [record for record, position in read_records(str(file))]
+    [{'prompt': 'Why?'}]
     """
     path = Path(path).expanduser()
     try:

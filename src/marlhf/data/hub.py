@@ -13,7 +13,11 @@ CONVERTED = "refs%2Fconvert%2Fparquet"
 
 
 def read_hub(name: str, split: str = "train", config: str | None = None) -> Records:
-    """Every record of one split of a hub data set, with "name[split]:row" as its position."""
+    """Every record of one split of a hub data set, with "name[split]:row" as its position.
+
+    >>> for record, position in read_hub("trl-lib/tldr", "train"):  # doctest: +SKIP
+    ...     print(record["prompt"])
+    """
     try:
         import datasets
         import datasets.exceptions

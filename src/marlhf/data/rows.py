@@ -16,12 +16,21 @@ Text = str | list[Message]
 
 
 class DataError(ValueError):
-    """Something about the data that the user has to put right."""
+    """Something about the data that the user has to put right.
+
+    >>> raise DataError("mine.jsonl has no column `prompt`.")
+    Traceback (most recent call last):
+    marlhf.data.rows.DataError: mine.jsonl has no column `prompt`.
+    """
 
 
 @dataclass(frozen=True)
 class Row:
-    """One training example, whatever the file it came from looked like."""
+    """One training example, whatever the file it came from looked like.
+
+    >>> Row("2 + 2 =", chosen=" 4", columns={"level": 1}).rejected is None
+    True
+    """
 
     prompt: Text
     chosen: Text | None = None
@@ -42,6 +51,9 @@ def prompt_key(row: Row) -> str:
 
     Splits go by this, so that no prompt is trained on in one stage and
     judged, or trained on again, in another.
+
+    >>> prompt_key(Row("Why  not? "))
+    'Why not?'
     """
     if isinstance(row.prompt, str):
         return collapse_spaces(row.prompt)

@@ -26,6 +26,10 @@ def split_rows(
     Prompts are put in a random order; each goes to the part within whose
     share its middle row falls, so a part misses its size by at most one
     prompt's rows. What fractions below 1 in sum leave over is in no part.
+
+    >>> parts = split_rows([Row(f"Question {n}") for n in range(10)], {"sft": 0.2, "ppo": 0.8})
+    >>> {name: len(rows) for name, rows in parts.items()}
+    {'sft': 2, 'ppo': 8}
     """
     check_fractions(fractions)
     keys = [prompt_key(row) for row in rows]
@@ -50,6 +54,10 @@ def held_out(rows: Sequence[Row], size: int | float, seed: int = 0) -> tuple[lis
 
     Anything above 0 sets at least one prompt aside, so that a small data
     set is evaluated too.
+
+    >>> train, aside = held_out([Row(f"Question {n}") for n in range(10)], 2)
+    >>> len(train), len(aside)
+    (8, 2)
     """
     if isinstance(size, float) and not 0 <= size < 1:
         raise DataError(f"An evaluation share of {size} is not in [0, 1). For rows, give an int.")

@@ -23,6 +23,15 @@ def write_report(paths: Sequence[Path | str], output: Path | str) -> Path:
 
     Runs that differ only in their seed are shown as one line with its spread. The file
     holds everything it needs, so it can be mailed, archived or opened offline.
+
+    >>> import tempfile
+    >>> from marlhf import DataConfig, SFTConfig, SFTTrainer
+    >>> folder = tempfile.mkdtemp()
+    >>> data = DataConfig(source="toy", limit=100)
+    >>> args = SFTConfig(output_dir=f"{folder}/sft", data=data, batch_size=4, num_steps=1)
+    >>> _ = SFTTrainer(model="tiny", args=args).train()
+    >>> write_report([f"{folder}/sft"], f"{folder}/report.html").name
+    'report.html'
     """
     page = report_html(find_runs(paths))
     output = Path(output)

@@ -74,10 +74,7 @@ def merge_adapter(model: Model, folder: str | Path) -> Model:
     _weights_file(folder)
     theirs = _recorded(Path(folder))
     if theirs and theirs != digest(model):
-        raise ModelError(
-            f"The adapter {folder} was trained on {_source(folder)}, which has changed since. Put "
-            "that model back, or train the adapter again."
-        )
+        raise _unfit(folder, "its weights are not those that the adapter was trained on")
     config = peft.PeftConfig.from_pretrained(str(folder))
     config.task_type = None  # a plain wrapper: those for a task want methods that not all have
     try:

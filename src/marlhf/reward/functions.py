@@ -45,11 +45,24 @@ SHOWN = 200
 
 
 class RewardError(RuntimeError):
-    """A reward that cannot be had, with the sample that caused it where that is known."""
+    """A reward that cannot be had, with the sample that caused it where that is known.
+
+    >>> import_function("brevity")
+    Traceback (most recent call last):
+    marlhf.reward.functions.RewardError: Cannot read 'brevity'. Write module:function, as in
+    my_rewards:brevity.
+    """
 
 
 class Scorer(Protocol):
-    """Anything that scores responses: [B], float32."""
+    """Anything that scores responses: [B], float32.
+
+    >>> def length(prompts, responses, rows):
+    ...     return torch.tensor([float(len(response)) for response in responses])
+    >>> scorer: Scorer = length
+    >>> scorer([[1]], [[2, 3]], [Row("Why?")])
+    tensor([2.])
+    """
 
     def __call__(
         self,

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from marlhf.data import Row
 from marlhf.data.collate import Alone
 from marlhf.data.encode import decode, encode_prompts, encode_response, opening_ids
-from marlhf.models.forward import Sequences, final_scores
+from marlhf.models.forward import Sequences, final_scores, send
 from marlhf.models.load import Precision, autocast, same_tokenizer
 from marlhf.spans import special_tokens
 
@@ -28,6 +28,13 @@ class RewardModel:
     a chat template, are kept where its tokenizer has a special token of that name and dropped
     where it does not: as plain text they would be noise that it never saw. A chat is thus whole
     only between models that mark it alike.
+
+    >>> from marlhf.models.load import load_scalar
+    >>> from marlhf.models.tiny import tiny_tokenizer
+    >>> tokenizer = tiny_tokenizer()
+    >>> judge = RewardModel(load_scalar("tiny"), tokenizer, tokenizer)
+    >>> judge([[5, 6], [5, 7]], [[8], [9, 1]]).shape
+    torch.Size([2])
     """
 
     def __init__(
@@ -68,7 +75,7 @@ class RewardModel:
         scores = torch.zeros(len(prompts), device=device)
         with autocast(device, self.precision):
             for micro in self.division.batches(whole.total_lengths, self.token_budget):
-                where = torch.tensor(micro.rows, device=device)
+                where = send(torch.tensor(micro.rows), device)
                 scores[where] += final_scores(self.model, whole.rows(micro.rows)) * micro.weight
         return self.division.sum(scores)
 

@@ -123,7 +123,7 @@ class Stepper:
 def sample(logits: Tensor, sampling: Sampling, state: State, ends: Tensor) -> None:
     """Draw each slot's next token, keep it, and see which responses end by it."""
     if fused(logits) and sampling.temperature > 0 and not sampling.truncated:
-        triton_kernels.sample(logits, *state.tensors, ends, sampling.temperature)
+        triton_kernels.sample(logits, state, ends, sampling.temperature)
         return
     running, steps, positions = state.running, state.steps, state.positions
     uniform = state.uniform.gather(1, steps[:, None]).squeeze(1)
@@ -186,8 +186,8 @@ class Schedule:
                 where = [slots[i] for i in batch if lengths[i]]
                 self.decoder.prefill(self._send(ids), self._send(where))
         last = [self.prompts[row][-1] for row in rows]
-        tensors = map(self._send, (slots, last, lengths))
-        self.state.begin(*tensors, self.uniform[self._send(rows)])
+        uniform = self.uniform[self._send(rows)]
+        self.state.begin(self._send(slots), self._send(last), self._send(lengths), uniform)
 
     def _advance(self) -> list[bool]:
         """A few steps; then which slots are still running, as of one step before the last."""

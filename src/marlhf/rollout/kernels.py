@@ -7,16 +7,17 @@ the definition. Axes: T tokens, S slots, H query heads, K key-value heads, C pos
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-try:
-    from marlhf.rollout import triton_kernels
-except ImportError:  # torch brings Triton where it knows a GPU
-    triton_kernels: Any = None
+triton_kernels: Any = None
+if importlib.util.find_spec("triton"):  # torch brings it where there may be a GPU
+    triton_kernels = importlib.import_module("marlhf.rollout.triton_kernels")
 
 
 def fused(x: Tensor) -> bool:

@@ -14,11 +14,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from marlhf.models.load import Model
 from marlhf.rollout.kernels import add_norm, attend, causal_attention, rotate_and_store, swiglu
-from marlhf.rollout.slots import sharded
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 MOVING_ROTARY = ("dynamic", "longrope")
@@ -65,14 +65,19 @@ class Block:
         self.out = Projection([attention.o_proj], dtype)
         self.gate_up = Projection([mlp.gate_proj, mlp.up_proj], dtype)
         self.down = Projection([mlp.down_proj], dtype)
-        self.head_norms = (
-            (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
-            if hasattr(attention, "q_norm")
-            else None
+        self.of_heads = (
+            (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
         )
         # Qwen has windows in some layers and says which; in Mistral all are alike.
         own = hasattr(attention, "sliding_window")
         self.window = attention.sliding_window if own else getattr(config, "sliding_window", None)
+
+    @property
+    def head_norms(self) -> tuple[Tensor, Tensor, float] | None:
+        if self.of_heads is None:
+            return None
+        query, key = self.of_heads
+        return query.weight, key.weight, query.variance_epsilon
 
     @property
     def projections(self) -> list[Projection]:
@@ -112,7 +117,7 @@ class LlamaDecoder:
             model.config.hidden_act == "silu"
             and rotary not in MOVING_ROTARY
             and all(type(m) in (nn.Linear, nn.Embedding) for m in matrices)
-            and not sharded(model)
+            and not any(isinstance(p, DTensor) for p in model.parameters())
         )
 
     @contextlib.contextmanager
@@ -122,7 +127,7 @@ class LlamaDecoder:
         pairs = [pair for projection in every for pair in projection.pairs()]
         if pairs:
             copies, originals = zip(*pairs)
-            torch._foreach_copy_(copies, originals)
+            torch._foreach_copy_(copies, originals)  # pyright: ignore[reportPrivateImportUsage]
         yield
 
     @property
@@ -141,7 +146,8 @@ class LlamaDecoder:
             split = [self.heads] + 2 * [self.keys.shape[2]]
             qkv = qkv.view(rows, length, -1, self.width).transpose(1, 2)
             window = self.blocks[layer].window
-            out = causal_attention(*qkv.split(split, dim=1), self.scale, window)
+            query, key, value = qkv.split(split, dim=1)
+            out = causal_attention(query, key, value, self.scale, window)
             return out.transpose(1, 2).reshape(rows * length, -1)
 
         self._through(ids.flatten(), attention)

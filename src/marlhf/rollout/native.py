@@ -6,7 +6,10 @@ prefilled but for their last token, which is the first that a slot feeds: all sa
 in one place, the step. On a GPU that is one graph.
 
 Memory: the key-value cache of `token_budget` tokens and, where weights are float32 and computed
-with in bfloat16, two bytes a weight.
+with in bfloat16, two bytes a weight. Both are kept between calls, unless the cache is large.
+
+A sharded model has to be gathered around `generate`: processes end their responses at different
+steps, so no layer may wait for the others then.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from marlhf.models.load import Model, Precision, autocast
 from marlhf.rollout.continuous import Schedule, State, Stepper
@@ -129,7 +131,7 @@ class NativeEngine:
         training = self.model.training
         self.model.eval()  # gradient checkpointing would leave out the cache
         try:
-            with _gathered(self.model), autocast(self.model.device, self.precision):
+            with autocast(self.model.device, self.precision):
                 yield
         finally:
             self.model.train(training)
@@ -189,22 +191,3 @@ class Room:
                 self.decoder, state, sampling, self.ends, graphs=self.graphs
             )
         return self.steppers[sampling]
-
-
-@contextlib.contextmanager
-def _gathered(model: Model) -> Iterator[None]:
-    """All weights of a sharded model here for a while.
-
-    Processes end their responses at different steps, so no layer may wait for the others' then.
-    """
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    shards = [module for module in modules if isinstance(module, FSDPModule)]
-    for module in shards:
-        module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()
-    try:
-        yield
-    finally:
-        for module in shards:
-            module.set_reshard_after_forward(module is not model, recurse=False)
-            module.reshard()

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, Cache
 from transformers.pytorch_utils import Conv1D
 
@@ -103,7 +103,9 @@ class ModuleDecoder:
     def __init__(self, model: Model, slots: int, capacity: int, dtype: torch.dtype | None) -> None:
         self.model = model
         self.cache = SlotCache(slots, capacity, dtype)
-        self.copies = WeightCopies(model, dtype) if WeightCopies.pay(model, dtype) else None
+        self.copies: WeightCopies | None = None
+        if dtype is not None and model.device.type == "cuda" and not sharded(model):
+            self.copies = WeightCopies(model, dtype)
         keeps = takes(model) & {"logits_to_keep", "kwargs"}
         self.last_only = {"logits_to_keep": 1} if keeps else {}
 
@@ -158,21 +160,12 @@ class WeightCopies:
         self.places = [(p, name) for p in places for name in p if p[name] is not None]
         self.copies = [torch.empty_like(self._at(place), dtype=dtype) for place in self.places]
 
-    @staticmethod
-    def pay(model: Model, dtype: torch.dtype | None) -> bool:
-        """Whether there is something to cast, on a device where casting costs."""
-        return (
-            dtype is not None
-            and model.device.type == "cuda"
-            and isinstance(model, nn.Module)
-            and not sharded(model)
-        )
-
     @contextlib.contextmanager
     def worn(self) -> Iterator[None]:
         """Put the copies, brought up to date, in the places of the weights for a while."""
         originals = [self._at(place) for place in self.places]
-        torch._foreach_copy_(self.copies, originals)
+        for copy, original in zip(self.copies, originals):
+            copy.copy_(original)
         try:
             for (parameters, name), copy in zip(self.places, self.copies):
                 parameters[name] = cast(nn.Parameter, copy)
@@ -187,8 +180,9 @@ class WeightCopies:
         return parameter
 
 
-def sharded(model: Model) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+def sharded(model: nn.Module) -> bool:
+    """Whether weights come and go, so that nothing may remember where they are."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def slot_attention(
@@ -259,5 +253,4 @@ def mismatch(
 
 def takes(model: Model) -> set[str]:
     """The names of what a model's forward takes; "kwargs" among them where it takes any."""
-    forward = type(model).forward if isinstance(model, nn.Module) else type(model).__call__
-    return set(inspect.signature(forward).parameters)
+    return set(inspect.signature(type(model).forward).parameters)

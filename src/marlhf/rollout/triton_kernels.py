@@ -2,15 +2,19 @@
 
 # Triton reads these functions itself: annotations mark constants, and names are pointers.
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportMissingImports=false, reportPossiblyUnbound=false
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false, reportMissingImports=false
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from marlhf.rollout.continuous import State
 
 
 @triton.jit
@@ -329,32 +333,15 @@ def _sample(
     tl.store(positions + slot, tl.where(alive, position + 1, 0))
 
 
-def sample(
-    logits: Tensor,
-    uniform: Tensor,
-    tokens: Tensor,
-    positions: Tensor,
-    steps: Tensor,
-    running: Tensor,
-    out_tokens: Tensor,
-    out_logprobs: Tensor,
-    ends: Tensor,
-    temperature: float,
-) -> None:
+def sample(logits: Tensor, state: State, ends: Tensor, temperature: float) -> None:
     slots, size = logits.shape
     block = min(4096, triton.next_power_of_2(size))
     _sample[(slots,)](
         logits.contiguous(),
-        uniform,
-        tokens,
-        positions,
-        steps,
-        running,
-        out_tokens,
-        out_logprobs,
+        *state.tensors,
         ends,
         temperature,
-        uniform.shape[1] - 1,
+        state.length,
         len(ends),
         size,
         block,

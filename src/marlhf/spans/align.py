@@ -80,15 +80,20 @@ class Aligned:
         return packed
 
 
+@dataclass(frozen=True)
 class TokenBytes:
     """The bytes that each token of a vocabulary writes; none for special tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        from marlhf.spans.tables import special_tokens, token_bytes
+    table: Sequence[bytes]
 
-        self.table = token_bytes(tokenizer)
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenBytes:
+        from marlhf.spans.tables import special_tokens, token_bytes  # these need torch
+
+        table = token_bytes(tokenizer)
         for i in special_tokens(tokenizer).values():
-            self.table[i] = b""
+            table[i] = b""
+        return cls(table)
 
     def align(self, responses: Sequence[Sequence[int]]) -> Aligned:
         """Text and anchors of all responses, in one pass over their bytes."""

@@ -11,7 +11,10 @@ from marlhf.core import Constituents, Perplexity, Responses, Segmenter, segment
 from marlhf.data.rows import DataError
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import load_policy, load_tokenizer
+from marlhf.spans.align import TokenBytes
+from marlhf.spans.parser import Phrase, build_parser
 from marlhf.spans.tables import vocabulary
+from marlhf.spans.workers import parse_flat
 
 COLOURS = (44, 42, 45, 46, 43)  # ANSI backgrounds, in turn
 
@@ -24,14 +27,17 @@ def cut_text(
         raise DataError("The text is empty.")
     if isinstance(rule, Perplexity) and model is None:
         raise DataError("A perplexity rule asks a reference model: give --model.")
-    if isinstance(rule, Constituents):
-        raise DataError("Constituents needs a parser, which this version does not have yet.")
     tok = load_tokenizer(model or tokenizer)
     encoded = tok(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
     if not ids:
         raise DataError("The tokenizer makes no tokens of this text: it is all white space.")
     tokens = torch.tensor([ids])
+    spans = None
+    if isinstance(rule, Constituents):
+        aligned = TokenBytes.of(tok).align([ids])
+        found = parse_flat(build_parser(rule.parser), aligned.texts)
+        spans = torch.from_numpy(aligned.token_spans(found))
     ref_logprobs = None
     if model is not None:
         before = tok.eos_token_id if tok.bos_token_id is None else tok.bos_token_id
@@ -42,9 +48,10 @@ def cut_text(
         tokens,
         torch.ones_like(tokens).bool(),
         ref_logprobs=ref_logprobs,
+        spans=spans,
         vocabulary=vocabulary(tok),
         seeds=torch.tensor([seed]),
-    )
+    ).validate()
     starts = segment(rule, responses).validate().starts[0].tolist()
     # Each character goes to one token: bytes of one character would otherwise repeat it, and
     # white space that no token has would be lost.
@@ -56,6 +63,33 @@ def cut_text(
             actions.append([])
         actions[-1].append(piece)
     return actions
+
+
+def draw_trees(text: str, parser: str) -> list[str]:
+    """The tree of each sentence or statement, in brackets.
+
+    >>> draw_trees("The fox met a hungry owl.", "english")
+    ['(S (S (NP The fox) (VP met (NP a hungry owl))) .)']
+    """
+    [phrases] = build_parser(parser)([text])
+    trees: list[str] = []
+    open_: list[Phrase] = []
+    for phrase, after in zip(phrases, [*phrases[1:], None]):
+        while open_ and open_[-1].end <= phrase.begin:
+            open_.pop()
+            trees[-1] += ")"
+        if not open_:
+            trees.append("")
+        gap = " " if trees[-1] else ""
+        if after is not None and after.begin < phrase.end:  # it has parts
+            trees[-1] += f"{gap}({phrase.label or '-'}"
+            open_.append(phrase)
+        else:
+            trees[-1] += gap + text[phrase.begin : phrase.end].replace("\n", "\\n")
+        if after is None or (open_ and after.begin >= open_[0].end):
+            trees[-1] += ")" * len(open_)
+            open_.clear()
+    return trees
 
 
 def paint(actions: list[list[str]], *, colour: bool) -> str:

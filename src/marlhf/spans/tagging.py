@@ -18,11 +18,14 @@ PREPOSITIONS = {
     "as": "for",
 }
 """Two words that are one preposition."""
+SUBJECTS = frozenset("i he she we they".split())
+THIRD_PERSON = frozenset("it that this who which".split())
 BE_OR_HAVE = frozenset("is are was were be has have had 's".split())
 
 
 def tag(words: Sequence[str], written: Sequence[str]) -> str:
     """One letter a word, see `lexicon`; `,` for marks within a sentence and `.` for its end."""
+    written = [*words[:1], *written[1:]]  # the first has a capital whatever it is
     tags = [*map(kind, words, written), "."]  # the end stands both after the last and before 0
     for i, word in enumerate(words):
         if rule := BY_WORD.get(word) or BY_KIND.get(tags[i]):
@@ -76,6 +79,13 @@ def _past(tags: Sequence[str], words: Sequence[str], i: int) -> str:
 def _verb(tags: Sequence[str], words: Sequence[str], i: int) -> str:
     before, after = tags[i - 1], tags[i + 1]
     return "N" if before in "DO" or (before == "J" and after in ".,PC") else "V"
+
+
+def _noun(tags: Sequence[str], words: Sequence[str], i: int) -> str:
+    """After `they` or `who` even an unknown word is a verb."""
+    before = words[i - 1] if i else ""
+    third = before in THIRD_PERSON and words[i].endswith("s")
+    return "V" if before in SUBJECTS or third else "N"
 
 
 def _apostrophe_s(tags: Sequence[str], words: Sequence[str], i: int) -> str:
@@ -146,6 +156,7 @@ BY_KIND: dict[str, Rule] = {
     "G": _ing,
     "K": _past,
     "V": _verb,
+    "N": _noun,
 }
 BY_WORD: dict[str, Rule] = {
     "'s": _apostrophe_s,

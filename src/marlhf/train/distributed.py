@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from marlhf.data.collate import Alone, Micro, token_budget_batches
+from marlhf.models.compile import compile_blocks
 from marlhf.models.load import Model, Precision, computes_in_bfloat16, pick_device
 from marlhf.rollout import Rollout
 from marlhf.train import progress
@@ -123,12 +125,17 @@ class World(Alone):
         if self.size > 1:
             self.any(False)
 
-    def place(self, model: Model, precision: Precision = "auto") -> Model:
+    def place(
+        self, model: Model, precision: Precision = "auto", *, compiled: bool = False
+    ) -> Model:
         """The model on this process's device, sharded over all of them if so asked.
 
         Scalar models are called by their backbone and head, so these are what is wrapped.
+        `compiled` holds on a GPU, for whole models that are not sharded.
         """
         if not self.sharded:
+            if compiled and self.device.type == "cuda" and isinstance(model, PreTrainedModel):
+                compile_blocks(model)
             return model.to(self.device)
         # Not moved first: block by block only each process's part of it gets there, and a model
         # that no one GPU holds still fits.

@@ -61,7 +61,11 @@ HELD_OUT = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class DPOConfig(StageConfig):
-    """Settings of direct preference optimisation. The paper: rate 2e-7, beta 0.1; HH 0.01."""
+    """Settings of direct preference optimisation. The paper: rate 2e-7, beta 0.1; HH 0.01.
+
+    >>> DPOConfig(model="tiny", output_dir="runs/dpo", beta=0.05).learning_rate
+    2e-07
+    """
 
     ref_model: str | None = None
     """What the policy is tied to; where it started unless given."""
@@ -114,7 +118,7 @@ def train(config: DPOConfig, parts: Parts = NOTHING) -> Path:
         used = sorted({i for s in range(total) for i in batch_rows(s, config, len(examples))})
         pairs = [examples[i] for i in used]
         key = fingerprint(reference, pairs + held_out) if world.main else ""
-    model = world.place(model, config.precision)
+    model = world.place(model, config.precision, compiled=config.compile)
     optimizer = make_optimizer(model, config.learning_rate, config.weight_decay)
     pad = tokenizer.pad_token_id
     # Before a checkpoint is loaded: the policy is still its own reference.
@@ -316,7 +320,7 @@ def fingerprint(reference: Model, rows: list[Example]) -> str:
     """What the log-probs depend on: the reference's weights and the tokens of the pairs."""
     digest = hashlib.sha256()
     for name, p in reference.named_parameters():
-        weights = p.detach().cpu().contiguous().view(torch.uint8).numpy()
+        weights = p.detach().cpu().flatten().view(torch.uint8).numpy()
         digest.update(f"{name} {tuple(p.shape)} {zlib.crc32(weights)}".encode())
     for e in rows:
         digest.update(repr((e.prompt, e.chosen, e.rejected)).encode())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from marlhf.core import Constituents
 from marlhf.train.progress import warn
 from marlhf.train.run import RunError
 
@@ -15,7 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Guards:
-    """Limits on held-out responses. Past `warn_*` a warning, past `max_*` the run stops."""
+    """Limits on held-out responses. Past `warn_*` a warning, past `max_*` the run stops.
+
+    >>> start = {"eval/kl": 0.0, "eval/repetition": 0.1, "eval/length": 40.0}
+    >>> warnings, verdict = Guards(max_kl=20).judge(start | {"eval/kl": 25.0}, start)
+    >>> verdict
+    'Stopped early: the KL to the reference is 25, past the limit of 20.'
+    """
 
     warn_kl: float = 50.0
     """KL of a response to the reference, in nats."""
@@ -59,8 +64,3 @@ def warn_early(config: RLConfig) -> None:
         )
     if config.sampling.temperature == 0:
         raise RunError("The policy must explore: set sampling.temperature above 0.")
-    if isinstance(config.segmenter, Constituents):
-        raise RunError(
-            "Constituents needs a parser, which this version of marlhf does not have yet. "
-            "Use ngram, random, perplexity, words or sentences."
-        )

@@ -8,32 +8,36 @@ Axes: B rows, T response tokens, M macro actions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from marlhf.core import (
-    Responses,
     Segments,
-    Vocabulary,
-    kl_estimate,
     macro_gae,
     masked_mean,
     moments,
     ppo_policy_loss,
     ppo_value_loss,
-    segment,
-    shape_rewards,
     whiten,
 )
-from marlhf.models.forward import Sequences, token_stats, token_values
+from marlhf.models.forward import send, token_stats, token_values
 from marlhf.models.load import autocast
-from marlhf.rollout import Rollout, Sampling
 from marlhf.train.checkpoint import generator_state, set_generator_state
-from marlhf.train.distributed import gather_rollout, start
+from marlhf.train.distributed import start
+from marlhf.train.experience import (
+    Credit,
+    Decisions,
+    Experience,
+    collect,
+    count,
+    decide,
+    drift,
+    reward_parts,
+)
 from marlhf.train.guards import warn_early
 from marlhf.train.kl import KLController
 from marlhf.train.loop import Loop, open_run
@@ -42,33 +46,8 @@ from marlhf.train.optim import apply_update, check_finite, learning_rate_at, mak
 from marlhf.train.parts import NOTHING, Parts
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.probe import Probe
-from marlhf.train.rl_config import RLConfig
 from marlhf.train.rl_models import Models, load_models, load_prompts
-from marlhf.train.stage import Example, batch_rows, count_steps
-
-
-@dataclass(frozen=True)
-class Experience:
-    """A batch of responses and what everyone thinks of them, before any update."""
-
-    sequences: Sequences
-    scores: Tensor  # [B], normalised, with the penalty for a missing end
-    raw_scores: Tensor  # [B], what the reward model says
-    ended: Tensor  # [B] bool
-    logprobs: Tensor  # [B, T], of the policy that sampled
-    ref_logprobs: Tensor  # [B, T]
-    values: Tensor  # [B, T]
-    old_logprobs: Tensor | None  # [B, T], by the training pass; None when one update follows
-
-
-@dataclass(frozen=True)
-class Credit:
-    """Who earned what."""
-
-    rewards: Tensor  # [B, T]
-    segments: Segments
-    advantages: Tensor  # [B, T], constant within a macro action
-    returns: Tensor  # [B, T]
+from marlhf.train.stage import batch_rows, count_steps
 
 
 def train(config: PPOConfig, parts: Parts = NOTHING) -> Path:
@@ -103,7 +82,7 @@ def train(config: PPOConfig, parts: Parts = NOTHING) -> Path:
         rows=(len(examples), len(held_out)),
         metric="score",
     )
-    probe = Probe(config, models, held_out, loop, collect, credit)
+    probe = Probe(config, models, held_out, loop, collect, sample_credit)
     if state := loop.resume():
         set_generator_state(sampler, state["sampler"])
         set_generator_state(shuffler, state["shuffler"])
@@ -118,17 +97,21 @@ def train(config: PPOConfig, parts: Parts = NOTHING) -> Path:
             batch = [examples[i] for i in batch_rows(step - 1, config, len(examples))]
             seeds = torch.randint(2**62, (len(batch),), generator=sampler).tolist()
             experience = collect(batch, models, config, seeds, probe.normalise, clock)
-            plan = credit(experience, models.vocabulary, config, controller.coef, shuffler)
+            decisions = decide(experience, models.vocabulary, config, controller.coef, shuffler)
+            values, losses = appraise(experience, decisions, models, config)
+            plan = credit(decisions, values, config)
             check_finite(
                 [
                     ("the scores", experience.scores),
                     ("the reference's log-probs", experience.ref_logprobs),
-                    ("the critic's values", experience.values),
+                    ("the critic's values", plan.values),
                     ("the rewards", plan.rewards),
                 ]
             )
             clock.mark("credit")
-            metrics = update(experience, plan, models, optimizers, config, step, total, shuffler)
+            metrics = losses | update(
+                experience, plan, models, optimizers, config, step, total, shuffler
+            )
             clock.mark("update")
             metrics |= describe(experience, plan, controller.coef) | reward_parts(models)
             numbers = to_numbers(metrics) | clock.times(len(batch))
@@ -147,104 +130,54 @@ def train(config: PPOConfig, parts: Parts = NOTHING) -> Path:
         return loop.close(models.policy, probe.latest | {"steps": loop.step}, next_step)
 
 
-@torch.no_grad()
-def collect(
-    examples: list[Example],
-    models: Models,
-    config: RLConfig,
-    seeds: list[int],
-    normalise: Callable[[Tensor], Tensor],
-    clock: Clock,
-) -> Experience:
-    """Sample, then ask reward model, reference and critic."""
-    prompts = [e.prompt for e in examples]
-    world, device = models.world, models.world.device
-    rollout = sample(prompts, models, config.sampling, seeds)
-    clock.mark("rollout")
-    raw_scores = models.reward(prompts, rollout.responses, [e.row for e in examples])
-    scores = normalise(raw_scores) - config.missing_eos_penalty * (~rollout.ended).float()
-    pad_id, temperature = models.tokenizer.pad_token_id, config.sampling.scale
-    sequences = Sequences.from_lists(prompts, rollout.responses, pad_id, device)
-    # With one update the old policy is the new one, and its log-probs need no pass of their own.
-    names = ("ref", "value") if config.one_update else ("ref", "value", "old")
-    found = {name: torch.zeros(sequences.mask.shape, device=device) for name in names}
-    for micro in world.batches(sequences.total_lengths, 2 * config.token_budget):
-        part = sequences.rows(micro.rows)
-        where, width = torch.tensor(micro.rows, device=device), part.mask.shape[1]
-        with autocast(device, config.precision):
-            answers = {"ref": token_stats(models.reference, part, temperature).logprobs}
-            if models.critic is not None:
-                answers["value"] = token_values(models.critic, part)
-            if "old" in found:
-                answers["old"] = token_stats(models.policy, part, temperature).logprobs
-        for name, answer in answers.items():
-            found[name][where, :width] += answer * micro.weight
-    found = {name: world.sum(x) for name, x in found.items()}
-    clock.mark("score")
-    return Experience(
-        sequences,
-        scores,
-        raw_scores,
-        rollout.ended,
-        rollout.logprobs,
-        found["ref"],
-        found["value"],
-        found.get("old"),
-    )
-
-
-def sample(
-    prompts: list[list[int]], models: Models, sampling: Sampling, seeds: list[int]
-) -> Rollout:
-    """A response to each prompt, by all processes together."""
-    mine, rollout = models.world.share([len(p) for p in prompts]), None
-    with models.world.gathered(models.policy):
-        if mine:
-            rollout = models.engine.generate(
-                [prompts[i] for i in mine], sampling, [seeds[i] for i in mine]
-            )
-    return gather_rollout(models.world, rollout, mine, len(prompts))
-
-
-@torch.no_grad()
-def credit(
+def appraise(
     experience: Experience,
-    table: Vocabulary,
+    decisions: Decisions,
+    models: Models,
     config: PPOConfig,
-    kl_coef: float,
-    shuffler: torch.Generator,
-) -> Credit:
-    """Rewards, macro actions, advantages: the method itself."""
-    sequences = experience.sequences
-    seeds = torch.randint(2**62, (len(sequences.mask),), generator=shuffler)
-    responses = Responses(
-        sequences.responses,
-        sequences.mask,
-        ref_logprobs=experience.ref_logprobs,
-        vocabulary=table,
-        seeds=seeds.to(sequences.mask.device),
-    )
-    rewards = shape_rewards(
-        experience.scores,
-        experience.logprobs,
-        experience.ref_logprobs,
-        sequences.mask,
-        kl_coef,
-        kl=config.kl_estimator,
-        score_clip=config.score_clip,
-    )
-    segments = segment(config.segmenter, responses, split_last=config.split_last).validate()
+    *,
+    learn: bool = True,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The critic's values, [B, T], and its loss where it has learnt from them already.
+
+    Where a batch makes one update, the pass that tells the values is also the one that trains the
+    critic, whose gradients it leaves behind: a row's returns need no other row.
+    """
+    learn = learn and config.one_update
+    sequences, world = experience.sequences, models.world
+    values, device = torch.zeros_like(decisions.rewards), sequences.mask.device
+    counts, total = count(decisions.segments), torch.zeros((), device=device)
+    for micro in world.batches(sequences.total_lengths, (2 - learn) * config.token_budget):
+        part, index = sequences.rows(micro.rows), send(torch.tensor(micro.rows), device)
+        width = part.mask.shape[1]
+        with torch.set_grad_enabled(learn), autocast(device, config.precision):
+            found = token_values(models.critic, part)
+        told = found.detach()
+        values[index, :width] += told * micro.weight
+        if learn:
+            segments = Segments(decisions.segments.ids[index, :width], part.mask)
+            own = Decisions(decisions.rewards[index, :width], segments)
+            plan = credit(own, told, config)
+            loss = value_loss(found, told, plan.returns, segments, counts, config) * micro.weight
+            loss.backward()
+            total += loss.detach()
+    return world.sum(values), {"ppo/value_loss": world.sum(total)} if learn else {}
+
+
+@torch.no_grad()
+def credit(decisions: Decisions, values: Tensor, config: PPOConfig) -> Credit:
+    """Advantages and returns: the method itself."""
     advantages, returns = macro_gae(
-        rewards,
-        experience.values,
-        segments,
+        decisions.rewards,
+        values,
+        decisions.segments,
         gamma=config.gamma,
         lam=config.lam,
         rho=config.rho,
         sigma=config.sigma,
         pooling=config.pooling,
     )
-    return Credit(rewards, segments, advantages, returns)
+    return Credit(decisions.rewards, decisions.segments, values, advantages, returns)
 
 
 def update(
@@ -271,7 +204,7 @@ def update(
         order = torch.arange(rows) if alone else torch.randperm(rows, generator=shuffler)
         for mini in order.chunk(config.num_mini_batches):
             losses = backward(mini.tolist(), experience, plan, models, config)
-            check_finite((name, losses[name]) for name in ("ppo/policy_loss", "ppo/value_loss"))
+            check_finite(losses.items())
             norms = [
                 apply_update(model, optimizers[name], rate, config.max_grad_norm, models.world)
                 for name, model, rate in (
@@ -293,65 +226,83 @@ def backward(
     """Gradients of one mini-batch, micro-batch by micro-batch, as exact parts of its mean."""
     chosen, world = experience.sequences.rows(mini), models.world
     device = chosen.mask.device
-    where = torch.tensor(mini, device=device)
-    num_tokens = chosen.mask.sum().clamp(min=1)
-    num_macros = plan.segments.macro_mask[where].sum().clamp(min=1)
-    names = ("ppo/policy_loss", "ppo/value_loss", "ppo/clip_fraction", "ppo/approx_kl")
-    sums = {name: torch.zeros((), device=device) for name in (*names, "ppo/logprob_gap")}
+    where = send(torch.tensor(mini), device)
+    counts = count(Segments(plan.segments.ids[where], plan.segments.mask[where]))
+    names = ["ppo/policy_loss", "ppo/clip_fraction", "ppo/approx_kl", "ppo/logprob_gap"]
+    names += [] if config.one_update else ["ppo/value_loss"]  # `appraise` has seen to it
+    sums = {name: torch.zeros((), device=device) for name in names}
     for micro in world.batches(chosen.total_lengths, config.token_budget):
-        part, index = chosen.rows(micro.rows), where[torch.tensor(micro.rows, device=device)]
-        mask, width = part.mask, part.mask.shape[1]
+        part, index = chosen.rows(micro.rows), where[send(torch.tensor(micro.rows), device)]
+        width = part.mask.shape[1]
 
         def cut(x: Tensor, index: Tensor = index, width: int = width) -> Tensor:
             return x[index, :width]
 
-        segments = Segments(cut(plan.segments.ids), mask)
+        segments = Segments(cut(plan.segments.ids), part.mask)
         with autocast(device, config.precision):
             logprobs = token_stats(models.policy, part, config.sampling.scale).logprobs
-            values = token_values(models.critic, part)
         old = experience.old_logprobs
         old = logprobs.detach() if old is None else cut(old)
-        policy_loss = ppo_policy_loss(
+        loss = ppo_policy_loss(
             logprobs,
             old,
             cut(plan.advantages),
-            mask,
+            part.mask,
             clip=config.clip,
             dual_clip=config.dual_clip,
             ratio=config.ratio,
             segments=segments,
-            num_tokens=num_tokens if config.ratio == "token" else num_macros,
+            num_tokens=counts["token" if config.ratio == "token" else "macro"],
         )
-        value_loss = ppo_value_loss(
-            values,
-            cut(experience.values),
-            cut(plan.returns),
-            mask,
-            clip=config.value_clip,
-            level=config.value_level,
-            sigma=config.sigma,
-            segments=segments,
-            num_tokens=num_tokens if config.value_level == "token" else num_macros,
-        )
-        (policy_loss * micro.weight).backward()
-        (value_loss * micro.weight).backward()
-        with torch.no_grad():
-            change = logprobs - old
-            if config.ratio != "token":
-                pool = segments.sum if config.ratio == "macro" else segments.mean
-                change = segments.spread(pool(change))
-            outside = ((change.exp() - 1).abs() > config.clip).float()
-            gap = (logprobs - cut(experience.logprobs)).abs()
-            found = (
-                policy_loss,
-                value_loss,
-                masked_mean(outside, mask, num_tokens),
-                masked_mean(kl_estimate(old, logprobs, "k3"), mask, num_tokens),
-                masked_mean(gap, mask, num_tokens),
-            )
-            for name, value in zip(sums, found):
-                sums[name] += value.detach() * micro.weight
+        (loss * micro.weight).backward()  # before the critic's pass: less is in memory at once
+        found = {"ppo/policy_loss": loss}
+        if not config.one_update:
+            with autocast(device, config.precision):
+                values = token_values(models.critic, part)
+            before, returns = cut(plan.values), cut(plan.returns)
+            loss = value_loss(values, before, returns, segments, counts, config)
+            (loss * micro.weight).backward()
+            found["ppo/value_loss"] = loss
+        moved = drift(logprobs, old, cut(experience.logprobs), segments, counts["token"], config)
+        found |= {f"ppo/{name}": value for name, value in moved.items()}
+        for name, value in found.items():
+            sums[name] += value.detach() * micro.weight
     return dict(zip(sums, world.sum(torch.stack(list(sums.values())))))
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    segments: Segments,
+    counts: Mapping[str, Tensor],
+    config: PPOConfig,
+) -> Tensor:
+    """The critic's loss on some rows of a batch, as a part of the whole batch's mean."""
+    return ppo_value_loss(
+        values,
+        old_values,
+        returns,
+        segments.mask,
+        clip=config.value_clip,
+        level=config.value_level,
+        sigma=config.sigma,
+        segments=segments,
+        num_tokens=counts[config.value_level],
+    )
+
+
+def sample_credit(
+    experience: Experience,
+    models: Models,
+    config: PPOConfig,
+    kl_coef: float,
+    shuffler: torch.Generator,
+) -> Credit:
+    """Credit without learning, for held-out samples."""
+    decisions = decide(experience, models.vocabulary, config, kl_coef, shuffler)
+    values, _ = appraise(experience, decisions, models, config, learn=False)
+    return credit(decisions, values, config)
 
 
 def whitened(plan: Credit, config: PPOConfig) -> Tensor:
@@ -363,12 +314,6 @@ def whitened(plan: Credit, config: PPOConfig) -> Tensor:
         return whiten(plan.advantages, mask)
     stats = moments(plan.segments.first(plan.advantages), plan.segments.macro_mask)
     return whiten(plan.advantages, mask, stats=stats)
-
-
-def reward_parts(models: Models) -> dict[str, Tensor]:
-    """The mean of each reward, where there are several."""
-    latest = models.reward.latest
-    return {f"rewards/{name}": x for name, x in latest.items()} if len(latest) > 1 else {}
 
 
 @torch.no_grad()
@@ -390,6 +335,6 @@ def describe(experience: Experience, plan: Credit, kl_coef: float) -> dict[str, 
         "ppo/macro_length": lengths.sum() / actions.clamp(min=1),
         "ppo/advantage_norm": torch.linalg.vector_norm(plan.advantages),
         "ppo/q_norm": torch.linalg.vector_norm(plan.returns),
-        "ppo/value": masked_mean(experience.values, mask),
-        "ppo/explained_variance": explained_variance(experience.values, plan.returns, mask),
+        "ppo/value": masked_mean(plan.values, mask),
+        "ppo/explained_variance": explained_variance(plan.values, plan.returns, mask),
     }

@@ -14,7 +14,11 @@ from marlhf.train.stage import check_numbers
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(RLConfig):
-    """Settings of PPO. The defaults are the paper's for Gemma-2B, but for sampling."""
+    """Settings of PPO. The defaults are the paper's for Gemma-2B, but for sampling.
+
+    >>> PPOConfig(model="tiny", reward_model="runs/reward/model", kl_coef=0.02).segmenter
+    NGram(n=5)
+    """
 
     critic_model: str | None = None
     """Where the critic starts; the reward model unless given, else the policy."""

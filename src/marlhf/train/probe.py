@@ -21,7 +21,7 @@ from marlhf.train.run import RunError
 from marlhf.train.stage import Example
 
 if TYPE_CHECKING:
-    from marlhf.train.ppo import Credit, Experience
+    from marlhf.train.experience import Credit, Experience
 
 SEED = 20241003  # the same draws at every evaluation of every run
 
@@ -149,7 +149,7 @@ class Probe:
     ) -> None:
         plan = self.credit(
             found,
-            self.models.vocabulary,
+            self.models,
             self.config,
             kl_coef,
             torch.Generator().manual_seed(SEED),

@@ -29,7 +29,11 @@ from marlhf.train.stage import (
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig(StageConfig):
-    """Settings of the reward model. The paper, Gemma-2B: batch 64, 1 epoch, 1e-5."""
+    """Settings of the reward model. The paper, Gemma-2B: batch 64, 1 epoch, 1e-5.
+
+    >>> RewardConfig(model="tiny", output_dir="runs/reward").batch_size
+    64
+    """
 
     max_response_tokens: int = 512
     """Pairs with a longer response are left out."""
@@ -59,7 +63,7 @@ def train(config: RewardConfig, parts: Parts = NOTHING) -> Path:
             max_response_tokens=config.max_response_tokens,
         )
         check_positions(model, examples + held_out)
-    model = world.place(model, config.precision)
+    model = world.place(model, config.precision, compiled=config.compile)
     optimizer = make_optimizer(model, config.learning_rate, config.weight_decay)
     total = count_steps(config, len(examples))
     pad = tokenizer.pad_token_id

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from marlhf.core import Vocabulary
 from marlhf.data import Row
 from marlhf.models.adapter_files import find_adapter, is_scalar_adapter
-from marlhf.models.adapters import FrozenBase, View
+from marlhf.models.adapters import FrozenBase, View, frozen_dtype, store_matrices
 from marlhf.models.load import (
     Model,
     Tokenizer,
@@ -42,6 +42,7 @@ from marlhf.train.lora import (
     saved_adapter,
     start_from,
 )
+from marlhf.train.parsing import Parsing, open_parsing
 from marlhf.train.parts import Parts
 from marlhf.train.progress import warn
 from marlhf.train.rl_config import RLConfig
@@ -61,6 +62,7 @@ class Models:
     tokenizer: Tokenizer
     vocabulary: Vocabulary
     world: World
+    parsing: Parsing | None = None  # for rules that follow constituents
 
 
 def load_models(config: RLConfig, parts: Parts, world: World, *, critic: bool) -> Models:
@@ -81,23 +83,41 @@ def load_models(config: RLConfig, parts: Parts, world: World, *, critic: bool) -
         for name, model in named.items():
             if model is not None:
                 check_vocabulary(model, tokenizer, name)
-    policy = world.place(policy, config.precision)
+        parsing = open_parsing(config.segmenter, tokenizer)
+    policy = world.place(policy, config.precision, compiled=config.compile)
     with world.together():
         engine = _load_engine(config, policy, tokenizer, world)
     table = vocabulary(tokenizer, policy.config.get_text_config().vocab_size)
+    given = [parts.ref_model, *(parts.reward_funcs or ())]
     for _, scorer, _ in rewards.parts:
         if isinstance(scorer, RewardModel):
-            scorer.model = world.place(scorer.model, config.precision)
+            scorer.model = _freeze(scorer.model, config, world, given)
+    if scalar is not None:
+        scalar = world.place(scalar, config.precision, compiled=config.compile)
     return Models(
         policy,
-        world.place(reference, config.precision).requires_grad_(False),
-        None if scalar is None else world.place(scalar, config.precision),
+        _freeze(reference, config, world, given),
+        scalar,
         rewards,
         engine,
         tokenizer,
         Vocabulary(**{k: v.to(world.device) for k, v in vars(table).items()}),
         world,
+        parsing,
     )
+
+
+def _freeze(model: Model, config: RLConfig, world: World, given: Sequence[Any]) -> Model:
+    """A model that is only asked, its matrices in the type that they are used in anyway.
+
+    Under autocast that changes no bit of its answers, and halves its memory. A user's own object
+    keeps its weights.
+    """
+    dtype = frozen_dtype(world.device, config.precision)
+    whole = isinstance(model, PreTrainedModel) and not any(model is x for x in given)
+    if dtype is not None and whole and not world.sharded:
+        store_matrices(model, dtype)
+    return world.place(model, config.precision, compiled=config.compile).requires_grad_(False)
 
 
 def load_prompts(

@@ -16,30 +16,34 @@ import torch
 from torch import Tensor
 
 from marlhf.core import (
-    Responses,
     Segments,
     Vocabulary,
     group_advantages,
     kl_estimate,
     macro_gae,
-    masked_mean,
     ppo_policy_loss,
     rloo_advantages,
-    segment,
-    shape_rewards,
 )
-from marlhf.models.forward import token_stats
+from marlhf.models.forward import send, token_stats
 from marlhf.models.load import autocast
 from marlhf.train import ppo
 from marlhf.train.checkpoint import generator_state, set_generator_state
 from marlhf.train.distributed import start
+from marlhf.train.experience import (
+    Credit,
+    Experience,
+    collect,
+    count,
+    decide,
+    drift,
+    reward_parts,
+)
 from marlhf.train.guards import warn_early
 from marlhf.train.kl import KLController
 from marlhf.train.loop import Loop, open_run
 from marlhf.train.measure import Clock, to_numbers
 from marlhf.train.optim import apply_update, check_finite, learning_rate_at, make_optimizer
 from marlhf.train.parts import NOTHING, Parts
-from marlhf.train.ppo import Credit, Experience, collect, reward_parts
 from marlhf.train.probe import Probe
 from marlhf.train.rl_models import Models, load_models, load_prompts
 from marlhf.train.rloo_config import RLOOConfig
@@ -150,13 +154,13 @@ def credit(
 @torch.no_grad()
 def held_out_credit(
     experience: Experience,
-    table: Vocabulary,
+    models: Models,
     config: RLOOConfig,
     kl_coef: float,
     shuffler: torch.Generator,
 ) -> Credit:
     """For samples to look at: a held-out prompt is answered once, so all of them are one group."""
-    plan = still_to_come(experience, table, config, kl_coef, shuffler)
+    plan = still_to_come(experience, models.vocabulary, config, kl_coef, shuffler)
     above = plan.returns - plan.returns[:, :1].mean()
     return replace(plan, advantages=torch.where(plan.segments.mask, above, 0.0))
 
@@ -169,29 +173,14 @@ def still_to_come(
     shuffler: torch.Generator,
 ) -> Credit:
     """Rewards, macro actions and the return from each on, held against nothing yet."""
-    sequences = experience.sequences
-    seeds = torch.randint(2**62, (len(sequences.mask),), generator=shuffler)
-    responses = Responses(
-        sequences.responses,
-        sequences.mask,
-        ref_logprobs=experience.ref_logprobs,
-        vocabulary=table,
-        seeds=seeds.to(sequences.mask.device),
-    )
-    rewards = shape_rewards(
-        experience.scores,
-        experience.logprobs,
-        experience.ref_logprobs,
-        sequences.mask,
-        kl_coef if config.kl_in == "reward" else 0.0,
-        kl=config.kl_estimator,
-        score_clip=config.score_clip,
-    )
-    segments = segment(config.segmenter, responses, split_last=config.split_last).validate()
+    penalty = kl_coef if config.kl_in == "reward" else 0.0
+    found = decide(experience, table, config, penalty, shuffler)
     # Where nothing is valued, what generalised advantage estimation adds up is the return.
-    nothing = torch.zeros_like(rewards)
-    advantages, returns = macro_gae(rewards, nothing, segments, gamma=config.gamma, lam=1.0)
-    return Credit(rewards, segments, advantages, returns)
+    nothing = torch.zeros_like(found.rewards)
+    advantages, returns = macro_gae(
+        found.rewards, nothing, found.segments, gamma=config.gamma, lam=1.0
+    )
+    return Credit(found.rewards, found.segments, nothing, advantages, returns)
 
 
 def update(
@@ -230,14 +219,13 @@ def backward(
     """Gradients of one mini-batch, micro-batch by micro-batch, as exact parts of its mean."""
     chosen, world = experience.sequences.rows(mini), models.world
     device = chosen.mask.device
-    where = torch.tensor(mini, device=device)
-    num_tokens = chosen.mask.sum().clamp(min=1)
-    num_macros = plan.segments.macro_mask[where].sum().clamp(min=1)
-    num_terms = num_tokens if config.ratio == "token" else num_macros
+    where = send(torch.tensor(mini), device)
+    counts = count(Segments(plan.segments.ids[where], plan.segments.mask[where]))
+    num_terms = counts["token" if config.ratio == "token" else "macro"]
     names = ("policy_loss", "clip_fraction", "approx_kl", "logprob_gap")
     sums = {f"rloo/{name}": torch.zeros((), device=device) for name in names}
     for micro in world.batches(chosen.total_lengths, config.token_budget):
-        part, index = chosen.rows(micro.rows), where[torch.tensor(micro.rows, device=device)]
+        part, index = chosen.rows(micro.rows), where[send(torch.tensor(micro.rows), device)]
         mask, width = part.mask, part.mask.shape[1]
 
         def cut(x: Tensor, index: Tensor = index, width: int = width) -> Tensor:
@@ -263,21 +251,9 @@ def backward(
             kl = kl_estimate(logprobs, cut(experience.ref_logprobs), "k3")
             loss = loss + kl_coef * by_action(kl, segments, config) / num_terms
         (loss * micro.weight).backward()
-        with torch.no_grad():
-            change = logprobs - old
-            if config.ratio != "token":
-                pool = segments.sum if config.ratio == "macro" else segments.mean
-                change = segments.spread(pool(change))
-            outside = ((change.exp() - 1).abs() > config.clip).float()
-            gap = (logprobs - cut(experience.logprobs)).abs()
-            found = (
-                loss,
-                masked_mean(outside, mask, num_tokens),
-                masked_mean(kl_estimate(old, logprobs, "k3"), mask, num_tokens),
-                masked_mean(gap, mask, num_tokens),
-            )
-            for name, value in zip(sums, found):
-                sums[name] += value.detach() * micro.weight
+        moved = drift(logprobs, old, cut(experience.logprobs), segments, counts["token"], config)
+        for name, value in ({"policy_loss": loss} | moved).items():
+            sums[f"rloo/{name}"] += value.detach() * micro.weight
     return dict(zip(sums, world.sum(torch.stack(list(sums.values())))))
 
 

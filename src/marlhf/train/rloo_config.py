@@ -19,6 +19,9 @@ class RLOOConfig(RLConfig):
     """Settings of RLOO, which are the defaults. The paper: rate 1.5e-5, 4 samples a prompt.
 
     GRPO is `baseline: group`, `kl_in: loss`, `ratio: macro_mean`.
+
+    >>> RLOOConfig(model="tiny", baseline="group", kl_in="loss", ratio="macro_mean").num_samples
+    4
     """
 
     num_samples: int = 4

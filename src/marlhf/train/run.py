@@ -34,6 +34,7 @@ LINES = ("metrics.jsonl", "eval.jsonl", "samples.jsonl")
 FREE_TO_CHANGE = (
     *("output_dir", "save_every", "keep_checkpoints", "log_samples", "keep_best", "guards"),
     *("token_budget", "rollout_tokens", "gradient_checkpointing", "device", "parallel"),
+    "compile",
     *("vllm_url", "vllm_memory"),
     *("report_to", "run_name", "push_to_hub", "hub_model_id", "hub_private", "reward_timeout"),
 )

@@ -28,7 +28,11 @@ from marlhf.train.stage import (
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(StageConfig):
-    """Settings of supervised fine-tuning. The paper, Gemma-2B: batch 512, 3 epochs, 5e-5."""
+    """Settings of supervised fine-tuning. The paper, Gemma-2B: batch 512, 3 epochs, 5e-5.
+
+    >>> SFTConfig(model="tiny", output_dir="runs/sft", num_steps=100).learning_rate
+    5e-05
+    """
 
     learning_rate: float = 5e-5
     """Peak learning rate of AdamW. The paper: 5e-5 for 2B, 2e-5 for 7B, 5e-6 for 27B."""
@@ -57,7 +61,7 @@ def train(config: SFTConfig, parts: Parts = NOTHING) -> Path:
             max_response_tokens=config.max_response_tokens,
         )
         check_positions(model, examples + held_out)
-    model = world.place(model, config.precision)
+    model = world.place(model, config.precision, compiled=config.compile)
     optimizer = make_optimizer(model, config.learning_rate, config.weight_decay)
     total = count_steps(config, len(examples))
     pad = tokenizer.pad_token_id

@@ -1,10 +1,8 @@
 """Runs untrusted Python programs on Linux, with nothing to install.
 
->>> with Sandbox(workers=1) as sandbox:
-...     source = "def double(x): return 2 * x"
-...     [outcome] = sandbox.run([Program(source, calls=[Call("double", [21])])])
->>> outcome.status, outcome.returned
-('ok', [42])
+    with Sandbox() as sandbox:
+        [outcome] = sandbox.run([Program("print(int(input()) + 1)", stdin="41")])
+    assert (outcome.status, outcome.stdout) == ("ok", "42\\n")
 
 A program is a process that a fork server made, and several walls stand around it: namespaces (its
 own root folder with nothing but Python's libraries in it, its own network without a way out, its

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from marlhf.reward.sandbox.values import encode
+
 Status = Literal[
     "ok",
     "compile_error",
@@ -19,8 +21,10 @@ Status = Literal[
 
 @dataclass(frozen=True)
 class Call:
-    """A function to call once the program has run, with arguments that JSON can hold.
+    """A function to call once the program has run.
 
+    Arguments are made of None, booleans, numbers, text, bytes, lists, tuples, sets and
+    dictionaries.
     `"Solution.solve"` makes a `Solution()` and calls its method; so does plain `"solve"` where
     the program defines it nowhere else. With `args=None` the name is an expression to evaluate.
     """
@@ -45,8 +49,14 @@ class Case:
     def wire(self) -> list[list[Any]] | None:
         if self.calls is None:
             return None
-        given = [(c.name, c.args, c.kwargs) for c in self.calls]
-        return [[name, None if a is None else list(a), dict(k)] for name, a, k in given]
+        return [
+            [
+                call.name,
+                None if call.args is None else encode(list(call.args), strict=True),
+                encode(dict(call.kwargs), strict=True),
+            ]
+            for call in self.calls
+        ]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """System calls that Python has no name for, by way of the C library.
 
-This module and those it serves (`seccomp`, `landlock`, `namespaces`, `server`, `program`) run in
+This module and those above it (`seccomp`, `landlock`, `namespaces`, `server`, `program`) run in
 the sandbox's own processes, where neither torch nor the rest of marlhf is loaded: they import the
 standard library and one another, and nothing else.
 """
@@ -8,14 +8,17 @@ standard library and one another, and nothing else.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import signal
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.syscall.restype = ctypes.c_long
 
 # The same numbers on every architecture, for calls younger than Linux 5.1.
-CLOSE_RANGE, MOUNT_SETATTR = 436, 442
+PIDFD_SEND_SIGNAL, PIDFD_OPEN, MOUNT_SETATTR = 424, 434, 442
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
+MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
 SECCOMP = {"x86_64": 317, "aarch64": 277}
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 CAPSET = {"x86_64": 126, "aarch64": 91}
@@ -39,6 +42,26 @@ def call(name: str, *arguments: int | bytes | None) -> int:
 
 def prctl(option: int, value: int = 0) -> None:
     call("prctl", option, value, 0, 0, 0)
+
+
+def memory_file(name: bytes) -> int:
+    """A file without a place, which can be sealed; not every Python has `os.memfd_create`."""
+    cloexec, allow_sealing = 1, 2
+    return syscall(MEMFD_CREATE[machine()], name, cloexec | allow_sealing)
+
+
+def seal(fd: int) -> None:
+    """Nobody can change that file any more."""
+    add_seals, every_seal = 1033, 0xF
+    fcntl.fcntl(fd, add_seals, every_seal)
+
+
+def open_process(pid: int) -> int:
+    return syscall(PIDFD_OPEN, pid, 0)
+
+
+def kill_process(pidfd: int) -> None:
+    syscall(PIDFD_SEND_SIGNAL, pidfd, signal.SIGKILL, None, 0)
 
 
 def drop_capabilities() -> None:

@@ -64,12 +64,10 @@ class SandboxWarning(UserWarning):
 
 
 class Sandbox:
-    """Runs untrusted Python programs, many and fast; see the package for what it stops.
+    """A pool of fork servers, one a processor unless `workers` says otherwise.
 
-    >>> with Sandbox(workers=1) as sandbox:
-    ...     [outcome] = sandbox.run([Program("print(int(input()) + 1)", stdin="41")])
-    >>> outcome.status, outcome.stdout
-    ('ok', '42\\n')
+    `layers` has the walls that are up. `memory_mb` is what a program may take on top of what
+    Python has at its start; `output_bytes` holds for each of its outputs.
     """
 
     def __init__(
@@ -96,7 +94,7 @@ class Sandbox:
         try:
             self._workers = [first, *(Worker(self._settings) for _ in range(count - 1))]
             for worker in self._workers[1:]:
-                worker.layers()
+                self._await(worker)
             if not self._weak:
                 self._probe()
         except BaseException:
@@ -198,8 +196,18 @@ class Sandbox:
         worker.close()
         new = Worker(self._settings)
         self._workers[self._workers.index(worker)] = new
-        new.layers()
+        self._await(new)
         return new
+
+    def _await(self, worker: Worker) -> None:
+        try:
+            layers = worker.layers()
+        except OSError as error:
+            raise SandboxUnavailable(f"A fork server could not start: {error}") from error
+        if any(self.layers[name] != told for name, told in layers.items()):
+            raise SandboxUnavailable(
+                f"A fork server has other layers than the first one: {layers}, not {self.layers}."
+            )
 
 
 class _Loop:
@@ -265,8 +273,10 @@ class _Loop:
         self._stop_watching(run)
         outcome, job = run.finish(), run.job
         job.outcomes.append(outcome)
-        if outcome.status == "compile_error" and not job.done:
+        if outcome.status == "compile_error" and not job.suite.stop_early:
             job.outcomes += [outcome] * (len(job.suite.cases) - len(job.outcomes))
+        if job.done:
+            job.close()  # one descriptor less: a batch may have thousands of sources
         self._next(run.worker, None if job.done else job)
 
     def _overdue(self, run: Run) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import fcntl
 import gc
 import json
 import linecache
@@ -25,7 +26,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 from marlhf.reward.sandbox import kernel, landlock, namespaces, seccomp
-from marlhf.reward.sandbox.values import encode
+from marlhf.reward.sandbox.values import decode, encode
 
 SOURCE, STATUS, REPORT, CODE = 3, 4, 5, 6
 FILE_NAME = "program.py"
@@ -66,8 +67,6 @@ def _arrange(received: Sequence[int]) -> None:
 
     In the order in which the host sends them: source, input, output, error, status, report, code.
     """
-    import fcntl
-
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in received]
     for fd, place in zip(high, (SOURCE, 0, 1, 2, STATUS, REPORT, CODE), strict=True):
         os.dup2(fd, place, inheritable=False)
@@ -207,7 +206,7 @@ def _answer(call: list, space: dict[str, Any]) -> Any:
     if not owner and name not in space:
         raise NameError(f"the program does not define {name!r}")
     function = getattr(space[owner](), method) if owner else space[name]
-    return function(*arguments, **keywords)
+    return function(*decode(arguments), **decode(keywords))
 
 
 def _report(line: dict[str, Any]) -> None:
@@ -232,5 +231,7 @@ def _explain(error: BaseException) -> None:
     with suppress(BaseException):
         if isinstance(error, MemoryError):
             _report({"memory": True})
-        trace = error.__traceback__ and error.__traceback__.tb_next
+        trace = error.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
         traceback.print_exception(type(error), error, trace)

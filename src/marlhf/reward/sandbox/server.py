@@ -27,7 +27,7 @@ TMP_MB = 64
 def main(settings: dict[str, Any]) -> None:
     host = socket.socket(fileno=settings["socket"])
     try:
-        alive = os.pidfd_open(settings["host"])
+        alive = kernel.open_process(settings["host"])
         if os.getppid() != settings["host"]:
             return
         _preload(settings)
@@ -109,7 +109,7 @@ def _serve(host: socket.socket, alive: int, cage: Cage) -> None:
             program.live(received, cage, json.loads(request)["seconds"], server)
         for fd in received:
             os.close(fd)
-        running = os.pidfd_open(child)
+        running = kernel.open_process(child)
         socket.send_fds(host, [b"started"], [running])
         _wait_for(running, alive, host.fileno())
         os.close(running)

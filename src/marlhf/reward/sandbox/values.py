@@ -7,6 +7,7 @@ runs no code of the program's.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +20,26 @@ class Opaque:
 
 
 _PARTS = {"tuple": tuple, "set": set, "frozenset": frozenset}
-_DEPTH = 200
+_DEPTH, _ALIKE = 200, 1000
 
 
-def encode(value: Any, depth: int = 0) -> Any:
-    """Something that `json.dumps` takes. Subclasses become what they extend."""
+def encode(value: Any, *, strict: bool = False, depth: int = 0) -> Any:
+    """Something that `json.dumps` takes. Subclasses become what they extend.
+
+    Other types become opaque, or a TypeError if `strict`.
+    """
+
+    def inner(parts: Iterable[Any]) -> list[Any]:
+        return [encode(part, strict=strict, depth=depth + 1) for part in parts]
+
     if depth > _DEPTH:
-        raise ValueError(f"a returned value is nested more than {_DEPTH} deep")
-    if value is None or isinstance(value, (bool, str, float)):
-        return value if value is None or isinstance(value, bool) else _plain(value)
+        raise ValueError(f"a value is nested more than {_DEPTH} deep")
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, float):
+        return float(value)
     if isinstance(value, int):
         return int(value) if abs(value) < 2**63 else {"$": "int", "v": hex(value)}
     if isinstance(value, complex):
@@ -35,15 +47,16 @@ def encode(value: Any, depth: int = 0) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return {"$": "bytes", "v": bytes(value).hex()}
     if isinstance(value, list):
-        return [encode(part, depth + 1) for part in value]
+        return inner(value)
     if isinstance(value, dict):
-        pairs = [[encode(k, depth + 1), encode(v, depth + 1)] for k, v in value.items()]
-        return {"$": "dict", "v": pairs}
+        return {"$": "dict", "v": [inner(pair) for pair in value.items()]}
     for name, kind in _PARTS.items():
         if isinstance(value, kind):
-            return {"$": name, "v": [encode(part, depth + 1) for part in value]}
+            return {"$": name, "v": inner(value)}
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-        return encode(value.tolist(), depth + 1)
+        return encode(value.tolist(), strict=strict, depth=depth + 1)
+    if strict:
+        raise TypeError(f"a {type(value).__name__} cannot go into the sandbox: {value!r}")
     return {"$": "opaque", "v": repr(value)[:1000]}
 
 
@@ -60,12 +73,17 @@ def decode(value: Any) -> Any:
         return complex(*parts)
     if kind == "bytes":
         return bytes.fromhex(parts)
-    if kind == "dict":
-        return {decode(k): decode(v) for k, v in parts}
     if kind == "opaque":
         return Opaque(str(parts))
-    return _PARTS[kind](decode(part) for part in parts)
+    if kind == "dict":
+        keys = _spread([decode(key) for key, _ in parts])
+        return dict(zip(keys, [decode(item) for _, item in parts], strict=True))
+    decoded = [decode(part) for part in parts]
+    return _PARTS[kind](decoded if kind == "tuple" else _spread(decoded))
 
 
-def _plain(value: str | float) -> str | float:
-    return str.__str__(value) if isinstance(value, str) else float(value)
+def _spread(keys: list[Any]) -> list[Any]:
+    """The same, unless their hashes were chosen to be alike, which would take the host for ever."""
+    if len(keys) - len({hash(key) for key in keys}) > _ALIKE:
+        raise ValueError(f"more than {_ALIKE} keys with the same hash")
+    return keys

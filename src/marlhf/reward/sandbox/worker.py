@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import select
@@ -18,14 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from marlhf.reward.sandbox import kernel
 from marlhf.reward.sandbox.cases import Case, Outcome, Suite
 from marlhf.reward.sandbox.values import decode
 
 START_SECONDS = 60.0
+COMPILE_SECONDS = 5.0
+"""Added to a program's own time until it has compiled: the fork and a busy machine are in it."""
 GRACE_SECONDS = 10.0
 """How long a killed program may take to be gone before its server is given up."""
 ERROR_BYTES = 8192
-_SEALABLE = 0x1 | 0x2  # MFD_CLOEXEC, MFD_ALLOW_SEALING
 
 # The package's own name without its __init__ files, which would load torch into the server.
 _BOOT = """
@@ -136,7 +137,8 @@ class Run:
     def __init__(self, worker: Worker, job: Job, seconds: float, output_bytes: int) -> None:
         self.worker, self.job = worker, job
         self.seconds, self.output_bytes = seconds, output_bytes
-        self.began, self.deadline = time.monotonic(), time.monotonic() + seconds
+        self.began = time.monotonic()
+        self.deadline = self.began + seconds + COMPILE_SECONDS
         self.taken = 0.0
         self.killed: str | None = None
         self.exit: int | None = None
@@ -146,7 +148,7 @@ class Run:
         task = {"source": job.suite.source, "calls": job.case.wire()}
         source = _memory_file(json.dumps(task).encode())
         stdin = _memory_file(job.case.input())
-        code = os.memfd_create("code", _SEALABLE) if job.code is None else job.code
+        code = kernel.memory_file(b"code") if job.code is None else job.code
         ends = [self._pipe(buffer) for buffer in (self.stdout, self.stderr, self.status)]
         ends.append(self._pipe(self.report))
         stdout, stderr, status, report = ends
@@ -195,7 +197,7 @@ class Run:
         self.deadline = time.monotonic() + GRACE_SECONDS
         if self.pidfd is not None:
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+                kernel.kill_process(self.pidfd)
 
     @property
     def compiled(self) -> bool:
@@ -211,7 +213,7 @@ class Run:
             self.pidfd = None
         if self.job.code is None:
             if self.compiled:
-                _seal(self.code)
+                kernel.seal(self.code)
                 self.job.code = self.code
             else:
                 os.close(self.code)
@@ -265,16 +267,10 @@ class Run:
 
 def _memory_file(data: bytes) -> int:
     """A file without a name that nobody can change any more."""
-    fd = os.memfd_create("input", _SEALABLE)
+    fd = kernel.memory_file(b"input")
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
     os.lseek(fd, 0, os.SEEK_SET)
-    _seal(fd)
+    kernel.seal(fd)
     return fd
-
-
-def _seal(fd: int) -> None:
-    everything = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-    with suppress(PermissionError):  # sealed already
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, everything)

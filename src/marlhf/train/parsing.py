@@ -1,0 +1,36 @@
+"""Constituents of responses, parsed on other processes while the models score them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from marlhf.core import Constituents, Segmenter
+from marlhf.models.load import Tokenizer
+from marlhf.spans.align import TokenBytes
+from marlhf.spans.workers import ParserPool
+
+
+class Parsing:
+    """The parser of a rule that follows constituents.
+
+    Every process parses all rows: the parsers give the same spans everywhere, so nothing needs to
+    be sent.
+    """
+
+    def __init__(self, rule: Constituents, tokenizer: Tokenizer, workers: int | None = None) -> None:
+        self.tokens = TokenBytes.of(tokenizer)
+        self.pool = ParserPool(rule.parser, workers)
+
+    def begin(self, responses: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
+        """Start to parse; call what comes back for the spans, [B, S, 2]."""
+        aligned = self.tokens.align(responses)
+        pending = self.pool.submit(aligned.texts)
+        return lambda: torch.from_numpy(aligned.token_spans(pending()))
+
+
+def open_parsing(rule: Segmenter, tokenizer: Tokenizer) -> Parsing | None:
+    """What a rule needs of a parser, which for most is nothing."""
+    return Parsing(rule, tokenizer) if isinstance(rule, Constituents) else None

@@ -1,0 +1,209 @@
+"""The fast engine against its plain twin, and its parts against theirs."""
+
+import pytest
+import torch
+
+from marlhf.rollout import NativeEngine, Sampling, continuous, draws, kernels
+from marlhf.rollout.continuous import State, sample
+from marlhf.rollout.llama import LlamaDecoder
+from marlhf.rollout.plain import PlainEngine
+from marlhf.rollout.slots import ModuleDecoder, WeightCopies, mismatch
+
+PROMPTS = [[5 + i % 7, 2 + i, *range(3, 3 + i % 5 * 4)] for i in range(13)]
+ENDS = [1, 7, 9]
+gpu = pytest.mark.gpu
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def together(model, sampling, seeds=range(13), prompts=PROMPTS, **options):
+    """Responses and log-probs of the plain engine and of the native one."""
+    plain = PlainEngine(model, ENDS, 0, **options).generate(prompts, sampling, seeds)
+    engine = NativeEngine(model, ENDS, 0, **options)
+    native = engine.generate(prompts, sampling, seeds)
+    return plain, native, engine
+
+
+@pytest.mark.parametrize("sampling", [Sampling(10, 0.9), Sampling(10, 1.0, top_k=9, top_p=0.8)])
+def test_slots_sample_what_the_plain_loop_samples(small, family, sampling):
+    plain, native, engine = together(small(family), sampling)
+    assert native.responses == plain.responses
+    assert native.ended.equal(plain.ended)
+    torch.testing.assert_close(native.logprobs, plain.logprobs, atol=1e-5, rtol=0)
+    assert engine.kind in (LlamaDecoder, ModuleDecoder)  # and so no fallback
+
+
+def test_llama_and_its_like_are_written_out_and_their_modules_agree(small):
+    for family in ("llama", "llama-tied", "mistral", "qwen2", "qwen3"):
+        model = small(family)
+        assert LlamaDecoder.fits(model)
+        with torch.no_grad():
+            assert mismatch(LlamaDecoder, model, None) < 1e-5
+            assert mismatch(ModuleDecoder, model, None) < 1e-5
+
+
+def test_a_response_depends_on_its_prompt_and_seed_alone(small):
+    model, sampling = small("llama"), Sampling(10, 1.0)
+    whole = NativeEngine(model, ENDS, 0).generate(PROMPTS, sampling, range(13))
+    order = torch.randperm(13, generator=torch.Generator().manual_seed(0)).tolist()
+    for budget in (1, 64 * 3, 64 * 8):  # one slot, three, eight
+        engine = NativeEngine(model, ENDS, 0, token_budget=budget)
+        part = engine.generate([PROMPTS[i] for i in order], sampling, order)
+        assert part.responses == [whole.responses[i] for i in order]
+    pair = NativeEngine(model, ENDS, 0).generate([PROMPTS[4]] * 2, sampling, [4, 5])
+    assert pair.responses[0] == whole.responses[4]
+    assert pair.responses[0] != pair.responses[1]
+
+
+def test_a_batch_costs_its_mean_and_not_its_longest(small):
+    model = small("llama")
+    engine = NativeEngine(model, ENDS, 0, token_budget=64 * 4)  # four slots
+    rows = []
+    step = LlamaDecoder.step
+    with pytest.MonkeyPatch.context() as patch:
+
+        def counted(self, tokens, positions, reach):
+            rows.append(len(tokens))
+            return step(self, tokens, positions, reach)
+
+        patch.setattr(LlamaDecoder, "step", counted)
+        rollout = engine.generate(PROMPTS * 3, Sampling(40, 1.0), range(39))
+    lengths = [len(response) for response in rollout.responses]
+    batches = [max(lengths[i : i + 4]) for i in range(0, 39, 4)]
+    assert sum(lengths) <= sum(rows) - 3 < 4 * sum(batches)  # the first call tries two prompts
+    assert sum(rows) < 1.5 * sum(lengths)
+
+
+def test_a_call_that_fits_uses_the_cache_of_the_last(small):
+    engine = NativeEngine(small("llama"), ENDS, 0)
+    first = engine.generate(PROMPTS, Sampling(10), range(13))
+    room = engine.room
+    assert engine.generate(PROMPTS, Sampling(10), range(13)).responses == first.responses
+    assert engine.generate(PROMPTS[:5], Sampling(10), range(5)).responses == first.responses[:5]
+    assert engine.room is room
+    engine.generate([[3] * 50], Sampling(60), [0])
+    assert engine.room is not room
+
+
+def test_weights_may_change_between_calls(small):
+    model = small("llama")
+    engine = NativeEngine(model, ENDS, 0)
+    engine.generate(PROMPTS, Sampling(6, 0), range(13))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.3)
+    engine.update_weights(model)
+    expected = PlainEngine(model, ENDS, 0).generate(PROMPTS, Sampling(6, 0), range(13))
+    assert engine.generate(PROMPTS, Sampling(6, 0), range(13)).responses == expected.responses
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [LlamaDecoder, ModuleDecoder])
+def test_bfloat16_copies_of_weights_give_autocasts_numbers(small, kind):
+    model = small("qwen3")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert mismatch(kind, model, torch.bfloat16) < 0.03
+        ids = torch.tensor([[5, 6, 7]])
+        before = model(ids).logits
+        with WeightCopies(model, torch.bfloat16).worn():
+            assert model.lm_head.weight.dtype == torch.bfloat16
+            assert torch.equal(model(ids).logits, before)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_model_that_only_passes_calls_on_is_sampled_from(small):
+    class View(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.inner = [model]
+            self.config, self.device = model.config, model.device
+
+        def forward(self, **kwargs):
+            return self.inner[0](**kwargs)
+
+    model = small("qwen2")
+    engine = NativeEngine(View(model), ENDS, 0)
+    plain = PlainEngine(model, ENDS, 0).generate(PROMPTS, Sampling(8), range(13))
+    assert engine.generate(PROMPTS, Sampling(8), range(13)).responses == plain.responses
+    assert engine.kind is ModuleDecoder
+
+
+def test_attention_that_cannot_be_taken_over_is_said_once_and_sampled_plainly(small, monkeypatch):
+    monkeypatch.setattr(LlamaDecoder, "fits", lambda model: False)
+    monkeypatch.setattr(ModuleDecoder, "step", lambda *_: torch.zeros(3, 48))
+    model = small("llama")
+    engine = NativeEngine(model, ENDS, 0)
+    with pytest.warns(UserWarning, match=r"LlamaForCausalLM \(logits were off by .* plain loop"):
+        native = engine.generate(PROMPTS, Sampling(6), range(13))
+    plain = PlainEngine(model, ENDS, 0).generate(PROMPTS, Sampling(6), range(13))
+    assert native.responses == plain.responses
+    assert engine.generate(PROMPTS, Sampling(6), range(13)).responses == plain.responses
+
+
+def test_shrinking_moves_whole_slots():
+    state = State.empty(6, 4, torch.device("cpu"))
+    for tensor in state.tensors:
+        tensor.copy_(torch.randint(1, 9, tensor.shape))
+    kept = [tensor[[4, 5]].clone() for tensor in state.tensors]
+    state.move(torch.tensor([4, 5]), torch.tensor([0, 2]))
+    for tensor, old in zip(state.tensors, kept):
+        assert tensor[[0, 2]].equal(old)
+    assert not state.running[[4, 5]].any()
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_graphs_sample_what_the_plain_loop_samples(small, family, temperature):
+    sizes = {} if family.startswith("gpt2") else {"head_dim": 16}
+    model = small(family, **sizes).cuda()
+    for budget in (1 << 17, 64 * 5):
+        options = {"precision": "float32", "token_budget": budget}
+        plain, native, engine = together(model, Sampling(10, temperature), **options)
+        again = engine.generate(PROMPTS, Sampling(10, temperature), range(13))  # all recorded
+        assert native.responses == plain.responses == again.responses
+        torch.testing.assert_close(again.logprobs, plain.logprobs, atol=1e-4, rtol=0)
+
+
+@gpu
+@on_gpu
+def test_kernels_are_their_plain_twins(monkeypatch):
+    torch.manual_seed(0)
+    slots, heads, groups, width, length = 33, 9, 3, 64, 200
+
+    def random(*shape):
+        return torch.randn(shape, device="cuda")
+
+    positions = torch.randint(0, length, (slots,), device="cuda")
+    order = torch.randperm(slots, device="cuda")
+    rotary = random(length, width // 2).repeat(1, 2), random(length, width // 2).repeat(1, 2)
+    inputs = [random(slots, 576), random(slots, 576), random(576).abs()]
+    gate_up, qkv = random(slots, 300), random(slots, heads + 2 * groups, width)
+    keys, values = random(slots, groups, length, width), random(slots, groups, length, width)
+    norms = (random(width).abs(), random(width).abs(), 1e-6)
+    logits = random(slots, 5000) * 3
+    uniform = draws(range(slots), 5, "cuda")
+
+    def results():
+        residual, delta, weight = (x.clone() for x in inputs)
+        yield kernels.add_norm(residual, delta, weight, 1e-5, torch.float32)
+        yield residual
+        yield kernels.swiglu(gate_up)
+        for norm in (None, norms):
+            x, k, v = qkv.clone(), keys.clone(), values.clone()
+            kernels.rotate_and_store(x, rotary, positions, order, k, v, norm)
+            yield from (x, k, v)
+        query = qkv[:, :heads]
+        for window, cap in ((None, None), (7, None), (90, 3.0)):
+            yield kernels.attend(query, keys, values, positions, None, 0.125, window, cap)
+        state = State.empty(slots, 5, torch.device("cuda"))
+        state.uniform[:, :5] = uniform
+        state.running[:30] = True
+        ends = torch.arange(40, device="cuda")
+        sample(logits, Sampling(5, 0.8), state, ends)
+        yield from state.tensors
+
+    fused = list(results())
+    monkeypatch.setattr(kernels, "triton_kernels", None)
+    monkeypatch.setattr(continuous, "fused", lambda _: False)
+    for ours, plain in zip(fused, results(), strict=True):
+        torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
