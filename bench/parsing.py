@@ -47,14 +47,14 @@ def main() -> None:
     options.add_argument("--data", type=Path, help="folder of HH's data.jsonl.gz files")
     options.add_argument("--skip", type=int, default=3200, help="sentences left out")
     options.add_argument("--sentences", type=int, default=1500)
-    options.add_argument("--speed-only", metavar="PARSER", default="english")
+    options.add_argument("--parser", default="english", help="which to time")
     args = options.parse_args()
     if args.agree:
         print_agreement(args.agree, args.data, args.skip, args.sentences)
     elif args.step:
         print_steps(args.shape, args.repeats)
     else:
-        print_costs(args.speed_only, args.repeats)
+        print_costs(args.parser, args.repeats)
 
 
 def prose() -> tuple[TokenBytes, list[list[int]]]:
@@ -152,7 +152,7 @@ def print_agreement(name: str, folder: Path, skip: int, count: int) -> None:
     words = sum(map(len, begins))
     print(f"{len(texts)} sentences, {words} words, reference {name}, cutoff {CUTOFF}\n")
     print(f"{'parser':16}{'precision':>10}{'recall':>8}{'F1':>7}{'sentences/s':>13}")
-    grams = [{i for i in range(CUTOFF, len(b), CUTOFF)} for b in begins]
+    grams = [set(range(CUTOFF, len(b), CUTOFF)) for b in begins]
     rows = {
         "english": (boundaries(ours, begins), f"{rate:.0f}"),
         "fixed 5-grams": (grams, ""),
@@ -171,9 +171,10 @@ def take_sentences(
     """Sentences of answers, as the reference divides and parses them, in a fixed order."""
     texts: list[str] = []
     for file in sorted(folder.glob("**/data.jsonl.gz")):
-        for line in gzip.open(file, "rt", encoding="utf-8"):
-            answer = json.loads(line)["chosen"].split("\n\nAssistant:")[-1].strip()
-            texts += [answer] if answer else []
+        with gzip.open(file, "rt", encoding="utf-8") as lines:
+            dialogues = [json.loads(line)["chosen"] for line in lines]
+        answers = (text.split("\n\nAssistant:")[-1].strip() for text in dialogues)
+        texts += filter(None, answers)
     random.Random(0).shuffle(texts)
     found: list[tuple[str, list[Phrase]]] = []
     for first in range(0, len(texts), 100):
@@ -194,7 +195,9 @@ def reach(phrases: Sequence[Phrase]) -> int:
     return max(p.end for p in phrases)
 
 
-def boundaries(trees: Sequence[Sequence[Phrase]], begins: Sequence[Sequence[int]]) -> list[set[int]]:
+def boundaries(
+    trees: Sequence[Sequence[Phrase]], begins: Sequence[Sequence[int]]
+) -> list[set[int]]:
     """The words that begin a macro action, but for the first of each sentence."""
     width = max(map(len, begins))
     spans = [

@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from marlhf.core import NGram, Perplexity, RandomNGram, Vocabulary
 from marlhf.data import Row
-from marlhf.models.adapters import FrozenBase, LoRA, frozen_dtype
+from marlhf.models.adapters import FrozenBase, LoRA, frozen_dtype, store_matrices
 from marlhf.models.compile import compile_blocks
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.reward import RewardModel, Rewards
@@ -44,7 +44,7 @@ from marlhf.spans import vocabulary
 from marlhf.train.distributed import World
 from marlhf.train.measure import Clock, to_numbers
 from marlhf.train.optim import make_optimizer
-from marlhf.train.ppo import collect, credit, describe, update
+from marlhf.train.ppo import appraise, collect, credit, decide, describe, update
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.stage import Example
@@ -219,6 +219,9 @@ def build_four(shape: Shape, device: torch.device, checkpointing: bool) -> tuple
     policy, reference = (random_model(shape, device, False, checkpointing) for _ in range(2))
     reference.requires_grad_(False).load_state_dict(policy.state_dict())
     critic, reward = (random_model(shape, device, True, checkpointing) for _ in range(2))
+    if (dtype := frozen_dtype(device, "auto")) is not None:
+        for frozen in (reference, reward):
+            store_matrices(frozen.requires_grad_(False), dtype)
     return policy, reference, critic, reward
 
 
@@ -260,9 +263,13 @@ def measure(
             clock = Clock(device)
             start = time.perf_counter()
             experience = collect(examples, models, settings, seeds, lambda x: x, clock)
-            plan = credit(experience, models.vocabulary, settings, 0.05, shuffler)
+            decisions = decide(experience, models.vocabulary, settings, 0.05, shuffler)
+            values, losses = appraise(experience, decisions, models, settings)
+            plan = credit(decisions, values, settings)
             clock.mark("credit")
-            metrics = update(experience, plan, models, optimizers, settings, step, 10**6, shuffler)
+            metrics = losses | update(
+                experience, plan, models, optimizers, settings, step, 10**6, shuffler
+            )
             numbers = to_numbers(metrics | describe(experience, plan, 0.05))
             clock.mark("update")
             whole = time.perf_counter() - start

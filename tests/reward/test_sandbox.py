@@ -1,10 +1,9 @@
-"""Hostile programs get nowhere, honest ones run, and nothing stays behind."""
+"""Hostile programs get nowhere, servers come and go, and nothing stays behind."""
 
 import errno
 import json
 import os
 import re
-import resource
 import signal
 import socket
 import struct
@@ -18,20 +17,15 @@ import pytest
 
 from marlhf.reward import sandbox as package
 from marlhf.reward.sandbox import (
-    Call,
-    Case,
-    Opaque,
     Outcome,
     Program,
     Sandbox,
     SandboxUnavailable,
     SandboxWarning,
-    Suite,
     pool,
     seccomp,
     worker,
 )
-from marlhf.reward.sandbox.values import decode, encode
 
 HERE = Path(__file__).parent
 PRELUDE = """
@@ -295,277 +289,6 @@ def test_the_filter_by_hand(machine):
         assert verdict(machine, 0x40000000) == "kill"  # x32
 
 
-HONEST = {
-    "input": ("print(int(input()) + int(input()))", "1\n2\n", "3\n"),
-    "no input": ("print('hello')", "", "hello\n"),
-    "lines": ("import sys\nprint([line.rstrip() for line in sys.stdin])", "a\nb", "['a', 'b']\n"),
-    "bytes": ("import sys\nprint(sys.stdin.buffer.read())", b"\xff\x00\n", "b'\\xff\\x00\\n'\n"),
-    "open(0)": ("print(open(0).read().split())", "1 2\n3", "['1', '2', '3']\n"),
-    "os.read": ("import os\nprint(os.read(0, 99))", "abc", "b'abc'\n"),
-    "dev stdin": ("print(open('/dev/stdin').read())", "abc", "abc\n"),
-    "carriage returns": ("print(repr(input()))", "a\r\n", "'a'\n"),
-    "end of input": ("try:\n    input()\nexcept EOFError:\n    print('end')", "", "end\n"),
-    "much input": ("print(len(input()))", "x" * 3_000_000, "3000000\n"),
-    "prompt": ("print(input('? '))", "x", "? x\n"),
-    "unicode": ("print(input()[::-1], '\u2603')", "äö😀", "😀öä \u2603\n"),
-    "no newline": ("import sys\nsys.stdout.write('x')", "", "x"),
-    "print to fd": ("import os\nos.write(1, b'x')", "", "x"),
-    "exit": ("import sys\nprint(1)\nsys.exit()", "", "1\n"),
-    "exit 0": ("print(1)\nraise SystemExit(0)", "", "1\n"),
-    "main": ("def main(): print('in')\nif __name__ == '__main__': main()", "", "in\n"),
-    "atexit": ("import atexit\natexit.register(print, 'bye')\nprint('hi')", "", "hi\nbye\n"),
-    "recursion": (
-        "import sys\nsys.setrecursionlimit(10**6)\n"
-        "def f(n): return n and 1 + f(n - 1)\nprint(f(20000))",
-        "",
-        "20000\n",
-    ),
-    "thread with a large stack": (
-        "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(1 << 26)\n"
-        "def main(): print('in a thread')\nt = threading.Thread(target=main)\nt.start()\nt.join()",
-        "",
-        "in a thread\n",
-    ),
-    "thread not waited for": (
-        "import threading, time\n"
-        "threading.Thread(target=lambda: (time.sleep(0.05), print('late'))).start()",
-        "",
-        "late\n",
-    ),
-    "thread pool": (
-        "from concurrent.futures import ThreadPoolExecutor\n"
-        "with ThreadPoolExecutor(8) as pool: print(sum(pool.map(abs, range(-9, 1))))",
-        "",
-        "45\n",
-    ),
-    "asyncio": (
-        "import asyncio\nasync def main():\n    await asyncio.sleep(0.01)\n    print('awaited')\n"
-        "asyncio.run(main())",
-        "",
-        "awaited\n",
-    ),
-    "tempfile": (
-        "import tempfile, os\nwith tempfile.TemporaryDirectory() as folder:\n"
-        "    path = os.path.join(folder, 'x')\n    open(path, 'w').write('kept')\n"
-        "    print(open(path).read())\n"
-        "with tempfile.TemporaryFile() as f: print(f.write(b'12'))",
-        "",
-        "kept\n2\n",
-    ),
-    "file in the folder": ("open('a', 'w').write('x')\nprint(open('a').read())", "", "x\n"),
-    "stack limit": (
-        "import resource\nresource.setrlimit(resource.RLIMIT_STACK, (1 << 29, -1))\nprint('up')",
-        "",
-        "up\n",
-    ),
-    "alarm": (
-        "import signal\ndef ring(*_): print('rang')\nsignal.signal(signal.SIGALRM, ring)\n"
-        "signal.setitimer(signal.ITIMER_REAL, 0.01)\nsignal.pause()",
-        "",
-        "rang\n",
-    ),
-    "libraries": (
-        "import collections, heapq, itertools, functools, bisect, re, decimal, fractions, string\n"
-        "import datetime, random, json, csv, statistics, dataclasses, enum, typing, uuid, zlib\n"
-        "import math, unittest, inspect, pprint, textwrap, difflib, bz2, sqlite3\nprint('all')",
-        "",
-        "all\n",
-    ),
-    "subclass": (
-        "class A(list):\n    def __repr__(self): return 'A' + super().__repr__()\n"
-        "class B(A): pass\nprint(B([1]), B.__module__)",
-        "",
-        "A[1] __main__\n",
-    ),
-    "pickle of its own": (
-        "import pickle\nclass A: x = 1\nprint(pickle.loads(pickle.dumps(A())).x)",
-        "",
-        "1\n",
-    ),
-    "large numbers": ("print(len(str(2 ** 10000)))", "", "3011\n"),
-    "future": ("from __future__ import annotations\ndef f(x: Y): pass\nprint(1)", "", "1\n"),
-    "eager annotations": (
-        "def f(x: print('now')): pass" if sys.version_info < (3, 14) else "print('now')",
-        "",
-        "now\n",
-    ),
-    "hash seed": ("print(hash('a') == hash('a'), sorted({'b', 'a'}))", "", "True ['a', 'b']\n"),
-    "files": ("import os\nprint(os.listdir(), os.getcwd())", "", None),
-}
-
-
-@pytest.mark.parametrize("name", HONEST)
-def test_honest_programs_run(name, run):
-    source, stdin, expected = HONEST[name]
-    outcome = run(source, stdin)
-    assert outcome.status == "ok", outcome
-    assert expected is None or outcome.stdout == expected
-
-
-def test_numpy_runs(run):
-    pytest.importorskip("numpy")
-    outcome = run("import numpy as np\nprint(np.linalg.inv(np.eye(3) * 2).trace())")
-    assert (outcome.status, outcome.stdout) == ("ok", "1.5\n")
-
-
-def test_calls_return_plain_values(run):
-    source = """
-from collections import Counter, namedtuple
-class Solution:
-    def add(self, a, b=1): return a + b
-class Num(int): pass
-class Odd: pass
-P = namedtuple("P", "x y")
-def kinds():
-    return [(1, 2), {3}, {"k": 1.5, 2: None}, Num(7), 2 ** 100, b"x", 1j, True, Counter("aa")]
-def odd(): return Odd(), P(1, 2)
-"""
-    calls = [Call("add", [1]), Call("Solution.add", [1], {"b": 5}), Call("kinds"), Call("odd")]
-    outcome = run(source, calls=[*calls, Call("{1, 2} | set([3])", None)])
-    assert outcome.status == "ok", outcome
-    assert outcome.returned is not None
-    added, more, kinds, odd, union = outcome.returned
-    assert (added, more, union) == (2, 6, {1, 2, 3})
-    wanted = [(1, 2), {3}, {"k": 1.5, 2: None}, 7, 2**100, b"x", 1j, True, {"a": 2}]
-    assert kinds == wanted
-    assert [type(k) for k in kinds] == [type(w) for w in wanted]
-    assert isinstance(odd[0], Opaque)
-    assert odd[1] == (1, 2)
-
-
-def test_numpy_values_come_back_as_lists_and_numbers(run):
-    pytest.importorskip("numpy")
-    source = "import numpy as np\ndef f(): return np.arange(3), np.int64(4), np.float32(0.5)"
-    assert run(source, calls=[Call("f")]).returned == [([0, 1, 2], 4, 0.5)]
-
-
-def test_values_survive_the_journey():
-    for value in [
-        None,
-        -1.5,
-        float("inf"),
-        "\ud800",
-        [],
-        (),
-        {},
-        {(1, "a"): {2}},
-        frozenset({b""}),
-    ]:
-        assert decode(json.loads(json.dumps(encode(value)))) == value
-
-
-def test_arguments_of_every_plain_kind_go_in(run):
-    given = [(1, 2), {3}, {4: "x"}, b"y", 1j, [None, True], 10**30]
-    outcome = run("def same(*args): return list(args)", calls=[Call("same", given)])
-    assert outcome.returned == [given]
-    with pytest.raises(TypeError, match="a Opaque cannot go into the sandbox"):
-        run("", calls=[Call("f", [Opaque("x")])])
-
-
-def test_keys_chosen_to_collide_do_not_hold_up_the_host(run):
-    began = time.monotonic()
-    source = "def f(): return [{n * (2**61 - 1): 0} for n in range(20000)]"
-    assert run(source, calls=[Call("f")]).status == "ok"
-    forge = """
-import json, os
-pairs = [[{"$": "int", "v": hex(n * (2**61 - 1))}, 0] for n in range(20000)]
-data = json.dumps({"value": {"$": "dict", "v": pairs}}).encode() + b"\\n"
-while data:
-    data = data[os.write(5, data):]
-def f(): return 1
-"""
-    assert run(forge, calls=[Call("f")]).status == "runtime_error"
-    assert time.monotonic() - began < 20
-
-
-FORGERIES = {
-    "leaves early": "import os\nos._exit(0)",
-    "exits early": "raise SystemExit(0)",
-    "exits in the call": "import sys\ndef f(): sys.exit(0)",
-    "leaves in the call": "import os\ndef f(): os._exit(0)",
-    "prints a result": "import os\nprint('{\"value\": 3}')\nos._exit(0)",
-    "spoils the report": 'import os\nos.write(5, b\'{"value": {"$": 1}}\\n\')\ndef f(): return 3',
-    "nests the report": "import os\nos.write(5, b'[' * 100000 + b'\\n')\ndef f(): return 3",
-    "reports half a line": "import os\nos.write(5, b'{\"value\": ')\nos._exit(0)",
-    "defines nothing": "",
-    "raises": "def f(): raise ValueError('no')",
-    "raises SystemExit's child": "class E(SystemExit): pass\ndef f(): raise E(0)",
-    "returns itself": "def f():\n    x = []\n    x.append(x)\n    return x",
-}
-
-
-@pytest.mark.parametrize("name", FORGERIES)
-def test_calls_that_did_not_return_are_no_success(name, run):
-    outcome = run(FORGERIES[name], calls=[Call("f")])
-    assert outcome.status == "runtime_error", outcome
-    assert not outcome.returned or outcome.returned == [3]
-
-
-def test_equality_cannot_be_bribed(run):
-    source = (
-        "class Yes(int):\n    def __eq__(self, other): return True\ndef f(): return Yes(1), Yes"
-    )
-    outcome = run(source, calls=[Call("f")])
-    assert outcome.returned is not None
-    one, yes = outcome.returned[0]
-    assert one != 2
-    assert yes != 2
-
-
-def test_values_before_a_failure_are_kept(run):
-    outcome = run("def f(n): return 1 // n", calls=[Call("f", [1]), Call("f", [0]), Call("f", [1])])
-    assert outcome.status == "runtime_error"
-    assert outcome.returned == [1]
-    assert "ZeroDivisionError" in outcome.stderr
-    assert "sandbox" not in outcome.stderr  # the traceback begins in the program
-
-
-def test_a_suite_compiles_once_and_starts_afresh(sandbox):
-    source = (
-        "import os\nn = int(input())\nprint(n, os.path.exists('mark'))\nopen('mark', 'x')\n1 // n"
-    )
-    cases = [Case(str(n)) for n in (1, 2, 0, 4)]
-    [all_four] = sandbox.run_suites([Suite(source, cases)])
-    assert [o.stdout for o in all_four] == ["1 False\n", "2 False\n", "0 False\n", "4 False\n"]
-    assert [o.status for o in all_four] == ["ok", "ok", "runtime_error", "ok"]
-    [three, none] = sandbox.run_suites([Suite(source, cases, stop_early=True), Suite(source, [])])
-    assert [o.status for o in three] == ["ok", "ok", "runtime_error"]
-    assert none == []
-    [broken] = sandbox.run_suites([Suite("x = (", cases)])
-    assert [o.status for o in broken] == ["compile_error"] * 4
-
-
-def test_one_program_leaves_nothing_for_the_next(sandbox):
-    spoil = "import os, math, builtins\nmath.pi = 3\nbuiltins.x = 1\nopen('left', 'w')\nos.umask(0)"
-    look = "import os, math\nprint(math.pi > 3.1, 'x' in dir(__builtins__), os.listdir('/tmp'))"
-    outcomes = sandbox.run([Program(p) for p in [spoil, look] * 4])
-    assert {o.stdout for o in outcomes[1::2]} == {"True False ['.stdin']\n"}
-
-
-def test_order_is_kept_and_the_clock_is_each_programs_own(sandbox):
-    programs = [
-        Program("import time\nn = input()\ntime.sleep(float(n))\nprint(n)", str(n / 50))
-        for n in (9, 1, 5, 0, 3)
-    ]
-    assert [float(o.stdout) for o in sandbox.run(programs)] == [0.18, 0.02, 0.1, 0.0, 0.06]
-    began = time.monotonic()
-    assert [o.status for o in sandbox.run([Program("while 1: pass", seconds=0.2)] * 4)] == [
-        "timeout"
-    ] * 4
-    assert time.monotonic() - began < 10
-
-
-def test_a_large_batch_holds_few_descriptors(sandbox):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = max(int(name) for name in os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 50, hard))
-    try:
-        outcomes = sandbox.run([Program(f"print({n})") for n in range(100)])
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert [o.stdout for o in outcomes] == [f"{n}\n" for n in range(100)]
-
-
 def test_output_is_cut_at_the_limit():
     with build(output_bytes=1000, preload=()) as sandbox:
         [within, beyond] = sandbox.run([Program("print('x' * 999)"), Program("print('x' * 1000)")])
@@ -614,6 +337,19 @@ def test_a_fork_of_the_host_needs_its_own(sandbox, monkeypatch):
     monkeypatch.setattr(sandbox, "_owner", 1)
     with pytest.raises(RuntimeError, match="Make a Sandbox here"):
         sandbox.run([Program("")])
+
+
+def test_close_is_quick_though_a_fork_holds_the_socket():
+    sandbox = build(workers=1, preload=())
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    began = time.monotonic()
+    sandbox.close()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert time.monotonic() - began < 5
 
 
 def test_a_closed_sandbox_says_so():
@@ -702,9 +438,11 @@ def start_alone(code: str, settings: dict, python=sys.executable, **options) -> 
 
 
 ORDINARY = """
-import os
-from marlhf.reward.sandbox import Program, Sandbox
+import os, warnings
+from marlhf.reward.sandbox import Program, Sandbox, pool
 assert os.getuid() == 65534
+warnings.simplefilter("ignore")
+pool._PLANS = (settings["walls"],)
 sandbox = Sandbox(workers=2, memory_mb=192, seconds=20.0)
 programs = [Program(source, seconds=seconds) for source, seconds in settings["programs"]]
 outcomes = sandbox.run([Program("print(input())", "honest"), *programs])
@@ -712,24 +450,27 @@ print(json.dumps([sandbox.layers, [[o.status, o.stdout, o.stderr] for o in outco
 """
 
 
-def test_an_ordinary_user_has_the_same_walls(host, tmp_path):
+@pytest.mark.parametrize("walls", ["all", "landlock"])
+def test_an_ordinary_user_has_the_same_walls(walls, host):
     if os.geteuid() != 0:
         pytest.skip("the other tests run as an ordinary user already")
-    build(workers=1, preload=()).close()
+    build(walls, workers=1, preload=()).close()
     nobody = {"user": 65534, "group": 65534, "extra_groups": []}
     python = next((p for p in (sys.executable, "/usr/bin/python3") if usable(p, nobody)), None)
     if python is None:
         pytest.skip("no Python here that an ordinary user can run")
-    chosen = {t: s for t, (s, _) in HOSTILE.items() if "timeout" not in HOSTILE[t][1]}
-    sources = [(PRELUDE + host.fill(s), 20.0) for s in chosen.values() if len(s) < 20_000]
-    process = start_alone(ORDINARY, {"programs": sources}, python, **nobody)
+    short = {t: s for t, (s, _) in HOSTILE.items() if len(s) < 20_000}  # it travels in argv
+    chosen = {t: s for t, s in short.items() if "timeout" not in HOSTILE[t][1]}
+    sources = [(PRELUDE + host.fill(s), 20.0) for s in chosen.values()]
+    process = start_alone(ORDINARY, {"programs": sources, "walls": WALLS[walls]}, python, **nobody)
     told, _ = process.communicate(timeout=300)
     layers, [honest, *others] = json.loads(told)
-    assert layers["namespaces"] or layers["landlock"]
     assert layers["seccomp"] is True
+    for layer in LAYERS[walls]:
+        assert layers[layer]
     assert honest[:2] == ["ok", "honest\n"]
     assert len(others) > 50
-    for title, (status, stdout, stderr) in zip(chosen, others):
+    for title, (status, stdout, stderr) in zip(chosen, others, strict=True):
         assert "BREACH" not in stdout, (title, stdout)
         assert status != "sandbox_error", (title, stderr)
 

@@ -63,9 +63,13 @@ def test_rows_do_not_depend_on_each_other(rows):
 @settings(max_examples=50)
 @given(st.lists(st.text(max_size=60), min_size=1, max_size=4))
 def test_spans_nest_and_lie_in_their_row(texts):
-    rows = [TINY(text, add_special_tokens=False)["input_ids"] + [TINY.eos_token_id] for text in texts]
+    rows = [
+        TINY(text, add_special_tokens=False)["input_ids"] + [TINY.eos_token_id] for text in texts
+    ]
     aligned = TABLE.align(rows)
-    spans = torch.from_numpy(aligned.token_spans(parse_flat(build_parser("english"), aligned.texts)))
+    spans = torch.from_numpy(
+        aligned.token_spans(parse_flat(build_parser("english"), aligned.texts))
+    )
     width = max(map(len, rows))
     mask = torch.tensor([[i < len(row) for i in range(width)] for row in rows])
     responses = Responses(torch.zeros_like(mask).long(), mask, spans=spans).validate()

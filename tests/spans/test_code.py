@@ -6,7 +6,7 @@ from marlhf.spans.code import MixedParser, PythonParser, looks_like_code
 from marlhf.spans.parser import nested
 
 pytest.importorskip("tree_sitter_python")
-PROGRAM = '''\
+PROGRAM = """\
 import os
 
 def f(x):
@@ -14,7 +14,7 @@ def f(x):
     return [y + "é" for y in x if y > 1]
 
 print(f([1, 2]))
-'''
+"""
 BROKEN = (
     "def f(:\n  return",
     "for i in range(10)\n    print(i",
@@ -49,14 +49,21 @@ def test_bytes_become_the_right_characters():
     [phrases] = PythonParser()([PROGRAM])
     found = {(p.label, PROGRAM[p.begin : p.end]) for p in phrases}
     assert ("binary_operator", 'y + "é"') in found
-    assert ("call", "print(f([1, 2]))") in found or ("expression_statement", "print(f([1, 2]))") in found
+    assert ("call", "print(f([1, 2]))") in found or (
+        "expression_statement",
+        "print(f([1, 2]))",
+    ) in found
     assert ("comment", "# sum ünïcode 🍎 of all") in found
     assert ("PP", "of all") in found  # a comment is prose
 
 
 def test_statements_are_what_sentences_are():
     [phrases] = PythonParser()(["x = 1\nif x:\n    y = 2\n"])
-    roots = [p for p in phrases if not any(q.begin <= p.begin and p.end <= q.end for q in phrases if q != p)]
+    roots = [
+        p
+        for p in phrases
+        if not any(q.begin <= p.begin and p.end <= q.end for q in phrases if q != p)
+    ]
     assert [p.label for p in roots] == ["expression_statement", "if_statement"]
 
 

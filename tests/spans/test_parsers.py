@@ -55,7 +55,9 @@ def spacy_stand_in(pipes=("tok2vec", "parser")):
     ]
     for token, head in zip(tokens, HEADS):
         token.head = tokens[head]
-    tokens.append(Token(i=6, idx=20, text="\n", dep_="", pos_="SPACE", is_space=True, head=tokens[1]))
+    tokens.append(
+        Token(i=6, idx=20, text="\n", dep_="", pos_="SPACE", is_space=True, head=tokens[1])
+    )
 
     class Pipeline:
         pipe_names = pipes
@@ -102,7 +104,9 @@ STANZA = Tree(
         Tree(
             "VP",
             Tree("VBD", Tree("saw")),
-            Tree("NP", *[Tree(t, Tree(w)) for t, w in (("DT", "the"), ("JJ", "old"), ("NN", "car"))]),
+            Tree(
+                "NP", *[Tree(t, Tree(w)) for t, w in (("DT", "the"), ("JJ", "old"), ("NN", "car"))]
+            ),
         ),
         Tree(".", Tree(".")),
     ),

@@ -65,13 +65,13 @@ def test_paint_with_bars_and_with_colours():
 
 
 def test_constituents_are_shown_with_their_trees():
-    text = "Tell me a tale of a brave fox. The fox met an owl."
+    text = "Tell me a tale of a brave fox. The fox met a hungry owl."
     actions = cut_text(text, Constituents(), tokenizer="tiny", model=None, seed=0)
     joined = ["".join(action) for action in actions]
-    assert joined == ["Tell me", " a tale", " of a brave fox.", " The fox", " met an owl."]
+    assert joined == ["Tell me", " a tale", " of a brave fox.", " The fox", " met a hungry owl."]
     assert draw_trees(text, "english") == [
         "(S (VP Tell me (NP (NP a tale) (PP of (NP a brave fox)))) .)",
-        "(S (S (NP The fox) (VP met (NP an owl))) .)",
+        "(S (S (NP The fox) (VP met (NP a hungry owl))) .)",
     ]
     assert draw_trees("", "english") == []
     assert draw_trees("x = [1]\ny", "python") == [

@@ -66,8 +66,7 @@ def experience(responses: list[list[int]], scores: list[float], seed: int = 0) -
     logprobs, ref = (torch.where(sequences.mask, x, 0.0) for x in (logprobs, ref))
     scored = torch.tensor(scores)
     ended = torch.ones(len(responses), dtype=torch.bool)
-    nothing = torch.zeros_like(logprobs)
-    return Experience(sequences, scored, scored, ended, logprobs, ref, nothing, None)
+    return Experience(sequences, scored, scored, ended, logprobs, ref, None)
 
 
 def credit(found: Experience, config: rloo.RLOOConfig, kl_coef: float) -> Credit:

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 _COMPILED: WeakSet[nn.Module] = WeakSet()
 
 
-KEEP = 0.6
+KEEP = 0.8
 """Share of a layer's results to keep for the backward pass rather than compute them again."""
 
 

@@ -246,6 +246,8 @@ class VLLMEngine(_VLLM):
         policy = None if isinstance(source, str) else source
         super().__init__(policy, end_tokens, pad_id, token_budget, precision)
         self.vllm = _import_vllm()
+        modules = () if policy is None else policy.modules()
+        calls = {kind: kind.__call__ for kind in map(type, modules)}
         settings: dict[str, Any] = {
             "skip_tokenizer_init": True,
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature
@@ -268,6 +270,11 @@ class VLLMEngine(_VLLM):
                     f"vLLM does not start: {_short(error)}. If it is short of memory, change "
                     "vllm_memory; for models that it does not know, set engine: native."
                 ) from error
+        if any(kind.__call__ is not call for kind, call in calls.items()):
+            raise RolloutError(
+                "vLLM has no code of its own for this model: it took over transformers', which the "
+                "policy needs as it was. Set engine: native, or run vLLM as a server."
+            )
         self.max_length = self.llm.model_config.max_model_len
 
     def _ask(

@@ -1,8 +1,8 @@
 """Which characters each sampled token stands for, exactly, whatever the tokenizer does.
 
 Nothing is tokenised again: the text is put together from the bytes of the very tokens that were
-sampled, so that text and tokens cannot disagree. Each token has one anchor, its first character that
-is not white space, and lies in a phrase when its anchor does.
+sampled, so that text and tokens cannot disagree. Each token has one anchor, its first character
+that is not white space, and lies in a phrase when its anchor does.
 
 Axes: B rows, S spans.
 """
@@ -99,8 +99,7 @@ class TokenBytes:
         """Text and anchors of all responses, in one pass over their bytes."""
         table, known = self.table, len(self.table)
         pieces = [
-            [table[i] if i < known else b"" for i in response] + [ROW_END]
-            for response in responses
+            [table[i] if i < known else b"" for i in response] + [ROW_END] for response in responses
         ]
         flat = [piece for row in pieces for piece in row]
         # A byte that is no text becomes one character, so that every byte has its character.

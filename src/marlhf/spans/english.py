@@ -2,8 +2,8 @@
 
 Words get a kind from lists, endings and their neighbours (`lexicon`, `tagging`); noun, verb and
 prepositional groups are then read from left to right, and each takes what follows as far as it
-belongs to it. It never fails: what fits nowhere stays a word by itself. Phrases of two to four words
-are what macro actions are made of, so these are what it takes care to get right.
+belongs to it. It never fails: what fits nowhere stays a word by itself. Phrases of two to four
+words are what macro actions are made of, so these are what it takes care to get right.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from marlhf.spans.parser import Phrase, nested
 from marlhf.spans.tagging import tag, verb_follows
 from marlhf.spans.words import Word, split_sentences
 
-BE = frozenset("am is are was were 'm 're 's be been being".split())
-KEPT = frozenset("of about like between for on than including such regarding".split())
+BE = frozenset(["am", "is", "are", "was", "were", "'m", "'re", "'s", "be", "been", "being"])
+KEPT = frozenset(
+    ["of", "about", "like", "between", "for", "on", "than", "including", "such", "regarding"]
+)
 """Prepositions that rather belong to an object than to its verb."""
 DEEPEST = 40
 """Groups within groups; beyond that words stand alone, however long a sentence runs on."""

@@ -1,42 +1,46 @@
 """What English words are, one letter a kind, as far as a list and an ending can tell.
 
-D determiner, N noun, I pronoun, Q number, J adjective, R adverb, V verb (base or present), K verb in
--ed or -en (past or participle), G verb in -ing, M auxiliary, X not, T to, P preposition, C and / or,
-S conjunction, W who / which / what, U interjection, O 's of possession, B noun or verb alike.
-The open classes hold common words whose ending does not tell; all else is a noun.
+D determiner, N noun, I pronoun, Q number, J adjective, R adverb, V verb (base or present), K verb
+in -ed or -en (past or participle), G verb in -ing, M auxiliary, X not, T to, P preposition, C and
+or or, S conjunction, W who, which, what, U interjection, O 's of possession, B noun or verb alike,
+L adjective or verb alike. The open classes hold common words whose ending does not tell; all else
+is a noun.
 """
 
 from __future__ import annotations
 
 _CLOSED = {
-    "D": "the a an this these those my your his its our their every each some any no another both "
-    "all either neither several many few most such enough half certain various ur",
-    "I": "i you he she it we they me him us them myself yourself himself herself itself ourselves "
-    "themselves mine yours hers ours theirs someone somebody something anyone anybody anything "
-    "everyone everybody everything nobody nothing one there u ya y'all others",
+    "D": "the a an this these those my your his its our their every each some any no another "
+    "both all either neither several many few most such enough half certain various ur",
+    "I": "i you he she it we they me him us them myself yourself himself herself itself "
+    "ourselves themselves mine yours hers ours theirs someone somebody something anyone "
+    "anybody anything everyone everybody everything nobody nothing one there u ya y'all "
+    "others",
     "M": "am is are was were be been being 'm 're 've 'll 'd will would can could may might must "
-    "shall should do does did has have had having ca wo ai gonna wanna gotta ought cannot im ive id "
-    "dont didnt doesnt cant wont isnt wasnt arent couldnt wouldnt shouldnt havent hasnt theres thats",
+    "shall should do does did has have had having ca wo ai gonna wanna gotta ought cannot "
+    "im ive id dont didnt doesnt cant wont isnt wasnt arent couldnt wouldnt shouldnt havent "
+    "hasnt theres thats",
     "X": "not n't n\u2019t never",
     "T": "to",
     "P": "of in for with on at from by about into through during against between among without "
-    "within along across behind beyond near upon under over above below toward towards throughout "
-    "despite including regarding per via onto inside outside around until till as like than like "
-    "besides except beside amid unlike versus vs vs. plus",
+    "within along across behind beyond near upon under over above below toward towards "
+    "throughout despite including regarding per via onto inside outside around until till "
+    "as like than besides except beside amid unlike versus vs vs. plus",
     "C": "and or but nor & plus",
-    "S": "if because although though while whereas unless whether since so before after once lest "
-    "'cause cuz cause bc",
-    "W": "who whom whose which what when where why how whatever whoever whichever wherever whenever "
-    "however",
-    "U": "yes yeah no hi hello hey oh ok okay please thanks sure well wow lol haha hmm um uh sorry "
-    "welcome",
-    "R": "very too also just only even really quite rather almost always often sometimes usually ever "
-    "again still yet already now then here soon perhaps maybe instead else otherwise away back up "
-    "down out off together however therefore thus ago later far further once twice else alone abroad "
-    "ahead apart aside forward indeed anyway meanwhile today tomorrow yesterday tonight somewhere "
-    "anywhere everywhere e.g. i.e. etc. etc especially particularly",
-    "Q": "two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty "
-    "hundred thousand million billion dozen",
+    "S": "if because although though while whereas unless whether since so before after once "
+    "lest 'cause cuz cause bc",
+    "W": "who whom whose which what when where why how whatever whoever whichever wherever "
+    "whenever however",
+    "U": "yes yeah no hi hello hey oh ok okay please thanks sure well wow lol haha hmm um uh "
+    "sorry welcome",
+    "R": "very too also just only even really quite rather almost always often sometimes usually "
+    "ever again still yet already now then here soon perhaps maybe instead else otherwise "
+    "away back up down out off together however therefore thus ago later far further once "
+    "twice alone abroad ahead apart aside forward indeed anyway meanwhile today tomorrow "
+    "yesterday tonight somewhere anywhere everywhere e.g. i.e. etc. etc especially "
+    "particularly",
+    "Q": "two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty "
+    "sixty hundred thousand million billion dozen",
 }
 CLOSED = {word: tag for tag, words in reversed(list(_CLOSED.items())) for word in words.split()}
 

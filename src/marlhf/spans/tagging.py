@@ -18,9 +18,13 @@ PREPOSITIONS = {
     "as": "for",
 }
 """Two words that are one preposition."""
-SUBJECTS = frozenset("i he she we they".split())
-THIRD_PERSON = frozenset("it that this who which".split())
-BE_OR_HAVE = frozenset("is are was were be has have had 's".split())
+SUBJECTS = frozenset(["i", "he", "she", "we", "they"])
+THIRD_PERSON = frozenset(["it", "that", "this", "who", "which"])
+ALONE = (
+    "many few most all some any each both this these those several such another enough either more"
+)
+"""Words that stand before a noun or for one."""
+BE_OR_HAVE = frozenset(["is", "are", "was", "were", "be", "has", "have", "had", "'s"])
 
 
 def tag(words: Sequence[str], written: Sequence[str]) -> str:
@@ -166,12 +170,11 @@ BY_WORD: dict[str, Rule] = {
     "so": _so,
     "like": _like,
     "pretty": _pretty,
-    **dict.fromkeys("since before after once until as than".split(), _before_clause),
-    **dict.fromkeys("up down out off back away".split(), _particle),
-    **dict.fromkeys("no well sure okay please welcome sorry".split(), _interjection),
+    **dict.fromkeys(["since", "before", "after", "once", "until", "as", "than"], _before_clause),
+    **dict.fromkeys(["up", "down", "out", "off", "back", "away"], _particle),
+    **dict.fromkeys(["no", "well", "sure", "okay", "please", "welcome", "sorry"], _interjection),
     **dict.fromkeys(
-        "many few most all some any each both this these those several such another enough "
-        "either more".split(),
+        ALONE.split(),
         _determiner_alone,
     ),
 }

@@ -42,9 +42,7 @@ class StanzaParser:
         for sentence in self.pipeline(text).sentences if text.strip() else ():
             # Words of one token (`don't`) share its characters; the first of them stands for it.
             places = [
-                (token.start_char, token.end_char)
-                for token in sentence.tokens
-                for _ in token.words
+                (token.start_char, token.end_char) for token in sentence.tokens for _ in token.words
             ]
             found += phrases(sentence.constituency, places)
         return found
@@ -88,13 +86,14 @@ def phrases(tree: Any, places: Sequence[tuple[int, int]]) -> list[Phrase]:
     number = count()
 
     def visit(node: Any) -> tuple[int, int]:
-        children = () if isinstance(node, str) else getattr(node, "children", node)
-        if not children:
+        # stanza's have children and a label; nltk's are lists with a method for it, leaves strings
+        children: Any = () if isinstance(node, str) else getattr(node, "children", node)
+        if isinstance(node, str) or not children:
             at = next(number)
             begin, end = places[at]
             found.append(Phrase(begin, end))
             return begin, end
-        label = node.label() if callable(node.label) else node.label
+        label: Any = node.label() if callable(node.label) else node.label
         at = len(found)
         ends = [visit(child) for child in children]
         begin, end = ends[0][0], ends[-1][1]

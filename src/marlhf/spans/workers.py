@@ -7,6 +7,7 @@ memory, see no GPU, and end by themselves when whoever started them is gone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -39,7 +40,7 @@ class ParserPool:
         self.parser = build_parser(name)  # a missing package or model is known at once
         self.count = spare_processors() if workers is None else workers
         self._workers: list[subprocess.Popen[str]] = []
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: list[ThreadPoolExecutor] = []  # one a worker, which does one thing at a time
         self._close = weakref.finalize(self, _close, self._workers)
 
     def submit(self, texts: Sequence[str]) -> Callable[[], Flat]:
@@ -47,20 +48,20 @@ class ParserPool:
         if not self.count or sum(map(len, texts)) < SMALL:
             return lambda: parse_flat(self.parser, texts)
         self._start()
-        assert self._threads is not None
-        count = len(self._workers)
         # Every third of the texts to each of three: all have as much to do.
         parts = [
-            self._threads.submit(_ask, worker, texts[i::count])
-            for i, worker in enumerate(self._workers)
+            thread.submit(_ask, worker, texts[i :: self.count])
+            for i, (worker, thread) in enumerate(zip(self._workers, self._threads))
         ]
         return lambda: _collect(parts, len(texts))
 
     def close(self) -> None:
         """End the workers. They also end when the pool is forgotten or the program ends."""
         self._close()
-        if self._threads:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        for thread in self._threads:
+            thread.shutdown(wait=False, cancel_futures=True)
+        self._threads.clear()
+        self.count = 0  # what comes after is parsed here
 
     def _start(self) -> None:
         if self._workers:
@@ -78,7 +79,7 @@ class ParserPool:
                 start_new_session=True,  # Ctrl-C is for the main program, which then closes them
             )
             self._workers.append(worker)
-        self._threads = ThreadPoolExecutor(self.count, thread_name_prefix="parsing")
+            self._threads.append(ThreadPoolExecutor(1, thread_name_prefix="parsing"))
 
 
 def spare_processors() -> int:
@@ -129,10 +130,8 @@ def _collect(parts: Sequence[Future[Flat]], count: int) -> Flat:
 def _close(workers: list[subprocess.Popen[str]]) -> None:
     for worker in workers:
         assert worker.stdin is not None
-        try:
+        with contextlib.suppress(OSError):  # it is gone already
             worker.stdin.close()
-        except OSError:  # it is gone already
-            pass
     for worker in workers:
         try:
             worker.wait(timeout=2)

@@ -134,9 +134,10 @@ class World(Alone):
         `compiled` holds on a GPU, for whole models that are not sharded.
         """
         if not self.sharded:
-            if compiled and self.device.type == "cuda" and isinstance(model, PreTrainedModel):
-                compile_blocks(model)
-            return model.to(self.device)
+            placed: Model = model.to(self.device)
+            if compiled and self.device.type == "cuda" and isinstance(placed, PreTrainedModel):
+                compile_blocks(placed)
+            return placed
         # Not moved first: block by block only each process's part of it gets there, and a model
         # that no one GPU holds still fits.
         mesh = init_device_mesh(self.device.type, (self.size,))

@@ -20,7 +20,9 @@ class Parsing:
     be sent.
     """
 
-    def __init__(self, rule: Constituents, tokenizer: Tokenizer, workers: int | None = None) -> None:
+    def __init__(
+        self, rule: Constituents, tokenizer: Tokenizer, workers: int | None = None
+    ) -> None:
         self.tokens = TokenBytes.of(tokenizer)
         self.pool = ParserPool(rule.parser, workers)
 

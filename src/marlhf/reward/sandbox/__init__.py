@@ -13,7 +13,7 @@ comes out is text and JSON, and the caller judges it.
 
 What it does not cover:
 
-- Holes in the kernel itself. The allowed calls are about 140 plain ones, but a program that finds
+- Holes in the kernel itself. The allowed calls are some 130 plain ones, but a program that finds
   a hole in one of them is out. Where programs come from somebody who means harm, use a virtual
   machine around all of it.
 - Side channels: timing, caches, how busy the machine is, the size of its memory.

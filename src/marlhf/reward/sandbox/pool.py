@@ -167,7 +167,7 @@ class Sandbox:
         with self._lock:
             if not self._workers:
                 raise RuntimeError("This sandbox is closed. Make a new one.")
-            jobs = [Job(suite, index) for index, suite in enumerate(suites)]
+            jobs = [Job(suite) for suite in suites]
             try:
                 _Loop(self, [job for job in jobs if job.suite.cases]).run()
             finally:

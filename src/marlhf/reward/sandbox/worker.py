@@ -41,7 +41,7 @@ main(settings)
 
 
 class WorkerDied(RuntimeError):
-    pass
+    """The fork server is gone."""
 
 
 class Worker:
@@ -70,7 +70,7 @@ class Worker:
 
     def layers(self) -> dict[str, bool | str]:
         """What the server has put up, once it has. OSError with its reason where it could not."""
-        if not select.select([self.socket], [], [], START_SECONDS)[0]:
+        if not _ready(self.socket.fileno(), START_SECONDS):
             raise OSError(f"no answer in {START_SECONDS:.0f} s")
         answer = json.loads(self.socket.recv(65536) or b'{"failed": ""}')
         if "failed" in answer:
@@ -91,6 +91,8 @@ class Worker:
 
     def close(self) -> None:
         """The server sees its socket closed and leaves, with whatever it runs."""
+        with suppress(OSError):  # for a forked copy of us as well, which would keep it open
+            self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
         self._said.close()
         try:
@@ -110,7 +112,6 @@ class Job:
     """A suite on its way: outcomes so far, and what its first program compiled."""
 
     suite: Suite
-    index: int
     outcomes: list[Outcome] = field(default_factory=list)
     code: int | None = None
     deaths: int = 0
@@ -221,7 +222,7 @@ class Run:
     def finish(self) -> Outcome:
         """Drain the pipes, whose other ends are closed by now, and judge."""
         for fd in list(self.pipes):
-            while select.select([fd], [], [], 0)[0] and self.read(fd):
+            while _ready(fd) and self.read(fd):
                 pass
         self.close()
         return self._outcome()
@@ -263,6 +264,13 @@ class Run:
             pass
         calls = self.job.case.calls
         return (None if calls is None else values[: len(calls)]), memory
+
+
+def _ready(fd: int, seconds: float = 0.0) -> bool:
+    """Whether there is something to read, or the end; `select` fails above 1023 descriptors."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 def _memory_file(data: bytes) -> int:
