@@ -41,7 +41,7 @@ from marlhf.models.tiny import tiny_tokenizer
 from marlhf.reward import RewardModel, Rewards
 from marlhf.rollout import NativeEngine, Sampling
 from marlhf.spans import vocabulary
-from marlhf.train.distributed import World
+from marlhf.train.distributed import start
 from marlhf.train.measure import Clock, to_numbers
 from marlhf.train.optim import make_optimizer
 from marlhf.train.ppo import appraise, collect, credit, decide, describe, update
@@ -202,7 +202,7 @@ def build(shape: Shape, device: torch.device, args: argparse.Namespace) -> tuple
         engine,
         tokenizer,
         Vocabulary(**{k: v.to(device) for k, v in vars(table).items()}),
-        World(device),
+        start(device.type),
     )
     return models, config
 
@@ -324,7 +324,8 @@ def print_rules(by_rule: dict[str, list[float]]) -> None:
 
 
 def print_trl(shape: Shape, device: torch.device, steps: int, ours: float) -> None:
-    """TRL's PPOTrainer on models of the same shape, in the same process."""
+    """TRL's PPOTrainer on models of the same shape, in the same process, as it comes."""
+    torch.backends.mkldnn.enabled = True  # marlhf turns it off on ARM; TRL's users have it on
     try:
         from datasets import Dataset
         from trl.experimental.ppo import PPOConfig as TRLConfig

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start; models here are minuscule
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+torch.set_num_threads(1)
 settings.register_profile("marlhf", deadline=None)  # busy machines are no failures
 settings.load_profile("marlhf")
 

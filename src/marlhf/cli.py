@@ -9,9 +9,10 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 app = typer.Typer(
     name="marlhf",
@@ -30,6 +31,24 @@ Overrides = Annotated[
 StageName = Annotated[
     str | None, typer.Option("--stage", help="Which stage, where the recipe has several.")
 ]
+
+
+class Several(typer.core.TyperCommand):
+    """A command whose repeatable options also take several values at once: `--n 4 8 16`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        several = {flag for p in self.params if getattr(p, "multiple", False) for flag in p.opts}
+        spread: list[str] = []
+        flag, has_value = "", False
+        for word in args:
+            if word.startswith("--"):
+                flag, has_value = word if word in several else "", False
+            elif flag and has_value:
+                spread.append(flag)
+            elif flag:
+                has_value = True
+            spread.append(word)
+        return super().parse_args(ctx, spread)
 
 
 def main() -> None:
@@ -98,6 +117,148 @@ def report(
 ) -> None:
     """One HTML file that compares runs."""
     _report(runs, output)
+
+
+@app.command("pass-at-k")
+def pass_at_k(
+    run: Annotated[Path, typer.Argument(help="A run folder with a finished model.")],
+    more: Annotated[list[int] | None, typer.Argument(metavar="[K]...", hidden=True)] = None,
+    k: Annotated[list[int] | None, typer.Option(help="One or more, as in --k 1 5.")] = None,
+    samples: Annotated[int | None, typer.Option(help="A problem; 10 unless given.")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Only so many problems.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="The run's unless given.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="The run's unless given.")] = None,
+    source: Annotated[str | None, typer.Option(help="Other data: apps, mbpp, ...")] = None,
+    path: Annotated[str | None, typer.Option(help="Other data: a file or folder.")] = None,
+    split: Annotated[str | None, typer.Option(help="All of a split, such as test.")] = None,
+    seconds: Annotated[float, typer.Option(help="For a program on one test.")] = 4.0,
+    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
+) -> None:
+    """Share of programming problems that k samples solve, by unit tests."""
+    from marlhf.evaluate.pass_at_k import Question, measure
+    from marlhf.reward.code import UnitTests
+
+    ks = tuple(sorted({*(k or ()), *(more or ())})) or (1, 5)
+    question = Question(
+        k=ks,
+        samples=max(10, *ks) if samples is None else samples,
+        prompts=prompts,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        source=source,
+        path=path,
+        split=split,
+        seed=seed,
+        device=device,
+    )
+
+    def progress(done: int, total: int) -> None:
+        typer.secho(f"{done} of {total} problems", err=True)
+
+    found = measure(run, question, UnitTests(seconds=seconds), progress)
+    for row in found["rows"]:
+        numbers = [(k, *(100 * x for x in row[f"pass@{k}"])) for k in ks]
+        shown = "  ".join(
+            f"pass@{k} {m:5.2f} [{low:.2f}, {high:.2f}]" for k, m, low, high in numbers
+        )
+        typer.echo(f"{row['difficulty']:14} {row['problems']:5} problems  {shown}")
+    if found["without_verdict"]:
+        typer.secho(f"{found['without_verdict']} problems have no verdict: see the log", err=True)
+
+
+@app.command("evaluate", cls=Several)
+def evaluate(
+    runs: Annotated[list[Path], typer.Argument(help="Runs, folders of them, or model folders.")],
+    prompts: Annotated[int, typer.Option(help="Held-out prompts to ask.")] = 2000,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(help="One or more: a model's folder, a run, module:function. The run's own."),
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="The run's unless given.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="The run's unless given.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    reference: Annotated[
+        str | None, typer.Option(help="What KL is measured to, or none. The run's own.")
+    ] = None,
+    like: Annotated[str | None, typer.Option(help="A run to take from what RUN lacks.")] = None,
+    source: Annotated[str | None, typer.Option(help="Other data: tldr, hh, ...")] = None,
+    path: Annotated[str | None, typer.Option(help="Other data: a file or folder.")] = None,
+    split: Annotated[str | None, typer.Option(help="All of a split, such as test.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
+) -> None:
+    """Score responses to held-out prompts, of any model by any reward models."""
+    from marlhf.evaluate.judged import summary_table
+    from marlhf.evaluate.score import evaluate
+    from marlhf.evaluate.subjects import Question
+
+    question = Question(
+        prompts=prompts,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        rewards=tuple(reward or ()),
+        reference=reference,
+        like=like,
+        source=source,
+        path=path,
+        split=split,
+        device=device,
+    )
+    found = evaluate(runs, question, _tell)
+    typer.echo(summary_table([(each.name, each.summary) for each in found]))
+    for each in found:
+        _tell(str(each.file))
+
+
+@app.command("best-of-n", cls=Several)
+def best_of_n(
+    run: Annotated[Path, typer.Argument(help="A run, or a model folder.")],
+    n: Annotated[list[int] | None, typer.Option(help="As in --n 4 8 16 32.")] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="As in --temperature 0.4 0.8. The run's own.")
+    ] = None,
+    prompts: Annotated[int, typer.Option(help="Held-out prompts to ask.")] = 200,
+    reward: Annotated[
+        str | None, typer.Option(help="What chooses, as for evaluate. The run's own.")
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="Write the best responses here, as data for SFT.")
+    ] = None,
+    train: Annotated[bool, typer.Option("--train", help="Ask training prompts instead.")] = False,
+    max_new_tokens: Annotated[int | None, typer.Option(help="The run's unless given.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    like: Annotated[str | None, typer.Option(help="A run to take from what RUN lacks.")] = None,
+    source: Annotated[str | None, typer.Option(help="Other data: tldr, hh, ...")] = None,
+    path: Annotated[str | None, typer.Option(help="Other data: a file or folder.")] = None,
+    split: Annotated[str | None, typer.Option(help="All of a split, such as test.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
+) -> None:
+    """What the best of n samples scores, at each n and temperature."""
+    from marlhf.evaluate import best_of_n as sampler
+    from marlhf.evaluate.judged import grid_table
+    from marlhf.evaluate.subjects import Question
+
+    question = Question(
+        prompts=prompts,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        rewards=(reward,) if reward else (),
+        like=like,
+        source=source,
+        path=path,
+        split=split,
+        train=train,
+        device=device,
+    )
+    found = sampler.best_of_n(run, question, n or (4, 8, 16, 32), temperature or (), _tell)
+    typer.echo(grid_table(found))
+    if export is None:
+        return
+    heat, kept, left = sampler.export(found, export)
+    _tell(f"{export}: {kept} rows at temperature {heat:g}; {left} cut off or empty left out")
+    if not (train or source or path or split):
+        _tell("These are held-out prompts: what learns from them cannot be evaluated on them.")
 
 
 @app.command()
@@ -195,6 +356,10 @@ def version() -> None:
     from marlhf import __version__
 
     typer.echo(__version__)
+
+
+def _tell(words: str) -> None:
+    typer.secho(words, err=True)
 
 
 def _run_stage(kind: str, recipe: str, overrides: list[str] | None, name: str | None) -> None:

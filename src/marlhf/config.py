@@ -22,7 +22,6 @@ import importlib
 import os
 import re
 import sys
-import types
 import typing
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +30,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from marlhf.settings import SEGMENTERS
+from marlhf.settings import SEGMENTERS, dataclass_in
 
 KINDS = {
     "sft": "marlhf.train.sft:SFTConfig",
@@ -361,7 +360,7 @@ def _walk(cls: type, raw: Any, where: str, problems: list[str]) -> Any:
         if key not in known:
             problems.append(_unknown(place, key, known))
             continue
-        inner = _dataclass_in(hints[key])
+        inner = dataclass_in(hints[key])
         if key == "segmenter":
             before = len(problems)
             value = _segmenter(value, place, problems)
@@ -437,13 +436,6 @@ def _stage_keys(name: str, stage: Raw) -> set[str]:
 
 def _names(cls: type) -> set[str]:
     return {f.name for f in dataclasses.fields(cls)}
-
-
-def _dataclass_in(hint: Any) -> type | None:
-    """The dataclass in `X`, `X | None`, if there is one."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    found = [o for o in options if dataclasses.is_dataclass(o) and isinstance(o, type)]
-    return found[0] if found else None
 
 
 def _unknown(place: str, name: str, known: Any) -> str:

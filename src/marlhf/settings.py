@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import re
 import textwrap
+import types
 import typing
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -56,12 +57,20 @@ def describe(cls: type) -> Iterator[tuple[str, str, str, str]]:
     written = _written(cls)
     for field in dataclasses.fields(cls):
         kind, text = written.get(field.name, (str(field.type), ""))
-        if dataclasses.is_dataclass(hints[field.name]):
+        inside = dataclass_in(hints[field.name])
+        if inside is None or hints[field.name] is not inside:
+            yield field.name, kind, _default(field), text
+        else:
             yield field.name, "", "", text
-            for name, inner, default, help_ in describe(typing.cast(type, hints[field.name])):
-                yield f"{field.name}.{name}", inner, default, help_
-            continue
-        yield field.name, kind, _default(field), text
+        for name, inner, default, help_ in describe(inside) if inside else ():
+            yield f"{field.name}.{name}", inner, default, help_
+
+
+def dataclass_in(hint: Any) -> type | None:
+    """The dataclass in `X`, `X | None`, if there is one."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    found = [o for o in options if dataclasses.is_dataclass(o) and isinstance(o, type)]
+    return found[0] if found else None
 
 
 def _type_name(segmenter: Any) -> str:

@@ -75,7 +75,7 @@ def test_constituents_are_shown_with_their_trees():
     ]
     assert draw_trees("", "english") == []
     assert draw_trees("x = [1]\ny", "python") == [
-        "(expression_statement (assignment x = (list [ 1 ])))",
+        "(expression_statement x = (list [ 1 ]))",
         "y",
     ]
 

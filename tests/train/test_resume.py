@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from transformers import AutoModelForSequenceClassification
 

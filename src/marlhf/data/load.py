@@ -10,15 +10,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from marlhf.data import hh, local, tldr, webgpt
+from marlhf.data import apps, hh, humaneval, local, mbpp, tldr, webgpt
 from marlhf.data.counts import Counts
 from marlhf.data.files import ENDINGS, Records, read_records
 from marlhf.data.hub import read_hub
 from marlhf.data.rows import DataError, Parsed, Row, prompt_fault, response_fault
 from marlhf.data.splits import STAGE_PARTS, check_fractions, held_out, split_rows
 
-PUBLISHED = {"tldr": tldr, "hh": hh, "webgpt": webgpt}
+PUBLISHED = {
+    "tldr": tldr,
+    "hh": hh,
+    "webgpt": webgpt,
+    "apps": apps,
+    "mbpp": mbpp,
+    "humaneval": humaneval,
+}
 """Sources in the form their authors published them in."""
+HUB_CONFIGS = {module.HUB_NAME: module.HUB_CONFIG for module in (tldr, apps, mbpp)}
+"""Which configuration to read of those that have several."""
 
 
 Positioned = tuple[Row | None, str, str]
@@ -33,13 +42,15 @@ class DataConfig:
     'auto'
     """
 
-    source: Literal["auto", "local", "tldr", "hh", "webgpt", "toy"] = "auto"
+    source: Literal[
+        "auto", "local", "tldr", "hh", "webgpt", "apps", "mbpp", "humaneval", "toy", "toy-code"
+    ] = "auto"
     """What the rows look like. `auto` tells from the first record; `local` is your own file with
-    prompt, chosen, rejected; `toy` needs no file and no network."""
+    prompt, chosen, rejected; `toy` and `toy-code` need no file and no network."""
 
     path: str | None = None
-    """A file, a folder or a name on the hub. May be left out for tldr, hh, webgpt (then the hub's)
-    and toy. A file or folder of that name wins over the hub."""
+    """A file, a folder or a name on the hub. May be left out for published data sets (then the
+    hub's) and toy. A file or folder of that name wins over the hub."""
 
     split: str = "train"
     """Which split of a hub data set to read."""
@@ -194,12 +205,13 @@ def _check_part(config: DataConfig, part: str) -> None:
 
 
 def _read_rows(config: DataConfig, needs: Collection[str]) -> Iterator[Positioned]:
-    if config.source == "toy":
-        from marlhf.data import toy
+    if config.source in ("toy", "toy-code"):
+        from marlhf.data import toy, toy_code
 
+        made = toy.rows if config.source == "toy" else toy_code.rows
         size = {} if config.limit is None else {"num_rows": config.limit}
-        for number, row in enumerate(toy.rows(seed=config.seed, **size), start=1):
-            yield row, "", f"toy:{number}"
+        for number, row in enumerate(made(seed=config.seed, **size), start=1):
+            yield row, "", f"{config.source}:{number}"
         return
     records = itertools.islice(_read_source(config), config.limit)
     first = next(records, None)
@@ -214,12 +226,13 @@ def _read_source(config: DataConfig) -> Records:
     module = PUBLISHED.get(config.source)
     if config.path is None:
         assert module is not None, "DataConfig asks for a path where there is no default"
-        default = tldr.HUB_CONFIG if module is tldr else None
+        default = HUB_CONFIGS.get(module.HUB_NAME)
         return read_hub(module.HUB_NAME, config.split, config.config or default)
+    if config.source in ("auto", "apps") and apps.is_folder(Path(config.path).expanduser()):
+        return apps.read_folder(Path(config.path).expanduser(), config.split)
     if Path(config.path).expanduser().exists() or not is_hub_name(config.path):
         return read_records(config.path, config.split)
-    default = tldr.HUB_CONFIG if config.path == tldr.HUB_NAME else None
-    return read_hub(config.path, config.split, config.config or default)
+    return read_hub(config.path, config.split, config.config or HUB_CONFIGS.get(config.path))
 
 
 def is_hub_name(path: str) -> bool:

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from marlhf.evaluate import sections
+from marlhf.evaluate.coding import passes
 from marlhf.evaluate.groups import Group, group_runs
+from marlhf.evaluate.judged import best_of, judged
 from marlhf.evaluate.page import render, text
 from marlhf.evaluate.runs import Run, find_runs
 from marlhf.evaluate.samples import samples
@@ -49,9 +51,12 @@ def report_html(runs: list[Run]) -> str:
     others = [group for group in groups if not group.runs[0].is_policy]
     parts = [
         ("summary", "Summary", summary(policies, others, runs)),
+        ("pass-at-k", "Problems solved", passes(groups)),
         ("learning", "Learning", sections.learning(policies)),
         ("frontier", "Reward against KL", sections.frontier(policies)),
         ("distributions", "Prompt by prompt", sections.distributions(policies)),
+        ("held_out", "Held-out scores", judged(groups)),
+        ("best_of_n", "Best of n", best_of(groups)),
         ("samples", "Samples", samples(policies)),
         ("training", "Inside training", sections.training(policies)),
         ("timing", "Time", sections.timing(policies)),

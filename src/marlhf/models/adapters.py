@@ -44,8 +44,13 @@ Start: TypeAlias = Any
 
 @dataclass(frozen=True)
 class LoRA:
-    """Train adapters of low rank instead of the model. There is no dropout: PPO compares the
-    log-probs of two passes."""
+    """Train adapters of low rank instead of the model.
+
+    There is no dropout: PPO compares the log-probs of two passes.
+
+    >>> LoRA(r=8, target_modules=("q_proj", "v_proj")).alpha
+    32
+    """
 
     r: int = 16
     """Rank of the adapters."""

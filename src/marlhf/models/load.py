@@ -255,8 +255,15 @@ def _load(
         use_safetensors=True,  # a pickle could run anything
         output_loading_info=True,
         **(packed if quantization is not None else {}),
+        **_attention(config),
     )
     return model, set(found["missing_keys"])
+
+
+def _attention(config: Any) -> dict[str, str]:
+    """Gemma 2 caps its attention scores, which torch's fused attention leaves out silently."""
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    return {"attn_implementation": "eager"} if capped else {}
 
 
 def _load_gguf(path: str) -> Model:

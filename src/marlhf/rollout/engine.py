@@ -15,7 +15,11 @@ from marlhf.core.segmenters import mix
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn."""
+    """How responses are drawn.
+
+    >>> Sampling(max_new_tokens=64, temperature=0.8, top_k=50).truncated
+    True
+    """
 
     max_new_tokens: int = 512
     """Longest response. The paper: 512."""
@@ -51,7 +55,11 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Rollout:
-    """What an engine returns, row by row in the order of the prompts."""
+    """What an engine returns, row by row in the order of the prompts.
+
+    >>> Rollout([[5, 1]], torch.tensor([[-0.5, -0.1]]), torch.tensor([True])).responses
+    [[5, 1]]
+    """
 
     responses: list[list[int]]  # with the token that ended them, where one did
     logprobs: Tensor  # [B, R], at the sampling temperature, 0 at padding
@@ -63,7 +71,17 @@ GOLDEN = -7046029254386353131
 
 
 class Engine(Protocol):
-    """Sampling behind one door, so that training does not care what does it."""
+    """Sampling behind one door, so that training does not care what does it.
+
+    >>> class Parrot:
+    ...     def generate(self, prompts, sampling, seeds):
+    ...         nothing = torch.zeros(len(prompts), max(map(len, prompts)))
+    ...         return Rollout([list(p) for p in prompts], nothing, nothing[:, 0] == 0)
+    ...     def update_weights(self, model): ...
+    >>> engine: Engine = Parrot()
+    >>> engine.generate([[3, 4]], Sampling(), seeds=[0]).responses
+    [[3, 4]]
+    """
 
     def generate(
         self,

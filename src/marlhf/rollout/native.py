@@ -41,7 +41,14 @@ Kind: TypeAlias = Callable[[Model, int, int, torch.dtype | None], Decoder]
 
 
 class NativeEngine:
-    """Continuous batching over a static cache."""
+    """Continuous batching over a static cache.
+
+    >>> from marlhf.models.tiny import tiny_model
+    >>> engine = NativeEngine(tiny_model(), end_tokens=[1], pad_id=0)
+    >>> rollout = engine.generate([[5, 6], [7]], Sampling(max_new_tokens=4), seeds=[0, 1])
+    >>> len(rollout.responses)
+    2
+    """
 
     def __init__(
         self,

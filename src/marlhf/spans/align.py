@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,7 +57,7 @@ class Aligned:
         """
         counts = np.array([len(row) // 2 for row in phrases], dtype=np.int64)
         of_row = np.repeat(np.arange(len(phrases)), counts)
-        flat = np.fromiter((x for row in phrases for x in row), np.int64, 2 * int(counts.sum()))
+        flat = np.fromiter(chain.from_iterable(phrases), np.int64, 2 * int(counts.sum()))
         characters = flat.reshape(-1, 2) + self.text_begins[of_row][:, None]
         joined = np.searchsorted(self.anchors, characters)  # as tokens of the rows joined
         full = joined[:, 1] > joined[:, 0]
@@ -101,7 +102,7 @@ class TokenBytes:
         pieces = [
             [table[i] if i < known else b"" for i in response] + [ROW_END] for response in responses
         ]
-        flat = [piece for row in pieces for piece in row]
+        flat = list(chain.from_iterable(pieces))
         # A byte that is no text becomes one character, so that every byte has its character.
         text = b"".join(flat).decode("utf-8", errors="surrogateescape")
         points = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")

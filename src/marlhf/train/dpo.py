@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from marlhf.core import dpo_loss
+from marlhf.models.adapters import View
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import (
     Model,
@@ -319,8 +320,10 @@ def reference_logprobs(
 def fingerprint(reference: Model, rows: list[Example]) -> str:
     """What the log-probs depend on: the reference's weights and the tokens of the pairs."""
     digest = hashlib.sha256()
+    base = reference.base.digest if isinstance(reference, View) else ""
+    digest.update(f"base {base}".encode())
     for name, p in reference.named_parameters():
-        weights = p.detach().cpu().flatten().view(torch.uint8).numpy()
+        weights = p.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
         digest.update(f"{name} {tuple(p.shape)} {zlib.crc32(weights)}".encode())
     for e in rows:
         digest.update(repr((e.prompt, e.chosen, e.rejected)).encode())

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification
 
 from marlhf.core import Vocabulary
 from marlhf.data import Row
@@ -66,37 +66,46 @@ class Models:
 
 
 def load_models(config: RLConfig, parts: Parts, world: World, *, critic: bool) -> Models:
-    """Load, or take what was given, and refuse what does not belong together."""
+    """Load, or take what was given, and refuse what does not belong together.
+
+    A model goes to its device before the next is read, so that the host need not hold them all.
+    What others are copied from goes last.
+    """
+
+    def place(model: Model) -> Model:
+        return world.place(model, config.precision, compiled=config.compile)
+
     with world.together():
         remote = config.trust_remote_code
         tokenizer = load_tokenizer(parts.tokenizer or config.model, trust_remote_code=remote)
+        given = [parts.ref_model, *(parts.reward_funcs or ())]
         policy = load_trained_policy(config, parts, world)
         if isinstance(policy, View):
             reference = _adapted_reference(policy, config, parts, tokenizer)
             load = _load_adapted if critic else _load_rewards_alone
             scalar, rewards = load(policy.base, config, parts, tokenizer, world)
+            policy, reference = place(policy), _freeze(reference, config, world, given)
+            scalar = None if scalar is None else place(scalar)
         else:
+            policy = place(policy) if parts.model is None else policy
             reference = _load_reference(config, parts, tokenizer, policy)
+            reference = _freeze(reference, config, world, given)
+            policy = policy if parts.model is None else place(policy)
             rewards = _load_rewards(config, parts, tokenizer, world)
-            scalar = _load_critic(config, parts, tokenizer, rewards) if critic else None
+            scalar = place(_load_critic(config, parts, tokenizer, rewards)) if critic else None
         named = {"the policy": policy, "the reference": reference, "critic": scalar}
         for name, model in named.items():
             if model is not None:
                 check_vocabulary(model, tokenizer, name)
         parsing = open_parsing(config.segmenter, tokenizer)
-    policy = world.place(policy, config.precision, compiled=config.compile)
-    with world.together():
+        for _, scorer, _ in rewards.parts:
+            if isinstance(scorer, RewardModel) and not _read_from_disk(scorer.model, given):
+                scorer.model = _freeze(scorer.model, config, world, given)
         engine = _load_engine(config, policy, tokenizer, world)
     table = vocabulary(tokenizer, policy.config.get_text_config().vocab_size)
-    given = [parts.ref_model, *(parts.reward_funcs or ())]
-    for _, scorer, _ in rewards.parts:
-        if isinstance(scorer, RewardModel):
-            scorer.model = _freeze(scorer.model, config, world, given)
-    if scalar is not None:
-        scalar = world.place(scalar, config.precision, compiled=config.compile)
     return Models(
         policy,
-        _freeze(reference, config, world, given),
+        reference,
         scalar,
         rewards,
         engine,
@@ -107,15 +116,18 @@ def load_models(config: RLConfig, parts: Parts, world: World, *, critic: bool) -
     )
 
 
-def _freeze(model: Model, config: RLConfig, world: World, given: Sequence[Any]) -> Model:
+def _read_from_disk(model: Model, given: Sequence[Any]) -> bool:
+    return not isinstance(model, View) and not any(model is x for x in given)
+
+
+def _freeze(model: Model, config: RLConfig, world: World, given: Sequence[Any] = ()) -> Model:
     """A model that is only asked, its matrices in the type that they are used in anyway.
 
     Under autocast that changes no bit of its answers, and halves its memory. A user's own object
     keeps its weights.
     """
     dtype = frozen_dtype(world.device, config.precision)
-    whole = isinstance(model, PreTrainedModel) and not any(model is x for x in given)
-    if dtype is not None and whole and not world.sharded:
+    if dtype is not None and _read_from_disk(model, given) and not world.sharded:
         store_matrices(model, dtype)
     return world.place(model, config.precision, compiled=config.compile).requires_grad_(False)
 
@@ -368,6 +380,8 @@ def _load_rewards(
                 model = loaded[item]
             else:
                 model = load_scalar(item, trust_remote_code=config.trust_remote_code)
+                if isinstance(item, str):  # nothing else is made from it
+                    model = _freeze(model, config, world)
             scorer = _reward_model(item, model, own, config, tokenizer, world)
             name = item.rstrip("/").removesuffix("/model") if isinstance(item, str) else "model"
             scorers.append((name.rpartition("/")[2], scorer, weight))

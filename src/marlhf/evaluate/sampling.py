@@ -1,0 +1,225 @@
+"""Asks a model for responses, and judges for scores.
+
+A response depends on its prompt, its number, the seed and the weights alone: neither order nor
+interruptions change any, and models of one tokenizer are asked with the same luck.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from marlhf.data import (
+    Encoded,
+    Row,
+    decode,
+    fit_prompts,
+    load_data,
+    token_budget_batches,
+)
+from marlhf.data.rows import prompt_key
+from marlhf.evaluate.subjects import EvaluationError, Plan, Subject, stamp
+from marlhf.models.forward import Sequences, token_stats
+from marlhf.models.load import (
+    Model,
+    Tokenizer,
+    autocast,
+    check_vocabulary,
+    end_tokens,
+    is_scalar,
+    load_policy,
+    load_scalar,
+    load_tokenizer,
+    same_tokenizer,
+)
+from marlhf.reward import RewardFunction, RewardModel, import_function
+from marlhf.rollout import NativeEngine, Rollout
+
+TOKENS = 1 << 15
+"""Padded tokens in a forward pass."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """What scores responses; `stamp` changes when it would score otherwise than before."""
+
+    name: str
+    path: str
+    stamp: str
+    weight: float = 1.0
+
+
+def load_prompts(subject: Subject, plan: Plan, tokenizer: Tokenizer, count: int) -> list[Encoded]:
+    """The first prompts that fit, each once: held-out ones unless other data was named."""
+    part = plan.part if plan.part in plan.data.parts else next(iter(plan.data.parts), "ppo")
+    rows = _rows(plan, part)
+    rows = list({prompt_key(row): row for row in reversed(rows)}.values())[::-1]
+    if not rows:
+        raise EvaluationError(
+            f"{subject.folder} holds out no prompts (data.eval_size is {plan.data.eval_size}). "
+            "Name other data with --path FILE: all its prompts are asked."
+        )
+    fitting, _ = fit_prompts(rows, tokenizer, plan.data.max_prompt_tokens, plan.data.too_long)
+    return fitting[:count]
+
+
+def _rows(plan: Plan, part: str) -> list[Row]:
+    loaded = load_data(plan.data, part)
+    return loaded.train if plan.all_rows or plan.train else loaded.eval
+
+
+def key_of(row: Row) -> str:
+    """A prompt's short name in files."""
+    return hashlib.sha256(prompt_key(row).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def seed_of(key: str, number: int, seed: int) -> int:
+    """The seed of a prompt's response number `number`."""
+    digest = hashlib.sha256(f"{seed} {key} {number}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+class Writer:
+    """A subject's model, loaded to write responses, beside what its KL is measured to."""
+
+    def __init__(self, subject: Subject, plan: Plan, tokenizer: Tokenizer, device: torch.device):
+        self.plan, self.tokenizer, self.device = plan, tokenizer, device
+        remote = plan.trust_remote_code
+        self.model = load_policy(subject.model, trust_remote_code=remote).to(device).eval()
+        check_vocabulary(self.model, tokenizer, subject.model)
+        ends, pad = end_tokens(self.model, tokenizer), tokenizer.pad_token_id
+        self.engine = NativeEngine(self.model, ends, pad, precision=plan.precision)
+
+    def write(self, prompts: Sequence[Encoded], seeds: Sequence[int]) -> Rollout:
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        new = self.plan.sampling.max_new_tokens
+        longest = max(len(p.prompt_ids) for p in prompts) + new
+        if limit is not None and longest > limit:
+            raise EvaluationError(
+                f"Prompt and response take up to {longest} tokens, but the model has {limit} "
+                f"positions. Lower --max-new-tokens, which is {new}."
+            )
+        return self.engine.generate([p.prompt_ids for p in prompts], self.plan.sampling, seeds)
+
+
+def load_reference(
+    subject: Subject, plan: Plan, tokenizer: Tokenizer, device: torch.device
+) -> Model | None:
+    """What KL is measured to; None where there is none, or where it is the subject itself."""
+    path = plan.reference
+    if path is None or Path(path).resolve() == Path(subject.model).resolve():
+        return None
+    remote = plan.trust_remote_code
+    if not same_tokenizer(tokenizer, load_tokenizer(path, trust_remote_code=remote)):
+        raise EvaluationError(
+            f"The tokenizer of the reference {path} is not that of {subject.model}, so there is no "
+            "KL between them. Give another --reference, or --reference none."
+        )
+    model = load_policy(path, seed=plan.reference_seed, trust_remote_code=remote)
+    return model.requires_grad_(False).to(device).eval()
+
+
+@torch.no_grad()
+def kl_to(
+    reference: Model, prompts: Sequence[Encoded], rollout: Rollout, plan: Plan, pad_id: int
+) -> list[float]:
+    """Log-prob of each response under its writer minus that under the reference, in nats."""
+    device = reference.device
+    whole = Sequences.from_lists([p.prompt_ids for p in prompts], rollout.responses, pad_id, device)
+    theirs = torch.zeros(len(prompts), device=device)
+    for rows in token_budget_batches(whole.total_lengths, TOKENS):
+        with autocast(device, plan.precision):
+            stats = token_stats(reference, whole.rows(rows), plan.sampling.scale)
+        theirs[torch.tensor(rows, device=device)] = stats.logprobs.sum(dim=1)
+    return (rollout.logprobs.to(device).sum(dim=1) - theirs).tolist()
+
+
+def find_judges(plan: Plan) -> list[Judge]:
+    """The plan's rewards under short names; the true score too, which the offline task knows."""
+    paths = [path.rstrip("/") for path, _ in plan.rewards]
+    short = [path.removesuffix("/model").rpartition("/")[2] for path in paths]
+    judges: list[Judge] = []
+    for (path, weight), name in zip(plan.rewards, short):
+        if short.count(name) > 1:  # told apart by the folder around
+            name = "/".join(path.rstrip("/").removesuffix("/model").split("/")[-2:])
+        judges.append(Judge(name, path, _judge_stamp(path), weight))
+    if plan.data.source == "toy":
+        judges.append(Judge("gold", "marlhf.data.toy:gold_score", "toy", 0.0))
+    return judges
+
+
+def _is_function(path: str) -> bool:
+    return ":" in path and not Path(path).exists()
+
+
+def _judge_stamp(path: str) -> str:
+    if not _is_function(path):
+        return stamp(path)
+    function = import_function(path)
+    function = function.func if isinstance(function, partial) else function
+    try:  # an edited function is another judge
+        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]
+    except (TypeError, OSError):
+        return path
+
+
+class Bench:
+    """Judges, each loaded when it is first asked; reward models stay for the next subject."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.loaded: dict[str, tuple[Model, Tokenizer]] = {}
+        self.warnings: list[str] = []
+
+    def score(
+        self,
+        judge: Judge,
+        plan: Plan,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Encoded],
+        responses: Sequence[Sequence[int]],
+    ) -> list[float | None]:
+        """A number a response; None where a function has none to give."""
+        rows, ids = [p.row for p in prompts], [p.prompt_ids for p in prompts]
+        if judge.name == "gold":
+            from marlhf.data.toy import gold_score
+
+            texts = [decode(tokenizer, response) for response in responses]
+            return [gold_score(str(row.prompt), text) for row, text in zip(rows, texts)]
+        if _is_function(judge.path):
+            found = RewardFunction(import_function(judge.path), tokenizer)(ids, responses, rows)
+            return [None if math.isnan(x) else x for x in found.tolist()]
+        model, own = self._reward_model(judge.path, plan)
+        scorer = RewardModel(model, own, tokenizer, token_budget=TOKENS, precision=plan.precision)
+        return _finite(scorer(ids, responses), judge)
+
+    def _reward_model(self, path: str, plan: Plan) -> tuple[Model, Tokenizer]:
+        if path not in self.loaded:
+            remote = plan.trust_remote_code
+            if not is_scalar(path, trust_remote_code=remote):
+                self.warnings.append(
+                    f"{path} is not a reward model but a language model: its scores come from a "
+                    "head of random weights and mean nothing."
+                )
+            model: Any = load_scalar(path, trust_remote_code=remote)
+            own = load_tokenizer(path, trust_remote_code=remote)
+            self.loaded[path] = model.to(self.device).eval(), own
+        return self.loaded[path]
+
+
+def _finite(scores: Tensor, judge: Judge) -> list[float | None]:
+    if not bool(scores.isfinite().all()):
+        raise EvaluationError(
+            f"The reward model {judge.path} gave a score that is not a number. Its weights are "
+            "damaged, or its training diverged; take another."
+        )
+    return list(scores.tolist())

@@ -1,0 +1,138 @@
+"""Programs out of responses, and whether an answer is the expected one.
+
+Answers are compared as the authors of APPS do it where white space and numbers are concerned,
+with two of their leniencies left out: lines and words in another order are wrong, and so are
+whole numbers that are merely close.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.M | re.S)
+PYTHON = ("", "python", "python3", "py")
+RELATIVE, ABSOLUTE = 1e-5, 1e-8
+"""How far numbers with a decimal point may be apart: numpy's allclose, as in APPS."""
+
+
+def extract_code(response: str, name: str | None = None) -> str:
+    """The program in a response: its first fenced block of Python, else all of it.
+
+    Where `name` is given, the first block that defines it. A block that was cut off before its
+    closing fence goes to the end of the response.
+
+    >>> extract_code("Here it is:\\n```python\\nprint(1)\\n```\\nDone.")
+    'print(1)\\n'
+    """
+    blocks = [(m[1].lower(), textwrap.dedent(m[2])) for m in FENCE.finditer(response)]
+    if not blocks:
+        return response
+    programs = [code for language, code in blocks if language in PYTHON]
+    programs = programs or [code for _, code in blocks]
+    fitting = [code for code in programs if name and defines(code, name)]
+    return (fitting or programs)[0]
+
+
+def defines(code: str, name: str) -> bool:
+    return re.search(rf"^(async\s+)?def\s+{re.escape(name)}\b", code, re.M) is not None
+
+
+def complete(prompt: str, code: str, name: str) -> str:
+    """A whole program from its beginning and what a model wrote behind it.
+
+    A function that is written anew replaces the one begun. Else the code is the function's body,
+    up to the first line that is not indented, where models like to begin something else.
+    """
+    if defines(code, name):
+        return f"{prompt.rstrip()}\n\n{code}"
+    lines = code.strip("\n").splitlines()
+    if lines and not lines[0][:1].isspace():
+        return f"{prompt.rstrip()}\n{textwrap.indent(chr(10).join(lines), '    ')}\n"
+    ends = (i for i, line in enumerate(lines) if line.strip() and not line[0].isspace())
+    body = lines[: next(ends, None)]
+    return prompt.rstrip() + "\n" + "\n".join(body) + "\n"
+
+
+def within_function(code: str) -> str:
+    """A program as the body of a function, as APPS runs it; imports stay outside.
+
+    >>> print(within_function("import sys\\nreturn"))
+    def _program():
+        return
+    import sys
+    _program()
+    """
+    lines = code.splitlines()
+    imports = [line for line in lines if line.startswith(("import ", "from "))]
+    body = [f"    {line}" for line in lines if not line.startswith(("import ", "from "))]
+    return "\n".join(["def _program():", *body, *imports, "_program()"])
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Line by line, word by word; blank lines and spaces aside, numbers as numbers.
+
+    >>> same_output("1.50  yes\\n\\n", "1.5 yes")
+    True
+    >>> same_output("1000001", "1000000")
+    False
+    """
+    ours, theirs = ([line.split() for line in text.splitlines()] for text in (printed, expected))
+    ours, theirs = [x for x in ours if x], [x for x in theirs if x]
+    return [len(x) for x in ours] == [len(x) for x in theirs] and all(
+        _same_word(a, b) for x, y in zip(ours, theirs) for a, b in zip(x, y)
+    )
+
+
+def _same_word(a: str, b: str) -> bool:
+    if a == b:
+        return True
+    x, y = _number(a), _number(b)
+    return x is not None and y is not None and _close(x, y)
+
+
+def _number(word: str) -> int | float | None:
+    if re.fullmatch(r"[+-]?\d{1,4000}", word, re.A):
+        return int(word)
+    if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", word, re.A):
+        return float(word)
+    return None
+
+
+def _close(a: int | float, b: int | float) -> bool:
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    try:
+        return math.isclose(a, b, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+    except OverflowError:  # a whole number beyond what a float holds
+        return False
+
+
+def same_value(returned: Any, expected: Any) -> bool:
+    """What a function returned against what JSON holds: tuples are lists, keys are text.
+
+    As in APPS the expected value may also stand alone in a list.
+
+    >>> same_value((1, 2), [1, 2]), same_value(True, [True]), same_value("1", 1)
+    (True, True, False)
+    """
+    alone = isinstance(expected, list) and len(expected) == 1
+    return _same(returned, expected) or (alone and _same(returned, expected[0]))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, bool) or isinstance(b, bool):
+        return a is b
+    if isinstance(a, int | float) and isinstance(b, int | float):
+        return _close(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        ours, theirs = ({str(key): value for key, value in x.items()} for x in (a, b))
+        return ours.keys() == theirs.keys() and all(_same(ours[k], theirs[k]) for k in ours)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b))
+    if isinstance(a, set | frozenset) and isinstance(b, Sequence):
+        return len(a) == len(b) and all(any(_same(x, y) for y in b) for x in a)
+    return type(a) is type(b) and a == b

@@ -1,0 +1,327 @@
+"""Unit tests as a reward: programs run in the sandbox, and the host judges what comes out.
+
+    reward_funcs: ["marlhf.reward.code:unit_tests"]
+
+The paper's reward: -1 for what does not compile, -0.6 for an error or a timeout while running,
+else -0.3 + 1.3 * passed / (passed + failed). Where the sandbox itself fails there is no reward,
+and an error in the log: that says nothing about the program.
+
+Expected outputs never go where the program is. Texts, returned values and literals are compared
+here. A check in HumanEval's manner is run twice in processes of its own: once to learn which
+arguments it has for the function, and once with the answers that the program gave to those.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from marlhf.data.code import check_tests
+from marlhf.data.rows import Text
+from marlhf.reward.answers import complete, extract_code, same_output, same_value, within_function
+from marlhf.reward.sandbox import Call, Case, Opaque, Outcome, Program, Sandbox, Suite
+
+log = logging.getLogger(__name__)
+
+Result = Literal["passed", "failed", "runtime_error", "timeout", "compile_error", "sandbox_error"]
+Tests = Mapping[str, Any]
+"""See `marlhf.data.code`."""
+
+COMPILE, RUNTIME, LEAST, RANGE = -1.0, -0.6, -0.3, 1.3
+RETURN = "SyntaxError: 'return' outside function"
+"""Some solutions of APPS end so, as its authors run programs within a function."""
+
+PREAMBLE = (
+    "import bisect, collections, copy, datetime, functools, heapq, itertools, json, math, "
+    "operator, random, re, string, sys, time\n"
+    "from bisect import *; from collections import *; from functools import *; "
+    "from heapq import *; from itertools import *; from math import *\n"
+    "from typing import *\n"
+)
+"""What contest sites, and APPS, have imported before the program of a function begins."""
+
+CHECK = """
+import random as _random
+_random.seed(0)
+{prompt}
+{check}
+def _replay(answers, name):
+    import copy
+    known, asked, verdicts = {{}}, [], []
+    for args, kwargs, answer in answers:
+        known.setdefault(repr([args, kwargs]), []).append(answer)
+    def candidate(*args, **kwargs):
+        asked.append(copy.deepcopy([list(args), kwargs]))
+        answers = known.get(repr(asked[-1]), [None])
+        return answers.pop(0) if len(answers) > 1 else copy.deepcopy(answers[0])
+    def _verdict(test):
+        try:
+            verdicts.append(bool(test()))
+        except Exception:
+            verdicts.append(False)
+    globals().update({{"_verdict": _verdict, name: candidate}})
+    whole = True
+    try:
+        check(candidate)
+    except Exception:
+        whole = False
+    return [asked, verdicts, whole]
+"""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a response: the worst that happened, and how many tests it passed."""
+
+    result: Result
+    passed: int = 0
+    total: int = 0
+    message: str = ""
+
+    @property
+    def reward(self) -> float | None:
+        """The paper's; None where the sandbox failed.
+
+        >>> Verdict("failed", passed=1, total=2).reward
+        0.35
+        """
+        if self.result == "sandbox_error":
+            return None
+        if self.result == "compile_error":
+            return COMPILE
+        if self.result in ("runtime_error", "timeout"):
+            return RUNTIME
+        return LEAST + RANGE * self.passed / self.total
+
+
+class UnitTests:
+    """A reward function with settings: name an object of yours in `reward_funcs`.
+
+    # my_rewards.py
+    tests = UnitTests(seconds=2, max_tests=10)
+
+    The sandbox starts at the first call and ends with the process.
+    """
+
+    __name__ = "unit_tests"
+
+    def __init__(
+        self,
+        *,
+        seconds: float = 4.0,
+        memory_mb: int = 512,
+        workers: int | None = None,
+        max_tests: int | None = None,
+        allow_weak: bool = False,
+    ) -> None:
+        self.seconds, self.memory_mb, self.workers = seconds, memory_mb, workers
+        self.max_tests, self.allow_weak = max_tests, allow_weak
+        self._sandbox: Sandbox | None = None
+        self._owner = 0
+        self._asked: dict[tuple[str, str, str], list[Any] | None] = {}
+
+    def __call__(self, completions: Sequence[Text], tests: Sequence[Tests]) -> list[float | None]:
+        verdicts = self.judge([_text(each) for each in completions], tests)
+        return [verdict.reward for verdict in verdicts]
+
+    @property
+    def layers(self) -> dict[str, bool | str]:
+        """The walls of the sandbox."""
+        return dict(self._open().layers)
+
+    def judge(self, responses: Sequence[str], tests: Sequence[Tests]) -> list[Verdict]:
+        """A verdict a response; the sandbox's own failures are tried once more."""
+        verdicts = self._judge(responses, tests)
+        again = [i for i, v in enumerate(verdicts) if v.result == "sandbox_error"]
+        if again:
+            found = self._judge([responses[i] for i in again], [tests[i] for i in again])
+            for i, verdict in zip(again, found):
+                verdicts[i] = verdict
+                if verdict.result == "sandbox_error":
+                    log.error("No verdict, as the sandbox failed twice: %s", verdict.message)
+        return verdicts
+
+    def close(self) -> None:
+        if self._sandbox is not None and self._owner == os.getpid():
+            self._sandbox.close()
+        self._sandbox = None
+
+    def _open(self) -> Sandbox:
+        if self._sandbox is None or self._owner != os.getpid():  # a fork cannot use its parent's
+            self._sandbox = Sandbox(
+                workers=self.workers or _own_share(),
+                memory_mb=self.memory_mb,
+                seconds=self.seconds,
+                allow_weak=self.allow_weak,
+            )
+            self._owner = os.getpid()
+            atexit.register(self.close)
+            log.info("sandbox layers: %s", self._sandbox.layers)
+        return self._sandbox
+
+    def _judge(self, responses: Sequence[str], tests: Sequence[Tests]) -> list[Verdict]:
+        sandbox = self._open()
+        for each in tests:
+            check_tests(each)
+        self._record([each for each in tests if each["kind"] == "check"])
+        suites = [self._suite(text, each) for text, each in zip(responses, tests, strict=True)]
+        outcomes = sandbox.run_suites(suites)
+        loose = [i for i, found in enumerate(outcomes) if found and RETURN in found[0].stderr]
+        loose = [i for i in loose if tests[i]["kind"] == "stdin"]
+        wrapped = [replace(suites[i], source=within_function(suites[i].source)) for i in loose]
+        for i, found in zip(loose, sandbox.run_suites(wrapped)):
+            outcomes[i] = found
+        verdicts = [
+            _fault(found) or self._compare(found, each) for found, each in zip(outcomes, tests)
+        ]
+        replays = [i for i, verdict in enumerate(verdicts) if verdict is None]
+        found = self._replay([outcomes[i][0] for i in replays], [tests[i] for i in replays])
+        for i, verdict in zip(replays, found):
+            verdicts[i] = verdict
+        return [verdict for verdict in verdicts if verdict is not None]
+
+    def _suite(self, response: str, tests: Tests) -> Suite:
+        kind, name = tests["kind"], tests.get("name")
+        code = extract_code(response, name)
+        if kind == "check":
+            asked = self._asked[_key(tests)]
+            calls = [Call(tests["name"], args, kwargs) for args, kwargs in asked or []]
+            source = complete(tests["prompt"], code, tests["name"])
+            return Suite(source, [Case(calls=calls)], stop_early=True)
+        if kind == "stdin":
+            cases = [Case(each) for each in tests["inputs"]]
+        elif kind == "call":
+            cases = [Case(calls=[Call(tests["name"], each)]) for each in tests["inputs"]]
+            code = code if "from __future__" in code else PREAMBLE + code
+        else:
+            cases = [Case(calls=[Call(each, None)]) for each in tests["inputs"]]
+            code = f"{code}\n{tests.get('setup', '')}"
+        return Suite(code, cases[: self.max_tests], stop_early=True)
+
+    def _compare(self, outcomes: Sequence[Outcome], tests: Tests) -> Verdict | None:
+        """A verdict on answers that can be judged here; None where a check has to."""
+        same: Callable[[Outcome, Any], bool]
+        if tests["kind"] == "check":
+            if self._asked[_key(tests)] is None:
+                return Verdict("sandbox_error", message="the check itself cannot be run")
+            return None
+        if tests["kind"] == "stdin":
+            same = lambda o, expected: same_output(o.stdout, expected)  # noqa: E731
+        elif tests["kind"] == "call":
+            same = lambda o, expected: same_value(_first(o), expected)  # noqa: E731
+        else:
+            same = lambda o, expected: _first(o) == ast.literal_eval(expected)  # noqa: E731
+        right = [same(o, expected) for o, expected in zip(outcomes, tests["outputs"])]
+        return _counted(right)
+
+    def _record(self, tests: Sequence[Tests]) -> None:
+        """Which arguments each check has for the function, without any program near."""
+        new = list({_key(each): each for each in tests if _key(each) not in self._asked}.values())
+        programs = [Program(_check_source(each), calls=[_replaying(each, [])]) for each in new]
+        for each, outcome in zip(new, self._open().run(programs)):
+            if outcome.status == "sandbox_error":
+                continue
+            found = outcome.returned[0][0] if outcome.status == "ok" and outcome.returned else None
+            if found is None:
+                log.error("The check of `%s` cannot be run: %s", each["name"], outcome.stderr)
+            self._asked[_key(each)] = found
+        for each in new:
+            self._asked.setdefault(_key(each), None)
+
+    def _replay(self, outcomes: Sequence[Outcome], tests: Sequence[Tests]) -> list[Verdict]:
+        """Each check with the answers that its program gave."""
+        programs = []
+        for outcome, each in zip(outcomes, tests):
+            pairs = zip(self._asked[_key(each)] or [], outcome.returned or [])
+            answers = [[args, kwargs, _plain(answer)] for (args, kwargs), answer in pairs]
+            programs.append(Program(_check_source(each), calls=[_replaying(each, answers)]))
+        verdicts = []
+        for outcome in self._open().run(programs):
+            if outcome.status == "sandbox_error":
+                verdicts.append(Verdict("sandbox_error", message=outcome.stderr))
+                continue
+            _, right, whole = (outcome.returned or [[None, [], False]])[0]
+            verdicts.append(_counted(right if whole and right else [*right, False]))
+        return verdicts
+
+
+unit_tests = UnitTests()
+"""The reward with its default settings."""
+
+
+def _text(completion: Text) -> str:
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def _own_share() -> int:
+    """Processors for each of the processes that train on this machine."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // processes)
+
+
+def _fault(outcomes: Sequence[Outcome]) -> Verdict | None:
+    """The class of what went wrong before any answer could be compared."""
+    counted = Counter(outcome.status for outcome in outcomes)
+    message = outcomes[-1].stderr.strip() if outcomes else "no tests"
+    if not outcomes or counted["sandbox_error"]:
+        return Verdict("sandbox_error", message=message)
+    if counted["compile_error"]:
+        return Verdict("compile_error", message=message)
+    if counted["timeout"]:
+        return Verdict("timeout", message="timeout")
+    if counted["ok"] < len(outcomes):
+        return Verdict("runtime_error", message=message or outcomes[-1].status)
+    return None
+
+
+def _counted(right: Sequence[bool]) -> Verdict:
+    passed, total = sum(right), len(right)
+    return Verdict("passed" if passed == total else "failed", passed, total)
+
+
+def _first(outcome: Outcome) -> Any:
+    return outcome.returned[0] if outcome.returned else None
+
+
+def _key(tests: Tests) -> tuple[str, str, str]:
+    return tests["name"], tests["prompt"], tests["check"]
+
+
+def _replaying(tests: Tests, answers: Sequence[Any]) -> Call:
+    return Call("_replay", [answers, tests["name"]])
+
+
+def _plain(value: Any) -> Any:
+    """An answer that can go into a sandbox again; what is of no plain type equals nothing."""
+    if isinstance(value, Opaque):
+        return f"<{value.text}>"
+    if isinstance(value, list | tuple | set | frozenset):
+        return type(value)(_plain(each) for each in value)
+    if isinstance(value, dict):
+        return {_plain(key): _plain(each) for key, each in value.items()}
+    return value
+
+
+class _Asserts(ast.NodeTransformer):
+    """`assert test` to `_verdict(lambda: test)`: every one counts, and none ends the check."""
+
+    def visit_Assert(self, node: ast.Assert) -> ast.stmt:
+        if isinstance(node.test, ast.Constant):
+            return ast.Pass()
+        nothing = ast.arguments([], [], None, [], [], None, [])
+        test = ast.Lambda(nothing, node.test)
+        return ast.Expr(ast.Call(ast.Name("_verdict", ast.Load()), [test], []))
+
+
+def _check_source(tests: Tests) -> str:
+    try:
+        tree = ast.fix_missing_locations(_Asserts().visit(ast.parse(tests["check"])))
+    except SyntaxError:
+        return tests["check"]  # let the sandbox say so
+    return CHECK.format(prompt=PREAMBLE + tests["prompt"], check=ast.unparse(tree))
