@@ -212,6 +212,15 @@ def test_the_papers_settings_are_in_the_recipes():
     assert stage("llama-3.2-3b/tldr", "ppo").learning_rate == 5e-6
     assert stage("gemma-2b/hh", "macro-ppo").segmenter == NGram(5)
     assert stage("gemma-2b/hh", "ppo").segmenter == NGram(1)
+    assert stage("codegemma-2b/apps", "sft").learning_rate == 5e-6
+    assert stage("codegemma-7b/apps", "sft").batch_size == 32
+    code = stage("codegemma-7b/apps", "macro-ppo")
+    assert (code.segmenter, code.batch_size, code.warmup_steps) == (NGram(10), 16, 20)
+    assert (code.learning_rate, code.critic_learning_rate) == (5e-7, 5e-5)
+    assert code.critic_model == code.model == "runs/codegemma-7b-apps/sft/model"
+    assert (code.sampling.temperature, code.sampling.top_k) == (1.0, 5)
+    assert (code.data.max_prompt_tokens, code.data.parts) == (600, {"sft": 0.2, "ppo": 0.8})
+    assert stage("codegemma-2b/apps", "parsing-ppo").segmenter.parser == "python"
     sampling = stage("gemma-2b/hh", "ppo").sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.8, 50, 1.0)
 

@@ -41,7 +41,7 @@ class Several(typer.core.TyperCommand):
         spread: list[str] = []
         flag, has_value = "", False
         for word in args:
-            if word.startswith("--"):
+            if word.startswith("-") and not word[1:2].isdigit():
                 flag, has_value = word if word in several else "", False
             elif flag and has_value:
                 spread.append(flag)
@@ -188,7 +188,7 @@ def evaluate(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
 ) -> None:
     """Score responses to held-out prompts, of any model by any reward models."""
-    from marlhf.evaluate.judged import summary_table
+    from marlhf.evaluate.held_out import summary_table
     from marlhf.evaluate.score import evaluate
     from marlhf.evaluate.subjects import Question
 
@@ -236,7 +236,7 @@ def best_of_n(
 ) -> None:
     """What the best of n samples scores, at each n and temperature."""
     from marlhf.evaluate import best_of_n as sampler
-    from marlhf.evaluate.judged import grid_table
+    from marlhf.evaluate.grids import grid_table
     from marlhf.evaluate.subjects import Question
 
     question = Question(
@@ -259,6 +259,69 @@ def best_of_n(
     _tell(f"{export}: {kept} rows at temperature {heat:g}; {left} cut off or empty left out")
     if not (train or source or path or split):
         _tell("These are held-out prompts: what learns from them cannot be evaluated on them.")
+
+
+@app.command("judge")
+def judge(
+    a: Annotated[Path, typer.Argument(help="A run, or a JSON-lines file of responses.")],
+    b: Annotated[Path, typer.Argument(help="What it is compared with.")],
+    by: Annotated[
+        str, typer.Option("--judge", help="openai:MODEL, reward:PATH, model:PATH, scores:NAME.")
+    ],
+    task: Annotated[str, typer.Option(help="Whose criteria: tldr, hh or webgpt.")] = "hh",
+    base_url: Annotated[str | None, typer.Option(help="Another server, ending in /v1.")] = None,
+    order: Annotated[str, typer.Option(help="both (to disagree is a tie) or random.")] = "both",
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many prompts.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would cost.")] = False,
+    concurrency: Annotated[int, typer.Option(min=1, help="Questions at a time.")] = 8,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for a reply.")] = 120.0,
+    price_in: Annotated[float | None, typer.Option(help="Of a million tokens asked.")] = None,
+    price_out: Annotated[float | None, typer.Option(help="Of a million tokens replied.")] = None,
+    seed: Annotated[int, typer.Option(help="Of random orders.")] = 0,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Verdicts.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Where replies are kept.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
+) -> None:
+    """Which of two models answers better, prompt by prompt; the key is in OPENAI_API_KEY."""
+    from marlhf.evaluate import judge as judging
+
+    def progress(done: int, total: int) -> None:
+        if done == total or done % max(1, total // 20) == 0:
+            typer.secho(f"{done} of {total} questions", err=True)
+
+    found = judging.judge(
+        a,
+        b,
+        by,
+        task=task,
+        order=order,
+        limit=limit,
+        seed=seed,
+        base_url=base_url,
+        concurrency=concurrency,
+        timeout=timeout,
+        prices=judging.Prices(price_in, price_out),
+        dry_run=dry_run,
+        output=output,
+        cache=cache,
+        device=device,
+        say=lambda line: typer.secho(line, err=True),
+        progress=progress,
+    )
+    if found:
+        typer.echo("\n".join(judging.describe(found)))
+        typer.secho(f"verdicts: {found['path']}", bold=True, err=True)
+
+
+@app.command("agreement")
+def agreement(
+    files: Annotated[list[Path], typer.Argument(help="Verdict files, or runs that were judged.")],
+    seed: Annotated[int, typer.Option(help="Of the intervals.")] = 0,
+) -> None:
+    """How far judges agree on the same pairs, beyond chance."""
+    from marlhf.evaluate import agreement as agreeing
+
+    typer.echo("\n".join(agreeing.describe(agreeing.agreement(files, seed=seed))))
 
 
 @app.command()

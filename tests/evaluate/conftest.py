@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,3 +220,64 @@ def _samples(name: str, n: int, steps: int, draw: random.Random):
                 "starts": [i % n == 0 for i in range(len(pieces))],
                 "advantages": [advantages[i - i % n] for i in range(len(pieces))],
             }
+
+
+ASKED = {"source": "toy", "limit": 200, "eval_size": 12}
+
+
+def save_tiny(folder: Path, *, scalar: bool = False, seed: int = 0, noise: float = 0.0) -> str:
+    """A tiny model in a folder, moved off its start by some noise."""
+    import torch
+
+    from marlhf.models.load import load_policy, load_scalar, load_tokenizer
+
+    model = load_scalar("tiny", seed=seed) if scalar else load_policy("tiny", seed=seed)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += noise * torch.randn_like(weight)
+    model.save_pretrained(folder)
+    load_tokenizer("tiny").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def save_model():
+    """`save_model(folder, scalar=True, seed=1)` saves a tiny model: see `save_tiny`."""
+    return save_tiny
+
+
+def write_finished(folder: Path, stage: str, config: Row, **model: Any) -> Path:
+    """A run whose model is there, as if it had been trained."""
+    folder.mkdir(parents=True)
+    about = {"name": folder.name, "stage": stage, "status": "finished", "seed": 0}
+    (folder / "run.json").write_text(json.dumps(about))
+    whole = {"output_dir": f"/gone/{folder.name}", "seed": 0, "data": ASKED, **config}
+    (folder / "config.yaml").write_text(yaml.safe_dump(whole))
+    line = {"kind": "train", "step": 1, "seconds": 1.0, f"{stage}/loss": 1.0}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    save_tiny(folder / "model", **model)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def finished_once(tmp_path_factory) -> Path:
+    """A finished run of every method, of models that hardly differ; see `finished`."""
+    root = tmp_path_factory.mktemp("made")
+    tied = {"model": "/gone/sft/model", "ref_model": None}
+    scored = {**tied, "reward_model": "/gone/reward/model"}
+    scored["sampling"] = {"max_new_tokens": 8, "temperature": 1.0}
+    write_finished(root / "sft", "sft", {"model": "tiny"})
+    write_finished(root / "reward", "reward", tied, scalar=True)
+    write_finished(root / "dpo", "dpo", tied, noise=0.05)
+    write_finished(root / "ppo", "ppo", scored, noise=0.02)
+    write_finished(root / "rloo", "rloo", scored, noise=0.03)
+    save_tiny(root / "other", scalar=True, seed=7)
+    return root
+
+
+@pytest.fixture
+def finished(finished_once, tmp_path) -> Path:
+    """A copy of all runs, which are not where their settings say they were."""
+    shutil.copytree(finished_once, tmp_path / "runs")
+    return tmp_path / "runs"

@@ -102,6 +102,7 @@ def test_functions_and_methods_are_called(judge, program, result, passed):
         ("    return 2", "failed", 1),
         ("    return 'no'", "failed", 0),
         ("    return object()", "failed", 0),
+        ("    y = []\n    for _ in range(150): y = [y]\n    return y", "failed", 0),
         ("    return x / 0", "runtime_error", 0),
         ("    return (", "compile_error", 0),
     ],
@@ -109,6 +110,14 @@ def test_functions_and_methods_are_called(judge, program, result, passed):
 def test_a_check_counts_its_asserts(judge, response, result, passed):
     [verdict] = judge.judge([response], [CHECKED])
     assert (verdict.result, verdict.passed) == (result, passed)
+
+
+def test_a_check_that_cannot_run_is_no_verdict(judge, caplog):
+    for broken in ("def check(candidate):\n    assert (", "nothing = 1"):
+        assert judge(["    return 1"], [CHECKED | {"check": broken}]) == [None]
+    assert "The check of `double` cannot be run" in caplog.text
+    begun = CHECKED | {"prompt": "def helper(x): return x + x\ndef double(x):\n"}
+    assert judge(["    return 2 * x"], [begun]) == [pytest.approx(1.0)]
 
 
 def test_max_tests_takes_the_first():

@@ -19,11 +19,11 @@ from transformers import TrainerCallback
 
 from marlhf import trainers
 from marlhf.config import KINDS
-from marlhf.core import RandomNGram
+from marlhf.core import Constituents, RandomNGram
 from marlhf.data import DataConfig
 from marlhf.rollout import Sampling
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("distributed")]
 TRAINERS = {
     kind.stage: kind
     for kind in (
@@ -53,8 +53,9 @@ RUNS = {kind: (kind, {}) for kind in KINDS} | {
     "uneven": ("ppo", {"batch_size": 3, "num_mini_batches": 1}),
     "few": ("ppo", {"batch_size": 1, "num_mini_batches": 1, "eval_prompts": 1}),
     "few-pairs": ("reward", {"batch_size": 1}),
+    "constituents": ("ppo", {"segmenter": Constituents(max_length=6)}),
 }
-"""What one process and two must do alike: each kind of stage, then batches that do not divide."""
+"""What one process and two must do alike: each kind of stage, batches that do not divide, a parser."""
 
 
 def brevity(completions, **_):

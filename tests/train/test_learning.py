@@ -30,7 +30,11 @@ SHORTER = [
 ]
 
 
-@pytest.fixture(scope="module", params=[0, 1, 2], ids="seed {}".format)
+# A seed's tests go to one process, where tests run on several: they share its models.
+SEEDS = [pytest.param(n, marks=pytest.mark.xdist_group(f"seed {n}")) for n in range(3)]
+
+
+@pytest.fixture(scope="module", params=SEEDS, ids="seed {}".format)
 def stages(request, tmp_path_factory):
     """The recipe's stages of one seed, SFT and reward model trained."""
     root = tmp_path_factory.mktemp(f"seed-{request.param}")

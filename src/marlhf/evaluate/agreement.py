@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from marlhf.evaluate.pairs import JudgeError
 from marlhf.evaluate.stats import Interval
-from marlhf.evaluate.verdicts import FOLDER, VERDICTS, Verdict, read_verdicts, wilson
+from marlhf.evaluate.verdicts import FOLDER, VERDICTS, read_verdicts, wilson
 
 RESAMPLES = 2000
 Floats = NDArray[np.float64]
-Votes = dict[str, dict[str, Verdict]]
+Votes = dict[str, dict[str, str]]
 """What each judge said: judge -> pair -> verdict."""
 
 
@@ -79,7 +79,7 @@ def compare(votes: Votes, *, seed: int = 0) -> Agreement:
 
 
 def cohen_kappa(
-    said: Sequence[tuple[Verdict, Verdict]], *, resamples: int = RESAMPLES, seed: int = 0
+    said: Sequence[tuple[str, str]], *, resamples: int = RESAMPLES, seed: int = 0
 ) -> Interval:
     """Agreement of two judges beyond chance, with a bootstrap interval over pairs.
 
@@ -91,8 +91,8 @@ def cohen_kappa(
     0.4
     """
     counts = Counter(said)
-    cells = [(one, other) for one in VERDICTS for other in VERDICTS]
-    table = np.array([counts[cell] for cell in cells], dtype=np.float64)
+    cells = [counts[one, other] for one in VERDICTS for other in VERDICTS]
+    table = np.array(cells, dtype=np.float64)
 
     def kappa(weights: Floats) -> Floats:  # [R, 9] -> [R]
         square = (weights / weights.sum(1, keepdims=True)).reshape(-1, 3, 3)
@@ -104,7 +104,7 @@ def cohen_kappa(
 
 
 def fleiss_kappa(
-    rows: Sequence[Sequence[Verdict]], *, resamples: int = RESAMPLES, seed: int = 0
+    rows: Sequence[Sequence[str]], *, resamples: int = RESAMPLES, seed: int = 0
 ) -> Interval:
     """Agreement of several judges beyond chance: a row a pair, a verdict a judge.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from marlhf.data import Encoded, decode
 from marlhf.data.rows import is_blank
-from marlhf.evaluate.judged import BEST, Grid, expected_best
+from marlhf.evaluate.grids import BEST, Grid, expected_best
 from marlhf.evaluate.lines import Line, append_lines, read_lines, write_lines
 from marlhf.evaluate.sampling import (
     Bench,

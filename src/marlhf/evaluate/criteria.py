@@ -219,4 +219,11 @@ def find_criteria(task: str) -> Criteria:
 
 
 def slug(words: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._]+", "-", words).strip("-.") or "x"
+    """Words as the name of a file, which long ones share their beginning of only.
+
+    >>> slug("runs/new-old-openai:gpt-4o")
+    'runs-new-old-openai-gpt-4o'
+    """
+    name = re.sub(r"[^A-Za-z0-9._]+", "-", words).strip("-.")
+    digest = hashlib.sha256(words.encode()).hexdigest()[:8]
+    return name if 0 < len(name) <= 120 else f"{name[:110]}-{digest}"

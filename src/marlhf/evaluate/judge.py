@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from marlhf.evaluate.criteria import Answer, Question, find_criteria, slug
 from marlhf.evaluate.judge_client import Cache, OpenAIJudge
@@ -22,7 +22,6 @@ CACHE = "replies.sqlite"
 SWAPPED: dict[str, Verdict] = {"first": "b", "second": "a", "tie": "tie"}
 STRAIGHT: dict[str, Verdict] = {"first": "a", "second": "b", "tie": "tie"}
 
-Order = Literal["both", "random"]
 Progress = Callable[[int, int], None]
 
 
@@ -53,7 +52,7 @@ def judge(
     by: str,
     *,
     task: str = "hh",
-    order: Order = "both",
+    order: str = "both",
     limit: int | None = None,
     seed: int = 0,
     base_url: str | None = None,
@@ -61,8 +60,8 @@ def judge(
     timeout: float = 120.0,
     prices: Prices | None = None,
     dry_run: bool = False,
-    output: Path | None = None,
-    cache: Path | None = None,
+    output: Path | str | None = None,
+    cache: Path | str | None = None,
     device: str = "auto",
     say: Callable[[str], None] = lambda line: None,
     progress: Progress = lambda done, total: None,
@@ -71,7 +70,7 @@ def judge(
 
     `by` is `openai:MODEL`, `reward:PATH`, `model:PATH` or `scores:NAME`. With `order="both"` each
     pair is asked both ways round and a disagreement is a tie; `"random"` asks one, by `seed`.
-    Verdicts go to `output`, else into `judged/` of A's folder. A dry run returns nothing found.
+    Verdicts go to `output`, else into `judged/` of A's folder. A dry run asks and writes nothing.
     """
     kind, _, name = by.partition(":")
     if kind not in ("openai", "reward", "model", "scores") or not name:
@@ -81,11 +80,10 @@ def judge(
         )
     if order not in ("both", "random"):
         raise JudgeError(f"There is no order {order!r}. Take both or random.")
-    prices = prices or Prices()
     criteria = find_criteria(task)
     found = read_pairs(a, b, limit)
-    folder = home(Path(a)) / FOLDER
-    file = output or folder / f"{slug(f'{found.name_a}-{found.name_b}-{by}-{task}-{order}')}.jsonl"
+    name_of_all = slug(f"{found.name_a}-{found.name_b}-{by}-{task}-{order}")
+    file = Path(output or home(Path(a)) / FOLDER / f"{name_of_all}.jsonl")
     if file.suffix != ".jsonl":
         raise JudgeError(f"Verdicts go to a .jsonl file, not to {file}. Give another -o.")
     # A score does not depend on what it is compared with, so one order is all there is to ask.
@@ -95,35 +93,24 @@ def judge(
     questions = [_question(found.pairs[i], swapped) for i, swapped in asked]
     say(_what(found.name_a, found.name_b, len(found.pairs), found.only_a + found.only_b))
 
+    answers: list[Answer | None]
     if kind == "openai":
-        store = cache or file.parent / CACHE
+        store = Path(cache or file.parent / CACHE)
         replies = Cache(None if dry_run and not store.is_file() else store)
         client = OpenAIJudge(
             name, criteria, replies, base_url=base_url, concurrency=concurrency, timeout=timeout
         )
-        plan = client.plan(questions)
-        say(
-            f"{plan.questions} questions, {plan.known} answered before; about "
-            f"{prices(plan.tokens_in, plan.tokens_out)} to go"
-        )
-        if dry_run:
-            return {}
-        before = client.spent(questions)
         try:
-            answers = client.answer(questions, progress)
+            answers = _ask_server(client, questions, prices or Prices(), dry_run, say, progress)
         finally:
-            after = client.spent(questions)
-            say(f"Used now: {prices(after[0] - before[0], after[1] - before[1])}")
-        say(f"Used in all: {prices(*after)}")
-        for fault, count in client.faults.items():
-            say(f"{count} questions without an answer: {fault}")
-        replies.close()
+            replies.close()
     elif dry_run:
         say(f"{len(questions)} questions, nothing to pay")
-        return {}
+        answers = []
     else:
         answers = _offline(kind, name, criteria, device).answer(questions, progress)
-
+    if dry_run:
+        return {}
     judgements = _combine(found.pairs, asked, answers, turns)
     if not judgements:
         raise JudgeError(
@@ -133,6 +120,33 @@ def judge(
     about = {"judge": by, "task": task, "order": order, "a": found.name_a, "b": found.name_b}
     summary = write_verdicts(file, judgements, about)
     return summary | {"path": str(file), "without_verdict": len(found.pairs) - len(judgements)}
+
+
+def _ask_server(
+    client: OpenAIJudge,
+    questions: Sequence[Question],
+    prices: Prices,
+    dry_run: bool,
+    say: Callable[[str], None],
+    progress: Progress,
+) -> list[Answer | None]:
+    """The answers, with what they will cost said before and what they did cost after."""
+    plan = client.plan(questions)
+    say(
+        f"{plan.questions} questions, {plan.known} answered before; about "
+        f"{prices(plan.tokens_in, plan.tokens_out)} to go"
+    )
+    if dry_run:
+        return []
+    before = client.spent(questions)
+    try:
+        return client.answer(questions, progress)
+    finally:  # what a stopped judging has cost is worth knowing, too
+        after = client.spent(questions)
+        say(f"Used now: {prices(after[0] - before[0], after[1] - before[1])}")
+        say(f"Used in all: {prices(*after)}")
+        for fault, count in client.faults.items():
+            say(f"{count} questions without an answer: {fault}")
 
 
 def describe(summary: dict[str, Any]) -> list[str]:
@@ -202,8 +216,10 @@ def _combine(
         heard = by_pair.get(i, [])
         if pair.a.text != pair.b.text and len(heard) < len(turns[i]):
             continue
-        said = tuple((SWAPPED if swapped else STRAIGHT)[answer.side] for swapped, answer in heard)
-        verdict = said[0] if said and len(set(said)) == 1 else "tie"
+        said: tuple[Verdict, ...] = tuple(
+            (SWAPPED if swapped else STRAIGHT)[answer.side] for swapped, answer in heard
+        )
+        verdict: Verdict = said[0] if said and len(set(said)) == 1 else "tie"
         sides = [
             {n: (v[1], v[0]) if swapped else v for n, v in answer.dimensions.items()}
             for swapped, answer in heard

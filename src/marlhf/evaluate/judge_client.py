@@ -114,9 +114,7 @@ class OpenAIJudge:
         ]
         tokens = sum(count // CHARS_A_TOKEN + 1 for count in chars)
         total = len(self._unique(questions))
-        return Plan(
-            total, total - len(waiting), tokens, len(waiting) * self.criteria.answer_tokens
-        )
+        return Plan(total, total - len(waiting), tokens, len(waiting) * self.criteria.answer_tokens)
 
     def spent(self, questions: Sequence[Question]) -> tuple[int, int]:
         """Tokens that all replies to these questions have cost, whenever they came."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 Line = dict[str, Any]
+
+
+class FileError(ValueError):
+    """A file that cannot be written, with what to do about it."""
 
 
 def read_lines(file: Path, setting: str | None = None) -> dict[str, Line]:
@@ -31,16 +37,33 @@ def read_lines(file: Path, setting: str | None = None) -> dict[str, Line]:
 
 
 def append_lines(file: Path, lines: Iterable[Line]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    torn = file.is_file() and not file.read_bytes().endswith(b"\n")
-    with file.open("a", encoding="utf-8") as out:
-        out.write("\n" if torn else "")
-        out.writelines(json.dumps(line) + "\n" for line in lines)
+    with _explained(file), file.open("ab+") as out:
+        torn = False
+        if out.tell():
+            out.seek(-1, os.SEEK_END)
+            torn = out.read(1) != b"\n"
+        out.write((b"\n" if torn else b"") + _encode(lines))
 
 
 def write_lines(file: Path, lines: Iterable[Line]) -> None:
     """Replace the file in one go: there is always either the old or the new one."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_name(f"{file.name}.new")
-    new.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    new.replace(file)
+    with _explained(file):
+        new.write_bytes(_encode(lines))
+        new.replace(file)
+
+
+def _encode(lines: Iterable[Line]) -> bytes:
+    return "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+
+@contextlib.contextmanager
+def _explained(file: Path) -> Iterator[None]:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise FileError(
+            f"Cannot write {file}: {error.strerror}. Make room or give a folder that may be "
+            "written to; the same command goes on from there."
+        ) from error

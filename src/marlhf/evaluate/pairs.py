@@ -139,8 +139,15 @@ def _has_responses(file: Path) -> bool:
 
 
 def _answers(file: Path) -> dict[str, dict[str, Any]]:
-    """The first answer to each prompt; where rows have steps, only those of the last."""
+    """The first answer to each prompt; where rows have steps, only those of the last.
+
+    What `marlhf evaluate` wrote has keys and settings: there the last line of each key counts,
+    under the setting of the last line.
+    """
     rows = [row for row in read_lines(file) if "prompt" in row and "response" in row]
+    if rows and {"key", "setting"} <= rows[-1].keys():
+        kept = [row for row in rows if row.get("setting") == rows[-1]["setting"]]
+        rows = list({row.get("key"): row for row in kept}.values())
     last = max((number(row["step"]) for row in rows if "step" in row), default=None)
     found: dict[str, dict[str, Any]] = {}
     for row in rows:

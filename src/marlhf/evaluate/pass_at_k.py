@@ -134,7 +134,8 @@ def _setting(
     """A short name for all that decides a sample and its verdict."""
     limits = [judge.seconds, judge.memory_mb, judge.max_tests]
     which = [run.about.get("started"), run.last_step, asdict(sampling), question.seed]
-    text = json.dumps([which, data.source, data.path, data.split, data.too_long, limits])
+    prompts = [data.source, data.path, data.split, data.max_prompt_tokens, data.too_long]
+    text = json.dumps([which, prompts, limits])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -180,7 +181,7 @@ def _read(file: Path, setting: str) -> dict[str, list[str]]:
             said = json.loads(line)
         except ValueError:
             continue
-        if said["setting"] == setting:
+        if isinstance(said, dict) and said.get("setting") == setting:
             known[said["problem"]] = said["results"]
     return known
 

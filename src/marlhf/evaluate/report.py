@@ -12,12 +12,14 @@ from pathlib import Path
 
 from marlhf.evaluate import sections
 from marlhf.evaluate.coding import passes
+from marlhf.evaluate.grids import best_of
 from marlhf.evaluate.groups import Group, group_runs
-from marlhf.evaluate.judged import best_of, judged
+from marlhf.evaluate.held_out import held_out
 from marlhf.evaluate.page import render, text
 from marlhf.evaluate.runs import Run, find_runs
 from marlhf.evaluate.samples import samples
 from marlhf.evaluate.summary import summary
+from marlhf.evaluate.wins import wins
 
 
 def write_report(paths: Sequence[Path | str], output: Path | str) -> Path:
@@ -55,8 +57,9 @@ def report_html(runs: list[Run]) -> str:
         ("learning", "Learning", sections.learning(policies)),
         ("frontier", "Reward against KL", sections.frontier(policies)),
         ("distributions", "Prompt by prompt", sections.distributions(policies)),
-        ("held_out", "Held-out scores", judged(groups)),
+        ("held_out", "Held-out scores", held_out(groups)),
         ("best_of_n", "Best of n", best_of(groups)),
+        ("judged", "Judged in pairs", wins(runs)),
         ("samples", "Samples", samples(policies)),
         ("training", "Inside training", sections.training(policies)),
         ("timing", "Time", sections.timing(policies)),

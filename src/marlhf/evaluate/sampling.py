@@ -47,6 +47,9 @@ from marlhf.rollout import NativeEngine, Rollout
 TOKENS = 1 << 15
 """Padded tokens in a forward pass."""
 
+GOLD = "marlhf.data.toy:gold_score"
+"""The offline task's true score."""
+
 
 @dataclass(frozen=True)
 class Judge:
@@ -116,7 +119,7 @@ def load_reference(
 ) -> Model | None:
     """What KL is measured to; None where there is none, or where it is the subject itself."""
     path = plan.reference
-    if path is None or Path(path).resolve() == Path(subject.model).resolve():
+    if path is None or stamp(path) == stamp(subject.model):
         return None
     remote = plan.trust_remote_code
     if not same_tokenizer(tokenizer, load_tokenizer(path, trust_remote_code=remote)):
@@ -145,15 +148,19 @@ def kl_to(
 
 def find_judges(plan: Plan) -> list[Judge]:
     """The plan's rewards under short names; the true score too, which the offline task knows."""
-    paths = [path.rstrip("/") for path, _ in plan.rewards]
-    short = [path.removesuffix("/model").rpartition("/")[2] for path in paths]
+    weights = {path.rstrip("/"): weight for path, weight in plan.rewards}
+    parts = {path: path.removesuffix("/model").split("/") for path in weights}
     judges: list[Judge] = []
-    for (path, weight), name in zip(plan.rewards, short):
-        if short.count(name) > 1:  # told apart by the folder around
-            name = "/".join(path.rstrip("/").removesuffix("/model").split("/")[-2:])
+    for path, weight in weights.items():
+        # The last folder's name, with as many before it as tell it from the others.
+        sizes = range(1, len(parts[path]) + 1)
+        tails = {n: [each[-n:] for each in parts.values()] for n in sizes}
+        size = next((n for n in sizes if tails[n].count(parts[path][-n:]) == 1), sizes[-1])
+        name = "/".join(parts[path][-size:])
         judges.append(Judge(name, path, _judge_stamp(path), weight))
     if plan.data.source == "toy":
-        judges.append(Judge("gold", "marlhf.data.toy:gold_score", "toy", 0.0))
+        taken = any(judge.name == "gold" for judge in judges)
+        judges.append(Judge("gold (true)" if taken else "gold", GOLD, "toy", 0.0))
     return judges
 
 
@@ -190,7 +197,7 @@ class Bench:
     ) -> list[float | None]:
         """A number a response; None where a function has none to give."""
         rows, ids = [p.row for p in prompts], [p.prompt_ids for p in prompts]
-        if judge.name == "gold":
+        if judge.path == GOLD:
             from marlhf.data.toy import gold_score
 
             texts = [decode(tokenizer, response) for response in responses]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from marlhf.data import Encoded, decode
-from marlhf.evaluate.judged import FOLDER, Summary, summarise
+from marlhf.evaluate.held_out import FOLDER, Summary, summarise
 from marlhf.evaluate.lines import Line, append_lines, read_lines, write_lines
 from marlhf.evaluate.sampling import (
     Bench,

@@ -221,7 +221,8 @@ def located(path: str, subject: Subject) -> str:
     if Path(path).exists():
         return path
     beside = str(Path(subject.config.get("output_dir") or ".").parent) + "/"
-    moved = subject.folder.parent / path.removeprefix(beside)
+    run = subject.folder if is_run(subject.folder) else subject.folder.parent  # of its `best/`
+    moved = run.parent / path.removeprefix(beside)
     return str(moved) if path.startswith(beside) and moved.exists() else path
 
 

@@ -22,6 +22,7 @@ FOLDER = "judged"
 """Where verdicts lie in a run folder: the report looks here."""
 Verdict = Literal["a", "b", "tie"]
 VERDICTS: tuple[Verdict, ...] = ("a", "tie", "b")
+TURNED: dict[str, Verdict] = {"a": "b", "b": "a", "tie": "tie"}
 Z = 1.959963984540054
 """The normal distribution's 97.5% point."""
 
@@ -133,17 +134,16 @@ def read_verdicts(file: Path) -> list[tuple[str, str, Verdict]]:
     """
     found: dict[tuple[str, str], Verdict] = {}
     for count, row in enumerate(read_lines(file), start=1):
-        verdict = row.get("verdict")
-        if verdict not in VERDICTS:
+        said = row.get("verdict")
+        if said not in TURNED:
             raise JudgeError(
-                f"Verdict {count} of {file} is {verdict!r}. Write a, b or tie; leave out what was "
+                f"Verdict {count} of {file} is {said!r}. Write a, b or tie; leave out what was "
                 "not judged."
             )
         pair, turned = _name(row, file, count)
-        if turned:
-            verdict = {"a": "b", "b": "a", "tie": "tie"}[verdict]
-        found[str(row.get("judge") or file.stem), pair] = verdict
-    return [(judge, pair, verdict) for (judge, pair), verdict in found.items()]
+        verdict = TURNED[said]
+        found[str(row.get("judge") or file.stem), pair] = verdict if turned else TURNED[verdict]
+    return [(*key, verdict) for key, verdict in found.items()]
 
 
 def _name(row: Mapping[str, Any], file: Path, count: int) -> tuple[str, bool]:

@@ -17,7 +17,7 @@ from marlhf.evaluate.verdicts import FOLDER
 PARTS = (("win", "var(--c0)"), ("tie", "var(--t2)"), ("loss", "var(--c1)"))
 
 
-def judged(runs: Sequence[Run]) -> str:
+def wins(runs: Sequence[Run]) -> str:
     """Win, tie and loss by judge; dimension scores; how far the judges agree."""
     found = [each for run in runs for each in _summaries(run.path / FOLDER)]
     if not found:
@@ -42,10 +42,11 @@ def _summaries(folder: Path) -> list[dict[str, Any]]:
             summary = json.loads(file.read_text(encoding="utf-8"))
             for part, _ in PARTS:
                 [float(summary[part][key]) for key in ("share", "low", "high")]
-            _label(summary), int(summary["pairs"]), summary["dimensions"].items()
+            whole = _label(summary) and summary["pairs"] > 0 and summary["dimensions"].items()
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue
-        found.append(summary)
+        if whole is not False:
+            found.append(summary)
     return found
 
 

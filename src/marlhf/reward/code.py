@@ -34,6 +34,8 @@ Tests = Mapping[str, Any]
 """See `marlhf.data.code`."""
 
 COMPILE, RUNTIME, LEAST, RANGE = -1.0, -0.6, -0.3, 1.3
+DEPTH = 100
+"""Answers nested deeper are wrong: the way back into the sandbox is not for them."""
 RETURN = "SyntaxError: 'return' outside function"
 """Some solutions of APPS end so, as its authors run programs within a function."""
 
@@ -88,8 +90,8 @@ class Verdict:
     def reward(self) -> float | None:
         """The paper's; None where the sandbox failed.
 
-        >>> Verdict("failed", passed=1, total=2).reward
-        0.35
+        >>> Verdict("failed", passed=0, total=2).reward
+        -0.3
         """
         if self.result == "sandbox_error":
             return None
@@ -144,7 +146,7 @@ class UnitTests:
             for i, verdict in zip(again, found):
                 verdicts[i] = verdict
                 if verdict.result == "sandbox_error":
-                    log.error("No verdict, as the sandbox failed twice: %s", verdict.message)
+                    log.error("No verdict and no reward: %s", verdict.message)
         return verdicts
 
     def close(self) -> None:
@@ -190,7 +192,7 @@ class UnitTests:
         kind, name = tests["kind"], tests.get("name")
         code = extract_code(response, name)
         if kind == "check":
-            asked = self._asked[_key(tests)]
+            asked = self._asked.get(_key(tests))
             calls = [Call(tests["name"], args, kwargs) for args, kwargs in asked or []]
             source = complete(tests["prompt"], code, tests["name"])
             return Suite(source, [Case(calls=calls)], stop_early=True)
@@ -208,7 +210,7 @@ class UnitTests:
         """A verdict on answers that can be judged here; None where a check has to."""
         same: Callable[[Outcome, Any], bool]
         if tests["kind"] == "check":
-            if self._asked[_key(tests)] is None:
+            if not self._asked.get(_key(tests)):
                 return Verdict("sandbox_error", message="the check itself cannot be run")
             return None
         if tests["kind"] == "stdin":
@@ -228,11 +230,10 @@ class UnitTests:
             if outcome.status == "sandbox_error":
                 continue
             found = outcome.returned[0][0] if outcome.status == "ok" and outcome.returned else None
-            if found is None:
-                log.error("The check of `%s` cannot be run: %s", each["name"], outcome.stderr)
+            if not found:
+                told = outcome.stderr or "it asks nothing"
+                log.error("The check of `%s` cannot be run: %s", each["name"], told)
             self._asked[_key(each)] = found
-        for each in new:
-            self._asked.setdefault(_key(each), None)
 
     def _replay(self, outcomes: Sequence[Outcome], tests: Sequence[Tests]) -> list[Verdict]:
         """Each check with the answers that its program gave."""
@@ -297,14 +298,14 @@ def _replaying(tests: Tests, answers: Sequence[Any]) -> Call:
     return Call("_replay", [answers, tests["name"]])
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, depth: int = 0) -> Any:
     """An answer that can go into a sandbox again; what is of no plain type equals nothing."""
-    if isinstance(value, Opaque):
-        return f"<{value.text}>"
+    if isinstance(value, Opaque) or depth > DEPTH:
+        return f"<{value.text if isinstance(value, Opaque) else 'nested too deep'}>"
     if isinstance(value, list | tuple | set | frozenset):
-        return type(value)(_plain(each) for each in value)
+        return type(value)(_plain(each, depth + 1) for each in value)
     if isinstance(value, dict):
-        return {_plain(key): _plain(each) for key, each in value.items()}
+        return {_plain(key, depth + 1): _plain(each, depth + 1) for key, each in value.items()}
     return value
 
 
@@ -320,8 +321,13 @@ class _Asserts(ast.NodeTransformer):
 
 
 def _check_source(tests: Tests) -> str:
+    prompt = tests["prompt"]
+    try:
+        ast.parse(prompt)
+    except SyntaxError:  # a function that is begun, without as much as a docstring
+        prompt = f"{prompt.rstrip()}\n    pass\n"
     try:
         tree = ast.fix_missing_locations(_Asserts().visit(ast.parse(tests["check"])))
     except SyntaxError:
         return tests["check"]  # let the sandbox say so
-    return CHECK.format(prompt=PREAMBLE + tests["prompt"], check=ast.unparse(tree))
+    return CHECK.format(prompt=PREAMBLE + prompt, check=ast.unparse(tree))
