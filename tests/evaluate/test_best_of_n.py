@@ -22,6 +22,7 @@ from marlhf.evaluate.grids import (
     kl_bound,
     read_grids,
 )
+from marlhf.evaluate.lines import append_lines
 from marlhf.evaluate.report import write_report
 from marlhf.evaluate.sampling import Writer
 from marlhf.evaluate.subjects import EvaluationError, Question
@@ -148,6 +149,14 @@ def test_the_report_has_a_heat_map(finished, tmp_path):
     page = (tmp_path / "report.html").read_text()
     part = page[page.index('id="best_of_n"') :].partition("</section>")[0]
     assert part.count("<rect") == 2 * 3  # two temperatures, n of 1, 2 and 4
+
+
+def test_damaged_lines_are_left_out_of_the_report(tmp_path):
+    file = tmp_path / "best_of_n" / "t0.5-m8-s0-reward.jsonl"
+    good = {"setting": "s", "key": "1", "scores": [1.0, 2.0], "lengths": [3, 4]}
+    bad = [{"scores": "x"}, {"scores": [1.0]}, {"scores": [None, 1.0]}, {"lengths": [1]}]
+    append_lines(file, [good | each | {"key": str(i)} for i, each in enumerate([*bad, {}])])
+    assert [line["key"] for line in read_grids(tmp_path)["m8-s0-reward"].lines[0.5]] == ["4"]
 
 
 def test_a_heat_map_darkens_with_the_value_and_leaves_gaps():

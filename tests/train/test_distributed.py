@@ -55,7 +55,7 @@ RUNS = {kind: (kind, {}) for kind in KINDS} | {
     "few-pairs": ("reward", {"batch_size": 1}),
     "constituents": ("ppo", {"segmenter": Constituents(max_length=6)}),
 }
-"""What one process and two must do alike: each kind of stage, batches that do not divide, a parser."""
+"""What one process and two must do alike: each kind of stage, odd batches, a parser."""
 
 
 def brevity(completions, **_):

@@ -11,6 +11,7 @@ from marlhf.evaluate.groups import Group
 from marlhf.evaluate.held_out import labelled, plain_interval, plain_table
 from marlhf.evaluate.lines import Line, read_lines
 from marlhf.evaluate.page import Cell, figure, grid, num, section, text
+from marlhf.evaluate.runs import number
 from marlhf.evaluate.stats import Interval, interval
 
 BEST = "best_of_n"
@@ -73,7 +74,7 @@ def read_grids(folder: Path) -> dict[str, Grid]:
     found: dict[str, dict[float, list[Line]]] = {}
     for file in sorted((folder / BEST).glob("t[0-9]*-*.jsonl")):
         heat, _, rest = file.stem[1:].partition("-")
-        lines = [line for line in read_lines(file).values() if line.get("scores")]
+        lines = [line for line in read_lines(file).values() if _whole(line)]
         if lines:
             found.setdefault(rest, {})[float(heat)] = lines
     grids: dict[str, Grid] = {}
@@ -82,6 +83,15 @@ def read_grids(folder: Path) -> dict[str, Grid]:
         ns = sorted({*(2**i for i in range(most.bit_length())), most})
         grids[name] = Grid(ns, dict(sorted(lines.items())))
     return grids
+
+
+def _whole(line: Line) -> bool:
+    """Whether a line has what it takes: a hand-edited one may not."""
+    scores, lengths = line.get("scores"), line.get("lengths")
+    if not isinstance(scores, list) or not isinstance(lengths, list):
+        return False
+    numbers = all(math.isfinite(number(value)) for value in (*scores, *lengths))
+    return 0 < len(scores) == len(lengths) and numbers
 
 
 def best_of(groups: Sequence[Group]) -> str:

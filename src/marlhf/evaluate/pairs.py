@@ -6,10 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from marlhf.data.rows import Message, Text
 from marlhf.evaluate.runs import number
+
+if TYPE_CHECKING:  # the report reads verdicts without torch
+    from marlhf.data.rows import Message, Text
 
 EVALUATION = "evaluation"
 """The folder of a run that `marlhf evaluate` writes responses to."""

@@ -12,11 +12,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from marlhf.data.rows import Text
 from marlhf.evaluate.pairs import JudgeError, read_lines
 from marlhf.evaluate.stats import interval
+
+if TYPE_CHECKING:
+    from marlhf.data.rows import Text
 
 FOLDER = "judged"
 """Where verdicts lie in a run folder: the report looks here."""

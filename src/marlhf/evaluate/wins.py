@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from marlhf.evaluate.agreement import compare, read_votes
 from marlhf.evaluate.charts import legend, stacked_bars
 from marlhf.evaluate.page import Cell, csv_link, figure, num, percent, section, signed, table, text
 from marlhf.evaluate.pairs import JudgeError
@@ -110,6 +109,8 @@ def _dimensions(found: Sequence[dict[str, Any]]) -> str:
 
 
 def _agreement(runs: Sequence[Run]) -> str:
+    from marlhf.evaluate.agreement import compare, read_votes  # numpy, only where there are votes
+
     folders = [run.path / FOLDER for run in runs if any((run.path / FOLDER).glob("*.jsonl"))]
     try:
         found = compare(read_votes(folders))
