@@ -7,10 +7,14 @@ import torch
 
 from conftest import TOY, assert_close, read_lines
 from marlhf.core import NGram, Perplexity, RandomNGram, Responses, Sentences, Words, gae
+from marlhf.models.forward import token_values
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.train import ppo
+from marlhf.train.distributed import start
 from marlhf.train.guards import Guards
+from marlhf.train.measure import Clock
+from marlhf.train.parts import NOTHING
 from marlhf.train.run import RunError
 
 
@@ -247,3 +251,31 @@ def test_a_reference_with_another_tokenizer_is_refused(ppo_config, parents, tmp_
 def test_more_steps_than_data_are_told(ppo_config, capfd):
     ppo.train(ppo_config(batch_size=100, num_steps=5))
     assert "the data gives 1 steps, not the 5" in capfd.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("level", ["token", "macro"])
+@pytest.mark.parametrize("budget", [100000, 60])
+def test_the_pass_that_values_trains_the_critic_as_one_of_its_own_would(ppo_config, budget, level):
+    """Gradients of `appraise` against values first, and the loss in a second pass."""
+    config = ppo_config(token_budget=budget, value_level=level, segmenter=NGram(3), sigma="start")
+    world = start(config.device)
+    models = ppo.load_models(config, NOTHING, world, critic=True)
+    examples, _ = ppo.load_prompts(config, models, NOTHING)
+    clock, shuffler = Clock(world.device), torch.Generator().manual_seed(0)
+    found = ppo.collect(examples[:5], models, config, [1, 2, 3, 4, 5], lambda x: x, clock)
+    decisions = ppo.decide(found, models.vocabulary, config, 0.05, shuffler)
+    values, losses = ppo.appraise(found, decisions, models, config)
+    once = [p.grad.clone() for p in models.critic.parameters()]
+    models.critic.zero_grad()
+
+    told, nothing = ppo.appraise(found, decisions, models, config, learn=False)
+    assert nothing == {}
+    torch.testing.assert_close(told, values)
+    plan = ppo.credit(decisions, told, config)
+    again = token_values(models.critic, found.sequences)
+    counts = ppo.count(plan.segments)
+    loss = ppo.value_loss(again, plan.values, plan.returns, plan.segments, counts, config)
+    loss.backward()
+    torch.testing.assert_close(losses["ppo/value_loss"], loss.detach())
+    for mine, p in zip(once, models.critic.parameters(), strict=True):
+        torch.testing.assert_close(mine, p.grad, rtol=1e-4, atol=1e-6)
