@@ -23,7 +23,7 @@ from marlhf.core import Constituents, RandomNGram
 from marlhf.data import DataConfig
 from marlhf.rollout import Sampling
 
-pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("distributed")]
+pytestmark = pytest.mark.distributed
 TRAINERS = {
     kind.stage: kind
     for kind in (

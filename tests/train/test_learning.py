@@ -15,7 +15,7 @@ from marlhf.rollout import NativeEngine, Sampling
 from marlhf.train import dpo, ppo, reward, rloo, sft
 from marlhf.train.stage import load_examples
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # all methods of a seed
 SHORTER = [
     "sft.num_steps=150",
     "reward.num_steps=150",
@@ -30,39 +30,38 @@ SHORTER = [
 ]
 
 
-# A seed's tests go to one process, where tests run on several: they share its models.
-SEEDS = [pytest.param(n, marks=pytest.mark.xdist_group(f"seed {n}")) for n in range(3)]
-
-
-@pytest.fixture(scope="module", params=SEEDS, ids="seed {}".format)
-def stages(request, tmp_path_factory):
-    """The recipe's stages of one seed, SFT and reward model trained."""
-    root = tmp_path_factory.mktemp(f"seed-{request.param}")
-    overrides = [*SHORTER, f"seed={request.param}", f"output_dir={root}"]
-    found = {stage.name: stage.config for stage in load_recipe("toy-baselines", overrides)}
-    sft.train(found["sft"])
-    reward.train(found["reward"])
-    return found
-
-
 def evals(folder: str) -> tuple[dict, dict]:
     found = [line for line in read_lines(folder) if line["kind"] == "eval"]
     return found[0], found[-1]
 
 
-def test_sft_and_reward_learn(stages):
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_every_stage_learns(seed, tmp_path):
+    """One test a seed, for all that follows starts from its SFT and reward models."""
+    overrides = [*SHORTER, f"seed={seed}", f"output_dir={tmp_path}"]
+    stages = {stage.name: stage.config for stage in load_recipe("toy-baselines", overrides)}
+    check_sft_and_reward(stages)
+    for name in ("ppo", "macro-ppo"):
+        check_ppo(stages[name])
+    for name in ("rloo", "macro-rloo", "grpo") if seed == 0 else ("rloo",):
+        check_without_a_critic(stages[name])
+    check_dpo(stages)
+
+
+def check_sft_and_reward(stages) -> None:
+    sft.train(stages["sft"])
     start, end = evals(stages["sft"].output_dir)
     assert start["eval/loss"] > 5.5  # about log of the vocabulary
     assert end["eval/loss"] < 1.0
+    reward.train(stages["reward"])
     start, end = evals(stages["reward"].output_dir)
     assert start["eval/accuracy"] < 0.65  # 128 pairs: half right, give or take 0.09
     assert end["eval/accuracy"] > 0.67
 
 
-@pytest.mark.parametrize("name", ["ppo", "macro-ppo"])
-def test_ppo_learns(stages, name):
-    ppo.train(stages[name])
-    start, end = evals(stages[name].output_dir)
+def check_ppo(config: ppo.PPOConfig) -> None:
+    ppo.train(config)
+    start, end = evals(config.output_dir)
     assert abs(start["eval/score"]) < 1e-4  # normalised on these very responses
     assert end["eval/score"] > 0.6  # in deviations of the starting policy's scores
     assert end["eval/win_rate"] > 0.6
@@ -70,10 +69,9 @@ def test_ppo_learns(stages, name):
     assert end["eval/kl"] < 15
 
 
-@pytest.mark.parametrize("name", ["rloo", "macro-rloo", "grpo"])
-def test_methods_without_a_critic_learn(stages, name):
-    rloo.train(stages[name])
-    start, end = evals(stages[name].output_dir)
+def check_without_a_critic(config: rloo.RLOOConfig) -> None:
+    rloo.train(config)
+    start, end = evals(config.output_dir)
     assert abs(start["eval/score"]) < 1e-4
     assert end["eval/score"] > 0.4
     assert end["eval/win_rate"] > 0.57
@@ -81,7 +79,7 @@ def test_methods_without_a_critic_learn(stages, name):
     assert end["eval/kl"] < 15
 
 
-def test_dpo_learns(stages):
+def check_dpo(stages) -> None:
     """Not only to tell the pairs apart: it writes what people prefer."""
     dpo.train(stages["dpo"])
     start, end = evals(stages["dpo"].output_dir)
