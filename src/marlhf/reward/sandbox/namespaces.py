@@ -90,6 +90,8 @@ def _write(path: str, text: str) -> None:
 
 def build_root(readable: Sequence[str]) -> None:
     """Make the new root and move into it; the old one is gone afterwards."""
+    if hidden := [path for path in readable if f"{path}/".startswith("/tmp/")]:
+        raise OSError(f"{hidden[0]} lies in /tmp, where programs get a folder of their own")
     _mount(None, "/", None, _RECURSIVE | _PRIVATE)
     _mount("sandbox", "/tmp", "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
     os.mkdir("/tmp/old")
