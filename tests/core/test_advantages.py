@@ -40,6 +40,12 @@ def test_macro_gae_by_hand():
     torch.testing.assert_close(returns, torch.tensor([[0.8, 0.8, 1.0, 1.0]]))
 
 
+def test_discounts_inside_an_action_have_the_precision_of_the_rewards():
+    whole = cut(math.inf, torch.ones(1, 3).bool())
+    rewards = torch.tensor([[0.0, 0.0, 1.0]], dtype=torch.float64)
+    assert pool_rewards(rewards, whole, rho=0.1)[0, 0].item() == pytest.approx(0.01, rel=1e-12)
+
+
 @given(batches(), seeds, discounts, discounts, discounts, sigmas, poolings)
 def test_macro_gae_is_the_obvious_loop(segments, seed, gamma, lam, rho, sigma, pooling):
     options = {"gamma": gamma, "lam": lam, "rho": rho, "sigma": sigma, "pooling": pooling}

@@ -13,6 +13,7 @@ from marlhf.evaluate import pass_at_k as module
 from marlhf.evaluate.coding import bootstrap, pass_at_k, summarise
 from marlhf.evaluate.pass_at_k import LINES, Question, measure
 from marlhf.evaluate.report import write_report
+from marlhf.evaluate.subjects import EvaluationError
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
 from marlhf.reward.code import UnitTests, Verdict
 from marlhf.settings import to_raw
@@ -156,7 +157,7 @@ def test_what_cannot_be_measured_is_explained(run, tmp_path):
     with pytest.raises(DataError, match="no held-out problems with tests"):
         measure(run, Question(path=str(file), device="cpu"), Judge())
     shutil.rmtree(run / "model")
-    with pytest.raises(DataError, match="has no model yet"):
+    with pytest.raises(EvaluationError, match="has no model yet"):
         measure(run, QUESTION, Judge())
 
 

@@ -29,10 +29,11 @@ from marlhf.models.adapters import FrozenBase, LoRA
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import load_policy
 from marlhf.models.tiny import tiny_tokenizer
-from marlhf.rollout import NativeEngine, Sampling
+from marlhf.rollout import NativeEngine, Sampling, vllm_server
 from marlhf.rollout import vllm as module
 from marlhf.rollout.sample import truncate
-from marlhf.rollout.vllm import RolloutError, VLLMEngine, VLLMServer
+from marlhf.rollout.vllm import RolloutError, VLLMEngine
+from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.train.distributed import World
 from marlhf.train.loop import Loop
 from marlhf.train.parts import Parts
@@ -184,7 +185,7 @@ class FakeServer(ThreadingHTTPServer):
 @pytest.fixture
 def serve(tmp_path, monkeypatch):
     """`serve(model)`: a stand-in server that was started from that model."""
-    monkeypatch.setattr(module, "WAITS", (0.01, 0.01))
+    monkeypatch.setattr(vllm_server, "WAITS", (0.01, 0.01))
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # must not matter
     started = []
 
@@ -407,7 +408,7 @@ def test_a_server_that_was_away_gets_the_weights_again(serve, small):
 
 
 def test_a_server_that_is_not_there_is_a_sentence(monkeypatch):
-    monkeypatch.setattr(module, "WAITS", (0.01,))
+    monkeypatch.setattr(vllm_server, "WAITS", (0.01,))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"

@@ -94,7 +94,7 @@ def pool_rewards(
     check_choice("pooling", pooling, ("sum", "mean"))
     _check_discounts(rho=rho)
     if rho != 1.0:
-        rewards = keep(rewards, segments.mask) * rho**segments.offsets
+        rewards = keep(rewards, segments.mask) * rho ** segments.offsets.to(rewards.dtype)
     return segments.sum(rewards) if pooling == "sum" else segments.mean(rewards)
 
 

@@ -1,28 +1,26 @@
 """Asks a run's model to solve held-out problems, several times each, and counts.
 
 Every problem is a line of `pass_at_k.jsonl` in the run folder as soon as it is judged. The same
-command goes on after a stop; more samples are added to those there are. A sample depends on its
-problem, its number and the seed alone, so neither order nor interruptions change any.
+command goes on after a stop, and more samples are added to those there are.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
-from marlhf.data import DataConfig, DataError, Encoded, Row, decode, fit_prompts, load_data
-from marlhf.data.rows import prompt_key
+from marlhf.data import DataError, Encoded, decode
 from marlhf.evaluate.coding import SUMMARY, summarise
-from marlhf.evaluate.runs import Run, read_run
-from marlhf.models.load import end_tokens, load_policy, load_tokenizer, pick_device
+from marlhf.evaluate.lines import Line, append_lines, read_lines
+from marlhf.evaluate.sampling import Writer, key_of, load_prompts, seed_of
+from marlhf.evaluate.subjects import Plan, Subject, find_subjects, make_plan, setting_of
+from marlhf.evaluate.subjects import Question as AnyQuestion
+from marlhf.models.load import load_tokenizer, pick_device
 from marlhf.reward.code import UnitTests
-from marlhf.rollout import NativeEngine, Sampling
 
 LINES = "pass_at_k.jsonl"
 CHUNK = 16
@@ -30,24 +28,18 @@ CHUNK = 16
 
 
 @dataclass(frozen=True)
-class Question:
+class Question(AnyQuestion):
     """What to ask, and how; what is None is as in the run."""
 
+    prompts: int = sys.maxsize
+    """Only so many problems."""
+    rewards: tuple[str, ...] = ("marlhf.reward.code:unit_tests",)
     k: tuple[int, ...] = (1, 5)
     samples: int = 10
     """Samples a problem, at least the largest k."""
-    prompts: int | None = None
-    """Only so many problems."""
-    temperature: float | None = None
-    max_new_tokens: int | None = None
-    seed: int = 0
-    source: str | None = None
-    """With source, path or split all rows of that data are asked, not the run's held-out ones."""
-    path: str | None = None
-    split: str | None = None
-    device: str = "auto"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.k or min(self.k) < 1:
             raise ValueError(f"Give one k or more, each at least 1; got {list(self.k)}.")
         if self.samples < max(self.k):
@@ -64,166 +56,94 @@ def measure(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Measure pass@k of a run, write it into its folder, and return what was written."""
-    run = read_run(folder)
-    if not (run.path / "model").is_dir():
-        raise DataError(
-            f"{run.path} has no model yet: the run is not finished. Finish it first, by the "
-            "command that began it."
-        )
-    sampling = _sampling(run, question)
-    model_path = str(run.path / "model")
-    remote = bool(run.config.get("trust_remote_code"))
-    tokenizer = load_tokenizer(model_path, trust_remote_code=remote)
-    data = _data(run, question)
-    problems = _problems(data, question, tokenizer)
-    setting = _setting(run, question, sampling, data, judge)
-    file = run.path / LINES
-    known = _read(file, setting)
-    left = [p for p in problems if len(known.get(_key(p.row), [])) < question.samples]
-    progress(len(problems) - len(left), len(problems))
-    if left:
-        model = load_policy(model_path, trust_remote_code=remote)
-        model = model.to(pick_device(question.device)).eval()
-        ends = end_tokens(model, tokenizer)
-        engine = NativeEngine(model, ends, tokenizer.pad_token_id)
-        for start in range(0, len(left), CHUNK):
-            chunk = left[start : start + CHUNK]
-            new = _ask(chunk, known, question, sampling, engine, tokenizer, judge)
-            _append(file, setting, new)
-            known |= new
-            progress(len(problems) - len(left) + start + len(chunk), len(problems))
-    answered = [p.row for p in problems if len(known.get(_key(p.row), [])) >= question.samples]
-    return _write(run, question, sampling, setting, answered, known, len(problems), judge)
-
-
-def _sampling(run: Run, question: Question) -> Sampling:
-    told = {"temperature": question.temperature, "max_new_tokens": question.max_new_tokens}
-    raw = dict(run.config.get("sampling") or {})
-    raw |= {name: value for name, value in told.items() if value is not None}
-    return TypeAdapter(Sampling).validate_python(raw)
-
-
-def _data(run: Run, question: Question) -> DataConfig:
-    """The run's own data, of which the held-out rows count; or other data, of which all do."""
-    raw = dict(run.config.get("data") or {})
-    told = {"source": question.source, "path": question.path, "split": question.split}
-    told = {name: value for name, value in told.items() if value is not None}
-    if told:
-        if "source" in told or "path" in told:  # another data set altogether
-            raw = {k: v for k, v in raw.items() if k in ("max_prompt_tokens", "too_long")}
-        raw |= {**told, "parts": {}, "eval_size": 0, "limit": None}
-    return TypeAdapter(DataConfig).validate_python(raw)
-
-
-def _problems(data: DataConfig, question: Question, tokenizer: Any) -> list[Encoded]:
-    loaded = load_data(data, next(iter(data.parts), "ppo"))
-    rows = loaded.eval if data.eval_size else loaded.train
-    rows = list({prompt_key(row): row for row in rows}.values())
-    if not rows or "tests" not in rows[0].columns:
+    subject = find_subjects([folder])[0]
+    plan = make_plan(subject, question, None)
+    tokenizer = load_tokenizer(subject.model, trust_remote_code=plan.trust_remote_code)
+    problems = load_prompts(subject, plan, tokenizer, question.prompts)
+    if "tests" not in problems[0].row.columns:
         raise DataError(
             "There are no held-out problems with tests. Set data.eval_size in the recipe, or name "
             "other data with --source, --path or --split; its rows need a column `tests`."
         )
-    fitting, _ = fit_prompts(rows, tokenizer, data.max_prompt_tokens, data.too_long)
-    return fitting[: question.prompts]
+    limits = (judge.seconds, judge.memory_mb, judge.max_tests)
+    setting = setting_of(subject, plan, question.seed, *limits)
+    file = subject.folder / LINES
+    known = read_lines(file, setting)
+    left = [p for p in problems if len(_results(known, p)) < question.samples]
+    progress(len(problems) - len(left), len(problems))
+    if left:
+        writer = Writer(subject, plan, tokenizer, pick_device(question.device))
+        for start in range(0, len(left), CHUNK):
+            chunk = left[start : start + CHUNK]
+            new = _ask(chunk, known, question, writer, judge, setting)
+            append_lines(file, new)
+            known |= {line["key"]: line for line in new}
+            progress(len(problems) - len(left) + start + len(chunk), len(problems))
+    return _write(subject, plan, question, problems, known, setting, judge)
 
 
-def _setting(
-    run: Run, question: Question, sampling: Sampling, data: DataConfig, judge: UnitTests
-) -> str:
-    """A short name for all that decides a sample and its verdict."""
-    limits = [judge.seconds, judge.memory_mb, judge.max_tests]
-    which = [run.about.get("started"), run.last_step, asdict(sampling), question.seed]
-    prompts = [data.source, data.path, data.split, data.max_prompt_tokens, data.too_long]
-    text = json.dumps([which, prompts, limits])
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _key(row: Row) -> str:
-    return hashlib.sha256(prompt_key(row).encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-def _seed(key: str, number: int, seed: int) -> int:
-    digest = hashlib.sha256(f"{seed} {key} {number}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+def _results(known: dict[str, Line], problem: Encoded) -> list[str]:
+    line = known.get(key_of(problem.row))
+    return line["results"] if line else []
 
 
 def _ask(
     chunk: Sequence[Encoded],
-    known: dict[str, list[str]],
+    known: dict[str, Line],
     question: Question,
-    sampling: Sampling,
-    engine: NativeEngine,
-    tokenizer: Any,
+    writer: Writer,
     judge: UnitTests,
-) -> dict[str, list[str]]:
+    setting: str,
+) -> list[Line]:
     """The results of some problems, old and new; without those that the sandbox failed on."""
     asked = [
         (problem, number)
         for problem in chunk
-        for number in range(len(known.get(_key(problem.row), [])), question.samples)
+        for number in range(len(_results(known, problem)), question.samples)
     ]
-    seeds = [_seed(_key(p.row), number, question.seed) for p, number in asked]
-    rollout = engine.generate([p.prompt_ids for p, _ in asked], sampling, seeds)
-    responses = [decode(tokenizer, response) for response in rollout.responses]
+    seeds = [seed_of(key_of(p.row), number, question.seed) for p, number in asked]
+    rollout = writer.write([p for p, _ in asked], seeds)
+    responses = [decode(writer.tokenizer, response) for response in rollout.responses]
     verdicts = judge.judge(responses, [p.row.columns["tests"] for p, _ in asked])
-    found = {_key(problem.row): list(known.get(_key(problem.row), [])) for problem in chunk}
+    found = {key_of(problem.row): list(_results(known, problem)) for problem in chunk}
     for (problem, _), verdict in zip(asked, verdicts):
-        found[_key(problem.row)].append(verdict.result)
-    return {key: results for key, results in found.items() if "sandbox_error" not in results}
-
-
-def _read(file: Path, setting: str) -> dict[str, list[str]]:
-    """What was judged before under the same setting; a torn last line is left out."""
-    known: dict[str, list[str]] = {}
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
-        try:
-            said = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(said, dict) and said.get("setting") == setting:
-            known[said["problem"]] = said["results"]
-    return known
-
-
-def _append(file: Path, setting: str, found: dict[str, list[str]]) -> None:
-    torn = file.is_file() and not file.read_bytes().endswith(b"\n")
-    with file.open("a", encoding="utf-8") as lines:
-        lines.write("\n" if torn else "")
-        for key, results in found.items():
-            line = {"setting": setting, "problem": key, "results": results}
-            lines.write(json.dumps(line) + "\n")
+        found[key_of(problem.row)].append(verdict.result)
+    return [
+        {"setting": setting, "key": key, "results": results}
+        for key, results in found.items()
+        if "sandbox_error" not in results
+    ]
 
 
 def _write(
-    run: Run,
+    subject: Subject,
+    plan: Plan,
     question: Question,
-    sampling: Sampling,
+    problems: Sequence[Encoded],
+    known: dict[str, Line],
     setting: str,
-    answered: Sequence[Row],
-    known: dict[str, list[str]],
-    asked: int,
     judge: UnitTests,
 ) -> dict[str, Any]:
-    problems = [
+    judged = [
         {
-            "difficulty": str(row.columns.get("difficulty") or ""),
-            "results": known[_key(row)][: question.samples],
+            "difficulty": str(problem.row.columns.get("difficulty") or ""),
+            "results": _results(known, problem)[: question.samples],
         }
-        for row in answered
+        for problem in problems
+        if len(_results(known, problem)) >= question.samples
     ]
-    if not problems:
+    if not judged:
         raise DataError("No problem could be judged: the sandbox failed on each. See the log.")
     found = {
         "setting": setting,
         "k": sorted(question.k),
         "samples": question.samples,
-        "sampling": asdict(sampling),
-        "without_verdict": asked - len(answered),
+        "sampling": asdict(plan.sampling),
+        "without_verdict": len(problems) - len(judged),
         "sandbox": judge.layers,
-        "rows": summarise(problems, sorted(question.k)),
+        "rows": summarise(judged, sorted(question.k)),
     }
-    new = run.path / f"{SUMMARY}.new"
+    new = subject.folder / f"{SUMMARY}.new"
     new.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    new.replace(run.path / SUMMARY)
+    new.replace(subject.folder / SUMMARY)
     return found

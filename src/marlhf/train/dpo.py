@@ -37,7 +37,7 @@ from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.distributed import World, start
 from marlhf.train.loop import Loop, open_run
 from marlhf.train.lora import load_trained_policy
-from marlhf.train.optim import apply_update, check_finite, learning_rate_at, make_optimizer
+from marlhf.train.optim import apply_update, check_finite, make_optimizer
 from marlhf.train.parts import NOTHING, Parts
 from marlhf.train.progress import say
 from marlhf.train.reward import accuracy, pair_batches
@@ -149,13 +149,7 @@ def train(config: DPOConfig, parts: Parts = NOTHING) -> Path:
             index = batch_rows(step - 1, config, len(examples))
             rows = [examples[i] for i in index]
             ref = ref_logprobs[:, torch.tensor(index, device=world.device)]
-            rate = learning_rate_at(
-                step - 1,
-                config.learning_rate,
-                total=total,
-                warmup=round(config.warmup_ratio * total),
-                schedule=config.schedule,
-            )
+            rate = config.rate(step, total)
             loss, logprobs = backward(model, rows, ref, pad, config, world)
             check_finite([("dpo/loss", loss), ("the policy's log-probs", logprobs)])
             norm = apply_update(model, optimizer, rate, config.max_grad_norm, world)

@@ -42,7 +42,7 @@ from marlhf.train.guards import warn_early
 from marlhf.train.kl import KLController
 from marlhf.train.loop import Loop, open_run
 from marlhf.train.measure import Clock, explained_variance, to_numbers
-from marlhf.train.optim import apply_update, check_finite, learning_rate_at, make_optimizer
+from marlhf.train.optim import apply_update, check_finite, make_optimizer
 from marlhf.train.parts import NOTHING, Parts
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.probe import Probe
@@ -191,11 +191,8 @@ def update(
     shuffler: torch.Generator,
 ) -> dict[str, Tensor]:
     """All updates that this batch of responses is used for."""
-    warmup = config.warmup(total)
-    policy_rate, critic_rate = (
-        learning_rate_at(step - 1, peak, total=total, warmup=warmup, schedule=config.schedule)
-        for peak in (config.learning_rate, config.critic_learning_rate)
-    )
+    policy_rate = config.rate(step, total)
+    critic_rate = config.rate(step, total, config.critic_learning_rate)
     plan = replace(plan, advantages=whitened(plan, config))
     rows = len(experience.scores)
     gathered: list[dict[str, Tensor]] = []

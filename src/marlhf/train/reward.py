@@ -15,7 +15,7 @@ from marlhf.models.load import Model, autocast, check_vocabulary, load_tokenizer
 from marlhf.train.distributed import World, start
 from marlhf.train.loop import Loop, open_run
 from marlhf.train.lora import load_trained_scalar
-from marlhf.train.optim import apply_update, check_finite, learning_rate_at, make_optimizer
+from marlhf.train.optim import apply_update, check_finite, make_optimizer
 from marlhf.train.parts import NOTHING, Parts
 from marlhf.train.stage import (
     Example,
@@ -85,13 +85,7 @@ def train(config: RewardConfig, parts: Parts = NOTHING) -> Path:
             loop.evaluated(evaluate(model, held_out, pad, config, world))
         for step in loop:
             rows = [examples[i] for i in batch_rows(step - 1, config, len(examples))]
-            rate = learning_rate_at(
-                step - 1,
-                config.learning_rate,
-                total=total,
-                warmup=round(config.warmup_ratio * total),
-                schedule=config.schedule,
-            )
+            rate = config.rate(step, total)
             loss, margins = backward(model, rows, pad, config, world)
             check_finite([("reward/loss", loss), ("reward/margin", margins)])
             norm = apply_update(model, optimizer, rate, config.max_grad_norm, world)

@@ -12,7 +12,7 @@ from marlhf.core import NGram, Responses
 from marlhf.core.losses import Ratio
 from marlhf.core.rewards import KLEstimator
 from marlhf.rollout import Sampling
-from marlhf.rollout.vllm import check_url
+from marlhf.rollout.vllm_server import check_url
 from marlhf.train.guards import Guards
 from marlhf.train.stage import StageConfig, check_numbers
 

@@ -32,7 +32,8 @@ from marlhf.models.load import (
 )
 from marlhf.reward import RewardFunction, RewardModel, Rewards, import_function
 from marlhf.rollout import Engine, NativeEngine
-from marlhf.rollout.vllm import VLLMEngine, VLLMServer
+from marlhf.rollout.vllm import VLLMEngine
+from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.spans import vocabulary
 from marlhf.train.distributed import World
 from marlhf.train.lora import (

@@ -42,7 +42,7 @@ from marlhf.train.guards import warn_early
 from marlhf.train.kl import KLController
 from marlhf.train.loop import Loop, open_run
 from marlhf.train.measure import Clock, to_numbers
-from marlhf.train.optim import apply_update, check_finite, learning_rate_at, make_optimizer
+from marlhf.train.optim import apply_update, check_finite, make_optimizer
 from marlhf.train.parts import NOTHING, Parts
 from marlhf.train.probe import Probe
 from marlhf.train.rl_models import Models, load_models, load_prompts
@@ -105,13 +105,7 @@ def train(config: RLOOConfig, parts: Parts = NOTHING) -> Path:
                 ]
             )
             clock.mark("credit")
-            rate = learning_rate_at(
-                step - 1,
-                config.learning_rate,
-                total=total,
-                warmup=config.warmup(total),
-                schedule=config.schedule,
-            )
+            rate = config.rate(step, total)
             metrics = update(
                 experience, plan, models, optimizer, config, controller.coef, rate, shuffler
             )

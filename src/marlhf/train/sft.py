@@ -14,7 +14,7 @@ from marlhf.models.load import Model, autocast, check_vocabulary, load_tokenizer
 from marlhf.train.distributed import World, start
 from marlhf.train.loop import Loop, open_run
 from marlhf.train.lora import load_trained_policy
-from marlhf.train.optim import apply_update, check_finite, learning_rate_at, make_optimizer
+from marlhf.train.optim import apply_update, check_finite, make_optimizer
 from marlhf.train.parts import NOTHING, Parts
 from marlhf.train.stage import (
     Example,
@@ -84,13 +84,7 @@ def train(config: SFTConfig, parts: Parts = NOTHING) -> Path:
         for step in loop:
             start_time = time.perf_counter()
             rows = [examples[i] for i in batch_rows(step - 1, config, len(examples))]
-            rate = learning_rate_at(
-                step - 1,
-                config.learning_rate,
-                total=total,
-                warmup=round(config.warmup_ratio * total),
-                schedule=config.schedule,
-            )
+            rate = config.rate(step, total)
             loss = backward(model, rows, pad, config, world)
             check_finite([("sft/loss", loss)])
             norm = apply_update(model, optimizer, rate, config.max_grad_norm, world)

@@ -21,7 +21,7 @@ from marlhf.models.load import Model, Precision, Tokenizer
 from marlhf.reward import RewardError
 from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.distributed import Parallel
-from marlhf.train.optim import Diverged, Schedule
+from marlhf.train.optim import Diverged, Schedule, learning_rate_at
 from marlhf.train.parts import NOTHING, Parts
 from marlhf.train.progress import say, warn
 from marlhf.train.run import Interrupts, RunError, RunFolder, Stopped
@@ -99,6 +99,20 @@ class StageConfig:
             raise ValueError(f"num_steps must be at least 1; got {self.num_steps}.")
         if not 0 <= self.warmup_ratio <= 1:
             raise ValueError(f"warmup_ratio must lie between 0 and 1; got {self.warmup_ratio}.")
+
+    def warmup(self, total: int) -> int:
+        """Steps of warm-up in a run of `total`."""
+        return round(self.warmup_ratio * total)
+
+    def rate(self, step: int, total: int, peak: float | None = None) -> float:
+        """The learning rate of step number `step`, counted from 1; of another peak, if given."""
+        return learning_rate_at(
+            step - 1,
+            self.learning_rate if peak is None else peak,
+            total=total,
+            warmup=self.warmup(total),
+            schedule=self.schedule,
+        )
 
 
 def check_numbers(

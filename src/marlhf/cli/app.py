@@ -1,0 +1,92 @@
+"""What the commands share: the application, common arguments, and how errors are told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+app = typer.Typer(
+    name="marlhf",
+    help="Reinforcement learning from human feedback with macro actions.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Recipe = Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped recipe.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change.")
+]
+StageName = Annotated[
+    str | None, typer.Option("--stage", help="Which stage, where the recipe has several.")
+]
+
+
+class Several(typer.core.TyperCommand):
+    """A command whose repeatable options also take several values at once: `--n 4 8 16`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        several = {flag for p in self.params if getattr(p, "multiple", False) for flag in p.opts}
+        spread: list[str] = []
+        flag, has_value = "", False
+        for word in args:
+            if word.startswith("-") and not word[1:2].isdigit():
+                flag, has_value = word if word in several else "", False
+            elif flag and has_value:
+                spread.append(flag)
+            elif flag:
+                has_value = True
+            spread.append(word)
+        return super().parse_args(ctx, spread)
+
+
+def main() -> None:
+    """Run a command; a user's mistake is a sentence and exit status 1, never a traceback."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    try:
+        app()
+    except KeyboardInterrupt:
+        fail("Stopped.", 130)
+    except Exception as error:
+        if os.environ.get("MARLHF_TRACEBACK") or not _expected(error):
+            raise
+        fail(str(error), 130 if type(error).__name__ == "Stopped" else 1)
+
+
+def tell(words: str) -> None:
+    typer.secho(words, err=True)
+
+
+def fail(message: str, status: int) -> None:
+    typer.secho(message, fg="red", err=True)
+    sys.exit(status)
+
+
+def write_report_of(runs: list[Path], output: Path) -> None:
+    from marlhf.config import ConfigError
+    from marlhf.evaluate.report import write_report
+
+    try:
+        written = write_report(runs, output)
+    except OSError as error:
+        raise ConfigError(f"Cannot write {output}: {error.strerror}. Give another -o.") from error
+    typer.secho(f"report: {written}", bold=True, err=True)
+
+
+def _expected(error: Exception) -> bool:
+    """Errors that are about the user's input, which explain themselves."""
+    if type(error).__name__ in ("RunError", "RewardError", "SandboxUnavailable", "Stopped"):
+        return True
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    ours = trace is not None and trace.tb_frame.f_globals["__name__"].startswith("marlhf")
+    return isinstance(error, ValueError) and ours

@@ -1,0 +1,225 @@
+"""Commands that measure and compare what was trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from marlhf.cli.app import Several, app, tell, write_report_of
+
+
+@app.command("pass-at-k", cls=Several)
+def pass_at_k(
+    run: Annotated[Path, typer.Argument(help="A run folder with a finished model.")],
+    k: Annotated[list[int] | None, typer.Option(help="One or more, as in --k 1 5.")] = None,
+    samples: Annotated[int | None, typer.Option(help="A problem; 10 unless given.")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Only so many problems.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="The run's unless given.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="The run's unless given.")] = None,
+    source: Annotated[str | None, typer.Option(help="Other data: apps, mbpp, ...")] = None,
+    path: Annotated[str | None, typer.Option(help="Other data: a file or folder.")] = None,
+    split: Annotated[str | None, typer.Option(help="All of a split, such as test.")] = None,
+    seconds: Annotated[float, typer.Option(help="For a program on one test.")] = 4.0,
+    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
+) -> None:
+    """Share of programming problems that k samples solve, by unit tests."""
+    from marlhf.evaluate.pass_at_k import Question, measure
+    from marlhf.reward.code import UnitTests
+
+    ks = tuple(sorted({*(k or (1, 5))}))
+    question = Question(
+        k=ks,
+        samples=max(10, *ks) if samples is None else samples,
+        prompts=prompts or Question.prompts,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        source=source,
+        path=path,
+        split=split,
+        seed=seed,
+        device=device,
+    )
+
+    def progress(done: int, total: int) -> None:
+        tell(f"{done} of {total} problems")
+
+    found = measure(run, question, UnitTests(seconds=seconds), progress)
+    for row in found["rows"]:
+        numbers = [(k, *(100 * x for x in row[f"pass@{k}"])) for k in ks]
+        shown = "  ".join(
+            f"pass@{k} {m:5.2f} [{low:.2f}, {high:.2f}]" for k, m, low, high in numbers
+        )
+        typer.echo(f"{row['difficulty']:14} {row['problems']:5} problems  {shown}")
+    if found["without_verdict"]:
+        tell(f"{found['without_verdict']} problems have no verdict: see the log")
+
+
+@app.command("evaluate", cls=Several)
+def evaluate(
+    runs: Annotated[list[Path], typer.Argument(help="Runs, folders of them, or model folders.")],
+    prompts: Annotated[int, typer.Option(help="Held-out prompts to ask.")] = 2000,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(help="One or more: a model's folder, a run, module:function. The run's own."),
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="The run's unless given.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="The run's unless given.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    reference: Annotated[
+        str | None, typer.Option(help="What KL is measured to, or none. The run's own.")
+    ] = None,
+    like: Annotated[str | None, typer.Option(help="A run to take from what RUN lacks.")] = None,
+    source: Annotated[str | None, typer.Option(help="Other data: tldr, hh, ...")] = None,
+    path: Annotated[str | None, typer.Option(help="Other data: a file or folder.")] = None,
+    split: Annotated[str | None, typer.Option(help="All of a split, such as test.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
+) -> None:
+    """Score responses to held-out prompts, of any model by any reward models."""
+    from marlhf.evaluate.held_out import summary_table
+    from marlhf.evaluate.score import evaluate
+    from marlhf.evaluate.subjects import Question
+
+    question = Question(
+        prompts=prompts,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        rewards=tuple(reward or ()),
+        reference=reference,
+        like=like,
+        source=source,
+        path=path,
+        split=split,
+        device=device,
+    )
+    found = evaluate(runs, question, tell)
+    typer.echo(summary_table([(each.name, each.summary) for each in found]))
+    for each in found:
+        tell(str(each.file))
+
+
+@app.command("best-of-n", cls=Several)
+def best_of_n(
+    run: Annotated[Path, typer.Argument(help="A run, or a model folder.")],
+    n: Annotated[list[int] | None, typer.Option(help="As in --n 4 8 16 32.")] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="As in --temperature 0.4 0.8. The run's own.")
+    ] = None,
+    prompts: Annotated[int, typer.Option(help="Held-out prompts to ask.")] = 200,
+    reward: Annotated[
+        str | None, typer.Option(help="What chooses, as for evaluate. The run's own.")
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="Write the best responses here, as data for SFT.")
+    ] = None,
+    train: Annotated[bool, typer.Option("--train", help="Ask training prompts instead.")] = False,
+    max_new_tokens: Annotated[int | None, typer.Option(help="The run's unless given.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    like: Annotated[str | None, typer.Option(help="A run to take from what RUN lacks.")] = None,
+    source: Annotated[str | None, typer.Option(help="Other data: tldr, hh, ...")] = None,
+    path: Annotated[str | None, typer.Option(help="Other data: a file or folder.")] = None,
+    split: Annotated[str | None, typer.Option(help="All of a split, such as test.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
+) -> None:
+    """What the best of n samples scores, at each n and temperature."""
+    from marlhf.evaluate import best_of_n as sampler
+    from marlhf.evaluate.grids import grid_table
+    from marlhf.evaluate.subjects import Question
+
+    question = Question(
+        prompts=prompts,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        rewards=(reward,) if reward else (),
+        like=like,
+        source=source,
+        path=path,
+        split=split,
+        train=train,
+        device=device,
+    )
+    found = sampler.best_of_n(run, question, n or (4, 8, 16, 32), temperature or (), tell)
+    typer.echo(grid_table(found))
+    if export is None:
+        return
+    heat, kept, left = sampler.export(found, export)
+    tell(f"{export}: {kept} rows at temperature {heat:g}; {left} cut off or empty left out")
+    if not (train or source or path or split):
+        tell("These are held-out prompts: what learns from them cannot be evaluated on them.")
+
+
+@app.command("judge")
+def judge(
+    a: Annotated[Path, typer.Argument(help="A run, or a JSON-lines file of responses.")],
+    b: Annotated[Path, typer.Argument(help="What it is compared with.")],
+    by: Annotated[
+        str, typer.Option("--judge", help="openai:MODEL, reward:PATH, model:PATH, scores:NAME.")
+    ],
+    task: Annotated[str, typer.Option(help="Whose criteria: tldr, hh or webgpt.")] = "hh",
+    base_url: Annotated[str | None, typer.Option(help="Another server, ending in /v1.")] = None,
+    order: Annotated[str, typer.Option(help="both (to disagree is a tie) or random.")] = "both",
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many prompts.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what it would cost.")] = False,
+    concurrency: Annotated[int, typer.Option(min=1, help="Questions at a time.")] = 8,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for a reply.")] = 120.0,
+    price_in: Annotated[float | None, typer.Option(help="Of a million tokens asked.")] = None,
+    price_out: Annotated[float | None, typer.Option(help="Of a million tokens replied.")] = None,
+    seed: Annotated[int, typer.Option(help="Of random orders.")] = 0,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Verdicts.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Where replies are kept.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
+) -> None:
+    """Which of two models answers better, prompt by prompt; the key is in OPENAI_API_KEY."""
+    from marlhf.evaluate import judge as judging
+
+    def progress(done: int, total: int) -> None:
+        if done == total or done % max(1, total // 20) == 0:
+            tell(f"{done} of {total} questions")
+
+    found = judging.judge(
+        a,
+        b,
+        by,
+        task=task,
+        order=order,
+        limit=limit,
+        seed=seed,
+        base_url=base_url,
+        concurrency=concurrency,
+        timeout=timeout,
+        prices=judging.Prices(price_in, price_out),
+        dry_run=dry_run,
+        output=output,
+        cache=cache,
+        device=device,
+        say=tell,
+        progress=progress,
+    )
+    if found:
+        typer.echo("\n".join(judging.describe(found)))
+        typer.secho(f"verdicts: {found['path']}", bold=True, err=True)
+
+
+@app.command("agreement")
+def agreement(
+    files: Annotated[list[Path], typer.Argument(help="Verdict files, or runs that were judged.")],
+    seed: Annotated[int, typer.Option(help="Of the intervals.")] = 0,
+) -> None:
+    """How far judges agree on the same pairs, beyond chance."""
+    from marlhf.evaluate import agreement as agreeing
+
+    typer.echo("\n".join(agreeing.describe(agreeing.agreement(files, seed=seed))))
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of them.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where to write.")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """One HTML file that compares runs."""
+    write_report_of(runs, output)

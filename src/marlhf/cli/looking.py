@@ -1,0 +1,121 @@
+"""Commands that show: recipes, settings, macro actions, this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from marlhf.cli.app import Overrides, StageName, app
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes that come with marlhf."""
+    from marlhf.config import shipped_recipes
+
+    for name, path in shipped_recipes().items():
+        first = path.read_text(encoding="utf-8").splitlines()[0]
+        typer.echo(f"{name:28}{first.removeprefix('# ') if first.startswith('#') else ''}")
+
+
+@app.command()
+def config(
+    kind: Annotated[str, typer.Argument(help="sft, reward, ppo, rloo or dpo.")],
+    recipe: Annotated[str | None, typer.Argument(help="Show this recipe, resolved.")] = None,
+    overrides: Overrides = None,
+    stage: StageName = None,
+) -> None:
+    """Every setting of a stage with its default and what it does; or a recipe, resolved."""
+    import textwrap
+
+    from marlhf.config import kind_class, load_stage
+    from marlhf.settings import describe, to_raw
+
+    if recipe:
+        import yaml
+
+        found = load_stage(recipe, kind, overrides, stage)
+        typer.echo(yaml.safe_dump(to_raw(found.config), sort_keys=False, allow_unicode=True))
+        return
+    for name, type_, default, text in describe(kind_class(kind)):
+        head = typer.style(name, bold=True)
+        typer.echo(f"{head}: {type_} = {default}" if type_ else head)
+        typer.echo(textwrap.fill(text, 92, initial_indent="    ", subsequent_indent="    "))
+
+
+@app.command()
+def segment(
+    text: Annotated[str | None, typer.Option(help="The text to cut.")] = None,
+    file: Annotated[Path | None, typer.Option(help="A file with the text.")] = None,
+    segmenter: Annotated[
+        str, typer.Option("--segmenter", "-s", help="ngram, 'ngram n=3', 'words max_length=4' ...")
+    ] = "ngram",
+    tokenizer: Annotated[
+        str, typer.Option(help="Whose tokens: a folder, a hub name, a GGUF file, or tiny.")
+    ] = "tiny",
+    model: Annotated[
+        str | None, typer.Option(help="Reference model, which perplexity rules need.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of random rules.")] = 0,
+) -> None:
+    """Show a text with its macro actions marked; of constituents the trees, too."""
+    from marlhf.config import ConfigError, build_segmenter
+    from marlhf.core import Constituents
+    from marlhf.spans.show import cut_text, draw_trees, paint
+
+    if (text is None) == (file is None):
+        raise ConfigError("Give either --text or --file.")
+    name, *settings = segmenter.split()
+    raw: dict[str, object] = {"type": name}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"Cannot read {setting!r}. Write --segmenter 'ngram n=3'.")
+        import yaml
+
+        raw[key] = yaml.safe_load(value)
+    rule = build_segmenter(raw)
+    content = text if text is not None else _read(file)
+    actions = cut_text(content, rule, tokenizer=tokenizer, model=model, seed=seed)
+    if isinstance(rule, Constituents):
+        typer.echo("\n".join([*draw_trees(content, rule.parser), ""]))
+    typer.echo(paint(actions, colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
+    tokens = sum(len(action) for action in actions)
+    mean = tokens / len(actions) if actions else 0
+    typer.secho(
+        f"{tokens} tokens in {len(actions)} macro actions, {mean:.1f} tokens each ({rule})",
+        err=True,
+    )
+
+
+@app.command()
+def doctor() -> None:
+    """Versions, devices, and which extras are there."""
+    from marlhf.doctor import examine
+
+    for line in examine():
+        typer.echo(line)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from marlhf import __version__
+
+    typer.echo(__version__)
+
+
+def _read(file: Path | None) -> str:
+    from marlhf.config import ConfigError
+
+    assert file is not None
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"Cannot read {file}: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8 text (byte {error.start}).") from None

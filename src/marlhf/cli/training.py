@@ -1,0 +1,69 @@
+"""Commands that train: the stages, and whole recipes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import typer
+
+from marlhf.cli.app import Overrides, Recipe, StageName, app, fail, write_report_of
+
+
+@app.command("sft")
+def run_sft(recipe: Recipe, overrides: Overrides = None, stage: StageName = None) -> None:
+    """Supervised fine-tuning on chosen responses."""
+    _run_stage("sft", recipe, overrides, stage)
+
+
+@app.command("reward")
+def run_reward(recipe: Recipe, overrides: Overrides = None, stage: StageName = None) -> None:
+    """Train a reward model on pairs of responses."""
+    _run_stage("reward", recipe, overrides, stage)
+
+
+@app.command("ppo")
+def run_ppo(recipe: Recipe, overrides: Overrides = None, stage: StageName = None) -> None:
+    """PPO over macro actions."""
+    _run_stage("ppo", recipe, overrides, stage)
+
+
+@app.command("rloo")
+def run_rloo(recipe: Recipe, overrides: Overrides = None, stage: StageName = None) -> None:
+    """RLOO and GRPO: several responses a prompt instead of a critic."""
+    _run_stage("rloo", recipe, overrides, stage)
+
+
+@app.command("dpo")
+def run_dpo(recipe: Recipe, overrides: Overrides = None, stage: StageName = None) -> None:
+    """Direct preference optimisation, without a reward model."""
+    _run_stage("dpo", recipe, overrides, stage)
+
+
+@app.command("run")
+def run_all(recipe: Recipe, overrides: Overrides = None) -> None:
+    """All stages of a recipe in order, skipping finished ones, then the report."""
+    from marlhf.config import load_recipe
+
+    stages = load_recipe(recipe, overrides)
+    for number, stage in enumerate(stages, start=1):
+        typer.secho(f"[{number}/{len(stages)}] {stage.name}", bold=True, err=True)
+        _train(stage.kind, stage.config)
+    root = Path(stages[0].config.output_dir).parent
+    if os.environ.get("RANK", "0") == "0":  # of several processes, one writes
+        write_report_of([root], root / "report.html")
+
+
+def _run_stage(kind: str, recipe: str, overrides: list[str] | None, name: str | None) -> None:
+    from marlhf.config import load_stage
+
+    _train(kind, load_stage(recipe, kind, overrides, name).config)
+
+
+def _train(kind: str, config: object) -> None:
+    import importlib
+
+    try:
+        importlib.import_module(f"marlhf.train.{kind}").train(config)
+    except KeyboardInterrupt:
+        fail("Stopped. The same command goes on from the last checkpoint, if there is one.", 130)
