@@ -129,7 +129,8 @@ def print_steps(shape_name: str | None, repeats: int) -> None:
     times: dict[str, list[float]] = {name: [] for name in rules}
     for _ in range(repeats):
         for name, (asked, rule) in rules.items():
-            _, by_rule, _ = ppo_step.measure(asked, config, shape, {name: rule}, 1)
+            bench = ppo_step.Bench(asked, config, shape)
+            _, by_rule = ppo_step.measure(bench, {name: rule}, 1)
             times[name] += by_rule[name]
     base = times["ngram 5"]
     for name, seconds in times.items():

@@ -154,7 +154,8 @@ def main() -> None:
         f"{shape.budget} in a micro-batch\n"
     )
     rules = RULES if args.rules else {"ngram 5": RULES["ngram 5"]}
-    phases, by_rule, numbers = measure(models, config, shape, rules, args.steps)
+    bench = Bench(models, config, shape)
+    phases, by_rule = measure(bench, rules, args.steps)
     peak = torch.cuda.max_memory_allocated() / 2**30 if gpu else None
     print(f"{'phase':12}{'best s':>9}{'median s':>10}")
     for phase, seconds in phases.items():
@@ -163,16 +164,17 @@ def main() -> None:
     print(f"\nsamples/s            {best:.1f} (best) {median:.1f} (median)")
     tokens = shape.rows * shape.response / min(phases["rollout"])
     print(f"rollout tokens/s     {tokens:.0f} (with prefill)")
-    print(f"log-prob gap         {numbers['ppo/logprob_gap']:.2e} (rollout - training)")
+    print(f"log-prob gap         {bench.numbers['ppo/logprob_gap']:.2e} (rollout - training)")
     if peak is not None:
         print(f"peak memory          {peak:.1f} GiB")
     print_limit(shape, device, min(phases["step"]))
     if args.rules:
         print_rules(by_rule)
-    del models
-    gc.collect()
+    if gpu:  # room for TRL, whose memory is measured too
+        del models, bench.models, bench.optimizers
+        gc.collect()
     if not args.no_trl and not shape.lora:
-        print_trl(shape, device, args.steps, best)
+        print_trl(shape, device, args.steps, phases["step"], None if gpu else bench)
 
 
 def build(shape: Shape, device: torch.device, args: argparse.Namespace) -> tuple[Models, PPOConfig]:
@@ -234,52 +236,61 @@ def random_model(shape: Shape, device: torch.device, scalar: bool, checkpointing
     return model.train()
 
 
+class Bench:
+    """PPO steps on the same prompts, one after another, each with its seconds."""
+
+    def __init__(self, models: Models, config: PPOConfig, shape: Shape) -> None:
+        self.models, self.config, self.shape = models, config, shape
+        self.optimizers = {
+            "policy": make_optimizer(models.policy, 1e-6),
+            "critic": make_optimizer(models.critic, 1e-6),
+        }
+        ids = torch.randint(2, shape.vocabulary, (shape.rows, shape.prompt)).tolist()
+        self.examples = [Example(Row(""), prompt, [], []) for prompt in ids]
+        self.sampler, self.shuffler = (torch.Generator().manual_seed(i) for i in range(2))
+        self.steps = 0
+        self.numbers: dict[str, float] = {}  # the last step's metrics
+
+    def step(self, segmenter: Callable[..., Any]) -> dict[str, float]:
+        """Seconds by phase, and of the whole."""
+        self.steps += 1
+        models, settings = self.models, replace(self.config, segmenter=segmenter)
+        seeds = torch.randint(2**62, (self.shape.rows,), generator=self.sampler).tolist()
+        clock = Clock(models.world.device)
+        start = time.perf_counter()
+        experience = collect(self.examples, models, settings, seeds, lambda x: x, clock)
+        decisions = decide(experience, models.vocabulary, settings, 0.05, self.shuffler)
+        values, losses = appraise(experience, decisions, models, settings)
+        plan = credit(decisions, values, settings)
+        clock.mark("credit")
+        metrics = losses | update(
+            experience, plan, models, self.optimizers, settings, self.steps, 10**6, self.shuffler
+        )
+        self.numbers = to_numbers(metrics | describe(experience, plan, 0.05))
+        clock.mark("update")
+        whole = {"step": time.perf_counter() - start}
+        return {name.removeprefix("time/"): x for name, x in clock.phases.items()} | whole
+
+
 def measure(
-    models: Models,
-    config: PPOConfig,
-    shape: Shape,
-    rules: dict[str, Callable[..., Any]],
-    steps: int,
-) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, float]]:
-    """Seconds of each phase, seconds of a step by rule, and the last step's metrics.
+    bench: Bench, rules: dict[str, Callable[..., Any]], steps: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds of each phase, and seconds of a step by rule.
 
     Rules take turns, so that a machine that grows warm or busy slows all of them alike.
     """
-    device = models.world.device
-    optimizers = {
-        "policy": make_optimizer(models.policy, 1e-6),
-        "critic": make_optimizer(models.critic, 1e-6),
-    }
-    ids = torch.randint(2, shape.vocabulary, (shape.rows, shape.prompt)).tolist()
-    examples = [Example(Row(""), prompt, [], []) for prompt in ids]
-    sampler, shuffler = (torch.Generator().manual_seed(i) for i in range(2))
     phases: dict[str, list[float]] = {}
     by_rule: dict[str, list[float]] = {name: [] for name in rules}
-    numbers: dict[str, float] = {}
     for step in range(1, steps + WARMUP + 1):
         for rule, segmenter in rules.items():
-            settings = replace(config, segmenter=segmenter)
-            seeds = torch.randint(2**62, (shape.rows,), generator=sampler).tolist()
-            clock = Clock(device)
-            start = time.perf_counter()
-            experience = collect(examples, models, settings, seeds, lambda x: x, clock)
-            decisions = decide(experience, models.vocabulary, settings, 0.05, shuffler)
-            values, losses = appraise(experience, decisions, models, settings)
-            plan = credit(decisions, values, settings)
-            clock.mark("credit")
-            metrics = losses | update(
-                experience, plan, models, optimizers, settings, step, 10**6, shuffler
-            )
-            numbers = to_numbers(metrics | describe(experience, plan, 0.05))
-            clock.mark("update")
-            whole = time.perf_counter() - start
-            if step == WARMUP and device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()  # not the compiler's own trials
+            found = bench.step(segmenter)
             if step > WARMUP:
-                for name, seconds in (clock.phases | {"time/step": whole}).items():
-                    phases.setdefault(name.removeprefix("time/"), []).append(seconds)
-                by_rule[rule].append(whole)
-    return phases, by_rule, numbers
+                for name, seconds in found.items():
+                    phases.setdefault(name, []).append(seconds)
+                by_rule[rule].append(found["step"])
+        if step == WARMUP and torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()  # not the compiler's own trials
+    return phases, by_rule
 
 
 def print_limit(shape: Shape, device: torch.device, seconds: float) -> None:
@@ -323,9 +334,13 @@ def print_rules(by_rule: dict[str, list[float]]) -> None:
         print(f"{line}{100 * over:11.2f}%")
 
 
-def print_trl(shape: Shape, device: torch.device, steps: int, ours: float) -> None:
-    """TRL's PPOTrainer on models of the same shape, in the same process, as it comes."""
-    torch.backends.mkldnn.enabled = True  # marlhf turns it off on ARM; TRL's users have it on
+def print_trl(
+    shape: Shape, device: torch.device, steps: int, ours: list[float], bench: Bench | None
+) -> None:
+    """TRL's PPOTrainer on models of the same shape, in the same process, as it comes.
+
+    With `bench` the two take turns, step by step: a busy machine is busy for both.
+    """
     try:
         from datasets import Dataset
         from trl.experimental.ppo import PPOConfig as TRLConfig
@@ -333,14 +348,24 @@ def print_trl(shape: Shape, device: torch.device, steps: int, ours: float) -> No
     except ImportError as error:
         print(f"\nTRL's PPOTrainer is not here ({error}); TRL 1.12 is the last to have it.")
         return
-    ends: list[float] = []
+    theirs: list[float] = []
+    turns: list[float] = []
 
-    class Ends(transformers.TrainerCallback):
+    class Turns(transformers.TrainerCallback):
+        began = 0.0
+
         def on_step_end(self, *_: Any, **__: Any) -> None:
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            ends.append(time.perf_counter())
+            theirs.append(time.perf_counter() - self.began)
+            if bench is not None:
+                torch.backends.mkldnn.enabled = as_we_had_it
+                turns.append(bench.step(NGram(5))["step"])
+                torch.backends.mkldnn.enabled = True
+            self.began = time.perf_counter()
 
+    as_we_had_it = torch.backends.mkldnn.enabled  # marlhf turns it off on ARM
+    torch.backends.mkldnn.enabled = True  # TRL's users have it on
     gpu = device.type == "cuda"
     if gpu:
         torch.cuda.empty_cache()
@@ -382,16 +407,18 @@ def print_trl(shape: Shape, device: torch.device, steps: int, ours: float) -> No
             value_model=critic,
             train_dataset=Dataset.from_dict({"input_ids": ids}),
             eval_dataset=Dataset.from_dict({"input_ids": ids[: shape.rows]}),
-            callbacks=[Ends()],
+            callbacks=[Turns()],
         )
         trainer.train()
-    times = [b - a for a, b in zip(ends[WARMUP - 1 :], ends[WARMUP:])]
-    theirs = shape.rows / min(times)
+    theirs, turns = theirs[WARMUP:], turns[WARMUP:]
+    ours = turns or ours
+    rates = [shape.rows / f(times) for times in (theirs, ours) for f in (min, statistics.median)]
     memory = f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if gpu else ""
     print(
-        f"\nTRL {importlib.metadata.version('trl')} PPOTrainer: {theirs:.1f} samples/s (best), "
-        f"{shape.rows / statistics.median(times):.1f} (median){memory}. "
-        f"marlhf: {ours / theirs:.1f} times as many."
+        f"\nTRL {importlib.metadata.version('trl')} PPOTrainer: {rates[0]:.1f} samples/s (best), "
+        f"{rates[1]:.1f} (median){memory}. marlhf{', in turns' if turns else ''}: {rates[2]:.1f} "
+        f"(best), {rates[3]:.1f} (median), {rates[2] / rates[0]:.2f} and "
+        f"{rates[3] / rates[1]:.2f} times as many."
     )
 
 

@@ -274,5 +274,7 @@ def test_unit_tests_teach_a_tiny_model(method, tmp_path_factory):
     (rloo if method == "rloo" else ppo).train(configs[method])
     lines = (root / method / "metrics.jsonl").read_text().splitlines()
     evals = [x["eval/score"] for x in map(json.loads, lines) if x["kind"] == "eval"]
+    about = json.loads((root / method / "run.json").read_text())
+    assert about["sandbox"]["seccomp"] is True  # which walls were up is kept
     assert evals[0] < 0.6
     assert evals[-1] > evals[0] + 0.25

@@ -185,16 +185,17 @@ def test_kernels_are_their_plain_twins(monkeypatch):
 
     def results():
         residual, delta, weight = (x.clone() for x in inputs)
+        places = kernels.Places(positions, order)
         yield kernels.add_norm(residual, delta, weight, 1e-5, torch.float32)
         yield residual
         yield kernels.swiglu(gate_up)
         for norm in (None, norms):
-            x, k, v = qkv.clone(), keys.clone(), values.clone()
-            kernels.rotate_and_store(x, rotary, positions, order, k, v, norm)
-            yield from (x, k, v)
+            x, cache = qkv.clone(), torch.cat([keys, values], dim=1)
+            kernels.rotate_and_store(x, rotary, places, cache, norm)
+            yield from (x, cache)
         query = qkv[:, :heads]
         for window, cap in ((None, None), (7, None), (90, 3.0)):
-            yield kernels.attend(query, keys, values, positions, None, 0.125, window, cap)
+            yield kernels.attend(query, keys, values, places, None, 0.125, window, cap)
         state = State.empty(slots, 5, torch.device("cuda"))
         state.uniform[:, :5] = uniform
         state.running[:30] = True

@@ -20,6 +20,8 @@ from torch.nn.functional import linear
 
 CHUNK = 1 << 27
 """Logits that exist at once. Larger chunks are no faster; much smaller ones are slower."""
+SMALL = 1 << 20
+"""Logits that are kept for the backward pass: so few are cheaper to keep than to compute again."""
 
 
 class LogitRule(NamedTuple):
@@ -111,16 +113,19 @@ class _ChosenLogprobs(torch.autograd.Function):
         logprobs = hidden.new_empty(len(hidden), dtype=wide)
         spread = hidden.new_empty(len(hidden) if options.entropy else 0, dtype=wide)
         head = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        kept: Tensor | None = None
         for part in _parts(len(hidden), options.rows):
             logits, _ = _logits(hidden[part], *head, options.outer)
             if options.fused and not options.entropy:
                 logprobs[part] = _compiled_pick()(logits, tokens[part])
                 continue
             whole = torch.log_softmax(logits, dim=1, dtype=wide)
+            if options.outer is None and whole.numel() <= SMALL and len(whole) == len(hidden):
+                kept = whole
             logprobs[part] = whole.gather(1, tokens[part, None]).squeeze(1)
             if options.entropy:
                 spread[part] = -(whole.exp() * whole).sum(dim=1)
-        ctx.save_for_backward(hidden, weight, bias, tokens, logprobs)
+        ctx.save_for_backward(hidden, weight, bias, tokens, logprobs, kept)
         ctx.mark_non_differentiable(spread)
         ctx.options = options
         return logprobs, spread
@@ -131,7 +136,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
         """With p the probabilities, d logprob / d logits is onehot - p; here its negative."""
-        hidden, weight, bias, tokens, logprobs = ctx.saved_tensors
+        hidden, weight, bias, tokens, logprobs, kept = ctx.saved_tensors
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         wide = logprobs.dtype
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
@@ -140,8 +145,11 @@ class _ChosenLogprobs(torch.autograd.Function):
         head = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         for part in _parts(len(hidden), ctx.options.rows):
             state, minus = hidden[part], -grads[0][part, None]
-            logits, slope = _logits(state, *head, ctx.options.outer)
-            change = torch.softmax(logits, dim=1, dtype=logits.dtype)
+            if kept is None:
+                logits, slope = _logits(state, *head, ctx.options.outer)
+                change = torch.softmax(logits, dim=1, dtype=logits.dtype)
+            else:
+                change, slope = kept.exp().to(hidden.dtype), None
             # The chosen token's p - 1 from float32: nearly 0 where the model is sure.
             chosen = torch.expm1(logprobs[part, None]).to(change.dtype)
             change.scatter_(1, tokens[part, None], chosen)

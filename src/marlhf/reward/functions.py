@@ -328,6 +328,15 @@ class Rewards:
             if isinstance(scorer, RewardFunction):
                 scorer.check(rows)
 
+    @property
+    def sandbox(self) -> dict[str, bool | str]:
+        """The walls behind which programs are run, where a reward function has such `layers`.
+
+        Asked before training, this is also where a machine without a sandbox is found out.
+        """
+        functions = [s.function for _, s, _ in self.parts if isinstance(s, RewardFunction)]
+        return next((f.layers for f in functions if hasattr(type(f), "layers")), {})
+
     def __call__(
         self,
         prompts: Sequence[Sequence[int]],

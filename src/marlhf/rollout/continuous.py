@@ -72,6 +72,8 @@ class State:
 
     def first(self, slots: int) -> State:
         """A view of the first slots."""
+        if slots == self.slots:
+            return self
         return State(*(tensor[:slots] for tensor in self.tensors))
 
     def begin(self, slots: Tensor, tokens: Tensor, positions: Tensor, uniform: Tensor) -> None:
@@ -192,7 +194,7 @@ class Schedule:
     def _advance(self) -> list[bool]:
         """A few steps; then which slots are still running, as of one step before the last."""
         held = [slot for slot, row in enumerate(self.held) if row is not None]
-        left = max(self.state.length - self.age[slot] for slot in held)
+        left = self.state.length - min(self.age[slot] for slot in held)
         count = min(CHECK_EVERY, left) if self.gpu else 1
         running: Tensor = self.state.running
         event = torch.cuda.Event() if self.gpu else None
@@ -213,16 +215,17 @@ class Schedule:
 
     def _harvest(self, running: list[bool]) -> None:
         """Keep what has ended and free its slots."""
+        length = self.state.length
         done = [
             (slot, row)
             for slot, row in enumerate(self.held)
-            if row is not None and (not running[slot] or self.age[slot] >= self.state.length)
+            if row is not None and (not running[slot] or self.age[slot] >= length)
         ]
         if not done:
             return
         slots, rows = (self._send(list(column)) for column in zip(*done))
-        self.tokens[rows] = self.state.out_tokens[slots, : self.state.length]
-        self.logprobs[rows] = self.state.out_logprobs[slots, : self.state.length]
+        self.tokens[rows] = self.state.out_tokens[slots, :length]
+        self.logprobs[rows] = self.state.out_logprobs[slots, :length]
         for slot, _ in done:
             self.held[slot] = None
 

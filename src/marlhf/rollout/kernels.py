@@ -25,6 +25,39 @@ def fused(x: Tensor) -> bool:
     return triton_kernels is not None and x.is_cuda
 
 
+class Places:
+    """Where the tokens of a pass are, and what follows from that for all layers alike.
+
+    Kernels look up by themselves what they need; the plain forms keep it here for the next layer.
+    """
+
+    def __init__(self, positions: Tensor, slots: Tensor | None = None) -> None:
+        self.positions = positions  # [T]
+        self.slots = slots  # [T], where keys and values are stored
+        self._turns: tuple[Tensor, Tensor] | None = None
+        self._masks: dict[tuple[int | None, int], tuple[Tensor, Tensor]] = {}
+
+    def turns(self, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, [T, 1, D], the first half of the sines negative."""
+        if self._turns is None:
+            cos, sin = (table[self.positions][:, None] for table in rotary)
+            sin[..., : sin.shape[-1] // 2].neg_()
+            self._turns = cos, sin
+        return self._turns
+
+    def seen(self, window: int | None, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Which of the keys each token sees, and the same as numbers to add: [T, 1, 1, length]."""
+        if (window, length) not in self._masks:
+            place = torch.arange(length, device=self.positions.device)
+            seen = place <= self.positions[:, None]
+            if window is not None:
+                seen &= place > self.positions[:, None] - window
+            seen = seen[:, None, None]
+            added = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+            self._masks[window, length] = seen, added.masked_fill_(~seen, -torch.inf)
+        return self._masks[window, length]
+
+
 def add_norm(
     residual: Tensor,  # [T, hidden], changed in place
     delta: Tensor | None,  # [T, hidden], what the last block adds to it
@@ -51,37 +84,32 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def rotate_and_store(
     qkv: Tensor,  # [T, H + 2 K, D], queries and keys are rotated in place
     rotary: tuple[Tensor, Tensor],  # cosines and sines, [C, D]
-    positions: Tensor,  # [T]
-    slots: Tensor,  # [T]
-    keys: Tensor,  # [S, K, C, D]
-    values: Tensor,
+    places: Places,
+    cache: Tensor,  # [S, 2 K, C, D], keys before values
     norms: tuple[Tensor, Tensor, float] | None,  # weights [D] for queries and keys, epsilon
 ) -> None:
     """Queries and keys to their positions, after their norm if they have one; keys and values
     into the cache."""
     if fused(qkv):
-        triton_kernels.rotate_and_store(qkv, rotary, positions, slots, keys, values, norms)
+        where = places.positions, places.slots, *cache.chunk(2, dim=1)
+        triton_kernels.rotate_and_store(qkv, rotary, *where, norms)
         return
-    groups = keys.shape[1]
-    turning, value = qkv.split([qkv.shape[1] - groups, groups], dim=1)
-    x = turning
+    groups = cache.shape[1] // 2
+    x = turning = qkv[:, :-groups]
     if norms is not None:
         unit = F.rms_norm(x.float(), x.shape[-1:], eps=norms[2]).to(x.dtype)
         queries = x.shape[1] - groups
         x = torch.cat((unit[:, :queries] * norms[0], unit[:, queries:] * norms[1]), dim=1)
-    cos, sin = (table[positions][:, None] for table in rotary)  # [T, 1, D]
-    a, b = x.chunk(2, dim=-1)
-    turning.copy_(x * cos + torch.cat((-b, a), dim=-1) * sin)
-    key = turning[:, -groups:]
-    keys[slots, :, positions] = key
-    values[slots, :, positions] = value
+    cos, sin = places.turns(rotary)
+    torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin, out=turning)
+    cache[places.slots, :, places.positions] = qkv[:, -2 * groups :]
 
 
 def attend(
     query: Tensor,  # [S, H, D], rows may be far apart
-    keys: Tensor,  # [at least S, K, C, D]
+    keys: Tensor,  # [at least S, K, C, D], the last two dimensions without gaps
     values: Tensor,
-    positions: Tensor,  # [S]
+    places: Places,
     reach: int | None,
     scale: float,
     window: int | None = None,
@@ -89,17 +117,14 @@ def attend(
 ) -> Tensor:
     """Each slot's query over its keys up to its position: [S, H, D]."""
     if fused(query) and triton_kernels.can_attend(query, keys, values):
-        return triton_kernels.attend(query, keys, values, positions, scale, window, softcap)
-    key, value = (x[: len(query), :, :reach] for x in (keys, values))
-    place = torch.arange(key.shape[2], device=key.device)
-    seen = place <= positions[:, None]
-    if window is not None:
-        seen &= place > positions[:, None] - window
-    seen = seen[:, None, None]
+        return triton_kernels.attend(query, keys, values, places.positions, scale, window, softcap)
+    rows = query.shape[0]
+    key, value = keys[:rows, :, :reach], values[:rows, :, :reach]
+    seen, added = places.seen(window, key.shape[2], query.dtype)
     # The heads that share keys are folded, so none is repeated: [S, K, H / K, D].
-    folded = query.reshape(len(query), key.shape[1], -1, query.shape[2])
+    folded = query.reshape(rows, key.shape[1], -1, query.shape[2])
     if softcap is None:
-        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=seen, scale=scale)
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=added, scale=scale)
     else:
         out = _attend(folded, key, value, seen, scale, softcap)
     return out.reshape(query.shape)

@@ -106,11 +106,12 @@ class NativeEngine:
             uniform = draws(seeds, length, device)
             budget = min(self.token_budget, PREFILL)
             found = Schedule(room.stepper(sampling), prompts, uniform, budget).run()
+        tokens, logprobs = (x.clone() for x in found)  # out of inference mode
         if device.type == "cuda":
             memory = torch.cuda.get_device_properties(device).total_memory
             if room.decoder.cache_bytes > KEEP * memory:
                 self.room = None
-        return found
+        return tokens, logprobs
 
     def _room(self, kind: Kind, rows: int, length: int) -> Room:
         """Slots for rows of at most some length: those of the last call if they will do."""

@@ -23,19 +23,14 @@ def draw(
     uniform: Tensor,  # [B], float64 in [0, 1)
 ) -> tuple[Tensor, Tensor]:
     """One token a row, and its log-prob under the whole distribution at that temperature: [B]."""
-    logits = logits.float()
     if sampling.scale != 1:
-        logits = logits / sampling.scale
-    top = logits.amax(dim=1, keepdim=True)
-    weights = (logits - top).exp()
-    whole = weights.sum(dim=1, dtype=torch.float64)
+        logits = logits.float() / sampling.scale
+    shares = logits.softmax(dim=1, dtype=torch.float32)
     if sampling.temperature == 0:
         token = logits.argmax(dim=1)
     else:
-        allowed = truncate(weights, sampling) if sampling.truncated else weights
-        token = pick(allowed, uniform)
-    chosen = (logits.gather(1, token[:, None]) - top).squeeze(1)
-    return token, (chosen - whole.log()).float()
+        token = pick(truncate(shares, sampling) if sampling.truncated else shares, uniform)
+    return token, shares.gather(1, token[:, None]).squeeze(1).log()
 
 
 def pick(weights: Tensor, uniform: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, Cache
 from transformers.pytorch_utils import Conv1D
 
 from marlhf.models.load import Model
-from marlhf.rollout.kernels import attend, causal_attention
+from marlhf.rollout.kernels import Places, attend, causal_attention
 
 ATTENTION = "marlhf_slots"
 _active: ContextVar[SlotCache] = ContextVar("the cache of the forward pass under way")
@@ -65,7 +65,7 @@ class SlotCache(Cache):
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.where: Tensor | None = None  # [B], the slots of a prefill; None for a decode step
-        self.positions: Tensor | None = None  # [S], of a decode step
+        self.places: Places | None = None  # of a decode step
         self.reach: int | None = None
         self.capped = True
 
@@ -81,10 +81,11 @@ class SlotCache(Cache):
             keys[self.where, :, :length] = key_states.to(keys.dtype)
             values[self.where, :, :length] = value_states.to(values.dtype)
             return key_states, value_states
-        assert self.positions is not None
-        rows = torch.arange(len(self.positions), device=keys.device)
-        keys[rows, :, self.positions] = key_states[:, :, 0].to(keys.dtype)
-        values[rows, :, self.positions] = value_states[:, :, 0].to(values.dtype)
+        assert self.places is not None
+        rows, positions = self.places.slots, self.places.positions
+        assert rows is not None
+        keys[rows, :, positions] = key_states[:, :, 0].to(keys.dtype)
+        values[rows, :, positions] = value_states[:, :, 0].to(values.dtype)
         reach = slice(self.reach)
         return keys[: len(rows), :, reach], values[: len(rows), :, reach]
 
@@ -129,7 +130,8 @@ class ModuleDecoder:
         self.cache.where = None
 
     def step(self, tokens: Tensor, positions: Tensor, reach: int | None) -> Tensor:
-        self.cache.positions, self.cache.reach = positions, reach
+        slots = torch.arange(len(positions), device=positions.device)
+        self.cache.places, self.cache.reach = Places(positions, slots), reach
         return self._logits(tokens[:, None], positions[:, None])
 
     def move(self, source: Tensor, target: Tensor) -> None:
@@ -203,9 +205,9 @@ def slot_attention(
     if cache.where is not None:
         out = causal_attention(query, key, value, scale, sliding_window, softcap)
         return out.transpose(1, 2).contiguous(), None
-    assert cache.positions is not None
+    assert cache.places is not None
     query = query[:, :, 0].to(key.dtype)
-    out = attend(query, key, value, cache.positions, None, scale, sliding_window, softcap)
+    out = attend(query, key, value, cache.places, None, scale, sliding_window, softcap)
     return out[:, None], None
 
 

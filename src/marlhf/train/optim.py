@@ -28,7 +28,7 @@ def make_optimizer(
         {"params": [p for p in trainable if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    fused = trainable[0].device.type == "cuda"
+    fused = trainable[0].device.type in ("cuda", "cpu")
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=fused)
 
 

@@ -60,6 +60,8 @@ def train(config: PPOConfig, parts: Parts = NOTHING) -> Path:
     torch.manual_seed(config.seed)
     models = load_models(config, parts, world, critic=True)
     examples, held_out = load_prompts(config, models, parts)
+    if walls := models.reward.sandbox:
+        run.state["sandbox"] = walls
     trained = {"policy": models.policy, "critic": models.critic}
     rates = {"policy": config.learning_rate, "critic": config.critic_learning_rate}
     optimizers = {

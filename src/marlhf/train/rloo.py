@@ -63,6 +63,8 @@ def train(config: RLOOConfig, parts: Parts = NOTHING) -> Path:
     torch.manual_seed(config.seed)
     models = load_models(config, parts, world, critic=False)
     examples, held_out = load_prompts(config, models, parts)
+    if walls := models.reward.sandbox:
+        run.state["sandbox"] = walls
     optimizer = make_optimizer(models.policy, config.learning_rate, config.weight_decay)
     total = count_steps(config, len(examples))
     sampler = torch.Generator().manual_seed(config.seed)  # a seed for each response

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -299,10 +300,19 @@ def orderly(run: RunFolder) -> Iterator[Interrupts]:
         raise
 
 
+def peak_memory() -> float:
+    """The most that this process has had at once, in GiB: of the GPU, or of RAM without one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    import resource  # Windows has none, and no lock on run folders either
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
 def finish(run: RunFolder, summary: dict[str, Any], next_step: str = "") -> Path:
     """Close the run and say where things are."""
-    if torch.cuda.is_available():
-        run.state["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    run.state["peak_memory_gib"] = peak = peak_memory()
     run.finish("finished", summary)
     numbers = "  ".join(
         f"{name} {value:.4g}"
@@ -311,6 +321,7 @@ def finish(run: RunFolder, summary: dict[str, Any], next_step: str = "") -> Path
     )
     say(f"{run.path.name} finished in {run.state['seconds']:.0f} s  {numbers}", style="bold green")
     say(f"  model   {run.model}\n  metrics {run.path / 'metrics.jsonl'}")
+    say(f"  memory  {peak:.1f} GiB at most, of {'the GPU' if torch.cuda.is_available() else 'RAM'}")
     if next_step:
         say(f"  next    {next_step}")
     return run.model
