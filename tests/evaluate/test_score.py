@@ -140,6 +140,19 @@ def test_other_data_is_asked_whole(finished, tmp_path):
     assert set(found.summary.scores) == {"reward"}  # gold is of the offline task alone
 
 
+def test_what_an_answer_is_checked_against_is_kept(finished, tmp_path):
+    quotes = {"title": ["Bees", "Wasps"], "extract": ["They dance.", "They do not."]}
+    columns = [{"reference": "Four."}, {"chosen_quotes": quotes}, {}]
+    file = tmp_path / "asked.jsonl"
+    lines = [json.dumps({"prompt": f"Say {i}", **more}) for i, more in enumerate(columns)]
+    file.write_text("\n".join(lines))
+    [found] = evaluate([finished / "ppo"], Question(path=str(file), device="cpu"))
+    kept = {line["prompt"]: line.get("reference") for line in found.lines}
+    assert kept["Say 0"] == "Four."
+    assert kept["Say 1"] == "Bees\nThey dance.\n\nWasps\nThey do not."
+    assert kept["Say 2"] is None
+
+
 def test_same_named_judges_are_told_apart(finished):
     shutil.copytree(finished / "other", finished / "more" / "reward")
     [ppo] = find_subjects([finished / "ppo"])

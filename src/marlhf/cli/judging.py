@@ -203,6 +203,44 @@ def judge(
         typer.secho(f"verdicts: {found['path']}", bold=True, err=True)
 
 
+@app.command("annotate")
+def annotate(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Two or more: runs, or JSON-lines files of responses.")
+    ],
+    task: Annotated[str, typer.Option(help="Whose criteria: tldr, hh or webgpt.")] = "hh",
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many prompts.")] = None,
+    host: Annotated[
+        str, typer.Option(help="Where to listen; with a token unless it is this machine.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8123,
+    seed: Annotated[int | None, typer.Option(help="Of order and sides; drawn if left out.")] = None,
+    database: Annotated[Path | None, typer.Option(help="Where votes are kept.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder.")] = None,
+    export: Annotated[bool, typer.Option("--export", help="Write verdicts, no page.")] = False,
+) -> None:
+    """A local web page on which people compare responses, blind."""
+    from marlhf.evaluate import annotate as people
+    from marlhf.evaluate.judge import describe
+
+    if export:
+        found = people.export_votes(runs, task=task, database=database, output=output, say=tell)
+        for summary in found:
+            typer.echo(f"{summary['judge']}: {describe(summary)[0]}")
+        return
+    people.annotate(
+        runs,
+        task=task,
+        limit=limit,
+        seed=seed,
+        host=host,
+        port=port,
+        database=database,
+        output=output,
+        say=tell,
+    )
+
+
 @app.command("agreement")
 def agreement(
     files: Annotated[list[Path], typer.Argument(help="Verdict files, or runs that were judged.")],

@@ -93,6 +93,38 @@ def segment(
 
 
 @app.command()
+def chat(
+    runs: Annotated[
+        list[str], typer.Argument(help="Runs, folders of them, model folders, or hub names.")
+    ],
+    form: Annotated[
+        str, typer.Option(help="How prompts are written: chat, hh, webgpt, tldr, apps, text.")
+    ] = "auto",
+    temperature: Annotated[float | None, typer.Option(help="The run's unless given.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="The run's unless given.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the answers.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
+) -> None:
+    """Talk to one or several models side by side; questions may also be piped in."""
+    import signal
+
+    from marlhf.evaluate.chat import load_voices
+    from marlhf.evaluate.chat_terminal import converse
+    from marlhf.models.load import pick_device
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ctrl-C only interrupts an answer here
+    voices = load_voices(
+        runs,
+        pick_device(device),
+        form=form,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+    )
+    if converse(voices, seed=seed):
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor() -> None:
     """Versions, devices, and which extras are there."""
     from marlhf.doctor import examine

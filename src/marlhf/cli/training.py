@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -52,6 +53,31 @@ def run_all(recipe: Recipe, overrides: Overrides = None) -> None:
     root = Path(stages[0].config.output_dir).parent
     if os.environ.get("RANK", "0") == "0":  # of several processes, one writes
         write_report_of([root], root / "report.html")
+
+
+@app.command("sweep")
+def run_sweep(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    jobs: Annotated[int, typer.Option(help="Trainings at a time.")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the points.")] = False,
+) -> None:
+    """A recipe at many settings: `n=1,3,5 seed=0,1` trains each combination, then the report."""
+    from marlhf import sweep as sweeping
+
+    if dry_run:
+        typer.echo("\n".join(sweeping.describe_plan(sweeping.make_plan(recipe, overrides or ()))))
+        return
+    try:
+        found = sweeping.sweep(recipe, overrides or (), jobs=jobs)
+    except KeyboardInterrupt:
+        fail("Stopped. The same command goes on.", 130)
+        return
+    typer.echo("\n".join(sweeping.describe(found)))
+    if found.report:
+        typer.secho(f"report: {found.report}", bold=True, err=True)
+    if found.failed:
+        fail(f"{len(found.failed)} failed; the same command tries again.", 1)
 
 
 def _run_stage(kind: str, recipe: str, overrides: list[str] | None, name: str | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,7 +70,18 @@ def read_pairs(a: Path | str, b: Path | str, limit: int | None = None) -> Pairs:
         )
     pairs = [_pair(rows_a[key], rows_b[key]) for key in shared[:limit]]
     rest = len(rows_a) - len(shared), len(rows_b) - len(shared)
-    return Pairs(*_names(Path(a), Path(b)), pairs, *rest)
+    name_a, name_b = short_names([a, b])
+    return Pairs(name_a, name_b, pairs, *rest)
+
+
+def short_names(paths: Sequence[Path | str]) -> list[str]:
+    """The shortest ends of some paths that tell them all apart."""
+    ends = [(p.resolve().with_suffix("") if p.is_file() else p.resolve()) for p in map(Path, paths)]
+    for count in range(1, max(len(end.parts) for end in ends) + 1):
+        names = ["/".join(end.parts[-count:]) for end in ends]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
 
 
 def prompt_text(prompt: Text) -> str:
@@ -198,13 +209,3 @@ def _response(row: Mapping[str, Any]) -> Response:
 def _clean(text: str) -> str:
     """Without half characters, which no server would take."""
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _names(a: Path, b: Path) -> tuple[str, str]:
-    """The shortest ends of both paths that tell them apart."""
-    parts = [(p.resolve().with_suffix("") if p.is_file() else p.resolve()).parts for p in (a, b)]
-    for count in range(1, max(map(len, parts)) + 1):
-        name_a, name_b = ("/".join(part[-count:]) for part in parts)
-        if name_a != name_b:
-            return name_a, name_b
-    return str(a), str(b)

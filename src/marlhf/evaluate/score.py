@@ -7,14 +7,14 @@ on after a stop; another reward model is asked about the responses there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from marlhf.data import Encoded, decode
+from marlhf.data import Encoded, Row, decode
 from marlhf.evaluate.held_out import FOLDER, Summary, summarise
 from marlhf.evaluate.lines import Line, append_lines, read_lines, write_lines
 from marlhf.evaluate.sampling import (
@@ -150,7 +150,21 @@ def _ask(
             "response_ids": ids,
             "judges": {},
         }
+        if reference_text := _reference_text(prompt.row):
+            found[keys[i]]["reference"] = reference_text
     return found
+
+
+def _reference_text(row: Row) -> str:
+    """What a judge may check an answer against: a column of that name, or WebGPT's quotes."""
+    given, quotes = row.columns.get("reference"), row.columns.get("chosen_quotes")
+    if isinstance(given, str):
+        return given
+    if not isinstance(quotes, Mapping):
+        return ""
+    extracts = quotes.get("extract") or []
+    titles = quotes.get("title") or [""] * len(extracts)
+    return "\n\n".join(f"{title}\n{text}".strip() for title, text in zip(titles, extracts))
 
 
 def _judge(

@@ -105,8 +105,8 @@ def write_verdicts(
     ]
     found = {**about, **summarise(judgements), "file": file.name}
     file.parent.mkdir(parents=True, exist_ok=True)
-    _replace(file, "".join(lines))
-    _replace(file.with_suffix(".json"), json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    replace_file(file, "".join(lines))
+    replace_file(file.with_suffix(".json"), json.dumps(found, indent=2, ensure_ascii=False) + "\n")
     return found
 
 
@@ -121,7 +121,7 @@ def _plain(judgement: Judgement) -> dict[str, Any]:
     }
 
 
-def _replace(file: Path, words: str) -> None:
+def replace_file(file: Path, words: str) -> None:
     """Whole or not at all: a kill leaves the file that was there."""
     new = file.with_name(f".{file.name}.{os.getpid()}")
     new.write_text(words, encoding="utf-8")

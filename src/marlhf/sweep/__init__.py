@@ -1,0 +1,6 @@
+"""A recipe trained at many settings: one command for an ablation, resumable, with a report."""
+
+from marlhf.sweep.plan import Plan, Point, make_plan
+from marlhf.sweep.run import Outcome, Sweep, describe, describe_plan, sweep
+
+__all__ = ["Outcome", "Plan", "Point", "Sweep", "describe", "describe_plan", "make_plan", "sweep"]

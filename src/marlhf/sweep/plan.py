@@ -1,0 +1,369 @@
+"""Which trainings a sweep consists of: axes, their product, and what points share.
+
+An override with several values is an axis, and the points are the product of all axes. A stage is
+trained once for each combination of those axes that reach it, itself or through the models that it
+starts from; the folder says which. Seeds are a folder of their own, so that the models which a run
+starts from lie beside it under the same name for every seed, and reports take seeds together:
+
+    runs/toy-sweep/seed=0/sft
+    runs/toy-sweep/seed=0/ppo,n=5
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from marlhf.config import ConfigError, Stage, load_recipe
+from marlhf.settings import to_raw
+from marlhf.train.run import FREE_TO_CHANGE
+
+MAX_LABEL = 48
+"""Longest name of a value in a folder's name; a longer one is cut and told apart by its digest."""
+
+Place = tuple[int, ...]
+"""A point as the number of its value on each axis."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A setting with several values, each as it was written."""
+
+    key: str
+    values: tuple[str, ...]
+    name: str = ""
+    """What folders call it."""
+    is_seed: bool = False
+
+    @property
+    def parsed(self) -> list[Any]:
+        return [v if v.startswith("@") else yaml.safe_load(v) for v in self.values]
+
+    def labels(self) -> list[str]:
+        """`n=5` and so on, safe as names of files, no two alike."""
+        found: list[str] = []
+        for text, value in zip(self.values, self.parsed):
+            label = _label(value)
+            if len(label) > MAX_LABEL or label.lower() in (each.lower() for each in found):
+                label = f"{label[:MAX_LABEL]}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+            found.append(label)
+        return [f"{self.name}={label}" for label in found]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training. Points share it where its settings are the same."""
+
+    folder: Path
+    stage: str
+    kind: str
+    config: Any
+    needs: tuple[Path, ...] = ()
+    """Folders of the runs whose models it starts from."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination of the axes' values."""
+
+    name: str
+    settings: dict[str, Any]
+    runs: tuple[Path, ...]
+    """The folder of every stage, those that are shared with other points included."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sweep before it is run. `runs` come after those that they need."""
+
+    recipe: str
+    root: Path
+    axes: tuple[Axis, ...]
+    points: tuple[Point, ...]
+    runs: tuple[Run, ...]
+    settings: dict[str, dict[str, Any]]
+    """Of each stage, as of the first point."""
+
+
+def make_plan(recipe: Path | str, overrides: Sequence[str] = ()) -> Plan:
+    """The points of a sweep and the trainings that they need, each known run in its own folder.
+
+    >>> plan = make_plan("toy", ["ppo.segmenter.n=3,.inf", "num_steps=2"])
+    >>> [point.name for point in plan.points]
+    ['n=3', 'n=inf']
+    >>> [str(run.folder) for run in plan.runs][:3]
+    ['runs/toy-sweep/sft', 'runs/toy-sweep/reward', 'runs/toy-sweep/ppo,n=3']
+    """
+    words = [_split(word) for word in overrides]
+    axes = _axes(words)
+    first = load_recipe(recipe, [f"{k}={v[0]}" if k else v[0] for k, v in words])
+    root = Path(first[0].config.output_dir).parent
+    if not any(key == "output_dir" for key, _ in words):
+        root = root.with_name(f"{root.name}-sweep")
+    axes = _named(axes, [stage.name for stage in first])
+    places: list[Place] = list(itertools.product(*(range(len(a.values)) for a in axes)))
+    labels = [axis.labels() for axis in axes]
+    names = [",".join(labels[i][v] for i, v in enumerate(place)) for place in places]
+    stages: dict[Place, list[Stage]] = {}
+    for place, name in zip(places, names):
+        chosen = {axis.key: axis.values[i] for axis, i in zip(axes, place)}
+        texts = [f"{k}={chosen.get(k, v[0])}" for k, v in words if k != "output_dir"]
+        try:
+            stages[place] = load_recipe(recipe, [*texts, f"output_dir={json.dumps(str(root))}"])
+        except ConfigError as error:
+            raise ConfigError(f"At the point {name}: {error}" if axes else str(error)) from None
+    _check_hub(first)
+    folders, runs = _runs(stages, axes, labels, root)
+    points = tuple(
+        Point(
+            name or "the recipe as it is",
+            {axis.key: axis.parsed[i] for axis, i in zip(axes, place)},
+            tuple(dict.fromkeys(folders[place])),
+        )
+        for place, name in zip(places, names)
+    )
+    settings = {stage.name: _flat(_raw(stage)) for stage in stages[places[0]]}
+    return Plan(str(recipe), root, axes, points, tuple(runs), settings)
+
+
+def split_values(text: str) -> list[str]:
+    """A value at its commas, but for those in brackets, braces and quotes.
+
+    >>> split_values("1,.inf"), split_values("{type: ngram, n: 5},words"), split_values("[2, 3]")
+    (['1', '.inf'], ['{type: ngram, n: 5}', 'words'], ['[2, 3]'])
+    """
+    parts, depth, quote, escaped = [""], 0, "", False
+    for char in text:
+        if quote:
+            quote = "" if char == quote and not escaped else quote
+            escaped = char == "\\" and quote == '"' and not escaped
+        elif char in "\"'" and (depth or not parts[-1].strip()):  # in a word it is an apostrophe
+            quote = char
+        elif char in "[{":
+            depth += 1
+        elif char in "]}":
+            depth -= 1
+        elif char == "," and depth <= 0:
+            parts.append("")
+            continue
+        parts[-1] += char
+    return [part.strip() for part in parts]
+
+
+def identity(kind: str, raw: Mapping[str, Any]) -> str:
+    """What a run learns, as text: its settings without those that change nothing of it."""
+    kept = {k: v for k, v in raw.items() if k not in FREE_TO_CHANGE}
+    return json.dumps([kind, kept], sort_keys=True, default=str)
+
+
+def _split(word: str) -> tuple[str, list[str]]:
+    key, equals, text = word.partition("=")
+    return (key.strip(), split_values(text)) if equals else ("", [word])
+
+
+def _axes(words: Iterable[tuple[str, list[str]]]) -> list[Axis]:
+    axes: list[Axis] = []
+    words = list(words)
+    for key, values in words:
+        if len(values) < 2:
+            continue
+        if key == "output_dir":
+            raise ConfigError("output_dir is the folder of the whole sweep: give it one value.")
+        if [other for other, _ in words].count(key) > 1:
+            raise ConfigError(f"{key} is given twice. Write all of its values in one list.")
+        if "" in values:
+            raise ConfigError(
+                f"{key}={','.join(values)} has a value that is empty. Write null for none."
+            )
+        axis = Axis(key, tuple(values))
+        seen = [json.dumps(value, default=str) for value in axis.parsed]
+        for text, value in zip(values, seen):
+            if seen.count(value) > 1:
+                raise ConfigError(f"{key} has the value {text} twice.")
+        axes.append(axis)
+    return axes
+
+
+def _check_hub(stages: Sequence[Stage]) -> None:
+    if any(stage.config.push_to_hub for stage in stages):
+        raise ConfigError(
+            "push_to_hub is set, but the points of a sweep would overwrite each other there. "
+            "Set push_to_hub=false, and upload the one you choose."
+        )
+
+
+def _named(axes: Sequence[Axis], stages: Sequence[str]) -> tuple[Axis, ...]:
+    """Axes under the last part of their keys, where no other is called so."""
+    seeds = {"seed", *(f"{stage}.seed" for stage in stages)}
+    short = {a.key: a.key.rpartition(".")[2] for a in axes}
+    short |= {key: key for key in short if key.endswith(".seed") and key not in seeds}
+    taken = list(short.values())
+    return tuple(
+        replace(
+            axis,
+            name=_safe(axis.key if taken.count(short[axis.key]) > 1 else short[axis.key]),
+            is_seed=axis.key in seeds,
+        )
+        for axis in axes
+    )
+
+
+def _label(value: Any) -> str:
+    """A value in a few letters: the name of a rule, the last part of a path."""
+    if isinstance(value, dict):
+        parts = [_label(v) if k == "type" else f"{k}={_label(v)}" for k, v in value.items()]
+        return "-".join(parts) or "none"
+    if isinstance(value, list):
+        return "-".join(map(_label, value)) or "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        short = f"{value:g}"
+        return short if float(short) == value else repr(value)
+    words = "none" if value is None else str(value).rstrip("/")
+    return _safe(words.removesuffix("/model").rpartition("/")[2]) or "empty"
+
+
+def _safe(text: str) -> str:
+    return re.sub(r"[^\w.+-]+", "-", text, flags=re.ASCII).strip("-.")
+
+
+def _runs(
+    stages: Mapping[Place, Sequence[Stage]],
+    axes: Sequence[Axis],
+    labels: Sequence[Sequence[str]],
+    root: Path,
+) -> tuple[dict[Place, list[Path]], list[Run]]:
+    """The folders of each point's stages, and every training once."""
+    reach = _reach(stages, axes, root)
+    wanted: dict[Path, tuple[Stage, dict[str, Path]]] = {}
+    homes: dict[Place, dict[str, Path]] = {}
+    for place, own in stages.items():
+        homes[place] = {}
+        for stage in own:
+            where = [(axes[i], labels[i][place[i]]) for i in sorted(reach[stage.name])]
+            seeds = [label for axis, label in where if axis.is_seed]
+            others = [label for axis, label in where if not axis.is_seed]
+            folder = root.joinpath(*[",".join(seeds)] * bool(seeds))
+            folder /= ",".join([stage.name, *others])
+            needed = {name: homes[place][name] for name in _references(stage, root)}
+            homes[place][stage.name] = folder
+            wanted.setdefault(folder, (stage, needed))
+    stand_in = _same(wanted, reach, root)
+    known = _known(root)
+    runs: dict[Path, Run] = {}
+
+    def settle(folder: Path) -> Path:
+        """Where the training that belongs into a folder really is; those that it needs first."""
+        folder = stand_in[folder]
+        if folder not in runs:
+            stage, needed = wanted[folder]
+            run = _build(stage, {name: settle(path) for name, path in needed.items()}, root)
+            # The same training may have begun under another name, before an axis came or went.
+            home = known.get(identity(run.kind, to_raw(run.config)), folder)
+            config = replace(run.config, output_dir=str(home))
+            runs[folder] = replace(run, folder=home, config=config)
+        return runs[folder].folder
+
+    found = {
+        place: [settle(homes[place][stage.name]) for stage in own] for place, own in stages.items()
+    }
+    return found, list({run.folder: run for run in runs.values()}.values())
+
+
+def _reach(
+    stages: Mapping[Place, Sequence[Stage]], axes: Sequence[Axis], root: Path
+) -> dict[str, set[int]]:
+    """The axes on which each stage depends, itself or through the models it starts from."""
+    reach: dict[str, set[int]] = {}
+    for number, name in enumerate(stage.name for stage in next(iter(stages.values()))):
+        reach[name] = set()
+        for axis in range(len(axes)):
+            alike: dict[Place, set[str]] = {}
+            for place, own in stages.items():
+                others = place[:axis] + place[axis + 1 :]
+                alike.setdefault(others, set()).add(identity(own[number].kind, _raw(own[number])))
+            if any(len(different) > 1 for different in alike.values()):
+                reach[name].add(axis)
+        for own in stages.values():
+            for before in _references(own[number], root):
+                reach[name] |= reach[before]
+    return reach
+
+
+def _same(
+    wanted: Mapping[Path, tuple[Stage, dict[str, Path]]], reach: Mapping[str, set[int]], root: Path
+) -> dict[Path, Path]:
+    """Each folder's stand-in: stages whose settings come out equal are trained once.
+
+    Such as `ppo` and `macro-ppo` of one recipe at the same n. The one that names more axes stays.
+    """
+    equal: dict[str, list[Path]] = {}
+    for folder, (stage, needed) in wanted.items():
+        run = _build(stage, needed, root)
+        equal.setdefault(identity(run.kind, to_raw(run.config)), []).append(folder)
+    final: dict[Path, Path] = {}
+    for folders in equal.values():
+        best = max(folders, key=lambda folder: len(reach[wanted[folder][0].name]))
+        final |= dict.fromkeys(folders, best)
+    return final
+
+
+def _known(root: Path) -> dict[str, Path]:
+    """Runs that are there already, by what they learn."""
+    found: dict[str, Path] = {}
+    for file in sorted([*root.glob("*/config.yaml"), *root.glob("*/*/config.yaml")]):
+        try:
+            raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+            about = json.loads((file.parent / "run.json").read_text(encoding="utf-8"))
+            found.setdefault(identity(about["stage"], raw), file.parent)
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, yaml.YAMLError):
+            continue  # not a whole run: its own stage will say so
+    return found
+
+
+def _build(stage: Stage, needed: Mapping[str, Path], root: Path) -> Run:
+    """The stage with the models that it starts from where this sweep has them."""
+    paths = {_model(root, name): str(folder / "model") for name, folder in needed.items()}
+    changes: dict[str, Any] = {}
+    for key, value in vars(stage.config).items():
+        if isinstance(value, str) and value in paths:
+            changes[key] = paths[value]
+        elif isinstance(value, tuple) and any(x in paths for x in value if isinstance(x, str)):
+            changes[key] = tuple(paths.get(x, x) for x in value)
+    needs = tuple(dict.fromkeys(needed.values()))
+    return Run(Path(), stage.name, stage.kind, replace(stage.config, **changes), needs)
+
+
+def _references(stage: Stage, root: Path) -> list[str]:
+    """The stages whose models a stage starts from."""
+    values = [v for v in vars(stage.config).values() if isinstance(v, (str, tuple))]
+    texts = [x for v in values for x in (v if isinstance(v, tuple) else [v]) if isinstance(x, str)]
+    found = [Path(x).parent.name for x in texts if x == _model(root, Path(x).parent.name)]
+    return list(dict.fromkeys(found))
+
+
+def _model(root: Path, stage: str) -> str:
+    """How a recipe in the folder `root` names the model of a stage."""
+    return str(root / stage / "model")
+
+
+def _raw(stage: Stage) -> dict[str, Any]:
+    return {k: v for k, v in to_raw(stage.config).items() if k != "output_dir"}
+
+
+def _flat(raw: Any, where: str = "") -> dict[str, Any]:
+    if not isinstance(raw, dict):
+        return {where: raw}
+    flat: dict[str, Any] = {}
+    for key, value in raw.items():
+        flat |= _flat(value, f"{where}.{key}" if where else key)
+    return flat
