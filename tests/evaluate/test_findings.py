@@ -61,6 +61,17 @@ def test_gold_that_peaked_earlier_is_named(group):
     assert "peaked at 0.90 in step 10" in gold
 
 
+def test_a_little_less_gold_than_at_the_start_is_no_peak(make_run):
+    evaluations = [
+        {"step": step, "scores": [0.0 + step, 1.0 + step], "gold": gold}
+        for step, gold in ((0, [1.0, -1.0]), (9, [-1.0, 0.9]))
+    ]
+    (group,) = group_runs([read_run(make_run("a", evaluations=evaluations))])
+    said = " ".join(shows([group]))
+    assert "Over-optimisation" not in said
+    assert "not clearly with the learnt one" in said
+
+
 def test_gold_that_moved_with_the_score_is_said(group):
     (_, gold, *_) = shows([group("a", [0.0, 1.0], golds=[0.0, 0.5])])
     assert "moved with it, by +0.50" in gold

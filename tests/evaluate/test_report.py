@@ -16,6 +16,7 @@ SECTIONS = [
     "summary",
     "learning",
     "frontier",
+    "sweeps",
     "distributions",
     "samples",
     "training",
@@ -96,7 +97,11 @@ def test_every_figure_carries_its_data(report, demo):
 
 
 def test_a_run_has_one_colour_in_all_figures(report, demo):
-    keys = re.findall(r'<i style="background:([^"]+)"></i>([^<]+)', report(demo))
+    html = report(demo)
+    keys = re.findall(r'<i style="background:([^"]+)"></i>([^<]+)', html)
+    ends = r'class="key" stroke="([^"]+)"[^>]*/><text class="end"[^>]*>([^<]+)<'
+    assert len(re.findall(ends, html)) > 20
+    keys += re.findall(ends, html)
     colours = {label: {c for c, other in keys if other == label} for _, label in keys}
     assert {label: len(found) for label, found in colours.items() if len(found) != 1} == {}
 
@@ -104,8 +109,10 @@ def test_a_run_has_one_colour_in_all_figures(report, demo):
 def test_score_never_stands_without_kl_and_length(report, demo):
     learning = re.search(r'<section id="learning">.*?</section>', report(demo), re.DOTALL)
     assert learning is not None
-    for title in ("Score", "Gold score", "KL (nats a response)", "Length (tokens)"):
+    for title in ("Score", "KL (nats a response)", "Length (tokens)"):
         assert learning[0].count(f"<b>{title}</b>") == 2  # over steps and over seconds
+    for title in ("Gold score", "Repetition", "Wins against SFT"):
+        assert learning[0].count(f"<b>{title}</b>") == 1
 
 
 def test_hostile_text_is_only_text(report, make_run):
@@ -188,7 +195,7 @@ def test_long_runs_of_many_settings_stay_below_five_megabytes(report, make_run):
     sample = {"step": 5000, "prompt": "p" * 50_000, "pieces": pieces, "starts": [True] * 512}
     keys = ("score", "kl", "length", "reward", "policy_loss", "value_loss", "entropy", "q_norm")
     paths = []
-    for i in range(12):
+    for i in range(20):
         rows = [
             {
                 "kind": "train",
@@ -196,11 +203,11 @@ def test_long_runs_of_many_settings_stay_below_five_megabytes(report, make_run):
                 "seconds": s * 1.37,
                 **{f"ppo/{k}": s * 0.377 for k in keys},
             }
-            for s in range(3000)
+            for s in range(1500)
         ]
         rows += [
             {"kind": "eval", "step": s, "seconds": s * 1.37, **{f"eval/{k}": s / 7 for k in keys}}
-            for s in range(0, 3000, 4)
+            for s in range(0, 1500, 5)
         ]
         paths.append(
             make_run(
@@ -234,6 +241,92 @@ def test_samples_of_one_prompt_stand_side_by_side(report, demo):
     assert 'title="advantage ' in first
 
 
+def test_macro_actions_are_told_apart_by_more_than_colour(report, demo):
+    samples = report(demo).split('id="samples"')[1]
+    assert "dotted underline" in samples  # in the key
+    assert re.search(r'<i class="n\d m" title="advantage \u2212[\d.]+, 5 tokens">', samples)
+    assert re.search(r'<i class="p\d m" title="advantage \+[\d.]+, 5 tokens">', samples)
+
+
+def test_best_of_eight_stands_beside_what_training_did(report, make_run):
+    rows = [{"kind": "train", "step": 1, "seconds": 1, "sft/loss": 1.0}]
+    folder = make_run("sft", stage="sft", metrics=rows)
+    (folder / "best_of_n").mkdir()
+    # of 8 samples 0 .. 7 the mean is 3.5 and the best of 8 is 7
+    line = {"setting": "s", "key": "k", "scores": [*range(8)], "lengths": [1] * 8}
+    (folder / "best_of_n" / "t1-m8-s0-rm.jsonl").write_text(json.dumps(line) + "\n")
+    html = report(folder)
+    check(html)
+    assert "sft \u2192 its best of 8" in html
+    assert "k,3.5,7" in unquote(html)
+
+
+def test_warnings_come_first_and_long_lists_wait_behind_a_click(report, make_run):
+    paths = []
+    for i in range(8):
+        rows = [
+            {"kind": "eval", "step": s, "seconds": s, "eval/score": s, "eval/length": 9 + 9 * s * i}
+            for s in (0, 1)
+        ]
+        paths.append(make_run(f"r{i}", config={"sigma": f"{i}"}, metrics=rows))
+    html = report(*paths)
+    check(html)
+    first = html.split("What this shows</h3><ul><li>")[1]
+    assert first.startswith('<span class="warn">Look twice')
+    assert "<details><summary>" in html
+
+
+def test_unfinished_runs_of_one_setting_are_drawn_as_far_as_they_came(report, make_run):
+    def rows(last):
+        return [
+            {"kind": "eval", "step": s, "seconds": s, "eval/score": s, "eval/kl": s}
+            for s in range(last)
+        ]
+
+    config = {"segmenter": {"type": "ngram", "n": 1}}
+    paths = [
+        make_run("a", seed=0, config=config | {"seed": 0}, metrics=rows(5)),
+        make_run("b", seed=1, config=config | {"seed": 1}, metrics=rows(2), status="running"),
+        make_run("c", seed=0, config={"segmenter": {"type": "ngram", "n": 5}}, metrics=rows(1)),
+    ]
+    html = report(*paths)
+    check(html)
+    assert "is still running at step 1" in html
+
+
+def test_noisy_training_curves_are_smoothed_and_say_so(report, make_run):
+    rows = [
+        {"kind": "train", "step": s, "seconds": s, "ppo/entropy": float(s % 2)}
+        for s in range(1, 91)
+    ]
+    html = report(make_run("ppo", metrics=rows))
+    # 90 steps: means over 3, of 0 and 1 in turn a third or two thirds
+    assert "Running means over 3 steps" in html
+    line = next(x for x in unquote(html).split("\n") if x.startswith("ppo,45,"))
+    assert line == "ppo,45,45,1,1,1,0.333333"
+
+
+def test_what_most_people_said_is_a_row_of_its_own(make_run):
+    from marlhf.evaluate.runs import read_run
+    from marlhf.evaluate.verdicts import Judgement, write_verdicts
+    from marlhf.evaluate.wins import wins
+
+    folder = make_run("new", metrics=[{"step": 1, "ppo/score": 1.0}])
+    votes = {"ann": "aab", "ben": "abt", "cat": "abt"}  # pairs: a, b, tie
+    for name, said in votes.items():
+        judged = [
+            Judgement(f"p{i}", "x", "y", {"a": "a", "b": "b", "t": "tie"}[v])
+            for i, v in enumerate(said)
+        ]
+        about = {"judge": f"person:{name}", "task": "hh", "a": "new", "b": "old"}
+        write_verdicts(folder / "judged" / f"{name}.jsonl", judged, about)
+    html = wins([read_run(folder)])
+    assert "by most of 3 people" in html
+    row = next(x for x in unquote(html).split("\n") if "most of 3 people" in x and "new,old" in x)
+    win, tie, loss = (float(row.split(",")[i]) for i in (5, 8, 11))
+    assert (win, tie, loss) == pytest.approx((1 / 3, 1 / 3, 1 / 3), abs=1e-5)
+
+
 def test_csv_cells_are_no_formulas():
     link = csv_link("a", ["run"], [["=1+1"], [-1.5], [float("nan")], ['say "hi", you']])
     lines = unquote(link.split("utf-8,")[1].split('"')[0]).split("\n")
@@ -242,6 +335,7 @@ def test_csv_cells_are_no_formulas():
 
 def test_numbers_read_well():
     assert [num(v) for v in (1.414, -0.64, 38.26, 1234.5)] == ["1.41", "\u22120.64", "38.3", "1234"]
+    assert [num(v) for v in (-0.004, -0.006)] == ["0.00", "\u22120.01"]
     assert [percent(v) for v in (0.5, 0.996, 1.0, 0.0)] == ["50%", "99.6%", "100%", "0%"]
     assert [duration(v) for v in (3.21, 42, 125, 7300)] == ["3.2 s", "42 s", "2.1 min", "2.0 h"]
 

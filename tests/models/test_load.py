@@ -292,6 +292,7 @@ def test_a_gguf_file_loads_and_saves_as_any_other_model(tmp_path, small, trained
         load_policy(str(file)),
         load_scalar(str(file)),
     )
+    assert tokenizer.eos_token_id == 2  # as the file says
     text = "The fox ate a red apple, the owl didn't."
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
     torch.testing.assert_close(policy(IDS).logits, model(IDS).logits)

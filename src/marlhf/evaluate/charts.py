@@ -9,17 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from marlhf.evaluate.page import text
+from marlhf.evaluate.page import num, text
 from marlhf.evaluate.stats import thin
 
 WIDTH, HEIGHT = 340, 224
 SMALL = (280, 200)
 """(width, height) of a figure that stands with three others in a row."""
 LARGE = (460, 290)
-LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 40
+LEFT, RIGHT, TOP, BOTTOM = 50, 12, 10, 40
 MAX_MARKS = 40
 """A line with more points than this has tooltips at evenly spaced ones only."""
+MAX_LABELS = 7
+"""As many lines are named at their ends; more have a key above the figure."""
+MAX_LABEL_CHARS = 20
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class Series:
     dash: str = ""
     notes: Sequence[str] = field(default=())
     """A tooltip a point, in place of its coordinates."""
+    raw: Sequence[tuple[float, float]] = ()
+    """What a smoothed line was made from, drawn faintly behind it."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +72,16 @@ def tick_text(value: float, step: float) -> str:
     """A tick's number with just the decimals that tell it from its neighbours."""
     size = max(abs(value), abs(step))
     if size >= 1e6 or 0 < step < 1e-4:
-        return f"{value:.1e}" if value else "0"
+        digits, power = f"{value:.1e}".split("e")
+        short = f"{digits.removesuffix('.0')}e{int(power)}" if value else "0"
+        return short.replace("-", "\u2212")
     if size >= 1e4:
         return f"{value / 1000:g}k"
     decimals = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 2
     return f"{value:.{decimals}f}".replace("-", "\u2212")
 
 
-def _percent(value: float, step: float) -> str:
+def percent_text(value: float, step: float) -> str:
     return f"{tick_text(value * 100, step * 100)}%"
 
 
@@ -105,41 +113,109 @@ def line_chart(
     with relatively smaller text. Shares are shown in per cent and never beyond 0 to 100.
     """
     xs = [x for s in series for x, _ in s.points]
-    ys = [y for s in series for _, y in s.points]
+    ys = [y for s in series for _, y in (*s.points, *s.raw)]
     ys += [edge for s in series for _, low, high in s.band for edge in (low, high)]
     low, high = span(ys)
     if is_share and low < 1 and high > 0:
         low, high = max(low, 0.0), min(high, 1.0)
-    x_axis, y_axis = _axes(span(xs, margin=0.02), (low, high), size)
-    drawn = [_frame(x_axis, y_axis, x_label, y_label, _percent if is_share else tick_text)]
+    names = [s.label for s in series] if is_labelled(series) else []
+    x_axis, y_axis = _axes(span(xs, margin=0.02), (low, high), size, margin_for(names))
+    drawn = [frame(x_axis, y_axis, x_label, y_label, percent_text if is_share else tick_text)]
     drawn += [_band(s, x_axis, y_axis) for s in series if s.band]
+    drawn += [_faint(s, x_axis, y_axis) for s in series if s.raw]
     drawn += [_line(s, x_axis, y_axis) for s in series]
-    return _svg(f"{y_label} by {x_label}", drawn, size)
+    if names:
+        ends = [(s.label, s.colour, *_last(s.points)) for s in series]
+        drawn.append(end_labels(ends, (x_axis, y_axis)))
+    return svg(f"{y_label} by {x_label}", drawn, size)
+
+
+def is_labelled(series: Sequence[object]) -> bool:
+    """Whether lines are named at their ends, so that no key is needed."""
+    return len(series) <= MAX_LABELS
+
+
+def margin_for(names: Sequence[str]) -> float:
+    """Room on the right for names at the ends of lines."""
+    longest = max((min(len(name), MAX_LABEL_CHARS) for name in names), default=0)
+    return 20 + 6.6 * longest if longest else RIGHT
+
+
+def end_labels(ends: Sequence[tuple[str, str, float, float]], axes: tuple[Axis, Axis]) -> str:
+    """Names beside the ends of lines, (label, colour, x, y), moved apart where they would meet."""
+    gap = 13.0
+    x_axis, y_axis = axes
+    known = [
+        (float(y_axis(y)), float(x_axis(x)), label, colour)
+        for label, colour, x, y in ends
+        if math.isfinite(x) and math.isfinite(y)
+    ]
+    known.sort()
+    places = [y for y, *_ in known]
+    for i in range(1, len(places)):
+        places[i] = max(places[i], places[i - 1] + gap)
+    limit = y_axis.start
+    for i in reversed(range(len(places))):
+        places[i] = max(min(places[i], limit), y_axis.end + 4)
+        limit = places[i] - gap
+    drawn: list[str] = []
+    right = x_axis.end + 7
+    for place, (y, x, label, colour) in zip(places, known):
+        shown = shorten(label, MAX_LABEL_CHARS)
+        drawn.append(
+            f'<path class="leader" stroke="{colour}" d="M{x:g} {y:g}L{right:g} {place:g}"/>'
+            f'<path class="key" stroke="{colour}" d="M{right:g} {place:g}h8"/>'
+            f'<text class="end" x="{right + 11:g}" y="{place:g}" dy=".33em">{text(shown)}'
+            f"<title>{text(label)}</title></text>"
+        )
+    return "".join(drawn)
+
+
+def shorten(label: str, limit: int) -> str:
+    """A name that fits: what tells runs apart is at its end as often as at its start."""
+    if len(label) <= limit:
+        return label
+    half = (limit - 1) // 2
+    return f"{label[: limit - 1 - half]}\u2026{label[-half:]}"
+
+
+def _last(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    return finite[-1] if finite else (math.nan, math.nan)
 
 
 def distribution(series: Sequence[tuple[str, Sequence[float], str]], *, x_label: str) -> str:
-    """Overlaid histograms as shares of each series, in shared bins; a dashed line at each mean."""
+    """One histogram above the other in shared bins, each named, with a line at its mean."""
     edges, shares = histogram([values for _, values, _ in series])
-    top = max((share for row in shares for share in row), default=1.0)
-    x_axis, y_axis = _axes((edges[0], edges[-1]), (0.0, top * 1.08 or 1.0))
-    drawn = [_frame(x_axis, y_axis, x_label, "share of prompts", _percent)]
-    for (label, values, colour), row in zip(series, shares):
-        steps = [f"M{x_axis(edges[0])} {y_axis(0)}"]
-        for left, right, share in zip(edges, edges[1:], row):
-            steps.append(f"V{y_axis(share)}H{x_axis(right)}" if right > left else "")
+    top = max((share for row in shares for share in row), default=1.0) or 1.0
+    row_height = 62.0
+    height = round(TOP + BOTTOM + row_height * len(series))
+    x_axis = Axis(edges[0], edges[-1], 18.0, WIDTH - 18.0)
+    drawn = [frame(x_axis, Axis(0.0, 1.0, height - BOTTOM, TOP), x_label, "")]
+    for i, ((label, values, colour), row) in enumerate(zip(series, shares)):
+        base = TOP + row_height * (i + 1)
+        y_axis = Axis(0.0, top, base, base - row_height + 17)
         mean = _mean(values)
         drawn.append(
-            f'<path d="{"".join(steps)}V{y_axis(0)}Z" fill="{colour}" fill-opacity=".13" '
-            f'stroke="{colour}" stroke-width="1.6" stroke-linejoin="round">'
-            f"<title>{text(label)}</title></path>"
+            f'<path d="{_steps(edges, row, x_axis, y_axis)}" fill="{colour}" fill-opacity=".3" '
+            f'stroke="{colour}" stroke-width="1.4" stroke-linejoin="round">'
+            f"<title>{text(label)}: highest column {max(row, default=0):.1%}</title></path>"
+        )
+        shown = f", mean {num(mean)}" if math.isfinite(mean) else ""
+        drawn.append(
+            f'<text class="name" x="18" y="{base - row_height + 13:g}">{text(shorten(label, 40))}'
+            f'<tspan class="soft">{shown}</tspan></text>'
         )
         if math.isfinite(mean):
-            drawn.append(
-                f'<line x1="{x_axis(mean)}" x2="{x_axis(mean)}" y1="{y_axis.end}" '
-                f'y2="{y_axis.start}" stroke="{colour}" stroke-width="1.6" stroke-dasharray="4 3">'
-                f"<title>{text(label)}: mean {mean:.3g}</title></line>"
-            )
-    return _svg(f"distribution of {x_label}", drawn)
+            drawn.append(f'<path class="mean" d="M{x_axis(mean)} {base:g}V{y_axis.end:g}"/>')
+    return svg(f"distribution of {x_label}", drawn, (WIDTH, height))
+
+
+def _steps(edges: Sequence[float], row: Sequence[float], x_axis: Axis, y_axis: Axis) -> str:
+    steps = [f"M{x_axis(edges[0])} {y_axis(0)}"]
+    for left, right, share in zip(edges, edges[1:], row):
+        steps.append(f"V{y_axis(share)}H{x_axis(right)}" if right > left else "")
+    return f"{''.join(steps)}V{y_axis(0)}Z"
 
 
 def histogram(rows: Sequence[Sequence[float]]) -> tuple[list[float], list[list[float]]]:
@@ -165,44 +241,32 @@ def scatter(series: Series, *, x_label: str, y_label: str) -> str:
     size = (WIDTH, 300)
     x_axis, y_axis = _axes(both, both, size)
     drawn = [
-        _frame(x_axis, y_axis, x_label, y_label),
+        frame(x_axis, y_axis, x_label, y_label),
         f'<line class="diagonal" x1="{x_axis(both[0])}" y1="{y_axis(both[0])}" '
         f'x2="{x_axis(both[1])}" y2="{y_axis(both[1])}"/>',
         f'<g fill="{series.colour}" fill-opacity=".5">',
     ]
-    for x, y in thin(points, 600):
+    for x, y in thin(points, 400):
         drawn.append(
             f'<circle cx="{x_axis(x)}" cy="{y_axis(y)}" r="2.6">'
             f"<title>{x:.3g} to {y:.3g}</title></circle>"
         )
     drawn.append("</g>")
-    return _svg(f"{y_label} by {x_label}", drawn, size)
+    return svg(f"{y_label} by {x_label}", drawn, size)
 
 
-def stacked_bars(
-    rows: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], *, x_label: str
-) -> str:
-    """One horizontal bar a row, made of (part, value, colour), its name above it."""
-    totals = [sum(value for _, value, _ in parts) for _, parts in rows]
-    height = TOP + BOTTOM + 44 * len(rows)
-    width = LARGE[0]
-    x_axis = Axis(0.0, max(totals, default=0.0) * 1.02 or 1.0, 8.0, width - 40.0)
-    y_axis = Axis(0.0, 1.0, height - BOTTOM, TOP)
-    drawn = [_frame(x_axis, y_axis, x_label, "")]
-    for i, (label, parts) in enumerate(rows):
-        y = TOP + 44 * i
-        drawn.append(f'<text class="name" x="8" y="{y + 13}">{text(label)}</text>')
-        done = 0.0
-        for part, value, colour in parts:
-            left, right = float(x_axis(done)), float(x_axis(done + value))
-            title = text(f"{label}, {part}: {value:.3g}")
-            drawn.append(
-                f'<rect x="{left:.1f}" y="{y + 18}" width="{right - left:.1f}" height="17" '
-                f'fill="{colour}"><title>{title}</title></rect>'
-            )
-            done += value
-        drawn.append(f'<text x="{float(x_axis(done)) + 5:.1f}" y="{y + 31}">{totals[i]:.3g}</text>')
-    return _svg(x_label, drawn, (width, height))
+class Named(Protocol):
+    """Whatever has a name and a colour: a line, a trail of dots."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def colour(self) -> str: ...
+
+
+def legend_of(lines: Sequence[Named]) -> str:
+    """A colour key where lines are too many to be named at their ends."""
+    return "" if is_labelled(lines) else legend([(line.label, line.colour) for line in lines])
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
@@ -215,26 +279,35 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def _axes(
-    xs: tuple[float, float], ys: tuple[float, float], size: tuple[int, int] = (WIDTH, HEIGHT)
+    xs: tuple[float, float],
+    ys: tuple[float, float],
+    size: tuple[int, int] = (WIDTH, HEIGHT),
+    right: float = RIGHT,
 ) -> tuple[Axis, Axis]:
-    return Axis(*xs, LEFT, size[0] - RIGHT), Axis(*ys, size[1] - BOTTOM, TOP)
+    return Axis(*xs, LEFT, size[0] - right), Axis(*ys, size[1] - BOTTOM, TOP)
 
 
-def _frame(
+def frame(
     x_axis: Axis,
     y_axis: Axis,
     x_label: str,
     y_label: str,
     y_format: Callable[[float, float], str] = tick_text,
+    *,
+    x_format: Callable[[float, float], str] = tick_text,
+    x_ticks: Sequence[tuple[float, str]] | None = None,
 ) -> str:
     """Grid lines, tick numbers and axis names; no y axis where it has no name."""
     drawn = ['<g class="grid">']
     y_ticks = y_axis.ticks() if y_label else []
-    x_ticks = x_axis.ticks()
+    if x_ticks is None:
+        places = x_axis.ticks(4 if x_axis.end - x_axis.start < 240 else 5)
+        step = places[1] - places[0] if len(places) > 1 else 0.0
+        x_ticks = [(x, x_format(x, step)) for x in places]
     for y in y_ticks:
         drawn.append(f'<path d="M{x_axis.start:g} {y_axis(y)}H{x_axis.end:g}"/>')
     if not y_label:
-        for x in x_ticks:
+        for x, _ in x_ticks:
             drawn.append(f'<path d="M{x_axis(x)} {y_axis.start:g}V{y_axis.end:g}"/>')
     drawn.append(f'<path class="base" d="M{x_axis.start:g} {y_axis.start:g}H{x_axis.end:g}"/></g>')
     drawn.append('<g class="ticks" text-anchor="end">')
@@ -243,10 +316,8 @@ def _frame(
         shown = y_format(y, step)
         drawn.append(f'<text x="{x_axis.start - 6:g}" y="{y_axis(y)}" dy=".33em">{shown}</text>')
     drawn.append('</g><g class="ticks" text-anchor="middle">')
-    step = x_ticks[1] - x_ticks[0] if len(x_ticks) > 1 else 0.0
-    for x in x_ticks:
-        shown = tick_text(x, step)
-        drawn.append(f'<text x="{x_axis(x)}" y="{y_axis.start + 15:g}">{shown}</text>')
+    for x, shown in x_ticks:
+        drawn.append(f'<text x="{x_axis(x)}" y="{y_axis.start + 15:g}">{text(shown)}</text>')
     middle = (x_axis.start + x_axis.end) / 2
     below = y_axis.start + BOTTOM - 6
     drawn.append(f'<text x="{middle:g}" y="{below:g}">{text(x_label)}</text></g>')
@@ -279,6 +350,13 @@ def _line(series: Series, x_axis: Axis, y_axis: Axis) -> str:
     return "".join(drawn)
 
 
+def _faint(series: Series, x_axis: Axis, y_axis: Axis) -> str:
+    points = [f"{x_axis(x)} {y_axis(y)}" for x, y in series.raw if math.isfinite(x + y)]
+    if len(points) < 2:
+        return ""
+    return f'<path class="raw" stroke="{series.colour}" d="M{"L".join(points)}"/>'
+
+
 def _band(series: Series, x_axis: Axis, y_axis: Axis) -> str:
     edges = [edge for edge in series.band if all(map(math.isfinite, edge))]
     upper = [f"{x_axis(x)} {y_axis(high)}" for x, _, high in edges]
@@ -288,7 +366,7 @@ def _band(series: Series, x_axis: Axis, y_axis: Axis) -> str:
     return f'<path fill="{series.colour}" fill-opacity=".16" d="M{"L".join(upper + lower)}Z"/>'
 
 
-def _svg(name: str, drawn: Sequence[str], size: tuple[int, int] = (WIDTH, HEIGHT)) -> str:
+def svg(name: str, drawn: Sequence[str], size: tuple[int, int] = (WIDTH, HEIGHT)) -> str:
     return (
         f'<svg viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{text(name)}">'
         f"{''.join(drawn)}</svg>"

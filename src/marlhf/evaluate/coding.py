@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from marlhf.evaluate.dots import Dot, dot_rows
 from marlhf.evaluate.groups import Group
-from marlhf.evaluate.page import Cell, chip, csv_link, section, table, text
+from marlhf.evaluate.page import Cell, chip, csv_link, figure, grid, section, table, text
+from marlhf.evaluate.runs import Run
 from marlhf.evaluate.stats import Interval
 
 SUMMARY = "pass_at_k.json"
@@ -105,7 +107,27 @@ def passes(groups: Sequence[Group]) -> str:
         "Problems solved",
         "pass@k is the chance that one of k samples passes every test of a problem, in percent; "
         "brackets are 95% intervals over problems. Compare runs on the same problems only.",
+        grid([_figure(measured, k) for k in ks[:3]]),
         table(header, cells, csv=link, words=2),
+    )
+
+
+def _figure(measured: Sequence[tuple[Group, Run, dict[str, Any]]], k: int) -> str:
+    """pass@k of each run over all problems, and by difficulty where it is known."""
+    dots: list[Dot] = []
+    for group, run, found in measured:
+        label = group.label if len(group.runs) == 1 else f"{group.label}, seed {run.seed}"
+        for row in found["rows"]:
+            value = row.get(f"pass@{k}")
+            if value is not None:
+                name = label if row["difficulty"] == ALL else f"{label}: {row['difficulty']}"
+                dots.append(Dot(name, Interval(*value[:3], size=row["problems"]), group.colour))
+    return figure(
+        f"pass@{k}",
+        dot_rows(dots, x_label=f"pass@{k}", is_share=True),
+        file=f"pass at {k}",
+        header=["run and difficulty", f"pass@{k}", "low", "high"],
+        rows=[[dot.label, *dot.value[:3]] for dot in dots],
     )
 
 

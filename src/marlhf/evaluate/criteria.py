@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -51,16 +52,18 @@ Choice = Annotated[Literal["A", "B", "E"], BeforeValidator(_letter)]
 Grade = Annotated[int, Field(ge=1, le=5)]
 
 
-class _Form(BaseModel):
+class _Object(BaseModel):
     model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
 
-    def answer(self) -> Answer:
-        raise NotImplementedError
 
-
-class Grades(_Form):
+class Grades(_Object):
     A: Grade
     B: Grade
+
+
+class _Form(_Object, ABC):
+    @abstractmethod
+    def answer(self) -> Answer: ...
 
 
 class SummaryForm(_Form):

@@ -10,10 +10,11 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from marlhf.evaluate.groups import Group, differences, same_prompts
+from marlhf.evaluate.groups import Group, differences, measured_alike, same_prompts, unlike
 from marlhf.evaluate.page import num, percent, signed, text
+from marlhf.evaluate.resample import mean_over
 from marlhf.evaluate.runs import Run, number
-from marlhf.evaluate.stats import Interval, interval, paired_difference, share_improved
+from marlhf.evaluate.stats import Interval, paired_difference, share_improved
 
 
 @dataclass(frozen=True)
@@ -27,21 +28,36 @@ class Reached:
 
 
 def final_score(group: Group, field: str = "score") -> Interval:
-    """The last evaluation, with the interval over prompts where they were recorded."""
-    values = group.per_prompt("scores" if field == "score" else field)
-    if values:
-        return interval(values)
-    finals = group.finals(f"eval/{field}")
-    return Interval(interval(finals).mean, math.nan, math.nan, 0)
+    """The last evaluation, with its interval over prompts and, where there are some, seeds."""
+    rows = group.per_seed("scores" if field == "score" else field)
+    return mean_over(rows or [[value] for value in group.finals(f"eval/{field}")])
 
 
 def start_score(group: Group, field: str = "score") -> Interval:
     """The same for the model the group began with."""
-    values = group.per_prompt("scores" if field == "score" else field, first=True)
-    if values:
-        return interval(values)
+    rows = group.per_seed("scores" if field == "score" else field, first=True)
+    if rows:
+        return mean_over(rows)
     points = [point for point in group.curve(f"eval/{field}") if point.step == 0]
     return Interval(points[0].mean if points else math.nan, math.nan, math.nan, 0)
+
+
+def measure(group: Group, field: str) -> tuple[Interval, list[float]]:
+    """A number after the last evaluation with its interval, and the seeds behind it."""
+    finals = group.finals(f"eval/{field}")
+    if field in ("score", "gold"):
+        return final_score(group, field), finals
+    rows = group.per_seed(field) if field in ("kl", "length") else []
+    return mean_over(rows or [[value] for value in finals]), finals
+
+
+def measure_start(group: Group, field: str) -> Interval:
+    """The same before training, of the model that the group began with."""
+    if field in ("score", "gold"):
+        return start_score(group, field)
+    rows = group.per_seed(field, first=True) if field in ("kl", "length") else []
+    points = [point for point in group.curve(f"eval/{field}") if point.step == 0]
+    return mean_over(rows or [[point.mean] for point in points])
 
 
 def moved(group: Group, field: str = "score") -> Interval:
@@ -49,11 +65,19 @@ def moved(group: Group, field: str = "score") -> Interval:
     if all(point.step == 0 for point in group.curve(f"eval/{field}")):
         return Interval(math.nan, math.nan, math.nan, 0)
     name = "scores" if field == "score" else field
-    before, after = group.per_prompt(name, first=True), group.per_prompt(name)
-    if before and after and len(before) == len(after):
-        return paired_difference(before, after)
+    before, after = group.per_seed(name, first=True), group.per_seed(name)
+    if before and [len(row) for row in before] == [len(row) for row in after]:
+        return mean_over([[b - a for a, b in zip(*rows)] for rows in zip(before, after)])
     change = final_score(group, field).mean - start_score(group, field).mean
     return Interval(change, math.nan, math.nan, 0)
+
+
+def over_what(group: Group) -> str:
+    """What the intervals of a group are over."""
+    prompts = [len(row) for row in group.per_seed("scores")]
+    many = f"{min(prompts)} prompts" if prompts else ""
+    seeds = f"{len(group.runs)} seeds" if len(group.runs) > 1 else ""
+    return " and ".join(filter(None, (seeds, many)))
 
 
 def first_reaching(run: Run, target: float) -> Reached | None:
@@ -87,13 +111,19 @@ def verdict(policies: list[Group], others: list[Group]) -> str:
     scored = [group for group in policies if math.isfinite(final_score(group).mean)]
     if not scored:
         return _verdict_without_policy(others) if not policies else ""
-    ends = [f"{text(g.label)} ends at {_score_words(g)}" for g in scored[:4]]
+    shown = scored
+    if len(scored) > 3:  # the baseline and whoever scored highest, for a headline is short
+        rest = [group for group in scored[1:] if measured_alike(scored[0], group)] or scored[1:]
+        shown = [scored[0], max(rest, key=lambda group: final_score(group).mean)]
+    ends = [f"{text(g.label)} ends at {_score_words(g)}" for g in shown]
     start = start_score(scored[0]).mean
     from_where = f" The model they began with scores {num(start)}." if math.isfinite(start) else ""
     if len(scored) == 1:
         from_where = from_where.replace("they", "it")
-    more = f" {len(scored) - 4} more runs are in the table." if len(scored) > 4 else ""
-    return f"Held-out score: {'; '.join(ends)}.{from_where}{more}"
+    left = len(scored) - len(shown)
+    more = f" {left} other settings are below." if left else ""
+    scales = " They were not scored alike: see below." if unlike(scored) else ""
+    return f"Held-out score: {'; '.join(ends)}.{from_where}{more}{scales}"
 
 
 def _score_words(group: Group) -> str:
@@ -121,13 +151,20 @@ def shows(policies: list[Group]) -> list[str]:
         said += [s for s in (_score_moved(group), _gold_moved(group), _hacking(group)) if s]
     if len(policies) > 1:
         for group in policies[1:]:
-            said += _compare(policies[0], group)
+            if measured_alike(policies[0], group):
+                said += _compare(policies[0], group)
     return said
 
 
 def shows_not(policies: list[Group], runs: list[Run]) -> list[str]:
     """What a reader might take from the page and should not."""
     said: list[str] = []
+    if apart := unlike(policies):
+        said.append(
+            f'<span class="warn">Not on one scale:</span> the runs differ in what scored them or '
+            f"in their data ({_codes(apart)}), so their scores cannot be compared. Only runs "
+            "scored like the first are set against it."
+        )
     if policies:
         said.append(
             "The score is a reward model's, learnt from preferences; no person judged these "
@@ -139,12 +176,11 @@ def shows_not(policies: list[Group], runs: list[Run]) -> list[str]:
                 "cannot be ruled out."
             )
         said.append(_seeds(policies))
-    changed = [key for key, _ in differences(policies) if key.split(".")[0] != "segmenter"]
-    if changed:
-        keys = ", ".join(f"<code>{text(key)}</code>" for key in changed[:6])
-        more = " and others" if len(changed) > 6 else ""
+    changed = [key for key, _ in differences(policies)]
+    rest = [key for key in changed if key.split(".")[0] != "segmenter"]
+    if rest and len(changed) > 1:
         said.append(
-            f"The runs differ in more than their macro actions ({keys}{more}): a difference "
+            f"The runs differ in more than their macro actions ({_codes(rest)}): a difference "
             "between them cannot be put down to one of these alone."
         )
     starts = [start_score(group).mean for group in policies]
@@ -156,15 +192,21 @@ def shows_not(policies: list[Group], runs: list[Run]) -> list[str]:
     return said
 
 
+def _codes(keys: list[str]) -> str:
+    shown = ", ".join(f"<code>{text(key)}</code>" for key in keys[:6])
+    return shown + (" and others" if len(keys) > 6 else "")
+
+
 def _score_moved(group: Group) -> str:
     change = moved(group)
     if not math.isfinite(change.mean):
         return ""
     sure = ""
     if change.low > 0 or change.high < 0:
-        sure = f", 95% interval over {change.size} prompts {num(change.low)} to {num(change.high)}"
+        bounds = f"{num(change.low)} to {num(change.high)}"
+        sure = f", 95% interval over {over_what(group)} {bounds}"
     elif math.isfinite(change.low):
-        sure = ", which its interval over prompts does not tell from no change"
+        sure = f", which its interval over {over_what(group)} does not tell from no change"
     before, after = group.per_prompt("scores", first=True), group.per_prompt("scores")
     share = ""
     if before and after and len(before) == len(after):
@@ -187,7 +229,8 @@ def _gold_moved(group: Group) -> str:
     points = group.curve("eval/gold")
     peak = max(points, key=lambda point: point.mean)
     dropped = peak.mean - points[-1].mean
-    if score.mean > 0 and dropped > 0.2 * max(peak.mean - points[0].mean, 1e-9):
+    gained = peak.mean - points[0].mean
+    if score.mean > 0 and gained > 0 and dropped > 0.2 * gained:
         return (
             f'<span class="warn">Over-optimisation sets in:</span> the true (gold) score of '
             f"{label} peaked at {num(peak.mean)} in step {peak.step} and ended "
@@ -275,7 +318,7 @@ def _seeds(policies: list[Group]) -> str:
     caution = " Few seeds still leave room for chance." if fewest < 5 else ""
     return (
         f"Each setting has at least {fewest} seeds; bands are the lowest and highest seed, "
-        f"brackets are intervals over prompts.{apart}{caution}"
+        f"brackets are intervals over seeds and prompts.{apart}{caution}"
     )
 
 

@@ -105,8 +105,8 @@ def best_of(groups: Sequence[Group]) -> str:
         "best_of_n",
         "Best of n",
         "The mean score of the best of n samples, by the reward model that chose it: rows are "
-        "temperatures, darker is higher. Choosing among n moves a model by at most "
-        "log n &minus; (n &minus; 1)/n nats: 0.6 for 4, 1.8 for 16, 2.5 for 32.",
+        "temperatures, the stronger the colour the higher. Choosing among n moves a model by at "
+        "most log n &minus; (n &minus; 1)/n nats: 0.6 for 4, 1.8 for 16, 2.5 for 32.",
         grid(figures, "two"),
     )
 

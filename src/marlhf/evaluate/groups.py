@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from marlhf.evaluate.lineage import chosen
 from marlhf.evaluate.runs import Evaluation, Run, number
 from marlhf.evaluate.stats import interval, mean_by_position
 
-IGNORED_KEYS = {"seed", "output_dir"}
 START_COLOUR = "var(--start)"
 NUM_COLOURS = 8
 
@@ -33,6 +34,8 @@ class Group:
     label: str
     runs: list[Run]
     index: int
+    chosen: dict[str, Any] = field(default_factory=dict)
+    """The settings of its runs, and of the runs behind them."""
 
     @property
     def colour(self) -> str:
@@ -58,6 +61,8 @@ class Group:
 
     def curve(self, key: str) -> list[Point]:
         """Mean and extremes over the seeds that recorded a step; seconds are averaged too."""
+        if len(self.runs) == 1:
+            return [Point(step, at, v, v, v) for step, at, v in self.runs[0].curve(key)]
         steps: dict[int, list[tuple[float, float]]] = {}
         for run in self.runs:
             for step, seconds, value in run.curve(key):
@@ -65,8 +70,10 @@ class Group:
         points: list[Point] = []
         for step in sorted(steps):
             values = [value for _, value in steps[step]]
-            seconds = interval([seconds for seconds, _ in steps[step]]).mean
-            points.append(Point(step, seconds, interval(values).mean, min(values), max(values)))
+            known = [seconds for seconds, _ in steps[step] if math.isfinite(seconds)]
+            seconds = sum(known) / len(known) if known else math.nan
+            mean = sum(values) / len(values)
+            points.append(Point(step, seconds, mean, min(values), max(values)))
         return points
 
     def finals(self, key: str) -> list[float]:
@@ -78,17 +85,26 @@ class Group:
 
     def mean(self, key: str) -> float:
         """The mean over all recorded steps of all seeds."""
-        return interval([value for run in self.runs for *_, value in run.curve(key)]).mean
+        values = [value for run in self.runs for *_, value in run.curve(key)]
+        return math.fsum(values) / len(values) if values else math.nan
 
     def per_prompt(self, field: str, *, first: bool = False) -> list[float] | None:
         """`field` of the last evaluation (of step 0, where `first`), averaged over seeds."""
+        return mean_by_position(self.per_seed(field, first=first))
+
+    def per_seed(self, field: str, *, first: bool = False) -> list[list[float]]:
+        """The same, seed by seed: a list of each that has any."""
         rows: list[list[float]] = []
         for run in self.runs:
             evaluation = start_of(run) if first else (run.evaluations or [None])[-1]
             values = getattr(evaluation, field) if evaluation else None
             if values:
                 rows.append(values)
-        return mean_by_position(rows)
+        return rows
+
+    def all_prompts(self, field: str, *, first: bool = False) -> list[float]:
+        """The same of all seeds together, as averaging would narrow how they spread."""
+        return [value for row in self.per_seed(field, first=first) for value in row]
 
 
 def start_of(run: Run) -> Evaluation | None:
@@ -126,13 +142,26 @@ def group_runs(runs: list[Run]) -> list[Group]:
     Runs without a config stand alone: nothing says what they share.
     """
     together: dict[str, list[Run]] = {}
+    settings_of: dict[str, dict[str, Any]] = {}
     for position, run in enumerate(runs):
-        key = _setting(run) if run.config else f"alone {position}"
+        picked = chosen(run)
+        key = f"alone {position}"
+        if run.config:
+            key = json.dumps([run.stage, sorted(_in_text(picked).items())])
         together.setdefault(key, []).append(run)
-    groups = [sorted(seeds, key=lambda run: run.seed or 0) for seeds in together.values()]
-    groups.sort(key=lambda seeds: (not seeds[0].is_policy, not is_token_level(seeds[0].config)))
-    labels = _labels(groups)
-    return [Group(label, seeds, i) for i, (label, seeds) in enumerate(zip(labels, groups))]
+        settings_of[key] = picked
+    ordered = sorted(together, key=lambda key: _place(together[key][0], settings_of[key]))
+    seeds = [sorted(together[key], key=lambda run: run.seed or 0) for key in ordered]
+    picks = [settings_of[key] for key in ordered]
+    parts = zip(_labels(seeds, picks), seeds, picks)
+    return [Group(label, runs, i, pick) for i, (label, runs, pick) in enumerate(parts)]
+
+
+def _place(run: Run, picked: dict[str, Any]) -> tuple[Any, ...]:
+    """Policies first, single tokens first among them, and longer n-grams after shorter."""
+    n = picked.get("segmenter.n")
+    size = float(n) if isinstance(n, (int, float)) and not isinstance(n, bool) else math.inf
+    return (not run.is_policy, not is_token_level(run.config), run.is_policy and size)
 
 
 def is_token_level(config: dict[str, Any]) -> bool:
@@ -160,61 +189,107 @@ def describe_segmenter(config: dict[str, Any]) -> str:
     return f"{kind}, {rest}" if rest else kind
 
 
-def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names: {"a": {"b": 1}} -> {"a.b": 1}."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
 def settings(run: Run) -> dict[str, str]:
-    """What was chosen for a run, as text: without its seed and without where it was written.
-
-    Paths beside the run's own folder are given relative to it, so that the same recipe
-    run twice into two folders is recognised as the same.
-    """
-    output = run.config.get("output_dir")
-    beside = output.rstrip("/").rpartition("/")[0] + "/" if isinstance(output, str) else "/"
-    chosen: dict[str, str] = {}
-    for key, value in flatten(run.config).items():
-        if key in IGNORED_KEYS:
-            continue
-        text = value if isinstance(value, str) else json.dumps(value, default=str)
-        if beside != "/" and text.startswith(beside):
-            text = "../" + text[len(beside) :]
-        chosen[key] = text
-    return chosen
+    """What was chosen for a run, as text: without its seed and without where it was written."""
+    return _in_text(chosen(run))
 
 
-def differences(groups: list[Group]) -> list[tuple[str, list[str | None]]]:
+def _in_text(picked: dict[str, Any]) -> dict[str, str]:
+    return {key: setting_text(value) for key, value in picked.items()}
+
+
+def setting_text(value: Any) -> str:
+    """A setting as one would write it in a recipe, infinity as .inf."""
+    if value == math.inf:
+        return ".inf"
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def differences(groups: Sequence[Group]) -> list[tuple[str, list[str | None]]]:
     """The settings that are not the same in all groups: (name, one value a group)."""
-    chosen = [settings(group.runs[0]) for group in groups if group.config]
-    if len(chosen) < len(groups) or len(groups) < 2:
+    if len(groups) < 2 or not all(group.config for group in groups):
         return []
-    keys = list(dict.fromkeys(key for each in chosen for key in each))
-    rows = [(key, [each.get(key) for each in chosen]) for key in keys]
+    return differing([group.chosen for group in groups])
+
+
+def differing(picks: Sequence[dict[str, Any]]) -> list[tuple[str, list[str | None]]]:
+    texts = [_in_text(picked) for picked in picks]
+    keys = list(dict.fromkeys(key for each in texts for key in each))
+    rows = [(key, [each.get(key) for each in texts]) for key in keys]
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
-def _setting(run: Run) -> str:
-    return json.dumps([run.stage, sorted(settings(run).items())])
+YARDSTICK = ("reward_model", "reward_funcs", "reward_weights", "normalize_scores", "reward")
+"""Settings that decide what a score means."""
 
 
-def _labels(groups: list[list[Run]]) -> list[str]:
-    """One name a group: the runs' own, without the seed's number, told apart by their folder."""
+def measured_alike(a: Group, b: Group) -> bool:
+    """Whether scores of two groups are on one scale: the same reward, on the same data."""
+    return not unlike([a, b])
+
+
+def unlike(groups: Sequence[Group]) -> list[str]:
+    """The settings in which groups differ so that their scores cannot be compared."""
+    known = [group for group in groups if group.config]
+    names = {*YARDSTICK, "data"}
+    if any(group.chosen.get("reward.model") == "@sft" for group in known):
+        names.add("sft")  # the reward model grew from it
+    return [key for key, _ in differences(known) if key.split(".")[0] in names]
+
+
+def _labels(groups: list[list[Run]], picks: list[dict[str, Any]]) -> list[str]:
+    """One name a group: the runs' own without the seed's number.
+
+    Where that is not enough, as in a sweep, what they differ in is their name; else the folder.
+    """
     labels = [_shared_name(seeds) for seeds in groups]
+    kinds = [(label, seeds[0].stage) for label, seeds in zip(labels, groups)]
+    policies = {label for label, seeds in zip(labels, groups) if seeds[0].is_policy}
+    for label in {each for each in labels if labels.count(each) > 1}:
+        places = [i for i, each in enumerate(labels) if each == label]
+        alone = policies == {label} and len({kinds[i] for i in places}) == 1
+        words = [_picked_words(picks[i], [picks[j] for j in places]) for i in places]
+        if "" not in words and len(set(words)) == len(words):
+            for i, said in zip(places, words):
+                labels[i] = said if alone else f"{label}, {said}"
     for style in ("folder", "number"):
         repeated = {label for label in labels if labels.count(label) > 1}
         for i, label in enumerate(labels):
             if label in repeated and style == "folder":
-                labels[i] = f"{groups[i][0].path.resolve().parent.name}/{label}"
+                labels[i] = f"{_home(groups[i])}/{label}"
             elif label in repeated:
                 labels[i] = f"{label} ({labels[: i + 1].count(label)})"
     return labels
+
+
+def _home(seeds: list[Run]) -> str:
+    """The folder around a run, or around the seeds' folders where there are several."""
+    folder = seeds[0].path.resolve().parent
+    return folder.parent.name if len(seeds) > 1 and "seed" in folder.name else folder.name
+
+
+def _picked_words(picked: dict[str, Any], among: list[dict[str, Any]]) -> str:
+    """What sets one apart in a few words, such as n=5; nothing where it would take many."""
+    keys = [key for key, _ in differing(among)]
+    keys.sort(key=lambda key: not key.startswith("segmenter."))
+    said: list[str] = []
+    if "segmenter.type" in keys:
+        keys = [key for key in keys if not key.startswith("segmenter.")]
+        said.append(describe_segmenter(unflatten(picked)))
+    if not 0 < len(keys) + len(said) <= 3:
+        return ""
+    shorts = [key.rpartition(".")[2] for key in keys]
+    for key, short in zip(keys, shorts):
+        name = key if shorts.count(short) > 1 else short
+        value = setting_text(picked[key]) if key in picked else "none"
+        said.append(f"{name}={value.removeprefix('.')}")
+    return ", ".join(said) if all(len(each) <= 40 for each in said) else ""
+
+
+def unflatten(picked: dict[str, Any]) -> dict[str, Any]:
+    """The segmenter of flat settings, as a config has it."""
+    inner = {k.partition(".")[2]: v for k, v in picked.items() if k.startswith("segmenter.")}
+    return {"segmenter": inner or picked.get("segmenter")}
 
 
 def _shared_name(seeds: list[Run]) -> str:

@@ -6,11 +6,12 @@ No torch in here: the files are all it takes.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from marlhf.evaluate.charts import distribution, histogram, legend
+from marlhf.evaluate.charts import distribution, histogram
 from marlhf.evaluate.groups import Group
 from marlhf.evaluate.lines import Line, read_lines
 from marlhf.evaluate.page import (
@@ -124,7 +125,7 @@ def held_out(groups: Sequence[Group]) -> str:
     data: list[list[Cell]] = []
     for (label, colour, name, _), each in zip(found, summaries):
         scores = [each.scores.get(judge) for judge in judges]
-        row = [chip(label, colour), text(name), str(each.prompts), *map(_cell, scores)]
+        row = [chip(label, colour), _sampling_cell(name), str(each.prompts), *map(_cell, scores)]
         for _, key in MEASURES:
             row.append((percent if key in SHARES else num)(each.measures[key].mean))
         cells.append(row)
@@ -156,6 +157,25 @@ def labelled(groups: Sequence[Group]) -> list[tuple[str, Group, Path]]:
     return found
 
 
+def sampling_words(name: str) -> str:
+    """A file's name in words, as far as it is one that `evaluate` gave.
+
+    >>> sampling_words("t0.8-m64-s0"), sampling_words("mine")
+    ('temperature 0.8, 64 tokens', 'mine')
+    """
+    match = re.match(r"t([\d.e-]+)-m(\d+)-s(\d+)(?:-(.+))?$", name)
+    if match is None:
+        return name
+    heat, tokens, seed, rest = match.groups()
+    words = [f"temperature {heat}", f"{tokens} tokens"] + [f"seed {seed}"] * (seed != "0")
+    return ", ".join([*words, *([rest] if rest else [])])
+
+
+def _sampling_cell(name: str) -> str:
+    words = sampling_words(name)
+    return text(words) + (f"<small>{text(name)}</small>" if words != name else "")
+
+
 def _cell(score: Interval | None) -> str:
     if score is None:
         return num(None)
@@ -179,10 +199,9 @@ def _distribution(found: Sequence[tuple[str, str, str, list[Line]]], name: str, 
         for low, high, share in zip(edges, edges[1:], row)
     ]
     return figure(
-        f"{judge}, {name}",
+        f"Score by {judge}, {sampling_words(name)}",
         distribution(series, x_label=f"score by {judge}"),
         file=f"distribution {judge} {name}",
-        key=legend([(label, colour) for label, _, colour in series]),
         header=["run", "from", "to", "share"],
         rows=rows,
     )

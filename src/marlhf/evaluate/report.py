@@ -10,15 +10,20 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from marlhf.evaluate import sections
+from marlhf.evaluate import curves, sections
 from marlhf.evaluate.coding import passes
+from marlhf.evaluate.frontier import frontier
 from marlhf.evaluate.grids import best_of
 from marlhf.evaluate.groups import Group, group_runs
 from marlhf.evaluate.held_out import held_out
 from marlhf.evaluate.page import render, text
 from marlhf.evaluate.runs import Run, find_runs
 from marlhf.evaluate.samples import samples
+from marlhf.evaluate.scaling import scaling
+from marlhf.evaluate.shifts import distributions
 from marlhf.evaluate.summary import summary
+from marlhf.evaluate.sweeps import sweeps
+from marlhf.evaluate.temperatures import temperatures
 from marlhf.evaluate.wins import wins
 
 
@@ -53,17 +58,20 @@ def report_html(runs: list[Run]) -> str:
     others = [group for group in groups if not group.runs[0].is_policy]
     parts = [
         ("summary", "Summary", summary(policies, others, runs)),
-        ("pass-at-k", "Problems solved", passes(groups)),
-        ("learning", "Learning", sections.learning(policies)),
-        ("frontier", "Reward against KL", sections.frontier(policies)),
-        ("distributions", "Prompt by prompt", sections.distributions(policies)),
-        ("held_out", "Held-out scores", held_out(groups)),
+        ("pass-at-k", "Problems", passes(groups)),
+        ("learning", "Learning", curves.learning(policies)),
+        ("frontier", "KL", frontier(policies)),
+        ("sweeps", "Sweeps", sweeps(policies)),
+        ("scaling", "Sizes", scaling(policies)),
+        ("distributions", "Prompts", distributions(policies, others)),
+        ("held_out", "Held-out", held_out(groups)),
+        ("temperatures", "Temperature", temperatures(groups)),
         ("best_of_n", "Best of n", best_of(groups)),
-        ("judged", "Judged in pairs", wins(runs)),
+        ("judged", "Judges", wins(runs, groups)),
         ("samples", "Samples", samples(policies)),
-        ("training", "Inside training", sections.training(policies)),
+        ("training", "Training", curves.training(policies)),
         ("timing", "Time", sections.timing(policies)),
-        ("stages", "The models behind", sections.stages(others, with_table=bool(policies))),
+        ("stages", "Stages", curves.stages(others, with_table=bool(policies))),
         ("settings", "Settings", sections.settings(groups)),
     ]
     return render(_title(runs), _subtitle(runs, groups), parts)

@@ -83,11 +83,10 @@ class Run:
         if self.is_policy:
             key = re.sub("^ppo/", f"{self.stage}/", key)
         rows = self.evals if key.startswith("eval/") else self.train
-        found = ((row, number(row.get(key))) for row in rows)
         return [
             (row["step"], number(row.get("seconds")), value)
-            for row, value in found
-            if math.isfinite(value)
+            for row in rows
+            if key in row and math.isfinite(value := number(row[key]))
         ]
 
     def final(self, key: str) -> float:
@@ -98,6 +97,8 @@ class Run:
 
 def number(value: object) -> float:
     """A recorded value as a float; NaN for text, null, infinities and divergences."""
+    if type(value) is float:  # nearly all are, and long runs have millions
+        return value if abs(value) < MAX_MAGNITUDE else math.nan
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return math.nan
     # Compared before the conversion: float() of a huge int raises.
@@ -105,7 +106,7 @@ def number(value: object) -> float:
 
 
 def find_runs(paths: Sequence[Path | str]) -> list[Run]:
-    """Every run under `paths`: run folders, or folders that hold them one or two levels down."""
+    """Every run under `paths`: run folders, or folders that hold them up to three levels down."""
     found: dict[Path, Run] = {}
     for path in map(Path, paths):
         if not path.exists():
@@ -113,7 +114,7 @@ def find_runs(paths: Sequence[Path | str]) -> list[Run]:
                 f"There is no folder {path}. Give the folder of a run (its `output_dir`), "
                 "or one that holds several."
             )
-        folders = list(_run_folders(path, depth=2)) if path.is_dir() else []
+        folders = list(_run_folders(path, depth=3)) if path.is_dir() else []
         if not folders:
             raise NoRuns(
                 f"{path} holds no run: neither it nor the folders in it have a run.json or a "

@@ -42,20 +42,34 @@ def samples(policies: list[Group]) -> str:
         return ""
     shown = _within_budget(prompts)
     scale = _advantage_scale(shown)
-    colouring = (
-        "blue where its advantage was positive, orange where negative, the number in its tooltip"
-        if math.isfinite(scale)
-        else "in alternating colours"
-    )
     note = (
         " Of several seeds, the first is shown." if any(len(g.runs) > 1 for g in policies) else ""
     )
     return section(
         "samples",
         "Samples",
-        f"One prompt, each run's response at its last step. Each coloured stretch is one macro "
-        f"action, {colouring}.{note}",
+        f"One prompt, each run's response at its last step. Each stretch is one macro action; "
+        f"those of several tokens begin at a small bar.{note}",
+        _key(scale),
         *(_sample(prompt, answers, scale) for prompt, answers in shown),
+    )
+
+
+def _key(scale: float) -> str:
+    """What the shades say: by colour and, for eyes that do not tell them apart, by underline."""
+    if not math.isfinite(scale):
+        return '<p class="lead">Colours only tell neighbours apart: no advantages on record.</p>'
+    shades = [
+        "".join(
+            f'<i class="{name}{level}">{signed(sign * level * scale / 4)}</i>'
+            for level in (1, 2, 3, 4)
+        )
+        for name, sign in (("p", 1), ("n", -1))
+    ]
+    return (
+        f'<p class="said shades"><span>{shades[0]} went better than expected</span> '
+        f"<span>{shades[1]} went worse, dotted underline</span> "
+        f"<span>The number is the advantage; it shows when you rest on a stretch.</span></p>"
     )
 
 
@@ -167,9 +181,12 @@ def _spans(macros: list[Macro], scale: float) -> Iterator[str]:
             level = min(4, math.ceil(4 * abs(macro.advantage) / scale - 1e-9))
             sign = "p" if macro.advantage > 0 else "n"
             shade = f"{sign}{level}" if level else "z"
-            yield f'<i class="{shade}" title="advantage {signed(macro.advantage)}">{words}</i>'
+            size = f", {macro.length} tokens" if macro.length > 1 else ""
+            title = f"advantage {signed(macro.advantage)}{size}"
+            start = " m" if macro.length > 1 else ""
+            yield f'<i class="{shade}{start}" title="{title}">{words}</i>'
         else:
-            yield f'<i class="{"ab"[i % 2]}">{words}</i>'
+            yield f'<i class="{"ab"[i % 2]}{" m" if macro.length > 1 else ""}">{words}</i>'
 
 
 def _shortened(prompt: str) -> str:

@@ -58,7 +58,7 @@ def mean_by_position(rows: Sequence[Sequence[float]]) -> list[float] | None:
     """Seeds averaged prompt by prompt; None where they were not asked the same number."""
     if not rows or len({len(row) for row in rows}) != 1:
         return None
-    return [interval(column).mean for column in zip(*rows)]
+    return list(rows[0]) if len(rows) == 1 else [interval(column).mean for column in zip(*rows)]
 
 
 def thin(items: Sequence[T], limit: int) -> list[T]:

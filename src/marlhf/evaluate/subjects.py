@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from marlhf.data import DataConfig
 from marlhf.evaluate.runs import find_runs, read_run
 from marlhf.rollout import Sampling
@@ -198,13 +196,11 @@ def _data(subject: Subject, lender: Subject, question: Question) -> DataConfig:
 
 
 def _valid(kind: Any, raw: dict[str, Any], subject: Subject) -> Any:
+    """Settings that a run wrote down, which were checked when it began."""
     try:
-        return TypeAdapter(kind).validate_python(raw)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(x) for x in first["loc"])
-        said = first["msg"].removeprefix("Value error, ")
-        raise EvaluationError(f"{subject.folder}: {f'{place}: ' if place else ''}{said}") from None
+        return kind(**raw)
+    except (TypeError, ValueError) as error:
+        raise EvaluationError(f"{subject.folder}: {error}") from None
 
 
 def _rewards(subject: Subject) -> tuple[tuple[str, float], ...]:

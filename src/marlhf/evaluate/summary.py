@@ -4,12 +4,34 @@ from __future__ import annotations
 
 import math
 
-from marlhf.evaluate.findings import final_score, shows, shows_not, start_score, verdict
+from marlhf.evaluate.dots import Dot, dot_rows
+from marlhf.evaluate.findings import (
+    final_score,
+    measure,
+    measure_start,
+    shows,
+    shows_not,
+    start_score,
+    verdict,
+)
 from marlhf.evaluate.groups import START_COLOUR, Group, describe_segmenter
-from marlhf.evaluate.page import chip, csv_link, duration, num, percent, section, table, text
+from marlhf.evaluate.page import (
+    Cell,
+    chip,
+    csv_link,
+    duration,
+    figure,
+    grid,
+    num,
+    percent,
+    section,
+    table,
+    text,
+)
 from marlhf.evaluate.runs import Run
 from marlhf.evaluate.stats import Interval, interval
 
+MAX_ITEMS = 9
 STAGE_NAMES = {
     "sft": "supervised fine-tuning",
     "reward": "reward model",
@@ -21,25 +43,68 @@ def summary(policies: list[Group], others: list[Group], runs: list[Run]) -> str:
     """The verdict, the table of numbers, and what they do and do not show."""
     sentence = verdict(policies, others)
     says = [("What this shows", shows(policies)), ("What it does not", shows_not(policies, runs))]
-    columns = [
-        f"<div><h3>{title}</h3><ul>{''.join(f'<li>{item}</li>' for item in items)}</ul></div>"
-        for title, items in says
-        if items
-    ]
+    columns = [f"<div><h3>{title}</h3>{_list(items)}</div>" for title, items in says if items]
     lead = (
-        "Each row is one setting after its last evaluation on held-out prompts; brackets are 95% "
-        "intervals over prompts. Read score only together with KL (nats a response, from the "
-        "model it began with) and length (tokens)."
+        f"Each row is one setting after its last evaluation on held-out prompts; bars and brackets "
+        f"are 95% intervals over {_over(policies)}, small dots are seeds. Read score only "
+        f"together with KL (nats a response, from the model it began with) and length (tokens)."
     )
     above = f'<p class="verdict">{sentence}</p>' if sentence else ""
     return above + section(
         "summary",
         "Summary",
         lead if policies else "Each row is one training with its last numbers.",
+        grid(_headline(policies), "three"),
         _policy_table(policies),
         "" if policies else stage_table(others),
         f'<div class="says">{"".join(columns)}</div>' if columns else "",
     )
+
+
+def _list(items: list[str]) -> str:
+    """Warnings first; what is beyond a screen waits behind a click."""
+    ordered = sorted(items, key=lambda item: 'class="warn"' not in item)
+    shown, rest = (
+        "".join(f"<li>{item}</li>" for item in part)
+        for part in (ordered[:MAX_ITEMS], ordered[MAX_ITEMS:])
+    )
+    count = len(ordered) - MAX_ITEMS
+    more = f"<details><summary>{count} more</summary><ul>{rest}</ul></details>" if rest else ""
+    return f"<ul>{shown}</ul>{more}"
+
+
+def _over(policies: list[Group]) -> str:
+    several = [len(group.runs) > 1 for group in policies]
+    if all(several):
+        return "seeds and prompts"
+    return "prompts" + (", and over seeds where there are several" if any(several) else "")
+
+
+def _headline(policies: list[Group]) -> list[str]:
+    """Score, KL and length of every setting on one screen, the model before RL first."""
+    figures: list[str] = []
+    for title, field in (("Score", "score"), ("KL (nats a response)", "kl"), ("Length", "length")):
+        dots: list[Dot] = []
+        before = [measure_start(group, field) for group in policies]
+        if known := [each for each in before if math.isfinite(each.mean)]:
+            dots.append(Dot("before RL", known[0], START_COLOUR))
+        for group in policies:
+            value, seeds = measure(group, field)
+            if math.isfinite(value.mean):
+                dots.append(Dot(group.label, value, group.colour, seeds))
+        if not any(dot.label != "before RL" for dot in dots):
+            continue
+        rows: list[list[Cell]] = [[dot.label, *dot.value[:3], len(dot.seeds)] for dot in dots]
+        figures.append(
+            figure(
+                title,
+                dot_rows(dots, x_label=title.lower() if field == "score" else title),
+                file=f"final {field}",
+                header=["run", f"eval/{field}", "low", "high", "seeds"],
+                rows=rows,
+            )
+        )
+    return figures
 
 
 def _policy_table(policies: list[Group]) -> str:

@@ -59,6 +59,8 @@ def load_tokenizer(path: str | Tokenizer, *, trust_remote_code: bool = False) ->
         plain = declared.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
         loader = PreTrainedTokenizerFast if plain else AutoTokenizer
         tokenizer = loader.from_pretrained(**source, trust_remote_code=trust_remote_code)
+        if _gguf(path) and (end := _gguf_end(path)) is not None:
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     return _with_ends(tokenizer, f"of {path}")
 
 
@@ -341,6 +343,14 @@ def _ready(model: Model, checkpointing: bool) -> Model:
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()  # dropout is 0; gradient checkpointing only works in this mode
+
+
+def _gguf_end(path: str) -> int | None:
+    """The token that ends a text, as the file says: some versions of transformers take another."""
+    from gguf import GGUFReader
+
+    field = GGUFReader(path).fields.get("tokenizer.ggml.eos_token_id")
+    return None if field is None else int(field.contents())
 
 
 def _gguf(path: str) -> bool:

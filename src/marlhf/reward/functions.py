@@ -334,7 +334,9 @@ class Rewards:
 
         Asked before training, this is also where a machine without a sandbox is found out.
         """
-        functions = [s.function for _, s, _ in self.parts if isinstance(s, RewardFunction)]
+        functions: list[Any] = [
+            scorer.function for _, scorer, _ in self.parts if isinstance(scorer, RewardFunction)
+        ]
         return next((f.layers for f in functions if hasattr(type(f), "layers")), {})
 
     def __call__(

@@ -20,9 +20,15 @@ from marlhf.rollout.slots import Decoder
 CHECK_EVERY = 4
 """Steps between asking a GPU which responses have ended. The question goes out one step before the
 answer is waited for, so that the device always has work. A CPU is asked after every step."""
+EVEN = 16
+"""Keys are looked at in such numbers, so that a row's sums are added up in the same order whatever
+the length of the others."""
 REFILL = 4
 """Slots are refilled when one in this many is free: a prefill of few prompts costs like one of
 more."""
+FEWEST = 2
+"""A single row is another kind of product for a CPU, and its last bits differ from those that the
+same row gets among others."""
 SMALLEST = 16
 """Fewer slots than this are not a step of their own size on a GPU, where they cost the same."""
 
@@ -185,6 +191,9 @@ class Schedule:
             beginnings = [self.prompts[rows[i]][:-1] for i in batch if lengths[i]]
             if beginnings:
                 ids, _ = pad_right(beginnings, 0)
+                if not self.gpu:  # but no further than responses will go
+                    more = min(-ids.shape[1] % EVEN, self.state.length)
+                    ids = torch.nn.functional.pad(ids, (0, more))
                 where = [slots[i] for i in batch if lengths[i]]
                 self.decoder.prefill(self._send(ids), self._send(where))
         last = [self.prompts[row][-1] for row in rows]
@@ -200,7 +209,7 @@ class Schedule:
         event = torch.cuda.Event() if self.gpu else None
         for i in range(count):
             reach = max(len(self.prompts[self.held[slot] or 0]) + self.age[slot] for slot in held)
-            self.step(len(self.held), reach)
+            self.step(len(self.held), reach + -reach % EVEN)
             for slot in held:
                 self.age[slot] += 1
             if i == max(count - 2, 0):
@@ -247,7 +256,7 @@ class Schedule:
 
     def _size(self, rows: int) -> int:
         """Slots to step for so many rows: few different numbers on a GPU, each has its graph."""
-        size = max(SMALLEST, 1 << (rows - 1).bit_length()) if self.gpu else rows
+        size = max(SMALLEST, 1 << (rows - 1).bit_length()) if self.gpu else max(FEWEST, rows)
         return min(size, self.state.slots)
 
     def _send(self, values: Tensor | list[int]) -> Tensor:

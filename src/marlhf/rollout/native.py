@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from marlhf.models.load import Model, Precision, autocast
-from marlhf.rollout.continuous import Schedule, State, Stepper
+from marlhf.rollout.continuous import FEWEST, Schedule, State, Stepper
 from marlhf.rollout.engine import Rollout, Sampling, draws
 from marlhf.rollout.llama import LlamaDecoder
 from marlhf.rollout.plain import PlainEngine, check_prompts, to_rollout
@@ -126,7 +126,7 @@ class NativeEngine:
         ):
             return room
         self.room = room = None  # its memory first
-        slots = max(1, min(rows, self.token_budget // length))
+        slots = max(FEWEST, min(rows, self.token_budget // length))
         decoder = kind(self.model, slots, length, self._cache_dtype())
         ends = torch.tensor(self.end_tokens, device=self.model.device)
         graphs = self.model.device.type == "cuda" and not sharded(self.model)

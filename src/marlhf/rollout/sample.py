@@ -30,7 +30,8 @@ def draw(
         token = logits.argmax(dim=1)
     else:
         token = pick(truncate(shares, sampling) if sampling.truncated else shares, uniform)
-    return token, shares.gather(1, token[:, None]).squeeze(1).log()
+    # In float64, where the last bit may depend on the row's place in the batch, and not in float32.
+    return token, shares.gather(1, token[:, None]).squeeze(1).double().log().float()
 
 
 def pick(weights: Tensor, uniform: Tensor) -> Tensor:

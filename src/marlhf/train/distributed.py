@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from marlhf.data.collate import Alone, Micro, token_budget_batches
+from marlhf.data.collate import Alone, Micro, pad_right, token_budget_batches
 from marlhf.models.compile import compile_blocks
 from marlhf.models.load import Model, Precision, computes_in_bfloat16, pick_device
 from marlhf.rollout import Rollout
@@ -253,8 +253,8 @@ def gather_rollout(world: World, rollout: Rollout | None, mine: list[int], rows:
     tokens = torch.zeros(rows, width, dtype=torch.int64, device=world.device)
     logprobs = torch.zeros(rows, width, device=world.device)
     if rollout is not None:
-        for i, response in zip(mine, rollout.responses):
-            tokens[i, : len(response)] = torch.tensor(response, device=world.device)
+        own, _ = pad_right(rollout.responses, 0)
+        tokens[where, : own.shape[1]] = own.to(world.device)
         logprobs[where, : rollout.logprobs.shape[1]] = rollout.logprobs
     tokens, logprobs, ended = world.sum(tokens), world.sum(logprobs), world.sum(ended)
     responses = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist())]

@@ -50,7 +50,7 @@ def open_run(config: StageConfig, stage: str, world: World) -> RunFolder:
 
 
 class Loop:
-    """The steps that are left to take. Entering it goes on from the last checkpoint."""
+    """The steps that are left to take; after `resume`, those after the last checkpoint."""
 
     def __init__(
         self,

@@ -1,0 +1,1 @@
+"""Pieces of `bench/evidence_tldr.py` and `bench/evidence_report.py`."""

@@ -1,0 +1,190 @@
+"""The paper's claims, each with what these runs say to it: holds, fails, or cannot be told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evidence.results import (
+    Method,
+    Results,
+    ahead_at,
+    common_kl,
+    speed,
+    win_rate,
+)
+from marlhf.evaluate.stats import paired_difference
+
+SURE = {True: "holds", False: "does not hold", None: "cannot be told"}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence of the paper, a verdict, and the numbers behind it."""
+
+    says: str
+    verdict: str
+    because: str
+
+    @property
+    def row(self) -> list[str]:
+        return [self.says, self.verdict, self.because]
+
+
+def sign(low: float, high: float, at: float = 0.0) -> bool | None:
+    """Above, below, or neither for sure; what is not a number is neither."""
+    return True if low > at else False if high < at else None
+
+
+def claims(results: Results) -> list[Claim]:
+    have = {method.name: method for method in results.methods() if method.finished}
+    base = have.get("ppo")
+    if base is None:
+        return []
+    made = (_higher, _faster, _frontier, _weaker, _gold, _rules, _baselines)
+    return [claim for make in made for claim in make(results, base, have)]
+
+
+def _both(of_sum: bool | None, of_mean: bool | None) -> str:
+    """A verdict where the paper's equation and its authors' code differ in pooling."""
+    if of_sum:
+        return "holds"
+    if of_mean:
+        return "holds only with mean pooling, the authors' code"
+    return SURE[False if of_sum is False and of_mean is not None else of_sum]
+
+
+def _higher(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
+    found: dict[str, bool | None] = {}
+    words: list[str] = []
+    for name in ("n5-sum", "n5-mean"):
+        if name in have:
+            ours, theirs = (results.by_prompt(m.answers, "reward") for m in (have[name], base))
+            change = paired_difference(theirs, ours)
+            found[name] = sign(change.low, change.high)
+            words.append(
+                f"{have[name].label}: {_range(change[:3])}{_seeds(results, base, have[name])}"
+            )
+    if not found:
+        return []
+    verdict = _both(found.get("n5-sum"), found.get("n5-mean"))
+    because = f"test score over PPO's at the same beta, prompt by prompt: {'; '.join(words)}"
+    return [Claim("Macro actions end at a higher score than PPO", verdict, because)]
+
+
+def _seeds(results: Results, base: Method, method: Method) -> str:
+    ends = [
+        [sum(results.scores(lines, "reward")) / len(lines) for lines in m.answers]
+        for m in (base, method)
+    ]
+    if min(map(len, ends)) < 2:
+        return " (one seed)"
+    apart = max(map(min, ends)) > min(map(max, ends))
+    return f" (seeds {'do not overlap' if apart else 'overlap'})"
+
+
+def _faster(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
+    found: dict[str, bool | None] = {}
+    words: list[str] = []
+    for name in ("n5-sum", "n5-mean", "ppo-weak"):
+        if name in have:
+            middle, low, high = speed(base, have[name])
+            found[name] = sign(low, high, 1.0)
+            words.append(f"{have[name].label}: {_times(middle, low, high)}")
+    if not {"n5-sum", "n5-mean"} & set(found):
+        return []
+    says = "Macro actions reach PPO's final score 1.7 to 2 times as fast"
+    because = f"to nine tenths of its gain, fewer steps than PPO by a factor of {'; '.join(words)}"
+    return [Claim(says, _both(found.get("n5-sum"), found.get("n5-mean")), because)]
+
+
+def _frontier(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
+    found: dict[str, bool | None] = {}
+    words: list[str] = []
+    for name in ("n5-sum", "n5-mean", "ppo-weak"):
+        if name in have:
+            level = common_kl(base, have[name])
+            middle, low, high = ahead_at(base, have[name], level)
+            found[name] = sign(low, high)
+            ahead = _range((middle, low, high))
+            words.append(f"{have[name].label}: {ahead} at KL {level:.1f}")
+    if not {"n5-sum", "n5-mean"} & set(found):
+        return []
+    says = "The gain is more than a weaker KL penalty: a higher score at equal KL"
+    because = f"validation score over PPO's where both first pass the KL: {'; '.join(words)}"
+    return [Claim(says, _both(found.get("n5-sum"), found.get("n5-mean")), because)]
+
+
+def _weaker(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
+    """Ours, not the paper's: the algebra of pooling, and its control."""
+    if not {"n5-mean", "ppo-weak"} <= set(have):
+        return []
+    mean, weak = have["n5-mean"], have["ppo-weak"]
+    level = common_kl(mean, weak)
+    middle, low, high = ahead_at(weak, mean, level)
+    says = "(Ours) Mean pooling does more than PPO with a fifth of beta does"
+    because = (
+        f"{mean.label} over {weak.label} where both first pass KL {level:.1f}: "
+        f"{_range((middle, low, high))}"
+    )
+    return [Claim(says, SURE[sign(low, high)], because)]
+
+
+def _gold(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
+    made: list[Claim] = []
+    for name in ("n5-sum", "n5-mean"):
+        if name not in have:
+            continue
+        pairs = zip(have[name].answers, base.answers)
+        rates = [win_rate([ours], theirs, "gold") for ours, theirs in pairs]
+        share, low, high = (sum(x[i] for x in rates) / len(rates) for i in range(3))
+        says = f"{have[name].label} is preferred to PPO by a judge that did not train it"
+        because = f"win rate by the second reward model {_percent(share, low, high)}"
+        made.append(Claim(says, SURE[sign(low, high, 0.5)], because))
+    return made
+
+
+def _rules(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
+    made: list[Claim] = []
+    if "n5-sum" not in have:
+        return made
+    for name in ("parsing", "perplexity"):
+        if name in have:
+            fixed, ours = (
+                results.by_prompt(m.answers, "reward") for m in (have["n5-sum"], have[name])
+            )
+            change = paired_difference(ours, fixed)
+            says = f"On TL;DR the fixed n-gram is above the {have[name].label}"
+            because = f"test score of n = 5 over it: {_range(change[:3])} (one seed)"
+            made.append(Claim(says, SURE[sign(change.low, change.high)], because))
+    return made
+
+
+def _baselines(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
+    made: list[Claim] = []
+    for name in ("rloo", "dpo"):
+        if name in have:
+            ours, theirs = (results.by_prompt(m.answers, "reward") for m in (have[name], base))
+            change = paired_difference(ours, theirs)
+            because = f"test score of PPO over it: {_range(change[:3])} (one seed)"
+            verdict = SURE[sign(change.low, change.high)]
+            made.append(Claim(f"{have[name].label} ends below PPO", verdict, because))
+    return made
+
+
+def _range(numbers: Sequence[float]) -> str:
+    middle, low, high = numbers
+    if math.isnan(middle):
+        return "not measured"
+    return f"{middle:+.2f} [{low:+.2f}, {high:+.2f}]".replace("-", "\u2212")
+
+
+def _times(middle: float, low: float, high: float) -> str:
+    if middle == 0:
+        return "does not reach it"
+    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _percent(share: float, low: float, high: float) -> str:
+    return f"{share:.1%} [{low:.1%}, {high:.1%}]"

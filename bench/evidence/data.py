@@ -1,0 +1,128 @@
+"""Who learns from which rows: files in --out, parted by prompt, made once.
+
+tldr  gold.jsonl  25% of the pairs: the second reward model, which judges and never teaches
+      test.jsonl   8%: prompts of the final comparison, which nothing is chosen by
+      train.jsonl the rest. marlhf parts it further: 1,000 pairs held out (the reward model's
+                  accuracy, and prompts for validation), 15% SFT, 55% reward model (and DPO),
+                  30% prompts of reinforcement learning
+hh    test 8%, train the rest: 500 pairs held out, 20% SFT, 50% reward model, 30% prompts
+mbpp  test: the official test problems, 11 to 510. train: 511 to 974, 90 of them held out, 20%
+      SFT and 80% reinforcement learning
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from evidence.settings import Settings
+from marlhf.data import DataConfig, Row, load_data, read_hub, read_records, split_rows
+from marlhf.data.load import HUB_CONFIGS, is_hub_name
+from marlhf.data.rows import prompt_key
+
+SHARES = {
+    "tldr": {"gold": 0.25, "test": 0.08, "train": 0.67},
+    "hh": {"test": 0.08, "train": 0.92},
+}
+PARTS = {
+    "tldr": {"sft": 0.15, "reward": 0.55, "ppo": 0.3},
+    "hh": {"sft": 0.2, "reward": 0.5, "ppo": 0.3},
+    "mbpp": {"sft": 0.2, "ppo": 0.8},
+}
+HELD_OUT = {"tldr": 1000, "gold": 400, "hh": 500, "mbpp": 90}
+MBPP_TEST = range(11, 511)
+SPLIT = "split.json"
+
+
+def data_config(settings: Settings, task: str, tokens: int, part: str = "train") -> DataConfig:
+    """The rows of a stage, their prompts cut to so many tokens."""
+    split = json.loads(settings.data(task, part).with_name(SPLIT).read_text(encoding="utf-8"))
+    held_out = HELD_OUT["gold" if part == "gold" else task]
+    return DataConfig(
+        source=task,  # pyright: ignore[reportArgumentType]
+        path=str(settings.data(task, part)),
+        parts={} if part == "gold" else PARTS[task],
+        eval_size=min(held_out, split[part]["rows"] // 10),
+        max_prompt_tokens=tokens,
+        too_long="truncate",
+    )
+
+
+def prepare(settings: Settings, task: str) -> None:
+    """Write the files of a task, and how many rows and prompts each has."""
+    done = settings.data(task, "train").with_name(SPLIT)
+    if done.is_file():
+        return
+    done.parent.mkdir(parents=True, exist_ok=True)
+    parts = _mbpp(settings) if task == "mbpp" else _pairs(settings, task)
+    counts: dict[str, Any] = {"files": list(getattr(settings, task))}
+    for part, records in parts.items():
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record, _ in records]
+        settings.data(task, part).write_text("".join(lines), encoding="utf-8")
+        counts[part] = {"rows": len(lines), "prompts": len({key for _, key in records})}
+    done.write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
+
+
+Records = list[tuple[dict[str, Any], str]]
+"""Records with what tells their prompt from others."""
+
+
+def _pairs(settings: Settings, task: str) -> dict[str, Records]:
+    rows: list[Row] = []
+    for path in getattr(settings, task):
+        config = DataConfig(
+            source=task,  # pyright: ignore[reportArgumentType]
+            path=path,
+            parts={},
+            eval_size=0,
+            limit=settings.limit,
+        )
+        loaded = load_data(config, needs=("prompt", "chosen", "rejected"))
+        print(f"{task}: {path}: {loaded.counts}", flush=True)
+        rows += loaded.train
+    write = _tldr_record if task == "tldr" else _hh_record
+    parts = split_rows(_by_post(rows), SHARES[task])
+    return {part: [(write(row), prompt_key(row)) for row in rows] for part, rows in parts.items()}
+
+
+def _by_post(rows: Iterable[Row]) -> list[Row]:
+    """Rows whose prompts differ where their posts do: one form of prompt for a post.
+
+    A post that one file has with its subreddit and another without would otherwise be two
+    prompts, and could fall into two parts.
+    """
+    first: dict[str, Row] = {}
+    found: list[Row] = []
+    for row in rows:
+        key = " ".join(str(row.columns.get("post", row.prompt)).split())
+        same = first.setdefault(key, row)
+        found.append(Row(same.prompt, row.chosen, row.rejected, same.columns))
+    return found
+
+
+def _tldr_record(row: Row) -> dict[str, Any]:
+    named = {k: row.columns[k] for k in ("subreddit", "post") if row.columns.get(k)}
+    return named | {"chosen": str(row.chosen).strip(), "rejected": str(row.rejected).strip()}
+
+
+def _hh_record(row: Row) -> dict[str, Any]:
+    return {"prompt": row.prompt, "chosen": row.chosen, "rejected": row.rejected}
+
+
+def _mbpp(settings: Settings) -> dict[str, Records]:
+    parts: dict[str, Records] = {"test": [], "train": []}
+    for path in settings.mbpp:
+        if is_hub_name(path) and not Path(path).exists():
+            splits = ("train", "validation", "test")
+            sources = [read_hub(path, split, HUB_CONFIGS.get(path)) for split in splits]
+        else:
+            sources = [read_records(path)]
+        for record, _ in (each for source in sources for each in source):
+            number = int(record["task_id"])
+            if number > MBPP_TEST[-1]:
+                parts["train"].append((dict(record), str(number)))
+            elif number in MBPP_TEST:
+                parts["test"].append((dict(record), str(number)))
+    return {part: records[: settings.limit] for part, records in parts.items()}

@@ -1,0 +1,372 @@
+"""The results page as Markdown: tables and sentences from the numbers, nothing by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from evidence import figures
+from evidence.claims import claims
+from evidence.jobs import chosen_rate, objectives, validation_lines
+from evidence.methods import FAMILIES, tries
+from evidence.results import (
+    LABELS,
+    Line,
+    Method,
+    Results,
+    ahead_at,
+    common_kl,
+    groups,
+    measure,
+    steps_to,
+    win_rate,
+)
+from marlhf.evaluate.coding import read_summary
+from marlhf.evaluate.grids import kl_bound
+from marlhf.evaluate.runs import read_run
+from marlhf.evaluate.stats import Interval, interval
+
+LEVELS = (2, 4, 8, 16, 32)
+SAMPLES = 3
+INTIMATE = re.compile(r"sex|nsfw|gonewild|naked|porn|rape|abus|suicid|drug", re.I)
+SHOWN = ("ppo", "n5-sum", "n5-mean")
+"""Methods whose samples are shown."""
+
+
+def write_page(results: Results, docs: Path) -> Path:
+    """`results.md` in the folder, and its figures in `results/` beside it."""
+    methods = results.methods()
+    parts = [INTRODUCTION, _setting(results)]
+    if methods:
+        parts += [_claims(results), _figures(results, methods, docs / "results")]
+        parts += [_scores(results, methods), _equal_kl(methods), _pace(results, methods)]
+        parts += [_tried(results), _samples(results, methods), _gpu(results)]
+    parts += [_small(results, task) for task in ("hh", "mbpp") if task in results.tasks]
+    page = "\n\n".join(part.strip() for part in parts if part) + "\n"
+    docs.mkdir(parents=True, exist_ok=True)
+    file = docs / "results.md"
+    file.write_text(page, encoding="utf-8")
+    return file
+
+
+INTRODUCTION = r"""
+# Results
+
+Every number, table and figure of this page is made by two scripts from one archive of runs:
+
+<!-- not run: takes a GPU, or half an hour of one -->
+```sh
+python bench/evidence_tldr.py --model HuggingFaceTB/SmolLM2-135M-Instruct --out runs/evidence \
+    --task tldr hh mbpp --jobs 7
+python bench/evidence_report.py runs/evidence/evidence.tar.xz --docs docs
+```
+
+Scores are those of a reward model, in deviations of the SFT model's own scores: SFT is 0. KL is to
+the SFT model, in nats a response. Brackets are 95% intervals.
+"""
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]], words: int = 1) -> str:
+    """A table whose first columns are words; the rest are numbers, on the right."""
+    lines = [header, ["---" if i < words else "---:" for i in range(len(header))], *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def _setting(results: Results) -> str:
+    s = results.settings
+    about = json.loads((results.folder / "data/tldr/split.json").read_text(encoding="utf-8"))
+    models = {name: results.folder / "tldr" / name for name in ("sft", "reward", "gold")}
+    runs = {name: read_run(path) for name, path in models.items() if path.is_dir()}
+    counts = ", ".join(
+        f"{about[part]['rows']:,} {what} ({about[part]['prompts']:,} posts)"
+        for part, what in (("train", "for training"), ("gold", "for the second reward model"))
+    )
+    words = [
+        "## The setting",
+        f"SmolLM2-135M-Instruct on the TL;DR comparisons, parted by post: pairs {counts}, and "
+        f"{about['test']['prompts']:,} posts for the test. Prompts are cut to {s.prompt_tokens} "
+        f"tokens ({s.reward_prompt_tokens} for the reward models), responses to "
+        f"{s.response_tokens}. Every run of reinforcement learning takes {s.steps} steps of "
+        f"{s.batch} prompts; beta is {s.beta:g}, and a fifth of it where so named. "
+        f"{s.eval_prompts} held-out prompts are asked every {s.eval_every} steps, "
+        f"{s.test_prompts} test prompts once, after the last.",
+    ]
+    accuracy = {n: runs[n].final("eval/accuracy") for n in ("reward", "gold") if n in runs}
+    if accuracy:
+        words.append(
+            "Accuracy on held-out pairs: "
+            + ", ".join(
+                f"{name} {accuracy[key]:.1%}"
+                for key, name in (
+                    ("reward", "the reward model"),
+                    ("gold", "the second one, from other pairs with another seed,"),
+                )
+                if key in accuracy
+            ).rstrip(",")
+            + f" (learning rate {runs['reward'].config['learning_rate']:g}, one epoch, after SFT)."
+        )
+    return "\n\n".join(words)
+
+
+def _claims(results: Results) -> str:
+    made = claims(results)
+    if not made:
+        return ""
+    rows = [claim.row for claim in made]
+    return "## What holds of the paper's claims\n\n" + table(["", "here it", "because"], rows, 3)
+
+
+def _figures(results: Results, methods: Sequence[Method], folder: Path) -> str:
+    drawn = groups(methods)
+    drawn = [group for group in drawn if group.curve("eval/score")]
+    named = {method.label: method.name for method in methods}
+    paces = [results.step_seconds(named[group.label]) for group in drawn]
+    made = {
+        "score-steps": ("Score over steps", figures.curve(drawn, "eval/score", "score")),
+        "frontier": ("Score against KL", figures.frontier(drawn)),
+        "kl-steps": ("KL over steps", figures.curve(drawn, "eval/kl", "KL (nats a response)")),
+        "length": ("Length over steps", figures.curve(drawn, "eval/length", "length (tokens)")),
+        "repetition": ("Repetition", figures.curve(drawn, "eval/repetition", "repetition")),
+    }
+    if all(map(math.isfinite, paces)):
+        timed = figures.curve(drawn, "eval/score", "score", pace=paces)
+        made["score-seconds"] = ("Score over seconds of a GPU of its own", timed)
+    lines = ["## Curves", "On held-out prompts; bands span the seeds."]
+    for name, (title, svg) in made.items():
+        figures.write(folder, name, svg)
+        lines.append(f"![{title}](results/{name}.svg)")
+    return "\n\n".join(lines)
+
+
+def _scores(results: Results, methods: Sequence[Method]) -> str:
+    rows: list[list[str]] = []
+    entries: list[tuple[str, list[list[Line]]]] = [("SFT", [results.sft])]
+    entries += [(m.label, m.answers) for m in methods if m.answers]
+    if results.best:
+        entries.append((LABELS["best-of-8"], [results.best]))
+    for label, answers in entries:
+        score, gold = (results.score(answers, judge) for judge in ("reward", "gold"))
+        kl = measure(answers, "kl")
+        if label == LABELS["best-of-8"]:
+            kl = kl_bound(8)
+        wins = [win_rate(answers, results.sft, judge) for judge in ("reward", "gold")]
+        shown = ["", ""] if label == "SFT" else [_share(*win) for win in wins]
+        rest = [f"{measure(answers, 'length'):.1f}", f"{measure(answers, 'repetition'):.1%}"]
+        ended = f"{measure(answers, 'ended'):.0%}"
+        seeds = str(len(answers))
+        rows.append([label, seeds, _mean(score), f"{kl:.1f}", _mean(gold), *shown, *rest, ended])
+    header = ["", "seeds", "score", "KL", "second reward model"]
+    header += ["wins over SFT", "by the second", "tokens", "repetition", "ended"]
+    note = (
+        "The second reward model, from other pairs with another seed, is the check against "
+        "over-optimisation: no method learnt from it. Intervals are over prompts, Wilson's for win "
+        "rates; seeds are averaged prompt by prompt. The KL of best of 8 is its upper bound."
+    )
+    return f"## Test prompts\n\n{table(header, rows)}\n\n{note}"
+
+
+def _equal_kl(methods: Sequence[Method]) -> str:
+    from marlhf.evaluate.findings import score_at_kl
+
+    drawn = [(m, g) for m, g in zip(methods, groups(methods)) if m.kls]
+    rows: list[list[str]] = []
+    base = next((m for m, _ in drawn if m.name == "ppo"), None)
+    for method, group in drawn:
+        cells = [score_at_kl(group, level) for level in LEVELS]
+        shown = ["" if math.isnan(x) else f"{x:.2f}" for x in cells]
+        beside = ""
+        if base is not None and method is not base:
+            level = common_kl(base, method)
+            middle, low, high = ahead_at(base, method, level)
+            if not math.isnan(middle):
+                beside = f"{middle:+.2f} [{low:+.2f}, {high:+.2f}] at {level:.1f}"
+        rows.append([method.label, *shown, beside.replace("-", "\u2212")])
+    header = ["score where the KL first passes", *map(str, LEVELS), "over PPO at a common KL"]
+    note = "Intervals are bootstrapped over prompts and seeds; one seed has no spread of its own."
+    return f"## Score at equal KL\n\n{table(header, rows)}\n\n{note}"
+
+
+def _pace(results: Results, methods: Sequence[Method]) -> str:
+    base = next((m for m in methods if m.name == "ppo" and m.curves), None)
+    if base is None:
+        return ""
+    rows: list[list[str]] = []
+    for method in methods:
+        if not method.curves:
+            continue
+        most, all_of_it = steps_to(base, method), steps_to(base, method, 1.0)
+        second = results.step_seconds(method.name)
+        seconds = [tuple(x * second for x in steps) for steps in (most, all_of_it)]
+        row = [_reached(most, "{:.0f}"), _reached(seconds[0], "{:.0f} s")]
+        row += [_reached(all_of_it, "{:.0f}"), _reached(seconds[1], "{:.0f} s")]
+        rows.append([method.label, *row])
+    header = ["", "steps to nine tenths", "seconds", "steps to PPO's final score", "seconds"]
+    note = (
+        "PPO's final score is the mean of its last three evaluations; nine tenths are of its gain "
+        "over SFT, since on a flat curve noise decides who is first at all of it. PPO's own row "
+        "says when it was first there. Bootstrapped over prompts and seeds. Runs shared the GPU, "
+        "so seconds are steps times the seconds of a step that ran alone (below)."
+    )
+    return f"## How soon\n\n{table(header, rows)}\n\n{note}"
+
+
+def _reached(numbers: Sequence[float], form: str) -> str:
+    if math.isinf(numbers[0]):
+        return "not reached"
+    middle, low, high = ("never" if math.isinf(x) else form.format(x) for x in numbers)
+    return f"{middle} [{low}, {high}]"
+
+
+def _tried(results: Results) -> str:
+    settings = results.settings
+    found = objectives(settings)
+    if not found:
+        return ""
+    rows: list[list[str]] = []
+    for name, (method, rate) in tries(settings).items():
+        family = FAMILIES[method]
+        if (family, rate) not in found:
+            continue
+        lines = validation_lines(settings, f"tldr/{name}")
+        score = interval(results.scores(lines, "reward"))
+        taken = "taken" if chosen_rate(settings, family) == rate else ""
+        own = rate / 4 if method == "dpo" else rate
+        shown = [f"{own:g}", _mean(score), f"{measure([lines], 'kl'):.1f}"]
+        rows.append([LABELS[method], *shown, f"{found[family, rate]:.2f}", taken])
+    uses = "; ".join(
+        f"{', '.join(LABELS[m] for m, f in FAMILIES.items() if f == family)}"
+        for family in dict.fromkeys(FAMILIES.values())
+    )
+    header = ["tried", "learning rate", "score", "KL", "score \u2212 beta KL", ""]
+    note = (
+        f"{settings.try_steps} steps each (DPO: one pass over its pairs), seed 0, validation "
+        f"prompts. Methods that share a choice: {uses}. Nothing else was tried: all other settings "
+        "are those of the recipe. A short try favours high rates."
+    )
+    return f"## What was tried\n\n{table(header, rows)}\n\n{note}"
+
+
+def _samples(results: Results, methods: Sequence[Method]) -> str:
+    shown = [m for m in methods if m.name in SHOWN and m.answers]
+    if not shown or not results.sft:
+        return ""
+    lines = [
+        "## Samples",
+        "The first test prompts in the order of their keys, first seed; posts that name intimate "
+        "matters are passed over.",
+    ]
+    fit = [i for i, x in enumerate(results.sft) if not INTIMATE.search(str(x["prompt"]))]
+    for i in fit[:SAMPLES]:
+        sft = results.sft[i]
+        lines.append(f"> {_quote(_tail(str(sft['prompt'])))}")
+        for label, line in [("SFT", sft), *((m.label, m.answers[0][i]) for m in shown)]:
+            score, gold = (results.scores([line], judge)[0] for judge in ("reward", "gold"))
+            said = _quote(str(line["response"]).strip())
+            lines.append(f"- **{label}** (score {score:.2f}, second {gold:.2f}): {said}")
+    return "\n\n".join(lines).replace("\n\n- ", "\n- ")
+
+
+def _quote(words: str) -> str:
+    """Text of posts and models as text: no Markdown, HTML or code of its own."""
+    flat = " ".join(words.split())
+    for mark in "\\`*_[]<>|#":
+        flat = flat.replace(mark, f"\\{mark}" if mark not in "<>`" else "'")
+    return flat
+
+
+def _tail(prompt: str, size: int = 400) -> str:
+    post = prompt.removesuffix("TL;DR:").strip()
+    return post if len(post) <= size else f"{post[:size].rstrip()} ..."
+
+
+def _gpu(results: Results) -> str:
+    timing = results.timing
+    if not timing:
+        return ""
+    phases = ("rollout", "score", "credit", "update", "step")
+    limit: dict[str, Any] = timing["limit"]
+    batch = results.settings.batch
+    rows: list[list[str]] = []
+    for name, times in timing.items():
+        if name == "limit":
+            continue
+        cells = [f"{times.get(f'time/{phase}', math.nan):.3f}" for phase in phases]
+        samples = batch * (4 if name == "rloo" else 1)
+        rate = samples / times["time/step"]
+        tokens = samples * times["response_tokens"] / times["time/rollout"]
+        memory = times.get("peak_memory_gib")
+        peak = f"{memory:.1f}" if memory else ""
+        rows.append([LABELS[name], *cells, f"{rate:.0f}", f"{tokens:,.0f}", peak])
+    header = ["seconds", *phases, "samples a second", "tokens sampled a second", "peak GiB"]
+    share = limit["seconds"] / timing["ppo"]["time/step"]
+    note = (
+        f"Medians of {results.settings.time_steps} steps, each run alone on one "
+        f"{limit['device']}, torch {limit['torch']}: {batch} prompts of "
+        f"{limit['prompt_tokens']:.0f} tokens in the mean. If nothing but matrix products "
+        f"({limit['flops'] / 1e12:.3g} TFLOP/s measured) and reading weights and cache "
+        f"({limit['bytes_per_second'] / 1e12:.3g} TB/s measured) took time, a step of PPO would "
+        f"take {limit['seconds']:.3f} s: {share:.0%} of that limit is reached."
+    )
+    return f"## Where the GPU's time goes\n\n{table(header, rows)}\n\n{note}"
+
+
+def _small(results: Results, task: str) -> str:
+    """HH and MBPP: one seed of PPO and of macro actions."""
+    title = {"hh": "HH dialogues", "mbpp": "MBPP, unit tests as the reward"}[task]
+    folder, rows = results.folder / task, list[list[str]]()
+    named = [("SFT", folder / "sft")]
+    named += [(m.label, m.runs[0].path) for m in results.methods(task)]
+    if task == "mbpp":
+        for label, path in named:
+            found = read_summary(path)
+            if found:
+                whole = found["rows"][-1]
+                cells = [_share(*whole[f"pass@{k}"]) for k in found["k"]]
+                rows.append([label, str(whole["problems"]), *cells, *_ends(path)])
+        header = ["", "problems", "pass@1", "pass@5", "held-out reward", "KL"]
+    else:
+        sft = results.answers(folder / "sft")
+        scores = [line["scores"]["reward"] for line in sft]
+        if len(scores) < 2:
+            return ""
+        middle, spread = interval(scores).mean, max(_deviation(scores), 1e-9)
+        for label, path in named:
+            lines = results.answers(path)
+            if not lines:
+                continue
+            score = interval([(x["scores"]["reward"] - middle) / spread for x in lines])
+            wins = "" if label == "SFT" else _share(*win_rate([lines], sft, "reward"))
+            rest = [f"{measure([lines], key):.1f}" for key in ("kl", "length")]
+            rows.append([label, _mean(score), *rest, wins])
+        header = ["", "score", "KL", "tokens", "wins over SFT"]
+    if not rows:
+        return ""
+    steps = results.settings.small_steps
+    note = f"One seed, {steps} steps; intervals are over prompts and say nothing of other seeds."
+    return f"## {title}\n\n{table(header, rows)}\n\n{note}"
+
+
+def _ends(path: Path) -> list[str]:
+    run = read_run(path)
+    numbers = [run.final(f"eval/{key}") for key in ("score", "kl")]
+    return ["" if math.isnan(x) else f"{x:.2f}" for x in numbers]
+
+
+def _deviation(values: Sequence[float]) -> float:
+    mean = math.fsum(values) / len(values)
+    return math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (len(values) - 1))
+
+
+def _mean(value: Interval) -> str:
+    shown = f"{value.mean:.2f}"
+    if math.isfinite(value.low):
+        shown += f" [{value.low:.2f}, {value.high:.2f}]"
+    return shown.replace("-", "\u2212")
+
+
+def _share(share: float, low: float, high: float) -> str:
+    return f"{100 * share:.1f}% [{100 * low:.1f}, {100 * high:.1f}]"

@@ -1,0 +1,260 @@
+"""Numbers from the unpacked archive: runs, answers to test prompts, and what follows from them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evidence.jobs import TEST_SEED, normaliser, read_jsonl
+from evidence.methods import FAMILIES
+from evidence.settings import Settings, read
+from evidence.timing import read_timing
+from marlhf.evaluate.groups import Group
+from marlhf.evaluate.runs import Run, read_run
+from marlhf.evaluate.stats import Interval, interval, mean_by_position
+from marlhf.evaluate.verdicts import Share, wilson
+
+Line = dict[str, Any]
+Array = np.ndarray[Any, np.dtype[np.float64]]
+DRAWS = 1000
+SHARE = 0.9
+"""Of PPO's final gain over SFT, what counts as having reached it."""
+LABELS = {
+    "sft": "SFT",
+    "ppo": "PPO (n = 1)",
+    "ppo-weak": "PPO, a fifth of beta",
+    "n5-sum": "n = 5, sum",
+    "n5-mean": "n = 5, mean",
+    "n10-sum": "n = 10, sum",
+    "ninf-sum": "n = inf, sum",
+    "ninf-mean": "n = inf, mean",
+    "perplexity": "perplexity rule",
+    "parsing": "parsing rule",
+    "rloo": "RLOO",
+    "dpo": "DPO",
+    "best-of-8": "best of 8",
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """The seeds of one method: its runs, and its answers to the test prompts."""
+
+    name: str
+    runs: list[Run]
+    answers: list[list[Line]]
+
+    @property
+    def label(self) -> str:
+        return LABELS[self.name]
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.answers)
+
+    @cached_property
+    def curves(self) -> dict[int, Array]:
+        """Scores of held-out prompts by step: [seeds, prompts], of steps that all seeds have."""
+        each = [{e.step: e.scores for e in run.evaluations} for run in self.runs]
+        shared = sorted(set.intersection(*map(set, each))) if each else []
+        return {step: np.array([one[step] for one in each]) for step in shared}
+
+    @cached_property
+    def kls(self) -> dict[int, Array]:
+        each = [{e.step: e.kl for e in run.evaluations if e.kl} for run in self.runs]
+        shared = sorted(set.intersection(*map(set, each))) if each else []
+        return {step: np.array([one[step] for one in each]) for step in shared}
+
+
+class Results:
+    """Everything in one unpacked archive, or in the --out it was made from."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.settings: Settings = read(folder)
+        self.timing = read_timing(self.settings)
+        self.tasks = [t for t in self.settings.tasks if (folder / t).is_dir()]
+
+    def method(self, name: str, task: str = "tldr") -> Method:
+        """A method's finished seeds."""
+        seeds = [p for p in (self.folder / task).glob(f"{name}-s*") if _is(p, name)]
+        runs = [read_run(p) for p in sorted(seeds) if (p / "run.json").is_file()]
+        runs = [run for run in runs if run.status == "finished"]
+        return Method(name, runs, [a for run in runs if (a := self.answers(run.path))])
+
+    def methods(self, task: str = "tldr") -> list[Method]:
+        names = [name for name in LABELS if name not in ("sft", "best-of-8")]
+        found = [self.method(name, task) for name in names]
+        return [each for each in found if each.runs]
+
+    def answers(self, folder: Path) -> list[Line]:
+        """The answers to test prompts, in the order of their keys."""
+        files = sorted((folder / "evaluation").glob(f"t1-m*-s{TEST_SEED}-test*.jsonl"))
+        return sorted(read_jsonl(files[0]), key=_key) if files else []
+
+    @cached_property
+    def sft(self) -> list[Line]:
+        return self.answers(self.folder / "tldr" / "sft")
+
+    @cached_property
+    def best(self) -> list[Line]:
+        return sorted(read_jsonl(self.folder / "tldr/best-of-8/evaluation/best.jsonl"), key=_key)
+
+    @cached_property
+    def scale(self) -> dict[str, tuple[float, float]]:
+        """Mean and deviation of the SFT model's scores, by reward model.
+
+        The reward model's are those of validation prompts, as in training; the second one was
+        never asked about those, so its own are of the test prompts.
+        """
+        gold = [line["scores"]["gold"] for line in self.sft]
+        scale = {"gold": (float(np.mean(gold)), float(np.std(gold, ddof=1)))}
+        return scale | {"reward": normaliser(self.settings)}
+
+    def scores(self, lines: Sequence[Line], judge: str) -> list[float]:
+        mean, deviation = self.scale[judge]
+        return [(line["scores"][judge] - mean) / deviation for line in lines]
+
+    def score(self, answers: Sequence[Sequence[Line]], judge: str) -> Interval:
+        """The mean over seeds of each prompt's score, with its interval over prompts."""
+        return interval(self.by_prompt(answers, judge))
+
+    def by_prompt(self, answers: Sequence[Sequence[Line]], judge: str) -> list[float]:
+        return mean_by_position([self.scores(lines, judge) for lines in answers]) or []
+
+    def step_seconds(self, name: str) -> float:
+        """Seconds of a step alone; n-grams that were not timed cost what PPO's step costs."""
+        times = self.timing.get(name) or self.timing.get("ppo") or {}
+        return times.get("time/step", math.nan)
+
+
+def _is(path: Path, name: str) -> bool:
+    return re.fullmatch(rf"{re.escape(name)}-s\d+", path.name) is not None
+
+
+def _key(line: Line) -> str:
+    return line["key"]
+
+
+def measure(answers: Sequence[Sequence[Line]], key: str) -> float:
+    values = [float(line[key]) for lines in answers for line in lines if line.get(key) is not None]
+    return float(np.mean(values)) if values else math.nan
+
+
+def win_rate(ours: Sequence[Sequence[Line]], theirs: Sequence[Line], judge: str) -> Share:
+    """How often an answer scores above another to the same prompt, a tie counting half.
+
+    Seeds share their prompts, so they are averaged and the interval is that of one set of prompts.
+    """
+    other = {line["key"]: line["scores"][judge] for line in theirs}
+    wins: list[float] = []
+    for lines in ours:
+        pairs = [(x["scores"][judge], other[x["key"]]) for x in lines if x["key"] in other]
+        wins.append(sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs))
+    return wilson(round(float(np.mean(wins))), len(theirs)) if wins else wilson(0, 0)
+
+
+def groups(methods: Sequence[Method]) -> list[Group]:
+    """Methods as the report's figures take them."""
+    return [Group(method.label, method.runs, i) for i, method in enumerate(methods)]
+
+
+def draw(
+    methods: Sequence[Method], statistic: Callable[[list[Array], list[Array]], float], seed: int = 0
+) -> tuple[float, float, float]:
+    """Median and 95% interval of a statistic of methods' curves, over prompts and seeds.
+
+    Each draw takes prompts anew, the same for all methods, and each method's seeds. A statistic
+    takes a curve of scores and one of KL a method, [evaluations] each.
+    """
+    random = np.random.default_rng(seed)
+    prompts = min(len(x[0]) for m in methods for x in m.curves.values())
+    found: list[float] = []
+    stacks = [(np.stack(list(m.curves.values())), np.stack(list(m.kls.values()))) for m in methods]
+    for _ in range(DRAWS):
+        chosen = random.integers(prompts, size=prompts)
+        scores, kls = [], []
+        for score, kl in stacks:  # [evaluations, seeds, prompts]
+            seeds = random.integers(score.shape[1], size=score.shape[1])
+            scores.append(score[:, seeds][:, :, chosen].mean(axis=(1, 2)))
+            kls.append(kl[:, seeds][:, :, chosen].mean(axis=(1, 2)))
+        found.append(statistic(scores, kls))
+    known = [value for value in found if not math.isnan(value)]
+    if len(known) < 0.9 * DRAWS:  # mostly undefined, such as a KL that is seldom passed
+        return math.nan, math.nan, math.nan
+    low, middle, high = np.quantile(np.array(known), [0.025, 0.5, 0.975], method="nearest")
+    return float(middle), float(low), float(high)
+
+
+def target_of(scores: Array, share: float) -> float:
+    """A share of the gain from the start to the mean of the last three evaluations.
+
+    Less than all of it, where curves are flat and noise would decide who is there first.
+    """
+    return float(scores[0] + share * (scores[-3:].mean() - scores[0]))
+
+
+def first_step(steps: Sequence[int], scores: Array, target: float) -> float:
+    """The first evaluation after the start at or above a score; infinity where there is none."""
+    above = np.flatnonzero(scores[1:] >= target)
+    return float(steps[above[0] + 1]) if len(above) else math.inf
+
+
+def score_at(scores: Array, kls: Array, level: float) -> float:
+    """The score where the KL first passes a level, read between evaluations; NaN if it never does.
+
+    As `marlhf.evaluate.findings.score_at_kl`, for curves drawn anew.
+    """
+    above = np.flatnonzero(kls >= level)
+    if not len(above) or above[0] == 0:
+        return math.nan
+    i = above[0]
+    share = (level - kls[i - 1]) / (kls[i] - kls[i - 1])
+    return float(scores[i - 1] + share * (scores[i] - scores[i - 1]))
+
+
+def steps_to(base: Method, method: Method, share: float = SHARE) -> tuple[float, float, float]:
+    """Steps to a share of the base's final gain."""
+    steps = list(method.curves)
+
+    def statistic(scores: list[Array], kls: list[Array]) -> float:
+        return first_step(steps, scores[1], target_of(scores[0], share))
+
+    return draw([base, method], statistic)
+
+
+def speed(base: Method, method: Method) -> tuple[float, float, float]:
+    """How many times fewer steps the method takes to most of the base's gain than the base."""
+    own, theirs = list(base.curves), list(method.curves)
+
+    def statistic(scores: list[Array], kls: list[Array]) -> float:
+        target = target_of(scores[0], SHARE)
+        return first_step(own, scores[0], target) / first_step(theirs, scores[1], target)
+
+    return draw([base, method], statistic)
+
+
+def ahead_at(base: Method, method: Method, level: float) -> tuple[float, float, float]:
+    """How far the method's score is above the base's where both first pass a KL."""
+
+    def statistic(scores: list[Array], kls: list[Array]) -> float:
+        theirs, own = (score_at(s, k, level) for s, k in zip(scores, kls))
+        return own - theirs
+
+    return draw([base, method], statistic)
+
+
+def common_kl(*methods: Method) -> float:
+    """A KL that all the methods pass: nine tenths of the lowest of their highest."""
+    return 0.9 * min(max(float(kl.mean()) for kl in m.kls.values()) for m in methods)
+
+
+def family_of(name: str) -> str:
+    return FAMILIES[name]
