@@ -7,25 +7,33 @@ runs as well; a run folder is the same whichever way it came about.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import yaml
-from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 
 from marlhf.data import DataConfig, Row, rows_from_records
 from marlhf.data.splits import held_out
-from marlhf.models.adapter_files import digest
 from marlhf.models.load import Model, Tokenizer, load_policy, load_scalar, load_tokenizer
 from marlhf.train import dpo, ppo, reward, rloo, sft
 from marlhf.train.card import push, write_card
 from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.dpo import DPOConfig
+from marlhf.train.given import (
+    GIVEN,
+    Dataset,
+    by_weights,
+    check_writes,
+    fingerprint,
+    path_or_model,
+    reward_parts,
+    short_name,
+    to_records,
+)
 from marlhf.train.parts import Parts
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.progress import say, warn
@@ -35,10 +43,6 @@ from marlhf.train.run import Onlooker, RunError, RunFolder
 from marlhf.train.sft import SFTConfig
 from marlhf.train.stage import StageConfig
 
-Dataset = Iterable[Mapping[str, Any]]
-"""A `datasets.Dataset`, a list of dicts, or anything else that gives records."""
-GIVEN = "(given in Python)"
-"""What a run's config says where an object was given."""
 ELSEWHERE = {
     "reward_model": "Pass it as reward_funcs.",
     "tokenizer": "Pass it as processing_class.",
@@ -86,9 +90,9 @@ class Trainer:
         callbacks: Sequence[Any] | None,
         **more: Any,
     ) -> None:
-        path, self._given = _path_or_model(model, "model")
+        path, self._given = path_or_model(model, "model")
         if self._given is not None and not self.scalar:
-            _check_writes(self._given, "model")
+            check_writes(self._given, "model")
         if not path and self._given is None and not args.model:
             raise ValueError("There is nothing to train. Pass model, a path or a model.")
         if self._given is not None and processing_class is None:
@@ -101,7 +105,7 @@ class Trainer:
         if train_dataset is not None:
             train_rows, eval_rows = self._rows(train_dataset, eval_dataset, tokenizer, args)
             kept = ("max_prompt_tokens", "too_long", "eval_size", "seed")
-            name = f"{GIVEN} {len(train_rows)} rows, {_fingerprint(train_rows + eval_rows)}"
+            name = f"{GIVEN} {len(train_rows)} rows, {fingerprint(train_rows + eval_rows)}"
             data = {key: getattr(args.data, key) for key in kept}
             args = replace(args, data=DataConfig(source="local", path=name, **data))
         elif eval_dataset is not None:
@@ -196,7 +200,7 @@ class Trainer:
             )
         if args.output_dir:
             return args
-        return replace(args, output_dir=f"runs/{_short(model or args.model)}-{self.stage}")
+        return replace(args, output_dir=f"runs/{short_name(model or args.model)}-{self.stage}")
 
     def _refuse(self, unknown: Mapping[str, Any], known: Iterable[str] = ()) -> None:
         names = {*known, *Trainer.__init__.__annotations__} - {"return", "unknown"}
@@ -210,11 +214,11 @@ class Trainer:
     def _rows(
         self, train: Dataset, evaluation: Dataset | None, tokenizer: Tokenizer | None, args: Any
     ) -> tuple[list[Row], list[Row]]:
-        records = _records(train, tokenizer, "train_dataset")
+        records = to_records(train, tokenizer, "train_dataset")
         rows, counts = rows_from_records(records, needs=self.needs, name="train_dataset")
         say(f"train_dataset: {counts}")
         if evaluation is not None:
-            records = _records(evaluation, tokenizer, "eval_dataset")
+            records = to_records(evaluation, tokenizer, "eval_dataset")
             aside, counts = rows_from_records(records, needs=self.needs, name="eval_dataset")
             say(f"eval_dataset: {counts}")
             return rows, aside
@@ -231,7 +235,7 @@ class Trainer:
         if self._given is None:
             return
         given = (self._given, self.parts.ref_model, self.parts.critic_model)
-        name = f"{GIVEN} {', '.join(_by_weights(model) for model in given if model is not None)}"
+        name = f"{GIVEN} {', '.join(by_weights(model) for model in given if model is not None)}"
         there = before.path / "config.yaml"
         told = yaml.safe_load(there.read_text("utf-8"))["model"] if there.is_file() else ""
         if told != name and told.startswith(GIVEN):
@@ -324,7 +328,7 @@ class DPOTrainer(Trainer):
     ) -> None:
         self._refuse(unknown, ("ref_model",))
         args = self._arguments(args, model)
-        path, reference = _path_or_model(ref_model, "ref_model")
+        path, reference = path_or_model(ref_model, "ref_model")
         if path:
             args = replace(args, ref_model=path)
         self._set_up(
@@ -375,17 +379,17 @@ class MacroPPOTrainer(Trainer):
                     "from Responses to starts [B, T] is one."
                 )
             args = replace(args, segmenter=segmenter)
-        path, reference = _path_or_model(ref_model, "ref_model")
+        path, reference = path_or_model(ref_model, "ref_model")
         if path:
             args = replace(args, ref_model=path)
         if reference is not None:
-            _check_writes(reference, "ref_model")
-        path, critic = _path_or_model(value_model, "value_model")
+            check_writes(reference, "ref_model")
+        path, critic = path_or_model(value_model, "value_model")
         if value_model is not None and not isinstance(args, PPOConfig):
             self._refuse({"value_model": value_model})
         if path:
             args = replace(args, critic_model=path)
-        rewards, args = _rewards(reward_funcs, args)
+        rewards, args = reward_parts(reward_funcs, args)
         tokenizers = reward_processing_classes
         if tokenizers is not None and not isinstance(tokenizers, (list, tuple)):
             tokenizers = [tokenizers]
@@ -418,112 +422,3 @@ class RLOOTrainer(MacroPPOTrainer):
 
 PPOTrainer = MacroPPOTrainer
 """The name that TRL's users look for."""
-
-
-def _path_or_model(given: Any, name: str) -> tuple[str, Model | None]:
-    """What was given as a path, or else as a model."""
-    if given is None or isinstance(given, PreTrainedModel):
-        return "", given
-    if isinstance(given, (str, Path)):
-        return str(given), None
-    plain = " Give the plain model, and the adapter as peft_config." * hasattr(given, "peft_config")
-    raise TypeError(
-        f"{name} must be a path or a model of transformers; got {type(given).__name__}.{plain}"
-    )
-
-
-def _check_writes(model: Model, name: str) -> None:
-    if model.get_output_embeddings() is None:
-        raise TypeError(
-            f"{name} is a {type(model).__name__}, which cannot write. Load it with "
-            "AutoModelForCausalLM."
-        )
-
-
-def _rewards(given: Any, args: Any) -> tuple[list[Any] | None, Any]:
-    """What scores, one by one, and the settings with its names."""
-    named = [name for name in (args.reward_model, *args.reward_funcs) if name]
-    if given is None and named:
-        return None, args
-    rewards = list(given) if isinstance(given, (list, tuple)) else [given]
-    if given is None or not rewards:
-        raise ValueError(
-            "Nothing scores the responses. Pass reward_funcs: a reward model's path, a model, "
-            "or a function f(prompts, completions, **columns)."
-        )
-    if named:
-        raise ValueError(
-            f"args name {', '.join(named)} as rewards, and reward_funcs is given as well. Put all "
-            "of them into reward_funcs."
-        )
-    rewards = [str(item) if isinstance(item, Path) else item for item in rewards]
-    for item in rewards:
-        if not isinstance(item, str) and not callable(item):
-            raise TypeError(
-                "reward_funcs must be paths, models or functions f(prompts, completions, "
-                f"**columns); got {item!r}."
-            )
-    first = rewards[0] if isinstance(rewards[0], str) and ":" not in rewards[0] else ""
-    names = tuple(map(_reward_name, rewards[1:] if first else rewards))
-    return rewards, replace(args, reward_model=first, reward_funcs=names)
-
-
-def _reward_name(item: Any) -> str:
-    if isinstance(item, str):
-        return item
-    if isinstance(item, PreTrainedModel):
-        return f"{GIVEN} {_by_weights(item)}"
-    return getattr(item, "__name__", type(item).__name__)
-
-
-def _by_weights(model: Model) -> str:
-    return f"{type(model).__name__} {digest(model)[:12]}"
-
-
-def _records(
-    dataset: Dataset, tokenizer: Tokenizer | None, name: str
-) -> Iterator[Mapping[str, Any]]:
-    """Records with the columns that marlhf knows: TRL's other names and forms are put in order."""
-    if isinstance(dataset, Mapping):
-        splits = ", ".join(map(str, dataset))
-        raise TypeError(f"{name} is a dictionary with {splits}. Pass one of them.")
-    if isinstance(dataset, (str, Path)):
-        raise TypeError(
-            f"{name} is a path. Set data=DataConfig(path={str(dataset)!r}) in args, or load the "
-            "rows yourself."
-        )
-    for number, record in enumerate(dataset, start=1):
-        if not isinstance(record, Mapping):
-            raise TypeError(
-                f"Row {number} of {name} is a {type(record).__name__}, not a dictionary. Pass a "
-                "datasets.Dataset or a list of dictionaries."
-            )
-        record = dict(record)
-        if "prompt" not in record and "input_ids" in record:  # prompts already in tokens
-            if tokenizer is None:
-                raise ValueError(
-                    "The prompts are given as input_ids. Pass processing_class, the tokenizer that "
-                    "they are of."
-                )
-            ids = [int(i) for i in record.pop("input_ids")]
-            mask = record.pop("attention_mask", None)
-            if mask is not None:
-                ids = [i for i, real in zip(ids, mask) if real]
-            record["prompt_ids"], record["prompt"] = ids, tokenizer.decode(ids)
-        yield record
-
-
-def _fingerprint(rows: Sequence[Row]) -> str:
-    """A short name for what is learnt from: not the columns, which reward functions read."""
-    found = hashlib.sha256()
-    for row in rows:
-        text = repr((row.prompt, row.chosen, row.rejected))
-        found.update(text.encode("utf-8", "surrogatepass"))
-    return found.hexdigest()[:12]
-
-
-def _short(model: Any) -> str:
-    if isinstance(model, (str, Path)):
-        name = str(model).rstrip("/").removesuffix("/model").rpartition("/")[2]
-        return name.removesuffix(".gguf")
-    return type(model).__name__

@@ -1,0 +1,129 @@
+"""What trainers are given in Python: models or paths, rewards, data sets."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from marlhf.data import Row
+from marlhf.models.adapter_files import digest
+from marlhf.models.load import Model, Tokenizer
+
+Dataset = Iterable[Mapping[str, Any]]
+"""A `datasets.Dataset`, a list of dicts, or anything else that gives records."""
+GIVEN = "(given in Python)"
+"""What a run's config says where an object was given."""
+
+
+def path_or_model(given: Any, name: str) -> tuple[str, Model | None]:
+    """What was given as a path, or else as a model."""
+    if given is None or isinstance(given, PreTrainedModel):
+        return "", given
+    if isinstance(given, (str, Path)):
+        return str(given), None
+    plain = " Give the plain model, and the adapter as peft_config." * hasattr(given, "peft_config")
+    raise TypeError(
+        f"{name} must be a path or a model of transformers; got {type(given).__name__}.{plain}"
+    )
+
+
+def check_writes(model: Model, name: str) -> None:
+    if model.get_output_embeddings() is None:
+        raise TypeError(
+            f"{name} is a {type(model).__name__}, which cannot write. Load it with "
+            "AutoModelForCausalLM."
+        )
+
+
+def reward_parts(given: Any, args: Any) -> tuple[list[Any] | None, Any]:
+    """What scores, one by one, and the settings with its names."""
+    named = [name for name in (args.reward_model, *args.reward_funcs) if name]
+    if given is None and named:
+        return None, args
+    rewards = list(given) if isinstance(given, (list, tuple)) else [given]
+    if given is None or not rewards:
+        raise ValueError(
+            "Nothing scores the responses. Pass reward_funcs: a reward model's path, a model, "
+            "or a function f(prompts, completions, **columns)."
+        )
+    if named:
+        raise ValueError(
+            f"args name {', '.join(named)} as rewards, and reward_funcs is given as well. Put all "
+            "of them into reward_funcs."
+        )
+    rewards = [str(item) if isinstance(item, Path) else item for item in rewards]
+    for item in rewards:
+        if not isinstance(item, str) and not callable(item):
+            raise TypeError(
+                "reward_funcs must be paths, models or functions f(prompts, completions, "
+                f"**columns); got {item!r}."
+            )
+    first = rewards[0] if isinstance(rewards[0], str) and ":" not in rewards[0] else ""
+    names = tuple(map(_reward_name, rewards[1:] if first else rewards))
+    return rewards, replace(args, reward_model=first, reward_funcs=names)
+
+
+def _reward_name(item: Any) -> str:
+    if isinstance(item, str):
+        return item
+    if isinstance(item, PreTrainedModel):
+        return f"{GIVEN} {by_weights(item)}"
+    return getattr(item, "__name__", type(item).__name__)
+
+
+def by_weights(model: Model) -> str:
+    return f"{type(model).__name__} {digest(model)[:12]}"
+
+
+def to_records(
+    dataset: Dataset, tokenizer: Tokenizer | None, name: str
+) -> Iterator[Mapping[str, Any]]:
+    """Records with the columns that marlhf knows: TRL's other names and forms are put in order."""
+    if isinstance(dataset, Mapping):
+        splits = ", ".join(map(str, dataset))
+        raise TypeError(f"{name} is a dictionary with {splits}. Pass one of them.")
+    if isinstance(dataset, (str, Path)):
+        raise TypeError(
+            f"{name} is a path. Set data=DataConfig(path={str(dataset)!r}) in args, or load the "
+            "rows yourself."
+        )
+    for number, record in enumerate(dataset, start=1):
+        if not isinstance(record, Mapping):
+            raise TypeError(
+                f"Row {number} of {name} is a {type(record).__name__}, not a dictionary. Pass a "
+                "datasets.Dataset or a list of dictionaries."
+            )
+        record = dict(record)
+        if "prompt" not in record and "input_ids" in record:  # prompts already in tokens
+            if tokenizer is None:
+                raise ValueError(
+                    "The prompts are given as input_ids. Pass processing_class, the tokenizer that "
+                    "they are of."
+                )
+            ids = [int(i) for i in record.pop("input_ids")]
+            mask = record.pop("attention_mask", None)
+            if mask is not None:
+                ids = [i for i, real in zip(ids, mask) if real]
+            record["prompt_ids"], record["prompt"] = ids, tokenizer.decode(ids)
+        yield record
+
+
+def fingerprint(rows: Sequence[Row]) -> str:
+    """A short name for what is learnt from: not the columns, which reward functions read."""
+    found = hashlib.sha256()
+    for row in rows:
+        text = repr((row.prompt, row.chosen, row.rejected))
+        found.update(text.encode("utf-8", "surrogatepass"))
+    return found.hexdigest()[:12]
+
+
+def short_name(model: Any) -> str:
+    if isinstance(model, (str, Path)):
+        name = str(model).rstrip("/").removesuffix("/model").rpartition("/")[2]
+        return name.removesuffix(".gguf")
+    return type(model).__name__
