@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start; models here are minuscule
 
@@ -27,6 +28,8 @@ from transformers import (
 )
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # run in the background of a shell
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # and so in processes of tests
 # No deadline: busy machines are no failures. On CI the cases are the same each time, so that what
 # passed here passes there; elsewhere each run tries new ones.
 settings.register_profile(

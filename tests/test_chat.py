@@ -1,12 +1,15 @@
 """Chat: prompts as in training, histories, commands, hostile answers, a real terminal."""
 
+import fcntl
 import io
 import json
 import os
 import pty
 import select
 import shutil
+import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -409,43 +412,52 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self.number, keys.encode())
 
-    def read_until(self, words: str) -> None:
+    def read_until(self, words: str, pressing: str = "", *, gone: bool = False) -> None:
+        """Read until there are some words, or the other side is gone.
+
+        A key is pressed, and again where nothing comes of it for some seconds.
+        """
+        self.type(pressing)
         end = time.monotonic() + 60
-        while words not in self.unread and time.monotonic() < end:
-            if select.select([self.number], [], [], 0.1)[0]:
-                try:
+        while (gone or words not in self.unread) and time.monotonic() < end:
+            try:
+                if select.select([self.number], [], [], 3)[0]:
                     self.unread += os.read(self.number, 4096).decode("utf-8", "replace")
-                except OSError:  # the other side is gone
-                    break
+                else:
+                    self.type(pressing)
+            except OSError:  # the other side is gone
+                break
         assert words in self.unread, self.unread
-        self.unread = self.unread.partition(words)[2]
+        self.unread = self.unread.partition(words)[2] if words else ""
 
 
 def test_a_real_terminal(runs):
-    """Typed lines, Ctrl-C at the prompt, Ctrl-D: in a copy of this process on a terminal."""
-    pid, number = pty.fork()
-    if pid == 0:
-        try:
-            sys.stdin, sys.stdout, sys.stderr = (
-                os.fdopen(number, mode) for number, mode in ((0, "r"), (1, "w"), (2, "w"))
-            )
-            os.environ["TERM"] = "xterm"
-            sys.argv = ["marlhf", "chat", str(runs / "ppo"), str(runs / "sft")]
-            cli.main()
-        except SystemExit as end:
-            os._exit(int(end.code or 0))
-        finally:
-            os._exit(9)
+    """Typed lines, Ctrl-C at the prompt, Ctrl-D."""
+    number, theirs = pty.openpty()
+    command = [sys.executable, "-m", "marlhf", "chat", str(runs / "ppo"), str(runs / "sft")]
+    process = subprocess.Popen(
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=os.environ | {"TERM": "xterm"},
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that keys are signals
+    )
+    os.close(theirs)
     terminal = Terminal(number)
-    terminal.read_until("Ctrl-D leaves.")
-    terminal.read_until("> ")
-    terminal.type(f"{STORY}\n")
-    terminal.read_until("tokens]")
-    terminal.read_until("> ")
-    terminal.type("\x03")
-    terminal.read_until("Ctrl-D or /quit leaves.")
-    terminal.read_until("> ")
-    terminal.type("\x04")
-    _, status = os.waitpid(pid, 0)
-    os.close(number)
-    assert os.waitstatus_to_exitcode(status) == 0
+    try:
+        terminal.read_until("Ctrl-D leaves.")
+        terminal.read_until("> ")
+        terminal.type(f"{STORY}\n")
+        terminal.read_until("tokens]")
+        terminal.read_until("> ")
+        # Python hears of a key only once it waits for one, a moment after the prompt is there.
+        terminal.read_until("Ctrl-D or /quit leaves.", pressing="\x03")
+        terminal.read_until("> ")
+        terminal.read_until("", pressing="\x04", gone=True)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(number)

@@ -28,6 +28,29 @@ SEGMENTERS = {
     "sentences": "Sentences",
 }
 """Rules by the name that recipes call them by; classes of `marlhf.core`."""
+FREE_TO_CHANGE = (
+    *("output_dir", "save_every", "keep_checkpoints", "log_samples", "keep_best", "guards"),
+    *("token_budget", "rollout_tokens", "gradient_checkpointing", "device", "parallel"),
+    "compile",
+    *("vllm_url", "vllm_memory"),
+    *("report_to", "run_name", "push_to_hub", "hub_model_id", "hub_private", "reward_timeout"),
+)
+"""Settings that may differ when a run goes on: what is kept and told, when to stop, how much
+memory and where. None changes what is learnt, but for the last bits of rounding."""
+
+
+def flatten(raw: Any, where: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names.
+
+    >>> flatten({"seed": 0, "segmenter": {"type": "ngram", "n": 5}})
+    {'seed': 0, 'segmenter.type': 'ngram', 'segmenter.n': 5}
+    """
+    if not isinstance(raw, dict):
+        return {where: raw}
+    flat: dict[str, Any] = {}
+    for key, value in raw.items():
+        flat |= flatten(value, f"{where}.{key}" if where else key)
+    return flat
 
 
 def to_raw(config: Any) -> Any:

@@ -18,14 +18,10 @@ from typing import Any
 import yaml
 
 from marlhf.evaluate.runs import Run
+from marlhf.settings import FREE_TO_CHANGE, flatten
 
-IDLE_KEYS = {
-    *("output_dir", "seed", "run_name", "report_to", "push_to_hub", "hub_model_id", "hub_private"),
-    *("save_every", "keep_checkpoints", "log_samples", "keep_best", "device", "parallel"),
-    *("token_budget", "rollout_tokens", "gradient_checkpointing", "compile", "reward_timeout"),
-    *("vllm_url", "vllm_memory"),
-}
-"""Settings by which two trainings of the same thing may differ: seed, places, memory."""
+IDLE_KEYS = {"seed", *FREE_TO_CHANGE} - {"guards"}
+"""Settings by which two trainings of the same thing may differ; a guard may end one of them."""
 MAX_HEADER = 100_000_000
 
 
@@ -61,17 +57,6 @@ def _chosen(config: dict[str, Any], folder: Path, seen: set[Path]) -> Iterator[t
         for key, value in _chosen(_config_of(origin), origin, seen):
             name = key if key.split(".")[0] in ("sft", "reward") else f"{stage}.{key}"
             yield name, value
-
-
-def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names: {"a": {"b": 1}} -> {"a.b": 1}."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def origin_of(config: dict[str, Any], folder: Path, value: str) -> Path | None:

@@ -17,8 +17,9 @@ from typing import Any
 import yaml
 
 from marlhf.config import PRESETS
+from marlhf.settings import FREE_TO_CHANGE
 from marlhf.sweep.plan import Plan, Run
-from marlhf.train.run import FREE_TO_CHANGE, RunError, explained_writes, write_whole
+from marlhf.train.run import RunError, explained_writes, write_whole
 
 NAME = "sweep.json"
 PATIENCE = 60.0

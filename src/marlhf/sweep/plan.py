@@ -23,8 +23,7 @@ from typing import Any
 import yaml
 
 from marlhf.config import ConfigError, Stage, load_recipe
-from marlhf.settings import to_raw
-from marlhf.train.run import FREE_TO_CHANGE
+from marlhf.settings import FREE_TO_CHANGE, flatten, to_raw
 
 MAX_LABEL = 48
 """Longest name of a value in a folder's name; a longer one is cut and told apart by its digest."""
@@ -130,7 +129,7 @@ def make_plan(recipe: Path | str, overrides: Sequence[str] = ()) -> Plan:
         )
         for place, name in zip(places, names)
     )
-    settings = {stage.name: _flat(_raw(stage)) for stage in stages[places[0]]}
+    settings = {stage.name: flatten(_raw(stage)) for stage in stages[places[0]]}
     return Plan(str(recipe), root, axes, points, tuple(runs), settings)
 
 
@@ -358,12 +357,3 @@ def _model(root: Path, stage: str) -> str:
 
 def _raw(stage: Stage) -> dict[str, Any]:
     return {k: v for k, v in to_raw(stage.config).items() if k != "output_dir"}
-
-
-def _flat(raw: Any, where: str = "") -> dict[str, Any]:
-    if not isinstance(raw, dict):
-        return {where: raw}
-    flat: dict[str, Any] = {}
-    for key, value in raw.items():
-        flat |= _flat(value, f"{where}.{key}" if where else key)
-    return flat

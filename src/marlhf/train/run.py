@@ -28,18 +28,9 @@ import yaml
 
 from marlhf import __version__
 from marlhf.models.load import quiet_transformers
-from marlhf.settings import to_raw
+from marlhf.settings import FREE_TO_CHANGE, flatten, to_raw
 
 LINES = ("metrics.jsonl", "eval.jsonl", "samples.jsonl")
-FREE_TO_CHANGE = (
-    *("output_dir", "save_every", "keep_checkpoints", "log_samples", "keep_best", "guards"),
-    *("token_budget", "rollout_tokens", "gradient_checkpointing", "device", "parallel"),
-    "compile",
-    *("vllm_url", "vllm_memory"),
-    *("report_to", "run_name", "push_to_hub", "hub_model_id", "hub_private", "reward_timeout"),
-)
-"""Settings that may differ when a run goes on: what is kept and told, when to stop, how much
-memory and where. None changes what is learnt, but for the last bits of rounding."""
 FULL = ("No space left", "unexpected pos", "PytorchStreamWriter failed")
 """What safetensors and torch say where Python would give an error number."""
 NEW = ".new"
@@ -153,7 +144,7 @@ class RunFolder:
             os.close(held)
 
     def _compare(self, before: dict[str, Any]) -> None:
-        old, new = _flat(before), _flat(self.config)
+        old, new = flatten(before), flatten(self.config)
         changed = [
             f"{key}: {old.get(key, '(not there)')!r} there, {new.get(key, '(not there)')!r} now"
             for key in sorted(old.keys() | new.keys())
@@ -355,15 +346,6 @@ def _whole_lines(path: Path) -> list[tuple[str, int]]:
         with contextlib.suppress(json.JSONDecodeError, KeyError, TypeError):
             lines.append((line, int(json.loads(line)["step"])))
     return lines
-
-
-def _flat(raw: Any, where: str = "") -> dict[str, Any]:
-    if not isinstance(raw, dict):
-        return {where: raw}
-    flat: dict[str, Any] = {}
-    for key, value in raw.items():
-        flat |= _flat(value, f"{where}.{key}" if where else key)
-    return flat
 
 
 def _finite(value: Any) -> Any:
