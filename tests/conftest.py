@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start; models here are minuscule
 
@@ -39,6 +40,17 @@ settings.register_profile(
     max_examples=int(os.environ.get("MARLHF_EXAMPLES", 100)),
 )
 settings.load_profile("marlhf")
+
+
+@pytest.fixture(autouse=True)
+def same_signals() -> Iterator[None]:
+    """No test leaves its handlers to the next."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        if handler is not None:  # one that was not installed from Python
+            signal.signal(number, handler)
+
 
 VOCABULARY = 48
 LLAMA_LIKE = {

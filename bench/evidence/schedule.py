@@ -51,8 +51,15 @@ class Schedule:
 
     def run(self) -> bool:
         """Go through the jobs; whether all of them are done."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._asked)
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        before = [signal.signal(number, self._asked) for number in numbers]
+        try:
+            return self._work()
+        finally:
+            for number, handler in zip(numbers, before):
+                signal.signal(number, handler)
+
+    def _work(self) -> bool:
         while True:
             self._reap()
             if time.monotonic() > self.deadline - SAVING:
