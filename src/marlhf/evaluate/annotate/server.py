@@ -126,11 +126,11 @@ def serve(
         server_header=False,
         timeout_graceful_shutdown=3,
     )
-    server = uvicorn.Server(config)
+    server, where = uvicorn.Server(config), address(listener, token)
     # In a thread, so that it also works where a loop runs already, as in a notebook.
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    say(f"Open {address(listener, token)} in a browser. Ctrl-C ends it.")
+    say(f"Open {where} in a browser. Ctrl-C ends it.")
     try:
         thread.join()
     except KeyboardInterrupt:
