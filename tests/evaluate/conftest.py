@@ -281,3 +281,17 @@ def finished(finished_once, tmp_path) -> Path:
     """A copy of all runs, which are not where their settings say they were."""
     shutil.copytree(finished_once, tmp_path / "runs")
     return tmp_path / "runs"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A real headless Chromium, where there is one."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    program = next(filter(None, map(shutil.which, names)), None)
+    if program is None:
+        pytest.skip("there is no Chromium on this machine")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()

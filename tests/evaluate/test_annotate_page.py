@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import signal
 import sqlite3
 import subprocess
@@ -12,15 +11,8 @@ import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
-playwright = pytest.importorskip("playwright.sync_api")
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
-]
+pytestmark = pytest.mark.browser
 TURNS = [
     {"role": "user", "content": "Hello"},
     {"role": "assistant", "content": "Hi.\n" * 40},
@@ -89,14 +81,6 @@ def server(tmp_path_factory):
     server = Server(tmp_path_factory.mktemp("votes"))
     yield server
     server.end()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 class Person:

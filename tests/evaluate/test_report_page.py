@@ -3,22 +3,13 @@
 import csv
 import io
 import re
-import shutil
 from urllib.parse import unquote
 
 import pytest
 
 from marlhf.evaluate.report import write_report
 
-playwright = pytest.importorskip("playwright.sync_api")
-
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine"),
-]
+pytestmark = pytest.mark.browser
 DATA = {"source": "toy", "limit": 400, "eval_size": 16}
 
 
@@ -54,14 +45,6 @@ def trained(tmp_path_factory):
                 )
             )
     return root
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

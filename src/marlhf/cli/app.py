@@ -29,6 +29,14 @@ StageName = Annotated[
     str | None, typer.Option("--stage", help="Which stage, where the recipe has several.")
 ]
 
+MaxNewTokens = Annotated[int | None, typer.Option(help="The run's unless given.")]
+Source = Annotated[str | None, typer.Option(help="Other data: tldr, hh, mbpp, ...")]
+DataPath = Annotated[str | None, typer.Option(help="Other data: a file or folder.")]
+Split = Annotated[str | None, typer.Option(help="All of a split, such as test.")]
+Like = Annotated[str | None, typer.Option(help="A run to take from what RUN lacks.")]
+SampleSeed = Annotated[int, typer.Option(help="Of the samples.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda ...")]
+
 
 class Several(typer.core.TyperCommand):
     """A command whose repeatable options also take several values at once: `--n 4 8 16`."""

@@ -7,7 +7,19 @@ from typing import Annotated
 
 import typer
 
-from marlhf.cli.app import Several, app, tell, write_report_of
+from marlhf.cli.app import (
+    DataPath,
+    Device,
+    Like,
+    MaxNewTokens,
+    SampleSeed,
+    Several,
+    Source,
+    Split,
+    app,
+    tell,
+    write_report_of,
+)
 
 
 @app.command("pass-at-k", cls=Several)
@@ -17,13 +29,13 @@ def pass_at_k(
     samples: Annotated[int | None, typer.Option(help="A problem; 10 unless given.")] = None,
     prompts: Annotated[int | None, typer.Option(min=1, help="Only so many problems.")] = None,
     temperature: Annotated[float | None, typer.Option(help="The run's unless given.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="The run's unless given.")] = None,
-    source: Annotated[str | None, typer.Option(help="Other data: apps, mbpp, ...")] = None,
-    path: Annotated[str | None, typer.Option(help="Other data: a file or folder.")] = None,
-    split: Annotated[str | None, typer.Option(help="All of a split, such as test.")] = None,
+    max_new_tokens: MaxNewTokens = None,
+    source: Source = None,
+    path: DataPath = None,
+    split: Split = None,
     seconds: Annotated[float, typer.Option(help="For a program on one test.")] = 4.0,
-    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
+    seed: SampleSeed = 0,
+    device: Device = "auto",
 ) -> None:
     """Share of programming problems that k samples solve, by unit tests."""
     from marlhf.evaluate.pass_at_k import Question, measure
@@ -66,16 +78,16 @@ def evaluate(
         typer.Option(help="One or more: a model's folder, a run, module:function. The run's own."),
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="The run's unless given.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="The run's unless given.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+    max_new_tokens: MaxNewTokens = None,
+    seed: SampleSeed = 0,
     reference: Annotated[
         str | None, typer.Option(help="What KL is measured to, or none. The run's own.")
     ] = None,
-    like: Annotated[str | None, typer.Option(help="A run to take from what RUN lacks.")] = None,
-    source: Annotated[str | None, typer.Option(help="Other data: tldr, hh, ...")] = None,
-    path: Annotated[str | None, typer.Option(help="Other data: a file or folder.")] = None,
-    split: Annotated[str | None, typer.Option(help="All of a split, such as test.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
+    like: Like = None,
+    source: Source = None,
+    path: DataPath = None,
+    split: Split = None,
+    device: Device = "auto",
 ) -> None:
     """Score responses to held-out prompts, of any model by any reward models."""
     from marlhf.evaluate.held_out import summary_table
@@ -116,13 +128,13 @@ def best_of_n(
         Path | None, typer.Option(help="Write the best responses here, as data for SFT.")
     ] = None,
     train: Annotated[bool, typer.Option("--train", help="Ask training prompts instead.")] = False,
-    max_new_tokens: Annotated[int | None, typer.Option(help="The run's unless given.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
-    like: Annotated[str | None, typer.Option(help="A run to take from what RUN lacks.")] = None,
-    source: Annotated[str | None, typer.Option(help="Other data: tldr, hh, ...")] = None,
-    path: Annotated[str | None, typer.Option(help="Other data: a file or folder.")] = None,
-    split: Annotated[str | None, typer.Option(help="All of a split, such as test.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
+    max_new_tokens: MaxNewTokens = None,
+    seed: SampleSeed = 0,
+    like: Like = None,
+    source: Source = None,
+    path: DataPath = None,
+    split: Split = None,
+    device: Device = "auto",
 ) -> None:
     """What the best of n samples scores, at each n and temperature."""
     from marlhf.evaluate import best_of_n as sampler
@@ -170,7 +182,7 @@ def judge(
     seed: Annotated[int, typer.Option(help="Of random orders.")] = 0,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Verdicts.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Where replies are kept.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Which of two models answers better, prompt by prompt; the key is in OPENAI_API_KEY."""
     from marlhf.evaluate import judge as judging

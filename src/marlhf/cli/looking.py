@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from marlhf.cli.app import Overrides, StageName, app
+from marlhf.cli.app import Device, MaxNewTokens, Overrides, StageName, app
 
 
 @app.command()
@@ -101,9 +101,9 @@ def chat(
         str, typer.Option(help="How prompts are written: chat, hh, webgpt, tldr, apps, text.")
     ] = "auto",
     temperature: Annotated[float | None, typer.Option(help="The run's unless given.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="The run's unless given.")] = None,
+    max_new_tokens: MaxNewTokens = None,
     seed: Annotated[int, typer.Option(help="Of the answers.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda ...")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Talk to one or several models side by side; questions may also be piped in."""
     import signal

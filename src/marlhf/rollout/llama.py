@@ -35,19 +35,18 @@ MOVING_ROTARY = ("dynamic", "longrope")
 class Projection:
     """Linear layers of the same input, side by side: one product where their weights are copied."""
 
-    def __init__(self, layers: Sequence[nn.Linear], slots: int, dtype: torch.dtype) -> None:
+    def __init__(self, layers: Sequence[nn.Linear], dtype: torch.dtype) -> None:
         self.layers = layers
         self.sizes = [layer.out_features for layer in layers]
-        first, outputs = layers[0].weight, sum(self.sizes)
-        self.copied = first.dtype != dtype
-        self.weight, self.bias = first, layers[0].bias
+        self.outputs = sum(self.sizes)
+        first = layers[0]
+        self.copied = first.weight.dtype != dtype
+        self.weight, self.bias = first.weight, first.bias
         if self.copied:
-            self.weight = first.new_empty(outputs, first.shape[1], dtype=dtype)
-            self.bias = None if self.bias is None else first.new_empty(outputs, dtype=dtype)
-        elif len(layers) > 1:
-            self.shared = [(layer.weight.detach().T, layer.bias) for layer in layers]
-            self.out = first.new_empty(slots, outputs)  # for decode steps, one after another
-            self.places = self.out.split(self.sizes, dim=1)
+            self.weight = first.weight.new_empty(self.outputs, first.in_features, dtype=dtype)
+            if self.bias is not None:
+                self.bias = first.weight.new_empty(self.outputs, dtype=dtype)
+        self.shared = [(layer.weight.detach().T, layer.bias) for layer in layers]
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Each copy, and what it is a copy of."""
@@ -59,14 +58,11 @@ class Projection:
         return found
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out], good until the next call."""
+        """[T, in] -> [T, out]."""
         if self.copied or len(self.layers) == 1:
             return F.linear(x, self.weight, self.bias)
-        out, places = self.out, self.places
-        if len(out) != len(x):
-            out = x.new_empty(len(x), out.shape[1])
-            places = out.split(self.sizes, dim=1)
-        for (weight, bias), place in zip(self.shared, places):
+        out = x.new_empty(x.shape[0], self.outputs)
+        for (weight, bias), place in zip(self.shared, out.split(self.sizes, dim=1)):
             if bias is None:
                 torch.mm(x, weight, out=place)
             else:
@@ -77,11 +73,11 @@ class Projection:
 class Block:
     """One layer of the model."""
 
-    def __init__(self, layer: Any, config: Any, slots: int, dtype: torch.dtype) -> None:
+    def __init__(self, layer: Any, config: Any, dtype: torch.dtype) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.norms = [_norm(n) for n in (layer.input_layernorm, layer.post_attention_layernorm)]
         self.qkv, self.out, self.gate_up, self.down = (
-            Projection(layers, slots, dtype)
+            Projection(layers, dtype)
             for layers in (
                 [attention.q_proj, attention.k_proj, attention.v_proj],
                 [attention.o_proj],
@@ -112,8 +108,8 @@ class LlamaDecoder:
         self.width = trunk.layers[0].self_attn.head_dim
         self.scale = trunk.layers[0].self_attn.scaling
         self.heads = config.num_attention_heads
-        self.blocks = [Block(layer, config, slots, self.dtype) for layer in trunk.layers]
-        self.norm, self.head = _norm(trunk.norm), Projection([model.lm_head], slots, self.dtype)
+        self.blocks = [Block(layer, config, self.dtype) for layer in trunk.layers]
+        self.norm, self.head = _norm(trunk.norm), Projection([model.lm_head], self.dtype)
         device = self.embedding.device
         self.groups = config.num_key_value_heads
         shape = (len(self.blocks), slots, 2 * self.groups, capacity, self.width)
