@@ -16,6 +16,8 @@ from evidence.results import (
 )
 from marlhf.evaluate.stats import paired_difference
 
+CONTROLLED = ("n5-sum", "n5-mean", "ppo-weak", "ppo-horizon")
+"""Macro actions, and PPO with what else they change: the KL penalty, and how far ahead it looks."""
 SURE = {True: "holds", False: "does not hold", None: "cannot be told"}
 
 
@@ -87,7 +89,7 @@ def _seeds(results: Results, base: Method, method: Method) -> str:
 def _faster(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
     found: dict[str, bool | None] = {}
     words: list[str] = []
-    for name in ("n5-sum", "n5-mean", "ppo-weak"):
+    for name in CONTROLLED:
         if name in have:
             middle, low, high = speed(base, have[name])
             found[name] = sign(low, high, 1.0)
@@ -102,7 +104,7 @@ def _faster(results: Results, base: Method, have: dict[str, Method]) -> list[Cla
 def _frontier(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
     found: dict[str, bool | None] = {}
     words: list[str] = []
-    for name in ("n5-sum", "n5-mean", "ppo-weak"):
+    for name in CONTROLLED:
         if name in have:
             level = common_kl(base, have[name])
             middle, low, high = ahead_at(base, have[name], level)

@@ -35,7 +35,8 @@ class Job:
 def all_jobs(settings: Settings) -> list[Job]:
     made = {"tldr": _tldr, "hh": partial(_small, task="hh"), "mbpp": partial(_small, task="mbpp")}
     jobs = [job for task in settings.tasks for job in made[task](settings)]
-    models = [job for job in jobs if job.name.endswith(("/sft", "/reward"))]
+    models = [job for job in jobs if job.name.endswith("/sft")]
+    models += [job for job in jobs if "/reward" in job.name or job.name.endswith("/gold")]
     last = [job for job in jobs if job.name.startswith("extra/")]
     middle = [job for job in jobs if job not in models and job not in last]
     named = [*models, *middle, *last]
@@ -44,9 +45,11 @@ def all_jobs(settings: Settings) -> list[Job]:
 
 def _tldr(settings: Settings) -> list[Job]:
     sft, reward, gold = "tldr/sft", "tldr/reward", "tldr/gold"
-    jobs = [
-        Job(sft, partial(_train, settings, lambda: methods.sft(settings, "tldr"))),
+    jobs = _reward_tries(settings) or [
         Job(reward, partial(_train, settings, lambda: methods.reward(settings, "tldr")), (sft,)),
+    ]
+    jobs += [
+        Job(sft, partial(_train, settings, lambda: methods.sft(settings, "tldr"))),
         Job(gold, partial(_train, settings, lambda: methods.gold(settings)), (sft,)),
         Job("timing/tldr", partial(_time, settings), (reward,), alone=True),
         Job("tldr/judged", partial(_judge_sft, settings), (sft, reward, gold)),
@@ -67,6 +70,17 @@ def _tldr(settings: Settings) -> list[Job]:
             jobs.append(Job(f"extra/{name}" if later else name, work, needs))
     jobs.append(Job(BEST, partial(_best_of, settings), (sft, reward, gold)))
     return jobs
+
+
+def _reward_tries(settings: Settings) -> list[Job]:
+    """The reward models of which one is taken; none where there is nothing to choose."""
+    if not methods.tries(settings):
+        return []
+    jobs = [
+        Job(f"tldr/{name}", partial(_reward, settings, name), ("tldr/sft",))
+        for name in methods.REWARD_TRIES
+    ]
+    return [*jobs, Job("tldr/reward", partial(_take, settings), tuple(job.name for job in jobs))]
 
 
 def _small(settings: Settings, task: str) -> list[Job]:
@@ -106,7 +120,20 @@ def _try(settings: Settings, name: str, method: str, rate: float) -> None:
     _validate(settings, name)
 
 
+def _reward(settings: Settings, name: str) -> None:
+    _train(settings, lambda: methods.reward(settings, "tldr", name))
+
+
+def _take(settings: Settings) -> None:
+    from evidence.judges import take_best
+
+    take_best(settings)
+
+
 def _judge_sft(settings: Settings) -> None:
+    from evidence.judges import test_accuracy
+
+    test_accuracy(settings)
     _validate(settings, "tldr/sft")
     _judge(settings, "tldr", "tldr/sft")
 

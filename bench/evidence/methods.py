@@ -34,17 +34,22 @@ FAMILIES = {
     "ninf-mean": "bandit",
     "perplexity": "macro",
     "parsing": "macro",
+    "ppo-horizon": "ppo",
     "rloo": "rloo",
     "dpo": "dpo",
 }
 """Each method on TL;DR, and whose learning rate it takes: tries are made with the first of each."""
 SEEDED = ("ppo", "n5-sum")
 """Methods with several seeds."""
-EXTRA = ("n5-mean", "ppo-weak")
+EXTRA = ("ppo-horizon", "n5-mean", "ppo-weak")
 """Methods that get more seeds with --extras."""
 SMALL = {"hh": ("ppo", "n5-sum"), "mbpp": ("ppo", "n10-sum")}
 WEAKER = 5
 """By how much mean pooling of 5-grams weakens the KL penalty, and so does the control."""
+HORIZON = 0.9898  # 0.95 ** (1 / 5)
+"""Lambda with which single tokens look as far ahead as 5-grams do with 0.95: the other control."""
+REWARD_TRIES = {"reward-a": (1e-4, 1), "reward-b": (1e-4, 2), "reward-c": (5e-5, 2)}
+"""Learning rate and epochs of the reward models of which one is taken."""
 UNIT_TESTS = "marlhf.reward.code:unit_tests"
 RESPONSES = {"tldr": 96, "hh": 96, "mbpp": 256}
 """Longest responses to learn from."""
@@ -76,16 +81,18 @@ def sft(settings: Settings, task: str) -> SFTConfig:
     )
 
 
-def reward(settings: Settings, task: str) -> RewardConfig:
+def reward(settings: Settings, task: str, name: str = "reward-a") -> RewardConfig:
+    """A reward model: the first of the tries, unless another is named."""
+    rate, epochs = REWARD_TRIES[name]
     return RewardConfig(
         model=settings.model_of(f"{task}/sft"),
         data=data_config(settings, task, settings.reward_prompt_tokens),
         batch_size=settings.model_batch,
-        num_epochs=1,
-        learning_rate=1e-4,
+        num_epochs=epochs,
+        learning_rate=rate,
         max_response_tokens=RESPONSES[task],
         eval_every=0,
-        **_common(settings, f"{task}/reward"),
+        **_common(settings, f"{task}/{name if tries(settings) and task == 'tldr' else 'reward'}"),
     )
 
 
@@ -119,6 +126,7 @@ def method(
         "ninf-mean": {"segmenter": NGram(math.inf), "pooling": "mean"},
         "perplexity": {"segmenter": Perplexity()},
         "parsing": {"segmenter": Constituents()},
+        "ppo-horizon": {"segmenter": NGram(1), "lam": HORIZON},
     }
     return replace(base, **changes[name])
 
@@ -168,7 +176,7 @@ def _sampled(
     """What PPO and RLOO share."""
     return {
         "model": settings.model_of(f"{task}/sft"),
-        "data": data_config(settings, task, settings.prompt_tokens),
+        "data": data_config(settings, task, settings.prompt_tokens, prompts=True),
         "batch_size": settings.batch,
         "num_steps": steps,
         "num_epochs": 100,

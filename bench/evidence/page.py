@@ -12,7 +12,8 @@ from typing import Any
 from evidence import figures
 from evidence.claims import claims
 from evidence.jobs import chosen_rate, objectives, validation_lines
-from evidence.methods import FAMILIES, tries
+from evidence.judges import accuracies, read_accuracy
+from evidence.methods import FAMILIES, REWARD_TRIES, tries
 from evidence.results import (
     LABELS,
     Line,
@@ -27,7 +28,7 @@ from evidence.results import (
 )
 from marlhf.evaluate.coding import read_summary
 from marlhf.evaluate.grids import kl_bound
-from marlhf.evaluate.runs import read_run
+from marlhf.evaluate.runs import Run, read_run
 from marlhf.evaluate.stats import Interval, interval
 
 LEVELS = (2, 4, 8, 16, 32)
@@ -95,21 +96,35 @@ def _setting(results: Results) -> str:
         f"{s.eval_prompts} held-out prompts are asked every {s.eval_every} steps, "
         f"{s.test_prompts} test prompts once, after the last.",
     ]
-    accuracy = {n: runs[n].final("eval/accuracy") for n in ("reward", "gold") if n in runs}
-    if accuracy:
-        words.append(
-            "Accuracy on held-out pairs: "
-            + ", ".join(
-                f"{name} {accuracy[key]:.1%}"
-                for key, name in (
-                    ("reward", "the reward model"),
-                    ("gold", "the second one, from other pairs with another seed,"),
-                )
-                if key in accuracy
-            ).rstrip(",")
-            + f" (learning rate {runs['reward'].config['learning_rate']:g}, one epoch, after SFT)."
-        )
-    return "\n\n".join(words)
+    return "\n\n".join([*words, *_judges(results, runs)])
+
+
+def _judges(results: Results, runs: dict[str, Run]) -> list[str]:
+    """What it took to get reward models, and how good they are."""
+    right = read_accuracy(results.settings)
+    if "reward" not in runs or not right:
+        return []
+    held_out = {name: runs[name].final("eval/accuracy") for name in ("reward", "gold")}
+    words = [
+        f"The reward model ranks {held_out['reward']:.1%} of held-out pairs as people did and "
+        f"{right['reward']:.1%} of the {right['pairs']:,} test pairs. The second one, from other "
+        f"pairs with another seed, which only judges: {held_out['gold']:.1%} of its own held-out "
+        f"pairs, {right['gold']:.1%} of the same test pairs. Both begin as the SFT model."
+    ]
+    tried = accuracies(results.settings)
+    rows = [
+        [
+            f"{rate:g}",
+            str(epochs),
+            f"{tried[name]:.1%}",
+            "taken" * (tried[name] == max(tried.values())),
+        ]
+        for name, (rate, epochs) in REWARD_TRIES.items()
+        if name in tried
+    ]
+    if rows:
+        words.append(table(["learning rate", "epochs", "held-out pairs", "reward model"], rows))
+    return words
 
 
 def _claims(results: Results) -> str:

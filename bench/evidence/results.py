@@ -37,6 +37,7 @@ LABELS = {
     "ninf-mean": "n = inf, mean",
     "perplexity": "perplexity rule",
     "parsing": "parsing rule",
+    "ppo-horizon": "PPO, lambda 0.99",
     "rloo": "RLOO",
     "dpo": "DPO",
     "best-of-8": "best of 8",

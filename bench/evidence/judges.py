@@ -1,0 +1,69 @@
+"""The reward models: which of the tries is taken, and how often both are right on test pairs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import Any
+
+from evidence.data import read_pairs
+from evidence.methods import RESPONSES, REWARD_TRIES
+from evidence.settings import Settings
+from marlhf.data import encode_response, fit_prompts
+from marlhf.evaluate.runs import read_run
+from marlhf.models.load import load_scalar, load_tokenizer, pick_device
+from marlhf.reward import RewardModel
+
+FILE = "accuracy.json"
+
+
+def accuracies(settings: Settings) -> dict[str, float]:
+    """Accuracy on held-out pairs of each try that there is."""
+    folders = {name: settings.folder(f"tldr/{name}") for name in REWARD_TRIES}
+    return {
+        name: read_run(folder).final("eval/accuracy")
+        for name, folder in folders.items()
+        if (folder / "run.json").is_file()
+    }
+
+
+def take_best(settings: Settings) -> None:
+    """The try that is right most often on held-out pairs becomes `tldr/reward`."""
+    found = accuracies(settings)
+    best = max(found, key=lambda name: found[name])
+    target = settings.folder("tldr/reward")
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(settings.folder(f"tldr/{best}"), target, copy_function=shutil.copyfile)
+    print(f"{best} of {found}")
+
+
+def test_accuracy(settings: Settings) -> None:
+    """Test pairs chose nothing, so this is what the accuracy of both reward models is."""
+    rows = read_pairs(settings, "tldr", "test")
+    found: dict[str, Any] = {"pairs": len(rows)}
+    device = pick_device(settings.device)
+    for name in ("reward", "gold"):
+        path = settings.model_of(f"tldr/{name}")
+        tokenizer = load_tokenizer(path)
+        judge = RewardModel(load_scalar(path).to(device).eval(), tokenizer, tokenizer)
+        fitted, _ = fit_prompts(rows, tokenizer, settings.reward_prompt_tokens, "truncate")
+        prompts = [each.prompt_ids for each in fitted]
+        most, end = RESPONSES["tldr"], tokenizer.eos_token_id
+        sides = [
+            [encode_response(tokenizer, row.prompt, text, end)[:most] for row, text in side]
+            for side in (
+                [(row, row.chosen or "") for row in rows],
+                [(row, row.rejected or "") for row in rows],
+            )
+        ]
+        chosen, rejected = (judge(prompts, side) for side in sides)
+        right = (chosen > rejected).double() + (chosen == rejected).double() / 2
+        found[name] = float(right.mean())
+    folder = settings.folder("tldr/judged")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def read_accuracy(settings: Settings) -> dict[str, Any]:
+    file = settings.folder("tldr/judged") / FILE
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
