@@ -1,3 +1,5 @@
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -139,6 +141,20 @@ def test_a_report_that_cannot_be_written_is_a_sentence(marlhf, tmp_path):
     out = marlhf("report", str(tmp_path / "run"), "-o", "/dev/null/report.html")
     assert out.returncode == 1
     assert "Cannot write /dev/null/report.html" in out.stderr
+
+
+def test_an_import_that_a_signal_garbles_is_a_stop(monkeypatch, capsys):
+    def garbled():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        except KeyboardInterrupt:
+            raise RecursionError from None
+
+    monkeypatch.setattr(sys.modules["marlhf.cli.app"], "app", garbled)
+    with pytest.raises(SystemExit, match="130"):
+        main()
+    assert capsys.readouterr().err == "Stopped.\n"
 
 
 def test_sigterm_while_starting_is_status_130():

@@ -109,13 +109,14 @@ def test_every_method_waits_for_its_tries_and_the_models(settings):
     ]
     assert "tldr/n5-mean-s1" not in jobs
     more = [job.name for job in all_jobs(dataclasses.replace(settings, extras=True))]
-    assert more[-6:] == [
+    assert more[-7:] == [
         "tldr/ppo-weak-s1",
         "tldr/ppo-weak-s2",
         "tldr/n5-mean-s1",
         "tldr/n5-mean-s2",
         "tldr/ppo-horizon-s1",
         "tldr/ppo-horizon-s2",
+        "timing/tldr",
     ]
 
 

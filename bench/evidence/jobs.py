@@ -37,9 +37,10 @@ def all_jobs(settings: Settings) -> list[Job]:
     jobs = [job for task in settings.tasks for job in made[task](settings)]
     models = [job for job in jobs if job.name.endswith("/sft")]
     models += [job for job in jobs if "/reward" in job.name or job.name.endswith("/gold")]
-    last = [job for job in jobs if job.name.startswith("extra/")]
-    middle = [job for job in jobs if job not in models and job not in last]
-    named = [*models, *middle, *last]
+    extra = [job for job in jobs if job.name.startswith("extra/")]
+    middle = [job for job in jobs if job not in models and job not in extra]
+    # Those that are timed come last: alone they would hold back all others.
+    named = sorted([*models, *middle, *extra], key=lambda job: job.alone)
     return [replace(job, name=job.name.removeprefix("extra/")) for job in named]
 
 
@@ -51,7 +52,6 @@ def _tldr(settings: Settings) -> list[Job]:
     jobs += [
         Job(sft, partial(_train, settings, lambda: methods.sft(settings, "tldr"))),
         Job(gold, partial(_train, settings, lambda: methods.gold(settings)), (sft,)),
-        Job("timing/tldr", partial(_time, settings), (reward,), alone=True),
         Job("tldr/judged", partial(_judge_sft, settings), (sft, reward, gold)),
     ]
     tried = methods.tries(settings)
@@ -69,6 +69,7 @@ def _tldr(settings: Settings) -> list[Job]:
             work = partial(_main, settings, name, method, seed)
             jobs.append(Job(f"extra/{name}" if later else name, work, needs))
     jobs.append(Job(BEST, partial(_best_of, settings), (sft, reward, gold)))
+    jobs.append(Job("timing/tldr", partial(_time, settings), (reward,), alone=True))
     return jobs
 
 

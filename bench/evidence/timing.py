@@ -24,7 +24,7 @@ from marlhf.evaluate.runs import read_run
 from marlhf.models.load import load_tokenizer, pick_device
 from marlhf.train.stage import load_examples
 
-METHODS = ("ppo", "n5-sum", "perplexity", "parsing", "rloo")
+METHODS = ("ppo", "n5-sum", "parsing", "rloo")
 WARM = 4
 """Steps left out: kernels are still being made."""
 FILE = "timing.json"

@@ -9,7 +9,7 @@ from marlhf.rollout import NativeEngine, Sampling, continuous, draws, kernels
 from marlhf.rollout.continuous import State, sample
 from marlhf.rollout.llama import LlamaDecoder
 from marlhf.rollout.plain import PlainEngine
-from marlhf.rollout.slots import ModuleDecoder, WeightCopies, mismatch
+from marlhf.rollout.slots import ModuleDecoder, WeightCopies, mismatch, rounding
 
 PROMPTS = [[5 + i % 7, 2 + i, *range(3, 3 + i % 5 * 4)] for i in range(13)]
 ENDS = [1, 7, 9]
@@ -99,6 +99,27 @@ def test_weights_may_change_between_calls(small):
     engine.update_weights(model)
     expected = PlainEngine(model, ENDS, 0).generate(PROMPTS, Sampling(6, 0), range(13))
     assert engine.generate(PROMPTS, Sampling(6, 0), range(13)).responses == expected.responses
+
+
+@pytest.mark.parametrize(("noise", "taken"), [(0.15, LlamaDecoder), (0.05, None)])
+def test_logits_may_be_off_by_what_bfloat16_rounds_anyway(small, monkeypatch, noise, taken):
+    monkeypatch.setattr("marlhf.rollout.native.mismatch", lambda *_: 0.2)
+    monkeypatch.setattr("marlhf.rollout.native.rounding", lambda _: noise)
+    engine = NativeEngine(small("llama"), ENDS, 0, precision="bfloat16")
+    if taken is None:
+        with pytest.warns(UserWarning, match="off by 20.0%"):
+            engine.generate(PROMPTS, Sampling(2), range(13))
+    else:
+        engine.generate(PROMPTS, Sampling(2), range(13))
+    assert engine.kind is taken
+
+
+@torch.no_grad()
+def test_rounding_is_what_autocast_changes(small):
+    model = small("llama")
+    assert rounding(model) == 0.0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert 1e-4 < rounding(model) < 0.05
 
 
 @torch.no_grad()

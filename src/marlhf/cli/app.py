@@ -58,12 +58,22 @@ class Several(typer.core.TyperCommand):
 
 def main() -> None:
     """Run a command; a user's mistake is a sentence and exit status 1, never a traceback."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    asked: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        asked.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored
+        signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
     try:
         app()
     except KeyboardInterrupt:
         fail("Stopped.", 130)
     except Exception as error:
+        if asked:  # an import that is interrupted may fail in a way of its own
+            fail("Stopped.", 130)
         if os.environ.get("MARLHF_TRACEBACK") or not _expected(error):
             raise
         fail(str(error), 130 if type(error).__name__ == "Stopped" else 1)

@@ -27,7 +27,7 @@ from marlhf.rollout.continuous import FEWEST, Schedule, State, Stepper
 from marlhf.rollout.engine import Rollout, Sampling, draws
 from marlhf.rollout.llama import LlamaDecoder
 from marlhf.rollout.plain import PlainEngine, check_prompts, to_rollout
-from marlhf.rollout.slots import Decoder, ModuleDecoder, mismatch, sharded, takes
+from marlhf.rollout.slots import Decoder, ModuleDecoder, mismatch, rounding, sharded, takes
 
 ROUND = 64
 """Slots and positions are rounded up to this many, so that batches of like size share a cache."""
@@ -166,6 +166,8 @@ class NativeEngine:
                 cause = f"{type(error).__name__}: {error}"
                 continue
             if wrong <= (1e-3 if dtype is None else 0.1):
+                return kind
+            if dtype is not None and wrong <= 2 * rounding(self.model):
                 return kind
             cause = f"logits were off by {wrong:.1%}"
         warnings.warn(
