@@ -65,7 +65,8 @@ def _tldr(settings: Settings) -> list[Job]:
             if later and not settings.extras:
                 continue
             name = f"tldr/{method}-s{seed}"
-            needs = (sft, reward, gold, "tldr/judged", *again)
+            # What is chosen by tries is measured against the SFT model's own scores.
+            needs = (sft, reward, gold, *(("tldr/judged",) if again else ()), *again)
             work = partial(_main, settings, name, method, seed)
             jobs.append(Job(f"extra/{name}" if later else name, work, needs))
     jobs.append(Job(BEST, partial(_best_of, settings), (sft, reward, gold)))

@@ -48,8 +48,9 @@ def time_alone(settings: Settings) -> None:
             row[f"{done.stage}/length"] for row in rows
         )
         found[name]["peak_memory_gib"] = done.about.get("peak_memory_gib")
-    found["limit"] = limit(settings, found["ppo"]["response_tokens"])
-    (folder / FILE).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        if "limit" not in found:
+            found["limit"] = limit(settings, found["ppo"]["response_tokens"])
+        (folder / FILE).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
 def limit(settings: Settings, response_tokens: float) -> dict[str, Any]:
