@@ -128,6 +128,8 @@ def test_the_rate_with_the_best_objective_is_taken(settings):
         file = folder / f"t1-m{settings.response_tokens}-s1.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
+    one = dataclasses.replace(settings, rates=(3e-5,))
+    assert chosen_rate(one, "ppo") == 3e-5  # nothing to choose, and nobody to ask
     answer("sft", (0.0, 0.0), (2.0, 0.0))  # mean 1, deviation 1.41
     answer("try-ppo-2e-05", (1.0 + 2**0.5, 10.0))  # 1 - 0.05 * 10
     answer("try-ppo-4e-05", (1.0 + 2 * 2**0.5, 40.0))  # 2 - 0.05 * 40

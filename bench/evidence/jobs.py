@@ -211,8 +211,9 @@ def chosen_rate(settings: Settings, family: str) -> float:
 def objectives(settings: Settings) -> dict[tuple[str, float], float]:
     """What each try came to, by family and learning rate."""
     found: dict[tuple[str, float], float] = {}
-    mean, deviation = normaliser(settings)
-    for name, (method, rate) in methods.tries(settings).items():
+    tried = methods.tries(settings)
+    mean, deviation = normaliser(settings) if tried else (0.0, 1.0)
+    for name, (method, rate) in tried.items():
         lines = validation_lines(settings, f"tldr/{name}")
         if lines:
             score = statistics.fmean((x["scores"]["reward"] - mean) / deviation for x in lines)
