@@ -3,6 +3,7 @@
     python bench/evidence_report.py runs/evidence/evidence.tar.xz --docs docs --html runs/evidence
 
 The archive is what bench/evidence_tldr.py leaves; the --out that it was made from does as well.
+Tasks that were run apart are put together: give an archive for each.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from evidence.pack import unpack
+from evidence.pack import join, unpack
 from evidence.page import write_page
 from evidence.results import Results
 
@@ -21,14 +22,20 @@ from marlhf.evaluate.report import write_report
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("archive", type=Path, help="evidence.tar.xz, or the folder unpacked")
+    words = "evidence.tar.xz, or the folder unpacked; a task is taken from the first that has it"
+    parser.add_argument("archives", type=Path, nargs="+", metavar="archive", help=words)
     parser.add_argument("--docs", type=Path, required=True, help="where results.md goes")
     parser.add_argument("--html", type=Path, help="where the HTML reports go, one a task")
+    parser.add_argument("--note", default="", help="a sentence about the machine or the model")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        out = args.archive if args.archive.is_dir() else unpack(args.archive, Path(folder))
+        outs = [
+            given if given.is_dir() else unpack(given, Path(folder) / str(i))
+            for i, given in enumerate(args.archives)
+        ]
+        out = outs[0] if len(outs) == 1 else join(outs, Path(folder) / "all")
         results = Results(out)
-        print(write_page(results, args.docs))
+        print(write_page(results, args.docs, args.note))
         if args.html:
             for task in results.tasks:
                 judge_by_scores(results, task)

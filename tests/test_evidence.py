@@ -109,13 +109,9 @@ def test_every_method_waits_for_its_tries_and_the_models(settings):
     ]
     assert "tldr/n5-mean-s1" not in jobs
     more = [job.name for job in all_jobs(dataclasses.replace(settings, extras=True))]
-    assert more[-7:] == [
-        "tldr/ppo-weak-s1",
-        "tldr/ppo-weak-s2",
-        "tldr/n5-mean-s1",
-        "tldr/n5-mean-s2",
-        "tldr/ppo-horizon-s1",
-        "tldr/ppo-horizon-s2",
+    later = [f"tldr/{name}-s{seed}" for seed in (1, 2) for name in methods.EXTRA]
+    assert more[-9:] == [
+        *later,
         "timing/tldr",
     ]
 

@@ -16,7 +16,7 @@ from evidence.results import (
 )
 from marlhf.evaluate.stats import paired_difference
 
-CONTROLLED = ("n5-sum", "n5-mean", "ppo-weak", "ppo-horizon")
+CONTROLLED = ("n5-sum", "n5-mean", "n5-short", "ppo-weak", "ppo-horizon")
 """Macro actions, and PPO with what else they change: the KL penalty, and how far ahead it looks."""
 SURE = {True: "holds", False: "does not hold", None: "cannot be told"}
 
@@ -44,7 +44,7 @@ def claims(results: Results) -> list[Claim]:
     base = have.get("ppo")
     if base is None:
         return []
-    made = (_higher, _faster, _frontier, _weaker, _gold, _rules, _baselines)
+    made = (_higher, _faster, _frontier, _weaker, _farther, _gold, _rules, _baselines)
     return [claim for make in made for claim in make(results, base, have)]
 
 
@@ -55,6 +55,17 @@ def _both(of_sum: bool | None, of_mean: bool | None) -> str:
     if of_mean:
         return "holds only with mean pooling, the authors' code"
     return SURE[False if of_sum is False and of_mean is not None else of_sum]
+
+
+def _pooled(found: dict[str, bool | None], have: dict[str, Method], base: Method) -> str:
+    used = [have[name] for name in ("n5-sum", "n5-mean") if name in found]
+    return _told(_both(found.get("n5-sum"), found.get("n5-mean")), base, *used)
+
+
+def _told(verdict: str, *methods: Method) -> str:
+    """A verdict that rests on one seed says so: intervals over prompts know nothing of seeds."""
+    alone = verdict != SURE[None] and min(len(m.runs) for m in methods) < 2
+    return f"{verdict}, in one seed" if alone else verdict
 
 
 def _higher(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
@@ -70,7 +81,7 @@ def _higher(results: Results, base: Method, have: dict[str, Method]) -> list[Cla
             )
     if not found:
         return []
-    verdict = _both(found.get("n5-sum"), found.get("n5-mean"))
+    verdict = _pooled(found, have, base)
     because = f"test score over PPO's at the same beta, prompt by prompt: {'; '.join(words)}"
     return [Claim("Macro actions end at a higher score than PPO", verdict, because)]
 
@@ -98,7 +109,7 @@ def _faster(results: Results, base: Method, have: dict[str, Method]) -> list[Cla
         return []
     says = "Macro actions reach PPO's final score 1.7 to 2 times as fast"
     because = f"to nine tenths of its gain, fewer steps than PPO by a factor of {'; '.join(words)}"
-    return [Claim(says, _both(found.get("n5-sum"), found.get("n5-mean")), because)]
+    return [Claim(says, _pooled(found, have, base), because)]
 
 
 def _frontier(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
@@ -115,22 +126,36 @@ def _frontier(results: Results, base: Method, have: dict[str, Method]) -> list[C
         return []
     says = "The gain is more than a weaker KL penalty: a higher score at equal KL"
     because = f"validation score over PPO's where both first pass the KL: {'; '.join(words)}"
-    return [Claim(says, _both(found.get("n5-sum"), found.get("n5-mean")), because)]
+    return [Claim(says, _pooled(found, have, base), because)]
 
 
 def _weaker(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
     """Ours, not the paper's: the algebra of pooling, and its control."""
     if not {"n5-mean", "ppo-weak"} <= set(have):
         return []
-    mean, weak = have["n5-mean"], have["ppo-weak"]
-    level = common_kl(mean, weak)
-    middle, low, high = ahead_at(weak, mean, level)
     says = "(Ours) Mean pooling does more than PPO with a fifth of beta does"
-    because = (
-        f"{mean.label} over {weak.label} where both first pass KL {level:.1f}: "
-        f"{_range((middle, low, high))}"
-    )
-    return [Claim(says, SURE[sign(low, high)], because)]
+    return [_over(says, have["n5-mean"], have["ppo-weak"])]
+
+
+def _farther(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
+    """Ours: a macro action discounts by lambda once, so that credit also reaches further back."""
+    made: list[Claim] = []
+    if {"n5-sum", "ppo-horizon"} <= set(have):
+        says = "(Ours) n = 5 does more than PPO does with a lambda that reaches as far"
+        made.append(_over(says, have["n5-sum"], have["ppo-horizon"]))
+    if "n5-short" in have:
+        says = "(Ours) n = 5 is above PPO where its lambda reaches no further than PPO's"
+        made.append(_over(says, have["n5-short"], base))
+    return made
+
+
+def _over(says: str, method: Method, other: Method) -> Claim:
+    """One method beside another at equal KL."""
+    level = common_kl(method, other)
+    middle, low, high = ahead_at(other, method, level)
+    where = f"{method.label} over {other.label} where both first pass KL {level:.1f}"
+    verdict = _told(SURE[sign(low, high)], method, other)
+    return Claim(says, verdict, f"{where}: {_range((middle, low, high))}")
 
 
 def _gold(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
@@ -143,7 +168,8 @@ def _gold(results: Results, base: Method, have: dict[str, Method]) -> list[Claim
         share, low, high = (sum(x[i] for x in rates) / len(rates) for i in range(3))
         says = f"{have[name].label} is preferred to PPO by a judge that did not train it"
         because = f"win rate by the second reward model {_percent(share, low, high)}"
-        made.append(Claim(says, SURE[sign(low, high, 0.5)], because))
+        verdict = _told(SURE[sign(low, high, 0.5)], have[name], base)
+        made.append(Claim(says, verdict, because))
     return made
 
 
@@ -158,8 +184,9 @@ def _rules(results: Results, base: Method, have: dict[str, Method]) -> list[Clai
             )
             change = paired_difference(ours, fixed)
             says = f"On TL;DR the fixed n-gram is above the {have[name].label}"
-            because = f"test score of n = 5 over it: {_range(change[:3])} (one seed)"
-            made.append(Claim(says, SURE[sign(change.low, change.high)], because))
+            because = f"test score of n = 5 over it: {_range(change[:3])}"
+            verdict = _told(SURE[sign(change.low, change.high)], have[name], have["n5-sum"])
+            made.append(Claim(says, verdict, because))
     return made
 
 
@@ -169,8 +196,8 @@ def _baselines(results: Results, base: Method, have: dict[str, Method]) -> list[
         if name in have:
             ours, theirs = (results.by_prompt(m.answers, "reward") for m in (have[name], base))
             change = paired_difference(ours, theirs)
-            because = f"test score of PPO over it: {_range(change[:3])} (one seed)"
-            verdict = SURE[sign(change.low, change.high)]
+            because = f"test score of PPO over it: {_range(change[:3])}"
+            verdict = _told(SURE[sign(change.low, change.high)], have[name], base)
             made.append(Claim(f"{have[name].label} ends below PPO", verdict, because))
     return made
 

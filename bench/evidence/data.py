@@ -2,8 +2,8 @@
 
 tldr  gold.jsonl  25% of the pairs: the second reward model, which judges and never teaches
       test.jsonl   8%: prompts of the final comparison, which nothing is chosen by
-      train.jsonl the rest. marlhf parts it further: 1,000 pairs held out (which reward model is
-                  taken, and prompts for validation), 10% SFT, and 90% for the reward model and
+      train.jsonl the rest. marlhf parts it further: 1,000 pairs held out (the reward model's
+                  accuracy, and prompts for validation), 10% SFT, and 90% for the reward model and
                   DPO, whose posts are also the prompts of reinforcement learning: there are too
                   few pairs for a reward model worth learning from to leave some of them out
 hh    test 8%, train the rest: 500 pairs held out, 20% SFT, 50% reward model, 30% prompts

@@ -37,20 +37,24 @@ def all_jobs(settings: Settings) -> list[Job]:
     jobs = [job for task in settings.tasks for job in made[task](settings)]
     models = [job for job in jobs if job.name.endswith("/sft")]
     models += [job for job in jobs if "/reward" in job.name or job.name.endswith("/gold")]
-    extra = [job for job in jobs if job.name.startswith("extra/")]
+    extra = sorted((job for job in jobs if job.name.startswith("extra/")), key=_extra_order)
     middle = [job for job in jobs if job not in models and job not in extra]
     # Those that are timed come last: alone they would hold back all others.
     named = sorted([*models, *middle, *extra], key=lambda job: job.alone)
     return [replace(job, name=job.name.removeprefix("extra/")) for job in named]
 
 
+def _extra_order(job: Job) -> tuple[str, int]:
+    """The second seed of all before the third of any."""
+    method, _, seed = job.name.removeprefix("extra/tldr/").rpartition("-s")
+    return seed, methods.EXTRA.index(method)
+
+
 def _tldr(settings: Settings) -> list[Job]:
     sft, reward, gold = "tldr/sft", "tldr/reward", "tldr/gold"
-    jobs = _reward_tries(settings) or [
-        Job(reward, partial(_train, settings, lambda: methods.reward(settings, "tldr")), (sft,)),
-    ]
-    jobs += [
+    jobs = [
         Job(sft, partial(_train, settings, lambda: methods.sft(settings, "tldr"))),
+        *(Job(f"tldr/{n}", partial(_reward, settings, n), (sft,)) for n in methods.REWARDS),
         Job(gold, partial(_train, settings, lambda: methods.gold(settings)), (sft,)),
         Job("tldr/judged", partial(_judge_sft, settings), (sft, reward, gold)),
     ]
@@ -72,17 +76,6 @@ def _tldr(settings: Settings) -> list[Job]:
     jobs.append(Job(BEST, partial(_best_of, settings), (sft, reward, gold)))
     jobs.append(Job("timing/tldr", partial(_time, settings), (reward,), alone=True))
     return jobs
-
-
-def _reward_tries(settings: Settings) -> list[Job]:
-    """The reward models of which one is taken; none where there is nothing to choose."""
-    if not methods.tries(settings):
-        return []
-    jobs = [
-        Job(f"tldr/{name}", partial(_reward, settings, name), ("tldr/sft",))
-        for name in methods.REWARD_TRIES
-    ]
-    return [*jobs, Job("tldr/reward", partial(_take, settings), tuple(job.name for job in jobs))]
 
 
 def _small(settings: Settings, task: str) -> list[Job]:
@@ -124,12 +117,6 @@ def _try(settings: Settings, name: str, method: str, rate: float) -> None:
 
 def _reward(settings: Settings, name: str) -> None:
     _train(settings, lambda: methods.reward(settings, "tldr", name))
-
-
-def _take(settings: Settings) -> None:
-    from evidence.judges import take_best
-
-    take_best(settings)
 
 
 def _judge_sft(settings: Settings) -> None:

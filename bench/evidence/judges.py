@@ -1,13 +1,12 @@
-"""The reward models: which of the tries is taken, and how often both are right on test pairs."""
+"""The reward models: what was tried, and how often they are right on test pairs."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from typing import Any
 
 from evidence.data import read_pairs
-from evidence.methods import RESPONSES, REWARD_TRIES
+from evidence.methods import RESPONSES, REWARDS
 from evidence.settings import Settings
 from marlhf.data import encode_response, fit_prompts
 from marlhf.evaluate.runs import read_run
@@ -18,23 +17,13 @@ FILE = "accuracy.json"
 
 
 def accuracies(settings: Settings) -> dict[str, float]:
-    """Accuracy on held-out pairs of each try that there is."""
-    folders = {name: settings.folder(f"tldr/{name}") for name in REWARD_TRIES}
+    """Accuracy on held-out pairs of the reward model and of what it is compared with."""
+    folders = {name: settings.folder(f"tldr/{name}") for name in REWARDS}
     return {
         name: read_run(folder).final("eval/accuracy")
         for name, folder in folders.items()
         if (folder / "run.json").is_file()
     }
-
-
-def take_best(settings: Settings) -> None:
-    """The try that is right most often on held-out pairs becomes `tldr/reward`."""
-    found = accuracies(settings)
-    best = max(found, key=lambda name: found[name])
-    target = settings.folder("tldr/reward")
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(settings.folder(f"tldr/{best}"), target, copy_function=shutil.copyfile)
-    print(f"{best} of {found}")
 
 
 def test_accuracy(settings: Settings) -> None:

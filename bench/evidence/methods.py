@@ -35,21 +35,23 @@ FAMILIES = {
     "perplexity": "macro",
     "parsing": "macro",
     "ppo-horizon": "ppo",
+    "n5-short": "macro",
     "rloo": "rloo",
     "dpo": "dpo",
 }
 """Each method on TL;DR, and whose learning rate it takes: tries are made with the first of each."""
 SEEDED = ("ppo", "n5-sum")
 """Methods with several seeds."""
-EXTRA = ("ppo-horizon", "n5-mean", "ppo-weak")
-"""Methods that get more seeds with --extras."""
+EXTRA = ("n5-mean", "ppo-weak", "ppo-horizon", "n5-short")
+"""Methods that get more seeds with --extras, in this order."""
 SMALL = {"hh": ("ppo", "n5-sum"), "mbpp": ("ppo", "n10-sum")}
 WEAKER = 5
 """By how much mean pooling of 5-grams weakens the KL penalty, and so does the control."""
-HORIZON = 0.9898  # 0.95 ** (1 / 5)
-"""Lambda with which single tokens look as far ahead as 5-grams do with 0.95: the other control."""
-REWARD_TRIES = {"reward-a": (1e-4, 1), "reward-b": (5e-5, 2)}
-"""Learning rate and epochs of the reward models of which one is taken."""
+FAR, NEAR = 0.9898, 0.7738  # 0.95 ** (1 / 5), 0.95 ** 5
+"""Lambdas with which single tokens look as far ahead as 5-grams do with 0.95, and 5-grams no
+further than single tokens do: the other controls."""
+REWARDS = {"reward": (1e-4, 1), "reward-twice": (5e-5, 2)}
+"""Learning rate and epochs of the reward model that teaches, and of one to compare it with."""
 UNIT_TESTS = "marlhf.reward.code:unit_tests"
 RESPONSES = {"tldr": 96, "hh": 96, "mbpp": 256}
 """Longest responses to learn from."""
@@ -81,9 +83,8 @@ def sft(settings: Settings, task: str) -> SFTConfig:
     )
 
 
-def reward(settings: Settings, task: str, name: str = "reward-a") -> RewardConfig:
-    """A reward model: the first of the tries, unless another is named."""
-    rate, epochs = REWARD_TRIES[name]
+def reward(settings: Settings, task: str, name: str = "reward") -> RewardConfig:
+    rate, epochs = REWARDS[name]
     return RewardConfig(
         model=settings.model_of(f"{task}/sft"),
         data=data_config(settings, task, settings.reward_prompt_tokens),
@@ -92,7 +93,7 @@ def reward(settings: Settings, task: str, name: str = "reward-a") -> RewardConfi
         learning_rate=rate,
         max_response_tokens=RESPONSES[task],
         eval_every=0,
-        **_common(settings, f"{task}/{name if tries(settings) and task == 'tldr' else 'reward'}"),
+        **_common(settings, f"{task}/{name}"),
     )
 
 
@@ -126,7 +127,8 @@ def method(
         "ninf-mean": {"segmenter": NGram(math.inf), "pooling": "mean"},
         "perplexity": {"segmenter": Perplexity()},
         "parsing": {"segmenter": Constituents()},
-        "ppo-horizon": {"segmenter": NGram(1), "lam": HORIZON},
+        "ppo-horizon": {"segmenter": NGram(1), "lam": FAR},
+        "n5-short": {"segmenter": NGram(5), "lam": NEAR},
     }
     return replace(base, **changes[name])
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import tarfile
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from evidence.settings import Settings
+from evidence.settings import HUB, Settings, keep, read
 
 ARCHIVE = "evidence.tar.xz"
 LEFT_OUT = {"model", "best", "critic", "checkpoints", "cache"}
@@ -35,3 +38,19 @@ def unpack(file: Path, folder: Path) -> Path:
     with tarfile.open(file) as archive:
         archive.extractall(folder, filter="data")
     return folder / "evidence"
+
+
+def join(outs: Sequence[Path], folder: Path) -> Path:
+    """Tasks of several unpacked archives as one: each task is whole, from the first that has it.
+
+    Tasks share nothing but the model they begin with, so that they may come from several days.
+    Runs of one task do not: its SFT and reward models are its own.
+    """
+    settings = [read(out) for out in outs]
+    tasks = {task: out for out, s in zip(reversed(outs), reversed(settings)) for task in s.tasks}
+    for task, out in tasks.items():
+        for part in (task, f"data/{task}", f"timing/{task}"):
+            if (out / part).is_dir():
+                shutil.copytree(out / part, folder / part)
+    keep(replace(settings[0], out=str(folder), tasks=tuple(t for t in HUB if t in tasks)))
+    return folder

@@ -11,9 +11,9 @@ from typing import Any
 
 from evidence import figures
 from evidence.claims import claims
-from evidence.jobs import chosen_rate, objectives, validation_lines
+from evidence.jobs import all_jobs, chosen_rate, objectives, validation_lines
 from evidence.judges import accuracies, read_accuracy
-from evidence.methods import FAMILIES, REWARD_TRIES, tries
+from evidence.methods import FAMILIES, REWARDS, tries
 from evidence.results import (
     LABELS,
     Line,
@@ -38,10 +38,10 @@ SHOWN = ("ppo", "n5-sum", "n5-mean")
 """Methods whose samples are shown."""
 
 
-def write_page(results: Results, docs: Path) -> Path:
+def write_page(results: Results, docs: Path, note: str = "") -> Path:
     """`results.md` in the folder, and its figures in `results/` beside it."""
     methods = results.methods()
-    parts = [INTRODUCTION, _setting(results)]
+    parts = [INTRODUCTION, _missing(results), _setting(results), note]
     if methods:
         parts += [_claims(results), _figures(results, methods, docs / "results")]
         parts += [_scores(results, methods), _equal_kl(methods), _pace(results, methods)]
@@ -57,7 +57,8 @@ def write_page(results: Results, docs: Path) -> Path:
 INTRODUCTION = r"""
 # Results
 
-Every number, table and figure of this page is made by two scripts from one archive of runs:
+Every number, table and figure of this page is made by two scripts, by the second from what the
+first leaves:
 
 <!-- not run: takes a GPU, or half an hour of one -->
 ```sh
@@ -75,6 +76,24 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], words: int = 
     """A table whose first columns are words; the rest are numbers, on the right."""
     lines = [header, ["---" if i < words else "---:" for i in range(len(header))], *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def _missing(results: Results) -> str:
+    """What the scripts would run and did not, so that nobody takes a part for the whole."""
+    settings = results.settings
+    names = [job.name.removeprefix("tldr/") for job in all_jobs(settings)]
+    wanted = {m: sum(n.startswith(f"{m}-s") for n in names) for m in FAMILIES}
+    found = {m: len(results.method(m).answers) for m in FAMILIES}
+    short = [
+        f"{LABELS[m]} ({found[m]} of {wanted[m]} seeds)" if found[m] else LABELS[m]
+        for m in FAMILIES
+        if found[m] < wanted[m]
+    ]
+    short += [] if results.best else [LABELS["best-of-8"]]
+    short += [] if results.timing else ["the times of steps"]
+    if "tldr" not in results.tasks or not short:
+        return ""
+    return f"**Not all has been run yet.** Missing: {'; '.join(short)}."
 
 
 def _setting(results: Results) -> str:
@@ -113,16 +132,11 @@ def _judges(results: Results, runs: dict[str, Run]) -> list[str]:
     ]
     tried = accuracies(results.settings)
     rows = [
-        [
-            f"{rate:g}",
-            str(epochs),
-            f"{tried[name]:.1%}",
-            "taken" * (tried[name] == max(tried.values())),
-        ]
-        for name, (rate, epochs) in REWARD_TRIES.items()
+        [f"{rate:g}", str(epochs), f"{tried[name]:.1%}", "taken" if name == "reward" else ""]
+        for name, (rate, epochs) in REWARDS.items()
         if name in tried
     ]
-    if rows:
+    if len(rows) > 1:
         words.append(table(["learning rate", "epochs", "held-out pairs", "reward model"], rows))
     return words
 
@@ -215,17 +229,23 @@ def _pace(results: Results, methods: Sequence[Method]) -> str:
             continue
         most, all_of_it = steps_to(base, method), steps_to(base, method, 1.0)
         second = results.step_seconds(method.name)
-        seconds = [tuple(x * second for x in steps) for steps in (most, all_of_it)]
-        row = [_reached(most, "{:.0f}"), _reached(seconds[0], "{:.0f} s")]
-        row += [_reached(all_of_it, "{:.0f}"), _reached(seconds[1], "{:.0f} s")]
-        rows.append([method.label, *row])
-    header = ["", "steps to nine tenths", "seconds", "steps to PPO's final score", "seconds"]
+        row = [method.label]
+        for steps in (most, all_of_it):
+            row.append(_reached(steps, "{:.0f}"))
+            row += [_reached([x * second for x in steps], "{:.0f} s")] if results.timing else []
+        rows.append(row)
+    seconds = ["seconds"] if results.timing else []
+    header = ["", "steps to nine tenths", *seconds, "steps to PPO's final score", *seconds]
     note = (
         "PPO's final score is the mean of its last three evaluations; nine tenths are of its gain "
         "over SFT, since on a flat curve noise decides who is first at all of it. PPO's own row "
-        "says when it was first there. Bootstrapped over prompts and seeds. Runs shared the GPU, "
-        "so seconds are steps times the seconds of a step that ran alone (below)."
+        "says when it was first there. Bootstrapped over prompts and seeds."
     )
+    if results.timing:
+        note += (
+            " Runs shared the GPU, so seconds are steps times the seconds of a step that ran "
+            "alone (below)."
+        )
     return f"## How soon\n\n{table(header, rows)}\n\n{note}"
 
 
@@ -272,12 +292,12 @@ def _samples(results: Results, methods: Sequence[Method]) -> str:
     lines = [
         "## Samples",
         "The first test prompts in the order of their keys, first seed; posts that name intimate "
-        "matters are passed over.",
+        "matters are passed over. The beginnings of posts are from the TL;DR data (CC BY 4.0).",
     ]
     fit = [i for i, x in enumerate(results.sft) if not INTIMATE.search(str(x["prompt"]))]
     for i in fit[:SAMPLES]:
         sft = results.sft[i]
-        lines.append(f"> {_quote(_tail(str(sft['prompt'])))}")
+        lines.append(f"> {_quote(_head(str(sft['prompt'])))}")
         for label, line in [("SFT", sft), *((m.label, m.answers[0][i]) for m in shown)]:
             score, gold = (results.scores([line], judge)[0] for judge in ("reward", "gold"))
             said = _quote(str(line["response"]).strip())
@@ -293,7 +313,7 @@ def _quote(words: str) -> str:
     return flat
 
 
-def _tail(prompt: str, size: int = 400) -> str:
+def _head(prompt: str, size: int = 160) -> str:
     post = prompt.removesuffix("TL;DR:").strip()
     return post if len(post) <= size else f"{post[:size].rstrip()} ..."
 

@@ -38,6 +38,7 @@ LABELS = {
     "perplexity": "perplexity rule",
     "parsing": "parsing rule",
     "ppo-horizon": "PPO, lambda 0.99",
+    "n5-short": "n = 5, sum, lambda 0.77",
     "rloo": "RLOO",
     "dpo": "DPO",
     "best-of-8": "best of 8",
