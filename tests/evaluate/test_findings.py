@@ -106,6 +106,23 @@ def test_one_seed_is_no_evidence(group):
     assert "No true score is known" in said
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"reward_model": "rm"}, "a reward model's, learnt from preferences;"),
+        ({"reward_funcs": ["a:b"]}, "what functions give (<code>a:b</code>);"),
+        (
+            {"reward_model": "rm", "reward_funcs": ["a:b"]},
+            "learnt from preferences, and what functions give (<code>a:b</code>);",
+        ),
+    ],
+)
+def test_it_is_said_who_scored(group, settings, words):
+    runs = group("a", [0.0, 1.0])
+    runs.runs[0].config.update(settings)
+    assert words in " ".join(shows_not([runs], []))
+
+
 def test_several_seeds_are_counted_and_compared(demo):
     runs = find_runs([demo])
     policies = [g for g in group_runs(runs) if g.runs[0].is_policy]

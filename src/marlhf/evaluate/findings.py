@@ -167,13 +167,13 @@ def shows_not(policies: list[Group], runs: list[Run]) -> list[str]:
         )
     if policies:
         said.append(
-            "The score is a reward model's, learnt from preferences; no person judged these "
-            "responses. Win rates count prompts where that score is above the SFT model's."
+            f"The score is {_scorer(policies)}; no person judged these responses. Win rates count "
+            "prompts where that score is above the SFT model's."
         )
         if all(not math.isfinite(final_score(group, "gold").mean) for group in policies):
             said.append(
-                "No true score is known for this task, so over-optimisation of the reward model "
-                "cannot be ruled out."
+                "No true score is known for this task, so over-optimisation of the reward cannot "
+                "be ruled out."
             )
         said.append(_seeds(policies))
     changed = [key for key, _ in differences(policies)]
@@ -190,6 +190,16 @@ def shows_not(policies: list[Group], runs: list[Run]) -> list[str]:
     for run in runs:
         said += _unfinished(run)
     return said
+
+
+def _scorer(policies: list[Group]) -> str:
+    """Whose opinion the score is."""
+    configs = [run.config for group in policies for run in group.runs]
+    functions = list(dict.fromkeys(f for c in configs for f in c.get("reward_funcs") or ()))
+    told = f"what functions give ({_codes(functions)})"
+    if functions and not any(c.get("reward_model") for c in configs):
+        return told
+    return "a reward model's, learnt from preferences" + (f", and {told}" if functions else "")
 
 
 def _codes(keys: list[str]) -> str:
