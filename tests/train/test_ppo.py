@@ -12,7 +12,7 @@ from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.train import ppo
 from marlhf.train.distributed import start
-from marlhf.train.guards import Guards
+from marlhf.train.guards import Guards, warn_apart
 from marlhf.train.measure import Clock
 from marlhf.train.parts import NOTHING
 from marlhf.train.run import RunError
@@ -170,6 +170,27 @@ def test_guards_stop_a_run_and_say_why(ppo_config):
     state = json.loads((Path(config.output_dir) / "run.json").read_text())
     assert "Stopped early: the KL to the reference is" in state["note"]
     assert state["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("kl", "ref_model", "told"), [(0.7, None, 1), (0.1, None, 0), (0.7, "x", 0)]
+)
+def test_a_policy_that_is_not_its_reference_at_the_start_is_told(
+    ppo_config, monkeypatch, kl, ref_model, told
+):
+    said = []
+    monkeypatch.setattr("marlhf.train.guards.warn", said.append)
+    warn_apart(kl, ppo_config(ref_model=ref_model))
+    assert len(said) == told
+    assert all("the KL to the reference is 0.7 nats" in line for line in said)
+
+
+def test_an_evaluation_before_the_first_step_looks_for_it(ppo_config, monkeypatch):
+    said = []
+    monkeypatch.setattr("marlhf.train.guards.APART", -1.0)  # even 0 is too much
+    monkeypatch.setattr("marlhf.train.guards.warn", said.append)
+    run(ppo_config(num_steps=2, eval_every=1))
+    assert len(said) == 1
 
 
 def test_guards_judge_by_hand():

@@ -11,6 +11,7 @@ from torch import Tensor
 from marlhf.data.encode import decode
 from marlhf.models.load import Tokenizer
 from marlhf.rollout.measure import repetition
+from marlhf.train.guards import warn_apart
 from marlhf.train.loop import Loop
 from marlhf.train.measure import Clock
 from marlhf.train.optim import check_finite
@@ -126,6 +127,7 @@ class Probe:
         if step == 0:
             self.start = metrics
             self.best = metrics["eval/score"]
+            warn_apart(metrics["eval/kl"], self.config)
             return ""
         if metrics["eval/score"] > self.best:
             self.best = metrics["eval/score"]
