@@ -57,6 +57,7 @@ def _tldr(settings: Settings) -> list[Job]:
         *(Job(f"tldr/{n}", partial(_reward, settings, n), (sft,)) for n in methods.REWARDS),
         Job(gold, partial(_train, settings, lambda: methods.gold(settings)), (sft,)),
         Job("tldr/judged", partial(_judge_sft, settings), (sft, reward, gold)),
+        Job(BEST, partial(_best_of, settings), (sft, reward, gold)),
     ]
     tried = methods.tries(settings)
     for name, (method, rate) in tried.items():
@@ -73,7 +74,6 @@ def _tldr(settings: Settings) -> list[Job]:
             needs = (sft, reward, gold, *(("tldr/judged",) if again else ()), *again)
             work = partial(_main, settings, name, method, seed)
             jobs.append(Job(f"extra/{name}" if later else name, work, needs))
-    jobs.append(Job(BEST, partial(_best_of, settings), (sft, reward, gold)))
     jobs.append(Job("timing/tldr", partial(_time, settings), (reward,), alone=True))
     return jobs
 

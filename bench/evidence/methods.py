@@ -26,6 +26,7 @@ KINDS = {SFTConfig: "sft", RewardConfig: "reward", PPOConfig: "ppo", RLOOConfig:
 }
 
 FAMILIES = {
+    "rloo": "rloo",
     "ppo": "ppo",
     "ppo-weak": "ppo",
     "n5-sum": "macro",
@@ -34,12 +35,12 @@ FAMILIES = {
     "ninf-mean": "bandit",
     "perplexity": "macro",
     "parsing": "macro",
+    "dpo": "dpo",
     "ppo-horizon": "ppo",
     "n5-short": "macro",
-    "rloo": "rloo",
-    "dpo": "dpo",
 }
-"""Each method on TL;DR, and whose learning rate it takes: tries are made with the first of each."""
+"""Each method on TL;DR, and whose learning rate it takes: tries are made with the first of each.
+They begin in this order: the longest first, and what may be left out last."""
 SEEDED = ("ppo", "n5-sum")
 """Methods with several seeds."""
 EXTRA = ("n5-mean", "ppo-weak", "ppo-horizon", "n5-short")
