@@ -13,11 +13,11 @@ Every method has the same tries: each learning rate of --rates (a quarter of it 
 --try-steps steps, and the best by score - beta * KL on validation prompts is taken. Test prompts
 are asked once, at the end.
 
-What it costs on one H200 (torch 2.11) with the default settings: a PPO step of 128 prompts of up to
-240 tokens with 48 new ones takes 0.26 s of the GPU, whether four or eight runs share it; a run takes
-another half minute to start and to compile, in which others have the GPU. SFT is half a minute, a
-reward model one to two minutes, all of HH and MBPP six minutes side by side, and TL;DR, with tries
-and without --extras, about 25 minutes.
+What it costs on one H200 (torch 2.11) with the default settings: a PPO step of 128 prompts of up
+to 240 tokens with 48 new ones takes 0.26 s of the GPU, whether four or eight runs share it; a run
+takes another half minute to start and to compile, in which others have the GPU. SFT is half a
+minute, a reward model one to two minutes, all of HH and MBPP six minutes side by side. From these
+TL;DR without --extras is reckoned to take 25 minutes.
 """
 
 from __future__ import annotations
