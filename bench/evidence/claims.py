@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from evidence.results import (
@@ -98,35 +98,40 @@ def _seeds(results: Results, base: Method, method: Method) -> str:
 
 
 def _faster(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
-    found: dict[str, bool | None] = {}
-    words: list[str] = []
-    for name in CONTROLLED:
-        if name in have:
-            middle, low, high = speed(base, have[name])
-            found[name] = sign(low, high, 1.0)
-            words.append(f"{have[name].label}: {_times(middle, low, high)}")
-    if not {"n5-sum", "n5-mean"} & set(found):
-        return []
+    def told(method: Method) -> tuple[bool | None, str]:
+        middle, low, high = speed(base, method)
+        return sign(low, high, 1.0), _times(middle, low, high)
+
     says = "Macro actions reach PPO's final score 1.7 to 2 times as fast"
-    because = f"to nine tenths of its gain, fewer steps than PPO by a factor of {'; '.join(words)}"
-    return [Claim(says, _pooled(found, have, base), because)]
+    because = "to nine tenths of its gain, fewer steps than PPO by a factor of"
+    return _controlled(says, because, told, base, have)
 
 
 def _frontier(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
-    found: dict[str, bool | None] = {}
-    words: list[str] = []
-    for name in CONTROLLED:
-        if name in have:
-            level = common_kl(base, have[name])
-            middle, low, high = ahead_at(base, have[name], level)
-            found[name] = sign(low, high)
-            ahead = _range((middle, low, high))
-            words.append(f"{have[name].label}: {ahead} at KL {level:.1f}")
+    def told(method: Method) -> tuple[bool | None, str]:
+        level = common_kl(base, method)
+        middle, low, high = ahead_at(base, method, level)
+        return sign(low, high), f"{_range((middle, low, high))} at KL {level:.1f}"
+
+    says = "The gain is more than a weaker KL penalty: a higher score at equal KL"
+    because = "validation score over PPO's where both first pass the KL:"
+    return _controlled(says, because, told, base, have)
+
+
+def _controlled(
+    says: str,
+    because: str,
+    told: Callable[[Method], tuple[bool | None, str]],
+    base: Method,
+    have: dict[str, Method],
+) -> list[Claim]:
+    """A claim about macro actions, with the same number for what they are controlled by."""
+    found = {name: told(have[name]) for name in CONTROLLED if name in have}
     if not {"n5-sum", "n5-mean"} & set(found):
         return []
-    says = "The gain is more than a weaker KL penalty: a higher score at equal KL"
-    because = f"validation score over PPO's where both first pass the KL: {'; '.join(words)}"
-    return [Claim(says, _pooled(found, have, base), because)]
+    words = "; ".join(f"{have[name].label}: {number}" for name, (_, number) in found.items())
+    verdict = _pooled({name: sure for name, (sure, _) in found.items()}, have, base)
+    return [Claim(says, verdict, f"{because} {words}")]
 
 
 def _weaker(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
