@@ -9,7 +9,7 @@ in bench/evidence/data.py, all settings in bench/evidence/methods.py. The same c
 the last one stopped, was stopped or was killed. `evidence.tar.xz` in --out holds all but weights,
 and the results page is made from it without a GPU.
 
-Every method has the same tries: each learning rate of --rates (a quarter of it for DPO) for
+Every method has the same tries: each learning rate of --rates (an eighth of it for DPO) for
 --try-steps steps, and the best by score - beta * KL on validation prompts is taken. Test prompts
 are asked once, at the end.
 

@@ -46,6 +46,10 @@ SEEDED = ("ppo", "n5-sum")
 EXTRA = ("n5-mean", "ppo-weak", "ppo-horizon", "n5-short")
 """Methods that get more seeds with --extras, in this order."""
 SMALL = {"hh": ("ppo", "n5-sum"), "mbpp": ("ppo", "n10-sum")}
+SMALL_RATE = 2e-5
+"""Learning rate on HH and MBPP, where nothing was tried."""
+DPO_SLOWER = 8
+"""DPO's learning rates are those of reinforcement learning over this."""
 WEAKER = 5
 """By how much mean pooling of 5-grams weakens the KL penalty, and so does the control."""
 FAR, NEAR = 0.9898, 0.7738  # 0.95 ** (1 / 5), 0.95 ** 5
@@ -137,9 +141,9 @@ def method(
 def small(settings: Settings, task: str, name: str, folder: str) -> PPOConfig:
     """The runs on HH and on MBPP, one seed each."""
     config = PPOConfig(
-        critic_learning_rate=settings.rates[0],
+        critic_learning_rate=SMALL_RATE,
         segmenter=NGram({"ppo": 1, "n5-sum": 5, "n10-sum": 10}[name]),
-        **_sampled(settings, task, settings.rates[0], 0, folder, settings.small_steps),
+        **_sampled(settings, task, SMALL_RATE, 0, folder, settings.small_steps),
     )
     if task == "hh":
         sampling = Sampling(max_new_tokens=settings.response_tokens * 4 // 3)
@@ -151,7 +155,7 @@ def small(settings: Settings, task: str, name: str, folder: str) -> PPOConfig:
         data=data_config(settings, task, settings.reward_prompt_tokens),
         sampling=Sampling(max_new_tokens=settings.response_tokens * 4),
         batch_size=settings.batch // 2,
-        learning_rate=settings.rates[0] / 2,
+        learning_rate=SMALL_RATE / 2,
         normalize_scores=False,
         missing_eos_penalty=0.0,
         eval_prompts=min(90, settings.eval_prompts),
@@ -164,7 +168,7 @@ def _dpo(settings: Settings, rate: float, seed: int, folder: str) -> DPOConfig:
         data=data_config(settings, "tldr", settings.prompt_tokens),
         batch_size=settings.model_batch,
         num_epochs=1,
-        learning_rate=rate / 4,
+        learning_rate=rate / DPO_SLOWER,
         beta=0.1,
         max_response_tokens=RESPONSES["tldr"],
         eval_every=0,

@@ -13,7 +13,7 @@ from evidence import figures
 from evidence.claims import claims
 from evidence.jobs import all_jobs, chosen_rate, objectives, validation_lines
 from evidence.judges import accuracies, read_accuracy
-from evidence.methods import FAMILIES, REWARDS, tries
+from evidence.methods import DPO_SLOWER, FAMILIES, REWARDS, tries
 from evidence.results import (
     LABELS,
     Line,
@@ -269,7 +269,7 @@ def _tried(results: Results) -> str:
         lines = validation_lines(settings, f"tldr/{name}")
         score = interval(results.scores(lines, "reward"))
         taken = "taken" if chosen_rate(settings, family) == rate else ""
-        own = rate / 4 if method == "dpo" else rate
+        own = rate / DPO_SLOWER if method == "dpo" else rate
         shown = [f"{own:g}", _mean(score), f"{measure([lines], 'kl'):.1f}"]
         rows.append([LABELS[method], *shown, f"{found[family, rate]:.2f}", taken])
     uses = "; ".join(

@@ -35,7 +35,7 @@ class Settings:
     seeds: int = 3
     extras: bool = False
     """More seeds of mean pooling and of PPO with the weaker KL, after everything else."""
-    rates: tuple[float, ...] = (2e-5, 4e-5)
+    rates: tuple[float, ...] = (4e-5, 2e-5)
     """Learning rates tried for every method."""
     try_steps: int = 40
     batch: int = 128
