@@ -103,6 +103,8 @@ def build(name, scalar=False, attention=None, seed=0, **overrides):
     if scalar:
         config.num_labels = 1
     auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    if name == "gemma2" and attention is None:  # transformers before 5.22 forgets its soft caps
+        attention = "eager"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto.from_config(config, attn_implementation=attention)

@@ -55,7 +55,9 @@ def test_a_saved_scalar_scores_alike_without_marlhf(tmp_path, small, family):
     small(family).save_pretrained(tmp_path / "policy")
     scalar = load_scalar(str(tmp_path / "policy"), seed=3)
     scalar.save_pretrained(tmp_path / "scalar")
-    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "scalar")
+    plain = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "scalar", attn_implementation=scalar.config._attn_implementation
+    )
     assert plain.config.num_labels == 1
     assert same_weights(load_scalar(str(tmp_path / "scalar"), seed=4), scalar)
     score = final_scores(scalar, Sequences.from_lists([[5, 6]], [[7, 8, 1]], pad_id=0))
