@@ -14,10 +14,10 @@ Every method has the same tries: each learning rate of --rates (an eighth of it 
 are asked once, at the end.
 
 What it costs on one H200 (torch 2.11) with the default settings: a PPO step of 128 prompts of up
-to 240 tokens with 48 new ones takes 0.275 s of the GPU where four runs share it, 0.253 s where eight
-do; a run takes another half minute to start and to compile, in which others have it. SFT is half a
-minute, a reward model one to two minutes, all of HH and MBPP six minutes side by side. From these
-TL;DR without --extras is reckoned to take 25 minutes.
+to 240 tokens with 48 new ones takes 0.275 s of the GPU where four runs share it, 0.253 s where
+eight do; a run takes another half minute to start and to compile, in which others have it. SFT is
+half a minute, a reward model one to two minutes, all of HH and MBPP six minutes side by side. From
+these TL;DR without --extras is reckoned to take 25 minutes.
 """
 
 from __future__ import annotations
