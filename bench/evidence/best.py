@@ -6,13 +6,12 @@ from pathlib import Path
 
 import torch
 
+from evidence.judges import load_judge
 from evidence.settings import Settings
 from marlhf.data import Row, encode_response, fit_prompts
 from marlhf.evaluate.best_of_n import best_of_n
 from marlhf.evaluate.lines import write_lines
 from marlhf.evaluate.subjects import Question
-from marlhf.models.load import load_scalar, load_tokenizer, pick_device
-from marlhf.reward import RewardModel
 from marlhf.rollout.measure import repetition
 
 NS = (1, 2, 4, 8)
@@ -33,9 +32,8 @@ def best_of_eight(settings: Settings, folder: Path, seed: int) -> None:
     )
     grid = best_of_n(settings.folder("tldr/sft"), question, NS, notice=print)
     [lines] = grid.lines.values()
-    gold = settings.model_of("tldr/gold")
-    tokenizer, device = load_tokenizer(gold), pick_device(settings.device)
-    model = RewardModel(load_scalar(gold).to(device).eval(), tokenizer, tokenizer)
+    model = load_judge(settings, "gold")
+    tokenizer = model.tokenizer
     rows = [Row(line["prompt"]) for line in lines]
     fitted, _ = fit_prompts(rows, tokenizer, settings.prompt_tokens, "truncate")
     responses: list[list[int]] = []

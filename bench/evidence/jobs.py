@@ -120,9 +120,9 @@ def _reward(settings: Settings, name: str) -> None:
 
 
 def _judge_sft(settings: Settings) -> None:
-    from evidence.judges import test_accuracy
+    from evidence.judges import judge_test_pairs
 
-    test_accuracy(settings)
+    judge_test_pairs(settings)
     _validate(settings, "tldr/sft")
     _judge(settings, "tldr", "tldr/sft")
 

@@ -26,26 +26,30 @@ def accuracies(settings: Settings) -> dict[str, float]:
     }
 
 
-def test_accuracy(settings: Settings) -> None:
+def load_judge(settings: Settings, name: str) -> RewardModel:
+    path = settings.model_of(f"tldr/{name}")
+    tokenizer = load_tokenizer(path)
+    model = load_scalar(path).to(pick_device(settings.device)).eval()
+    return RewardModel(model, tokenizer, tokenizer)
+
+
+def judge_test_pairs(settings: Settings) -> None:
     """Test pairs chose nothing, so this is what the accuracy of both reward models is."""
     rows = read_pairs(settings, "tldr", "test")
     found: dict[str, Any] = {"pairs": len(rows)}
-    device = pick_device(settings.device)
     for name in ("reward", "gold"):
-        path = settings.model_of(f"tldr/{name}")
-        tokenizer = load_tokenizer(path)
-        judge = RewardModel(load_scalar(path).to(device).eval(), tokenizer, tokenizer)
+        judge = load_judge(settings, name)
+        tokenizer, end = judge.tokenizer, judge.tokenizer.eos_token_id
         fitted, _ = fit_prompts(rows, tokenizer, settings.reward_prompt_tokens, "truncate")
         prompts = [each.prompt_ids for each in fitted]
-        most, end = RESPONSES["tldr"], tokenizer.eos_token_id
-        sides = [
-            [encode_response(tokenizer, row.prompt, text, end)[:most] for row, text in side]
-            for side in (
-                [(row, row.chosen or "") for row in rows],
-                [(row, row.rejected or "") for row in rows],
-            )
+        pairs = [
+            [
+                encode_response(tokenizer, row.prompt, text or "", end)[: RESPONSES["tldr"]]
+                for text in (row.chosen, row.rejected)
+            ]
+            for row in rows
         ]
-        chosen, rejected = (judge(prompts, side) for side in sides)
+        chosen, rejected = (judge(prompts, side) for side in zip(*pairs))
         right = (chosen > rejected).double() + (chosen == rejected).double() / 2
         found[name] = float(right.mean())
     folder = settings.folder("tldr/judged")

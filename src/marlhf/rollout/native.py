@@ -27,7 +27,7 @@ from marlhf.rollout.continuous import FEWEST, Schedule, State, Stepper
 from marlhf.rollout.engine import Rollout, Sampling, draws
 from marlhf.rollout.llama import LlamaDecoder
 from marlhf.rollout.plain import PlainEngine, check_prompts, to_rollout
-from marlhf.rollout.slots import Decoder, ModuleDecoder, mismatch, rounding, sharded, takes
+from marlhf.rollout.slots import Decoder, ModuleDecoder, mismatch, sharded, takes
 
 ROUND = 64
 """Slots and positions are rounded up to this many, so that batches of like size share a cache."""
@@ -159,15 +159,16 @@ class NativeEngine:
         kinds = [LlamaDecoder, ModuleDecoder] if LlamaDecoder.fits(self.model) else [ModuleDecoder]
         for kind in kinds:
             try:
-                wrong = mismatch(kind, self.model, dtype)
+                wrong, allowed = mismatch(kind, self.model, dtype), 1e-3 if dtype is None else 0.1
+                if dtype is not None and 0.1 < wrong < 0.5:  # the model's own rounding, perhaps
+                    with torch.autocast(self.model.device.type, enabled=False):
+                        wrong, allowed = mismatch(kind, self.model, None), 1e-3
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever a family does that slots do not know
                 cause = f"{type(error).__name__}: {error}"
                 continue
-            if wrong <= (1e-3 if dtype is None else 0.1):
-                return kind
-            if dtype is not None and wrong <= 2 * rounding(self.model):
+            if wrong <= allowed:
                 return kind
             cause = f"logits were off by {wrong:.1%}"
         warnings.warn(

@@ -238,7 +238,10 @@ def mismatch(
 
     Two short prompts in slots that are not their own rows, with one at rest between them.
     """
-    device, ids = model.device, _probe(model)
+    device, size = model.device, model.config.get_text_config().vocab_size
+    # From all over the vocabulary: its first tokens are often special and untrained, and what a
+    # model makes of those in bfloat16 can be rounding and little else.
+    ids = (size // 3 + torch.arange(12, device=device).view(2, 6) * 7919) % size
     slots, last = torch.tensor([2, 0], device=device), torch.tensor([5, 3], device=device)
     rows = torch.arange(2, device=device)
     tokens = torch.zeros(3, dtype=torch.int64, device=device)
@@ -248,29 +251,8 @@ def mismatch(
     with decoder.ready():
         decoder.prefill(ids[:, :5], slots)
         ours = decoder.step(tokens, positions, None)[slots].float()
-    return _apart(ours, model(input_ids=ids, use_cache=False).logits[rows, last].float())
-
-
-def rounding(model: Model) -> float:
-    """How far the model's logits under autocast are from its own without: what is noise anyway."""
-    ids = _probe(model)
-    rounded = model(input_ids=ids, use_cache=False).logits.float()
-    with torch.autocast(model.device.type, enabled=False):
-        return _apart(rounded, model(input_ids=ids, use_cache=False).logits.float())
-
-
-def _probe(model: Model) -> Tensor:
-    """Tokens from all over the vocabulary, [2, 6].
-
-    Its first ones are often special and untrained, and what a model makes of those in bfloat16
-    can be rounding and little else.
-    """
-    size = model.config.get_text_config().vocab_size
-    return (size // 3 + torch.arange(12, device=model.device).view(2, 6) * 7919) % size
-
-
-def _apart(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours - theirs).norm() / (theirs - theirs.mean()).norm())
+    whole = model(input_ids=ids, use_cache=False).logits[rows, last].float()
+    return float((ours - whole).norm() / (whole - whole.mean()).norm())
 
 
 def takes(model: Model) -> set[str]:
