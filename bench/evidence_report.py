@@ -39,7 +39,13 @@ def main() -> None:
         if args.html:
             for task in results.tasks:
                 judge_by_scores(results, task)
-                print(write_report([out / task], args.html / f"{task}.html"))
+                print(write_report(shown(out / task), args.html / f"{task}.html"))
+
+
+def shown(folder: Path) -> list[Path]:
+    """All runs but the tries, which are in the page's own table."""
+    runs = sorted(file.parent for file in folder.glob("*/run.json"))
+    return [path for path in runs if not path.name.startswith("try-")]
 
 
 def judge_by_scores(results: Results, task: str) -> None:

@@ -16,8 +16,10 @@ from evidence.results import (
 )
 from marlhf.evaluate.stats import paired_difference
 
-CONTROLLED = ("n5-sum", "n5-mean", "n5-short", "ppo-weak", "ppo-horizon")
+CONTROLLED = ("n5-sum", "n5-mean", "n5-split", "n5-short", "ppo-weak", "ppo-horizon")
 """Macro actions, and PPO with what else they change: the KL penalty, and how far ahead it looks."""
+BREAK = "<br>"
+"""A new line in a cell of a Markdown table."""
 SURE = {True: "holds", False: "does not hold", None: "cannot be told"}
 
 
@@ -44,22 +46,24 @@ def claims(results: Results) -> list[Claim]:
     base = have.get("ppo")
     if base is None:
         return []
-    made = (_higher, _faster, _frontier, _weaker, _farther, _gold, _rules, _baselines)
+    made = (_higher, _faster, _frontier, _objective, _weaker, _farther, _gold, _rules, _baselines)
     return [claim for make in made for claim in make(results, base, have)]
 
 
-def _both(of_sum: bool | None, of_mean: bool | None) -> str:
-    """A verdict where the paper's equation and its authors' code differ in pooling."""
-    if of_sum:
-        return "holds"
-    if of_mean:
-        return "holds only with mean pooling, the authors' code"
-    return SURE[False if of_sum is False and of_mean is not None else of_sum]
+POOLED = {"n5-sum": "sum", "n5-mean": "mean"}
+"""The paper's equation and its authors' code differ in pooling: a verdict for each."""
 
 
 def _pooled(found: dict[str, bool | None], have: dict[str, Method], base: Method) -> str:
-    used = [have[name] for name in ("n5-sum", "n5-mean") if name in found]
-    return _told(_both(found.get("n5-sum"), found.get("n5-mean")), base, *used)
+    """Whether a claim holds with either pooling, in as few words as are true."""
+    told = {
+        words: _told(SURE[found[name]], base, have[name])
+        for name, words in POOLED.items()
+        if name in found
+    }
+    if len(set(told.values())) == 1 and len(told) > 1:
+        return next(iter(told.values()))
+    return BREAK.join(f"{words}: {verdict}" for words, verdict in told.items())
 
 
 def _told(verdict: str, *methods: Method) -> str:
@@ -71,7 +75,7 @@ def _told(verdict: str, *methods: Method) -> str:
 def _higher(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
     found: dict[str, bool | None] = {}
     words: list[str] = []
-    for name in ("n5-sum", "n5-mean"):
+    for name in POOLED:
         if name in have:
             ours, theirs = (results.by_prompt(m.answers, "reward") for m in (have[name], base))
             change = paired_difference(theirs, ours)
@@ -82,7 +86,7 @@ def _higher(results: Results, base: Method, have: dict[str, Method]) -> list[Cla
     if not found:
         return []
     verdict = _pooled(found, have, base)
-    because = f"test score over PPO's at the same beta, prompt by prompt: {'; '.join(words)}"
+    because = f"test score over PPO's at the same beta, prompt by prompt:{BREAK}{BREAK.join(words)}"
     return [Claim("Macro actions end at a higher score than PPO", verdict, because)]
 
 
@@ -103,7 +107,7 @@ def _faster(results: Results, base: Method, have: dict[str, Method]) -> list[Cla
         return sign(low, high, 1.0), _times(middle, low, high)
 
     says = "Macro actions reach PPO's final score 1.7 to 2 times as fast"
-    because = "to nine tenths of its gain, fewer steps than PPO by a factor of"
+    because = "to nine tenths of its gain, fewer steps than PPO by a factor of:"
     return _controlled(says, because, told, base, have)
 
 
@@ -118,6 +122,19 @@ def _frontier(results: Results, base: Method, have: dict[str, Method]) -> list[C
     return _controlled(says, because, told, base, have)
 
 
+def _objective(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
+    """Ours: runs end at different KLs, and this is what says which end is better."""
+
+    def told(method: Method) -> tuple[bool | None, str]:
+        ours, theirs = (results.objective(m.answers) for m in (method, base))
+        change = paired_difference(theirs, ours)
+        return sign(change.low, change.high), _range(change[:3])
+
+    says = "(Ours) Macro actions end higher in what all are trained for, score \u2212 beta KL"
+    because = "test prompts, over PPO's, with one beta for all:"
+    return _controlled(says, because, told, base, have)
+
+
 def _controlled(
     says: str,
     because: str,
@@ -127,11 +144,11 @@ def _controlled(
 ) -> list[Claim]:
     """A claim about macro actions, with the same number for what they are controlled by."""
     found = {name: told(have[name]) for name in CONTROLLED if name in have}
-    if not {"n5-sum", "n5-mean"} & set(found):
+    if not set(POOLED) & set(found):
         return []
-    words = "; ".join(f"{have[name].label}: {number}" for name, (_, number) in found.items())
+    words = BREAK.join(f"{have[name].label}: {number}" for name, (_, number) in found.items())
     verdict = _pooled({name: sure for name, (sure, _) in found.items()}, have, base)
-    return [Claim(says, verdict, f"{because} {words}")]
+    return [Claim(says, verdict, f"{because}{BREAK}{words}")]
 
 
 def _weaker(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
@@ -165,7 +182,7 @@ def _over(says: str, method: Method, other: Method) -> Claim:
 
 def _gold(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
     made: list[Claim] = []
-    for name in ("n5-sum", "n5-mean"):
+    for name in POOLED:
         if name not in have:
             continue
         pairs = zip(have[name].answers, base.answers)

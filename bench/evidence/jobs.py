@@ -66,7 +66,7 @@ def _tldr(settings: Settings) -> list[Job]:
     for method, family in FAMILIES.items():
         again = tuple(f"tldr/{n}" for n, (m, _) in tried.items() if FAMILIES[m] == family)
         for seed in range(settings.seeds if method in (*SEEDED, *methods.EXTRA) else 1):
-            later = seed > 0 and method in methods.EXTRA
+            later = method in methods.OPTIONAL or (seed > 0 and method in methods.EXTRA)
             if later and not settings.extras:
                 continue
             name = f"tldr/{method}-s{seed}"

@@ -38,18 +38,24 @@ FAMILIES = {
     "dpo": "dpo",
     "ppo-horizon": "ppo",
     "n5-short": "macro",
+    "n5-split": "macro",
 }
 """Each method on TL;DR, and whose learning rate it takes: tries are made with the first of each.
 They begin in this order: the longest first, and what may be left out last."""
 SEEDED = ("ppo", "n5-sum")
 """Methods with several seeds."""
-EXTRA = ("n5-mean", "ppo-weak", "ppo-horizon", "n5-short")
+EXTRA = ("n5-split", "n5-mean", "ppo-weak", "ppo-horizon", "n5-short")
 """Methods that get more seeds with --extras, in this order."""
+OPTIONAL = ("n5-split",)
+"""Methods that only --extras has: the authors' code not only averages the rewards of an action, it
+also makes the last token, which carries the score, an action of its own."""
 SMALL = {"hh": ("ppo", "n5-sum"), "mbpp": ("ppo", "n10-sum")}
 SMALL_RATE = 2e-5
 """Learning rate on HH and MBPP, where nothing was tried."""
 DPO_SLOWER = 8
 """DPO's learning rates are those of reinforcement learning over this."""
+RLOO_SAMPLES = 4
+"""Responses to a prompt that RLOO compares; the others take one."""
 WEAKER = 5
 """By how much mean pooling of 5-grams weakens the KL penalty, and so does the control."""
 FAR, NEAR = 0.9898, 0.7738  # 0.95 ** (1 / 5), 0.95 ** 5
@@ -117,7 +123,9 @@ def method(
         return _dpo(settings, rate, seed, folder)
     if name == "rloo":
         rest = _sampled(settings, "tldr", rate, seed, folder, steps)
-        return RLOOConfig(reward_model=settings.model_of("tldr/reward"), num_samples=4, **rest)
+        return RLOOConfig(
+            reward_model=settings.model_of("tldr/reward"), num_samples=RLOO_SAMPLES, **rest
+        )
     base = PPOConfig(
         reward_model=settings.model_of("tldr/reward"),
         critic_learning_rate=rate,
@@ -128,6 +136,7 @@ def method(
         "ppo-weak": {"segmenter": NGram(1), "kl_coef": settings.beta / WEAKER},
         "n5-sum": {"segmenter": NGram(5)},
         "n5-mean": {"segmenter": NGram(5), "pooling": "mean"},
+        "n5-split": {"segmenter": NGram(5), "pooling": "mean", "split_last": True},
         "ninf-sum": {"segmenter": NGram(math.inf)},
         "ninf-mean": {"segmenter": NGram(math.inf), "pooling": "mean"},
         "perplexity": {"segmenter": Perplexity()},

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from evidence import figures
 from evidence.claims import claims
+from evidence.data import data_config
 from evidence.jobs import all_jobs, chosen_rate, objectives, validation_lines
 from evidence.judges import accuracies, read_accuracy
-from evidence.methods import DPO_SLOWER, FAMILIES, REWARDS, tries
+from evidence.methods import DPO_SLOWER, FAMILIES, REWARDS, RLOO_SAMPLES, tries
 from evidence.results import (
     LABELS,
     Line,
@@ -36,6 +38,7 @@ SAMPLES = 3
 INTIMATE = re.compile(r"sex|nsfw|gonewild|naked|porn|rape|abus|suicid|drug", re.I)
 SHOWN = ("ppo", "n5-sum", "n5-mean")
 """Methods whose samples are shown."""
+EXPLAINED = "ppo/explained_variance"
 
 
 def write_page(results: Results, docs: Path, note: str = "") -> Path:
@@ -45,7 +48,8 @@ def write_page(results: Results, docs: Path, note: str = "") -> Path:
     if methods:
         parts += [_claims(results), _figures(results, methods, docs / "results")]
         parts += [_scores(results, methods), _equal_kl(methods), _pace(results, methods)]
-        parts += [_tried(results), _samples(results, methods), _gpu(results)]
+        parts += [_critics(results, methods), _tried(results)]
+        parts += [_samples(results, methods), _gpu(results)]
     parts += [_small(results, task) for task in ("hh", "mbpp") if task in results.tasks]
     page = "\n\n".join(part.strip() for part in parts if part) + "\n"
     docs.mkdir(parents=True, exist_ok=True)
@@ -63,12 +67,12 @@ first leaves:
 <!-- not run: takes a GPU, or half an hour of one -->
 ```sh
 python bench/evidence_tldr.py --model HuggingFaceTB/SmolLM2-135M-Instruct --out runs/evidence \
-    --task tldr hh mbpp --jobs 7
+    --task tldr hh mbpp --jobs 8
 python bench/evidence_report.py runs/evidence/evidence.tar.xz --docs docs
 ```
 
-Scores are those of a reward model, in deviations of the SFT model's own scores: SFT is 0. KL is to
-the SFT model, in nats a response. Brackets are 95% intervals.
+Scores are those of a reward model, less the SFT model's mean score and over its deviation, both on
+held-out prompts. KL is to the SFT model, in nats a response. Brackets are 95% intervals.
 """
 
 
@@ -113,7 +117,9 @@ def _setting(results: Results) -> str:
         f"{s.response_tokens}. Every run of reinforcement learning takes {s.steps} steps of "
         f"{s.batch} prompts; beta is {s.beta:g}, and a fifth of it where so named. "
         f"{s.eval_prompts} held-out prompts are asked every {s.eval_every} steps, "
-        f"{s.test_prompts} test prompts once, after the last.",
+        f"{s.test_prompts} test prompts once, after the last. RLOO samples each prompt "
+        f"{RLOO_SAMPLES} times, so that it sees {RLOO_SAMPLES} times the responses; all others "
+        "sample it once.",
     ]
     return "\n\n".join([*words, *_judges(results, runs)])
 
@@ -138,6 +144,14 @@ def _judges(results: Results, runs: dict[str, Run]) -> list[str]:
     ]
     if len(rows) > 1:
         words.append(table(["learning rate", "epochs", "held-out pairs", "reward model"], rows))
+        pairs = data_config(
+            results.settings, "tldr", results.settings.reward_prompt_tokens
+        ).eval_size
+        chance = 196 * math.sqrt(0.25 / pairs)
+        words.append(
+            "Which one teaches is settled in the script and not by this table: a share of "
+            f"{pairs:,} pairs is known to {chance:.0f} points."
+        )
     return words
 
 
@@ -182,13 +196,16 @@ def _scores(results: Results, methods: Sequence[Method]) -> str:
         kl = measure(answers, "kl")
         if label == LABELS["best-of-8"]:
             kl = kl_bound(8)
+        aim = "" if label == LABELS["best-of-8"] else _mean(interval(results.objective(answers)))
         wins = [win_rate(answers, results.sft, judge) for judge in ("reward", "gold")]
         shown = ["", ""] if label == "SFT" else [_share(*win) for win in wins]
         rest = [f"{measure(answers, 'length'):.1f}", f"{measure(answers, 'repetition'):.1%}"]
         ended = f"{measure(answers, 'ended'):.0%}"
         seeds = str(len(answers))
-        rows.append([label, seeds, _mean(score), f"{kl:.1f}", _mean(gold), *shown, *rest, ended])
-    header = ["", "seeds", "score", "KL", "second reward model"]
+        ours = [_mean(score), f"{kl:.1f}", aim, _mean(gold)]
+        rows.append([label, seeds, *ours, *shown, *rest, ended])
+    beta = f"{results.settings.beta:g}"
+    header = ["", "seeds", "score", "KL", f"score \u2212 {beta} KL", "second reward model"]
     header += ["wins over SFT", "by the second", "tokens", "repetition", "ended"]
     note = (
         "The second reward model, from other pairs with another seed, is the check against "
@@ -215,7 +232,12 @@ def _equal_kl(methods: Sequence[Method]) -> str:
                 beside = f"{middle:+.2f} [{low:+.2f}, {high:+.2f}] at {level:.1f}"
         rows.append([method.label, *shown, beside.replace("-", "\u2212")])
     header = ["score where the KL first passes", *map(str, LEVELS), "over PPO at a common KL"]
-    note = "Intervals are bootstrapped over prompts and seeds; one seed has no spread of its own."
+    note = (
+        "Read from the curves of held-out prompts. A run that moves fast passes a KL long before "
+        "it has settled, so this favours slow ones; the test table's score less beta times KL "
+        "compares where they end. Intervals are bootstrapped over prompts and seeds; one seed has "
+        "no spread of its own."
+    )
     return f"## Score at equal KL\n\n{table(header, rows)}\n\n{note}"
 
 
@@ -247,6 +269,27 @@ def _pace(results: Results, methods: Sequence[Method]) -> str:
             "alone (below)."
         )
     return f"## How soon\n\n{table(header, rows)}\n\n{note}"
+
+
+def _critics(results: Results, methods: Sequence[Method]) -> str:
+    """How much of the returns critics foresee: what credit by action rests on."""
+    quarter = max(1, results.settings.steps // 4)
+    ranges = [(i * quarter + 1, (i + 1) * quarter) for i in range(4)]
+    rows: list[list[str]] = []
+    for method in methods:
+        found = [(r["step"], r[EXPLAINED]) for m in method.runs for r in m.train if EXPLAINED in r]
+        if found:
+            parts = [[x for step, x in found if low <= step <= high] for low, high in ranges]
+            cells = [f"{statistics.median(x):.2f}" if x else "" for x in parts]
+            rows.append([method.label, *(cell.replace("-", "\u2212") for cell in cells)])
+    if not rows:
+        return ""
+    header = ["explained variance in steps", *(f"{low} to {high}" for low, high in ranges)]
+    note = (
+        "Medians. 1 would be a critic that foresees all of what follows, 0 one that knows nothing "
+        "but the mean; below 0 it misleads, and advantages are mostly its mistakes."
+    )
+    return f"## Critics\n\n{table(header, rows)}\n\n{note}"
 
 
 def _reached(numbers: Sequence[float], form: str) -> str:
@@ -330,7 +373,7 @@ def _gpu(results: Results) -> str:
         if name == "limit":
             continue
         cells = [f"{times.get(f'time/{phase}', math.nan):.3f}" for phase in phases]
-        samples = batch * (4 if name == "rloo" else 1)
+        samples = batch * (RLOO_SAMPLES if name == "rloo" else 1)
         rate = samples / times["time/step"]
         tokens = samples * times["response_tokens"] / times["time/rollout"]
         memory = times.get("peak_memory_gib")

@@ -32,6 +32,7 @@ LABELS = {
     "ppo-weak": "PPO, a fifth of beta",
     "n5-sum": "n = 5, sum",
     "n5-mean": "n = 5, mean",
+    "n5-split": "n = 5, mean, last token apart",
     "n10-sum": "n = 10, sum",
     "ninf-sum": "n = inf, sum",
     "ninf-mean": "n = inf, mean",
@@ -130,6 +131,12 @@ class Results:
 
     def by_prompt(self, answers: Sequence[Sequence[Line]], judge: str) -> list[float]:
         return mean_by_position([self.scores(lines, judge) for lines in answers]) or []
+
+    def objective(self, answers: Sequence[Sequence[Line]]) -> list[float]:
+        """By prompt, what all methods are trained for: the score less beta times the KL."""
+        kl = mean_by_position([[line["kl"] or 0.0 for line in lines] for lines in answers]) or []
+        scores = self.by_prompt(answers, "reward")
+        return [score - self.settings.beta * each for score, each in zip(scores, kl)]
 
     def step_seconds(self, name: str) -> float:
         """Seconds of a step alone; n-grams that were not timed cost what PPO's step costs."""

@@ -34,7 +34,7 @@ class Settings:
     """Steps of the runs on HH and MBPP."""
     seeds: int = 3
     extras: bool = False
-    """More seeds of mean pooling and of PPO with the weaker KL, after everything else."""
+    """More seeds of mean pooling and of the controls, after everything else."""
     rates: tuple[float, ...] = (4e-5, 2e-5)
     """Learning rates tried for every method."""
     try_steps: int = 40

@@ -56,6 +56,20 @@ def test_single_tokens_come_first_and_other_settings_stand_apart(make_run):
     assert differences(groups) == [("segmenter.n", ["1", "5"])]
 
 
+def test_of_several_baselines_the_one_with_most_seeds_comes_first(make_run):
+    weak = make_run("ppo-weak-s0", seed=0, config=_config("w", 0, 1, kl_coef=0.01))
+    seeds = [make_run(f"ppo-s{i}", seed=i, config=_config(f"p{i}", i, 1)) for i in (0, 1)]
+    groups = group_runs([read_run(path) for path in (weak, *seeds)])
+    assert [group.label for group in groups] == ["ppo", "ppo-weak"]
+
+
+def test_a_lone_seed_is_named_as_several_would_be(make_run):
+    names = {"n5-s0": "n5", "n5-s1": "n5-s1", "gpt-2": "gpt-2", "x seed=0": "x"}
+    for name, label in names.items():
+        run = read_run(make_run(name, seed=0, config=_config(name, 0, 5)))
+        assert [group.label for group in group_runs([run])] == [label]
+
+
 def test_runs_without_a_config_are_never_taken_for_seeds(make_run):
     runs = [read_run(make_run(f"{i}/ppo", metrics=_train(1.0))) for i in (1, 2)]
     assert [group.label for group in group_runs(runs)] == ["1/ppo", "2/ppo"]
@@ -89,4 +103,7 @@ def test_segmenters_in_words():
     assert words(type="ngram", n=math.inf) == "whole response (n = inf)"
     assert words(type="ngram", n=5) == "n-gram, n = 5"
     assert words(type="perplexity", kind="mean", max_length=None) == "perplexity, kind = mean"
+    parsed = {"type": "constituents", "cutoff": 5, "inclusive": False, "sentences": False}
+    assert words(**parsed, parser="english") == "constituents, cutoff = 5"
+    assert words(**parsed, parser="python") == "constituents, cutoff = 5, parser = python"
     assert describe_segmenter({}) == ""

@@ -12,7 +12,7 @@ from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.train import ppo
 from marlhf.train.distributed import start
-from marlhf.train.guards import Guards, warn_apart
+from marlhf.train.guards import CriticWatch, Guards, warn_apart, warn_divided
 from marlhf.train.measure import Clock
 from marlhf.train.parts import NOTHING
 from marlhf.train.run import RunError
@@ -191,6 +191,51 @@ def test_an_evaluation_before_the_first_step_looks_for_it(ppo_config, monkeypatc
     monkeypatch.setattr("marlhf.train.guards.warn", said.append)
     run(ppo_config(num_steps=2, eval_every=1))
     assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"pooling": "mean", "segmenter": NGram(5)}, 1),
+        ({"pooling": "mean", "segmenter": NGram(5), "split_last": True}, 0),
+        ({"pooling": "mean", "segmenter": NGram(1)}, 0),
+        ({"pooling": "sum", "segmenter": NGram(5)}, 0),
+    ],
+)
+def test_a_score_that_a_mean_divides_is_told(ppo_config, monkeypatch, change, told):
+    said = []
+    monkeypatch.setattr("marlhf.train.guards.warn", said.append)
+    warn_divided(ppo_config(**change))
+    assert len(said) == told
+
+
+@pytest.mark.parametrize(
+    ("explained", "told"),
+    [
+        ([-3.0] * 25 + [0.2] * 60, 0),  # it may take its time to find the scale
+        ([-0.5] * 90, 0),
+        ([-3.0] * 90, 1),
+        ([0.5] * 50 + [-30.0] * 40, 1),
+        ([0.5, -30.0, 0.4, 0.5] * 25, 0),
+    ],
+)
+def test_a_critic_that_misleads_for_long_is_told_once(ppo_config, monkeypatch, explained, told):
+    said = []
+    monkeypatch.setattr("marlhf.train.guards.warn", said.append)
+    watch = CriticWatch(ppo_config())
+    for step, value in enumerate(explained, 1):
+        watch(step, value)
+    assert len(said) == told
+    assert all("the critic misleads" in line for line in said)
+
+
+def test_training_says_so(ppo_config, monkeypatch):
+    said = []
+    for name, value in {"PATIENCE": 2, "WINDOW": 2, "MISLEADS": 2.0, "warn": said.append}.items():
+        monkeypatch.setattr(f"marlhf.train.guards.{name}", value)  # even a perfect one is too bad
+    run(ppo_config(num_steps=3, pooling="mean", segmenter=NGram(5)))
+    assert [line for line in said if line.startswith("step 2: the critic misleads")]
+    assert [line for line in said if line.startswith("pooling: mean divides the score")]
 
 
 def test_guards_judge_by_hand():

@@ -138,7 +138,7 @@ def is_labelled(series: Sequence[object]) -> bool:
 def margin_for(names: Sequence[str]) -> float:
     """Room on the right for names at the ends of lines."""
     longest = max((min(len(name), MAX_LABEL_CHARS) for name in names), default=0)
-    return 20 + 6.6 * longest if longest else RIGHT
+    return 22 + 7.2 * longest if longest else RIGHT
 
 
 def end_labels(ends: Sequence[tuple[str, str, float, float]], axes: tuple[Axis, Axis]) -> str:

@@ -150,18 +150,21 @@ def group_runs(runs: list[Run]) -> list[Group]:
             key = json.dumps([run.stage, sorted(_in_text(picked).items())])
         together.setdefault(key, []).append(run)
         settings_of[key] = picked
-    ordered = sorted(together, key=lambda key: _place(together[key][0], settings_of[key]))
+    ordered = sorted(together, key=lambda key: _place(together[key], settings_of[key]))
     seeds = [sorted(together[key], key=lambda run: run.seed or 0) for key in ordered]
     picks = [settings_of[key] for key in ordered]
     parts = zip(_labels(seeds, picks), seeds, picks)
     return [Group(label, runs, i, pick) for i, (label, runs, pick) in enumerate(parts)]
 
 
-def _place(run: Run, picked: dict[str, Any]) -> tuple[Any, ...]:
-    """Policies first, single tokens first among them, and longer n-grams after shorter."""
-    n = picked.get("segmenter.n")
+def _place(runs: list[Run], picked: dict[str, Any]) -> tuple[Any, ...]:
+    """Policies first, single tokens first among them, and longer n-grams after shorter.
+
+    Of several with single tokens the one with most seeds is what others are measured against.
+    """
+    run, n = runs[0], picked.get("segmenter.n")
     size = float(n) if isinstance(n, (int, float)) and not isinstance(n, bool) else math.inf
-    return (not run.is_policy, not is_token_level(run.config), run.is_policy and size)
+    return not run.is_policy, not is_token_level(run.config), run.is_policy and size, -len(runs)
 
 
 def is_token_level(config: dict[str, Any]) -> bool:
@@ -175,7 +178,7 @@ def is_token_level(config: dict[str, Any]) -> bool:
 
 
 def describe_segmenter(config: dict[str, Any]) -> str:
-    """A segmenter in a few words, for tables."""
+    """A segmenter in a few words, for tables: what is off, or as usual, goes without saying."""
     segmenter = config.get("segmenter")
     if not isinstance(segmenter, dict):
         return str(segmenter) if segmenter else ""
@@ -185,7 +188,8 @@ def describe_segmenter(config: dict[str, Any]) -> str:
             return "single tokens (n = 1)"
         n = segmenter.get("n", 5)
         return "whole response (n = inf)" if n == math.inf else f"n-gram, n = {n}"
-    rest = ", ".join(f"{k} = {v}" for k, v in segmenter.items() if k != "type" and v is not None)
+    said = {k: v for k, v in segmenter.items() if k != "type" and v not in (None, False)}
+    rest = ", ".join(f"{k} = {v}" for k, v in said.items() if (k, v) != ("parser", "english"))
     return f"{kind}, {rest}" if rest else kind
 
 
@@ -294,6 +298,8 @@ def unflatten(picked: dict[str, Any]) -> dict[str, Any]:
 
 def _shared_name(seeds: list[Run]) -> str:
     names = {run.name for run in seeds}
+    if len(seeds) == 1 and seeds[0].seed is not None:
+        return re.sub(rf"[-_. ]+(seed|s)[-_. =]*{seeds[0].seed}$", "", seeds[0].name)
     if len(names) > 1:
         names = {re.sub(r"[-_. ]*(seed|s)?[-_. =]*\d+$", "", name) for name in names} - {""}
     return names.pop() if len(names) == 1 else seeds[0].name

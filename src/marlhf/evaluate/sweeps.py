@@ -137,8 +137,15 @@ def value_text(value: Any) -> str:
 
 
 def _names(shared: list[dict[str, Any]]) -> list[str]:
-    """What tells lines apart: the settings in which they differ from one another."""
-    rows = differing(shared)
+    """What tells lines apart: the settings in which they differ from one another.
+
+    The rule comes first, and what only goes along with the settings before it is left out.
+    """
+    rows: list[tuple[str, list[str | None]]] = []
+    for key, values in sorted(differing(shared), key=lambda row: not row[0].startswith(RULE)):
+        known = list(zip(*(told for _, told in rows))) if rows else [()] * len(values)
+        if len(set(zip(known, values))) > len(set(known)):
+            rows.append((key, values))
     if not rows:
         return [""] * len(shared)
     return [

@@ -1,20 +1,30 @@
-"""Signs of reward hacking and of settings that surprise."""
+"""Signs of reward hacking, of a critic that misleads, and of settings that surprise."""
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from marlhf.core import NGram
 from marlhf.train.progress import warn
 from marlhf.train.run import RunError
 
 if TYPE_CHECKING:
+    from marlhf.train.ppo_config import PPOConfig
     from marlhf.train.rl_config import RLConfig
 
 
 APART = 0.5
 """Nats a response that bfloat16 explains: SmolLM2-135M, with activations of 25,000, has 0.04 in
 35 tokens."""
+
+MISLEADS = -1.0
+"""Explained variance below which a critic adds more noise than the returns have. Runs that learnt
+well on TL;DR (docs/results.md) begin at -0.5 and are above 0 after 20 steps."""
+PATIENCE, WINDOW = 40, 20
+"""Steps in which a critic may find its scale, and the last steps that are judged."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,44 @@ def warn_apart(kl: float, config: RLConfig) -> None:
             f"before the first step the KL to the reference is {kl:.2g} nats a response. Unless "
             "you gave another model as the reference it should be 0: what samples and what scores "
             "disagree. Try precision: float32, or engine: native where it is vllm."
+        )
+
+
+class CriticWatch:
+    """Says once that the critic's values have long explained less than nothing of the returns."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        self.config = config
+        self.recent: deque[float] = deque(maxlen=WINDOW)
+        self.told = False
+
+    def __call__(self, step: int, explained: float) -> None:
+        self.recent.append(explained)
+        if self.told or step < PATIENCE or len(self.recent) < WINDOW:
+            return
+        middle = statistics.median(self.recent)
+        if middle < MISLEADS:
+            self.told = True
+            warn(
+                f"step {step}: the critic misleads: in the last {WINDOW} steps its values "
+                f"explained less than nothing of the returns (explained variance {middle:.2g}), so "
+                f"advantages are mostly its mistakes. {self._advice()}"
+            )
+
+    def _advice(self) -> str:
+        if self.config.pooling == "mean" and not self.config.split_last:
+            return "Set split_last: true, or pooling: sum."
+        return "Raise critic_learning_rate, or bring scores to unit scale by normalize_scores."
+
+
+def warn_divided(config: PPOConfig) -> None:
+    """The score lies on the last token, and a mean over the last macro action divides it."""
+    one = isinstance(config.segmenter, NGram) and config.segmenter.n == 1
+    if config.pooling == "mean" and not config.split_last and not one:
+        warn(
+            "pooling: mean divides the score by the length of the last macro action, which the "
+            "critic cannot foresee: on TL;DR critics hardly learnt it (docs/results.md). The "
+            "authors' code has split_last: true beside it; pooling: sum divides nothing."
         )
 
 

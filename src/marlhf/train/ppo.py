@@ -38,7 +38,7 @@ from marlhf.train.experience import (
     drift,
     reward_parts,
 )
-from marlhf.train.guards import warn_early
+from marlhf.train.guards import CriticWatch, warn_divided, warn_early
 from marlhf.train.kl import KLController
 from marlhf.train.loop import Loop, open_run
 from marlhf.train.measure import Clock, explained_variance, to_numbers
@@ -57,6 +57,7 @@ def train(config: PPOConfig, parts: Parts = NOTHING) -> Path:
     if run.finished:
         return run.model
     warn_early(config)
+    warn_divided(config)
     torch.manual_seed(config.seed)
     models = load_models(config, parts, world, critic=True)
     examples, held_out = load_prompts(config, models, parts)
@@ -85,6 +86,7 @@ def train(config: PPOConfig, parts: Parts = NOTHING) -> Path:
         metric="score",
     )
     probe = Probe(config, models, held_out, loop, collect, sample_credit)
+    watch = CriticWatch(config)
     if state := loop.resume():
         set_generator_state(sampler, state["sampler"])
         set_generator_state(shuffler, state["shuffler"])
@@ -118,6 +120,7 @@ def train(config: PPOConfig, parts: Parts = NOTHING) -> Path:
             metrics |= describe(experience, plan, controller.coef) | reward_parts(models)
             numbers = to_numbers(metrics) | clock.times(len(batch))
             controller.update(numbers["ppo/kl"], len(batch))
+            watch(step, numbers["ppo/explained_variance"])
             loop.log(numbers, show=("ppo/score", "ppo/kl", "ppo/length"))
             if loop.must_evaluate:
                 loop.verdict = probe(step, controller.coef)
