@@ -1,7 +1,7 @@
 """The evidence: SFT, reward models and every method on real preferences, on one GPU.
 
     python bench/evidence_tldr.py --model HuggingFaceTB/SmolLM2-135M-Instruct --out runs/evidence \\
-        --task tldr hh mbpp --jobs 7 --minutes 25
+        --task tldr hh mbpp --jobs 8
     python bench/evidence_report.py runs/evidence/evidence.tar.xz --docs docs
 
 Data comes from the hub, or from files: --pairs (TL;DR), --hh, --mbpp. Who learns from which rows is
@@ -16,8 +16,8 @@ are asked once, at the end.
 What it costs on one H200 (torch 2.11) with the default settings: a PPO step of 128 prompts of up
 to 240 tokens with 48 new ones takes 0.275 s of the GPU where four runs share it, 0.253 s where
 eight do; a run takes another half minute to start and to compile, in which others have it. SFT is
-half a minute, a reward model one to two minutes, all of HH and MBPP six minutes side by side. From
-these TL;DR without --extras is reckoned to take 25 minutes.
+half a minute, a reward model one to three minutes. With --jobs 8 all of TL;DR without --extras took
+23 minutes and the times of steps alone 2.5 more; HH and MBPP took six minutes, beside others.
 """
 
 from __future__ import annotations

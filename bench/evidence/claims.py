@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from evidence.results import (
     Method,
@@ -185,7 +186,7 @@ def _gold(results: Results, base: Method, have: dict[str, Method]) -> list[Claim
     for name in POOLED:
         if name not in have:
             continue
-        pairs = zip(have[name].answers, base.answers)
+        pairs = product(have[name].answers, base.answers)  # each seed beside each
         rates = [win_rate([ours], theirs, "gold") for ours, theirs in pairs]
         share, low, high = (sum(x[i] for x in rates) / len(rates) for i in range(3))
         says = f"{have[name].label} is preferred to PPO by a judge that did not train it"

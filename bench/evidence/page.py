@@ -160,7 +160,19 @@ def _claims(results: Results) -> str:
     if not made:
         return ""
     rows = [claim.row for claim in made]
-    return "## What holds of the paper's claims\n\n" + table(["", "here it", "because"], rows, 3)
+    words = [
+        "Sum pooling is the paper's equation, mean pooling its authors' code. What we make of it "
+        "is in [The algorithm](algorithm.md#what-the-evidence-says)."
+    ]
+    if not results.method("n5-split").finished:
+        words.append(
+            "Mean pooling here divides the score as well, which lies on the last token; the "
+            "authors' code makes that token an action of its own "
+            "([why it matters](algorithm.md#what-mean-pooling-does)), which has not been run here: "
+            "`--extras` does."
+        )
+    verdicts = table(["", "here it", "because"], rows, 3)
+    return "\n\n".join(["## What holds of the paper's claims", " ".join(words), verdicts])
 
 
 def _figures(results: Results, methods: Sequence[Method], folder: Path) -> str:
@@ -287,7 +299,9 @@ def _critics(results: Results, methods: Sequence[Method]) -> str:
     header = ["explained variance in steps", *(f"{low} to {high}" for low, high in ranges)]
     note = (
         "Medians. 1 would be a critic that foresees all of what follows, 0 one that knows nothing "
-        "but the mean; below 0 it misleads, and advantages are mostly its mistakes."
+        "but the mean; below 0 it misleads, and advantages are mostly its mistakes. What follows "
+        "is partly the critic's own guess, the more so the shorter lambda reaches, so only rows of "
+        "the same reach compare."
     )
     return f"## Critics\n\n{table(header, rows)}\n\n{note}"
 

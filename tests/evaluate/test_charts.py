@@ -146,3 +146,9 @@ def test_labels_are_escaped_in_every_chart():
     for chart in charts:
         ElementTree.fromstring(chart)
         assert "<script" not in chart
+
+
+def test_a_key_tells_dashed_lines_from_whole_ones_of_the_same_colour():
+    lines = [Series(f"run {i}", [(0, 0)], "red", dash="5 3" * (i > 7)) for i in range(9)]
+    assert legend_of(lines).count('class="dot"') == 8
+    assert '<i class="dashed" style="--key:red"></i>run 8' in legend_of(lines)

@@ -81,7 +81,7 @@ def test_what_goes_along_with_the_rule_is_not_in_a_line_s_name(sweep):
     rates = ((5, 4e-5), (math.inf, 2e-5))
     made = [_ngrams(n, learning_rate=rate, **each)[0] for n, rate in rates for each in both]
     (found,) = [each for each in find_sweeps(sweep(*made)) if each.key == "pooling"]
-    assert [name for name, _ in found.lines] == ["n=5", "n=.inf"]
+    assert [name for name, _ in found.lines] == ["n=5", "n=inf"]
 
 
 def test_rules_are_words_and_their_lengths_have_a_figure_of_their_own(sweep):

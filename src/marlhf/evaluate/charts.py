@@ -266,14 +266,17 @@ class Named(Protocol):
 
 def legend_of(lines: Sequence[Named]) -> str:
     """A colour key where lines are too many to be named at their ends."""
-    return "" if is_labelled(lines) else legend([(line.label, line.colour) for line in lines])
+    if is_labelled(lines):
+        return ""
+    return legend([(line.label, line.colour, getattr(line, "dash", "")) for line in lines])
 
 
-def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Colour keys as HTML, so that long names wrap; (label, colour) each."""
+def legend(entries: Sequence[tuple[str, str, str]]) -> str:
+    """Colour keys as HTML, so that long names wrap; (label, colour, dash) each."""
     keys = "".join(
-        f'<span><i style="background:{colour}"></i>{text(label)}</span>'
-        for label, colour in entries
+        f'<span><i class="{"dashed" if dash else "dot"}" style="--key:{colour}"></i>'
+        f"{text(label)}</span>"
+        for label, colour, dash in entries
     )
     return f'<div class="legend">{keys}</div>'
 

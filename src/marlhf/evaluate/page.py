@@ -237,7 +237,9 @@ figcaption b{font-weight:620}
 figure p{font-size:13px;color:var(--soft);margin:2px 0 0;line-height:1.45}
 .csv{flex:none;white-space:nowrap;font-size:11.5px;color:var(--faint);letter-spacing:.02em}
 .legend{display:flex;flex-wrap:wrap;gap:0 14px;font-size:12.5px;color:var(--soft);margin:2px 0 3px}
-.legend i{width:8px;height:8px;margin-right:5px}
+.legend i{width:8px;height:8px;margin-right:5px;background:var(--key)}
+.legend i.dashed{width:15px;height:3px;border-radius:0;vertical-align:middle;
+background:repeating-linear-gradient(90deg,var(--key) 0 6px,transparent 6px 9px)}
 svg{display:block;width:100%;height:auto;overflow:hidden}
 svg text{font-size:11px;fill:var(--soft)}
 svg .name{fill:var(--ink);font-weight:600}

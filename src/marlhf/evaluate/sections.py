@@ -40,7 +40,7 @@ def timing(policies: list[Group]) -> str:
         "Seconds a step",
         stacked_bars(bars, x_label="mean seconds a step"),
         file="seconds a step",
-        key=legend(list(keys)),
+        key=legend([(*each, "") for each in keys]),
         header=["run", "phase", "seconds"],
         rows=rows,
     )

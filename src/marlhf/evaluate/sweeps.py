@@ -149,7 +149,10 @@ def _names(shared: list[dict[str, Any]]) -> list[str]:
     if not rows:
         return [""] * len(shared)
     return [
-        ", ".join(f"{key.rpartition('.')[2]}={values[i] or 'none'}" for key, values in rows)
+        ", ".join(
+            f"{key.rpartition('.')[2]}={(values[i] or 'none').removeprefix('.')}"
+            for key, values in rows
+        )
         for i in range(len(shared))
     ]
 
