@@ -310,6 +310,18 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+def memory_words(peak: float, gpu: float | None) -> str:
+    """What memory was needed, in GiB, and whether there was room to go faster.
+
+    >>> memory_words(12.8, 139.8)
+    "12.8 of the GPU's 140 GiB at most: a larger token_budget would fit, and may be faster"
+    """
+    if gpu is None:
+        return f"{peak:.1f} GiB at most, of RAM"
+    room = ": a larger token_budget would fit, and may be faster" if peak < gpu / 4 else ""
+    return f"{peak:.1f} of the GPU's {gpu:.0f} GiB at most{room}"
+
+
 def finish(run: RunFolder, summary: dict[str, Any], next_step: str = "") -> Path:
     """Close the run and say where things are."""
     run.state["peak_memory_gib"] = peak = peak_memory()
@@ -321,7 +333,11 @@ def finish(run: RunFolder, summary: dict[str, Any], next_step: str = "") -> Path
     )
     say(f"{run.path.name} finished in {run.state['seconds']:.0f} s  {numbers}", style="bold green")
     say(f"  model   {run.model}\n  metrics {run.path / 'metrics.jsonl'}")
-    say(f"  memory  {peak:.1f} GiB at most, of {'the GPU' if torch.cuda.is_available() else 'RAM'}")
+    gpu = None
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        gpu = device.total_memory / 2**30
+    say(f"  memory  {memory_words(peak, gpu)}")
     if next_step:
         say(f"  next    {next_step}")
     return run.model
