@@ -17,7 +17,7 @@ from evidence.results import (
 )
 from marlhf.evaluate.stats import paired_difference
 
-CONTROLLED = ("n5-sum", "n5-mean", "n5-split", "n5-short", "ppo-weak", "ppo-horizon")
+CONTROLLED = ("n5-sum", "n5-mean", "n5-split", "n5-start", "n5-short", "ppo-weak", "ppo-horizon")
 """Macro actions, and PPO with what else they change: the KL penalty, and how far ahead it looks."""
 BREAK = "<br>"
 """A new line in a cell of a Markdown table."""

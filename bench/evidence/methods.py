@@ -39,16 +39,18 @@ FAMILIES = {
     "ppo-horizon": "ppo",
     "n5-short": "macro",
     "n5-split": "macro",
+    "n5-start": "macro",
 }
 """Each method on TL;DR, and whose learning rate it takes: tries are made with the first of each.
 They begin in this order: the longest first, and what may be left out last."""
 SEEDED = ("ppo", "n5-sum")
 """Methods with several seeds."""
-EXTRA = ("n5-split", "n5-mean", "ppo-weak", "ppo-horizon", "n5-short")
+EXTRA = ("n5-split", "n5-start", "n5-mean", "ppo-weak", "ppo-horizon", "n5-short")
 """Methods that get more seeds with --extras, in this order."""
-OPTIONAL = ("n5-split",)
-"""Methods that only --extras has: the authors' code not only averages the rewards of an action, it
-also makes the last token, which carries the score, an action of its own."""
+OPTIONAL = ("n5-split", "n5-start")
+"""Methods that only --extras has. The authors' code not only averages the rewards of an action, it
+also makes the last token, which carries the score, an action of its own. And the value before an
+action, unlike the mean of values inside it, has not seen what it is to judge."""
 SMALL = {"hh": ("ppo", "n5-sum"), "mbpp": ("ppo", "n10-sum")}
 SMALL_RATE = 2e-5
 """Learning rate on HH and MBPP, where nothing was tried."""
@@ -137,6 +139,7 @@ def method(
         "n5-sum": {"segmenter": NGram(5)},
         "n5-mean": {"segmenter": NGram(5), "pooling": "mean"},
         "n5-split": {"segmenter": NGram(5), "pooling": "mean", "split_last": True},
+        "n5-start": {"segmenter": NGram(5), "sigma": "start"},
         "ninf-sum": {"segmenter": NGram(math.inf)},
         "ninf-mean": {"segmenter": NGram(math.inf), "pooling": "mean"},
         "perplexity": {"segmenter": Perplexity()},

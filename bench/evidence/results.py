@@ -33,6 +33,7 @@ LABELS = {
     "n5-sum": "n = 5, sum",
     "n5-mean": "n = 5, mean",
     "n5-split": "n = 5, mean, last token apart",
+    "n5-start": "n = 5, sum, sigma start",
     "n10-sum": "n = 10, sum",
     "ninf-sum": "n = inf, sum",
     "ninf-mean": "n = inf, mean",

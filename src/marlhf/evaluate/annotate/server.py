@@ -124,7 +124,7 @@ def serve(
         lifespan="off",
         ws="none",
         server_header=False,
-        timeout_graceful_shutdown=3,
+        timeout_graceful_shutdown=10,
     )
     server, where = uvicorn.Server(config), address(listener, token)
     # In a thread, so that it also works where a loop runs already, as in a notebook.
