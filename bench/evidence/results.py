@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from evidence.jobs import TEST_SEED, normaliser, read_jsonl
-from evidence.methods import FAMILIES
 from evidence.settings import Settings, read
 from evidence.timing import read_timing
 from marlhf.evaluate.groups import Group
@@ -135,7 +134,7 @@ class Results:
 
     def objective(self, answers: Sequence[Sequence[Line]]) -> list[float]:
         """By prompt, what all methods are trained for: the score less beta times the KL."""
-        kl = mean_by_position([[line["kl"] or 0.0 for line in lines] for lines in answers]) or []
+        kl = mean_by_position([[line["kl"] for line in lines] for lines in answers]) or []
         scores = self.by_prompt(answers, "reward")
         return [score - self.settings.beta * each for score, each in zip(scores, kl)]
 
@@ -264,7 +263,3 @@ def ahead_at(base: Method, method: Method, level: float) -> tuple[float, float, 
 def common_kl(*methods: Method) -> float:
     """A KL that all the methods pass: nine tenths of the lowest of their highest."""
     return 0.9 * min(max(float(kl.mean()) for kl in m.kls.values()) for m in methods)
-
-
-def family_of(name: str) -> str:
-    return FAMILIES[name]

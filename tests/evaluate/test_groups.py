@@ -106,4 +106,5 @@ def test_segmenters_in_words():
     parsed = {"type": "constituents", "cutoff": 5, "inclusive": False, "sentences": False}
     assert words(**parsed, parser="english") == "constituents, cutoff = 5"
     assert words(**parsed, parser="python") == "constituents, cutoff = 5, parser = python"
+    assert words(type="my:Rule", threshold=0) == "my:Rule, threshold = 0"
     assert describe_segmenter({}) == ""

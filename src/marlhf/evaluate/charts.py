@@ -256,19 +256,21 @@ def scatter(series: Series, *, x_label: str, y_label: str) -> str:
 
 
 class Named(Protocol):
-    """Whatever has a name and a colour: a line, a trail of dots."""
+    """Whatever has a name, a colour and perhaps a dash: a line, a trail of dots."""
 
     @property
     def label(self) -> str: ...
     @property
     def colour(self) -> str: ...
+    @property
+    def dash(self) -> str: ...
 
 
 def legend_of(lines: Sequence[Named]) -> str:
     """A colour key where lines are too many to be named at their ends."""
     if is_labelled(lines):
         return ""
-    return legend([(line.label, line.colour, getattr(line, "dash", "")) for line in lines])
+    return legend([(line.label, line.colour, line.dash) for line in lines])
 
 
 def legend(entries: Sequence[tuple[str, str, str]]) -> str:

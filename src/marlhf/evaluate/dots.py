@@ -59,6 +59,7 @@ class Trail:
     label: str
     colour: str
     dots: Sequence[tuple[int, Dot]]
+    dash: str = ""
 
 
 def dot_rows(

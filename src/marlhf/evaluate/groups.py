@@ -188,7 +188,8 @@ def describe_segmenter(config: dict[str, Any]) -> str:
             return "single tokens (n = 1)"
         n = segmenter.get("n", 5)
         return "whole response (n = inf)" if n == math.inf else f"n-gram, n = {n}"
-    said = {k: v for k, v in segmenter.items() if k != "type" and v not in (None, False)}
+    off = (None, False)
+    said = {k: v for k, v in segmenter.items() if k != "type" and not any(v is x for x in off)}
     rest = ", ".join(f"{k} = {v}" for k, v in said.items() if (k, v) != ("parser", "english"))
     return f"{kind}, {rest}" if rest else kind
 
