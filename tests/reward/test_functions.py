@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from marlhf.data import Row
-from marlhf.reward import RewardModel
-from marlhf.reward.functions import RewardError, RewardFunction, Rewards, import_function
+from marlhf.reward import RewardError, RewardFunction, RewardModel, Rewards, import_function
 
 ROWS = [
     Row("The fox", columns={"answer": "red", "level": 1}),

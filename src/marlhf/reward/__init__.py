@@ -1,7 +1,8 @@
 """What scores a response: reward models, Python functions, and weighted sums of them."""
 
-from marlhf.reward.functions import RewardError, RewardFunction, Rewards, Scorer, import_function
+from marlhf.reward.functions import RewardError, RewardFunction, Scorer, import_function
 from marlhf.reward.model import RewardModel
+from marlhf.reward.total import Rewards
 
 __all__ = [
     "RewardError",

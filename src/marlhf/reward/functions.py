@@ -1,4 +1,4 @@
-"""Rewards written in Python, in TRL's form, and weighted sums of rewards of any kind.
+"""Rewards written in Python, in TRL's form.
 
     def brevity(prompts, completions, **columns) -> list[float | None]:
         return [-len(completion) / 100 for completion in completions]
@@ -246,7 +246,7 @@ class RewardFunction:
         self, error: Exception, at: int | None, rows: Sequence[Row], texts: Sequence[str]
     ) -> str:
         sample = (
-            f"The sample that caused it:\n{_sample(rows[at], texts[at])}"
+            f"The sample that caused it:\n{show_sample(rows[at], texts[at])}"
             if at is not None
             else f"No sample of the batch of {len(rows)} was found to cause it alone."
         )
@@ -282,93 +282,16 @@ class RewardFunction:
             if number is None:
                 raise RewardError(
                     f"The reward function `{self.name}` returned {_short(value)}, which is not a "
-                    f"number, for\n{_sample(row, text)}\n{wanted} where it does not apply."
+                    f"number, for\n{show_sample(row, text)}\n{wanted} where it does not apply."
                 )
             if value is not None and not abs(number) <= torch.finfo(torch.float32).max:
                 raise RewardError(
                     f"The reward function `{self.name}` returned {number} for\n"
-                    f"{_sample(row, text)}\nReturn a finite number, or None where it does not "
+                    f"{show_sample(row, text)}\nReturn a finite number, or None where it does not "
                     "apply; the same command goes on from the last checkpoint."
                 )
             scores.append(number)
         return torch.tensor(scores, dtype=torch.float32, device=self.device)
-
-
-class Rewards:
-    """A weighted sum of scorers, over those that apply to a row.
-
-    >>> import torch
-    >>> def scorer(value):
-    ...     return lambda prompts, responses, rows: torch.full((len(rows),), value)
-    >>> rewards = Rewards([("helpful", scorer(2.0), 1.0), ("short", scorer(-1.0), 0.5)])
-    >>> rewards([[1]], [[2]], [Row("Why?")])
-    tensor([1.5000])
-    >>> rewards.latest["helpful"]
-    tensor(2.)
-    """
-
-    def __init__(self, parts: Sequence[tuple[str, Scorer, float]]) -> None:
-        if not parts:
-            raise RewardError("There is nothing to score responses with. Give one reward or more.")
-        self.parts: list[tuple[str, Scorer, float]] = []
-        taken: set[str] = set()
-        for name, scorer, weight in parts:
-            unique, number = name, 1
-            while unique in taken:  # two lambdas, or one function with two settings
-                number += 1
-                unique = f"{name}-{number}"
-            taken.add(unique)
-            self.parts.append((unique, scorer, weight))
-        self.latest: dict[str, Tensor] = {}
-        """Mean of each part in the last call, over the rows that it applied to."""
-
-    def check(self, rows: Sequence[Row]) -> None:
-        """Refuse data that a reward function cannot work with, before any training."""
-        for _, scorer, _ in self.parts:
-            if isinstance(scorer, RewardFunction):
-                scorer.check(rows)
-
-    @property
-    def sandbox(self) -> dict[str, bool | str]:
-        """The walls behind which programs are run, where a reward function has such `layers`.
-
-        Asked before training, this is also where a machine without a sandbox is found out.
-        """
-        functions: list[Any] = [
-            scorer.function for _, scorer, _ in self.parts if isinstance(scorer, RewardFunction)
-        ]
-        return next((f.layers for f in functions if hasattr(type(f), "layers")), {})
-
-    def __call__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        responses: Sequence[Sequence[int]],
-        rows: Sequence[Row],
-    ) -> Tensor:
-        """One score a row: [B], float32."""
-        self.latest = {}
-        total = torch.zeros(len(rows))
-        applied: Tensor | None = torch.zeros(len(rows), dtype=torch.bool)
-        for name, scorer, weight in self.parts:
-            scores = scorer(prompts, responses, rows)
-            if isinstance(scorer, RewardFunction):
-                applies = ~scores.isnan()
-                applied = None if applied is None else applied.to(scores.device) | applies
-                self.latest[name] = scores.nanmean()
-                scores = torch.where(applies, scores, 0.0)
-            else:  # a model applies to everything, and its NaN is a fault, not an opinion
-                applied = None
-                self.latest[name] = scores.mean()
-            total = total.to(scores.device) + weight * scores
-        if applied is not None and not bool(applied.all()):
-            at = int((~applied).nonzero()[0])
-            names = ", ".join(f"`{name}`" for name, _, _ in self.parts)
-            text = decode(_tokenizer(self.parts), responses[at])
-            raise RewardError(
-                f"No reward applies to this sample; {names} returned None.\n"
-                f"{_sample(rows[at], text)}\nLet one of them return a number for every row."
-            )
-        return total
 
 
 def import_function(name: str) -> Callable[..., Any]:
@@ -466,11 +389,8 @@ def _place(error: Exception) -> str:
     return f"{Path(last.filename).name}, line {last.lineno}"
 
 
-def _tokenizer(parts: Sequence[tuple[str, Scorer, float]]) -> PreTrainedTokenizerBase:
-    return next(s.tokenizer for _, s, _ in parts if isinstance(s, RewardFunction))
-
-
-def _sample(row: Row, text: str) -> str:
+def show_sample(row: Row, text: str) -> str:
+    """The sample that a message is about."""
     return f"  prompt:     {_short(row.prompt)}\n  completion: {_short(text)}"
 
 
