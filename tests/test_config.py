@@ -13,9 +13,9 @@ from marlhf.config import (
     load_config,
     load_recipe,
     load_stage,
-    shipped_recipes,
 )
 from marlhf.core import NGram, Perplexity, RandomNGram, Words
+from marlhf.recipe_files import shipped_recipes
 from marlhf.settings import describe, to_raw
 
 PIPELINE = """

@@ -329,9 +329,10 @@ def _tried(results: Results) -> str:
         own = rate / DPO_SLOWER if method == "dpo" else rate
         shown = [f"{own:g}", _mean(score), f"{measure([lines], 'kl'):.1f}"]
         rows.append([LABELS[method], *shown, f"{found[family, rate]:.2f}", taken])
+    ran = {m: family for m, family in FAMILIES.items() if results.method(m).finished}
     uses = "; ".join(
-        f"{', '.join(LABELS[m] for m, f in FAMILIES.items() if f == family)}"
-        for family in dict.fromkeys(FAMILIES.values())
+        " \u00b7 ".join(LABELS[m] for m, each in ran.items() if each == family)
+        for family in dict.fromkeys(ran.values())
     )
     header = ["tried", "learning rate", "score", "KL", "score \u2212 beta KL", ""]
     note = (

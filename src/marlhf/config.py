@@ -28,8 +28,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
+from marlhf.recipe_files import (
+    ConfigError,
+    Raw,
+    assign,
+    find_recipe,
+    merge,
+    read_override,
+    read_recipe,
+)
 from marlhf.settings import SEGMENTERS, dataclass_in
 
 KINDS = {
@@ -45,12 +52,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """`paper` is the default. `official` is what the authors' code does, for comparison."""
 
-Raw = dict[str, Any]
 T = TypeVar("T")
-
-
-class ConfigError(ValueError):
-    """One or more mistakes in a recipe, a line each."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Stage:
 def load_recipe(recipe: Path | str, overrides: list[str] | None = None) -> list[Stage]:
     """All stages of a recipe, in order. `ppo.kl_coef=0.1` overrides one stage, `seed=1` all."""
     path = find_recipe(recipe)
-    raw = _read(path)
+    raw = read_recipe(path)
     if "stages" not in raw:
         raise ConfigError(
             f"{path} has no `stages:`, so it is a single stage. "
@@ -74,13 +76,13 @@ def load_recipe(recipe: Path | str, overrides: list[str] | None = None) -> list[
     problems: list[str] = []
     names = _stage_names(raw, path)
     general: list[tuple[str, Any]] = []
-    for key, value in map(_override, overrides or []):
+    for key, value in map(read_override, overrides or []):
         first, _, rest = key.partition(".")
         if key == "output_dir":
             raw["output_dir"] = value
         elif first in names and rest:  # before `like:` is followed, so that it reaches those too
             raw["stages"][first] = dict(raw["stages"][first] or {})
-            _assign(raw["stages"][first], rest, value)
+            assign(raw["stages"][first], rest, value)
         else:
             general.append((key, value))
     stages, root = _stages(raw, path, problems)
@@ -91,7 +93,7 @@ def load_recipe(recipe: Path | str, overrides: list[str] | None = None) -> list[
             every = {key for n, s in stages.items() for key in _stage_keys(n, s)}
             problems.append(_unknown(key, first, {*every, *stages}))
         for name in known:
-            _assign(stages[name], key, value)
+            assign(stages[name], key, value)
     _check_references(stages, problems)
     for name, stage in stages.items():
         stage["output_dir"] = str(root / name)
@@ -107,7 +109,7 @@ def load_stage(
 ) -> Stage:
     """One stage: a flat recipe of that kind, or the stage called `name` (or the kind) in it."""
     path = find_recipe(recipe)
-    raw = _read(path)
+    raw = read_recipe(path)
     problems: list[str] = []
     where = ""
     stages: dict[str, Raw] = {}
@@ -125,8 +127,8 @@ def load_stage(
     else:
         name, stage = name or kind, raw
     stage["kind"] = kind
-    for key, value in map(_override, overrides or []):
-        _assign(stage, key, value)
+    for key, value in map(read_override, overrides or []):
+        assign(stage, key, value)
     if stages:
         _check_references(stages | {name: stage}, problems)
     built = _build_stage(name, stage, where, problems)
@@ -138,38 +140,13 @@ def load_stage(
 def load_config(cls: type[T], recipe: Path | str, overrides: list[str] | None = None) -> T:
     """A flat recipe as any dataclass."""
     path = find_recipe(recipe)
-    raw = _read(path)
-    for key, value in map(_override, overrides or []):
-        _assign(raw, key, value)
+    raw = read_recipe(path)
+    for key, value in map(read_override, overrides or []):
+        assign(raw, key, value)
     problems: list[str] = []
     config = _build(cls, raw, "", problems)
     _raise(problems, path)
     return config
-
-
-def find_recipe(recipe: Path | str) -> Path:
-    """A file, or the name of a recipe that comes with marlhf, with or without `.yaml`."""
-    path = Path(recipe)
-    if path.is_file():
-        return path
-    shipped = shipped_recipes()
-    wanted = str(recipe).removesuffix(".yaml").removeprefix("recipes/")
-    if wanted in shipped:
-        return shipped[wanted]
-    near = difflib.get_close_matches(wanted, shipped, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]}?" if near else f" Shipped recipes: {', '.join(shipped)}."
-    raise ConfigError(f"There is no recipe {str(recipe)!r}.{hint}")
-
-
-def shipped_recipes() -> dict[str, Path]:
-    """Name to file of every recipe that comes with marlhf."""
-    here = Path(__file__).resolve().parent
-    for root in (here / "recipes", here.parents[1] / "recipes"):
-        if root.is_dir():
-            files = sorted(root.rglob("*.yaml"))
-            named = {str(f.relative_to(root).with_suffix("")): f for f in files}
-            return {name: f for name, f in named.items() if not name.startswith("base/")}
-    return {}
 
 
 def build_segmenter(raw: Any, where: str = "segmenter") -> Any:
@@ -186,56 +163,6 @@ def kind_class(kind: str) -> type:
         raise ConfigError(_unknown(kind, kind, KINDS))
     module, _, name = KINDS[kind].partition(":")
     return getattr(importlib.import_module(module), name)
-
-
-def _read(path: Path, seen: tuple[Path, ...] = ()) -> Raw:
-    """The file's mapping, merged over what it extends."""
-    path = path.resolve()
-    if path in seen:
-        chain = " -> ".join(p.name for p in (*seen[seen.index(path) :], path))
-        raise ConfigError(f"{path} extends itself: {chain}. Remove one `extends:`.")
-    if not path.is_file():
-        raise ConfigError(f"{seen[-1] if seen else path} extends {path}, which does not exist.")
-    try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}).") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if raw is None:
-        raise ConfigError(f"{path} is empty.")
-    if not isinstance(raw, dict) or not all(isinstance(k, str) for k in raw):
-        raise ConfigError(f"{path} must be a mapping of names to settings, like `seed: 0`.")
-    parents = raw.pop("extends", [])
-    merged: Raw = {}
-    for parent in [parents] if isinstance(parents, str) else parents:
-        merged = _merge(merged, _read(path.parent / str(parent), (*seen, path)))
-    return _merge(merged, raw)
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe, and a key given twice is a mistake rather than the last one winning."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = {str(k) for k in keys if isinstance(k, str) and keys.count(k) > 1}
-        if twice:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {', '.join(sorted(twice))} is given twice", node.start_mark
-            )
-        return super().construct_mapping(node, deep)
-
-
-def _merge(base: Raw, over: Raw) -> Raw:
-    """Mappings merge, everything else replaces. Another `type` replaces the whole mapping."""
-    merged = dict(base)
-    for key, value in over.items():
-        old = merged.get(key)
-        merged[key] = value
-        if isinstance(old, dict) and isinstance(value, dict):
-            same = value.get("type", old.get("type")) == old.get("type")
-            merged[key] = _merge(old, value) if same else value
-    return merged
 
 
 def _stage_names(raw: Raw, path: Path) -> list[str]:
@@ -268,11 +195,11 @@ def _stages(raw: Raw, path: Path, problems: list[str]) -> tuple[dict[str, Raw], 
         stage = stages[name] or {}
         like = stage.get("like")
         if like is None:
-            return {"kind": name, **_merge(raw.get("defaults") or {}, stage)}
+            return {"kind": name, **merge(raw.get("defaults") or {}, stage)}
         if like not in stages:
             raise ConfigError(_unknown(f"stages.{name}.like", str(like), stages))
         own = {k: v for k, v in stage.items() if k != "like"}
-        return _merge(resolve(like, (*seen, name)), own)
+        return merge(resolve(like, (*seen, name)), own)
 
     return {name: resolve(name) for name in stages}, Path(str(raw.get("output_dir", "runs")))
 
@@ -317,7 +244,7 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage 
     problems += [
         f"{_at(where, key)}: Field required" for key in _required(kind, raw) if not raw.get(key)
     ]
-    config = _build(kind_class(kind), _merge(PRESETS[preset], raw), where, problems)
+    config = _build(kind_class(kind), merge(PRESETS[preset], raw), where, problems)
     return None if config is None else Stage(name, kind, config)
 
 
@@ -403,29 +330,6 @@ def _import(name: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     return getattr(importlib.import_module(module), attribute)
-
-
-def _override(text: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(f"Cannot read {text!r}. Write key=value, e.g. segmenter.n=3.")
-    if value.startswith("@"):
-        return key.strip(), value  # a stage's model; YAML has other plans for that sign
-    try:
-        return key.strip(), yaml.load(value, _Loader)
-    except yaml.YAMLError:
-        raise ConfigError(f"Cannot read the value of {text!r} as YAML.") from None
-
-
-def _assign(raw: Raw, key: str, value: Any) -> None:
-    *outer, last = key.split(".")
-    for part in outer:
-        inner = raw.get(part)
-        raw[part] = dict(inner) if isinstance(inner, dict) else {}
-        raw = raw[part]
-    if last == "type" and raw.get("type") != value:
-        raw.clear()  # another rule has other settings
-    raw[last] = value
 
 
 def _stage_keys(name: str, stage: Raw) -> set[str]:

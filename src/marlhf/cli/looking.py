@@ -15,7 +15,7 @@ from marlhf.cli.app import Device, MaxNewTokens, Overrides, StageName, app
 @app.command()
 def recipes() -> None:
     """List the recipes that come with marlhf."""
-    from marlhf.config import shipped_recipes
+    from marlhf.recipe_files import shipped_recipes
 
     for name, path in shipped_recipes().items():
         first = path.read_text(encoding="utf-8").splitlines()[0]
