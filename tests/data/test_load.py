@@ -145,6 +145,11 @@ def test_a_missing_file_is_not_looked_up_on_the_hub(pairs):
         load_data(DataConfig(path=pairs.replace("pairs", "pears")))
 
 
+def test_a_file_that_would_not_be_read_is_refused():
+    with pytest.raises(DataError, match=r"reads no file, but `path: mine.jsonl` is given"):
+        DataConfig(source="toy", path="mine.jsonl")
+
+
 def test_toy_rows_need_no_file():
     pytest.importorskip("marlhf.data.toy")
     loaded = load_data(DataConfig(source="toy", limit=50), "ppo", needs={"prompt"})

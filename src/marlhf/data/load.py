@@ -92,6 +92,11 @@ class DataConfig:
                 "No data is named. Set `path` to a file, a folder or a name on the hub; "
                 "or set `source: toy` to try without any."
             )
+        if self.path is not None and self.source in ("toy", "toy-code"):
+            raise DataError(
+                f"`source: {self.source}` makes its own rows and reads no file, but `path: "
+                f"{self.path}` is given. Set `source: auto` to read it."
+            )
 
 
 @dataclass(frozen=True)
