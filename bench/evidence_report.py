@@ -16,8 +16,8 @@ from evidence.pack import join, unpack
 from evidence.page import write_page
 from evidence.results import Results
 
-from marlhf.evaluate.judge import judge
-from marlhf.evaluate.report import write_report
+from marlhf.judge.compare import judge
+from marlhf.report.write import write_report
 
 
 def main() -> None:

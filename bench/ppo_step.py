@@ -42,12 +42,12 @@ from marlhf.reward import RewardModel, Rewards
 from marlhf.rollout import NativeEngine, Sampling
 from marlhf.spans import vocabulary
 from marlhf.train.distributed import start
-from marlhf.train.measure import Clock, to_numbers
 from marlhf.train.optim import make_optimizer
 from marlhf.train.ppo import appraise, collect, credit, decide, describe, update
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.stage import Example
+from marlhf.train.timing import Clock, to_numbers
 
 
 @dataclass(frozen=True)

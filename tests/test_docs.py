@@ -247,7 +247,7 @@ def test_every_file_of_a_run_is_explained(ran):
 
 
 def test_every_section_of_the_report_is_explained():
-    code = "\n".join(f.read_text("utf-8") for f in (ROOT / "src/marlhf/evaluate").glob("*.py"))
+    code = "\n".join(f.read_text("utf-8") for f in (ROOT / "src/marlhf").rglob("*.py"))
     titles = set(re.findall(r'section\(\s*"\w+",\s*"([^"]+)"', code))
     told = {row[0] for table in tables(ROOT / "docs/report.md", "section") for row in table}
     assert titles

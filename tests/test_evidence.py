@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from marlhf.config import load_recipe
-from marlhf.evaluate.runs import Evaluation, Run
+from marlhf.runs.read import Evaluation, Run
 from marlhf.train.sft import SFTConfig
 
 ROOT = Path(__file__).resolve().parents[1]

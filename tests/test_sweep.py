@@ -16,14 +16,14 @@ import yaml
 
 from marlhf import cli
 from marlhf.config import ConfigError
-from marlhf.evaluate.groups import group_runs
-from marlhf.evaluate.runs import find_runs
-from marlhf.sweep import book as books
+from marlhf.report.groups import group_runs
+from marlhf.runs.read import find_runs
+from marlhf.runs.write import RunError
 from marlhf.sweep import describe, describe_plan, jobs, make_plan, sweep
 from marlhf.sweep import run as running
+from marlhf.sweep import sweep_state as books
 from marlhf.sweep.plan import split_values
 from marlhf.train import sft
-from marlhf.train.run import RunError
 
 SMALL = {
     "defaults": {

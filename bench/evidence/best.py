@@ -10,9 +10,9 @@ from evidence.judges import load_judge
 from evidence.settings import Settings
 from marlhf.data import Row, encode_response, fit_prompts
 from marlhf.evaluate.best_of_n import best_of_n
-from marlhf.evaluate.lines import write_lines
-from marlhf.evaluate.subjects import Question
+from marlhf.evaluate.eval_plan import Question
 from marlhf.rollout.measure import repetition
+from marlhf.runs.jsonl import write_lines
 
 NS = (1, 2, 4, 8)
 

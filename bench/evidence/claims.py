@@ -15,7 +15,7 @@ from evidence.results import (
     speed,
     win_rate,
 )
-from marlhf.evaluate.stats import paired_difference
+from marlhf.intervals import paired_difference
 
 CONTROLLED = ("n5-sum", "n5-mean", "n5-split", "n5-start", "n5-short", "ppo-weak", "ppo-horizon")
 """Macro actions, and PPO with what else they change: the KL penalty, and how far ahead it looks."""

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from marlhf.evaluate.charts import LARGE, Series, line_chart
-from marlhf.evaluate.groups import Group
-from marlhf.evaluate.page import STYLE, text
+from marlhf.report.charts import LARGE, Series, line_chart
+from marlhf.report.groups import Group
+from marlhf.report.page import STYLE, text
 
 ROW, CHARACTER = 17, 6.4
 """Pixels of a row of the key, and of a letter in it."""

@@ -129,8 +129,8 @@ def _judge_sft(settings: Settings) -> None:
 
 def _validate(settings: Settings, name: str) -> None:
     """Held-out prompts by the reward model that teaches: what learning rates are chosen by."""
+    from marlhf.evaluate.eval_plan import Question
     from marlhf.evaluate.score import evaluate
-    from marlhf.evaluate.subjects import Question
 
     question = Question(
         prompts=settings.eval_prompts,
@@ -146,8 +146,8 @@ def _validate(settings: Settings, name: str) -> None:
 
 def _judge(settings: Settings, task: str, name: str) -> None:
     """Test prompts by all reward models, or test problems by their unit tests."""
+    from marlhf.evaluate.eval_plan import Question
     from marlhf.evaluate.score import evaluate
-    from marlhf.evaluate.subjects import Question
 
     test: dict[str, Any] = {"source": task, "path": str(settings.data(task, "test"))}
     test["device"] = settings.device

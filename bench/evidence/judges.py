@@ -9,9 +9,9 @@ from evidence.data import read_pairs
 from evidence.methods import RESPONSES, REWARDS
 from evidence.settings import Settings
 from marlhf.data import encode_response, fit_prompts
-from marlhf.evaluate.runs import read_run
 from marlhf.models.load import load_scalar, load_tokenizer, pick_device
 from marlhf.reward import RewardModel
+from marlhf.runs.read import read_run
 
 FILE = "accuracy.json"
 

@@ -28,10 +28,10 @@ from evidence.results import (
     steps_to,
     win_rate,
 )
-from marlhf.evaluate.coding import read_summary
-from marlhf.evaluate.grids import kl_bound
-from marlhf.evaluate.runs import Run, read_run
-from marlhf.evaluate.stats import Interval, interval
+from marlhf.evaluate.best_of_n_grid import kl_bound
+from marlhf.evaluate.pass_rates import read_summary
+from marlhf.intervals import Interval, interval
+from marlhf.runs.read import Run, read_run
 
 LEVELS = (2, 4, 8, 16, 32)
 SAMPLES = 3
@@ -228,7 +228,7 @@ def _scores(results: Results, methods: Sequence[Method]) -> str:
 
 
 def _equal_kl(methods: Sequence[Method]) -> str:
-    from marlhf.evaluate.findings import score_at_kl
+    from marlhf.report.findings import score_at_kl
 
     drawn = [(m, g) for m, g in zip(methods, groups(methods)) if m.kls]
     rows: list[list[str]] = []

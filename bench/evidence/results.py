@@ -15,10 +15,10 @@ import numpy as np
 from evidence.jobs import TEST_SEED, normaliser, read_jsonl
 from evidence.settings import Settings, read
 from evidence.timing import read_timing
-from marlhf.evaluate.groups import Group
-from marlhf.evaluate.runs import Run, read_run
-from marlhf.evaluate.stats import Interval, interval, mean_by_position
-from marlhf.evaluate.verdicts import Share, wilson
+from marlhf.intervals import Interval, interval, mean_by_position
+from marlhf.judge.verdicts import Share, wilson
+from marlhf.report.groups import Group
+from marlhf.runs.read import Run, read_run
 
 Line = dict[str, Any]
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -219,7 +219,7 @@ def first_step(steps: Sequence[int], scores: Array, target: float) -> float:
 def score_at(scores: Array, kls: Array, level: float) -> float:
     """The score where the KL first passes a level, read between evaluations; NaN if it never does.
 
-    As `marlhf.evaluate.findings.score_at_kl`, for curves drawn anew.
+    As `marlhf.report.findings.score_at_kl`, for curves drawn anew.
     """
     above = np.flatnonzero(kls >= level)
     if not len(above) or above[0] == 0:

@@ -20,8 +20,8 @@ from transformers import AutoConfig
 
 from evidence import methods
 from evidence.settings import Settings
-from marlhf.evaluate.runs import read_run
 from marlhf.models.load import load_tokenizer, pick_device
+from marlhf.runs.read import read_run
 from marlhf.train.stage import load_examples
 
 METHODS = ("ppo", "n5-sum", "parsing", "rloo")

@@ -32,7 +32,7 @@ _WHERE = {
         *("Constituents", "NGram", "Perplexity", "RandomNGram", "Responses", "Segments"),
         *("Sentences", "Words"),
     ),
-    "marlhf.evaluate.report": ("write_report",),
+    "marlhf.report.write": ("write_report",),
 }
 """What `from marlhf import ...` finds, and where: torch loads only once something is asked for."""
 _HOME = {name: module for module, names in _WHERE.items() for name in names}
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
         Words,
     )
     from marlhf.data import DataConfig
-    from marlhf.evaluate.report import write_report
     from marlhf.models.adapters import LoRA
+    from marlhf.report.write import write_report
     from marlhf.rollout import Sampling
     from marlhf.train.dpo import DPOConfig
     from marlhf.train.guards import Guards

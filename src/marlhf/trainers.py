@@ -19,11 +19,19 @@ from transformers.trainer_utils import TrainOutput
 from marlhf.data import DataConfig, Row, rows_from_records
 from marlhf.data.splits import held_out
 from marlhf.models.load import Model, Tokenizer, load_policy, load_scalar, load_tokenizer
+from marlhf.runs.write import Onlooker, RunError, RunFolder
 from marlhf.train import dpo, ppo, reward, rloo, sft
 from marlhf.train.card import push, write_card
 from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.dpo import DPOConfig
-from marlhf.train.given import (
+from marlhf.train.objects import Parts
+from marlhf.train.ppo_config import PPOConfig
+from marlhf.train.progress import say, warn
+from marlhf.train.reward import RewardConfig
+from marlhf.train.rloo_config import RLOOConfig
+from marlhf.train.sft import SFTConfig
+from marlhf.train.stage import StageConfig
+from marlhf.train.trainer_inputs import (
     GIVEN,
     Dataset,
     by_weights,
@@ -34,14 +42,6 @@ from marlhf.train.given import (
     short_name,
     to_records,
 )
-from marlhf.train.parts import Parts
-from marlhf.train.ppo_config import PPOConfig
-from marlhf.train.progress import say, warn
-from marlhf.train.reward import RewardConfig
-from marlhf.train.rloo_config import RLOOConfig
-from marlhf.train.run import Onlooker, RunError, RunFolder
-from marlhf.train.sft import SFTConfig
-from marlhf.train.stage import StageConfig
 
 ELSEWHERE = {
     "reward_model": "Pass it as reward_funcs.",

@@ -13,7 +13,7 @@ import typer
 from marlhf.cli import app, main
 from marlhf.data import DataConfig, load_data
 from marlhf.evaluate.best_of_n import best_of_n, export
-from marlhf.evaluate.grids import (
+from marlhf.evaluate.best_of_n_grid import (
     Grid,
     expected_best,
     expected_of_best,
@@ -22,10 +22,10 @@ from marlhf.evaluate.grids import (
     kl_bound,
     read_grids,
 )
-from marlhf.evaluate.lines import append_lines
-from marlhf.evaluate.report import write_report
+from marlhf.evaluate.eval_plan import EvaluationError, Question
 from marlhf.evaluate.sampling import Writer
-from marlhf.evaluate.subjects import EvaluationError, Question
+from marlhf.report.write import write_report
+from marlhf.runs.jsonl import append_lines
 
 FEW = Question(prompts=3, device="cpu")
 

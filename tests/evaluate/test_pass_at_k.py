@@ -10,11 +10,11 @@ import yaml
 
 from marlhf.data import DataConfig, DataError
 from marlhf.evaluate import pass_at_k as module
-from marlhf.evaluate.coding import bootstrap, pass_at_k, summarise
+from marlhf.evaluate.eval_plan import EvaluationError
 from marlhf.evaluate.pass_at_k import LINES, Question, measure
-from marlhf.evaluate.report import write_report
-from marlhf.evaluate.subjects import EvaluationError
+from marlhf.evaluate.pass_rates import bootstrap, pass_at_k, summarise
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
+from marlhf.report.write import write_report
 from marlhf.reward.code import UnitTests, Verdict
 from marlhf.settings import to_raw
 

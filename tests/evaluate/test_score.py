@@ -14,13 +14,13 @@ import yaml
 
 from marlhf.cli import app
 from marlhf.evaluate import score
+from marlhf.evaluate.eval_plan import EvaluationError, Question, find_subjects, make_plan
 from marlhf.evaluate.held_out import read_evaluations, summarise, summary_table
-from marlhf.evaluate.lines import FileError, append_lines, read_lines
-from marlhf.evaluate.report import write_report
 from marlhf.evaluate.sampling import Writer, find_judges
 from marlhf.evaluate.score import distinct, evaluate
-from marlhf.evaluate.subjects import EvaluationError, Question, find_subjects, make_plan
 from marlhf.models.load import ModelError, load_policy, load_tokenizer
+from marlhf.report.write import write_report
+from marlhf.runs.jsonl import FileError, append_lines, read_lines
 
 FEW = Question(prompts=5, device="cpu")
 

@@ -18,7 +18,7 @@ from marlhf.reward.sandbox import (
     SandboxUnavailable,
     Suite,
 )
-from marlhf.reward.sandbox.values import decode, encode
+from marlhf.reward.sandbox.wire_format import decode, encode
 
 
 @pytest.fixture(scope="module")

@@ -34,13 +34,13 @@ from marlhf.rollout import vllm as module
 from marlhf.rollout.sample import truncate
 from marlhf.rollout.vllm import RolloutError, VLLMEngine
 from marlhf.rollout.vllm_server import VLLMServer
+from marlhf.runs.write import RunError, RunFolder
 from marlhf.train.distributed import World
 from marlhf.train.loop import Loop
-from marlhf.train.parts import Parts
+from marlhf.train.objects import Parts
 from marlhf.train.ppo import train
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import _load_engine
-from marlhf.train.run import RunError, RunFolder
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20], [1, 1, 4]]
 SEEDS = [11, 12, 13]

@@ -12,8 +12,8 @@ from transformers import (
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
+from marlhf.runs.write import RunError
 from marlhf.train.callbacks import Callbacks
-from marlhf.train.run import RunError
 from marlhf.train.sft import SFTConfig
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]

@@ -9,8 +9,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 
 from marlhf.core import NGram, Words
 from marlhf.data import DataConfig
+from marlhf.runs.write import RunError, RunFolder
 from marlhf.train.card import push, write_card
-from marlhf.train.run import RunError, RunFolder
 
 
 @dataclass

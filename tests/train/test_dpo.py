@@ -15,10 +15,10 @@ from conftest import TOY, assert_close, read_lines
 from marlhf.data import Row
 from marlhf.models.load import load_policy, load_tokenizer
 from marlhf.models.tiny import tiny_tokenizer
+from marlhf.runs.write import RunError, RunFolder, Stopped
 from marlhf.train import dpo
 from marlhf.train.distributed import World
-from marlhf.train.parts import Parts
-from marlhf.train.run import RunError, RunFolder, Stopped
+from marlhf.train.objects import Parts
 from marlhf.train.stage import Example, load_examples
 
 HERE = World(torch.device("cpu"))

@@ -24,14 +24,14 @@ from marlhf.models.forward import Sequences, final_scores, token_stats
 from marlhf.models.load import ModelError, load_policy, load_scalar
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
+from marlhf.runs.write import RunError, RunFolder
 from marlhf.settings import to_raw
 from marlhf.train import dpo, ppo, reward, rloo, sft
 from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.distributed import World
 from marlhf.train.loop import Loop
 from marlhf.train.lora import load_trained_policy
-from marlhf.train.parts import NOTHING, Parts
-from marlhf.train.run import RunError, RunFolder
+from marlhf.train.objects import NOTHING, Parts
 
 peft = pytest.importorskip("peft")
 

@@ -10,12 +10,12 @@ from marlhf.core import NGram, Perplexity, RandomNGram, Responses, Sentences, Wo
 from marlhf.models.forward import token_values
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
+from marlhf.runs.write import RunError
 from marlhf.train import ppo
 from marlhf.train.distributed import start
 from marlhf.train.guards import CriticWatch, Guards, warn_apart, warn_divided
-from marlhf.train.measure import Clock
-from marlhf.train.parts import NOTHING
-from marlhf.train.run import RunError
+from marlhf.train.objects import NOTHING
+from marlhf.train.timing import Clock
 
 
 def run(config: ppo.PPOConfig) -> list[dict]:

@@ -17,11 +17,11 @@ from marlhf.models.forward import Sequences
 from marlhf.models.load import load_policy
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
+from marlhf.runs.write import RunFolder, Stopped
 from marlhf.train import rloo
 from marlhf.train.distributed import World
-from marlhf.train.parts import Parts
+from marlhf.train.objects import Parts
 from marlhf.train.ppo import Credit, Experience
-from marlhf.train.run import RunFolder, Stopped
 
 HERE = World(torch.device("cpu"))
 

@@ -18,9 +18,9 @@ from marlhf.data import Counts, DataConfig, Loaded, Row
 from marlhf.models.load import load_policy, load_tokenizer
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
+from marlhf.runs.write import RunError
 from marlhf.train import ppo, reward, sft
 from marlhf.train.distributed import World
-from marlhf.train.run import RunError
 from marlhf.train.stage import Example, batch_rows, each_prompt_once, load_examples
 
 SHORT = {"data": TOY, "batch_size": 16, "num_steps": 3, "eval_every": 2, "save_every": 0}

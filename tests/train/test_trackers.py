@@ -5,8 +5,8 @@ import types
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from marlhf.runs.write import RunError
 from marlhf.settings import to_raw
-from marlhf.train.run import RunError
 from marlhf.train.trackers import Trackers, tracker_names
 
 

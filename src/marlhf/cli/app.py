@@ -90,7 +90,7 @@ def fail(message: str, status: int) -> None:
 
 def write_report_of(runs: list[Path], output: Path) -> None:
     from marlhf.config import ConfigError
-    from marlhf.evaluate.report import write_report
+    from marlhf.report.write import write_report
 
     try:
         written = write_report(runs, output)

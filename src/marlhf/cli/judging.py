@@ -90,9 +90,9 @@ def evaluate(
     device: Device = "auto",
 ) -> None:
     """Score responses to held-out prompts, of any model by any reward models."""
+    from marlhf.evaluate.eval_plan import Question
     from marlhf.evaluate.held_out import summary_table
     from marlhf.evaluate.score import evaluate
-    from marlhf.evaluate.subjects import Question
 
     question = Question(
         prompts=prompts,
@@ -138,8 +138,8 @@ def best_of_n(
 ) -> None:
     """What the best of n samples scores, at each n and temperature."""
     from marlhf.evaluate import best_of_n as sampler
-    from marlhf.evaluate.grids import grid_table
-    from marlhf.evaluate.subjects import Question
+    from marlhf.evaluate.best_of_n_grid import grid_table
+    from marlhf.evaluate.eval_plan import Question
 
     question = Question(
         prompts=prompts,
@@ -185,7 +185,7 @@ def judge(
     device: Device = "auto",
 ) -> None:
     """Which of two models answers better, prompt by prompt; the key is in OPENAI_API_KEY."""
-    from marlhf.evaluate import judge as judging
+    from marlhf.judge import compare as judging
 
     def progress(done: int, total: int) -> None:
         if done == total or done % max(1, total // 20) == 0:
@@ -232,8 +232,8 @@ def annotate(
     export: Annotated[bool, typer.Option("--export", help="Write verdicts, no page.")] = False,
 ) -> None:
     """A local web page on which people compare responses, blind."""
-    from marlhf.evaluate import annotate as people
-    from marlhf.evaluate.judge import describe
+    from marlhf.judge import annotate as people
+    from marlhf.judge.compare import describe
 
     if export:
         found = people.export_votes(runs, task=task, database=database, output=output, say=tell)
@@ -259,7 +259,7 @@ def agreement(
     seed: Annotated[int, typer.Option(help="Of the intervals.")] = 0,
 ) -> None:
     """How far judges agree on the same pairs, beyond chance."""
-    from marlhf.evaluate import agreement as agreeing
+    from marlhf.judge import agreement as agreeing
 
     typer.echo("\n".join(agreeing.describe(agreeing.agreement(files, seed=seed))))
 

@@ -108,8 +108,8 @@ def chat(
     """Talk to one or several models side by side; questions may also be piped in."""
     import signal
 
-    from marlhf.evaluate.chat import load_voices
-    from marlhf.evaluate.chat_terminal import converse
+    from marlhf.chat.models import load_voices
+    from marlhf.chat.terminal import converse
     from marlhf.models.load import pick_device
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ctrl-C only interrupts an answer here

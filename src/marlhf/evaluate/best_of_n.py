@@ -16,8 +16,16 @@ from typing import Any
 
 from marlhf.data import Encoded, decode
 from marlhf.data.rows import is_blank
-from marlhf.evaluate.grids import BEST, Grid, expected_best
-from marlhf.evaluate.lines import Line, append_lines, read_lines, write_lines
+from marlhf.evaluate.best_of_n_grid import BEST, Grid, expected_best
+from marlhf.evaluate.eval_plan import (
+    EvaluationError,
+    Question,
+    file_name,
+    find_donor,
+    find_subjects,
+    make_plan,
+    setting_of,
+)
 from marlhf.evaluate.sampling import (
     Bench,
     Judge,
@@ -27,16 +35,8 @@ from marlhf.evaluate.sampling import (
     load_prompts,
     seed_of,
 )
-from marlhf.evaluate.subjects import (
-    EvaluationError,
-    Question,
-    file_name,
-    find_donor,
-    find_subjects,
-    make_plan,
-    setting_of,
-)
 from marlhf.models.load import load_tokenizer, pick_device
+from marlhf.runs.jsonl import Line, append_lines, read_lines, write_lines
 
 ROWS = 512
 """Responses sampled and judged at once: about what a stop can cost."""

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from marlhf.evaluate.charts import distribution, histogram
-from marlhf.evaluate.groups import Group
-from marlhf.evaluate.lines import Line, read_lines
-from marlhf.evaluate.page import (
+from marlhf.intervals import Interval, interval
+from marlhf.report.charts import distribution, histogram
+from marlhf.report.groups import Group
+from marlhf.report.page import (
     Cell,
     chip,
     csv_link,
@@ -26,8 +26,8 @@ from marlhf.evaluate.page import (
     table,
     text,
 )
-from marlhf.evaluate.runs import number
-from marlhf.evaluate.stats import Interval, interval
+from marlhf.runs.jsonl import Line, read_lines
+from marlhf.runs.read import number
 
 FOLDER = "evaluation"
 """Where the files lie in a run folder."""

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from marlhf.data import DataError, Encoded, decode
-from marlhf.evaluate.coding import SUMMARY, summarise
-from marlhf.evaluate.lines import Line, append_lines, read_lines
+from marlhf.evaluate.eval_plan import Plan, Subject, find_subjects, make_plan, setting_of
+from marlhf.evaluate.eval_plan import Question as AnyQuestion
+from marlhf.evaluate.pass_rates import SUMMARY, summarise
 from marlhf.evaluate.sampling import Writer, key_of, load_prompts, seed_of
-from marlhf.evaluate.subjects import Plan, Subject, find_subjects, make_plan, setting_of
-from marlhf.evaluate.subjects import Question as AnyQuestion
 from marlhf.models.load import load_tokenizer, pick_device
 from marlhf.reward.code import UnitTests
+from marlhf.runs.jsonl import Line, append_lines, read_lines
 
 LINES = "pass_at_k.jsonl"
 CHUNK = 16

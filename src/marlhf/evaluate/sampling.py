@@ -27,7 +27,7 @@ from marlhf.data import (
     token_budget_batches,
 )
 from marlhf.data.rows import prompt_key
-from marlhf.evaluate.subjects import EvaluationError, Plan, Subject, stamp
+from marlhf.evaluate.eval_plan import EvaluationError, Plan, Subject, stamp
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import (
     Model,

@@ -15,8 +15,18 @@ from typing import Any
 import torch
 
 from marlhf.data import Encoded, Row, decode
+from marlhf.evaluate.eval_plan import (
+    Plan,
+    Question,
+    Subject,
+    file_name,
+    find_donor,
+    find_subjects,
+    make_plan,
+    setting_of,
+    stamp,
+)
 from marlhf.evaluate.held_out import FOLDER, Summary, summarise
-from marlhf.evaluate.lines import Line, append_lines, read_lines, write_lines
 from marlhf.evaluate.sampling import (
     Bench,
     Judge,
@@ -28,19 +38,9 @@ from marlhf.evaluate.sampling import (
     load_reference,
     seed_of,
 )
-from marlhf.evaluate.subjects import (
-    Plan,
-    Question,
-    Subject,
-    file_name,
-    find_donor,
-    find_subjects,
-    make_plan,
-    setting_of,
-    stamp,
-)
 from marlhf.models.load import Model, Tokenizer, load_tokenizer, pick_device
 from marlhf.rollout.measure import repetition
+from marlhf.runs.jsonl import Line, append_lines, read_lines, write_lines
 
 CHUNK = 256
 """Prompts asked and judged at once: what a stop can cost."""

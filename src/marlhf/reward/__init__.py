@@ -2,7 +2,7 @@
 
 from marlhf.reward.functions import RewardError, RewardFunction, Scorer, import_function
 from marlhf.reward.model import RewardModel
-from marlhf.reward.total import Rewards
+from marlhf.reward.weighted_sum import Rewards
 
 __all__ = [
     "RewardError",

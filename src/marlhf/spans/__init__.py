@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 _HOME = {
     "build_parser": "marlhf.spans.parser",
-    "special_tokens": "marlhf.spans.tables",
-    "token_texts": "marlhf.spans.tables",
-    "vocabulary": "marlhf.spans.tables",
+    "special_tokens": "marlhf.spans.vocabulary",
+    "token_texts": "marlhf.spans.vocabulary",
+    "vocabulary": "marlhf.spans.vocabulary",
 }
 
 __all__ = ["build_parser", "special_tokens", "token_texts", "vocabulary"]
 
 if TYPE_CHECKING:
     from marlhf.spans.parser import build_parser
-    from marlhf.spans.tables import special_tokens, token_texts, vocabulary
+    from marlhf.spans.vocabulary import special_tokens, token_texts, vocabulary
 
 
 def __getattr__(name: str) -> Any:

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 
 import yaml
 
+from marlhf.runs.write import explained_writes, write_whole
 from marlhf.settings import to_raw
 from marlhf.sweep.plan import Run
-from marlhf.train.run import explained_writes, write_whole
 
 CHILD = """
 import os, signal, threading

@@ -15,12 +15,12 @@ from rich.live import Live
 from rich.text import Text
 
 from marlhf.config import ConfigError
-from marlhf.evaluate.report import write_report
-from marlhf.evaluate.runs import NoRuns, read_run
+from marlhf.report.write import write_report
+from marlhf.runs.read import NoRuns, read_run
 from marlhf.sweep import jobs as processes
-from marlhf.sweep.book import Book, finished, locked
 from marlhf.sweep.jobs import Job
 from marlhf.sweep.plan import Plan, Run, make_plan
+from marlhf.sweep.sweep_state import Book, finished, locked
 from marlhf.train.progress import console, say
 
 POLL = 0.1

@@ -16,8 +16,8 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from marlhf.runs.write import RunError
 from marlhf.train.progress import warn
-from marlhf.train.run import RunError
 
 Callback = TrainerCallback | type[TrainerCallback]
 

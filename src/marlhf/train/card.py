@@ -19,7 +19,7 @@ import yaml
 from marlhf import __version__
 from marlhf.data.load import PUBLISHED, is_hub_name
 from marlhf.models.load import SCALAR
-from marlhf.train.run import RunError, RunFolder, explained_writes, write_whole
+from marlhf.runs.write import RunError, RunFolder, explained_writes, write_whole
 
 METHODS = {
     "sft": "supervised fine-tuning on preferred responses",

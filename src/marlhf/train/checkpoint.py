@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from marlhf.runs.write import RunError, RunFolder, explained_writes, replace_folder
 from marlhf.train.distributed import World
-from marlhf.train.run import RunError, RunFolder, explained_writes, replace_folder
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of each parameter, besides how many steps it has taken."""

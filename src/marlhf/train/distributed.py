@@ -31,8 +31,8 @@ from marlhf.data.collate import Alone, Micro, pad_right, token_budget_batches
 from marlhf.models.compile import compile_blocks
 from marlhf.models.load import Model, Precision, computes_in_bfloat16, pick_device
 from marlhf.rollout import Rollout
+from marlhf.runs.write import RunError
 from marlhf.train import progress
-from marlhf.train.run import RunError
 
 Parallel = Literal["data", "fsdp"]
 BUCKET = 1 << 25

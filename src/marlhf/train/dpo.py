@@ -33,15 +33,15 @@ from marlhf.models.load import (
     load_tokenizer,
     same_tokenizer,
 )
+from marlhf.runs.write import RunError, RunFolder, explained_writes
 from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.distributed import World, start
 from marlhf.train.loop import Loop, open_run
 from marlhf.train.lora import load_trained_policy
+from marlhf.train.objects import NOTHING, Parts
 from marlhf.train.optim import apply_update, check_finite, make_optimizer
-from marlhf.train.parts import NOTHING, Parts
 from marlhf.train.progress import say
 from marlhf.train.reward import accuracy, pair_batches
-from marlhf.train.run import RunError, RunFolder, explained_writes
 from marlhf.train.stage import (
     Example,
     StageConfig,

@@ -27,10 +27,10 @@ from marlhf.models.forward import Sequences, send, token_stats
 from marlhf.models.load import autocast
 from marlhf.rollout import Rollout, Sampling
 from marlhf.train.distributed import gather_rollout
-from marlhf.train.measure import Clock
 from marlhf.train.rl_config import RLConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.stage import Example
+from marlhf.train.timing import Clock
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from marlhf.core import NGram
+from marlhf.runs.write import RunError
 from marlhf.train.progress import warn
-from marlhf.train.run import RunError
 
 if TYPE_CHECKING:
     from marlhf.train.ppo_config import PPOConfig

@@ -23,13 +23,13 @@ from torch.optim import Optimizer
 
 from marlhf.models.adapters import View
 from marlhf.models.load import Model, Tokenizer
+from marlhf.runs.write import Onlooker, RunError, RunFolder, Stopped
 from marlhf.train.callbacks import Callbacks
 from marlhf.train.card import push, write_card
 from marlhf.train.checkpoint import load_latest, save_checkpoint
 from marlhf.train.distributed import World
-from marlhf.train.parts import Parts
+from marlhf.train.objects import Parts
 from marlhf.train.progress import Steps, say, warn
-from marlhf.train.run import Onlooker, RunError, RunFolder, Stopped
 from marlhf.train.stage import StageConfig, due, finish, orderly
 from marlhf.train.trackers import Trackers
 

@@ -11,10 +11,10 @@ from typing import Any
 from marlhf.models.adapter_files import adapter_base, import_peft
 from marlhf.models.adapters import FrozenBase, LoRA, frozen_dtype, quantization
 from marlhf.models.load import Model, is_scalar, load_policy, load_scalar
+from marlhf.runs.write import RunError
 from marlhf.train.distributed import World
-from marlhf.train.parts import Parts
+from marlhf.train.objects import Parts
 from marlhf.train.progress import say, warn
-from marlhf.train.run import RunError
 from marlhf.train.stage import StageConfig
 
 

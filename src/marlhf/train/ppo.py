@@ -41,13 +41,13 @@ from marlhf.train.experience import (
 from marlhf.train.guards import CriticWatch, warn_divided, warn_early
 from marlhf.train.kl import KLController
 from marlhf.train.loop import Loop, open_run
-from marlhf.train.measure import Clock, explained_variance, to_numbers
+from marlhf.train.objects import NOTHING, Parts
 from marlhf.train.optim import apply_update, check_finite, make_optimizer
-from marlhf.train.parts import NOTHING, Parts
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.probe import Probe
 from marlhf.train.rl_models import Models, load_models, load_prompts
 from marlhf.train.stage import batch_rows, count_steps
+from marlhf.train.timing import Clock, explained_variance, to_numbers
 
 
 def train(config: PPOConfig, parts: Parts = NOTHING) -> Path:

@@ -11,15 +11,15 @@ from torch import Tensor
 from marlhf.data.encode import decode
 from marlhf.models.load import Tokenizer
 from marlhf.rollout.measure import repetition
+from marlhf.runs.write import RunError
 from marlhf.train.guards import warn_apart
 from marlhf.train.loop import Loop
-from marlhf.train.measure import Clock
 from marlhf.train.optim import check_finite
 from marlhf.train.progress import say, warn
 from marlhf.train.rl_config import RLConfig
 from marlhf.train.rl_models import Models
-from marlhf.train.run import RunError
 from marlhf.train.stage import Example
+from marlhf.train.timing import Clock
 
 if TYPE_CHECKING:
     from marlhf.train.experience import Credit, Experience

@@ -34,6 +34,7 @@ from marlhf.reward import RewardFunction, RewardModel, Rewards, import_function
 from marlhf.rollout import Engine, NativeEngine
 from marlhf.rollout.vllm import VLLMEngine
 from marlhf.rollout.vllm_server import VLLMServer
+from marlhf.runs.write import RunError
 from marlhf.spans import vocabulary
 from marlhf.train.distributed import World
 from marlhf.train.lora import (
@@ -43,11 +44,10 @@ from marlhf.train.lora import (
     saved_adapter,
     start_from,
 )
+from marlhf.train.objects import Parts
 from marlhf.train.parsing import Parsing, open_parsing
-from marlhf.train.parts import Parts
 from marlhf.train.progress import warn
 from marlhf.train.rl_config import RLConfig
-from marlhf.train.run import RunError
 from marlhf.train.stage import Example, check_positions, each_prompt_once, load_examples
 
 

@@ -41,13 +41,13 @@ from marlhf.train.experience import (
 from marlhf.train.guards import warn_early
 from marlhf.train.kl import KLController
 from marlhf.train.loop import Loop, open_run
-from marlhf.train.measure import Clock, to_numbers
+from marlhf.train.objects import NOTHING, Parts
 from marlhf.train.optim import apply_update, check_finite, make_optimizer
-from marlhf.train.parts import NOTHING, Parts
 from marlhf.train.probe import Probe
 from marlhf.train.rl_models import Models, load_models, load_prompts
 from marlhf.train.rloo_config import RLOOConfig
 from marlhf.train.stage import batch_rows, count_steps
+from marlhf.train.timing import Clock, to_numbers
 
 OF_THE_CRITIC = ("ppo/value", "ppo/explained_variance")
 """What PPO measures and these methods do not have."""

@@ -14,8 +14,8 @@ from marlhf.models.load import Model, autocast, check_vocabulary, load_tokenizer
 from marlhf.train.distributed import World, start
 from marlhf.train.loop import Loop, open_run
 from marlhf.train.lora import load_trained_policy
+from marlhf.train.objects import NOTHING, Parts
 from marlhf.train.optim import apply_update, check_finite, make_optimizer
-from marlhf.train.parts import NOTHING, Parts
 from marlhf.train.stage import (
     Example,
     StageConfig,

@@ -20,12 +20,12 @@ from marlhf.data.counts import Counts
 from marlhf.models.adapters import LoRA
 from marlhf.models.load import Model, Precision, Tokenizer
 from marlhf.reward import RewardError
+from marlhf.runs.write import Interrupts, RunError, RunFolder, Stopped
 from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.distributed import Parallel
+from marlhf.train.objects import NOTHING, Parts
 from marlhf.train.optim import Diverged, Schedule, learning_rate_at
-from marlhf.train.parts import NOTHING, Parts
 from marlhf.train.progress import say, warn
-from marlhf.train.run import Interrupts, RunError, RunFolder, Stopped
 
 
 @dataclass(frozen=True, kw_only=True)

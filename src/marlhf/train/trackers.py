@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from marlhf.runs.write import RunError, explained_writes, write_whole
 from marlhf.train.progress import warn
-from marlhf.train.run import RunError, explained_writes, write_whole
 
 NEEDS = {
     "tensorboard": ("torch.utils.tensorboard", "SummaryWriter"),

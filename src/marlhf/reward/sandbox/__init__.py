@@ -27,9 +27,9 @@ What it does not cover:
   come from comparing its output, as `Outcome` leaves it to the caller.
 """
 
-from marlhf.reward.sandbox.cases import Call, Case, Outcome, Program, Status, Suite
 from marlhf.reward.sandbox.pool import PRELOAD, Sandbox, SandboxUnavailable, SandboxWarning
-from marlhf.reward.sandbox.values import Opaque
+from marlhf.reward.sandbox.protocol import Call, Case, Outcome, Program, Status, Suite
+from marlhf.reward.sandbox.wire_format import Opaque
 
 __all__ = [
     "PRELOAD",

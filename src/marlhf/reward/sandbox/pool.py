@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from marlhf.reward.sandbox.cases import Call, Case, Outcome, Program, Suite
+from marlhf.reward.sandbox.protocol import Call, Case, Outcome, Program, Suite
 from marlhf.reward.sandbox.worker import Job, Run, Worker, WorkerDied
 
 PRELOAD = (

@@ -26,7 +26,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 from marlhf.reward.sandbox import kernel, landlock, namespaces, seccomp
-from marlhf.reward.sandbox.values import decode, encode
+from marlhf.reward.sandbox.wire_format import decode, encode
 
 SOURCE, STATUS, REPORT, CODE = 3, 4, 5, 6
 FILE_NAME = "program.py"

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from marlhf.reward.sandbox import kernel
-from marlhf.reward.sandbox.cases import Case, Outcome, Suite
-from marlhf.reward.sandbox.values import decode
+from marlhf.reward.sandbox.protocol import Case, Outcome, Suite
+from marlhf.reward.sandbox.wire_format import decode
 
 START_SECONDS = 60.0
 COMPILE_SECONDS = 5.0

@@ -1,0 +1,1 @@
+"""Talk to models side by side in the terminal."""

@@ -1,0 +1,190 @@
+"""How far judges agree, and how much of that chance would give: Cohen's and Fleiss' kappa.
+
+A resample of pairs is a draw of how often each pattern of verdicts occurs, so that intervals
+cost the same for fifty pairs and for fifty thousand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from marlhf.intervals import Interval
+from marlhf.judge.pairs import JudgeError
+from marlhf.judge.verdicts import FOLDER, VERDICTS, read_verdicts, wilson
+
+RESAMPLES = 2000
+Floats = NDArray[np.float64]
+Votes = dict[str, dict[str, str]]
+"""What each judge said: judge -> pair -> verdict."""
+
+
+@dataclass(frozen=True)
+class Between:
+    """Two judges on the pairs that both judged."""
+
+    one: str
+    other: str
+    pairs: int
+    agreement: Interval
+    kappa: Interval
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Every two judges, and all together on the pairs that all judged."""
+
+    judges: dict[str, int]
+    """How many pairs each judged."""
+    between: list[Between]
+    common: int
+    fleiss: Interval | None
+    """None below three judges, or where they share no pair."""
+
+
+def agreement(paths: Sequence[Path | str], *, seed: int = 0) -> Agreement:
+    """The agreement of the judges in some verdict files, or in `judged/` of run folders."""
+    return compare(read_votes(paths), seed=seed)
+
+
+def compare(votes: Votes, *, seed: int = 0) -> Agreement:
+    """The agreement of judges by what they said."""
+    if len(votes) < 2:
+        names = ", ".join(votes) or "nobody"
+        raise JudgeError(f"Agreement needs two judges; there is {names}. Give more files.")
+    between = []
+    for one, other in combinations(votes, 2):
+        shared = [pair for pair in votes[one] if pair in votes[other]]
+        if shared:
+            said = [(votes[one][pair], votes[other][pair]) for pair in shared]
+            same, total = sum(a == b for a, b in said), len(said)
+            share = Interval(*wilson(same, total), total)
+            between.append(Between(one, other, total, share, cohen_kappa(said, seed=seed)))
+    if not between:
+        raise JudgeError(
+            "No two judges judged the same pair. Give verdicts on the same prompts and responses."
+        )
+    common = [p for p in next(iter(votes.values())) if all(p in said for said in votes.values())]
+    rows = [[said[pair] for said in votes.values()] for pair in common]
+    fleiss = fleiss_kappa(rows, seed=seed) if len(votes) > 2 and rows else None
+    judges = {judge: len(said) for judge, said in votes.items()}
+    return Agreement(judges, between, len(common), fleiss)
+
+
+def cohen_kappa(
+    said: Sequence[tuple[str, str]], *, resamples: int = RESAMPLES, seed: int = 0
+) -> Interval:
+    """Agreement of two judges beyond chance, with a bootstrap interval over pairs.
+
+    (p - e) / (1 - e), where p is the share of equal verdicts and e what two judges with these
+    habits would share by chance. NaN where both always say the same one thing.
+
+    >>> said = [("a", "a")] * 4 + [("b", "b")] * 3 + [("a", "b")] * 2 + [("b", "a")]
+    >>> round(cohen_kappa(said).mean, 3)
+    0.4
+    """
+    counts = Counter(said)
+    cells = [counts[one, other] for one in VERDICTS for other in VERDICTS]
+    table = np.array(cells, dtype=np.float64)
+
+    def kappa(weights: Floats) -> Floats:  # [R, 9] -> [R]
+        square = (weights / weights.sum(1, keepdims=True)).reshape(-1, 3, 3)
+        observed = np.trace(square, axis1=1, axis2=2)
+        chance = (square.sum(2) * square.sum(1)).sum(1)
+        return _beyond_chance(observed, chance)
+
+    return _bootstrap(table, kappa, resamples, seed)
+
+
+def fleiss_kappa(
+    rows: Sequence[Sequence[str]], *, resamples: int = RESAMPLES, seed: int = 0
+) -> Interval:
+    """Agreement of several judges beyond chance: a row a pair, a verdict a judge.
+
+    >>> rows = [["a", "a", "a"], ["a", "a", "b"], ["b", "b", "b"], ["tie", "tie", "tie"]]
+    >>> round(fleiss_kappa(rows).mean, 3)
+    0.745
+    """
+    patterns = Counter(tuple(row.count(v) for v in VERDICTS) for row in map(list, rows))
+    votes = np.array(list(patterns), dtype=np.float64)  # [K, 3]
+    judges = votes[0].sum()
+    within = ((votes**2).sum(1) - judges) / (judges * (judges - 1))  # [K]
+
+    def kappa(weights: Floats) -> Floats:  # [R, K] -> [R]
+        shares = weights / weights.sum(1, keepdims=True)
+        chance = ((shares @ votes / judges) ** 2).sum(1)
+        return _beyond_chance(shares @ within, chance)
+
+    return _bootstrap(np.array(list(patterns.values()), np.float64), kappa, resamples, seed)
+
+
+def read_votes(paths: Sequence[Path | str]) -> Votes:
+    """Verdicts by judge. Where a judge speaks of a pair in two files, each file is a judge."""
+    spoken = [(file, judge, p, v) for file in _files(paths) for judge, p, v in read_verdicts(file)]
+    repeated = Counter((judge, pair) for _, judge, pair, _ in spoken)
+    twice = {judge for (judge, _), count in repeated.items() if count > 1}
+    votes: Votes = {}
+    for file, judge, pair, verdict in spoken:
+        name = f"{judge} ({file.stem})" if judge in twice else judge
+        votes.setdefault(name, {})[pair] = verdict
+    return votes
+
+
+def describe(found: Agreement) -> list[str]:
+    """The tables as lines of text."""
+    wide = max(len(b.one) + len(b.other) for b in found.between) + 3
+    lines = [f"{'judges':{wide}}  pairs  agreement in %         Cohen's kappa"]
+    for b in found.between:
+        share = "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * x for x in b.agreement[:3]))
+        names = f"{b.one} | {b.other}"
+        lines.append(f"{names:{wide}}  {b.pairs:5}  {share:21}  {_shown(b.kappa)}")
+    if found.fleiss is not None:
+        shown = _shown(found.fleiss)
+        lines.append(f"Fleiss' kappa of {len(found.judges)} on {found.common} pairs: {shown}")
+    return lines
+
+
+def _shown(kappa: Interval) -> str:
+    if math.isnan(kappa.mean):
+        return "undefined: all verdicts are the same"
+    return f"{kappa.mean:.3f} [{kappa.low:.3f}, {kappa.high:.3f}]"
+
+
+def _files(paths: Sequence[Path | str]) -> list[Path]:
+    files: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        folder = path / FOLDER if (path / FOLDER).is_dir() else path
+        inside = sorted(folder.glob("*.jsonl")) if folder.is_dir() else [path]
+        if not inside:
+            raise JudgeError(f"{path} holds no verdicts. Run `marlhf judge` first.")
+        files |= {file.resolve(): file for file in inside}
+    return list(files.values())
+
+
+def _beyond_chance(observed: Floats, chance: Floats) -> Floats:
+    room = 1 - chance
+    some = room > 1e-12
+    return np.where(some, (observed - chance) / np.where(some, room, 1.0), np.nan)
+
+
+def _bootstrap(
+    counts: Floats, kappa: Callable[[Floats], Floats], resamples: int, seed: int
+) -> Interval:
+    total = int(counts.sum())
+    if total == 0:
+        return Interval(math.nan, math.nan, math.nan, 0)
+    middle = float(kappa(counts[None])[0])
+    drawn = np.random.default_rng(seed).multinomial(total, counts / total, size=resamples)
+    values = kappa(drawn.astype(np.float64))
+    values = values[np.isfinite(values)]
+    if math.isnan(middle) or not len(values):
+        return Interval(middle, math.nan, math.nan, total)
+    low, high = np.quantile(values, (0.025, 0.975))
+    return Interval(middle, float(low), float(high), total)

@@ -1,0 +1,11 @@
+"""People compare responses of two or more models on a local web page.
+
+>>> from marlhf.judge.annotate import annotate
+>>> annotate(["runs/macro", "runs/ppo"], task="tldr")  # doctest: +SKIP
+"""
+
+from marlhf.judge.annotate.export import describe, export
+from marlhf.judge.annotate.session import annotate, export_votes, open_votes
+from marlhf.judge.annotate.store import Store
+
+__all__ = ["Store", "annotate", "describe", "export", "export_votes", "open_votes"]

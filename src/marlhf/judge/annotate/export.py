@@ -1,0 +1,110 @@
+"""What people said, as files: verdicts that agreement and the report read, and the whole log."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+from pathlib import Path
+from typing import Any
+
+from marlhf.judge.annotate.store import Event, Store
+from marlhf.judge.annotate.tasks import Comparison
+from marlhf.judge.criteria import slug
+from marlhf.judge.pairs import JudgeError
+from marlhf.judge.verdicts import Judgement, replace_file, write_verdicts
+
+COLUMNS = ("time", "annotator", "a", "b", "pair", "left", "choice", "verdict", "counts")
+
+
+def export(store: Store, folder: Path | str | None = None) -> list[dict[str, Any]]:
+    """Write a verdict file for each annotator and two runs, and every event as CSV.
+
+    All go to `folder`, else beside the database. Returns the summaries, as `judge` does.
+    """
+    store.refresh()
+    folder = Path(folder or store.path.parent)
+    found: list[dict[str, Any]] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in store.annotators():
+            for runs in dict.fromkeys(item.runs for item in store.items.values()):
+                file = folder / f"{_file_name(runs, name, store.task)}.jsonl"
+                if judgements := _judgements(store, name, runs):
+                    about = {"judge": f"person:{name}", "task": store.task, "order": "random"}
+                    about |= {"a": runs.a, "b": runs.b}
+                    total = sum(item.runs == runs for item in store.items.values())
+                    summary = write_verdicts(file, judgements, about)
+                    more = {"path": str(file), "without_verdict": total - len(judgements)}
+                    found.append(summary | more)
+                else:  # all undone: what was written before holds no more
+                    file.unlink(missing_ok=True)
+                    file.with_suffix(".json").unlink(missing_ok=True)
+        replace_file(folder / f"{store.path.stem}.csv", _table(store))
+    except OSError as error:
+        raise JudgeError(
+            f"Cannot write votes to {folder}: {error.strerror}. Give another -o; the votes are "
+            f"safe in {store.path}."
+        ) from error
+    return found
+
+
+def describe(store: Store) -> list[str]:
+    """Who voted how often. Not for whom: whoever stops half-way goes on without knowing."""
+    lines: list[str] = []
+    for name in store.annotators():
+        state = store.state(name)
+        skipped = f", {state.skipped} skipped" if state.skipped else ""
+        lines.append(f"{name}: {state.done} of {state.total} pairs{skipped}")
+    return lines or ["Nobody has voted yet."]
+
+
+def _judgements(store: Store, annotator: str, runs: Comparison) -> list[Judgement]:
+    """A judgement for each pair with a vote.
+
+    The same text twice is a tie once the annotator has come as far as its place in the order:
+    as many such ties, then, as go with the votes, be they few or all.
+    """
+    last = {event.pair: event for event in store.standing(annotator)}
+    votes = {pair: event for pair, event in last.items() if event.verdict}
+    if not votes:
+        return []
+    reached = max(last) if any(pair not in last for pair in store.shown) else "g"  # after all hex
+    found: list[Judgement] = []
+    for name, item in store.items.items():
+        if item.runs != runs:
+            continue
+        texts = item.prompt, item.response_a, item.response_b
+        if item.same and name < reached:
+            found.append(Judgement(*texts, "tie"))
+        elif name in votes and (verdict := votes[name].verdict):
+            found.append(Judgement(*texts, verdict, (verdict,)))
+    return found if any(store.items[pair].runs == runs for pair in votes) else []
+
+
+def _file_name(runs: Comparison, annotator: str, task: str) -> str:
+    """Two names that differ only in signs that no file name holds are two files."""
+    plain = annotator.isascii() and annotator.isalnum()
+    mark = "" if plain else f"-{hashlib.sha256(annotator.encode()).hexdigest()[:8]}"
+    return slug(f"{runs.a}-{runs.b}-person-{annotator}{mark}-{task}")
+
+
+def _table(store: Store) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    standing = {
+        event.pair + name: event.number
+        for name in store.annotators()
+        for event in store.standing(name)
+    }
+    for event in store.events():
+        counts = bool(event.verdict) and standing.get(event.pair + event.annotator) == event.number
+        writer.writerow(_row(event, store.items[event.pair].runs, counts))
+    return out.getvalue()
+
+
+def _row(event: Event, runs: Comparison, counts: bool) -> list[str]:
+    left = runs.a if event.left_run == "a" else runs.b
+    said = [event.kind, event.verdict or "", "yes" if counts else "no"]
+    return [event.time, event.annotator, *runs, event.pair, left, *said]

@@ -1,0 +1,280 @@
+"""The page's server: a few files, three requests, and nobody let in who should not be.
+
+Names of runs never leave it. Nothing is fetched from elsewhere, and the content policy forbids it;
+text goes out as JSON and is shown as text.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import sqlite3
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+import uvicorn
+from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse, RedirectResponse
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from starlette.exceptions import HTTPException as AnyHTTPException
+
+from marlhf.judge.annotate.store import NoPair, State, Store, VoteError
+from marlhf.judge.annotate.tasks import GUIDES
+from marlhf.judge.pairs import JudgeError
+
+HERE = Path(__file__).parent
+LONGEST_BODY = 4096
+FILES = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+LOCAL_NAMES = ("127.0.0.1", "localhost", "::1")
+
+
+class Action(BaseModel):
+    """What every change says: who, and a name of its own, so that sent twice it counts once."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    annotator: str = Field(max_length=200)
+    action: str = Field(pattern=r"^[0-9a-zA-Z-]{8,64}$")
+
+
+class Vote(Action):
+    pair: str = Field(max_length=64)
+    vote: Literal["left", "tie", "right", "skip"]
+
+
+def make_app(store: Store, token: str | None = None) -> FastAPI:
+    """The page for these votes; with a token, for those who have the address that holds it."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+
+    @app.middleware("http")
+    async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
+        response = _refusal(request, token) or await go_on(request)
+        response.headers.update(HEADERS)
+        return response
+
+    for path, (name, kind) in FILES.items():
+        app.add_api_route(path, _sender(HERE / name, kind), methods=["GET"])
+
+    @app.get("/api/guide")
+    def guide() -> dict[str, Any]:
+        return asdict(GUIDES[store.task])
+
+    @app.get("/api/next")
+    def next_pair(annotator: Annotated[str, Query(max_length=200)]) -> dict[str, Any]:
+        return _shown(store, store.state(annotator))
+
+    @app.post("/api/vote")
+    def vote(body: Annotated[bytes, Depends(_body)]) -> dict[str, Any]:
+        told = _parsed(Vote, body)
+        return _shown(store, store.vote(told.annotator, told.pair, told.vote, told.action))
+
+    @app.post("/api/undo")
+    def undo(body: Annotated[bytes, Depends(_body)]) -> dict[str, Any]:
+        told = _parsed(Action, body)
+        return _shown(store, store.undo(told.annotator, told.action))
+
+    @app.exception_handler(VoteError)
+    def wrong(request: Request, error: VoteError) -> Response:
+        return _say(404 if isinstance(error, NoPair) else 400, str(error))
+
+    @app.exception_handler(sqlite3.Error)
+    def unwritten(request: Request, error: sqlite3.Error) -> Response:
+        return _say(503, f"The votes cannot be reached now: {error}. Nothing was stored.")
+
+    @app.exception_handler(AnyHTTPException)
+    def refused(request: Request, error: AnyHTTPException) -> Response:
+        return _say(error.status_code, f"{error.detail}.".replace("..", "."))
+
+    @app.exception_handler(RequestValidationError)
+    def unreadable(request: Request, error: RequestValidationError) -> Response:
+        return _say(400, "There is no name. Say who votes.")
+
+    return app
+
+
+def serve(
+    store: Store, host: str, port: int, token: str | None, say: Callable[[str], None]
+) -> None:
+    """Serve until Ctrl-C or SIGTERM; says the address as soon as it answers."""
+    listener = listen(host, port)
+    config = uvicorn.Config(
+        make_app(store, token),
+        log_level="warning",
+        access_log=False,  # it would show the token
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_graceful_shutdown=10,
+    )
+    server, where = uvicorn.Server(config), address(listener, token)
+    # In a thread, so that it also works where a loop runs already, as in a notebook.
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    say(f"Open {where} in a browser. Ctrl-C ends it.")
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        server.should_exit = True
+        thread.join()
+    finally:
+        listener.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections already; they wait until the server is up."""
+    try:
+        [(family, kind, proto, _, place), *_] = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        listener = socket.socket(family, kind, proto)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(place)
+            listener.listen(64)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        reason = str(error.strerror).lower()
+        raise JudgeError(
+            f"Cannot listen at {host}, port {port}: {reason}. Give another --port (0 takes a free "
+            "one) or --host."
+        ) from error
+    return listener
+
+
+def address(listener: socket.socket, token: str | None) -> str:
+    """What to type into a browser; for all interfaces, the one that others most likely reach."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = _own_address()
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
+
+
+def _own_address() -> str:
+    probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    try:
+        probe.connect(("10.255.255.255", 1))  # sends nothing: it only picks an interface
+        return probe.getsockname()[0]
+    except OSError:
+        return socket.gethostname()
+    finally:
+        probe.close()
+
+
+def _refusal(request: Request, token: str | None) -> Response | None:
+    """Why a request is not answered: another site's, or without the token."""
+    host = request.headers.get("host", "")
+    if token is None and _host_name(host) not in LOCAL_NAMES:
+        # A foreign name that leads here would let a foreign page read and vote.
+        return _say(403, "This page is for this machine only. Open it at 127.0.0.1.")
+    site = request.headers.get("sec-fetch-site")
+    origin = request.headers.get("origin")
+    foreign = (
+        site not in ("same-origin", "none") if site else bool(origin) and _place(origin) != host
+    )
+    if foreign and request.method != "GET":
+        return _say(403, "Votes are taken from this page only, not from another site.")
+    if token is None:
+        return None
+    cookie = f"marlhf_{(request.scope.get('server') or ('', 0))[1]}"
+    given = request.query_params.get("token")
+    if request.url.path == "/" and given is not None and _same(given, token):
+        # Off to an address without it, which can be shown, shared and bookmarked safely.
+        answer = RedirectResponse("/", status_code=303)
+        answer.set_cookie(cookie, token, max_age=30 * 86400, httponly=True, samesite="lax")
+        return answer
+    if not _same(request.cookies.get(cookie, ""), token):
+        return _say(401, "Open the address with the token that the command printed.")
+    return None
+
+
+def _same(given: str, token: str) -> bool:
+    return secrets.compare_digest(given.encode(), token.encode())
+
+
+def _host_name(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _place(origin: str | None) -> str:
+    try:
+        return urlsplit(origin or "").netloc
+    except ValueError:
+        return ""
+
+
+async def _body(request: Request) -> bytes:
+    """A small JSON body. Its type keeps forms of other sites out; its size is counted as read."""
+    if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
+        raise HTTPException(415, "Send JSON, as application/json")
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > LONGEST_BODY:
+            raise HTTPException(413, f"More than {LONGEST_BODY} bytes are no vote")
+    return body
+
+
+def _parsed(kind: Any, body: bytes) -> Any:
+    try:
+        return TypeAdapter(kind).validate_python(json.loads(body))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the body"
+        raise VoteError(f"Cannot read `{place}` of the request: {first['msg']}.") from None
+    except (ValueError, RecursionError):
+        raise VoteError("The request is not JSON.") from None
+
+
+def _shown(store: Store, state: State) -> dict[str, Any]:
+    """A state with the texts to compare. Which run is on which side stays here."""
+    found = asdict(state)
+    if state.pair is not None:
+        item = store.items[state.pair]
+        left, right = store.sides(state.annotator, state.pair)
+        prompt: Any = item.prompt
+        turns = [{"role": "", "content": prompt}] if isinstance(prompt, str) else prompt
+        found["pair"] = {
+            "id": state.pair,
+            "prompt": turns,
+            "reference": item.reference,
+            "left": left,
+            "right": right,
+        }
+    return found
+
+
+def _sender(file: Path, kind: str) -> Callable[[], Response]:
+    def send() -> Response:
+        return FileResponse(file, media_type=kind)
+
+    return send
+
+
+def _say(status: int, words: str) -> JSONResponse:
+    return JSONResponse({"error": words}, status_code=status)

@@ -1,0 +1,119 @@
+"""One sitting: from runs to a page, and from votes to verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from marlhf.judge.annotate.export import describe, export
+from marlhf.judge.annotate.store import Store
+from marlhf.judge.annotate.tasks import Item, read_items
+from marlhf.judge.criteria import find_criteria, slug
+from marlhf.judge.pairs import JudgeError, home
+from marlhf.judge.verdicts import FOLDER
+
+PORT = 8123
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+Say = Callable[[str], None]
+
+
+def open_votes(
+    paths: Sequence[Path | str],
+    *,
+    task: str = "hh",
+    limit: int | None = None,
+    seed: int | None = None,
+    database: Path | str | None = None,
+) -> Store:
+    """The votes on these runs, new or as they were left.
+
+    They lie in `database`, else in `judged/` of the first run's folder. Of every two runs the
+    first `limit` prompts that both answered are asked.
+    """
+    find_criteria(task)
+    comparisons = read_items(paths)
+    file = Path(database or _default(paths[0], comparisons, task))
+    exists = file.is_file() and file.stat().st_size > 0
+    store = Store(file) if exists else Store.create(file, task, seed)
+    try:
+        if store.task != task:
+            raise JudgeError(
+                f"{file} holds votes by the criteria of {store.task}. Give --task {store.task}, or "
+                "another --database."
+            )
+        if seed is not None and store.seed != seed:
+            raise JudgeError(
+                f"{file} was begun with another seed, which decides what is shown where. Leave out "
+                "--seed, or give another --database."
+            )
+        store.take(comparisons, limit)
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def annotate(
+    paths: Sequence[Path | str],
+    *,
+    task: str = "hh",
+    limit: int | None = None,
+    seed: int | None = None,
+    host: str = LOCAL[0],
+    port: int = PORT,
+    database: Path | str | None = None,
+    output: Path | str | None = None,
+    say: Say = lambda line: None,
+) -> list[dict[str, Any]]:
+    """Serve the page until Ctrl-C, then write the verdicts and return their summaries."""
+    try:
+        from marlhf.judge.annotate import server
+    except ImportError as error:
+        raise JudgeError(
+            f"The page needs {error.name}. Install it with: pip install 'marlhf[annotate]'"
+        ) from error
+    store = open_votes(paths, task=task, limit=limit, seed=seed, database=database)
+    try:
+        same = sum(item.same for item in store.items.values())
+        alike = f"; {same} with the same text twice are ties, not asked" if same else ""
+        say(f"Pairs to compare: {len(store.shown)}{alike}")
+        say(f"Votes are kept in {store.path}")
+        server.serve(store, host, port, None if host in LOCAL else store.token, say)
+        return _finish(store, output, say)
+    finally:
+        store.close()
+
+
+def export_votes(
+    paths: Sequence[Path | str],
+    *,
+    task: str = "hh",
+    database: Path | str | None = None,
+    output: Path | str | None = None,
+    say: Say = lambda line: None,
+) -> list[dict[str, Any]]:
+    """Write the verdicts there are, without a page; also where the runs have changed since."""
+    find_criteria(task)
+    store = Store(Path(database or _default(paths[0], read_items(paths), task)))
+    try:
+        return _finish(store, output, say)
+    finally:
+        store.close()
+
+
+def _finish(store: Store, output: Path | str | None, say: Say) -> list[dict[str, Any]]:
+    """Write what there is and say where it lies."""
+    found = export(store, output) if store.annotators() else []
+    for line in describe(store):
+        say(line)
+    if found:
+        folder = Path(found[0]["path"]).parent
+        say(f"Verdicts are in {folder}, for `marlhf agreement` and `marlhf report`")
+    return found
+
+
+def _default(first: Path | str, comparisons: Sequence[Sequence[Item]], task: str) -> Path:
+    names = dict.fromkeys(name for items in comparisons for name in items[0].runs)
+    return home(Path(first)) / FOLDER / f"{slug('-'.join([*names, 'people', task]))}.sqlite"

@@ -1,0 +1,349 @@
+"""Votes in SQLite: a log that only grows, a transaction an event, on disk before it is answered.
+
+An undo is an event of its own, so that nothing is ever deleted. The pairs are kept with the
+votes: what people said can be exported even when the runs are gone.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+import threading
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from marlhf.judge.annotate.tasks import Comparison, Item, a_is_left
+from marlhf.judge.pairs import JudgeError
+from marlhf.judge.verdicts import Verdict
+
+Choice = Literal["left", "tie", "right"]
+CHOICES: tuple[Choice, ...] = ("left", "tie", "right")
+VERSION = 1
+LONGEST_NAME = 40
+NAME_SIGNS = " .'@()+-_"
+SCHEMA = """
+CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE pairs (
+    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, a TEXT NOT NULL, b TEXT NOT NULL,
+    prompt TEXT NOT NULL, reference TEXT NOT NULL,
+    response_a TEXT NOT NULL, response_b TEXT NOT NULL
+);
+CREATE TABLE events (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, action TEXT NOT NULL UNIQUE, time TEXT NOT NULL,
+    annotator TEXT NOT NULL, pair TEXT NOT NULL REFERENCES pairs (id),
+    kind TEXT NOT NULL CHECK (kind IN ('left', 'tie', 'right', 'skip', 'undo')),
+    left_run TEXT NOT NULL CHECK (left_run IN ('a', 'b')),
+    undoes INTEGER REFERENCES events (number)
+);
+CREATE INDEX of_annotator ON events (annotator, number);
+"""
+
+
+class VoteError(ValueError):
+    """A request that stores nothing, with what is wrong with it."""
+
+
+class NoPair(VoteError):
+    """A vote on something that is not asked here."""
+
+
+class Event(NamedTuple):
+    """A line of the log."""
+
+    number: int
+    time: str
+    annotator: str
+    pair: str
+    kind: str
+    left_run: str
+    undoes: int | None
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What a vote says of the runs, wherever they stood."""
+        if self.kind not in CHOICES:
+            return None
+        if self.kind == "tie":
+            return "tie"
+        return "a" if (self.kind == "left") == (self.left_run == "a") else "b"
+
+
+@dataclass(frozen=True)
+class State:
+    """How far an annotator is; `left`, `tie` and `right` count votes by side, not by run."""
+
+    annotator: str
+    done: int
+    total: int
+    skipped: int
+    left: int
+    tie: int
+    right: int
+    can_undo: bool
+    pair: str | None
+    """What to ask next, None at the end."""
+
+
+class Store:
+    """The votes on some pairs. Safe to use from several threads, and to kill at any time."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the votes there are."""
+        if not path.is_file():
+            raise JudgeError(f"There are no votes in {path}. Vote first, or name another file.")
+        self.path = path
+        self._lock = threading.Lock()
+        with _explained(path):
+            self._db = sqlite3.connect(
+                path, timeout=60, isolation_level=None, check_same_thread=False
+            )
+            self._db.execute("PRAGMA synchronous = FULL")  # a commit waits for the disk
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version != VERSION:
+                raise sqlite3.DatabaseError("it holds no votes of this version")
+            about = dict(self._db.execute("SELECT name, value FROM about"))
+        self.task: str = about["task"]
+        self.seed = int(about["seed"])
+        self.token: str = about["token"]
+        """What the address holds where the page is not only for this machine."""
+        self.items: dict[str, Item] = {}
+        self._places: dict[str, int] = {}
+        self.refresh()
+        self.shown = _shuffled(self.items)
+        """The ids of what is asked, in order."""
+
+    @classmethod
+    def create(cls, path: Path, task: str, seed: int | None) -> Store:
+        """A new database where there is none yet; without a seed one is drawn."""
+        seed = secrets.randbits(63) if seed is None else seed
+        about = {"task": task, "seed": str(seed), "token": secrets.token_urlsafe(18)}
+        with _explained(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch(mode=0o600)  # it holds the token
+            db = sqlite3.connect(path, timeout=60, isolation_level=None)
+            values = [f"('{name}', '{value}')" for name, value in about.items()]
+            db.executescript(
+                f"BEGIN IMMEDIATE; {SCHEMA} INSERT INTO about VALUES {', '.join(values)}; "
+                f"PRAGMA user_version = {VERSION}; COMMIT;"
+            )
+            db.close()
+        return cls(path)
+
+    def take(self, comparisons: Sequence[Sequence[Item]], limit: int | None = None) -> None:
+        """Ask these pairs, of every two runs the first so many; new ones are added.
+
+        A pair that is gone means that the votes are on other responses: they are refused.
+        """
+        named = [{item.name(self.seed): item for item in items} for items in comparisons]
+        current = {name for items in named for name in items}
+        if gone := [name for name in self.items if name not in current]:
+            raise JudgeError(
+                f"{self.path} holds votes on other responses: {len(gone)} of its "
+                f"{len(self.items)} pairs are not among those of these runs. Give another "
+                "--database for these; --export still writes the votes that it holds."
+            )
+        asked = {name: items[name] for items in named for name in list(items)[:limit]}
+        with self._change() as db:
+            db.executemany(
+                "INSERT OR IGNORE INTO pairs (id, a, b, prompt, reference, response_a, response_b) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (name, *i.runs, json.dumps(i.prompt), i.reference, i.response_a, i.response_b)
+                    for name, i in asked.items()
+                ],
+            )
+        self.refresh()
+        self.shown = _shuffled(asked)
+
+    def refresh(self) -> None:
+        """The pairs in the order in which they came; another process may have added some."""
+        rows = self._db.execute(
+            "SELECT id, a, b, prompt, reference, response_a, response_b FROM pairs ORDER BY number"
+        )
+        self.items = {
+            name: Item(Comparison(a, b), json.loads(prompt), *texts)
+            for name, a, b, prompt, *texts in rows
+        }
+        counts: dict[Comparison, int] = {}
+        for name, item in self.items.items():
+            if not item.same:
+                self._places[name] = counts[item.runs] = counts.get(item.runs, -1) + 1
+
+    def vote(self, annotator: str, pair: str, choice: str, action: str | None = None) -> State:
+        """Store a vote (`left`, `tie`, `right`) or a `skip`; where it was voted before, anew.
+
+        `action` names the request: sent twice, it counts once.
+        """
+        if choice not in (*CHOICES, "skip"):
+            raise VoteError(f"There is no vote {choice!r}. Say left, tie, right or skip.")
+        if pair not in self._places or pair not in self.shown:
+            raise NoPair("This pair is not among those that are compared here. Reload the page.")
+        with self._change() as db:
+            name = self._name(annotator)
+            if not self._known(action):
+                _add(db, action, name, pair, choice, self._left_run(name, pair))
+            return self._state(name)
+
+    def undo(self, annotator: str, action: str | None = None) -> State:
+        """Take back this annotator's last vote or skip, which is asked again at once."""
+        with self._change() as db:
+            name = self._name(annotator)
+            last = next((e for e in reversed(self._standing(name)) if e.pair in self.shown), None)
+            if not self._known(action):
+                if last is None:
+                    raise VoteError("There is nothing to undo.")
+                _add(db, action, name, last.pair, "undo", last.left_run, last.number)
+            return self._state(name)
+
+    def state(self, annotator: str) -> State:
+        with self._lock:
+            return self._state(self._name(annotator))
+
+    def sides(self, annotator: str, pair: str) -> tuple[str, str]:
+        """Both responses, the one on the left first."""
+        item = self.items[pair]
+        if self._left_run(annotator, pair) == "a":
+            return item.response_a, item.response_b
+        return item.response_b, item.response_a
+
+    def events(self) -> list[Event]:
+        """All that ever happened."""
+        with self._lock:
+            return self._events("ORDER BY number")
+
+    def annotators(self) -> list[str]:
+        with self._lock:
+            return self._annotators()
+
+    def standing(self, annotator: str) -> list[Event]:
+        """What this annotator said and did not undo; of a pair the last counts."""
+        with self._lock:
+            return self._standing(annotator)
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def _state(self, name: str) -> State:
+        shown = self.shown
+        last = {e.pair: e for e in self._standing(name) if e.pair in shown}
+        skipped = sorted((e for e in last.values() if e.kind == "skip"), key=lambda e: e.number)
+        votes = {choice: sum(e.kind == choice for e in last.values()) for choice in CHOICES}
+        waiting = [p for p in shown if p not in last] + [e.pair for e in skipped]
+        events = self._events("WHERE annotator = ? ORDER BY number DESC LIMIT 1", name)
+        if events and events[0].kind == "undo" and events[0].pair in waiting:
+            waiting.insert(0, events[0].pair)
+        return State(
+            annotator=name,
+            done=sum(votes.values()),
+            total=len(shown),
+            skipped=len(skipped),
+            can_undo=bool(last),
+            pair=waiting[0] if waiting else None,
+            **votes,
+        )
+
+    def _standing(self, name: str) -> list[Event]:
+        return self._events(
+            "WHERE annotator = ? AND kind != 'undo' AND number NOT IN (SELECT undoes FROM events "
+            "WHERE annotator = ? AND undoes IS NOT NULL) ORDER BY number",
+            name,
+            name,
+        )
+
+    def _events(self, where: str, *values: str) -> list[Event]:
+        columns = ", ".join(Event._fields)
+        return [
+            Event(*r) for r in self._db.execute(f"SELECT {columns} FROM events {where}", values)
+        ]
+
+    def _annotators(self) -> list[str]:
+        rows = self._db.execute(
+            "SELECT annotator FROM events GROUP BY annotator ORDER BY min(number)"
+        )
+        return [name for (name,) in rows]
+
+    def _name(self, annotator: str) -> str:
+        """The name as it was first written: Ann and ann are one person."""
+        name = clean_name(annotator)
+        known = {each.casefold(): each for each in self._annotators()}
+        return known.get(name.casefold(), name)
+
+    def _known(self, action: str | None) -> bool:
+        found = self._db.execute("SELECT 1 FROM events WHERE action = ?", (action,))
+        return action is not None and found.fetchone() is not None
+
+    def _left_run(self, annotator: str, pair: str) -> str:
+        place = self._places[pair]
+        return "a" if a_is_left(self.seed, annotator, self.items[pair].runs, place) else "b"
+
+    @contextmanager
+    def _change(self) -> Iterator[sqlite3.Connection]:
+        """A transaction: on disk when it ends, or not there at all."""
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:  # a full disk may have ended it already
+                    self._db.execute("ROLLBACK")
+                raise
+
+
+def _shuffled(items: Mapping[str, Item]) -> dict[str, None]:
+    """The same order for everyone: people who stop early have then judged the same pairs."""
+    return dict.fromkeys(sorted(name for name, item in items.items() if not item.same))
+
+
+def clean_name(name: str) -> str:
+    """A name without needless space; one that no file or table could hold is refused."""
+    clean = " ".join(unicodedata.normalize("NFC", name).split())
+    if not clean:
+        raise VoteError("There is no name. Say who votes.")
+    if len(clean) > LONGEST_NAME:
+        raise VoteError(f"The name is longer than {LONGEST_NAME} characters. Take a shorter one.")
+    letters = [unicodedata.category(c)[0] in "LMN" for c in clean]
+    if (
+        unicodedata.category(clean[0])[0] == "M"
+        or not letters[0]
+        or not all(letter or c in NAME_SIGNS for letter, c in zip(letters, clean))
+    ):
+        raise VoteError(
+            f"The name may hold letters, digits, spaces and {NAME_SIGNS.strip()}, and begins with "
+            "a letter or a digit."
+        )
+    return clean
+
+
+def _add(
+    db: sqlite3.Connection,
+    action: str | None,
+    annotator: str,
+    pair: str,
+    kind: str,
+    left_run: str,
+    undoes: int | None = None,
+) -> None:
+    now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    db.execute(
+        "INSERT INTO events (action, time, annotator, pair, kind, left_run, undoes) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (action or secrets.token_hex(16), now, annotator, pair, kind, left_run, undoes),
+    )
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[Any]:
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        raise JudgeError(
+            f"Cannot keep votes in {path}: {error}. Give another --database."
+        ) from error

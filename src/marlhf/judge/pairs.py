@@ -1,0 +1,211 @@
+"""Two files of responses to the same prompts, matched prompt by prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from marlhf.runs.read import number
+
+if TYPE_CHECKING:  # the report reads verdicts without torch
+    from marlhf.data.rows import Message, Text
+
+EVALUATION = "evaluation"
+"""The folder of a run that `marlhf evaluate` writes responses to."""
+
+
+class JudgeError(ValueError):
+    """Something about a judging that the user has to put right."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """What one model wrote, and what it was scored."""
+
+    text: str
+    scores: Mapping[str, float] = field(default_factory=dict)
+    ended: bool = True
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt with the responses of both sides."""
+
+    prompt: Text
+    a: Response
+    b: Response
+    reference: str = ""
+    """Text that the answer should rest on, where the data has any."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What there is to judge; `only_a` and `only_b` count prompts without a counterpart."""
+
+    name_a: str
+    name_b: str
+    pairs: list[Pair]
+    only_a: int = 0
+    only_b: int = 0
+
+
+def read_pairs(a: Path | str, b: Path | str, limit: int | None = None) -> Pairs:
+    """The prompts that A and B both answered, in A's order; of a repeated prompt the first.
+
+    Each is a JSON-lines file with `prompt` and `response`, or a run folder: of that the file
+    in `evaluation/`, else the last step of `samples.jsonl`.
+    """
+    files = find_responses(Path(a)), find_responses(Path(b))
+    if files[0].resolve() == files[1].resolve():
+        raise JudgeError(f"{files[0]} would be compared with itself. Give two different files.")
+    rows_a, rows_b = map(_answers, files)
+    shared = [key for key in rows_a if key in rows_b]
+    if not shared:
+        raise JudgeError(
+            f"{files[0]} and {files[1]} share no prompt. Evaluate both models on the same data, "
+            "with the same seed."
+        )
+    pairs = [_pair(rows_a[key], rows_b[key]) for key in shared[:limit]]
+    rest = len(rows_a) - len(shared), len(rows_b) - len(shared)
+    name_a, name_b = short_names([a, b])
+    return Pairs(name_a, name_b, pairs, *rest)
+
+
+def short_names(paths: Sequence[Path | str]) -> list[str]:
+    """The shortest ends of some paths that tell them all apart."""
+    ends = [(p.resolve().with_suffix("") if p.is_file() else p.resolve()) for p in map(Path, paths)]
+    for count in range(1, max(len(end.parts) for end in ends) + 1):
+        names = ["/".join(end.parts[-count:]) for end in ends]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def prompt_text(prompt: Text) -> str:
+    """A prompt as a person reads it: a chat as one line a turn, after who speaks."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+
+
+def find_responses(path: Path) -> Path:
+    """The file of responses that a path stands for."""
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise JudgeError(f"There is no file or folder {path}. Give a run or a JSON-lines file.")
+    inner = path / EVALUATION if (path / EVALUATION).is_dir() else path
+    files = sorted(f for f in inner.glob("*.jsonl") if inner != path or not _is_run(path))
+    files = [file for file in files if _has_responses(file)]
+    if len(files) == 1:
+        return files[0]
+    if files:
+        names = ", ".join(str(file) for file in files)
+        raise JudgeError(f"{path} has several files of responses: {names}. Name one of them.")
+    if (path / "samples.jsonl").is_file():
+        return path / "samples.jsonl"
+    raise JudgeError(
+        f"{path} has no responses: neither {EVALUATION}/*.jsonl nor samples.jsonl. "
+        "Run `marlhf evaluate` on it first."
+    )
+
+
+def home(path: Path) -> Path:
+    """The run folder that a path belongs to, else the folder it lies in."""
+    folder = path if path.is_dir() else path.parent
+    return folder.parent if folder.name == EVALUATION and _is_run(folder.parent) else folder
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file; a last line that a kill has torn is left out."""
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise JudgeError(f"Cannot read {file}: {error.strerror}.") from error
+    rows = []
+    for count, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except (ValueError, RecursionError) as error:
+            if count == len(lines):
+                continue
+            raise JudgeError(f"Line {count} of {file} is not JSON ({error}). Mend it.") from error
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "run.json").is_file() or (folder / "metrics.jsonl").is_file()
+
+
+def _has_responses(file: Path) -> bool:
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        try:
+            first = json.loads(lines.readline())
+        except ValueError:
+            return False
+    return isinstance(first, dict) and {"prompt", "response"} <= first.keys()
+
+
+def _answers(file: Path) -> dict[str, dict[str, Any]]:
+    """The first answer to each prompt; where rows have steps, only those of the last.
+
+    What `marlhf evaluate` wrote has keys and settings: there the last line of each key counts,
+    under the setting of the last line.
+    """
+    rows = [row for row in read_lines(file) if "prompt" in row and "response" in row]
+    if rows and {"key", "setting"} <= rows[-1].keys():
+        kept = [row for row in rows if row.get("setting") == rows[-1]["setting"]]
+        rows = list({row.get("key"): row for row in kept}.values())
+    last = max((number(row["step"]) for row in rows if "step" in row), default=None)
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if "step" in row and number(row["step"]) != last:
+            continue
+        if _readable(row):
+            found.setdefault(json.dumps(row["prompt"], sort_keys=True), row)
+    if not found:
+        raise JudgeError(
+            f"{file} has no line with a `prompt` and a `response` that are text. Write one JSON "
+            "object a line with both."
+        )
+    return found
+
+
+def _readable(row: Mapping[str, Any]) -> bool:
+    prompt = row["prompt"]
+    turns = isinstance(prompt, list) and all(
+        isinstance(t, dict) and isinstance(t.get("content"), str) and "role" in t for t in prompt
+    )
+    return isinstance(row["response"], str) and (isinstance(prompt, str) or turns)
+
+
+def _pair(row_a: Mapping[str, Any], row_b: Mapping[str, Any]) -> Pair:
+    prompt = row_a["prompt"]
+    reference = row_a.get("reference") or row_b.get("reference")
+    if isinstance(prompt, list):
+        turns: list[Message] = [
+            {"role": str(turn["role"]), "content": _clean(turn["content"])} for turn in prompt
+        ]
+        prompt = turns
+    else:
+        prompt = _clean(prompt)
+    reference = _clean(reference) if isinstance(reference, str) else ""
+    return Pair(prompt, _response(row_a), _response(row_b), reference)
+
+
+def _response(row: Mapping[str, Any]) -> Response:
+    scores = row.get("scores")
+    named = {str(k): number(v) for k, v in scores.items()} if isinstance(scores, dict) else {}
+    if "score" in row:
+        named.setdefault("score", number(row["score"]))
+    return Response(_clean(row["response"]), named, row.get("ended") is not False)
+
+
+def _clean(text: str) -> str:
+    """Without half characters, which no server would take."""
+    return text.encode("utf-8", "replace").decode("utf-8")

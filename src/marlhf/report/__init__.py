@@ -1,0 +1,1 @@
+"""One HTML file that compares runs. Never imports `marlhf.train`."""

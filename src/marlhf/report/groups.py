@@ -1,0 +1,306 @@
+"""Runs that differ only in their seed, taken together, and what the report asks of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from marlhf.intervals import interval, mean_by_position
+from marlhf.runs.lineage import chosen
+from marlhf.runs.read import Evaluation, Run, number
+
+START_COLOUR = "var(--start)"
+NUM_COLOURS = 8
+
+
+class Point(NamedTuple):
+    """One step of a curve over seeds; `low` and `high` are the extreme seeds."""
+
+    step: int
+    seconds: float
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """The seeds of one setting. Everything the report shows is about groups, never lone runs."""
+
+    label: str
+    runs: list[Run]
+    index: int
+    chosen: dict[str, Any] = field(default_factory=dict)
+    """The settings of its runs, and of the runs behind them."""
+
+    @property
+    def colour(self) -> str:
+        return f"var(--c{self.index % NUM_COLOURS})"
+
+    @property
+    def dash(self) -> str:
+        """Lines beyond the palette repeat its colours, dashed."""
+        return "" if self.index < NUM_COLOURS else "5 3"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.runs[0].config
+
+    @property
+    def stage(self) -> str:
+        return self.runs[0].stage
+
+    @property
+    def num_seeds(self) -> int:
+        """The same seed run twice is no second seed."""
+        return len({i if run.seed is None else f"{run.seed}" for i, run in enumerate(self.runs)})
+
+    def curve(self, key: str) -> list[Point]:
+        """Mean and extremes over the seeds that recorded a step; seconds are averaged too."""
+        if len(self.runs) == 1:
+            return [Point(step, at, v, v, v) for step, at, v in self.runs[0].curve(key)]
+        steps: dict[int, list[tuple[float, float]]] = {}
+        for run in self.runs:
+            for step, seconds, value in run.curve(key):
+                steps.setdefault(step, []).append((seconds, value))
+        points: list[Point] = []
+        for step in sorted(steps):
+            values = [value for _, value in steps[step]]
+            known = [seconds for seconds, _ in steps[step] if math.isfinite(seconds)]
+            seconds = sum(known) / len(known) if known else math.nan
+            mean = sum(values) / len(values)
+            points.append(Point(step, seconds, mean, min(values), max(values)))
+        return points
+
+    def finals(self, key: str) -> list[float]:
+        """The last value of each seed that has one."""
+        return [value for run in self.runs if math.isfinite(value := run.final(key))]
+
+    def final(self, key: str) -> float:
+        return interval(self.finals(key)).mean
+
+    def mean(self, key: str) -> float:
+        """The mean over all recorded steps of all seeds."""
+        values = [value for run in self.runs for *_, value in run.curve(key)]
+        return math.fsum(values) / len(values) if values else math.nan
+
+    def per_prompt(self, field: str, *, first: bool = False) -> list[float] | None:
+        """`field` of the last evaluation (of step 0, where `first`), averaged over seeds."""
+        return mean_by_position(self.per_seed(field, first=first))
+
+    def per_seed(self, field: str, *, first: bool = False) -> list[list[float]]:
+        """The same, seed by seed: a list of each that has any."""
+        rows: list[list[float]] = []
+        for run in self.runs:
+            evaluation = start_of(run) if first else (run.evaluations or [None])[-1]
+            values = getattr(evaluation, field) if evaluation else None
+            if values:
+                rows.append(values)
+        return rows
+
+    def all_prompts(self, field: str, *, first: bool = False) -> list[float]:
+        """The same of all seeds together, as averaging would narrow how they spread."""
+        return [value for row in self.per_seed(field, first=first) for value in row]
+
+
+def start_of(run: Run) -> Evaluation | None:
+    """The evaluation of the model the run began with.
+
+    Step 0 where it was evaluated, else the SFT scores that a later evaluation carries.
+    """
+    for evaluation in run.evaluations:
+        if evaluation.step == 0:
+            return evaluation
+    for evaluation in run.evaluations:
+        if evaluation.sft_scores:
+            return Evaluation(step=0, scores=evaluation.sft_scores)
+    return None
+
+
+def same_prompts(a: Group, b: Group) -> bool:
+    """Whether two groups answered the same held-out prompts, so that pairing means something."""
+    counts = {len(run.evaluations[-1].scores) for run in a.runs + b.runs if run.evaluations}
+    if len(counts) != 1:
+        return False
+    prompts: dict[object, object] = {}
+    for run in a.runs + b.runs:
+        for sample in run.samples:
+            if prompts.setdefault(str(sample.get("index")), sample.get("prompt")) != sample.get(
+                "prompt"
+            ):
+                return False
+    return True
+
+
+def group_runs(runs: list[Run]) -> list[Group]:
+    """Seeds together, policies before the models behind them, the token-level baseline first.
+
+    Runs without a config stand alone: nothing says what they share.
+    """
+    together: dict[str, list[Run]] = {}
+    settings_of: dict[str, dict[str, Any]] = {}
+    for position, run in enumerate(runs):
+        picked = chosen(run)
+        key = f"alone {position}"
+        if run.config:
+            key = json.dumps([run.stage, sorted(_in_text(picked).items())])
+        together.setdefault(key, []).append(run)
+        settings_of[key] = picked
+    ordered = sorted(together, key=lambda key: _place(together[key], settings_of[key]))
+    seeds = [sorted(together[key], key=lambda run: run.seed or 0) for key in ordered]
+    picks = [settings_of[key] for key in ordered]
+    parts = zip(_labels(seeds, picks), seeds, picks)
+    return [Group(label, runs, i, pick) for i, (label, runs, pick) in enumerate(parts)]
+
+
+def _place(runs: list[Run], picked: dict[str, Any]) -> tuple[Any, ...]:
+    """Policies first, single tokens first among them, and longer n-grams after shorter.
+
+    Of several with single tokens the one with most seeds is what others are measured against.
+    """
+    run, n = runs[0], picked.get("segmenter.n")
+    size = float(n) if isinstance(n, (int, float)) and not isinstance(n, bool) else math.inf
+    return not run.is_policy, not is_token_level(run.config), run.is_policy and size, -len(runs)
+
+
+def is_token_level(config: dict[str, Any]) -> bool:
+    """Whether a config is ordinary PPO: an n-gram of one token."""
+    segmenter = config.get("segmenter")
+    return (
+        isinstance(segmenter, dict)
+        and segmenter.get("type") == "ngram"
+        and number(segmenter.get("n")) == 1
+    )
+
+
+def describe_segmenter(config: dict[str, Any]) -> str:
+    """A segmenter in a few words, for tables: what is off, or as usual, goes without saying."""
+    segmenter = config.get("segmenter")
+    if not isinstance(segmenter, dict):
+        return str(segmenter) if segmenter else ""
+    kind = str(segmenter.get("type", "?"))
+    if kind == "ngram":
+        if is_token_level(config):
+            return "single tokens (n = 1)"
+        n = segmenter.get("n", 5)
+        return "whole response (n = inf)" if n == math.inf else f"n-gram, n = {n}"
+    off = (None, False)
+    said = {k: v for k, v in segmenter.items() if k != "type" and not any(v is x for x in off)}
+    rest = ", ".join(f"{k} = {v}" for k, v in said.items() if (k, v) != ("parser", "english"))
+    return f"{kind}, {rest}" if rest else kind
+
+
+def settings(run: Run) -> dict[str, str]:
+    """What was chosen for a run, as text: without its seed and without where it was written."""
+    return _in_text(chosen(run))
+
+
+def _in_text(picked: dict[str, Any]) -> dict[str, str]:
+    return {key: setting_text(value) for key, value in picked.items()}
+
+
+def setting_text(value: Any) -> str:
+    """A setting as one would write it in a recipe, infinity as .inf."""
+    if value == math.inf:
+        return ".inf"
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def differences(groups: Sequence[Group]) -> list[tuple[str, list[str | None]]]:
+    """The settings that are not the same in all groups: (name, one value a group)."""
+    if len(groups) < 2 or not all(group.config for group in groups):
+        return []
+    return differing([group.chosen for group in groups])
+
+
+def differing(picks: Sequence[dict[str, Any]]) -> list[tuple[str, list[str | None]]]:
+    texts = [_in_text(picked) for picked in picks]
+    keys = list(dict.fromkeys(key for each in texts for key in each))
+    rows = [(key, [each.get(key) for each in texts]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+YARDSTICK = ("reward_model", "reward_funcs", "reward_weights", "normalize_scores", "reward")
+"""Settings that decide what a score means."""
+
+
+def measured_alike(a: Group, b: Group) -> bool:
+    """Whether scores of two groups are on one scale: the same reward, on the same data."""
+    return not unlike([a, b])
+
+
+def unlike(groups: Sequence[Group]) -> list[str]:
+    """The settings in which groups differ so that their scores cannot be compared."""
+    known = [group for group in groups if group.config]
+    names = {*YARDSTICK, "data"}
+    if any(group.chosen.get("reward.model") == "@sft" for group in known):
+        names.add("sft")  # the reward model grew from it
+    return [key for key, _ in differences(known) if key.split(".")[0] in names]
+
+
+def _labels(groups: list[list[Run]], picks: list[dict[str, Any]]) -> list[str]:
+    """One name a group: the runs' own without the seed's number.
+
+    Where that is not enough, as in a sweep, what they differ in is their name; else the folder.
+    """
+    labels = [_shared_name(seeds) for seeds in groups]
+    kinds = [(label, seeds[0].stage) for label, seeds in zip(labels, groups)]
+    policies = {label for label, seeds in zip(labels, groups) if seeds[0].is_policy}
+    for label in {each for each in labels if labels.count(each) > 1}:
+        places = [i for i, each in enumerate(labels) if each == label]
+        alone = policies == {label} and len({kinds[i] for i in places}) == 1
+        words = [_picked_words(picks[i], [picks[j] for j in places]) for i in places]
+        if "" not in words and len(set(words)) == len(words):
+            for i, said in zip(places, words):
+                labels[i] = said if alone else f"{label}, {said}"
+    for style in ("folder", "number"):
+        repeated = {label for label in labels if labels.count(label) > 1}
+        for i, label in enumerate(labels):
+            if label in repeated and style == "folder":
+                labels[i] = f"{_home(groups[i])}/{label}"
+            elif label in repeated:
+                labels[i] = f"{label} ({labels[: i + 1].count(label)})"
+    return labels
+
+
+def _home(seeds: list[Run]) -> str:
+    """The folder around a run, or around the seeds' folders where there are several."""
+    folder = seeds[0].path.resolve().parent
+    return folder.parent.name if len(seeds) > 1 and "seed" in folder.name else folder.name
+
+
+def _picked_words(picked: dict[str, Any], among: list[dict[str, Any]]) -> str:
+    """What sets one apart in a few words, such as n=5; nothing where it would take many."""
+    keys = [key for key, _ in differing(among)]
+    keys.sort(key=lambda key: not key.startswith("segmenter."))
+    said: list[str] = []
+    if "segmenter.type" in keys:
+        keys = [key for key in keys if not key.startswith("segmenter.")]
+        said.append(describe_segmenter(unflatten(picked)))
+    if not 0 < len(keys) + len(said) <= 3:
+        return ""
+    shorts = [key.rpartition(".")[2] for key in keys]
+    for key, short in zip(keys, shorts):
+        name = key if shorts.count(short) > 1 else short
+        value = setting_text(picked[key]) if key in picked else "none"
+        said.append(f"{name}={value.removeprefix('.')}")
+    return ", ".join(said) if all(len(each) <= 40 for each in said) else ""
+
+
+def unflatten(picked: dict[str, Any]) -> dict[str, Any]:
+    """The segmenter of flat settings, as a config has it."""
+    inner = {k.partition(".")[2]: v for k, v in picked.items() if k.startswith("segmenter.")}
+    return {"segmenter": inner or picked.get("segmenter")}
+
+
+def _shared_name(seeds: list[Run]) -> str:
+    names = {run.name for run in seeds}
+    if len(seeds) == 1 and seeds[0].seed is not None:
+        return re.sub(rf"[-_. ]+(seed|s)[-_. =]*{seeds[0].seed}$", "", seeds[0].name)
+    if len(names) > 1:
+        names = {re.sub(r"[-_. ]*(seed|s)?[-_. =]*\d+$", "", name) for name in names} - {""}
+    return names.pop() if len(names) == 1 else seeds[0].name

@@ -1,0 +1,242 @@
+"""What judges said of the runs: the report's bars of wins, ties and losses."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from marlhf.intervals import Interval
+from marlhf.judge.pairs import JudgeError, read_lines
+from marlhf.judge.verdicts import FOLDER, TURNED, wilson
+from marlhf.report.bars import stacked_bars
+from marlhf.report.dots import Dot, dot_rows
+from marlhf.report.groups import Group
+from marlhf.report.page import (
+    Cell,
+    csv_link,
+    figure,
+    grid,
+    num,
+    percent,
+    section,
+    signed,
+    table,
+    text,
+)
+from marlhf.runs.read import Run, number
+
+PARTS = ("win", "tie", "loss")
+UNKNOWN = {"a": "var(--t0)", "b": "var(--t2)"}
+"""Colours of sides that are no run of the report."""
+PERSON = "person:"
+"""How the name of a judge begins who is one of the people."""
+MAX_FIGURES = 6
+
+
+def wins(runs: Sequence[Run], groups: Sequence[Group] = ()) -> str:
+    """Win, tie and loss by judge; dimension scores; how far the judges agree."""
+    colours = _colours(groups)
+    found = [each for run in runs for each in _with_majority(_summaries(run.path / FOLDER))]
+    if not found:
+        return ""
+    return section(
+        "judged",
+        "Judged in pairs",
+        "Two responses to the same prompt, and which is better: shares of the first-named run, "
+        "with 95% intervals over prompts. Read them with how far the judges agree.",
+        f'<div class="beside">{_bars(found, colours)}<div>{_shares(found)}</div></div>',
+        _dimensions(found, colours),
+        _agreement(runs),
+    )
+
+
+def _summaries(folder: Path) -> list[dict[str, Any]]:
+    """Summaries that are whole; others are left out."""
+    found = []
+    for file in sorted(folder.glob("*.json")):
+        try:
+            summary = json.loads(file.read_text(encoding="utf-8"))
+            for part in PARTS:
+                [float(summary[part][key]) for key in ("share", "low", "high")]
+            whole = _label(summary) and summary["pairs"] > 0 and summary["dimensions"].items()
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            continue
+        if whole is not False:
+            found.append(summary | {"path": file.with_suffix(".jsonl")})
+    return found
+
+
+def _with_majority(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Where several people judged the same two runs, what most of them said of each pair, too."""
+    together: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for summary in found:
+        if str(summary["judge"]).startswith(PERSON):
+            key = str(summary["a"]), str(summary["b"]), str(summary["task"])
+            together.setdefault(key, []).append(summary)
+    added: list[dict[str, Any]] = []
+    for (a, b, task), each in together.items():
+        verdicts = _majority([summary["path"] for summary in each]) if len(each) > 1 else []
+        if verdicts:
+            about = {"a": a, "b": b, "task": task, "judge": f"most of {len(each)} people"}
+            about |= {"pairs": len(verdicts), "dimensions": {}}
+            for part, said in (("win", "a"), ("tie", "tie"), ("loss", "b")):
+                about[part] = wilson(verdicts.count(said), len(verdicts))._asdict()
+            added.append(about)
+    return found + added
+
+
+def _majority(files: Sequence[Path]) -> list[str]:
+    """One verdict a pair that any of them judged; a tie where no verdict leads."""
+    said: dict[str, Counter[str]] = {}
+    for file in files:
+        try:
+            rows = read_lines(file)
+        except JudgeError:
+            return []
+        for row in rows:
+            pair = json.dumps([row.get(key) for key in ("prompt", "response_a", "response_b")])
+            if row.get("verdict") in TURNED:
+                said.setdefault(pair, Counter())[row["verdict"]] += 1
+    verdicts: list[str] = []
+    for counts in said.values():
+        (first, most), *rest = counts.most_common()
+        verdicts.append("tie" if rest and rest[0][1] == most else first)
+    return verdicts
+
+
+def _label(summary: dict[str, Any]) -> str:
+    return f"{summary['a']} against {summary['b']}, by {summary['judge']} ({summary['task']})"
+
+
+def _colours(groups: Sequence[Group]) -> dict[str, str]:
+    """The colour of each name under which a run may have been judged, where it is of one run."""
+    found: dict[str, set[str]] = {}
+    for group in groups:
+        for run in group.runs:
+            folder = run.path.resolve()
+            for name in (group.label, run.name, f"{folder.parent.name}/{folder.name}"):
+                found.setdefault(name, set()).add(group.colour)
+    return {name: min(colours) for name, colours in found.items() if len(colours) == 1}
+
+
+def _side_colours(summary: dict[str, Any], colours: dict[str, str]) -> tuple[str, str]:
+    a, b = (colours.get(str(summary[side]), UNKNOWN[side]) for side in ("a", "b"))
+    return (a, b) if a != b else (UNKNOWN["a"], UNKNOWN["b"])
+
+
+def _bars(found: Sequence[dict[str, Any]], colours: dict[str, str]) -> str:
+    rows: list[tuple[str, list[tuple[str, float, str]]]] = []
+    for s in found:
+        a, b = _side_colours(s, colours)
+        shades = zip(PARTS, (a, "var(--t4)", b))
+        rows.append((_label(s), [(part, 100 * s[part]["share"], shade) for part, shade in shades]))
+    data: list[list[Cell]] = [
+        [s["a"], s["b"], s["judge"], s["task"], s["pairs"]]
+        + [s[part][key] for part in PARTS for key in ("share", "low", "high")]
+        for s in found
+    ]
+    names = [f"{part} {key}" for part in PARTS for key in ("share", "low", "high")]
+    return figure(
+        "Win, tie and loss",
+        stacked_bars(rows, x_label="% of pairs", inside=True),
+        file="win tie loss",
+        note="From the left: the first wins, ties, the second wins.",
+        header=["a", "b", "judge", "task", "pairs", *names],
+        rows=data,
+    )
+
+
+def _shares(found: Sequence[dict[str, Any]]) -> str:
+    rows = []
+    for s in found:
+        cells = [
+            f"{percent(s[part]['share'])} <small>[{percent(s[part]['low'])}, "
+            f"{percent(s[part]['high'])}]</small>"
+            for part in PARTS
+        ]
+        turned = s.get("orders_disagreed")
+        share = percent(turned / s["pairs"]) if isinstance(turned, int) else num(None)
+        rows.append([text(_label(s)), str(s["pairs"]), *cells, share])
+    return table(["Comparison", "Pairs", "Win", "Tie", "Loss", "Orders disagreed"], rows)
+
+
+def _dimensions(found: Sequence[dict[str, Any]], colours: dict[str, str]) -> str:
+    rows: list[list[str]] = []
+    data: list[list[Cell]] = []
+    for s in found:
+        for name, sides in s["dimensions"].items():
+            a, b = (number(sides[side]["mean"]) for side in ("a", "b"))
+            d = [number(sides["difference"][key]) for key in ("mean", "low", "high")]
+            bounds = f"<small>[{signed(d[1])}, {signed(d[2])}]</small>"
+            shown = [num(a), num(b), f"{signed(d[0])} {bounds}"]
+            rows.append([text(_label(s)), text(name.replace("_", " ")), *shown])
+            data.append([_label(s), name, a, b, *d])
+    if not rows:
+        return ""
+    header = ["comparison", "dimension", "first", "second", "difference", "low", "high"]
+    link = csv_link("dimensions", header, data)
+    return (
+        "<h3>By dimension</h3>"
+        + grid([_dimension_figure(s, colours) for s in found if s["dimensions"]][:MAX_FIGURES])
+        + table(
+            ["Comparison", "Dimension", "First", "Second", "Difference"], rows, csv=link, words=2
+        )
+    )
+
+
+def _dimension_figure(summary: dict[str, Any], colours: dict[str, str]) -> str:
+    """Both runs' mean grade on each dimension, one under the other."""
+    dots: list[Dot] = []
+    for name, sides in summary["dimensions"].items():
+        for side, colour in zip("ab", _side_colours(summary, colours)):
+            mean, low, high = (number(sides[side].get(key)) for key in ("mean", "low", "high"))
+            value = Interval(mean, low, high, summary["pairs"])
+            dots.append(Dot(f"{name.replace('_', ' ')}: {summary[side]}", value, colour))
+    rows: list[list[Cell]] = [[dot.label, *dot.value[:3]] for dot in dots]
+    return figure(
+        _label(summary),
+        dot_rows(dots, x_label="mean grade"),
+        file=f"dimensions {_label(summary)}",
+        header=["dimension and run", "mean", "low", "high"],
+        rows=rows,
+    )
+
+
+def _agreement(runs: Sequence[Run]) -> str:
+    from marlhf.judge.agreement import compare, read_votes  # numpy, only where there are votes
+
+    folders = [run.path / FOLDER for run in runs if any((run.path / FOLDER).glob("*.jsonl"))]
+    try:
+        found = compare(read_votes(folders))
+    except JudgeError:  # one judge, no shared pair, or a damaged file: nothing to show
+        return ""
+    rows = []
+    data: list[list[Cell]] = []
+    for b in found.between:
+        share, kappa = b.agreement, b.kappa
+        agreed = f"{percent(share.mean)} <small>[{percent(share.low)}, {percent(share.high)}]"
+        beyond = f"{num(kappa.mean)} <small>[{num(kappa.low)}, {num(kappa.high)}]</small>"
+        rows.append([text(b.one), text(b.other), str(b.pairs), f"{agreed}</small>", beyond])
+        data.append([b.one, b.other, b.pairs, *share[:3], *kappa[:3]])
+    numbers = ["agreement", "low", "high", "kappa", "kappa low", "kappa high"]
+    link = csv_link("agreement", ["judge", "other judge", "pairs", *numbers], data)
+    fleiss = found.fleiss
+    all_of_them = (
+        f'<p class="lead">Fleiss\' kappa of all {len(found.judges)} on {found.common} pairs: '
+        f"{num(fleiss.mean)} [{num(fleiss.low)}, {num(fleiss.high)}].</p>"
+        if fleiss is not None
+        else ""
+    )
+    return (
+        "<h3>How far the judges agree</h3>"
+        + table(
+            ["Judge", "Other judge", "Pairs", "Agreement", "Cohen's kappa"],
+            rows,
+            csv=link,
+            words=2,
+        )
+        + all_of_them
+    )

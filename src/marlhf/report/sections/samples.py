@@ -1,0 +1,197 @@
+"""The same prompt under each run, with its macro actions made visible."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from marlhf.intervals import thin
+from marlhf.report.groups import START_COLOUR, Group
+from marlhf.report.page import chip, num, section, signed, text
+from marlhf.runs.read import Row, number
+
+MAX_PROMPTS = 12
+MAX_PIECES = 600
+MAX_SPANS = 20_000
+"""On the whole page: with one span a token, long responses of many runs add up."""
+MAX_PROMPT_CHARS = 1200
+MAX_RESPONSE_CHARS = 4000
+
+
+class Macro(NamedTuple):
+    """The text of one macro action, its number of tokens and its advantage (or NaN)."""
+
+    text: str
+    length: int
+    advantage: float
+
+
+class Answer(NamedTuple):
+    """What one run wrote to a prompt."""
+
+    label: str
+    colour: str
+    sample: Row
+
+
+def samples(policies: list[Group]) -> str:
+    """Responses side by side: at the last step of each run, and before training."""
+    prompts = _answers(policies)
+    if not prompts:
+        return ""
+    shown = _within_budget(prompts)
+    scale = _advantage_scale(shown)
+    note = (
+        " Of several seeds, the first is shown." if any(len(g.runs) > 1 for g in policies) else ""
+    )
+    return section(
+        "samples",
+        "Samples",
+        f"One prompt, each run's response at its last step. Each stretch is one macro action; "
+        f"those of several tokens begin at a small bar.{note}",
+        _key(scale),
+        *(_sample(prompt, answers, scale) for prompt, answers in shown),
+    )
+
+
+def _key(scale: float) -> str:
+    """What the shades say: by colour and, for eyes that do not tell them apart, by underline."""
+    if not math.isfinite(scale):
+        return '<p class="lead">Colours only tell neighbours apart: no advantages on record.</p>'
+    shades = [
+        "".join(
+            f'<i class="{name}{level}">{signed(sign * level * scale / 4)}</i>'
+            for level in (1, 2, 3, 4)
+        )
+        for name, sign in (("p", 1), ("n", -1))
+    ]
+    return (
+        f'<p class="said shades"><span>{shades[0]} went better than expected</span> '
+        f"<span>{shades[1]} went worse, dotted underline</span> "
+        f"<span>The number is the advantage; it shows when you rest on a stretch.</span></p>"
+    )
+
+
+def _answers(policies: list[Group]) -> list[tuple[str, list[Answer]]]:
+    """Prompts with their answers, those that most runs answered first."""
+    found: dict[tuple[float, str], list[Answer]] = {}
+    before: dict[tuple[float, str], Answer] = {}
+    for group in policies:
+        rows = [row for row in group.runs[0].samples if isinstance(row.get("prompt"), str)]
+        steps = [number(row.get("step")) for row in rows]
+        last = max(filter(math.isfinite, steps), default=math.nan)
+        for row, step in zip(rows, steps):
+            key = (number(row.get("index", 0)), row["prompt"])
+            if step == 0:
+                before.setdefault(key, Answer("before RL", START_COLOUR, row))
+            elif step == last:
+                found.setdefault(key, []).append(Answer(group.label, group.colour, row))
+    for key, answer in before.items():
+        found.setdefault(key, []).insert(0, answer)
+    ordered = sorted(found.items(), key=lambda item: (-len(item[1]), item[0][0]))
+    return [(prompt, answers) for (_, prompt), answers in ordered]
+
+
+def _within_budget(prompts: list[tuple[str, list[Answer]]]) -> list[tuple[str, list[Answer]]]:
+    kept: list[tuple[str, list[Answer]]] = []
+    spans = 0
+    for prompt, answers in prompts[:MAX_PROMPTS]:
+        spans += sum(len(macro_actions(answer.sample)) for answer in answers)
+        if kept and spans > MAX_SPANS:
+            break
+        kept.append((prompt, answers))
+    return kept
+
+
+def macro_actions(sample: Row) -> list[Macro]:
+    """The response cut at its macro actions; one piece where no cuts were recorded."""
+    pieces = sample.get("pieces")
+    if not isinstance(pieces, list) or not pieces:
+        response = sample.get("response")
+        return [Macro(response if isinstance(response, str) else "", 0, math.nan)]
+    starts = _same_length(sample.get("starts"), len(pieces))
+    advantages = _same_length(sample.get("advantages"), len(pieces))
+    macros: list[Macro] = []
+    for i, piece in enumerate(pieces[:MAX_PIECES]):
+        if not macros or (starts and starts[i]):
+            macros.append(Macro(str(piece), 1, number(advantages[i]) if advantages else math.nan))
+        else:
+            last = macros[-1]
+            macros[-1] = last._replace(text=last.text + str(piece), length=last.length + 1)
+    return macros
+
+
+def _same_length(values: object, length: int) -> list[Any]:
+    return values if isinstance(values, list) and len(values) == length else []
+
+
+def _advantage_scale(prompts: list[tuple[str, list[Answer]]]) -> float:
+    """The size of a large advantage on this page, so that one outlier does not pale the rest."""
+    sizes = sorted(
+        abs(macro.advantage)
+        for _, answers in prompts
+        for answer in answers
+        for macro in macro_actions(answer.sample)
+        if math.isfinite(macro.advantage)
+    )
+    return max(sizes[int(0.95 * (len(sizes) - 1))], 1e-9) if sizes else math.nan
+
+
+def _sample(prompt: str, answers: list[Answer], scale: float) -> str:
+    shown = "".join(_answer(answer, scale) for answer in thin(answers, 8))
+    return (
+        f'<article class="sample"><p class="prompt" dir="auto"><b>Prompt</b>'
+        f'{text(_shortened(prompt))}</p><div class="answers">{shown}</div></article>'
+    )
+
+
+def _answer(answer: Answer, scale: float) -> str:
+    sample = answer.sample
+    macros = macro_actions(sample)
+    body = "".join(_spans(macros, scale))
+    pieces = sample.get("pieces")
+    hidden = len(pieces) - MAX_PIECES if isinstance(pieces, list) else 0
+    if hidden > 0:
+        body += f' <span class="none">and {hidden} more tokens</span>'
+    facts = [
+        f"{name} {num(number(sample.get(key)))}"
+        for name, key in (("score", "score"), ("gold", "gold"), ("KL", "kl"))
+        if math.isfinite(number(sample.get(key)))
+    ]
+    length = number(sample.get("length"))
+    if math.isfinite(length):
+        facts.append(f"{length:.0f} tokens")
+    if len(macros) > 1 and hidden <= 0:
+        facts.append(f"{len(macros)} macro actions")
+    name = chip(answer.label, answer.colour)
+    return (
+        f'<div class="answer">{name}<p class="said" dir="auto">{body}</p>'
+        f'<p class="facts">{" &middot; ".join(facts)}</p></div>'
+    )
+
+
+def _spans(macros: list[Macro], scale: float) -> Iterator[str]:
+    """Tokens of a response are often single letters: attributes are kept short."""
+    for i, macro in enumerate(macros):
+        words = text(macro.text[:MAX_RESPONSE_CHARS])
+        if macro.length == 0:
+            yield words
+        elif math.isfinite(macro.advantage):
+            level = min(4, math.ceil(4 * abs(macro.advantage) / scale - 1e-9))
+            sign = "p" if macro.advantage > 0 else "n"
+            shade = f"{sign}{level}" if level else "z"
+            size = f", {macro.length} tokens" if macro.length > 1 else ""
+            title = f"advantage {signed(macro.advantage)}{size}"
+            start = " m" if macro.length > 1 else ""
+            yield f'<i class="{shade}{start}" title="{title}">{words}</i>'
+        else:
+            yield f'<i class="{"ab"[i % 2]}{" m" if macro.length > 1 else ""}">{words}</i>'
+
+
+def _shortened(prompt: str) -> str:
+    """A long prompt without its middle: the task is at its ends."""
+    if len(prompt) <= MAX_PROMPT_CHARS:
+        return prompt
+    half = MAX_PROMPT_CHARS // 2
+    return f"{prompt[:half]} [\u2026 {len(prompt) - 2 * half} characters \u2026] {prompt[-half:]}"

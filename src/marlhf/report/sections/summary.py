@@ -1,0 +1,202 @@
+"""The first screen: one sentence, one table, and what they do and do not show."""
+
+from __future__ import annotations
+
+import math
+
+from marlhf.intervals import Interval, interval
+from marlhf.report.dots import Dot, dot_rows
+from marlhf.report.findings import (
+    final_score,
+    measure,
+    measure_start,
+    shows,
+    shows_not,
+    start_score,
+    verdict,
+)
+from marlhf.report.groups import START_COLOUR, Group, describe_segmenter
+from marlhf.report.page import (
+    Cell,
+    chip,
+    csv_link,
+    duration,
+    figure,
+    grid,
+    num,
+    percent,
+    section,
+    table,
+    text,
+)
+from marlhf.runs.read import Run
+
+MAX_ITEMS = 9
+STAGE_NAMES = {
+    "sft": "supervised fine-tuning",
+    "reward": "reward model",
+    "dpo": "direct preference optimisation",
+}
+
+
+def summary(policies: list[Group], others: list[Group], runs: list[Run]) -> str:
+    """The verdict, the table of numbers, and what they do and do not show."""
+    sentence = verdict(policies, others)
+    says = [("What this shows", shows(policies)), ("What it does not", shows_not(policies, runs))]
+    columns = [f"<div><h3>{title}</h3>{_list(items)}</div>" for title, items in says if items]
+    lead = (
+        f"Each row is one setting after its last evaluation on held-out prompts; bars and brackets "
+        f"are 95% intervals over {_over(policies)}, small dots are seeds. Read score only "
+        f"together with KL (nats a response, from the model it began with) and length (tokens)."
+    )
+    above = f'<p class="verdict">{sentence}</p>' if sentence else ""
+    return above + section(
+        "summary",
+        "Summary",
+        lead if policies else "Each row is one training with its last numbers.",
+        grid(_headline(policies), "three"),
+        _policy_table(policies),
+        "" if policies else stage_table(others),
+        f'<div class="says">{"".join(columns)}</div>' if columns else "",
+    )
+
+
+def _list(items: list[str]) -> str:
+    """Warnings first; what is beyond a screen waits behind a click."""
+    ordered = sorted(items, key=lambda item: 'class="warn"' not in item)
+    shown, rest = (
+        "".join(f"<li>{item}</li>" for item in part)
+        for part in (ordered[:MAX_ITEMS], ordered[MAX_ITEMS:])
+    )
+    count = len(ordered) - MAX_ITEMS
+    more = f"<details><summary>{count} more</summary><ul>{rest}</ul></details>" if rest else ""
+    return f"<ul>{shown}</ul>{more}"
+
+
+def _over(policies: list[Group]) -> str:
+    several = [len(group.runs) > 1 for group in policies]
+    if all(several):
+        return "seeds and prompts"
+    return "prompts" + (", and over seeds where there are several" if any(several) else "")
+
+
+def _headline(policies: list[Group]) -> list[str]:
+    """Score, KL and length of every setting on one screen, the model before RL first."""
+    figures: list[str] = []
+    for title, field in (("Score", "score"), ("KL (nats a response)", "kl"), ("Length", "length")):
+        dots: list[Dot] = []
+        before = [measure_start(group, field) for group in policies]
+        if known := [each for each in before if math.isfinite(each.mean)]:
+            dots.append(Dot("before RL", known[0], START_COLOUR))
+        for group in policies:
+            value, seeds = measure(group, field)
+            if math.isfinite(value.mean):
+                dots.append(Dot(group.label, value, group.colour, seeds))
+        if not any(dot.label != "before RL" for dot in dots):
+            continue
+        rows: list[list[Cell]] = [[dot.label, *dot.value[:3], len(dot.seeds)] for dot in dots]
+        figures.append(
+            figure(
+                title,
+                dot_rows(dots, x_label=title.lower() if field == "score" else title),
+                file=f"final {field}",
+                header=["run", f"eval/{field}", "low", "high", "seeds"],
+                rows=rows,
+            )
+        )
+    return figures
+
+
+def _policy_table(policies: list[Group]) -> str:
+    if not policies:
+        return ""
+    measures = [
+        ("Gold", "eval/gold", num),
+        ("KL", "eval/kl", num),
+        ("Length", "eval/length", num),
+        ("Repetition", "eval/repetition", percent),
+        ("Wins against SFT", "eval/win_rate", percent),
+    ]
+    measures = [m for m in measures if any(group.finals(m[1]) for group in policies)]
+    header = ["Run", "Score", *(m[0] for m in measures), "Steps", "Time"]
+    rows: list[list[str]] = []
+    data: list[list[str | float | None]] = []
+    start = _start_row(policies, [m[1] for m in measures])
+    if start is not None:
+        score, values = start
+        shown = [form(value) for value, (_, _, form) in zip(values, measures)]
+        name = chip("before RL", START_COLOUR) + "<small>the SFT model</small>"
+        rows.append([name, _score_cell(score, []), *shown, "", ""])
+        data.append(["before RL", "", *score[:3], *values, 0, None])
+    for group in policies:
+        score = final_score(group)
+        note = ""
+        if not math.isfinite(score.mean):
+            score = Interval(group.final("ppo/score"), math.nan, math.nan, 0)
+            note = "training batch" if math.isfinite(score.mean) else ""
+        seconds = interval([run.seconds for run in group.runs if run.seconds is not None]).mean
+        values = [group.final(key) for _, key, _ in measures]
+        shown = [form(value) for value, (_, _, form) in zip(values, measures)]
+        steps = max((run.last_step or 0 for run in group.runs), default=0)
+        kind = describe_segmenter(group.config)
+        kind = kind if group.stage == "ppo" else f"{group.stage}: {kind}"
+        cell = _score_cell(score, group.finals("eval/score"), note)
+        name = _name_cell(group, kind)
+        rows.append([name, cell, *shown, str(steps), duration(seconds)])
+        data.append([group.label, kind, *score[:3], *values, steps, seconds])
+    names = ["run", "segmenter", "score", "low", "high", *(m[1] for m in measures), "step"]
+    return table(header, rows, csv=csv_link("summary", [*names, "seconds"], data))
+
+
+def _start_row(policies: list[Group], keys: list[str]) -> tuple[Interval, list[float]] | None:
+    for group in policies:
+        score = start_score(group)
+        if math.isfinite(score.mean):
+            values: list[float] = []
+            for key in keys:
+                at_start = [point.mean for point in group.curve(key) if point.step == 0]
+                values.append(at_start[0] if at_start else math.nan)
+            return score, values
+    return None
+
+
+def _score_cell(score: Interval, finals: list[float], note: str = "") -> str:
+    shown = f"<b>{num(score.mean)}</b>"
+    if math.isfinite(score.low):
+        shown += f"<small>[{num(score.low)}, {num(score.high)}]</small>"
+    if len(finals) > 1:
+        shown += f"<small>seeds {num(min(finals))} to {num(max(finals))}</small>"
+    return shown + (f"<small>{note}</small>" if note else "")
+
+
+def _name_cell(group: Group, kind: str = "") -> str:
+    count = f"{group.num_seeds} seeds" if group.num_seeds > 1 else f"{len(group.runs)} runs"
+    words = [count] * (len(group.runs) > 1) + sorted(
+        {run.status for run in group.runs} - {"unknown"}
+    )
+    below = "".join(f"<small>{text(line)}</small>" for line in (kind, ", ".join(words)) if line)
+    return chip(group.label, group.colour) + below
+
+
+def stage_table(groups: list[Group]) -> str:
+    """The models behind the policies: what each training of them ended at."""
+    measures = [
+        ("Loss", ("sft/loss", "reward/loss", "dpo/loss"), num),
+        ("Held-out loss", ("eval/loss",), num),
+        ("Held-out accuracy", ("eval/accuracy",), percent),
+    ]
+    measures = [m for m in measures if any(g.finals(key) for g in groups for key in m[1])]
+    header = ["Run", "Stage", "Steps", *(m[0] for m in measures), "Time"]
+    rows: list[list[str]] = []
+    for group in groups:
+        shown: list[str] = []
+        for _, keys, form in measures:
+            values = [value for key in keys for value in group.finals(key)]
+            shown.append(form(interval(values).mean))
+        seconds = interval([run.seconds for run in group.runs if run.seconds is not None]).mean
+        stage = STAGE_NAMES.get(group.stage)
+        steps = max((run.last_step or 0 for run in group.runs), default=0)
+        rows.append(
+            [_name_cell(group), text(stage or group.stage), str(steps), *shown, duration(seconds)]
+        )
+    return table(header, rows, words=2) if rows else ""

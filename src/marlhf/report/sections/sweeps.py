@@ -1,0 +1,210 @@
+"""Sweeps: what one setting does to score, KL and length, all else being the same.
+
+Nothing is declared: wherever runs differ in one setting alone, seeds aside, there is a figure. In
+a product of settings each has its own figure, with a line for each choice of the others.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from marlhf.report.charts import legend_of
+from marlhf.report.dots import Dot, Trail, dot_rows, sweep_chart
+from marlhf.report.findings import final_score, measure
+from marlhf.report.groups import (
+    Group,
+    describe_segmenter,
+    differing,
+    setting_text,
+    unflatten,
+    unlike,
+)
+from marlhf.report.page import Cell, figure, grid, section, text
+
+RULE = "segmenter"
+"""The termination rule as a whole: its kind and whatever belongs to it."""
+TITLES = {
+    RULE: "By termination rule",
+    "segmenter.n": "By n, the tokens of a macro action",
+    "sigma": "By sigma, how a macro action's values are weighted",
+    "sampling.temperature": "By temperature of sampling while training",
+    "lam": "By lambda of the advantages",
+    "kl_coef": "By weight of the KL penalty",
+}
+MEASURES = (
+    ("Score", "score", False),
+    ("Gold score", "gold", False),
+    ("KL (nats a response)", "kl", False),
+    ("Length (tokens)", "length", False),
+    ("Repetition", "repetition", True),
+)
+MAX_SWEEPS = 8
+MAX_CHARS = 24
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One setting, its values in order, and the lines of groups along it."""
+
+    key: str
+    values: list[Any]
+    lines: list[tuple[str, list[tuple[int, Group]]]]
+    """(what the line's groups share and other lines do not, [(place of the value, group)])"""
+
+    @property
+    def is_numeric(self) -> bool:
+        return all(map(_is_number, self.values))
+
+    @property
+    def title(self) -> str:
+        return TITLES.get(self.key, f"By {self.key}")
+
+    @property
+    def places(self) -> list[str]:
+        return [value_text(value) for value in self.values]
+
+
+def find_sweeps(groups: Sequence[Group]) -> list[Sweep]:
+    """A sweep for each setting in which some groups differ and nothing else."""
+    known = [group for group in groups if group.config]
+    keys = [key for key, _ in differing([group.chosen for group in known])]
+    if "segmenter.type" in keys:
+        keys = [RULE, *(key for key in keys if key != "segmenter.type")]
+    found = [sweep for key in keys if (sweep := _along(key, known)) is not None]
+    return found[:MAX_SWEEPS]
+
+
+def _along(key: str, groups: Sequence[Group]) -> Sweep | None:
+    together: dict[str, list[Group]] = {}
+    for group in groups:
+        rest = {k: v for k, v in group.chosen.items() if not _belongs(k, key)}
+        context = json.dumps([group.stage, sorted(rest.items())], default=str)
+        together.setdefault(context, []).append(group)
+    lines = [each for each in together.values() if len(each) > 1 and _varies(key, each)]
+    if not lines:
+        return None
+    values = _ordered({_value(key, group) for line in lines for group in line})
+    shared = [{k: v for k, v in line[0].chosen.items() if not _belongs(k, key)} for line in lines]
+    return Sweep(
+        key,
+        values,
+        [
+            (name, sorted(((values.index(_value(key, g)), g) for g in line), key=lambda e: e[0]))
+            for name, line in zip(_names(shared), lines)
+        ],
+    )
+
+
+def _belongs(setting: str, key: str) -> bool:
+    return setting == key or (key == RULE and setting.startswith(f"{RULE}."))
+
+
+def _varies(key: str, groups: Sequence[Group]) -> bool:
+    if key == RULE:  # n alone has a figure of its own
+        return len({group.chosen.get("segmenter.type") for group in groups}) > 1
+    return all(key in group.chosen for group in groups)
+
+
+def _value(key: str, group: Group) -> Any:
+    if key == RULE:
+        return describe_segmenter(unflatten(group.chosen))
+    value = group.chosen[key]
+    return value if isinstance(value, (str, int, float, bool)) else setting_text(value)
+
+
+def _ordered(values: set[Any]) -> list[Any]:
+    if all(map(_is_number, values)):
+        return sorted(values)
+    return sorted(values, key=str)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def value_text(value: Any) -> str:
+    """A setting's value on an axis."""
+    if value == math.inf:
+        return "\u221e"
+    if _is_number(value):
+        return f"{value:g}"
+    words = setting_text(value)
+    return words if len(words) <= MAX_CHARS else "\u2026" + words[1 - MAX_CHARS :]
+
+
+def _names(shared: list[dict[str, Any]]) -> list[str]:
+    """What tells lines apart: the settings in which they differ from one another.
+
+    The rule comes first, and what only goes along with the settings before it is left out.
+    """
+    rows: list[tuple[str, list[str | None]]] = []
+    for key, values in sorted(differing(shared), key=lambda row: not row[0].startswith(RULE)):
+        known = list(zip(*(told for _, told in rows))) if rows else [()] * len(values)
+        if len(set(zip(known, values))) > len(set(known)):
+            rows.append((key, values))
+    if not rows:
+        return [""] * len(shared)
+    return [
+        ", ".join(
+            f"{key.rpartition('.')[2]}={(values[i] or 'none').removeprefix('.')}"
+            for key, values in rows
+        )
+        for i in range(len(shared))
+    ]
+
+
+def sweeps(policies: list[Group]) -> str:
+    """Figures of score with gold, KL, length and repetition beside it, a sweep each."""
+    scored = [group for group in policies if math.isfinite(final_score(group).mean)]
+    parts: list[str] = []
+    for sweep in find_sweeps(scored):
+        figures = [measured_figure(sweep, *measure) for measure in MEASURES]
+        warning = ""
+        if any(unlike([group for _, group in line]) for _, line in sweep.lines):
+            warning = (
+                '<p class="lead"><span class="warn">Not on one scale:</span> this setting changes '
+                "what scores the responses.</p>"
+            )
+        parts.append(f"<h3>{text(sweep.title)}</h3>{warning}{grid(figures)}")
+    return section(
+        "sweeps",
+        "One setting at a time",
+        "Runs that differ in one setting alone, after their last evaluation. Large dots are means "
+        "with 95% intervals over seeds and prompts (over prompts where there is one seed), small "
+        "ones the seeds. A higher score counts only where KL and length did not rise with it.",
+        *parts,
+    )
+
+
+def measured_figure(sweep: Sweep, title: str, field: str, is_share: bool) -> str:
+    """One measure along a sweep: dots on an axis for numbers, rows of dots for words."""
+    trails: list[Trail] = []
+    rows: list[list[Cell]] = []
+    for i, (name, line) in enumerate(sweep.lines):
+        alone = len(sweep.lines) == 1
+        colour = "var(--faint)" if alone else f"var(--c{i % 8})"
+        dots: list[tuple[int, Dot]] = []
+        for place, group in line:
+            value, seeds = measure(group, field)
+            if math.isfinite(value.mean):
+                label = sweep.places[place] if alone else f"{name}, {sweep.places[place]}"
+                dots.append((place, Dot(label, value, group.colour if alone else colour, seeds)))
+                rows.append([name, sweep.places[place], *value[:3], len(group.runs), group.label])
+        if dots:
+            trails.append(Trail(name, colour, dots))
+    if not rows:
+        return ""
+    x_label = sweep.title.removeprefix("By ").partition(",")[0]
+    if sweep.is_numeric:
+        chart = sweep_chart(trails, sweep.places, x_label=x_label, y_label=title, is_share=is_share)
+        key = legend_of(trails)
+    else:
+        flat = [dot for trail in trails for _, dot in trail.dots]
+        chart, key = dot_rows(flat, x_label=title, is_share=is_share), ""
+    header = ["line", sweep.key, f"eval/{field}", "low", "high", "seeds", "run"]
+    file = f"{sweep.title} {title}"
+    return figure(title, chart, file=file, key=key, header=header, rows=rows)

@@ -1,0 +1,105 @@
+"""Scores by the temperature of sampling, from what `evaluate` and `best-of-n` left behind."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from marlhf.evaluate.best_of_n_grid import read_grids
+from marlhf.evaluate.held_out import Summary, labelled, read_evaluations, sampling_words, summarise
+from marlhf.intervals import Interval
+from marlhf.report.charts import legend_of
+from marlhf.report.dots import Dot, Trail, sweep_chart
+from marlhf.report.groups import Group
+from marlhf.report.page import Cell, figure, grid, section, text
+
+MEASURES = (("KL", "kl", False), ("Length", "length", False), ("Repetition", "repetition", True))
+MAX_FIGURES = 24
+
+
+def temperatures(groups: Sequence[Group]) -> str:
+    """A line a run: score by each judge with KL, length and repetition beside it."""
+    lines = labelled(groups)
+    asked: dict[str, list[tuple[str, str, dict[float, Summary]]]] = {}
+    for label, group, folder in lines:
+        by_rest: dict[str, dict[float, Summary]] = {}
+        for name, found in read_evaluations(folder).items():
+            if (split := split_name(name)) is not None:
+                by_rest.setdefault(split[1], {})[split[0]] = summarise(found)
+        for rest, heats in by_rest.items():
+            asked.setdefault(rest, []).append((label, group.colour, heats))
+    figures: list[str] = []
+    for rest, runs in asked.items():
+        judges = dict.fromkeys(j for *_, heats in runs for s in heats.values() for j in s.scores)
+        for judge in judges:
+            picked = [
+                (label, colour, {t: s.scores[judge] for t, s in heats.items() if judge in s.scores})
+                for label, colour, heats in runs
+            ]
+            figures.append(_figure(f"Score by {judge}, {_rest_words(rest)}", picked))
+        for title, key, is_share in MEASURES:
+            picked = [
+                (label, colour, {t: s.measures[key] for t, s in heats.items()})
+                for label, colour, heats in runs
+            ]
+            figures.append(_figure(f"{title}, {_rest_words(rest)}", picked, is_share))
+    if not any(figures):  # the mean of what was sampled for best of n says the same
+        figures = _from_grids(lines)
+    return section(
+        "temperatures",
+        "By temperature of sampling",
+        "The same models, asked at several temperatures; bars are 95% intervals over prompts.",
+        grid([each for each in figures if each][:MAX_FIGURES]),
+    )
+
+
+def split_name(name: str) -> tuple[float, str] | None:
+    """Temperature and the rest of a file's name.
+
+    >>> split_name("t0.8-m64-s0")
+    (0.8, 'm64-s0')
+    """
+    match = re.match(r"t(\d+(?:\.\d+)?(?:e-\d+)?)-(.+)$", name)
+    return (float(match[1]), match[2]) if match else None
+
+
+def _rest_words(rest: str) -> str:
+    return sampling_words(f"t0-{rest}").removeprefix("temperature 0, ").removeprefix("t0-")
+
+
+def _from_grids(lines: Sequence[tuple[str, Group, Path]]) -> list[str]:
+    found: dict[str, list[tuple[str, str, dict[float, Interval]]]] = {}
+    for label, group, folder in lines:
+        for name, heats in read_grids(folder).items():
+            means = {heat: heats.cell(heat, 1) for heat in heats.lines}
+            found.setdefault(name, []).append((label, group.colour, means))
+    return [_figure(f"Score, {name}", runs) for name, runs in found.items()]
+
+
+def _figure(
+    title: str, runs: Sequence[tuple[str, str, dict[float, Interval]]], is_share: bool = False
+) -> str:
+    heats = sorted({heat for *_, values in runs for heat in values})
+    trails: list[Trail] = []
+    rows: list[list[Cell]] = []
+    for label, colour, values in runs:
+        known = [(t, v) for t, v in sorted(values.items()) if math.isfinite(v.mean)]
+        dots = [(heats.index(t), Dot(f"{label}, {t:g}", v, colour)) for t, v in known]
+        rows += [[label, t, *v[:3]] for t, v in known]
+        if dots:
+            trails.append(Trail(label, colour, dots))
+    if not any(len(trail.dots) > 1 for trail in trails):
+        return ""
+    name = title.partition(",")[0]
+    places = [f"{heat:g}" for heat in heats]
+    return figure(
+        title,
+        sweep_chart(trails, places, x_label="temperature", y_label=name, is_share=is_share),
+        file=f"by temperature {title}",
+        key=legend_of(trails),
+        note=text(trails[0].label) if len(trails) == 1 else "",
+        header=["run", "temperature", name, "low", "high"],
+        rows=rows,
+    )

@@ -1,0 +1,206 @@
+"""`sweep.json`: what a sweep consists of and how far it has come.
+
+It only tells: whether a run is finished is for its own folder to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from marlhf.config import PRESETS
+from marlhf.runs.write import RunError, explained_writes, write_whole
+from marlhf.settings import FREE_TO_CHANGE
+from marlhf.sweep.plan import Plan, Run
+
+NAME = "sweep.json"
+PATIENCE = 60.0
+"""Seconds to wait for processes of a sweep that was killed: they save before they end."""
+
+
+class Book:
+    """The file, kept up to date. Points of earlier calls stay in it."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.root, self.plan = plan.root, plan
+        before = _read(plan.root)
+        _compare(before, plan)
+        self.points = {p["name"]: p for p in before.get("points", [])}
+        self.runs: dict[str, dict[str, Any]] = dict(before.get("runs", {}))
+        for point in plan.points:
+            folders = [self.short(folder) for folder in point.runs]
+            entry = {"name": point.name, "settings": point.settings, "runs": folders}
+            self.points[point.name] = entry
+        for name, entry in self.runs.items():
+            if entry["state"] == "running":  # when the sweep was killed
+                entry["state"] = "finished" if finished(plan.root / name) else "stopped"
+        for run in plan.runs:
+            old = self.runs.get(self.short(run.folder), {})
+            state = "finished" if finished(run.folder) else "waiting"
+            self.runs[self.short(run.folder)] = old | {"stage": run.stage, "state": state}
+        self.axes = {
+            **before.get("axes", {}),
+            **{axis.key: _plain(axis.parsed) for axis in plan.axes},
+        }
+        for key, values in before.get("axes", {}).items():
+            known = self.axes[key]
+            self.axes[key] = values + [v for v in known if v not in values]
+
+    def short(self, folder: Path) -> str:
+        return str(folder.relative_to(self.root))
+
+    def state_in(self, folder: Path) -> str:
+        return self.runs[self.short(folder)]["state"]
+
+    def mark(self, run: Run, state: str, note: str = "") -> None:
+        entry = self.runs[self.short(run.folder)]
+        entry |= {"state": state}
+        entry.pop("note", None)
+        if note:
+            entry["note"] = note
+        self.write()
+
+    def note(self, run: Run) -> str:
+        return self.runs[self.short(run.folder)].get("note", "")
+
+    def write(self) -> None:
+        points = [point | {"state": self._state_of(point)} for point in self.points.values()]
+        whole = {
+            "recipe": self.plan.recipe,
+            "axes": self.axes,
+            "points": points,
+            "runs": self.runs,
+            "settings": self.plan.settings,
+        }
+        text = json.dumps(_plain(whole), indent=2, allow_nan=False) + "\n"
+        with explained_writes(self.root):
+            write_whole(self.root / NAME, text)
+
+    def _state_of(self, point: dict[str, Any]) -> str:
+        states = [self.runs[name]["state"] for name in point["runs"]]
+        for one in ("failed", "running", "stopped"):
+            if one in states:
+                return one
+        return "finished" if set(states) == {"finished"} else "waiting"
+
+
+def finished(folder: Path) -> bool:
+    """Whether a run is over and its model there."""
+    try:
+        about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    ended = isinstance(about, dict) and about.get("status") == "finished"
+    return ended and (folder / "model").is_dir()
+
+
+@contextlib.contextmanager
+def locked(root: Path, say: Callable[[str], None]) -> Iterator[int | None]:
+    """Keep other sweeps out of the folder. Processes that are given the lock hold it, too."""
+    with explained_writes(root):
+        root.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # Windows, where runs go unlocked
+        yield None
+        return
+    descriptor = os.open(root, os.O_RDONLY)
+    end, told = time.monotonic() + PATIENCE, False
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise RunError(
+                        f"Another process is sweeping in {root}. Wait until it ends, stop it, or "
+                        "choose another output_dir."
+                    ) from None
+                if not told:
+                    say(f"waiting for other processes in {root} to end")
+                told = True
+                time.sleep(0.2)
+                continue
+            except OSError:  # a file system without locks
+                pass
+            break
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _read(root: Path) -> dict[str, Any]:
+    file = root / NAME
+    if not file.is_file():
+        if root.is_file():
+            raise RunError(f"{root} is a file. Choose another output_dir.")
+        if root.is_dir() and any(not p.name.startswith(".") for p in root.iterdir()):
+            raise RunError(
+                f"{root} is not empty and holds no sweep. Choose another output_dir for it."
+            )
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        assert isinstance(found["axes"], dict)
+        assert isinstance(found["settings"], dict)
+        assert all(name in found["runs"] for point in found["points"] for name in point["runs"])
+    except (OSError, ValueError, AssertionError, KeyError, TypeError):
+        raise RunError(
+            f"{file} is damaged, so it cannot be told which sweep is there. Put the file back, "
+            "delete the folder, or choose another output_dir."
+        ) from None
+    return found
+
+
+def _compare(before: dict[str, Any], plan: Plan) -> None:
+    """Refuse to mix two sweeps: but for the axes, old and new, all settings must be the same."""
+    axes = [*before.get("axes", {}), *(axis.key for axis in plan.axes)]
+    changed: list[str] = []
+    for stage, old in before.get("settings", {}).items():
+        new = plan.settings.get(stage)
+        if new is None:
+            changed.append(f"{stage}: a stage there, none now")
+            continue
+        for key in sorted({*old, *new}):
+            was, now = old.get(key, "(not there)"), new.get(key, "(not there)")
+            same = _plain(now) == was
+            if not (same or key.split(".")[0] in FREE_TO_CHANGE or _free(key, axes, plan)):
+                changed.append(f"{stage}.{key}: {was!r} there, {now!r} now")
+    if changed:
+        raise RunError(
+            f"{plan.root} holds a sweep with other settings. Put them back, choose another "
+            "output_dir, or give all their values as an axis. It differs in\n  "
+            + "\n  ".join(changed[:12])
+        )
+
+
+def _free(setting: str, axes: list[str], plan: Plan) -> bool:
+    """Whether a setting of a stage is one that an axis decides."""
+    for axis in axes:
+        first, _, rest = axis.partition(".")
+        key = rest if first in plan.settings and rest else axis
+        key = key.removesuffix(".type") if key.endswith(".type") else key  # which clears the rest
+        if key == "kind" or setting == key or setting.startswith(f"{key}."):
+            return True
+        if key == "preset" and any(setting in preset for preset in PRESETS.values()):
+            return True
+    return False
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold: infinity becomes `.inf`, as in YAML."""
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return yaml.safe_dump(value).split()[0]
+    return value if isinstance(value, (str, int, float, type(None))) else str(value)

@@ -1,0 +1,159 @@
+import math
+
+import pytest
+
+from marlhf.report.findings import (
+    Reached,
+    final_score,
+    first_reaching,
+    score_at_kl,
+    shows,
+    shows_not,
+    verdict,
+)
+from marlhf.report.groups import group_runs
+from marlhf.runs.read import find_runs, read_run
+
+
+def _evals(scores, kls=None, golds=None, lengths=None):
+    rows = []
+    for i, score in enumerate(scores):
+        row = {"kind": "eval", "step": 10 * i, "seconds": 5.0 * i, "eval/score": score}
+        for key, values in (("kl", kls), ("gold", golds), ("length", lengths)):
+            if values:
+                row[f"eval/{key}"] = values[i]
+        rows.append(row)
+    return rows
+
+
+@pytest.fixture
+def group(make_run):
+    """`group(name, scores, ...)`: a group of one run with these held-out means."""
+
+    def make(name, *args, n=1, **more):
+        config = {"segmenter": {"type": "ngram", "n": n}, "output_dir": name, "seed": 1}
+        run = read_run(make_run(name, config=config, metrics=_evals(*args, **more)))
+        return group_runs([run])[0]
+
+    return make
+
+
+def test_first_reaching_reads_only_evaluations(group):
+    (run,) = group("a", [0.0, 0.4, 0.9], [0.0, 2.0, 3.0], [0.0, 0.5, 0.7]).runs
+    assert first_reaching(run, 0.5) == Reached(step=20, seconds=10.0, kl=3.0, gold=0.7)
+    assert first_reaching(run, 1.0) is None
+
+
+def test_score_at_kl_is_read_off_the_line(group):
+    a = group("a", [0.0, 1.0, 3.0], kls=[0.0, 2.0, 4.0])
+    assert score_at_kl(a, 3.0) == 2.0  # half way from 1 to 3
+    assert math.isnan(score_at_kl(a, 9.0))
+
+
+def test_over_optimisation_is_named(group):
+    (_, gold, *_) = shows([group("a", [0.0, 1.0, 2.0], golds=[0.0, 0.5, -0.5])])
+    assert "Over-optimisation:" in gold
+    assert "fell by 0.50" in gold
+
+
+def test_gold_that_peaked_earlier_is_named(group):
+    (_, gold, *_) = shows([group("a", [0.0, 1.0, 2.0], golds=[0.0, 0.9, 0.4])])
+    assert "peaked at 0.90 in step 10" in gold
+
+
+def test_a_little_less_gold_than_at_the_start_is_no_peak(make_run):
+    evaluations = [
+        {"step": step, "scores": [0.0 + step, 1.0 + step], "gold": gold}
+        for step, gold in ((0, [1.0, -1.0]), (9, [-1.0, 0.9]))
+    ]
+    (group,) = group_runs([read_run(make_run("a", evaluations=evaluations))])
+    said = " ".join(shows([group]))
+    assert "Over-optimisation" not in said
+    assert "not clearly with the learnt one" in said
+
+
+def test_gold_that_moved_with_the_score_is_said(group):
+    (_, gold, *_) = shows([group("a", [0.0, 1.0], golds=[0.0, 0.5])])
+    assert "moved with it, by +0.50" in gold
+
+
+def test_more_kl_is_named_with_the_score_at_the_same_kl(group):
+    base = group("base", [0.0, 1.0], kls=[0.0, 4.0])
+    macro = group("macro", [0.0, 2.0], kls=[0.0, 8.0], n=5)
+    said = shows([base, macro])[-1]
+    assert "100% more KL" in said
+    assert "may be bought with it" in said
+    assert "KL 4.00 they score 1.00 and 1.00" in said
+
+
+def test_less_kl_is_not_held_against_a_run(group):
+    base = group("base", [0.0, 1.0], kls=[0.0, 8.0])
+    macro = group("macro", [0.0, 2.0], kls=[0.0, 4.0], n=5)
+    said = shows([base, macro])[-1]
+    assert "50% less KL" in said
+    assert "bought" not in said
+    assert "KL 4.00 they score 2.00 and 0.50" in said
+
+
+def test_growing_responses_are_named(group):
+    said = " ".join(shows([group("a", [0.0, 1.0], lengths=[20.0, 60.0])]))
+    assert "grew from 20.0 to 60.0 tokens" in said
+
+
+def test_one_seed_is_no_evidence(group):
+    said = " ".join(shows_not([group("a", [0.0, 1.0])], []))
+    assert "one seed is no evidence" in said
+    assert "No true score is known" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"reward_model": "rm"}, "a reward model's, learnt from preferences;"),
+        ({"reward_funcs": ["a:b"]}, "what functions give (<code>a:b</code>);"),
+        (
+            {"reward_model": "rm", "reward_funcs": ["a:b"]},
+            "learnt from preferences, and what functions give (<code>a:b</code>);",
+        ),
+    ],
+)
+def test_it_is_said_who_scored(group, settings, words):
+    runs = group("a", [0.0, 1.0])
+    runs.runs[0].config.update(settings)
+    assert words in " ".join(shows_not([runs], []))
+
+
+def test_several_seeds_are_counted_and_compared(demo):
+    runs = find_runs([demo])
+    policies = [g for g in group_runs(runs) if g.runs[0].is_policy]
+    said = " ".join(shows_not(policies, runs))
+    assert "at least 2 seeds" in said
+    assert "do not overlap" in said
+    assert "differ in more than" not in said
+
+
+def test_other_settings_that_differ_are_named(make_run):
+    runs = [
+        read_run(make_run(f"r{n}", config={"segmenter": {"type": "ngram", "n": n}, "kl_coef": kl}))
+        for n, kl in ((1, 0.05), (5, 0.01))
+    ]
+    assert "<code>kl_coef</code>" in " ".join(shows_not(group_runs(runs), runs))
+
+
+def test_a_stopped_run_is_named(make_run):
+    run = read_run(make_run("a", status="failed", note="out of <memory>", metrics=_evals([0.0])))
+    said = " ".join(shows_not([], [run]))
+    assert "failed at step 0" in said
+    assert "out of &lt;memory&gt;" in said
+
+
+def test_the_interval_is_over_prompts(make_run):
+    evaluation = {"step": 10, "scores": [1.0, 2.0, 3.0]}
+    (group,) = group_runs([read_run(make_run("a", evaluations=[evaluation]))])
+    assert final_score(group) == pytest.approx((2.0, 0.8684, 3.1316, 3), abs=1e-4)
+    assert "2.00 [0.87, 3.13]" in verdict([group], [])
+
+
+def test_the_verdict_never_gives_a_score_without_kl_and_length(group):
+    said = verdict([group("a", [0.0, 1.0], kls=[0.0, 4.0], lengths=[20.0, 21.0])], [])
+    assert "1.00</b> (KL 4.00, 21.0 tokens)" in said
