@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 _HOME = {
     "build_parser": "marlhf.spans.parser",
-    "special_tokens": "marlhf.spans.vocabulary",
-    "token_texts": "marlhf.spans.vocabulary",
-    "vocabulary": "marlhf.spans.vocabulary",
+    "special_tokens": "marlhf.spans.token_text",
+    "token_texts": "marlhf.spans.token_text",
+    "vocabulary": "marlhf.spans.token_text",
 }
 
 __all__ = ["build_parser", "special_tokens", "token_texts", "vocabulary"]
 
 if TYPE_CHECKING:
     from marlhf.spans.parser import build_parser
-    from marlhf.spans.vocabulary import special_tokens, token_texts, vocabulary
+    from marlhf.spans.token_text import special_tokens, token_texts, vocabulary
 
 
 def __getattr__(name: str) -> Any:

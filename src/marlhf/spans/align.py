@@ -89,7 +89,7 @@ class TokenBytes:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenBytes:
-        from marlhf.spans.vocabulary import special_tokens, token_bytes  # these need torch
+        from marlhf.spans.token_text import special_tokens, token_bytes  # these need torch
 
         table = token_bytes(tokenizer)
         for i in special_tokens(tokenizer).values():

@@ -13,7 +13,7 @@ from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import load_policy, load_tokenizer
 from marlhf.spans.align import TokenBytes
 from marlhf.spans.parser import Phrase, build_parser
-from marlhf.spans.vocabulary import vocabulary
+from marlhf.spans.token_text import vocabulary
 from marlhf.spans.workers import parse_flat
 
 COLOURS = (44, 42, 45, 46, 43)  # ANSI backgrounds, in turn
