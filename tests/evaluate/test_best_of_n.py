@@ -18,12 +18,12 @@ from marlhf.evaluate.best_of_n_grid import (
     expected_best,
     expected_of_best,
     grid_table,
-    heat_map,
     kl_bound,
     read_grids,
 )
 from marlhf.evaluate.eval_plan import EvaluationError, Question
 from marlhf.evaluate.sampling import Writer
+from marlhf.report.sections.best_of_n import heat_map
 from marlhf.report.write import write_report
 from marlhf.runs.jsonl import append_lines
 

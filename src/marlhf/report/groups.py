@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from marlhf.intervals import interval, mean_by_position
@@ -119,6 +120,16 @@ def start_of(run: Run) -> Evaluation | None:
         if evaluation.sft_scores:
             return Evaluation(step=0, scores=evaluation.sft_scores)
     return None
+
+
+def labelled(groups: Sequence[Group]) -> list[tuple[str, Group, Path]]:
+    """Every run under the name of its group, its seed added where the group has several."""
+    found: list[tuple[str, Group, Path]] = []
+    for group in groups:
+        for run in group.runs:
+            name = group.label if len(group.runs) == 1 else f"{group.label}, seed {run.seed}"
+            found.append((name, group, run.path))
+    return found
 
 
 def same_prompts(a: Group, b: Group) -> bool:

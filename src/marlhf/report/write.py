@@ -10,15 +10,15 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from marlhf.evaluate.best_of_n_grid import best_of
-from marlhf.evaluate.held_out import held_out
-from marlhf.evaluate.pass_rates import passes
 from marlhf.report.groups import Group, group_runs
 from marlhf.report.page import render, text
 from marlhf.report.sections import learning as curves
 from marlhf.report.sections import settings as sections
+from marlhf.report.sections.best_of_n import best_of
 from marlhf.report.sections.frontier import frontier
+from marlhf.report.sections.held_out import held_out
 from marlhf.report.sections.judged import wins
+from marlhf.report.sections.problems import passes
 from marlhf.report.sections.prompts import distributions
 from marlhf.report.sections.samples import samples
 from marlhf.report.sections.scaling import scaling

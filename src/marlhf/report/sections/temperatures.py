@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from marlhf.evaluate.best_of_n_grid import read_grids
-from marlhf.evaluate.held_out import Summary, labelled, read_evaluations, sampling_words, summarise
+from marlhf.evaluate.held_out import Summary, read_evaluations, sampling_words, summarise
 from marlhf.intervals import Interval
 from marlhf.report.charts import legend_of
 from marlhf.report.dots import Dot, Trail, sweep_chart
-from marlhf.report.groups import Group
+from marlhf.report.groups import Group, labelled
 from marlhf.report.page import Cell, figure, grid, section, text
 
 MEASURES = (("KL", "kl", False), ("Length", "length", False), ("Repetition", "repetition", True))

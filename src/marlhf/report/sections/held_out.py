@@ -1,0 +1,107 @@
+"""Scores of held-out responses: the files that `marlhf evaluate` wrote."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from marlhf.evaluate.held_out import (
+    MEASURES,
+    read_evaluations,
+    sampling_words,
+    scores_of,
+    summarise,
+)
+from marlhf.intervals import Interval
+from marlhf.report.charts import distribution, histogram
+from marlhf.report.groups import Group, labelled
+from marlhf.report.page import (
+    Cell,
+    chip,
+    csv_link,
+    figure,
+    grid,
+    num,
+    percent,
+    section,
+    table,
+    text,
+)
+from marlhf.runs.jsonl import Line
+
+SHARES = ("repetition", "distinct_1", "distinct_2", "ended")
+MAX_FIGURES = 12
+
+
+def held_out(groups: Sequence[Group]) -> str:
+    """A row a run and sampling; and how the scores of each judge are distributed."""
+    found = [
+        (label, group.colour, name, lines)
+        for label, group, folder in labelled(groups)
+        for name, lines in read_evaluations(folder).items()
+    ]
+    if not found:
+        return ""
+    summaries = [summarise(lines) for *_, lines in found]
+    judges = list(dict.fromkeys(name for each in summaries for name in each.scores))
+    header = ["Run", "Sampling", "Prompts", *map(text, judges), *(m[0] for m in MEASURES)]
+    cells: list[list[str]] = []
+    data: list[list[Cell]] = []
+    for (label, colour, name, _), each in zip(found, summaries):
+        scores = [each.scores.get(judge) for judge in judges]
+        row = [chip(label, colour), _sampling_cell(name), str(each.prompts), *map(_cell, scores)]
+        for _, key in MEASURES:
+            row.append((percent if key in SHARES else num)(each.measures[key].mean))
+        cells.append(row)
+        flat = [x for score in scores for x in (score[:3] if score else (None, None, None))]
+        means = [each.measures[key].mean for _, key in MEASURES]
+        data.append([label, name, each.prompts, *flat, *means])
+    names = [x for judge in judges for x in (judge, f"{judge} low", f"{judge} high")]
+    names = ["run", "sampling", "prompts", *names, *(key for _, key in MEASURES)]
+    samplings = list(dict.fromkeys(name for _, _, name, _ in found))
+    figures = [_distribution(found, name, judge) for name in samplings for judge in judges]
+    return section(
+        "held_out",
+        "Scores of held-out responses",
+        "From the evaluation files of each run: raw scores of each reward model with 95% intervals "
+        "over prompts, KL to the reference in nats a response, length in tokens. Compare rows of "
+        "the same sampling: temperature, most new tokens and seed.",
+        table(header, cells, csv=csv_link("evaluations", names, data), words=2),
+        grid([each for each in figures if each][:MAX_FIGURES]),
+    )
+
+
+def _sampling_cell(name: str) -> str:
+    words = sampling_words(name)
+    return text(words) + (f"<small>{text(name)}</small>" if words != name else "")
+
+
+def _cell(score: Interval | None) -> str:
+    if score is None:
+        return num(None)
+    bounds = f"<small>[{num(score.low)}, {num(score.high)}]</small>"
+    return f"<b>{num(score.mean)}</b>{bounds if math.isfinite(score.low) else ''}"
+
+
+def _distribution(found: Sequence[tuple[str, str, str, list[Line]]], name: str, judge: str) -> str:
+    series = [
+        (label, [x for x in scores_of(lines, judge) if math.isfinite(x)], colour)
+        for label, colour, sampling, lines in found
+        if sampling == name
+    ]
+    series = [each for each in series if each[1]]
+    if not series:
+        return ""
+    edges, shares = histogram([values for _, values, _ in series])
+    rows: list[list[Cell]] = [
+        [label, low, high, share]
+        for (label, _, _), row in zip(series, shares)
+        for low, high, share in zip(edges, edges[1:], row)
+    ]
+    return figure(
+        f"Score by {judge}, {sampling_words(name)}",
+        distribution(series, x_label=f"score by {judge}"),
+        file=f"distribution {judge} {name}",
+        header=["run", "from", "to", "share"],
+        rows=rows,
+    )
