@@ -260,6 +260,17 @@ def test_samples_show_macro_actions(ppo_config):
     assert len(scores["scores"]) == len(scores["gold"]) == 6
 
 
+def test_a_gold_model_judges_and_teaches_nobody(ppo_config):
+    plain, judged = ppo_config("plain", num_steps=2), ppo_config("judged", num_steps=2)
+    judged = replace(judged, gold_model=judged.reward_model)
+    run(plain)
+    run(judged)
+    ours, theirs = (read_lines(config.output_dir, "eval.jsonl") for config in (judged, plain))
+    assert [line["scores"] for line in ours] == [line["scores"] for line in theirs]
+    for line in ours:  # here the judge is the teacher
+        assert line["gold"] == pytest.approx(line["scores"], abs=1e-5)
+
+
 def test_the_official_preset_runs(ppo_config):
     run(ppo_config(pooling="mean", score_clip=2.5, split_last=True, num_steps=1))
 

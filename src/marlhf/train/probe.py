@@ -62,7 +62,7 @@ class Probe:
         self.latest: dict[str, float] = {}
         self.best = 0.0
         self.mean, self.std = 0.0, 1.0
-        self.gold = _gold_function(config)
+        self.true_score = _true_score(config)
 
     def normalise(self, scores: Tensor) -> Tensor:
         return (scores - self.mean) / self.std
@@ -96,8 +96,10 @@ class Probe:
         tokens = [row[:n] for row, n in zip(sequences.responses.tolist(), sequences.lengths)]
         texts = [decode(self.models.tokenizer, row) for row in tokens]
         gold = None
-        if self.gold:
-            gold = [self.gold(str(e.row.prompt), text) for e, text in zip(self.rows, texts)]
+        if self.models.gold is not None:
+            gold = self.models.gold(self.prompts, tokens).tolist()
+        elif self.true_score is not None:
+            gold = [self.true_score(str(e.row.prompt), text) for e, text in zip(self.rows, texts)]
         if step == 0:
             self.start_scores = scores
         metrics = {
@@ -197,7 +199,7 @@ def _pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     return pieces
 
 
-def _gold_function(config: RLConfig) -> Callable[[str, str], float] | None:
+def _true_score(config: RLConfig) -> Callable[[str, str], float] | None:
     """The true score, which only the offline task knows."""
     if config.data.source != "toy":
         return None

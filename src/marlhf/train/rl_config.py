@@ -29,6 +29,9 @@ class RLConfig(StageConfig):
     """Weights of the reward model and of reward_funcs, in that order; 1 each unless given."""
     reward_timeout: float = 600.0
     """Seconds that a reward function of yours may take for a batch."""
+    gold_model: str | None = None
+    """A second reward model that only judges: its scores of held-out responses are `eval/gold`.
+    Train it on other pairs, and it shows when the policy games the first one."""
     ref_model: str | None = None
     """What the KL penalty ties the policy to; where the policy started unless given."""
     sampling: Sampling = field(default_factory=Sampling)

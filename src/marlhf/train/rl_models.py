@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -64,6 +64,7 @@ class Models:
     vocabulary: Vocabulary
     world: World
     parsing: Parsing | None = None  # for rules that follow constituents
+    gold: RewardModel | None = None  # judges held-out responses, and teaches nobody
 
 
 def load_models(config: RLConfig, parts: Parts, world: World, *, critic: bool) -> Models:
@@ -102,6 +103,7 @@ def load_models(config: RLConfig, parts: Parts, world: World, *, critic: bool) -
         for _, scorer, _ in rewards.parts:
             if isinstance(scorer, RewardModel) and not _read_from_disk(scorer.model, given):
                 scorer.model = _freeze(scorer.model, config, world, given)
+        gold = _load_gold(config, tokenizer, world) if config.gold_model else None
         engine = _load_engine(config, policy, tokenizer, world)
     table = vocabulary(tokenizer, policy.config.get_text_config().vocab_size)
     return Models(
@@ -114,6 +116,7 @@ def load_models(config: RLConfig, parts: Parts, world: World, *, critic: bool) -
         Vocabulary(**{k: v.to(world.device) for k, v in vars(table).items()}),
         world,
         parsing,
+        gold,
     )
 
 
@@ -391,6 +394,14 @@ def _load_rewards(
             wrapped = SharedFunction(function, tokenizer, world, timeout=config.reward_timeout)
             scorers.append((wrapped.name, wrapped, weight))
     return Rewards(scorers)
+
+
+def _load_gold(config: RLConfig, tokenizer: Tokenizer, world: World) -> RewardModel:
+    """The model behind `eval/gold`. Compiling would take longer than its few passes."""
+    path = config.gold_model or ""
+    model = load_scalar(path, trust_remote_code=config.trust_remote_code)
+    model = _freeze(model, replace(config, compile=False), world)
+    return _reward_model(path, model, None, config, tokenizer, world)
 
 
 def _reward_model(
