@@ -18,7 +18,7 @@ EXTRAS = {
 
 def examine() -> Iterator[str]:
     """A line for each thing worth knowing."""
-    from marlhf import __version__
+    from marlhf._version import __version__
 
     yield f"marlhf {__version__}, Python {platform.python_version()}, {platform.platform()}"
     for name in NEEDED:

@@ -11,10 +11,12 @@ from typing import Any
 
 import yaml
 
+from marlhf.errors import MarlhfError
+
 Raw = dict[str, Any]
 
 
-class ConfigError(ValueError):
+class ConfigError(MarlhfError, ValueError):
     """One or more mistakes in a recipe, a line each."""
 
 

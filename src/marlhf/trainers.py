@@ -18,6 +18,7 @@ from transformers.trainer_utils import TrainOutput
 
 from marlhf.data import DataConfig, Row, rows_from_records
 from marlhf.data.splits import held_out
+from marlhf.errors import SettingError
 from marlhf.models.load import Model, Tokenizer, load_policy, load_scalar, load_tokenizer
 from marlhf.runs.write import Onlooker, RunError, RunFolder
 from marlhf.train import dpo, ppo, reward, rloo, sft
@@ -94,9 +95,9 @@ class Trainer:
         if self._given is not None and not self.scalar:
             check_writes(self._given, "model")
         if not path and self._given is None and not args.model:
-            raise ValueError("There is nothing to train. Pass model, a path or a model.")
+            raise SettingError("There is nothing to train. Pass model, a path or a model.")
         if self._given is not None and processing_class is None:
-            raise ValueError(
+            raise SettingError(
                 "A model given as an object comes without its tokenizer. Pass it as "
                 "processing_class."
             )
@@ -109,7 +110,7 @@ class Trainer:
             data = {key: getattr(args.data, key) for key in kept}
             args = replace(args, data=DataConfig(source="local", path=name, **data))
         elif eval_dataset is not None:
-            raise ValueError("eval_dataset is given without train_dataset. Pass both.")
+            raise SettingError("eval_dataset is given without train_dataset. Pass both.")
         if path:
             args = replace(args, model=path)
         self.args = args
@@ -394,7 +395,7 @@ class MacroPPOTrainer(Trainer):
         if tokenizers is not None and not isinstance(tokenizers, (list, tuple)):
             tokenizers = [tokenizers]
         if tokenizers is not None and len(tokenizers) != len(rewards or ()):
-            raise ValueError(
+            raise SettingError(
                 f"There are {len(rewards or ())} reward_funcs but {len(tokenizers)} "
                 "reward_processing_classes. Give one each, None for functions."
             )

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from marlhf.core import Constituents, NGram, Perplexity, Sentences, Words
 from marlhf.data.rows import DataError
+from marlhf.spans.apply import SegmenterError
 from marlhf.spans.parser import ParserError
 from marlhf.spans.show import cut_text, draw_trees, paint
 
@@ -96,3 +97,11 @@ def test_constituents_of_any_text_keep_every_character(text, parser):
     actions = cut_text(text, rule, tokenizer="tiny", model=None, seed=0)
     assert "".join("".join(action) for action in actions) == text
     assert max(map(len, actions)) <= 6
+
+
+def test_a_segmenter_that_raises_is_named():
+    def broken(responses):
+        return responses.nothing
+
+    with pytest.raises(SegmenterError, match=r"broken raised AttributeError: .*bool tensor"):
+        cut_text("some words", broken, tokenizer="tiny", model=None, seed=0)

@@ -15,7 +15,7 @@ import torch
 from jinja2 import TemplateError
 
 from marlhf.config import build_segmenter
-from marlhf.core import Constituents, Perplexity, Responses, segment
+from marlhf.core import Constituents, Perplexity, Responses
 from marlhf.data import DataConfig, DataError, apps, decode, load_data, tldr, webgpt
 from marlhf.data.encode import encode_prompt
 from marlhf.data.rows import Message, Text, after_colon
@@ -35,6 +35,7 @@ from marlhf.models.load import (
 from marlhf.rollout import NativeEngine, Sampling
 from marlhf.spans import vocabulary
 from marlhf.spans.align import TokenBytes
+from marlhf.spans.apply import apply_segmenter
 from marlhf.spans.parser import build_parser
 from marlhf.spans.workers import parse_flat
 
@@ -172,7 +173,7 @@ class Voice:
             seeds=torch.tensor([turn.seed]),
         )
         split_last = bool(config.get("split_last"))
-        starts = segment(rule, responses, split_last=split_last).validate().starts[0].tolist()
+        starts = apply_segmenter(rule, responses, split_last=split_last).starts[0].tolist()
         ends = [i for i, start in enumerate(starts) if start and i] + [len(ids)]
         pieces, before = [], ""
         for end in ends:

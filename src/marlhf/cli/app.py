@@ -11,6 +11,8 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
+from marlhf.errors import MarlhfError
+
 app = typer.Typer(
     name="marlhf",
     help="Reinforcement learning from human feedback with macro actions.",
@@ -74,9 +76,9 @@ def main() -> None:
     except Exception as error:
         if asked:  # an import that is interrupted may fail in a way of its own
             fail("Stopped.", 130)
-        if os.environ.get("MARLHF_TRACEBACK") or not _expected(error):
+        if os.environ.get("MARLHF_TRACEBACK") or not isinstance(error, MarlhfError):
             raise
-        fail(str(error), 130 if type(error).__name__ == "Stopped" else 1)
+        fail(str(error), error.exit_status)
 
 
 def tell(words: str) -> None:
@@ -97,14 +99,3 @@ def write_report_of(runs: list[Path], output: Path) -> None:
     except OSError as error:
         raise ConfigError(f"Cannot write {output}: {error.strerror}. Give another -o.") from error
     typer.secho(f"report: {written}", bold=True, err=True)
-
-
-def _expected(error: Exception) -> bool:
-    """Errors that are about the user's input, which explain themselves."""
-    if type(error).__name__ in ("RunError", "RewardError", "SandboxUnavailable", "Stopped"):
-        return True
-    trace = error.__traceback__
-    while trace and trace.tb_next:
-        trace = trace.tb_next
-    ours = trace is not None and trace.tb_frame.f_globals["__name__"].startswith("marlhf")
-    return isinstance(error, ValueError) and ours

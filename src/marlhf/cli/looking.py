@@ -136,7 +136,7 @@ def doctor() -> None:
 @app.command()
 def version() -> None:
     """Print the version."""
-    from marlhf import __version__
+    from marlhf._version import __version__
 
     typer.echo(__version__)
 

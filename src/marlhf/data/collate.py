@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from marlhf.errors import SettingError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -59,7 +61,7 @@ def token_budget_batches(lengths: Sequence[int], budget: int) -> list[list[int]]
     [[0, 3], [2], [1]]
     """
     if budget < 1:
-        raise ValueError(f"A token budget of {budget} holds no row. Set it to 1 or more.")
+        raise SettingError(f"A token budget of {budget} holds no row. Set it to 1 or more.")
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
         if batches and (len(batches[-1]) + 1) * lengths[index] <= budget:

@@ -8,6 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from marlhf.errors import MarlhfError
+
 Message = dict[str, str]
 """One turn of a chat: `{"role": "user", "content": "..."}`."""
 
@@ -15,7 +17,7 @@ Text = str | list[Message]
 """A prompt or a response: plain text, or the messages of a chat."""
 
 
-class DataError(ValueError):
+class DataError(MarlhfError, ValueError):
     """Something about the data that the user has to put right.
 
     >>> raise DataError("mine.jsonl has no column `prompt`.")

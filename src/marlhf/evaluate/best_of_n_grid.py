@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from marlhf.errors import SettingError
 from marlhf.evaluate.held_out import plain_interval, plain_table
 from marlhf.intervals import Interval, interval
 from marlhf.runs.jsonl import Line, read_lines
@@ -31,7 +32,9 @@ def expected_of_best(values: Sequence[float], scores: Sequence[float], n: int) -
     """The mean of another number, such as length, of the best-scored of n samples."""
     count = len(scores)
     if not 1 <= n <= count:
-        raise ValueError(f"The best of {n} needs at least {n} samples a prompt; there are {count}.")
+        raise SettingError(
+            f"The best of {n} needs at least {n} samples a prompt; there are {count}."
+        )
     order = sorted(range(count), key=lambda i: scores[i])
     shares = [math.comb(i, n - 1) / math.comb(count, n) for i in range(count)]
     return math.fsum(share * values[at] for share, at in zip(shares, order))

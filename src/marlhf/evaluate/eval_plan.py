@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from marlhf.data import DataConfig
+from marlhf.errors import MarlhfError
 from marlhf.rollout import Sampling
 from marlhf.runs.read import find_runs, read_run
 
@@ -23,7 +24,7 @@ EDGE = 1 << 16
 """Bytes at each end of a file of weights that tell it from others."""
 
 
-class EvaluationError(ValueError):
+class EvaluationError(MarlhfError, ValueError):
     """Something that cannot be evaluated, with what to do about it."""
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from marlhf.data import DataError, Encoded, decode
+from marlhf.errors import SettingError
 from marlhf.evaluate.eval_plan import Plan, Subject, find_subjects, make_plan, setting_of
 from marlhf.evaluate.eval_plan import Question as AnyQuestion
 from marlhf.evaluate.pass_rates import SUMMARY, summarise
@@ -41,9 +42,9 @@ class Question(AnyQuestion):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.k or min(self.k) < 1:
-            raise ValueError(f"Give one k or more, each at least 1; got {list(self.k)}.")
+            raise SettingError(f"Give one k or more, each at least 1; got {list(self.k)}.")
         if self.samples < max(self.k):
-            raise ValueError(
+            raise SettingError(
                 f"pass@{max(self.k)} needs at least {max(self.k)} samples a problem, and there "
                 f"would be {self.samples}. Raise --samples."
             )

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from marlhf.errors import SettingError
 from marlhf.intervals import Interval
 
 SUMMARY = "pass_at_k.json"
@@ -24,7 +25,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     0.5
     """
     if not 1 <= k <= samples:
-        raise ValueError(f"pass@{k} needs at least {k} samples a problem; there are {samples}.")
+        raise SettingError(f"pass@{k} needs at least {k} samples a problem; there are {samples}.")
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 

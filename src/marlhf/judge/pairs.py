@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from marlhf.errors import MarlhfError
 from marlhf.runs.read import number
 
 if TYPE_CHECKING:  # the report reads verdicts without torch
@@ -17,7 +18,7 @@ EVALUATION = "evaluation"
 """The folder of a run that `marlhf evaluate` writes responses to."""
 
 
-class JudgeError(ValueError):
+class JudgeError(MarlhfError, ValueError):
     """Something about a judging that the user has to put right."""
 
 

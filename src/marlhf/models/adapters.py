@@ -25,6 +25,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from marlhf.errors import SettingError
 from marlhf.models.adapter_files import (
     digest,
     import_peft,
@@ -70,11 +71,11 @@ class LoRA:
 
     def __post_init__(self) -> None:
         if self.r < 1:
-            raise ValueError(f"lora.r must be at least 1; got {self.r}.")
+            raise SettingError(f"lora.r must be at least 1; got {self.r}.")
         if not math.isfinite(self.alpha) or self.alpha <= 0:
-            raise ValueError(f"lora.alpha must be positive; got {self.alpha}.")
+            raise SettingError(f"lora.alpha must be positive; got {self.alpha}.")
         if not self.target_modules:
-            raise ValueError("lora.target_modules names no layer. Leave it out for all-linear.")
+            raise SettingError("lora.target_modules names no layer. Leave it out for all-linear.")
 
 
 KEPT = {

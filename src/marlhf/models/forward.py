@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import masking_utils
 
 from marlhf.data.collate import pad_right
+from marlhf.errors import SettingError
 from marlhf.models.compile import is_compiled
 from marlhf.models.logprobs import LogitRule, chosen_logprobs, fit_rule, probe
 
@@ -45,7 +46,7 @@ class Sequences:
         device: torch.device | str = "cpu",
     ) -> Sequences:
         if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
-            raise ValueError(
+            raise SettingError(
                 f"Rows {empty} have no prompt, so nothing comes before the first response token. "
                 "Begin each prompt with BOS, or with EOS where the tokenizer has no BOS."
             )

@@ -26,6 +26,7 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging as hf_logging
 
+from marlhf.errors import MarlhfError
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
 
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -37,7 +38,7 @@ Tokenizer: TypeAlias = Any
 """A transformers tokenizer, likewise."""
 
 
-class ModelError(ValueError):
+class ModelError(MarlhfError, ValueError):
     """Something about a model or tokenizer that the user has to put right."""
 
 

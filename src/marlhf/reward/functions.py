@@ -35,6 +35,7 @@ from transformers import PreTrainedTokenizerBase
 
 from marlhf.data import Row
 from marlhf.data.encode import decode
+from marlhf.errors import MarlhfError
 
 RESERVED = ("prompts", "completions", "completion_ids")
 """Arguments that come from the rollout; a column of such a name gives way."""
@@ -44,7 +45,7 @@ SHOWN = 200
 """Characters of a prompt or a completion in a message."""
 
 
-class RewardError(RuntimeError):
+class RewardError(MarlhfError, RuntimeError):
     """A reward that cannot be had, with the sample that caused it where that is known.
 
     >>> import_function("brevity")

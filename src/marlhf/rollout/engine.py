@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from marlhf.core.segmenters import mix
+from marlhf.errors import SettingError
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,13 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1; got {self.max_new_tokens}.")
+            raise SettingError(f"max_new_tokens must be at least 1; got {self.max_new_tokens}.")
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be a number from 0; got {self.temperature}.")
+            raise SettingError(f"temperature must be a number from 0; got {self.temperature}.")
         if self.top_k < 0:
-            raise ValueError(f"top_k must be 0, for all tokens, or more; got {self.top_k}.")
+            raise SettingError(f"top_k must be 0, for all tokens, or more; got {self.top_k}.")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1; got {self.top_p}.")
+            raise SettingError(f"top_p must be above 0 and at most 1; got {self.top_p}.")
 
     @property
     def truncated(self) -> bool:

@@ -22,6 +22,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from marlhf.errors import SettingError
 from marlhf.models.load import Model, Precision, autocast
 from marlhf.rollout.continuous import FEWEST, Schedule, State, Stepper
 from marlhf.rollout.engine import Rollout, Sampling, draws
@@ -60,7 +61,7 @@ class NativeEngine:
         precision: Precision = "auto",
     ) -> None:
         if {"cache_params", "state"} & takes(model):
-            raise ValueError(
+            raise SettingError(
                 f"A {type(model).__name__} keeps a state where others keep keys and values, and "
                 "the native engine does not know how. Take a model with attention."
             )

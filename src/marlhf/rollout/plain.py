@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from marlhf.data.collate import pad_left, token_budget_batches
+from marlhf.errors import SettingError
 from marlhf.models.forward import keeps_logits, position_ids
 from marlhf.models.load import Model, Precision, autocast
 from marlhf.rollout.engine import Rollout, Sampling, draws
@@ -103,14 +104,16 @@ class PlainEngine:
 
 def check_prompts(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
     if not prompts:
-        raise ValueError("There are no prompts to answer.")
+        raise SettingError("There are no prompts to answer.")
     if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
-        raise ValueError(
+        raise SettingError(
             f"The prompts {empty} have no tokens, so there is nothing to go on from. "
             "Begin each with BOS, or with EOS where the tokenizer has no BOS."
         )
     if len(seeds) != len(prompts):
-        raise ValueError(f"There are {len(prompts)} prompts but {len(seeds)} seeds; give one each.")
+        raise SettingError(
+            f"There are {len(prompts)} prompts but {len(seeds)} seeds; give one each."
+        )
 
 
 def to_rollout(

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from marlhf.data.collate import token_budget_batches
+from marlhf.errors import MarlhfError
 from marlhf.models.adapter_files import merged_tensors
 from marlhf.models.adapters import View
 from marlhf.models.forward import Sequences, token_stats
@@ -42,7 +43,7 @@ QUIET = {
 """vLLM's settings for life in a training process, unless the environment has others."""
 
 
-class RolloutError(ValueError):
+class RolloutError(MarlhfError, ValueError):
     """vLLM cannot sample, with what to do about it."""
 
 

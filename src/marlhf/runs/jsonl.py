@@ -9,10 +9,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from marlhf.errors import MarlhfError
+
 Line = dict[str, Any]
 
 
-class FileError(ValueError):
+class FileError(MarlhfError, ValueError):
     """A file that cannot be written, with what to do about it."""
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from marlhf.errors import MarlhfError
+
 Row = dict[str, Any]
 
 STAGES = ("sft", "reward", "dpo", "ppo", "rloo")
@@ -20,7 +22,7 @@ MAX_MAGNITUDE = 1e30
 """Beyond this a number is a divergence, not a measurement: it is treated as missing."""
 
 
-class NoRuns(ValueError):
+class NoRuns(MarlhfError, ValueError):
     """Nothing to report on, with what was looked for and where."""
 
 

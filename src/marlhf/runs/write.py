@@ -26,7 +26,8 @@ from typing import Any
 
 import yaml
 
-from marlhf import __version__
+from marlhf._version import __version__
+from marlhf.errors import MarlhfError
 from marlhf.models.load import quiet_transformers
 from marlhf.settings import FREE_TO_CHANGE, flatten, to_raw
 
@@ -39,12 +40,14 @@ LOCKS: dict[Path, int] = {}
 """The folders that this process trains in, with the descriptor that holds each one's lock."""
 
 
-class RunError(RuntimeError):
+class RunError(MarlhfError, RuntimeError):
     """A run that cannot start or go on, with what to do about it."""
 
 
-class Stopped(Exception):
+class Stopped(MarlhfError):
     """The user asked for an end (Ctrl-C, SIGTERM) and the run has been saved."""
+
+    exit_status = 130
 
 
 class RunFolder:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+from marlhf.errors import MarlhfError
 
-class ParserError(ValueError):
+
+class ParserError(MarlhfError, ValueError):
     """A parser that is not there, or cannot be used as asked."""
 
 

@@ -7,11 +7,12 @@ from typing import cast
 
 import torch
 
-from marlhf.core import Constituents, Perplexity, Responses, Segmenter, segment
+from marlhf.core import Constituents, Perplexity, Responses, Segmenter
 from marlhf.data.rows import DataError
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import load_policy, load_tokenizer
 from marlhf.spans.align import TokenBytes
+from marlhf.spans.apply import apply_segmenter
 from marlhf.spans.parser import Phrase, build_parser
 from marlhf.spans.token_text import vocabulary
 from marlhf.spans.workers import parse_flat
@@ -52,7 +53,7 @@ def cut_text(
         vocabulary=vocabulary(tok),
         seeds=torch.tensor([seed]),
     ).validate()
-    starts = segment(rule, responses).validate().starts[0].tolist()
+    starts = apply_segmenter(rule, responses).starts[0].tolist()
     # Each character goes to one token: bytes of one character would otherwise repeat it, and
     # white space that no token has would be lost.
     ends = [*accumulate((end for _, end in offsets[:-1]), max), len(text)]

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from marlhf import __version__
+from marlhf._version import __version__
 from marlhf.data.load import PUBLISHED, is_hub_name
 from marlhf.models.load import SCALAR
 from marlhf.runs.write import RunError, RunFolder, explained_writes, write_whole

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.hf_storage import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from marlhf.errors import MarlhfError
 from marlhf.runs.write import RunError, RunFolder, explained_writes, replace_folder
 from marlhf.train.distributed import World
 
@@ -35,7 +36,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of each parameter, besides how many steps it has taken."""
 
 
-class Damaged(ValueError):
+class Damaged(MarlhfError, ValueError):
     """A checkpoint that is not what was written."""
 
 

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from marlhf.core import dpo_loss
+from marlhf.errors import SettingError
 from marlhf.models.adapters import View
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import (
@@ -85,7 +86,7 @@ class DPOConfig(StageConfig):
         super().__post_init__()
         check_numbers(self, ("beta", "max_response_tokens"), positive=True)
         if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(
+            raise SettingError(
                 "label_smoothing must be at least 0 and below 0.5, where pairs would teach "
                 f"nothing; got {self.label_smoothing}."
             )

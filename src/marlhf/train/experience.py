@@ -20,12 +20,12 @@ from marlhf.core import (
     Vocabulary,
     kl_estimate,
     masked_mean,
-    segment,
     shape_rewards,
 )
 from marlhf.models.forward import Sequences, send, token_stats
 from marlhf.models.load import autocast
 from marlhf.rollout import Rollout, Sampling
+from marlhf.spans.apply import apply_segmenter
 from marlhf.train.distributed import gather_rollout
 from marlhf.train.rl_config import RLConfig
 from marlhf.train.rl_models import Models
@@ -151,7 +151,7 @@ def decide(
         kl=config.kl_estimator,
         score_clip=config.score_clip,
     )
-    segments = segment(config.segmenter, responses, split_last=config.split_last).validate()
+    segments = apply_segmenter(config.segmenter, responses, split_last=config.split_last)
     return Decisions(rewards, segments)
 
 

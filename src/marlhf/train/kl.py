@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from marlhf.errors import SettingError
+
 
 class KLController:
     """Raise the coefficient while the KL is above its target, lower it while below.
@@ -17,7 +19,9 @@ class KLController:
 
     def __init__(self, coef: float, target: float | None = None, horizon: int = 10000) -> None:
         if target is not None and (target <= 0 or horizon < 1):
-            raise ValueError(f"kl_target and kl_horizon must be positive; got {target}, {horizon}.")
+            raise SettingError(
+                f"kl_target and kl_horizon must be positive; got {target}, {horizon}."
+            )
         self.coef, self.target, self.horizon = coef, target, horizon
 
     def update(self, kl: float, responses: int) -> None:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from marlhf.errors import MarlhfError
 from marlhf.train.distributed import World
 
 Schedule = Literal["constant", "linear", "cosine"]
 
 
-class Diverged(ArithmeticError):
+class Diverged(MarlhfError, ArithmeticError):
     """A loss, score or gradient became NaN or infinite; says which."""
 
 

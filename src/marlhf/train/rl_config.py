@@ -11,6 +11,7 @@ from torch import Tensor
 from marlhf.core import NGram, Responses
 from marlhf.core.losses import Ratio
 from marlhf.core.rewards import KLEstimator
+from marlhf.errors import SettingError
 from marlhf.rollout import Sampling
 from marlhf.rollout.vllm_server import check_url
 from marlhf.train.guards import Guards
@@ -102,13 +103,13 @@ class RLConfig(StageConfig):
         check_numbers(self, ("gamma", "vllm_memory"), least=0, most=1)
         check_numbers(self, ("missing_eos_penalty",))
         if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(f"dual_clip must be larger than 1; got {self.dual_clip}.")
+            raise SettingError(f"dual_clip must be larger than 1; got {self.dual_clip}.")
         if self.vllm_url and self.engine != "vllm":
-            raise ValueError("vllm_url is set, but vLLM is not asked for. Set engine: vllm.")
+            raise SettingError("vllm_url is set, but vLLM is not asked for. Set engine: vllm.")
         if self.vllm_url:
             check_url(self.vllm_url)
         if self.batch_size % self.num_mini_batches:
-            raise ValueError(
+            raise SettingError(
                 f"num_mini_batches ({self.num_mini_batches}) must divide "
                 f"batch_size ({self.batch_size})."
             )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from marlhf.core import NGram, Responses
 from marlhf.core.losses import Ratio
+from marlhf.errors import SettingError
 from marlhf.train.rl_config import RLConfig
 
 
@@ -44,7 +45,7 @@ class RLOOConfig(RLConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_samples < 2:
-            raise ValueError(
+            raise SettingError(
                 "num_samples must be at least 2, for a response is compared with the others to "
                 f"its prompt; got {self.num_samples}. For one response a prompt, take ppo with "
                 "segmenter: {type: ngram, n: .inf}, which is REINFORCE with a critic's baseline."

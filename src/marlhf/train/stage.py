@@ -17,6 +17,7 @@ import torch
 
 from marlhf.data import DataConfig, DataError, Loaded, Row, encode_response, fit_prompts, load_data
 from marlhf.data.counts import Counts
+from marlhf.errors import SettingError
 from marlhf.models.adapters import LoRA
 from marlhf.models.load import Model, Precision, Tokenizer
 from marlhf.reward import RewardError
@@ -95,11 +96,11 @@ class StageConfig:
         check_numbers(self, (*positive, "keep_checkpoints"), positive=True)
         check_numbers(self, ("eval_every", "save_every", "weight_decay"), least=0)
         if abs(self.seed) >= 2**32:
-            raise ValueError(f"seed must be below 2 to the 32; got {self.seed}.")
+            raise SettingError(f"seed must be below 2 to the 32; got {self.seed}.")
         if self.num_steps is not None and self.num_steps < 1:
-            raise ValueError(f"num_steps must be at least 1; got {self.num_steps}.")
+            raise SettingError(f"num_steps must be at least 1; got {self.num_steps}.")
         if not 0 <= self.warmup_ratio <= 1:
-            raise ValueError(f"warmup_ratio must lie between 0 and 1; got {self.warmup_ratio}.")
+            raise SettingError(f"warmup_ratio must lie between 0 and 1; got {self.warmup_ratio}.")
 
     def warmup(self, total: int) -> int:
         """Steps of warm-up in a run of `total`."""
@@ -132,7 +133,7 @@ def check_numbers(
         if not math.isfinite(value) or not least <= value <= most or (positive and value <= 0):
             limits = [f"{word} {x:g}" for word, x in (("at least", least), ("at most", most))]
             wanted = ["positive"] * positive + [x for x in limits if "inf" not in x] or ["finite"]
-            raise ValueError(f"{name} must be {' and '.join(wanted)}; got {value}.")
+            raise SettingError(f"{name} must be {' and '.join(wanted)}; got {value}.")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from marlhf.errors import SettingError
 from marlhf.runs.write import RunError, explained_writes, write_whole
 from marlhf.train.progress import warn
 
@@ -44,7 +45,7 @@ def tracker_names(report_to: str | Sequence[str] | None) -> list[str]:
         if name not in NEEDS:
             near = difflib.get_close_matches(name.lower(), NEEDS, n=1)
             known = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(NEEDS)}, all, none."
-            raise ValueError(f"report_to: unknown name {name!r}. {known}")
+            raise SettingError(f"report_to: unknown name {name!r}. {known}")
     return names
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from marlhf.data import Row
+from marlhf.errors import SettingError
 from marlhf.models.adapter_files import digest
 from marlhf.models.load import Model, Tokenizer
 
@@ -47,12 +48,12 @@ def reward_parts(given: Any, args: Any) -> tuple[list[Any] | None, Any]:
         return None, args
     rewards = list(given) if isinstance(given, (list, tuple)) else [given]
     if given is None or not rewards:
-        raise ValueError(
+        raise SettingError(
             "Nothing scores the responses. Pass reward_funcs: a reward model's path, a model, "
             "or a function f(prompts, completions, **columns)."
         )
     if named:
-        raise ValueError(
+        raise SettingError(
             f"args name {', '.join(named)} as rewards, and reward_funcs is given as well. Put all "
             "of them into reward_funcs."
         )
@@ -101,7 +102,7 @@ def to_records(
         record = dict(record)
         if "prompt" not in record and "input_ids" in record:  # prompts already in tokens
             if tokenizer is None:
-                raise ValueError(
+                raise SettingError(
                     "The prompts are given as input_ids. Pass processing_class, the tokenizer that "
                     "they are of."
                 )

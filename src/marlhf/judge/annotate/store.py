@@ -18,6 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from marlhf.errors import MarlhfError
 from marlhf.judge.annotate.tasks import Comparison, Item, a_is_left
 from marlhf.judge.pairs import JudgeError
 from marlhf.judge.verdicts import Verdict
@@ -45,7 +46,7 @@ CREATE INDEX of_annotator ON events (annotator, number);
 """
 
 
-class VoteError(ValueError):
+class VoteError(MarlhfError, ValueError):
     """A request that stores nothing, with what is wrong with it."""
 
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from marlhf.errors import MarlhfError
 from marlhf.reward.sandbox.protocol import Call, Case, Outcome, Program, Suite
 from marlhf.reward.sandbox.worker import Job, Run, Worker, WorkerDied
 
@@ -55,7 +56,7 @@ _REMEDY = (
 )
 
 
-class SandboxUnavailable(RuntimeError):
+class SandboxUnavailable(MarlhfError, RuntimeError):
     """This machine cannot hold untrusted programs."""
 
 

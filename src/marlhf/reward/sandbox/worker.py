@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from marlhf.errors import MarlhfError
 from marlhf.reward.sandbox import kernel
 from marlhf.reward.sandbox.protocol import Case, Outcome, Suite
 from marlhf.reward.sandbox.wire_format import decode
@@ -40,7 +41,7 @@ main(settings)
 """
 
 
-class WorkerDied(RuntimeError):
+class WorkerDied(MarlhfError, RuntimeError):
     """The fork server is gone."""
 
 
