@@ -176,7 +176,7 @@ def test_tokens_that_are_given_are_taken_as_they_are(trainer):
     """A prompt need not be what the tokenizer would make of its text."""
     odd = [{"input_ids": [5 + n % 7, 6, 7]} for n in range(40)]
     made = trainer(train_dataset=odd, processing_class="tiny")
-    assert made.parts.train_rows[0].columns["prompt_ids"][1:] == [6, 7]
+    assert made.objects.train_rows[0].columns["prompt_ids"][1:] == [6, 7]
     made.train()
 
 

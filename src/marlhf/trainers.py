@@ -25,7 +25,7 @@ from marlhf.train import dpo, ppo, reward, rloo, sft
 from marlhf.train.card import push, write_card
 from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.dpo import DPOConfig
-from marlhf.train.objects import Parts
+from marlhf.train.objects import GivenObjects
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.progress import say, warn
 from marlhf.train.reward import RewardConfig
@@ -58,7 +58,7 @@ class Trainer:
     """What all trainers share: from objects to a config and parts, and the model afterwards."""
 
     stage: ClassVar[str]
-    loop: ClassVar[Callable[[Any, Parts], Path]]
+    loop: ClassVar[Callable[[Any, GivenObjects], Path]]
     config_class: ClassVar[type[StageConfig]]
     needs: ClassVar[tuple[str, ...]]
     scalar: ClassVar[bool] = False
@@ -115,7 +115,7 @@ class Trainer:
             args = replace(args, model=path)
         self.args = args
         self._trained_model: Model | None = None
-        self.parts = Parts(
+        self.objects = GivenObjects(
             model=self._given,
             tokenizer=tokenizer,
             train_rows=train_rows,
@@ -133,10 +133,10 @@ class Trainer:
         """
         self._check_resume(resume_from_checkpoint)
         before = self._folder()
-        if self.parts.train_rows is None and self.args.data == DataConfig(source="toy"):
+        if self.objects.train_rows is None and self.args.data == DataConfig(source="toy"):
             warn("no train_dataset is given, so this trains on the built-in toy task.")
         self._name_models(before)
-        type(self).loop(self.args, self.parts)
+        type(self).loop(self.args, self.objects)
         self._trained_model = None
         if before.finished and self._given is not None and not self._adapted:  # nothing to train
             self._given.load_state_dict(self._load(str(before.model)).state_dict())
@@ -161,12 +161,12 @@ class Trainer:
 
     @property
     def _adapted(self) -> bool:
-        return self.parts.peft_config is not None or self.args.lora is not None
+        return self.objects.peft_config is not None or self.args.lora is not None
 
     @property
     def processing_class(self) -> Tokenizer:
         """The tokenizer."""
-        return self.parts.tokenizer or load_tokenizer(self.args.model)
+        return self.objects.tokenizer or load_tokenizer(self.args.model)
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Copy the trained model, with tokenizer and card, to another folder."""
@@ -235,7 +235,7 @@ class Trainer:
         """
         if self._given is None:
             return
-        given = (self._given, self.parts.ref_model, self.parts.critic_model)
+        given = (self._given, self.objects.ref_model, self.objects.critic_model)
         name = f"{GIVEN} {', '.join(by_weights(model) for model in given if model is not None)}"
         there = before.path / "config.yaml"
         told = yaml.safe_load(there.read_text("utf-8"))["model"] if there.is_file() else ""

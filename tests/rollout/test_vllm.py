@@ -37,7 +37,7 @@ from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.runs.write import RunError, RunFolder
 from marlhf.train.distributed import World
 from marlhf.train.loop import Loop
-from marlhf.train.objects import Parts
+from marlhf.train.objects import GivenObjects
 from marlhf.train.ppo import train
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import _load_engine
@@ -486,13 +486,13 @@ def run(folder, **changes):
         warmup_steps=0,
         **settings,
     )
-    parts = Parts(reward_funcs=[brevity])
+    objects = GivenObjects(reward_funcs=[brevity])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Loop, "close", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            train(config, parts)
+            train(config, objects)
     shutil.rmtree(folder / "checkpoints" / "step-000002")
-    train(config, parts)
+    train(config, objects)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [x for x in lines if x["kind"] == "train"]
 

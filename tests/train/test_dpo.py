@@ -18,7 +18,7 @@ from marlhf.models.tiny import tiny_tokenizer
 from marlhf.runs.write import RunError, RunFolder, Stopped
 from marlhf.train import dpo
 from marlhf.train.distributed import World
-from marlhf.train.objects import Parts
+from marlhf.train.objects import GivenObjects
 from marlhf.train.stage import Example, load_examples
 
 HERE = World(torch.device("cpu"))
@@ -145,20 +145,20 @@ def stopped(config, monkeypatch) -> None:
 
 
 def test_it_resumes_identically_and_never_asks_the_reference_again(dpo_config, monkeypatch):
-    whole, parts = dpo_config("whole"), dpo_config("parts", save_every=0)
+    whole, interrupted = dpo_config("whole"), dpo_config("parts", save_every=0)
     dpo.train(whole)
-    stopped(parts, monkeypatch)
-    kept = load_file(Path(parts.output_dir) / "reference.safetensors")
+    stopped(interrupted, monkeypatch)
+    kept = load_file(Path(interrupted.output_dir) / "reference.safetensors")
     assert kept["train"].shape == (2, 12)  # three batches of four, not all rows
     assert kept["held_out"].shape == (2, 6)
 
     asked = []
     real = dpo.all_logprobs
     monkeypatch.setattr(dpo, "all_logprobs", lambda *a: asked.append(len(a[1])) or real(*a))
-    dpo.train(parts)
+    dpo.train(interrupted)
     assert asked == [6, 6]  # the held-out rows at the end, and for the summary
-    assert read_lines(whole.output_dir) == read_lines(parts.output_dir)
-    files = [Path(c.output_dir) / "model" / "model.safetensors" for c in (whole, parts)]
+    assert read_lines(whole.output_dir) == read_lines(interrupted.output_dir)
+    files = [Path(c.output_dir) / "model" / "model.safetensors" for c in (whole, interrupted)]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
@@ -198,11 +198,11 @@ def test_python_objects_in_place_of_paths(tmp_path):
     rows = [Row(f"Tell me of fox {i}.", " It smiled.", " It cried.") for i in range(12)]
     model = load_policy("tiny")
     before = [p.detach().clone() for p in model.parameters()]
-    parts = Parts(model=model, tokenizer=tiny_tokenizer(), train_rows=rows)
+    objects = GivenObjects(model=model, tokenizer=tiny_tokenizer(), train_rows=rows)
     config = dpo.DPOConfig(
         output_dir=str(tmp_path / "run"), batch_size=4, num_steps=2, learning_rate=1e-3
     )
-    assert dpo.train(config, parts).is_dir()
+    assert dpo.train(config, objects).is_dir()
     assert any((a != b).any() for a, b in zip(before, model.parameters()))
     lines = read_lines(config.output_dir)
     assert lines[0]["eval/loss"] is None  # nothing is held out
@@ -211,9 +211,9 @@ def test_python_objects_in_place_of_paths(tmp_path):
 
 def test_pairs_that_are_alike_teach_nothing(tmp_path):
     rows = [Row(f"Tell me of fox {i}.", " It smiled.", " It smiled.") for i in range(4)]
-    parts = Parts(model=load_policy("tiny"), tokenizer=tiny_tokenizer(), train_rows=rows)
+    objects = GivenObjects(model=load_policy("tiny"), tokenizer=tiny_tokenizer(), train_rows=rows)
     config = dpo.DPOConfig(output_dir=str(tmp_path / "run"), batch_size=4, num_steps=1)
-    dpo.train(config, parts)
+    dpo.train(config, objects)
     line = read_lines(config.output_dir)[1]
     assert line["dpo/grad_norm"] < 1e-6
     assert line["dpo/accuracy"] == 0.5
@@ -247,10 +247,10 @@ def test_a_reference_without_numbers_is_refused(tmp_path):
     broken = load_policy("tiny")
     with torch.no_grad():
         broken.get_input_embeddings().weight.fill_(math.nan)
-    parts = Parts(load_policy("tiny"), tiny_tokenizer(), ref_model=broken, train_rows=rows)
+    objects = GivenObjects(load_policy("tiny"), tiny_tokenizer(), ref_model=broken, train_rows=rows)
     config = dpo.DPOConfig(output_dir=str(tmp_path / "run"), batch_size=4, num_steps=1)
     with pytest.raises(RunError, match="log-probs are not all finite"):
-        dpo.train(config, parts)
+        dpo.train(config, objects)
 
 
 def test_no_rows_of_the_paper_are_shared_with_ppo_unless_asked(dpo_config):

@@ -31,7 +31,7 @@ from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.distributed import World
 from marlhf.train.loop import Loop
 from marlhf.train.lora import load_trained_policy
-from marlhf.train.objects import NOTHING, Parts
+from marlhf.train.objects import NO_OBJECTS, GivenObjects
 
 peft = pytest.importorskip("peft")
 
@@ -69,7 +69,7 @@ def settings(stage: str, folder: Path, **changes):
     return STAGES[stage][1](**{**common, **changes})
 
 
-def train(stage: str, config, parts: Parts = NOTHING) -> SimpleNamespace:
+def train(stage: str, config, objects: GivenObjects = NO_OBJECTS) -> SimpleNamespace:
     """Train a stage, and keep hold of what was inside."""
     seen = SimpleNamespace(config=config, path=Path(config.output_dir), experiences=[], plans=[])
     close, load, collect, credit = Loop.close, ppo.load_models, ppo.collect, ppo.credit
@@ -98,7 +98,7 @@ def train(stage: str, config, parts: Parts = NOTHING) -> SimpleNamespace:
             patch.setattr(module, "collect", watched_collect)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            seen.model = STAGES[stage][0].train(config, parts)
+            seen.model = STAGES[stage][0].train(config, objects)
     seen.warnings = [str(warning.message) for warning in caught]
     return seen
 
@@ -116,10 +116,10 @@ def made(parents, tmp_path_factory):
                 {"reward_model": str(make("reward", by).model)} if stage in ("ppo", "rloo") else {}
             )
             theirs = peft.LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "down_proj"])
-            parts = Parts(peft_config=theirs if by == "peft" else None)
+            objects = GivenObjects(peft_config=theirs if by == "peft" else None)
             lora = LoRA(r=2, alpha=8) if by == "lora" else None
             done[stage, by] = train(
-                stage, settings(stage, folder, model=start, lora=lora, **more), parts
+                stage, settings(stage, folder, model=start, lora=lora, **more), objects
             )
         return done[stage, by]
 
@@ -287,10 +287,10 @@ def killed(stage: str, config, monkeypatch) -> None:
 @pytest.mark.parametrize("stage", ["ppo", "dpo"])
 def test_a_stopped_run_resumes_identically(made, shared, tmp_path, monkeypatch, stage):
     whole = shared if stage == "ppo" else made("dpo", "lora")
-    parts = replace(whole.config, output_dir=str(tmp_path / "parts"))
-    killed(stage, parts, monkeypatch)
-    folder = STAGES[stage][0].train(parts)
-    assert read_lines(whole.path) == read_lines(parts.output_dir)
+    interrupted = replace(whole.config, output_dir=str(tmp_path / "parts"))
+    killed(stage, interrupted, monkeypatch)
+    folder = STAGES[stage][0].train(interrupted)
+    assert read_lines(whole.path) == read_lines(interrupted.output_dir)
     for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
         assert (whole.model / name).read_bytes() == (folder / name).read_bytes()
 
@@ -369,7 +369,7 @@ def test_python_objects_take_adapters(tmp_path, capsys):
 
     model = load_policy("tiny")
     before = {name: x.clone() for name, x in bits(model).items()}
-    parts = Parts(
+    objects = GivenObjects(
         model=model,
         tokenizer=tiny_tokenizer(),
         reward_funcs=[brevity],
@@ -377,7 +377,7 @@ def test_python_objects_take_adapters(tmp_path, capsys):
         eval_rows=rows[:4],
         peft_config=peft.LoraConfig(r=2, lora_dropout=0.1),
     )
-    run = train("ppo", settings("ppo", tmp_path / "run", model="(given)"), parts)
+    run = train("ppo", settings("ppo", tmp_path / "run", model="(given)"), objects)
     assert run.all.critic.base is run.all.policy.base  # both start from the model given
     assert capsys.readouterr().err.count("lora_dropout 0.1 is taken as 0") == 1
     assert all(torch.equal(before[name], x) for name, x in bits(model).items())
@@ -385,8 +385,8 @@ def test_python_objects_take_adapters(tmp_path, capsys):
         logprobs(load_policy(str(run.model))), logprobs(run.all.policy), rtol=1e-4, atol=1e-4
     )
     reward_model = load_scalar("tiny", seed=5)
-    parts = replace(parts, model=load_policy("tiny"), reward_funcs=[reward_model])
-    run = train("ppo", settings("ppo", tmp_path / "object", model="(given)", num_steps=1), parts)
+    objects = replace(objects, model=load_policy("tiny"), reward_funcs=[reward_model])
+    run = train("ppo", settings("ppo", tmp_path / "object", model="(given)", num_steps=1), objects)
     assert not hasattr(reward_model, "peft_config")  # the critic starts from a copy of it
     started = bits(run.all.critic.base.module)
     assert all(torch.equal(x, started[name]) for name, x in bits(reward_model).items())
@@ -416,7 +416,7 @@ def test_a_whole_reward_model_beside_a_shared_base_is_told(parents, tmp_path, ca
     run = train("ppo", config)
     assert "takes memory of its own" in " ".join(capsys.readouterr().err.split())
     assert run.all.critic.base is run.all.policy.base
-    given = Parts(critic_model=load_scalar("tiny"))
+    given = GivenObjects(critic_model=load_scalar("tiny"))
     with pytest.raises(RunError, match="a critic of its own is given"):
         ppo.train(replace(config, output_dir=str(tmp_path / "other")), given)
 
@@ -425,12 +425,12 @@ def test_what_is_missing_is_told_before_a_model_loads(tmp_path, monkeypatch):
     config = settings("sft", tmp_path / "run", model="nowhere/at-all", lora=LoRA())
     halves = World(torch.device("cpu"), 0, 2, sharded=True)
     with pytest.raises(RunError, match=r"LoRA does not work with parallel: fsdp.*parallel: data"):
-        load_trained_policy(config, NOTHING, halves)
+        load_trained_policy(config, NO_OBJECTS, halves)
     here = World(torch.device("cpu"))
     if importlib.util.find_spec("bitsandbytes") is None:
         packed = replace(config, lora=LoRA(quantize="4bit"))
         with pytest.raises(ModelError, match="pip install bitsandbytes"):
-            load_trained_policy(packed, NOTHING, here)
+            load_trained_policy(packed, NO_OBJECTS, here)
     real = builtins.__import__
 
     def without(name, *args, **options):
@@ -441,7 +441,7 @@ def test_what_is_missing_is_told_before_a_model_loads(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     monkeypatch.delitem(sys.modules, "peft")
     with pytest.raises(ModelError, match=r"pip install 'marlhf\[lora\]'"):
-        load_trained_policy(config, NOTHING, here)
+        load_trained_policy(config, NO_OBJECTS, here)
 
 
 def test_bits_are_not_saved_in_silence(monkeypatch, tmp_path):
@@ -449,7 +449,7 @@ def test_bits_are_not_saved_in_silence(monkeypatch, tmp_path):
     monkeypatch.setattr("marlhf.train.lora.quantization", lambda lora: None)
     config = settings("sft", tmp_path / "run", model="tiny", lora=LoRA(quantize="4bit"))
     with pytest.raises(RunError, match=r"tiny does not\. Leave out quantize"):
-        load_trained_policy(config, NOTHING, World(torch.device("cpu")))
+        load_trained_policy(config, NO_OBJECTS, World(torch.device("cpu")))
 
 
 def test_the_card_of_an_adapter_names_its_base(made, alone, tmp_path):

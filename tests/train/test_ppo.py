@@ -14,7 +14,7 @@ from marlhf.runs.write import RunError
 from marlhf.train import ppo
 from marlhf.train.distributed import start
 from marlhf.train.guards import CriticWatch, Guards, warn_apart, warn_divided
-from marlhf.train.objects import NOTHING
+from marlhf.train.objects import NO_OBJECTS
 from marlhf.train.timing import Clock
 
 
@@ -336,8 +336,8 @@ def test_the_pass_that_values_trains_the_critic_as_one_of_its_own_would(ppo_conf
     """Gradients of `appraise` against values first, and the loss in a second pass."""
     config = ppo_config(token_budget=budget, value_level=level, segmenter=NGram(3), sigma="start")
     world = start(config.device)
-    models = ppo.load_models(config, NOTHING, world, critic=True)
-    examples, _ = ppo.load_prompts(config, models, NOTHING)
+    models = ppo.load_models(config, NO_OBJECTS, world, critic=True)
+    examples, _ = ppo.load_prompts(config, models, NO_OBJECTS)
     clock, shuffler = Clock(world.device), torch.Generator().manual_seed(0)
     found = ppo.collect(examples[:5], models, config, [1, 2, 3, 4, 5], lambda x: x, clock)
     decisions = ppo.decide(found, models.vocabulary, config, 0.05, shuffler)

@@ -339,7 +339,9 @@ def test_a_verdict_outlives_a_kill(ppo_config, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(RunFolder, "save_model", killed)
-        patched.setattr(ppo.Probe, "__call__", real_without_best(ppo.Probe.__call__))
+        patched.setattr(
+            ppo.HeldOutEvaluation, "__call__", real_without_best(ppo.HeldOutEvaluation.__call__)
+        )
         with pytest.raises(KeyboardInterrupt):
             ppo.train(config)
     ppo.train(config)

@@ -20,7 +20,7 @@ from marlhf.rollout import Sampling
 from marlhf.runs.write import RunFolder, Stopped
 from marlhf.train import rloo
 from marlhf.train.distributed import World
-from marlhf.train.objects import Parts
+from marlhf.train.objects import GivenObjects
 from marlhf.train.ppo import Credit, Experience
 
 HERE = World(torch.device("cpu"))
@@ -188,8 +188,8 @@ def test_each_prompt_has_different_responses(rloo_config, monkeypatch):
 def test_micro_batches_change_nothing(rloo_config):
     options = {"segmenter": NGram(5), "num_mini_batches": 2}
     whole = run(rloo_config("whole", token_budget=100000, **options))
-    parts = run(rloo_config("parts", token_budget=60, **options))
-    assert_close(whole, parts, 2e-4)
+    split = run(rloo_config("parts", token_budget=60, **options))
+    assert_close(whole, split, 2e-4)
 
 
 def test_several_mini_batches_are_clipped(rloo_config):
@@ -207,7 +207,7 @@ def test_it_resumes_identically(rloo_config, monkeypatch):
         "kl_target": 0.5,
         "normalize_scores": True,
     }
-    whole, parts = rloo_config("whole", **options), rloo_config("parts", **options)
+    whole, interrupted = rloo_config("whole", **options), rloo_config("parts", **options)
     rloo.train(whole)
     real = RunFolder.log
 
@@ -219,11 +219,11 @@ def test_it_resumes_identically(rloo_config, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(RunFolder, "log", log)
         with pytest.raises(Stopped):
-            rloo.train(parts)
-    rloo.train(parts)
+            rloo.train(interrupted)
+    rloo.train(interrupted)
     for name in ("metrics.jsonl", "eval.jsonl", "samples.jsonl"):
-        assert read_lines(whole.output_dir, name) == read_lines(parts.output_dir, name)
-    files = [Path(c.output_dir) / "model" / "model.safetensors" for c in (whole, parts)]
+        assert read_lines(whole.output_dir, name) == read_lines(interrupted.output_dir, name)
+    files = [Path(c.output_dir) / "model" / "model.safetensors" for c in (whole, interrupted)]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
@@ -236,7 +236,7 @@ def test_python_objects_and_scores_that_are_all_alike(tmp_path):
 
     model = load_policy("tiny")
     before = [p.detach().clone() for p in model.parameters()]
-    parts = Parts(
+    objects = GivenObjects(
         model=model,
         tokenizer=tiny_tokenizer(),
         reward_funcs=[same],
@@ -251,7 +251,7 @@ def test_python_objects_and_scores_that_are_all_alike(tmp_path):
             baseline=baseline,
             sampling=Sampling(max_new_tokens=6),
         )
-        rloo.train(config, parts)
+        rloo.train(config, objects)
         assert read_lines(config.output_dir)[0]["rloo/policy_grad_norm"] == 0
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
 

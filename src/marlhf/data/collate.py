@@ -79,7 +79,7 @@ class Micro(NamedTuple):
     """0 for a pass that only keeps step with other processes, whose result must not count."""
 
 
-class Alone:
+class SingleProcess:
     """One process that does all the work; `train.distributed.World` is its kin for several."""
 
     def batches(self, lengths: Sequence[int], budget: int) -> list[Micro]:

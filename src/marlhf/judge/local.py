@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from marlhf.data.collate import Alone
+from marlhf.data.collate import SingleProcess
 from marlhf.data.encode import encode_prompts, encode_response
 from marlhf.data.rows import Text
 from marlhf.judge.criteria import Answer, Criteria, Question, Side
@@ -111,7 +111,7 @@ class ModelJudge:
         )
         sums = torch.zeros(len(rows))
         with autocast(device, "auto"):
-            for micro in Alone().batches(whole.total_lengths, TOKEN_BUDGET):
+            for micro in SingleProcess().batches(whole.total_lengths, TOKEN_BUDGET):
                 stats = token_stats(self.model, whole.rows(micro.rows))
                 sums[torch.tensor(micro.rows)] = stats.logprobs.sum(1).float().cpu()
         best = sums.view(len(questions), len(LABELS)).argmax(1).tolist()

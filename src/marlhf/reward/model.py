@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from marlhf.data import Row
-from marlhf.data.collate import Alone
+from marlhf.data.collate import SingleProcess
 from marlhf.data.encode import decode, encode_prompts, encode_response, opening_ids
 from marlhf.models.forward import Sequences, final_scores, send
 from marlhf.models.load import Precision, autocast, same_tokenizer
@@ -45,14 +45,14 @@ class RewardModel:
         *,
         token_budget: int = 1 << 15,
         precision: Precision = "auto",
-        division: Alone | None = None,
+        processes: SingleProcess | None = None,
     ) -> None:
         self.model = model.requires_grad_(False)
         self.tokenizer = tokenizer
         self.policy_tokenizer = policy_tokenizer
         self.token_budget = token_budget
         self.precision: Precision = precision
-        self.division = division or Alone()
+        self.processes = processes or SingleProcess()
         self.foreign = not same_tokenizer(tokenizer, policy_tokenizer)
         marks = special_tokens(policy_tokenizer)
         self._marks = set(marks.values())
@@ -74,10 +74,10 @@ class RewardModel:
         whole = Sequences.from_lists(prompts, responses, pad_id, device)
         scores = torch.zeros(len(prompts), device=device)
         with autocast(device, self.precision):
-            for micro in self.division.batches(whole.total_lengths, self.token_budget):
+            for micro in self.processes.batches(whole.total_lengths, self.token_budget):
                 where = send(torch.tensor(micro.rows), device)
                 scores[where] += final_scores(self.model, whole.rows(micro.rows)) * micro.weight
-        return self.division.sum(scores)
+        return self.processes.sum(scores)
 
     def _translate(
         self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]

@@ -53,7 +53,7 @@ def save_checkpoint(
     """Write everything that the next step depends on, then drop all but the last `keep`."""
     final = run.checkpoints / f"step-{step:06d}"
     temporary = run.checkpoints / f".step-{step:06d}"
-    world.settle(models.values())
+    world.reshard(models.values())
     whole = state | {"step": step, "seconds": run.seconds, "rng": _rng()}
     whole["optimizers"] = {name: _progress(models[name], o) for name, o in optimizers.items()}
     with explained_writes(run.path, temporary):
@@ -93,13 +93,13 @@ def load_latest(
     optimizers: Mapping[str, Optimizer],
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """Restore the newest whole checkpoint. Returns its state, and a line for each damaged one."""
-    folder, complaints = world.tell(_find(run) if world.main else None)
+    folder, complaints = world.broadcast(_find(run) if world.main else None)
     if folder is None:
         return None, complaints
     folder = Path(folder)
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    world.settle(models.values())
-    with world.together():
+    world.reshard(models.values())
+    with world.raise_on_all_ranks():
         for name, optimizer in optimizers.items():
             _prepare(models[name], optimizer, state["optimizers"][name])
         wanted = _flat(models, optimizers)

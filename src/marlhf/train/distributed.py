@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from marlhf.data.collate import Alone, Micro, pad_right, token_budget_batches
+from marlhf.data.collate import Micro, SingleProcess, pad_right, token_budget_batches
 from marlhf.models.compile import compile_blocks
 from marlhf.models.load import Model, Precision, computes_in_bfloat16, pick_device
 from marlhf.rollout import Rollout
@@ -42,7 +42,7 @@ PATIENCE = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
-class World(Alone):
+class World(SingleProcess):
     """This process among all."""
 
     device: torch.device
@@ -90,7 +90,7 @@ class World(Alone):
             return flag
         return bool(self.sum(torch.tensor(int(flag), device=self.device)))
 
-    def tell(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """What the main process has, for all."""
         if self.size == 1:
             return value
@@ -99,7 +99,7 @@ class World(Alone):
         return box[0]
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def raise_on_all_ranks(self) -> Iterator[None]:
         """All go on or none: an error on one process, in work of its own, ends them all.
 
         Otherwise the others would wait for the one that failed. Nothing inside may itself wait
@@ -170,7 +170,7 @@ class World(Alone):
                 part.set_reshard_after_forward(True, recurse=False)
                 part.reshard()
 
-    def settle(self, models: Iterable[nn.Module]) -> None:
+    def reshard(self, models: Iterable[nn.Module]) -> None:
         """Have the shards be the models' parameters.
 
         After a pass without gradients FSDP leaves the outermost weights whole, and what
@@ -202,7 +202,7 @@ class World(Alone):
             for p, grad in zip(bucket, flat.split([p.numel() for p in bucket])):
                 p.grad = grad.view_as(p)
 
-    def whole(self, model: nn.Module) -> dict[str, Tensor] | None:
+    def full_state_dict(self, model: nn.Module) -> dict[str, Tensor] | None:
         """Sharded weights as a plain state dict, on the main process; None where none are."""
         if not self.sharded:
             return None

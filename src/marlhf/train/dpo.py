@@ -39,7 +39,7 @@ from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.distributed import World, start
 from marlhf.train.loop import Loop, open_run
 from marlhf.train.lora import load_trained_policy
-from marlhf.train.objects import NOTHING, Parts
+from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import apply_update, check_finite, make_optimizer
 from marlhf.train.progress import say
 from marlhf.train.reward import accuracy, pair_batches
@@ -92,29 +92,29 @@ class DPOConfig(StageConfig):
             )
 
 
-def train(config: DPOConfig, parts: Parts = NOTHING) -> Path:
+def train(config: DPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     """Train, or go on training; returns the folder of the policy."""
     world = start(config.device, config.parallel)
     run = open_run(config, "dpo", world)
     if run.finished:
         return run.model
     torch.manual_seed(config.seed)
-    with world.together():
+    with world.raise_on_all_ranks():
         remote = config.trust_remote_code
-        tokenizer = load_tokenizer(parts.tokenizer or config.model, trust_remote_code=remote)
-        model = load_trained_policy(config, parts, world)
+        tokenizer = load_tokenizer(objects.tokenizer or config.model, trust_remote_code=remote)
+        model = load_trained_policy(config, objects, world)
         check_vocabulary(model, tokenizer, config.model)
         examples, held_out = load_examples(
             config,
             config.part,
             tokenizer,
-            parts,
+            objects,
             needs=("prompt", "chosen", "rejected"),
             max_response_tokens=config.max_response_tokens,
         )
         held_out = held_out[:HELD_OUT]
         check_positions(model, examples + held_out)
-        reference = load_reference(config, parts, tokenizer, model)
+        reference = load_reference(config, objects, tokenizer, model)
         check_positions(reference, examples + held_out, name="reference")
         total = count_steps(config, len(examples))
         used = sorted({i for s in range(total) for i in batch_rows(s, config, len(examples))})
@@ -138,7 +138,7 @@ def train(config: DPOConfig, parts: Parts = NOTHING) -> Path:
         models={"model": model},
         optimizers={"model": optimizer},
         tokenizer=tokenizer,
-        parts=parts,
+        objects=objects,
         rows=(len(examples), len(held_out)),
         metric="accuracy",
     )
@@ -263,10 +263,12 @@ def pair_logprobs(
     return logprobs.sum(dim=1).view(2, -1)
 
 
-def load_reference(config: DPOConfig, parts: Parts, tokenizer: Tokenizer, model: Model) -> Model:
+def load_reference(
+    config: DPOConfig, objects: GivenObjects, tokenizer: Tokenizer, model: Model
+) -> Model:
     """The policy itself, which has not moved yet, unless another model is named."""
-    if parts.ref_model is not None:
-        reference = load_policy(parts.ref_model)
+    if objects.ref_model is not None:
+        reference = load_policy(objects.ref_model)
     elif config.ref_model is None:
         return model
     else:
@@ -294,10 +296,10 @@ def reference_logprobs(
 ) -> list[Tensor]:
     """Log-probs of each set's pairs, [2, B]: those in the run folder, or computed and put there."""
     known: list[Tensor] | None = None
-    with world.together():
+    with world.raise_on_all_ranks():
         if world.main:
             known = _read(run, key)
-    known = world.tell(known)
+    known = world.broadcast(known)
     if known is None:
         say(f"the reference's log-probs of {sum(map(len, sets))} pairs are computed, once")
         placed = model if reference is model else world.place(reference, config.precision)

@@ -28,19 +28,19 @@ from marlhf.train.callbacks import Callbacks
 from marlhf.train.card import push, write_card
 from marlhf.train.checkpoint import load_latest, save_checkpoint
 from marlhf.train.distributed import World
-from marlhf.train.objects import Parts
+from marlhf.train.objects import GivenObjects
 from marlhf.train.progress import Steps, say, warn
-from marlhf.train.stage import StageConfig, due, finish, orderly
+from marlhf.train.stage import StageConfig, due, finish, record_outcome
 from marlhf.train.trackers import Trackers
 
 
 def open_run(config: StageConfig, stage: str, world: World) -> RunFolder:
     """The run's folder: the main process's to write to, the others' to look at."""
     run: RunFolder | None = None
-    with world.together():
+    with world.raise_on_all_ranks():
         if world.main:
             run = RunFolder(config.output_dir, stage, config)
-    with world.together():
+    with world.raise_on_all_ranks():
         if run is None:
             run = Onlooker(config.output_dir, stage, config)
     assert run is not None
@@ -62,7 +62,7 @@ class Loop:
         models: Mapping[str, nn.Module],
         optimizers: Mapping[str, Optimizer],
         tokenizer: Tokenizer,
-        parts: Parts,
+        objects: GivenObjects,
         rows: tuple[int, int],
         metric: str,
     ) -> None:
@@ -73,7 +73,7 @@ class Loop:
         """Why to end before the last step, if anything says so."""
         model = next(iter(models.values()))
         self.callbacks = Callbacks(
-            parts.callbacks,
+            objects.callbacks,
             config,
             total_steps=total,
             steps_per_epoch=rows[0] // config.batch_size,
@@ -111,7 +111,7 @@ class Loop:
         return state
 
     def __enter__(self) -> Loop:
-        self._interrupts = self._stack.enter_context(orderly(self.run))
+        self._interrupts = self._stack.enter_context(record_outcome(self.run))
         try:
             self.trackers = Trackers(
                 self.config.report_to if self.world.main else (),
@@ -208,7 +208,7 @@ class Loop:
 
     def keep_model(self, model: Model, name: str = "model") -> None:
         """The model as plain files that load without marlhf."""
-        state = self.world.whole(model)
+        state = self.world.full_state_dict(model)
         self.run.save_model(model, self.tokenizer, name, state)
         self.world.wait()
 

@@ -13,14 +13,14 @@ from marlhf.models.adapters import FrozenBase, LoRA, frozen_dtype, quantization
 from marlhf.models.load import Model, is_scalar, load_policy, load_scalar
 from marlhf.runs.write import RunError
 from marlhf.train.distributed import World
-from marlhf.train.objects import Parts
+from marlhf.train.objects import GivenObjects
 from marlhf.train.progress import say, warn
 from marlhf.train.stage import StageConfig
 
 
-def adapter_settings(config: StageConfig, parts: Parts) -> Any:
+def adapter_settings(config: StageConfig, objects: GivenObjects) -> Any:
     """What adapters are made from: a user's peft config, a recipe's `lora`, or None."""
-    return parts.peft_config if parts.peft_config is not None else config.lora
+    return objects.peft_config if objects.peft_config is not None else config.lora
 
 
 def open_base(
@@ -67,9 +67,9 @@ def start_from(source: str | Model, settings: Any) -> Any:
     return saved_adapter(source) or settings
 
 
-def load_trained_policy(config: StageConfig, parts: Parts, world: World) -> Model:
+def load_trained_policy(config: StageConfig, objects: GivenObjects, world: World) -> Model:
     """The language model of a stage that trains one."""
-    source, settings = parts.model or config.model, adapter_settings(config, parts)
+    source, settings = objects.model or config.model, adapter_settings(config, objects)
     if settings is not None:
         with spoken_warnings():
             base = open_base(load_policy, source, config, world)
@@ -83,9 +83,9 @@ def load_trained_policy(config: StageConfig, parts: Parts, world: World) -> Mode
     )
 
 
-def load_trained_scalar(config: StageConfig, parts: Parts, world: World) -> Model:
+def load_trained_scalar(config: StageConfig, objects: GivenObjects, world: World) -> Model:
     """The scalar model of a stage that trains one."""
-    source, settings = parts.model or config.model, adapter_settings(config, parts)
+    source, settings = objects.model or config.model, adapter_settings(config, objects)
     if settings is not None:
         # A language model stays one beneath the adapter, so that a policy may share it.
         remote = config.trust_remote_code

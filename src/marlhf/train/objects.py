@@ -11,7 +11,7 @@ from marlhf.models.load import Model, Tokenizer
 
 
 @dataclass(frozen=True)
-class Parts:
+class GivenObjects:
     """What is given wins over the config; what is None comes from the config."""
 
     model: Model | None = None
@@ -26,5 +26,5 @@ class Parts:
     callbacks: Sequence[Any] = ()
 
 
-NOTHING = Parts()
+NO_OBJECTS = GivenObjects()
 """Everything from the config, as on the command line."""

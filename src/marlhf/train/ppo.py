@@ -39,18 +39,18 @@ from marlhf.train.experience import (
     reward_parts,
 )
 from marlhf.train.guards import CriticWatch, warn_divided, warn_early
+from marlhf.train.held_out import HeldOutEvaluation
 from marlhf.train.kl import KLController
 from marlhf.train.loop import Loop, open_run
-from marlhf.train.objects import NOTHING, Parts
+from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import apply_update, check_finite, make_optimizer
 from marlhf.train.ppo_config import PPOConfig
-from marlhf.train.probe import Probe
 from marlhf.train.rl_models import Models, load_models, load_prompts
 from marlhf.train.stage import batch_rows, count_steps
 from marlhf.train.timing import Clock, explained_variance, to_numbers
 
 
-def train(config: PPOConfig, parts: Parts = NOTHING) -> Path:
+def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     """Train, or go on training; returns the folder of the policy."""
     world = start(config.device, config.parallel)
     run = open_run(config, "ppo", world)
@@ -59,10 +59,10 @@ def train(config: PPOConfig, parts: Parts = NOTHING) -> Path:
     warn_early(config)
     warn_divided(config)
     torch.manual_seed(config.seed)
-    models = load_models(config, parts, world, critic=True)
-    examples, held_out = load_prompts(config, models, parts)
-    if walls := models.reward.sandbox:
-        run.state["sandbox"] = walls
+    models = load_models(config, objects, world, critic=True)
+    examples, held_out = load_prompts(config, models, objects)
+    if sandbox_layers := models.reward.sandbox:
+        run.state["sandbox"] = sandbox_layers
     trained = {"policy": models.policy, "critic": models.critic}
     rates = {"policy": config.learning_rate, "critic": config.critic_learning_rate}
     optimizers = {
@@ -81,11 +81,11 @@ def train(config: PPOConfig, parts: Parts = NOTHING) -> Path:
         models=trained,
         optimizers=optimizers,
         tokenizer=models.tokenizer,
-        parts=parts,
+        objects=objects,
         rows=(len(examples), len(held_out)),
         metric="score",
     )
-    probe = Probe(config, models, held_out, loop, collect, sample_credit)
+    probe = HeldOutEvaluation(config, models, held_out, loop, collect, sample_credit)
     watch = CriticWatch(config)
     if state := loop.resume():
         set_generator_state(sampler, state["sampler"])

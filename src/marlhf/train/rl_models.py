@@ -44,7 +44,7 @@ from marlhf.train.lora import (
     saved_adapter,
     start_from,
 )
-from marlhf.train.objects import Parts
+from marlhf.train.objects import GivenObjects
 from marlhf.train.parsing import Parsing, open_parsing
 from marlhf.train.progress import warn
 from marlhf.train.rl_config import RLConfig
@@ -67,7 +67,7 @@ class Models:
     gold: RewardModel | None = None  # judges held-out responses, and teaches nobody
 
 
-def load_models(config: RLConfig, parts: Parts, world: World, *, critic: bool) -> Models:
+def load_models(config: RLConfig, objects: GivenObjects, world: World, *, critic: bool) -> Models:
     """Load, or take what was given, and refuse what does not belong together.
 
     A model goes to its device before the next is read, so that the host need not hold them all.
@@ -77,24 +77,24 @@ def load_models(config: RLConfig, parts: Parts, world: World, *, critic: bool) -
     def place(model: Model) -> Model:
         return world.place(model, config.precision, compiled=config.compile)
 
-    with world.together():
+    with world.raise_on_all_ranks():
         remote = config.trust_remote_code
-        tokenizer = load_tokenizer(parts.tokenizer or config.model, trust_remote_code=remote)
-        given = [parts.ref_model, *(parts.reward_funcs or ())]
-        policy = load_trained_policy(config, parts, world)
+        tokenizer = load_tokenizer(objects.tokenizer or config.model, trust_remote_code=remote)
+        given = [objects.ref_model, *(objects.reward_funcs or ())]
+        policy = load_trained_policy(config, objects, world)
         if isinstance(policy, View):
-            reference = _adapted_reference(policy, config, parts, tokenizer)
+            reference = _adapted_reference(policy, config, objects, tokenizer)
             load = _load_adapted if critic else _load_rewards_alone
-            scalar, rewards = load(policy.base, config, parts, tokenizer, world)
+            scalar, rewards = load(policy.base, config, objects, tokenizer, world)
             policy, reference = place(policy), _freeze(reference, config, world, given)
             scalar = None if scalar is None else place(scalar)
         else:
-            policy = place(policy) if parts.model is None else policy
-            reference = _load_reference(config, parts, tokenizer, policy)
+            policy = place(policy) if objects.model is None else policy
+            reference = _load_reference(config, objects, tokenizer, policy)
             reference = _freeze(reference, config, world, given)
-            policy = policy if parts.model is None else place(policy)
-            rewards = _load_rewards(config, parts, tokenizer, world)
-            scalar = place(_load_critic(config, parts, tokenizer, rewards)) if critic else None
+            policy = policy if objects.model is None else place(policy)
+            rewards = _load_rewards(config, objects, tokenizer, world)
+            scalar = place(_load_critic(config, objects, tokenizer, rewards)) if critic else None
         named = {"the policy": policy, "the reference": reference, "critic": scalar}
         for name, model in named.items():
             if model is not None:
@@ -137,11 +137,11 @@ def _freeze(model: Model, config: RLConfig, world: World, given: Sequence[Any] =
 
 
 def load_prompts(
-    config: RLConfig, models: Models, parts: Parts
+    config: RLConfig, models: Models, objects: GivenObjects
 ) -> tuple[list[Example], list[Example]]:
     """Prompts to train on and to evaluate on, each once, and short enough for every model."""
-    with models.world.together():
-        loaded = load_examples(config, "ppo", models.tokenizer, parts, needs=("prompt",))
+    with models.world.raise_on_all_ranks():
+        loaded = load_examples(config, "ppo", models.tokenizer, objects, needs=("prompt",))
         examples, held_out = map(each_prompt_once, loaded)
         readers = {"policy": models.policy, "reference": models.reference, "critic": models.critic}
         for name, scorer, _ in models.reward.parts:
@@ -185,16 +185,18 @@ def _load_engine(config: RLConfig, policy: Model, tokenizer: Tokenizer, world: W
     )
 
 
-def _load_reference(config: RLConfig, parts: Parts, tokenizer: Tokenizer, policy: Model) -> Model:
+def _load_reference(
+    config: RLConfig, objects: GivenObjects, tokenizer: Tokenizer, policy: Model
+) -> Model:
     remote = config.trust_remote_code
-    if parts.ref_model is not None:
-        if parts.ref_model is parts.model:
+    if objects.ref_model is not None:
+        if objects.ref_model is objects.model:
             raise RunError(
                 "The reference is the policy itself, so it would learn as well. Leave ref_model "
                 "out, or load it a second time."
             )
-        return load_policy(parts.ref_model)
-    if config.ref_model is None and parts.model is not None:  # a copy of what was given
+        return load_policy(objects.ref_model)
+    if config.ref_model is None and objects.model is not None:  # a copy of what was given
         copy = type(policy)(policy.config)
         copy.load_state_dict(policy.state_dict())
         return load_policy(copy)
@@ -208,17 +210,19 @@ def _load_reference(config: RLConfig, parts: Parts, tokenizer: Tokenizer, policy
     return load_policy(path, seed=config.seed, trust_remote_code=remote)
 
 
-def _adapted_reference(policy: View, config: RLConfig, parts: Parts, tokenizer: Tokenizer) -> Model:
+def _adapted_reference(
+    policy: View, config: RLConfig, objects: GivenObjects, tokenizer: Tokenizer
+) -> Model:
     """The policy's base with the adapter off; where the policy goes on with one, with that one."""
-    if config.ref_model is not None or parts.ref_model is not None:
-        return _load_reference(config, parts, tokenizer, policy)
-    if (saved := saved_adapter(parts.model or config.model)) is not None:
+    if config.ref_model is not None or objects.ref_model is not None:
+        return _load_reference(config, objects, tokenizer, policy)
+    if (saved := saved_adapter(objects.model or config.model)) is not None:
         return policy.base.language(saved, "reference", trainable=False)
     return policy.base.reference()
 
 
 def _load_adapted(
-    base: FrozenBase, config: Any, parts: Parts, tokenizer: Tokenizer, world: World
+    base: FrozenBase, config: Any, objects: GivenObjects, tokenizer: Tokenizer, world: World
 ) -> tuple[Model, Rewards]:
     """Critic and rewards of a policy that is an adapter on `base`.
 
@@ -226,24 +230,24 @@ def _load_adapted(
     on it. Else the critic has a second base, unless it starts where the policy does; the reward
     model shares that where the two start from the same weights.
     """
-    settings, model = adapter_settings(config, parts), parts.model or config.model
+    settings, model = adapter_settings(config, objects), objects.model or config.model
     source = config.critic_model or config.reward_model
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of the settings: said of the policy
         if config.lora is not None and config.lora.shared_base:
-            found = _shared_start(source, config, parts, tokenizer)
+            found = _shared_start(source, config, objects, tokenizer)
             critic = base.scalar(found or start_from(model, settings), "critic", seed=config.seed)
-            return critic, _load_rewards(config, parts, tokenizer, world, shared=base)
-        given = parts.critic_model
+            return critic, _load_rewards(config, objects, tokenizer, world, shared=base)
+        given = objects.critic_model
         if given is None and not source:
-            given = deepcopy(_given_reward(parts, tokenizer))
+            given = deepcopy(_given_reward(objects, tokenizer))
         if given is not None:
             theirs = open_base(load_scalar, given, config, world)
             critic = theirs.scalar(settings, "critic", seed=config.seed)
-            return critic, _load_rewards(config, parts, tokenizer, world)
+            return critic, _load_rewards(config, objects, tokenizer, world)
         if source in ("", config.model):
             critic = base.scalar(start_from(model, settings), "critic", seed=config.seed)
-            return critic, _load_rewards(config, parts, tokenizer, world)
+            return critic, _load_rewards(config, objects, tokenizer, world)
         _check_critic(source, config, tokenizer)
         theirs = open_base(load_scalar, source, config, world)
         saved = saved_adapter(source)
@@ -255,20 +259,22 @@ def _load_adapted(
                 if saved
                 else theirs.frozen_scalar()
             )
-    return critic, _load_rewards(config, parts, tokenizer, world, loaded=own)
+    return critic, _load_rewards(config, objects, tokenizer, world, loaded=own)
 
 
 def _load_rewards_alone(
-    base: FrozenBase, config: RLConfig, parts: Parts, tokenizer: Tokenizer, world: World
+    base: FrozenBase, config: RLConfig, objects: GivenObjects, tokenizer: Tokenizer, world: World
 ) -> tuple[None, Rewards]:
     """The rewards of a method without a critic."""
     shared = base if config.lora is not None and config.lora.shared_base else None
-    return None, _load_rewards(config, parts, tokenizer, world, shared=shared)
+    return None, _load_rewards(config, objects, tokenizer, world, shared=shared)
 
 
-def _shared_start(source: str, config: Any, parts: Parts, tokenizer: Tokenizer) -> Path | None:
+def _shared_start(
+    source: str, config: Any, objects: GivenObjects, tokenizer: Tokenizer
+) -> Path | None:
     """The saved adapter that a critic on the policy's base starts from; None for a fresh one."""
-    if parts.critic_model is not None:
+    if objects.critic_model is not None:
         raise RunError(
             "With lora.shared_base the critic stands on the policy's base, but a critic of its own "
             "is given. Leave it out, or set lora.shared_base: false."
@@ -292,10 +298,10 @@ def _shared_start(source: str, config: Any, parts: Parts, tokenizer: Tokenizer) 
     return None
 
 
-def _given_reward(parts: Parts, tokenizer: Tokenizer) -> Model | None:
+def _given_reward(objects: GivenObjects, tokenizer: Tokenizer) -> Model | None:
     """A reward model given as an object, where it reads the policy's tokens."""
-    given = parts.reward_funcs or ()
-    tokenizers = parts.reward_tokenizers or [None] * len(given)
+    given = objects.reward_funcs or ()
+    tokenizers = objects.reward_tokenizers or [None] * len(given)
     for item, own in zip(given, tokenizers):
         same = own is None or same_tokenizer(load_tokenizer(own), tokenizer)
         if isinstance(item, torch.nn.Module) and same:
@@ -303,18 +309,20 @@ def _given_reward(parts: Parts, tokenizer: Tokenizer) -> Model | None:
     return None
 
 
-def _load_critic(config: Any, parts: Parts, tokenizer: Tokenizer, rewards: Rewards) -> Model:
+def _load_critic(
+    config: Any, objects: GivenObjects, tokenizer: Tokenizer, rewards: Rewards
+) -> Model:
     remote, checkpointing = config.trust_remote_code, config.gradient_checkpointing
-    if parts.critic_model is not None:
-        return load_scalar(parts.critic_model, checkpointing=checkpointing)
+    if objects.critic_model is not None:
+        return load_scalar(objects.critic_model, checkpointing=checkpointing)
     models = [s for _, s, _ in rewards.parts if isinstance(s, RewardModel)]
     path = config.critic_model or config.reward_model
     if not path and models and not models[0].foreign:  # a copy of the reward model given
         copy = type(models[0].model)(models[0].model.config)
         copy.load_state_dict(models[0].model.state_dict())
         return load_scalar(copy, checkpointing=checkpointing)
-    if not path and parts.model is not None:
-        return load_scalar(_with_head(parts.model, config.seed), checkpointing=checkpointing)
+    if not path and objects.model is not None:
+        return load_scalar(_with_head(objects.model, config.seed), checkpointing=checkpointing)
     path = path or config.model
     _check_critic(path, config, tokenizer)
     return load_scalar(
@@ -349,7 +357,7 @@ def _check_critic(path: str, config: RLConfig, tokenizer: Tokenizer) -> None:
 
 def _load_rewards(
     config: RLConfig,
-    parts: Parts,
+    objects: GivenObjects,
     tokenizer: Tokenizer,
     world: World,
     *,
@@ -360,7 +368,7 @@ def _load_rewards(
 
     An adapter goes on the `shared` base, and what is `loaded` already is not loaded again.
     """
-    given = parts.reward_funcs
+    given = objects.reward_funcs
     if given is None:
         given = [*([config.reward_model] if config.reward_model else []), *config.reward_funcs]
     if not given:
@@ -373,7 +381,7 @@ def _load_rewards(
         raise RunError(
             f"There are {len(given)} rewards but {len(weights)} reward_weights. Give one each."
         )
-    tokenizers = parts.reward_tokenizers or [None] * len(given)
+    tokenizers = objects.reward_tokenizers or [None] * len(given)
     scorers: list[tuple[str, Any, float]] = []
     for item, own, weight in zip(given, tokenizers, weights, strict=True):
         if isinstance(item, torch.nn.Module) or (isinstance(item, str) and ":" not in item):
@@ -425,7 +433,7 @@ def _reward_model(
         tokenizer,
         token_budget=2 * config.token_budget,
         precision=config.precision,
-        division=world,
+        processes=world,
     )
 
 
@@ -444,7 +452,7 @@ class SharedFunction(RewardFunction):
     ) -> Tensor:
         mine = self.world.share([len(r) for r in responses])
         scores = torch.zeros(len(rows), device=self.world.device)
-        with self.world.together():
+        with self.world.raise_on_all_ranks():
             found = super().__call__(
                 [prompts[i] for i in mine], [responses[i] for i in mine], [rows[i] for i in mine]
             )

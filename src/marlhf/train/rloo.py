@@ -39,11 +39,11 @@ from marlhf.train.experience import (
     reward_parts,
 )
 from marlhf.train.guards import warn_early
+from marlhf.train.held_out import HeldOutEvaluation
 from marlhf.train.kl import KLController
 from marlhf.train.loop import Loop, open_run
-from marlhf.train.objects import NOTHING, Parts
+from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import apply_update, check_finite, make_optimizer
-from marlhf.train.probe import Probe
 from marlhf.train.rl_models import Models, load_models, load_prompts
 from marlhf.train.rloo_config import RLOOConfig
 from marlhf.train.stage import batch_rows, count_steps
@@ -53,7 +53,7 @@ OF_THE_CRITIC = ("ppo/value", "ppo/explained_variance")
 """What PPO measures and these methods do not have."""
 
 
-def train(config: RLOOConfig, parts: Parts = NOTHING) -> Path:
+def train(config: RLOOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     """Train, or go on training; returns the folder of the policy."""
     world = start(config.device, config.parallel)
     run = open_run(config, "rloo", world)
@@ -61,10 +61,10 @@ def train(config: RLOOConfig, parts: Parts = NOTHING) -> Path:
         return run.model
     warn_early(config)
     torch.manual_seed(config.seed)
-    models = load_models(config, parts, world, critic=False)
-    examples, held_out = load_prompts(config, models, parts)
-    if walls := models.reward.sandbox:
-        run.state["sandbox"] = walls
+    models = load_models(config, objects, world, critic=False)
+    examples, held_out = load_prompts(config, models, objects)
+    if sandbox_layers := models.reward.sandbox:
+        run.state["sandbox"] = sandbox_layers
     optimizer = make_optimizer(models.policy, config.learning_rate, config.weight_decay)
     total = count_steps(config, len(examples))
     sampler = torch.Generator().manual_seed(config.seed)  # a seed for each response
@@ -78,11 +78,11 @@ def train(config: RLOOConfig, parts: Parts = NOTHING) -> Path:
         models={"policy": models.policy},
         optimizers={"policy": optimizer},
         tokenizer=models.tokenizer,
-        parts=parts,
+        objects=objects,
         rows=(len(examples), len(held_out)),
         metric="score",
     )
-    probe = Probe(config, models, held_out, loop, collect, held_out_credit)
+    probe = HeldOutEvaluation(config, models, held_out, loop, collect, held_out_credit)
     if state := loop.resume():
         set_generator_state(sampler, state["sampler"])
         set_generator_state(shuffler, state["shuffler"])

@@ -14,7 +14,7 @@ from marlhf.models.load import Model, autocast, check_vocabulary, load_tokenizer
 from marlhf.train.distributed import World, start
 from marlhf.train.loop import Loop, open_run
 from marlhf.train.lora import load_trained_policy
-from marlhf.train.objects import NOTHING, Parts
+from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import apply_update, check_finite, make_optimizer
 from marlhf.train.stage import (
     Example,
@@ -40,23 +40,23 @@ class SFTConfig(StageConfig):
     """Rows with longer responses are left out: cut short they would teach never to end."""
 
 
-def train(config: SFTConfig, parts: Parts = NOTHING) -> Path:
+def train(config: SFTConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     """Train, or go on training; returns the folder of the model."""
     world = start(config.device, config.parallel)
     run = open_run(config, "sft", world)
     if run.finished:
         return run.model
     torch.manual_seed(config.seed)
-    with world.together():
+    with world.raise_on_all_ranks():
         remote = config.trust_remote_code
-        tokenizer = load_tokenizer(parts.tokenizer or config.model, trust_remote_code=remote)
-        model = load_trained_policy(config, parts, world)
+        tokenizer = load_tokenizer(objects.tokenizer or config.model, trust_remote_code=remote)
+        model = load_trained_policy(config, objects, world)
         check_vocabulary(model, tokenizer, config.model)
         examples, held_out = load_examples(
             config,
             "sft",
             tokenizer,
-            parts,
+            objects,
             needs=("prompt", "chosen"),
             max_response_tokens=config.max_response_tokens,
         )
@@ -73,7 +73,7 @@ def train(config: SFTConfig, parts: Parts = NOTHING) -> Path:
         models={"model": model},
         optimizers={"model": optimizer},
         tokenizer=tokenizer,
-        parts=parts,
+        objects=objects,
         rows=(len(examples), len(held_out)),
         metric="loss",
     )

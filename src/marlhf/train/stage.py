@@ -24,7 +24,7 @@ from marlhf.reward import RewardError
 from marlhf.runs.write import Interrupts, RunError, RunFolder, Stopped
 from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.distributed import Parallel
-from marlhf.train.objects import NOTHING, Parts
+from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import Diverged, Schedule, learning_rate_at
 from marlhf.train.progress import say, warn
 
@@ -150,15 +150,15 @@ def load_examples(
     config: StageConfig,
     part: str,
     tokenizer: Tokenizer,
-    parts: Parts = NOTHING,
+    objects: GivenObjects = NO_OBJECTS,
     *,
     needs: Sequence[str],
     max_response_tokens: int | None = None,
 ) -> tuple[list[Example], list[Example]]:
     """Training and held-out rows of a stage, in tokens, with everything left out counted aloud."""
-    given = parts.train_rows is not None
-    if parts.train_rows is not None:
-        train_rows, eval_rows = parts.train_rows, parts.eval_rows or []
+    given = objects.train_rows is not None
+    if objects.train_rows is not None:
+        train_rows, eval_rows = objects.train_rows, objects.eval_rows or []
     else:
         loaded: Loaded = load_data(config.data, part, needs=needs)
         say(f"data: {loaded.counts}")
@@ -272,7 +272,7 @@ def due(step: int, every: int, total: int) -> bool:
 
 
 @contextlib.contextmanager
-def orderly(run: RunFolder) -> Iterator[Interrupts]:
+def record_outcome(run: RunFolder) -> Iterator[Interrupts]:
     """Whatever ends the loop, the folder says so and the user learns how to go on."""
     try:
         with Interrupts() as interrupts:

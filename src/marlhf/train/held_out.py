@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SEED = 20241003  # the same draws at every evaluation of every run
 
 
-class Probe:
+class HeldOutEvaluation:
     """Asks the policy the same held-out questions every time.
 
     The first evaluation is of the starting policy: what others are compared with, and what
