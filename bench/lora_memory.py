@@ -25,8 +25,8 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from marlhf.models.adapters import FrozenBase, LoRA, frozen_dtype
+from marlhf.models.base import autocast
 from marlhf.models.forward import Sequences, final_scores, token_stats, token_values
-from marlhf.models.load import autocast
 
 SHAPES = {
     # config, hidden, layers, heads, KV heads, head size, MLP, vocabulary, tied

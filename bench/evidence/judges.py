@@ -9,7 +9,8 @@ from evidence.data import read_pairs
 from evidence.methods import RESPONSES, REWARDS
 from evidence.settings import Settings
 from marlhf.data import encode_response, fit_prompts
-from marlhf.models.load import load_scalar, load_tokenizer, pick_device
+from marlhf.models.base import pick_device
+from marlhf.models.load import load_scalar, load_tokenizer
 from marlhf.reward import RewardModel
 from marlhf.runs.read import read_run
 

@@ -20,7 +20,8 @@ from transformers import AutoConfig
 
 from evidence import methods
 from evidence.settings import Settings
-from marlhf.models.load import load_tokenizer, pick_device
+from marlhf.models.base import pick_device
+from marlhf.models.load import load_tokenizer
 from marlhf.runs.read import read_run
 from marlhf.train.stage import load_examples
 

@@ -19,7 +19,8 @@ from transformers.trainer_utils import TrainOutput
 from marlhf.data import DataConfig, Row, rows_from_records
 from marlhf.data.splits import held_out
 from marlhf.errors import SettingError
-from marlhf.models.load import Model, Tokenizer, load_policy, load_scalar, load_tokenizer
+from marlhf.models.base import Model, Tokenizer
+from marlhf.models.load import load_policy, load_scalar, load_tokenizer
 from marlhf.runs.write import Onlooker, RunError, RunFolder
 from marlhf.train import dpo, ppo, reward, rloo, sft
 from marlhf.train.card import push, write_card

@@ -25,7 +25,8 @@ from marlhf.data import DataConfig, load_data
 from marlhf.data.encode import encode_prompt
 from marlhf.evaluate.eval_plan import EvaluationError
 from marlhf.models.adapters import LoRA
-from marlhf.models.load import ModelError, load_policy, load_scalar, load_tokenizer
+from marlhf.models.base import ModelError
+from marlhf.models.load import load_policy, load_scalar, load_tokenizer
 from marlhf.train import sft
 
 CPU = torch.device("cpu")

@@ -18,7 +18,8 @@ from marlhf.evaluate.eval_plan import EvaluationError, Question, find_subjects, 
 from marlhf.evaluate.held_out import read_evaluations, summarise, summary_table
 from marlhf.evaluate.sampling import Writer, find_judges
 from marlhf.evaluate.score import distinct, evaluate
-from marlhf.models.load import ModelError, load_policy, load_tokenizer
+from marlhf.models.base import ModelError
+from marlhf.models.load import load_policy, load_tokenizer
 from marlhf.report.write import write_report
 from marlhf.runs.jsonl import FileError, append_lines, read_lines
 

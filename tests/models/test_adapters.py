@@ -17,8 +17,9 @@ from marlhf.models.adapter_files import (
     save_merged,
 )
 from marlhf.models.adapters import FrozenBase, LoRA, frozen_dtype, quantization, to_peft
+from marlhf.models.base import ModelError
 from marlhf.models.forward import Sequences, final_scores, token_stats, token_values
-from marlhf.models.load import ModelError, load_policy, load_scalar
+from marlhf.models.load import load_policy, load_scalar
 
 peft = pytest.importorskip("peft")
 SOME = ["llama-tied", "qwen2", "gemma", "gpt2", "gpt-neox"]

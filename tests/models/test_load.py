@@ -11,9 +11,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from marlhf.models.base import ModelError
 from marlhf.models.forward import Sequences, final_scores, token_stats
 from marlhf.models.load import (
-    ModelError,
     check_vocabulary,
     end_tokens,
     is_scalar,

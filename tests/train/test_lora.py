@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from conftest import assert_close, read_lines
 from marlhf.data import DataConfig, Row
 from marlhf.models.adapters import LanguageView, LoRA, ScalarView
+from marlhf.models.base import ModelError
 from marlhf.models.forward import Sequences, final_scores, token_stats
-from marlhf.models.load import ModelError, load_policy, load_scalar
+from marlhf.models.load import load_policy, load_scalar
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.runs.write import RunError, RunFolder

@@ -21,17 +21,9 @@ from marlhf.data.encode import encode_prompt
 from marlhf.data.rows import Message, Text, after_colon
 from marlhf.evaluate.eval_plan import EvaluationError, Subject, find_subjects, folder_of, located
 from marlhf.evaluate.sampling import seed_of
+from marlhf.models.base import Model, Precision, Tokenizer, autocast
 from marlhf.models.forward import Sequences, token_stats
-from marlhf.models.load import (
-    Model,
-    Precision,
-    Tokenizer,
-    autocast,
-    check_vocabulary,
-    end_tokens,
-    load_policy,
-    load_tokenizer,
-)
+from marlhf.models.load import check_vocabulary, end_tokens, load_policy, load_tokenizer
 from marlhf.rollout import NativeEngine, Sampling
 from marlhf.spans import vocabulary
 from marlhf.spans.align import TokenBytes

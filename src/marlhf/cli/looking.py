@@ -110,7 +110,7 @@ def chat(
 
     from marlhf.chat.models import load_voices
     from marlhf.chat.terminal import converse
-    from marlhf.models.load import pick_device
+    from marlhf.models.base import pick_device
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ctrl-C only interrupts an answer here
     voices = load_voices(

@@ -35,7 +35,8 @@ from marlhf.evaluate.sampling import (
     load_prompts,
     seed_of,
 )
-from marlhf.models.load import load_tokenizer, pick_device
+from marlhf.models.base import pick_device
+from marlhf.models.load import load_tokenizer
 from marlhf.runs.jsonl import Line, append_lines, read_lines, write_lines
 
 ROWS = 512

@@ -19,7 +19,8 @@ from marlhf.evaluate.eval_plan import Plan, Subject, find_subjects, make_plan, s
 from marlhf.evaluate.eval_plan import Question as AnyQuestion
 from marlhf.evaluate.pass_rates import SUMMARY, summarise
 from marlhf.evaluate.sampling import Writer, key_of, load_prompts, seed_of
-from marlhf.models.load import load_tokenizer, pick_device
+from marlhf.models.base import pick_device
+from marlhf.models.load import load_tokenizer
 from marlhf.reward.code import UnitTests
 from marlhf.runs.jsonl import Line, append_lines, read_lines
 

@@ -28,11 +28,9 @@ from marlhf.data import (
 )
 from marlhf.data.rows import prompt_key
 from marlhf.evaluate.eval_plan import EvaluationError, Plan, Subject, stamp
+from marlhf.models.base import Model, Tokenizer, autocast
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import (
-    Model,
-    Tokenizer,
-    autocast,
     check_vocabulary,
     end_tokens,
     is_scalar,

@@ -38,7 +38,8 @@ from marlhf.evaluate.sampling import (
     load_reference,
     seed_of,
 )
-from marlhf.models.load import Model, Tokenizer, load_tokenizer, pick_device
+from marlhf.models.base import Model, Tokenizer, pick_device
+from marlhf.models.load import load_tokenizer
 from marlhf.rollout.measure import repetition
 from marlhf.runs.jsonl import Line, append_lines, read_lines, write_lines
 

@@ -13,15 +13,9 @@ from marlhf.data.encode import encode_prompts, encode_response
 from marlhf.data.rows import Text
 from marlhf.judge.criteria import Answer, Criteria, Question, Side
 from marlhf.judge.pairs import JudgeError, Response
+from marlhf.models.base import autocast, pick_device
 from marlhf.models.forward import Sequences, token_stats
-from marlhf.models.load import (
-    autocast,
-    is_scalar,
-    load_policy,
-    load_scalar,
-    load_tokenizer,
-    pick_device,
-)
+from marlhf.models.load import is_scalar, load_policy, load_scalar, load_tokenizer
 from marlhf.reward.model import RewardModel
 
 LABELS: tuple[tuple[str, Side], ...] = (("A", "first"), ("B", "second"), ("E", "tie"))

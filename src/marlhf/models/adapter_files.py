@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
-from marlhf.models.load import Model, ModelError
+from marlhf.models.base import Model, ModelError
 
 if TYPE_CHECKING:
     from marlhf.models.adapters import FrozenBase, View

@@ -34,7 +34,7 @@ from marlhf.models.adapter_files import (
     save_adapter,
     save_merged,
 )
-from marlhf.models.load import Model, ModelError, Precision, autocast
+from marlhf.models.base import Model, ModelError, Precision, autocast
 
 OFF = "off"
 """A name that no adapter has: with it active, every layer is as it was before."""

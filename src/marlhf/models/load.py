@@ -11,7 +11,7 @@ import math
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 import transformers
@@ -24,22 +24,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
-from transformers.utils import logging as hf_logging
 
-from marlhf.errors import MarlhfError
+from marlhf.models.base import Model, ModelError, Tokenizer, quiet_transformers
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
 
-Precision = Literal["auto", "float32", "bfloat16"]
 SCALAR = "ForSequenceClassification"
 """How transformers' classes with a scalar head are called."""
-Model: TypeAlias = Any
-"""A transformers model: its own annotations are too loose to check anything against."""
-Tokenizer: TypeAlias = Any
-"""A transformers tokenizer, likewise."""
-
-
-class ModelError(MarlhfError, ValueError):
-    """Something about a model or tokenizer that the user has to put right."""
 
 
 def load_tokenizer(path: str | Tokenizer, *, trust_remote_code: bool = False) -> Tokenizer:
@@ -214,32 +204,6 @@ def end_tokens(model: Model, tokenizer: Tokenizer) -> list[int]:
     return sorted({cast(int, tokenizer.eos_token_id), *declared})
 
 
-def pick_device(name: str = "auto") -> torch.device:
-    if name != "auto":
-        try:
-            device = torch.device(name)
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
-            cause = textwrap.shorten(str(error), 120)
-            raise ModelError(
-                f"There is no device {name!r} here ({cause}). Set `device` to cpu, cuda, cuda:0 "
-                "or the like, or to auto."
-            ) from error
-        return device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def autocast(device: torch.device, precision: Precision) -> torch.autocast:
-    """bfloat16 arithmetic on GPUs that have it, float32 elsewhere, unless told otherwise."""
-    enabled = computes_in_bfloat16(device, precision)
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled)
-
-
-def computes_in_bfloat16(device: torch.device, precision: Precision) -> bool:
-    auto = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    return precision == "bfloat16" or (precision == "auto" and auto)
-
-
 def _load(
     auto: Any,
     path: str,
@@ -365,21 +329,6 @@ def _source(path: str) -> dict[str, Any]:
     if not file.is_file():
         raise ModelError(f"There is no file {path}. Check the path to the GGUF file.")
     return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Without its bars and notices, which would break up ours."""
-    level = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()
-    bars = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(level)
-        if bars:
-            hf_logging.enable_progress_bar()
 
 
 @contextlib.contextmanager

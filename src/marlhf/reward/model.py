@@ -15,8 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from marlhf.data import Row
 from marlhf.data.collate import SingleProcess
 from marlhf.data.encode import decode, encode_prompts, encode_response, opening_ids
+from marlhf.models.base import Precision, autocast
 from marlhf.models.forward import Sequences, final_scores, send
-from marlhf.models.load import Precision, autocast, same_tokenizer
+from marlhf.models.load import same_tokenizer
 from marlhf.spans import special_tokens
 
 

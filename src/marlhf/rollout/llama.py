@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from marlhf.models.load import Model
+from marlhf.models.base import Model
 from marlhf.rollout.kernels import (
     Places,
     add_norm,

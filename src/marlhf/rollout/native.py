@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from marlhf.errors import SettingError
-from marlhf.models.load import Model, Precision, autocast
+from marlhf.models.base import Model, Precision, autocast
 from marlhf.rollout.continuous import FEWEST, Schedule, State, Stepper
 from marlhf.rollout.engine import Rollout, Sampling, draws
 from marlhf.rollout.llama import LlamaDecoder

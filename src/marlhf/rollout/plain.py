@@ -14,8 +14,8 @@ from transformers import DynamicCache
 
 from marlhf.data.collate import pad_left, token_budget_batches
 from marlhf.errors import SettingError
+from marlhf.models.base import Model, Precision, autocast
 from marlhf.models.forward import keeps_logits, position_ids
-from marlhf.models.load import Model, Precision, autocast
 from marlhf.rollout.engine import Rollout, Sampling, draws
 from marlhf.rollout.sample import draw
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface, Cache
 from transformers.pytorch_utils import Conv1D
 
-from marlhf.models.load import Model
+from marlhf.models.base import Model
 from marlhf.rollout.kernels import Places, attend, causal_attention
 
 ATTENTION = "marlhf_slots"

@@ -26,8 +26,8 @@ from marlhf.data.collate import token_budget_batches
 from marlhf.errors import MarlhfError
 from marlhf.models.adapter_files import merged_tensors
 from marlhf.models.adapters import View
+from marlhf.models.base import Model, Precision, autocast, computes_in_bfloat16
 from marlhf.models.forward import Sequences, token_stats
-from marlhf.models.load import Model, Precision, autocast, computes_in_bfloat16
 from marlhf.rollout.engine import Rollout, Sampling
 from marlhf.rollout.plain import check_prompts
 

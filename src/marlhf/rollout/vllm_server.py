@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from safetensors.torch import save_file
 
-from marlhf.models.load import Model, Precision
+from marlhf.models.base import Model, Precision
 from marlhf.rollout.engine import Sampling
 from marlhf.rollout.vllm import VLLM, Answer, RolloutError, fields, short
 

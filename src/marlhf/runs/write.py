@@ -28,7 +28,7 @@ import yaml
 
 from marlhf._version import __version__
 from marlhf.errors import MarlhfError
-from marlhf.models.load import quiet_transformers
+from marlhf.models.base import quiet_transformers
 from marlhf.settings import FREE_TO_CHANGE, flatten, to_raw
 
 LINES = ("metrics.jsonl", "eval.jsonl", "samples.jsonl")

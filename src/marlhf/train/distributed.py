@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from marlhf.data.collate import Micro, SingleProcess, pad_right, token_budget_batches
+from marlhf.models.base import Model, Precision, computes_in_bfloat16, pick_device
 from marlhf.models.compile import compile_blocks
-from marlhf.models.load import Model, Precision, computes_in_bfloat16, pick_device
 from marlhf.rollout import Rollout
 from marlhf.runs.write import RunError
 from marlhf.train import progress

@@ -24,16 +24,9 @@ from torch import Tensor
 from marlhf.core import dpo_loss
 from marlhf.errors import SettingError
 from marlhf.models.adapters import View
+from marlhf.models.base import Model, Tokenizer, autocast
 from marlhf.models.forward import Sequences, token_stats
-from marlhf.models.load import (
-    Model,
-    Tokenizer,
-    autocast,
-    check_vocabulary,
-    load_policy,
-    load_tokenizer,
-    same_tokenizer,
-)
+from marlhf.models.load import check_vocabulary, load_policy, load_tokenizer, same_tokenizer
 from marlhf.runs.write import RunError, RunFolder, explained_writes
 from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.distributed import World, start

@@ -22,8 +22,8 @@ from marlhf.core import (
     masked_mean,
     shape_rewards,
 )
+from marlhf.models.base import autocast
 from marlhf.models.forward import Sequences, send, token_stats
-from marlhf.models.load import autocast
 from marlhf.rollout import Rollout, Sampling
 from marlhf.spans.apply import apply_segmenter
 from marlhf.train.distributed import gather_rollout

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from marlhf.data.encode import decode
-from marlhf.models.load import Tokenizer
+from marlhf.models.base import Tokenizer
 from marlhf.rollout.measure import repetition
 from marlhf.runs.write import RunError
 from marlhf.train.guards import warn_apart

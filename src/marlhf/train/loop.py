@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from marlhf.models.adapters import View
-from marlhf.models.load import Model, Tokenizer
+from marlhf.models.base import Model, Tokenizer
 from marlhf.runs.write import Onlooker, RunError, RunFolder, Stopped
 from marlhf.train.callbacks import Callbacks
 from marlhf.train.card import push, write_card

@@ -10,7 +10,8 @@ from typing import Any
 
 from marlhf.models.adapter_files import adapter_base, import_peft
 from marlhf.models.adapters import FrozenBase, LoRA, frozen_dtype, quantization
-from marlhf.models.load import Model, is_scalar, load_policy, load_scalar
+from marlhf.models.base import Model
+from marlhf.models.load import is_scalar, load_policy, load_scalar
 from marlhf.runs.write import RunError
 from marlhf.train.distributed import World
 from marlhf.train.objects import GivenObjects

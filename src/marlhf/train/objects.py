@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from marlhf.data import Row
-from marlhf.models.load import Model, Tokenizer
+from marlhf.models.base import Model, Tokenizer
 
 
 @dataclass(frozen=True)

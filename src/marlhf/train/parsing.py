@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from marlhf.core import Constituents, Segmenter
-from marlhf.models.load import Tokenizer
+from marlhf.models.base import Tokenizer
 from marlhf.spans.align import TokenBytes
 from marlhf.spans.workers import ParserPool
 

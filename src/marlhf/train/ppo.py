@@ -24,8 +24,8 @@ from marlhf.core import (
     ppo_value_loss,
     whiten,
 )
+from marlhf.models.base import autocast
 from marlhf.models.forward import send, token_stats, token_values
-from marlhf.models.load import autocast
 from marlhf.train.checkpoint import generator_state, set_generator_state
 from marlhf.train.distributed import start
 from marlhf.train.experience import (

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from marlhf.core import reward_loss
 from marlhf.data.collate import Micro
+from marlhf.models.base import Model, autocast
 from marlhf.models.forward import Sequences, final_scores
-from marlhf.models.load import Model, autocast, check_vocabulary, load_tokenizer
+from marlhf.models.load import check_vocabulary, load_tokenizer
 from marlhf.train.distributed import World, start
 from marlhf.train.loop import Loop, open_run
 from marlhf.train.lora import load_trained_scalar

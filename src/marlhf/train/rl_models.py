@@ -19,9 +19,8 @@ from marlhf.core import Vocabulary
 from marlhf.data import Row
 from marlhf.models.adapter_files import find_adapter, is_scalar_adapter
 from marlhf.models.adapters import FrozenBase, View, frozen_dtype, store_matrices
+from marlhf.models.base import Model, Tokenizer
 from marlhf.models.load import (
-    Model,
-    Tokenizer,
     check_vocabulary,
     end_tokens,
     is_scalar,

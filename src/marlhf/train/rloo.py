@@ -24,8 +24,8 @@ from marlhf.core import (
     ppo_policy_loss,
     rloo_advantages,
 )
+from marlhf.models.base import autocast
 from marlhf.models.forward import send, token_stats
-from marlhf.models.load import autocast
 from marlhf.train import ppo
 from marlhf.train.checkpoint import generator_state, set_generator_state
 from marlhf.train.distributed import start

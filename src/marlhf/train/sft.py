@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from marlhf.core import sft_loss
+from marlhf.models.base import Model, autocast
 from marlhf.models.forward import Sequences, token_stats
-from marlhf.models.load import Model, autocast, check_vocabulary, load_tokenizer
+from marlhf.models.load import check_vocabulary, load_tokenizer
 from marlhf.train.distributed import World, start
 from marlhf.train.loop import Loop, open_run
 from marlhf.train.lora import load_trained_policy

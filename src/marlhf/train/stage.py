@@ -19,7 +19,7 @@ from marlhf.data import DataConfig, DataError, Loaded, Row, encode_response, fit
 from marlhf.data.counts import Counts
 from marlhf.errors import SettingError
 from marlhf.models.adapters import LoRA
-from marlhf.models.load import Model, Precision, Tokenizer
+from marlhf.models.base import Model, Precision, Tokenizer
 from marlhf.reward import RewardError
 from marlhf.runs.write import Interrupts, RunError, RunFolder, Stopped
 from marlhf.train.checkpoint import list_checkpoints

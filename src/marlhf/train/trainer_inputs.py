@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from marlhf.data import Row
 from marlhf.errors import SettingError
 from marlhf.models.adapter_files import digest
-from marlhf.models.load import Model, Tokenizer
+from marlhf.models.base import Model, Tokenizer
 
 Dataset = Iterable[Mapping[str, Any]]
 """A `datasets.Dataset`, a list of dicts, or anything else that gives records."""
