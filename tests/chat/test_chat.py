@@ -19,7 +19,7 @@ import yaml
 from rich.console import Console
 
 from marlhf import cli
-from marlhf.chat.models import Turn, Voice, load_voices
+from marlhf.chat.models import ChatModel, Turn, load_chat_models
 from marlhf.chat.terminal import Chat, visible
 from marlhf.data import DataConfig, load_data
 from marlhf.data.encode import encode_prompt
@@ -69,11 +69,11 @@ def talk(runs):
     """`talk("ppo", "sft")`: a chat with those, and a function for what it has shown."""
 
     def begin(*names: str, width: int = 100, terminal: bool = True, **options) -> Chat:
-        voices = load_voices([runs / name for name in names], CPU, **options)
+        models = load_chat_models([runs / name for name in names], CPU, **options)
         out = Console(
             file=io.StringIO(), width=width, force_terminal=terminal, highlight=False, markup=False
         )
-        chat = Chat(voices, out)
+        chat = Chat(models, out)
         chat.errors = Console(file=io.StringIO(), width=200, soft_wrap=True, markup=False)
         return chat
 
@@ -87,31 +87,31 @@ def shown(console: Console) -> str:
     return text
 
 
-def said(voice: Voice, question: str) -> str:
-    ids = encode_prompt(voice.tokenizer, voice.prompt(question))
-    return voice.tokenizer.decode(ids)
+def said(model: ChatModel, question: str) -> str:
+    ids = encode_prompt(model.tokenizer, model.prompt(question))
+    return model.tokenizer.decode(ids)
 
 
 def test_prompts_are_those_of_training(talk):
-    [ppo, dialogue] = talk("ppo", "hh").voices
+    [ppo, dialogue] = talk("ppo", "hh").models
     assert said(ppo, STORY) == STORY
     rows = load_data(DataConfig(source="toy", limit=100)).train
     assert ppo.prompt(str(rows[0].prompt)) == rows[0].prompt
     assert dialogue.prompt("Why?") == "Human: Why?\n\nAssistant:"
-    [chat] = load_voices(["tiny"], CPU)
+    [chat] = load_chat_models(["tiny"], CPU)
     assert said(chat, "Why?") == "<|user|>Why?<|assistant|>"
-    [summary] = load_voices(["tiny"], CPU, form="tldr")
+    [summary] = load_chat_models(["tiny"], CPU, form="tldr")
     assert summary.prompt("My cat left.").endswith("My cat left.\nTL;DR:")
-    [question] = load_voices(["tiny"], CPU, form="webgpt")
+    [question] = load_chat_models(["tiny"], CPU, form="webgpt")
     assert question.prompt("Why?") == "Human: Why?\n\nAssistant:"
 
 
 def test_history_is_told_where_training_had_one(talk):
     turn = Turn(0, "Hi", " Ho.", [], [], True, 0)
-    chat = load_voices(["tiny"], CPU)[0]
-    text, dialogue = talk("ppo", "hh").voices
-    for voice in (chat, text, dialogue):
-        voice.turns.append(turn)
+    chat = load_chat_models(["tiny"], CPU)[0]
+    text, dialogue = talk("ppo", "hh").models
+    for model in (chat, text, dialogue):
+        model.turns.append(turn)
     assert said(chat, "So?") == "<|user|>Hi<|assistant|>Ho.<|eos|><|user|>So?<|assistant|>"
     assert text.prompt("So?") == "So?"
     assert dialogue.prompt("So?") == "Human: Hi\n\nAssistant: Ho.\n\nHuman: So?\n\nAssistant:"
@@ -130,101 +130,101 @@ def test_own_files_tell_their_form(tmp_path, row, form):
     path = tmp_path / "mine.jsonl"
     path.write_text(json.dumps(row) + "\n")
     run = save_run(tmp_path / "run", "sft", {"source": "auto", "path": str(path)})
-    assert load_voices([run], CPU)[0].form == form
+    assert load_chat_models([run], CPU)[0].form == form
     path.unlink()  # then the template is all there is to go by
-    assert load_voices([run], CPU)[0].form == "chat"
+    assert load_chat_models([run], CPU)[0].form == "chat"
 
 
 def test_a_model_without_a_template_is_asked_in_text(tmp_path):
     run = save_run(tmp_path / "run", "sft", {"source": "local", "path": "gone"}, template=None)
-    assert load_voices([run], CPU)[0].form == "text"
+    assert load_chat_models([run], CPU)[0].form == "text"
     with pytest.raises(EvaluationError, match="no chat template"):
-        load_voices([run], CPU, form="chat")
+        load_chat_models([run], CPU, form="chat")
 
 
 def test_answers_depend_on_seed_and_turn_alone(talk):
-    voice = talk("ppo").voices[0]
-    assert voice.sampling.max_new_tokens == 12
-    first, same = voice.ask(STORY, 0, 0), voice.ask(STORY, 0, 0)
+    model = talk("ppo").models[0]
+    assert model.sampling.max_new_tokens == 12
+    first, same = model.ask(STORY, 0, 0), model.ask(STORY, 0, 0)
     assert first == same
-    assert {voice.ask(STORY, 1, 0).answer, voice.ask(STORY, 0, 3).answer} & {first.answer} == set()
+    assert {model.ask(STORY, 1, 0).answer, model.ask(STORY, 0, 3).answer} & {first.answer} == set()
 
 
 def test_commands_change_what_comes_next(talk):
     chat = talk("ppo", "sft")
-    assert chat.hear(STORY)
-    ppo, other = chat.voices
+    assert chat.handle_line(STORY)
+    ppo, other = chat.models
     first = ppo.turns[0].answer
-    chat.hear("/undo")
+    chat.handle_line("/undo")
     assert not ppo.turns
     assert not other.turns
-    chat.hear("/seed 5")
-    chat.hear(STORY)
+    chat.handle_line("/seed 5")
+    chat.handle_line(STORY)
     assert ppo.turns[0].answer != first
-    chat.hear("/reset")
-    chat.hear("/seed 0")
-    chat.hear(STORY)
+    chat.handle_line("/reset")
+    chat.handle_line("/seed 0")
+    chat.handle_line(STORY)
     assert [turn.answer for turn in ppo.turns] == [first]
-    chat.hear("/max 3")
-    chat.hear("/temperature 0")
-    chat.hear(STORY)
+    chat.handle_line("/max 3")
+    chat.handle_line("/temperature 0")
+    chat.handle_line(STORY)
     assert len(ppo.turns[1].answer_ids) <= 3
     ids = torch.tensor([encode_prompt(ppo.tokenizer, STORY)])
     assert ppo.turns[1].answer_ids[0] == int(ppo.model(ids).logits[0, -1].argmax())
-    assert not chat.hear("/quit")
+    assert not chat.handle_line("/quit")
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("/temprature 1", "Did you mean /temperature?"),
-        ("/temperature hot", "Write a number, as in /temperature 0.7."),
+        ("/temperature hot", "Give a number, as in /temperature 0.7."),
         ("/temperature -1", "temperature must be a number from 0"),
         ("/temperature nan", "temperature must be a number from 0"),
         ("/max 0", "max_new_tokens must be at least 1"),
-        ("/seed", "Write a number, as in /seed 3."),
+        ("/seed", "Give a number, as in /seed 3."),
         ("/undo", "There is nothing to undo."),
-        ("/save", "Name a file"),
+        ("/save", "Give a file name"),
         ("/save /nowhere/x.jsonl", "Cannot write /nowhere/x.jsonl"),
         ("/system Be kind.", "It was not trained with system messages"),
-        ("/help", "forget all that was said"),
+        ("/help", "clear the conversation"),
     ],
 )
 def test_commands_that_cannot_be_done_say_why(talk, line, message):
     chat = talk("ppo")
-    assert chat.hear(line)
+    assert chat.handle_line(line)
     assert message in shown(chat.errors)
 
 
 def test_two_slashes_say_a_slash(talk):
     chat = talk("ppo")
-    chat.hear("//undo")
-    assert chat.voices[0].turns[0].question == "/undo"
+    chat.handle_line("//undo")
+    assert chat.models[0].turns[0].question == "/undo"
 
 
 def test_a_system_message_goes_to_templates_that_take_one(tmp_path):
     strict = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     run = save_run(tmp_path / "run", "sft", {"source": "local", "path": "gone"}, template=strict)
-    kind, cold = load_voices(["tiny", run], CPU)
-    kind.instruct("Be kind.")
+    kind, cold = load_chat_models(["tiny", run], CPU)
+    kind.set_system("Be kind.")
     assert said(kind, "Hi").startswith("<|user|>Be kind.<|user|>Hi")
     with pytest.raises(EvaluationError, match="takes no system message: no system"):
-        cold.instruct("Be kind.")
+        cold.set_system("Be kind.")
     assert cold.system == ""
 
 
 def test_what_is_too_long_is_a_sentence_and_others_answer(talk):
     chat = talk("ppo", width=400)
-    [chatty] = load_voices(["tiny"], CPU, max_new_tokens=400)
-    chat.voices.append(chatty)
+    [chatty] = load_chat_models(["tiny"], CPU, max_new_tokens=400)
+    chat.models.append(chatty)
     chatty.turns.append(Turn(0, " fox" * 250, " owl" * 250, [], [], True, 0))
     chat.number = 1
-    chat.hear(STORY)
+    chat.handle_line(STORY)
     assert chat.failures == 1
     assert "leaves no room for an answer" in shown(chat.console)
-    assert len(chat.voices[0].turns) == 1
+    assert len(chat.models[0].turns) == 1
     assert len(chatty.turns) == 1
-    chat.hear("/undo")
+    chat.handle_line("/undo")
     assert len(chatty.turns) == 1  # the failed question was never part of its history
     chatty.turns[0] = Turn(0, "fox " * 10, " owl" * 10, [], [], True, 0)
     room = 512 - len(encode_prompt(chatty.tokenizer, chatty.prompt(STORY)))
@@ -236,11 +236,11 @@ HOSTILE = "\x1b[31mred\x1b]0;title\x07 [bold]not bold[/bold] :smile: \x9b2J \u20
 
 def test_hostile_answers_are_shown_as_text(talk, monkeypatch):
     monkeypatch.setattr(
-        Voice, "ask", lambda self, q, n, s: Turn(n, q, HOSTILE, [1], [5, 6], True, 0)
+        ChatModel, "ask", lambda self, q, n, s: Turn(n, q, HOSTILE, [1], [5, 6], True, 0)
     )
     for terminal in (True, False):
         chat = talk("ppo", "sft", width=200, terminal=terminal)
-        chat.hear("Hi")
+        chat.handle_line("Hi")
         text = shown(chat.console)
         for obeyed in ("\x1b[31m", "\x1b]", "\x07", "\x9b", "\u202e", "evil\r", "\x08"):
             assert obeyed not in text
@@ -256,7 +256,7 @@ def test_visible_leaves_letters_of_all_kinds():
 def test_answers_stand_side_by_side_where_there_is_room(talk):
     wide, narrow = talk("ppo", "sft", width=100), talk("ppo", "sft", width=50)
     for chat in (wide, narrow):
-        chat.hear(STORY)
+        chat.handle_line(STORY)
     beside, beneath = (shown(chat.console).splitlines() for chat in (wide, narrow))
     assert sum("ppo" in line and "sft" in line for line in beside) == 1
     assert sum("ppo" in line and "sft" in line for line in beneath) == 0
@@ -274,46 +274,46 @@ def test_answers_stand_side_by_side_where_there_is_room(talk):
 )
 def test_actions_cut_an_answer_as_the_run_would(tmp_path, rule):
     run = save_run(tmp_path / "run", "ppo", segmenter=rule)
-    [voice] = load_voices([run], CPU, max_new_tokens=20)
-    turn = voice.ask(STORY, 0, 0)
-    actions = voice.actions(turn)
+    [model] = load_chat_models([run], CPU, max_new_tokens=20)
+    turn = model.ask(STORY, 0, 0)
+    actions = model.actions(turn)
     assert "".join(actions) == turn.answer
     if rule["type"] == "ngram":
         assert len(actions) == -(-len(turn.answer_ids) // 3)
 
 
-def test_actions_are_painted_or_barred(talk):
+def test_actions_are_highlighted_or_separated_by_bars(talk):
     chat = talk("ppo", "sft")
-    chat.hear(STORY)
+    chat.handle_line(STORY)
     shown(chat.console)
-    chat.hear("/actions")
+    chat.handle_line("/actions")
     assert "\x1b[30;44m" in shown(chat.console)
     assert "sft: no macro actions are shown. It was not trained with" in shown(chat.errors)
     chat = talk("ppo", terminal=False)
-    chat.hear("/actions")
-    chat.hear(STORY)
+    chat.handle_line("/actions")
+    chat.handle_line(STORY)
     assert shown(chat.console).count("|") >= 3
 
 
 def test_a_conversation_is_saved_whole(talk, tmp_path):
     chat = talk("ppo", "sft")
-    chat.hear(STORY)
+    chat.handle_line(STORY)
     file = tmp_path / "talk.jsonl"
-    chat.hear(f"/save {file}")
-    chat.hear(f"/save {file}")
+    chat.handle_line(f"/save {file}")
+    chat.handle_line(f"/save {file}")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [Path(line["model"]).parent.name for line in lines] == ["ppo", "sft"]
     assert lines[0]["messages"][0] == {"role": "user", "content": STORY}
-    assert lines[0]["messages"][1]["content"] == chat.voices[0].turns[0].answer.strip()
+    assert lines[0]["messages"][1]["content"] == chat.models[0].turns[0].answer.strip()
     (tmp_path / "other").write_text("precious")
-    chat.hear(f"/save {tmp_path / 'other'}")
+    chat.handle_line(f"/save {tmp_path / 'other'}")
     assert (tmp_path / "other").read_text() == "precious"
-    assert "is there already" in shown(chat.errors)
+    assert "exists already" in shown(chat.errors)
 
 
 def test_an_interrupted_answer_leaves_no_trace(talk, monkeypatch):
     chat = talk("ppo", "sft")
-    ppo, second = chat.voices
+    ppo, second = chat.models
     before = ppo.ask(STORY, 0, 0)
 
     def interrupt(*_):
@@ -322,10 +322,10 @@ def test_an_interrupted_answer_leaves_no_trace(talk, monkeypatch):
     second.ask(STORY, 0, 0)
     monkeypatch.setattr(second._engine, "generate", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        chat.hear(STORY)
+        chat.handle_line(STORY)
     assert not ppo.turns
     assert not second.turns
-    chat.hear(STORY)
+    chat.handle_line(STORY)
     assert ppo.turns == [before]
     assert len(second.turns) == 1
 
@@ -344,30 +344,30 @@ def test_adapters_answer_as_the_merged_model(tmp_path):
     )
     folder = sft.train(config)
     assert (folder / "adapter_config.json").is_file()
-    [tuned, plain] = load_voices([tmp_path / "lora", base.parent], CPU, max_new_tokens=8)
+    [tuned, plain] = load_chat_models([tmp_path / "lora", base.parent], CPU, max_new_tokens=8)
     assert tuned.form == "text"
     assert tuned.ask(STORY, 0, 0).answer_ids != plain.ask(STORY, 0, 0).answer_ids
 
 
 def test_runs_that_cannot_speak_are_sentences(runs, tmp_path, monkeypatch):
     with pytest.raises(ModelError, match="is a reward model"):
-        load_voices([runs / "reward"], CPU)
+        load_chat_models([runs / "reward"], CPU)
     with pytest.raises(EvaluationError, match="has no model yet"):
-        load_voices([runs / "unfinished"], CPU)
+        load_chat_models([runs / "unfinished"], CPU)
     with pytest.raises(EvaluationError, match="There is no folder"):
-        load_voices([tmp_path / "nowhere"], CPU)
+        load_chat_models([tmp_path / "nowhere"], CPU)
     monkeypatch.chdir(runs.parent)
     with pytest.raises(EvaluationError, match="There is no folder"):
-        load_voices([f"{runs.name}/nowhere"], CPU)
+        load_chat_models([f"{runs.name}/nowhere"], CPU)
     with pytest.raises(EvaluationError, match="is a file"):
-        load_voices([runs / "ppo" / "config.yaml"], CPU)
+        load_chat_models([runs / "ppo" / "config.yaml"], CPU)
     with pytest.raises(EvaluationError, match="There is no form 'poem'"):
-        load_voices(["tiny"], CPU, form="poem")
+        load_chat_models(["tiny"], CPU, form="poem")
 
 
 def test_a_folder_of_runs_is_all_that_write(runs, tmp_path):
     shutil.copytree(runs, tmp_path / "again")
-    names = [v.name for v in load_voices([runs, tmp_path / "again" / "ppo"], CPU)]
+    names = [v.name for v in load_chat_models([runs, tmp_path / "again" / "ppo"], CPU)]
     assert names == ["sft", "hh", str(runs / "ppo"), str(tmp_path / "again" / "ppo")]
 
 
@@ -385,8 +385,8 @@ def test_piped_questions_are_answered_in_order(runs, monkeypatch, capfd):
         return status, *capfd.readouterr()
 
     ppo = str(runs / "ppo")
-    voice = load_voices([ppo], CPU, max_new_tokens=6)[0]
-    answers = [visible(voice.ask(q, n, 0).answer.strip()) for n, q in enumerate(("Hi", "a\nb"))]
+    model = load_chat_models([ppo], CPU, max_new_tokens=6)[0]
+    answers = [visible(model.ask(q, n, 0).answer.strip()) for n, q in enumerate(("Hi", "a\nb"))]
     status, out, err = marlhf(b"Hi\n\na\\\nb\n", ppo, "--max-new-tokens", "6")
     assert status == 0
     assert out == "".join(f"{answer}\n" for answer in answers)

@@ -1,7 +1,7 @@
-"""Models to talk to: what was said, in the form that each was trained on.
+"""Chat models: each one is prompted in the format that it was trained on.
 
-A run says what its prompts looked like: messages through a chat template, dialogues in plain text,
-or one request at a time. Asked in another form, a model answers worse than it can.
+A run records what its prompts looked like: messages through a chat template, dialogues in plain
+text, or single requests. In another format a model answers worse than it can.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ FORMS = {
     "apps": "programming problems, each on its own",
     "text": "as typed, each on its own",
 }
-"""How a prompt is put together, by name."""
+"""Prompt formats by name, each with a description for the user."""
 REMEMBER = ("chat", "hh")
-"""Forms in which earlier turns are part of the prompt: as the data had them."""
+"""Formats in which earlier turns are part of the prompt, as in their data."""
 SINGLE = ("toy", "toy-code", "mbpp", "humaneval")
-"""Data whose prompts are texts of no set form, or of one that takes more than a line."""
+"""Sources whose prompts have no fixed format, or one that does not fit on a line."""
 MAX_NEW_TOKENS = 256
-"""For models that do not say how long their answers are."""
+"""For models whose run does not record a response length."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class Turn:
     prompt_ids: list[int]
     answer_ids: list[int]
     ended: bool
-    """Whether the answer ended by itself."""
+    """Whether the answer ended with an end-of-sequence token."""
     seed: int
 
 
 @dataclass
-class Voice:
-    """A model, loaded, with what it was told and answered."""
+class ChatModel:
+    """A loaded model with its conversation so far."""
 
     name: str
     subject: Subject
@@ -82,40 +82,42 @@ class Voice:
         return self.subject.config.get("precision") or "auto"
 
     def ask(self, question: str, number: int, seed: int) -> Turn:
-        """The answer to a question after all before it; it is not yet part of the history."""
+        """Answer a question in the context of earlier turns; the caller appends it to `turns`."""
         ids = encode_prompt(self.tokenizer, self.prompt(question))
         limit = getattr(self.model.config, "max_position_embeddings", None)
-        most = self.sampling.max_new_tokens
+        max_new_tokens = self.sampling.max_new_tokens
         if limit is not None:
-            most = min(most, limit - len(ids))
-        if most < 1:
+            max_new_tokens = min(max_new_tokens, limit - len(ids))
+        if max_new_tokens < 1:
             shorter = ", /undo or /reset" if self.turns and self.form in REMEMBER else ""
             raise EvaluationError(
                 f"The prompt takes {len(ids)} tokens and leaves no room for an answer: the model "
-                f"has {limit} positions. Ask something shorter{shorter}."
+                f"has {limit} positions. Write a shorter message{shorter}."
             )
-        chance = seed_of(str(number), 0, seed)
+        row_seed = seed_of(str(number), 0, seed)
         if self._engine is None:
             ends, pad = end_tokens(self.model, self.tokenizer), self.tokenizer.pad_token_id
             self._engine = NativeEngine(self.model, ends, pad, precision=self.precision)
         try:
-            sampling = replace(self.sampling, max_new_tokens=most)
-            rollout = self._engine.generate([ids], sampling, [chance])
+            sampling = replace(self.sampling, max_new_tokens=max_new_tokens)
+            rollout = self._engine.generate([ids], sampling, [row_seed])
         except KeyboardInterrupt:
-            self._engine = None  # whatever it was in the middle of
+            self._engine = None  # its caches hold half an answer: build a new one
             raise
         [answer] = rollout.responses
         text = decode(self.tokenizer, answer)
-        return Turn(number, question, text, ids, answer, bool(rollout.ended[0]), chance)
+        return Turn(number, question, text, ids, answer, bool(rollout.ended[0]), row_seed)
 
     def prompt(self, question: str) -> Text:
-        """What was said so far and the question, as this model knows it."""
+        """The conversation so far and the question, in this model's prompt format."""
         if self.form == "chat":
             return [*self.messages(), {"role": "user", "content": question}]
         if self.form == "hh":
-            said = [(t.question, after_colon(t.answer)) for t in self.turns]
-            before = [f"Human: {q}\n\nAssistant:{a}\n\n" for q, a in said]
-            return f"{''.join(before)}Human: {question}\n\nAssistant:"
+            earlier = "".join(
+                f"Human: {turn.question}\n\nAssistant:{after_colon(turn.answer)}\n\n"
+                for turn in self.turns
+            )
+            return f"{earlier}Human: {question}\n\nAssistant:"
         if self.form == "webgpt":
             return webgpt.write_prompt(question)
         if self.form == "tldr":
@@ -126,14 +128,14 @@ class Voice:
 
     def messages(self) -> list[Message]:
         """The conversation so far."""
-        found = [{"role": "system", "content": self.system}] if self.system else []
+        messages = [{"role": "system", "content": self.system}] if self.system else []
         for turn in self.turns:
-            found.append({"role": "user", "content": turn.question})
-            found.append({"role": "assistant", "content": turn.answer.strip()})
-        return found
+            messages.append({"role": "user", "content": turn.question})
+            messages.append({"role": "assistant", "content": turn.answer.strip()})
+        return messages
 
-    def instruct(self, system: str) -> None:
-        """Set the system message, if the chat template has a place for it."""
+    def set_system(self, system: str) -> None:
+        """Set the system message, if the chat template accepts one."""
         if self.form != "chat":
             raise EvaluationError(f"It was not trained with system messages ({FORMS[self.form]}).")
         before, self.system = self.system, system
@@ -145,35 +147,38 @@ class Voice:
 
     @torch.no_grad()
     def actions(self, turn: Turn) -> list[str]:
-        """The text of each macro action of an answer, by the rule the model was trained with."""
+        """The text of each macro action of an answer, by the model's own segmenter."""
         config = self.subject.config
         if not config.get("segmenter"):
             raise EvaluationError("It was not trained with macro actions.")
-        rule = build_segmenter(config["segmenter"])
+        segmenter = build_segmenter(config["segmenter"])
         ids = turn.answer_ids
         tokens, spans = torch.tensor([ids]), None
-        if isinstance(rule, Constituents):
+        if isinstance(segmenter, Constituents):
             aligned = TokenBytes.of(self.tokenizer).align([ids])
-            found = parse_flat(build_parser(rule.parser), aligned.texts)
-            spans = torch.from_numpy(aligned.token_spans(found))
+            phrases = parse_flat(build_parser(segmenter.parser), aligned.texts)
+            spans = torch.from_numpy(aligned.token_spans(phrases))
         responses = Responses(
             tokens,
             torch.ones_like(tokens).bool(),
-            ref_logprobs=self._ref_logprobs(turn) if _asks_reference(rule) else None,
+            ref_logprobs=self._ref_logprobs(turn) if _may_need_reference(segmenter) else None,
             spans=spans,
             vocabulary=vocabulary(self.tokenizer),
             seeds=torch.tensor([turn.seed]),
         )
         split_last = bool(config.get("split_last"))
-        starts = apply_segmenter(rule, responses, split_last=split_last).starts[0].tolist()
+        segments = apply_segmenter(segmenter, responses, split_last=split_last)
+        starts = segments.starts[0].tolist()
         ends = [i for i, start in enumerate(starts) if start and i] + [len(ids)]
-        pieces, before = [], ""
+        # Decode prefixes rather than pieces: a token may depend on those before it, and a
+        # character may be split between two actions. The action that completes it shows it.
+        pieces, decoded = [], ""
         for end in ends:
             text = decode(self.tokenizer, ids[:end])
             if end < len(ids):
-                text = text.rstrip("\ufffd")  # half a character: what completes it shows it
-            pieces.append(text[len(before) :])
-            before = text
+                text = text.rstrip("\ufffd")
+            pieces.append(text[len(decoded) :])
+            decoded = text
         return pieces
 
     def _ref_logprobs(self, turn: Turn) -> torch.Tensor:
@@ -190,45 +195,48 @@ class Voice:
             return token_stats(reference, whole, self.sampling.scale).logprobs.cpu()
 
 
-def load_voices(
+def load_chat_models(
     paths: Sequence[Path | str],
     device: torch.device,
     *,
     form: str = "auto",
     temperature: float | None = None,
     max_new_tokens: int | None = None,
-) -> list[Voice]:
-    """Every model under `paths`: runs, folders of runs, model folders, hub names, GGUF files."""
+) -> list[ChatModel]:
+    """Load every model under `paths`: runs, folders of runs, model folders, hub names, GGUF."""
     if form not in ("auto", *FORMS):
-        raise EvaluationError(f"There is no form {form!r}. Forms: auto, {', '.join(FORMS)}.")
+        raise EvaluationError(
+            f"There is no form {form!r}. Choose one of: auto, {', '.join(FORMS)}."
+        )
     subjects: dict[str, Subject] = {}
     for path in paths:
-        for subject in [_elsewhere(str(path))] if _is_elsewhere(path) else find_subjects([path]):
+        found = [_file_or_hub(str(path))] if _is_not_a_folder(path) else find_subjects([path])
+        for subject in found:
             subjects.setdefault(subject.model, subject)
     names = [subject.name for subject in subjects.values()]
-    told = {"temperature": temperature, "max_new_tokens": max_new_tokens}
-    told = {name: value for name, value in told.items() if value is not None}
-    voices: list[Voice] = []
+    overrides = {"temperature": temperature, "max_new_tokens": max_new_tokens}
+    overrides = {name: value for name, value in overrides.items() if value is not None}
+    chat_models: list[ChatModel] = []
     for subject in subjects.values():
         remote = bool(subject.config.get("trust_remote_code"))
         tokenizer = load_tokenizer(subject.model, trust_remote_code=remote)
         model = load_policy(subject.model, trust_remote_code=remote).to(device).eval()
         check_vocabulary(model, tokenizer, subject.model)
-        found = find_form(subject, tokenizer) if form == "auto" else form
-        if found == "chat" and not tokenizer.chat_template:
+        own_form = find_form(subject, tokenizer) if form == "auto" else form
+        if own_form == "chat" and not tokenizer.chat_template:
             raise EvaluationError(
                 f"The tokenizer of {subject.model} has no chat template. Choose another --form."
             )
         name = subject.name if names.count(subject.name) == 1 else str(subject.folder)
-        sampling = replace(_sampling(subject), **told)
-        voices.append(Voice(name, subject, tokenizer, model, found, sampling))
-    if not voices:
+        sampling = replace(_sampling(subject), **overrides)
+        chat_models.append(ChatModel(name, subject, tokenizer, model, own_form, sampling))
+    if not chat_models:
         raise EvaluationError("No path was given. Give a run, a model folder or a hub name.")
-    return voices
+    return chat_models
 
 
 def find_form(subject: Subject, tokenizer: Tokenizer) -> str:
-    """The form of the prompts that a model was trained on, as far as its run knows."""
+    """The prompt format that a model was trained on, as far as its run records it."""
     data: dict[str, Any] = subject.config.get("data") or {}
     source = data.get("source")
     if source in FORMS:
@@ -240,7 +248,7 @@ def find_form(subject: Subject, tokenizer: Tokenizer) -> str:
         few = {"parts": {}, "eval_size": 0, "limit": 4}
         try:
             prompt = load_data(DataConfig(**{**data, **few})).train[0].prompt
-        except DataError:  # moved on since it was trained on
+        except DataError:  # the file has changed since the training
             pass
         else:
             return _form_of(prompt)
@@ -261,21 +269,22 @@ def _sampling(subject: Subject) -> Sampling:
     return Sampling(**{"max_new_tokens": length, **raw})
 
 
-def _is_elsewhere(path: Path | str) -> bool:
-    """Whether a model is no folder here: `tiny`, a GGUF file, or a name on the hub."""
+def _is_not_a_folder(path: Path | str) -> bool:
+    """Whether a model is not a local folder: `tiny`, a GGUF file, or a hub name."""
     if Path(path).exists():
         return Path(path).is_file()
-    words = str(path).split("/")
-    here = words[0] in ("", ".", "..", "~") or len(words) > 2
-    return not here and not (len(words) == 2 and Path(words[0]).is_dir())
+    parts = str(path).split("/")
+    is_path = parts[0] in ("", ".", "..", "~") or len(parts) > 2
+    return not is_path and not (len(parts) == 2 and Path(parts[0]).is_dir())
 
 
-def _elsewhere(name: str) -> Subject:
+def _file_or_hub(name: str) -> Subject:
     if Path(name).is_file() and not name.endswith(".gguf"):
         raise EvaluationError(f"{name} is a file. Give the folder of a run or of a model.")
     return Subject(Path(name), name, name.rstrip("/").rpartition("/")[2])
 
 
-def _asks_reference(rule: object) -> bool:
-    """Whether a rule may want the reference's log-probs: perplexity rules, and rules of users."""
-    return isinstance(rule, Perplexity) or not type(rule).__module__.startswith("marlhf.core")
+def _may_need_reference(segmenter: object) -> bool:
+    """Whether a segmenter may read `ref_logprobs`: perplexity, and segmenters of users."""
+    own = type(segmenter).__module__.startswith("marlhf.core")
+    return isinstance(segmenter, Perplexity) or not own

@@ -1,7 +1,7 @@
-"""The terminal's side of a chat: lines in, answers side by side, commands that begin with a slash.
+"""The chat terminal: reads lines, shows answers side by side, runs commands such as /reset.
 
-Whatever a model writes is shown as text: control characters, escape sequences and markup in it do
-nothing to the terminal.
+Whatever a model writes is shown as text: control characters, escape sequences and markup in it
+have no effect on the terminal.
 """
 
 from __future__ import annotations
@@ -14,42 +14,30 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from marlhf.chat.models import FORMS, Turn, Voice
+from marlhf.chat.models import FORMS, ChatModel, Turn
 from marlhf.evaluate.eval_plan import EvaluationError
 
-COMMANDS = {
-    "/help": "this list",
-    "/reset": "forget all that was said",
-    "/undo": "forget the last question and its answers",
-    "/temperature": "a number: how freely to sample; 0 takes the likeliest token",
-    "/max": "a number: the most tokens of an answer",
-    "/seed": "a number: other answers to the same questions",
-    "/system": "a text: the system message of models that know one; none without a text",
-    "/actions": "colour macro actions by each run's rule, or stop it",
-    "/save": "a file: the conversation as JSON lines, one a model",
-    "/quit": "leave, as Ctrl-D does",
-}
 COLUMN = 36
-"""Least width of a model's column; with less room answers stand one under the other."""
+"""Minimum width of a model's column; in a narrower terminal answers are shown one by one."""
 BACKGROUNDS = ("blue", "green", "magenta", "cyan", "yellow")
 T = TypeVar("T", int, float)
 JOINERS = "\u200c\u200d"
-"""Invisible characters that spell words and emoji."""
+"""Invisible characters that are part of words and emoji."""
 
 
 class Chat:
-    """Questions to all voices at once, and commands about them."""
+    """Sends each line to all models, and runs commands on them."""
 
-    def __init__(self, voices: Sequence[Voice], console: Console, *, seed: int = 0) -> None:
-        self.voices, self.console, self.seed = list(voices), console, seed
+    def __init__(self, models: Sequence[ChatModel], console: Console, *, seed: int = 0) -> None:
+        self.models, self.console, self.seed = list(models), console, seed
         self.number = 0
-        self.paint = False
+        self.show_actions = False
         self.failures = 0
         self.saved: set[Path] = set()
         self.errors = Console(
@@ -57,50 +45,49 @@ class Chat:
         )
 
     def greet(self) -> None:
-        for voice in self.voices:
-            self.tell(f"{voice.name}: {FORMS[voice.form]}")
-        self.tell("/help lists commands; Ctrl-C interrupts an answer, Ctrl-D leaves.")
+        for model in self.models:
+            self.notify(f"{model.name}: {FORMS[model.form]}")
+        self.notify("/help lists commands; Ctrl-C interrupts an answer, Ctrl-D leaves.")
 
-    def tell(self, words: str) -> None:
-        self.errors.print(visible(words))
+    def notify(self, message: str) -> None:
+        self.errors.print(visible(message))
 
-    def hear(self, line: str) -> bool:
-        """Answer a line or obey it; False when it asks to leave."""
+    def handle_line(self, line: str) -> bool:
+        """Send a line to the models or run it as a command; False to leave the chat."""
         line = line.strip()
-        if line.startswith("//"):
-            line = line[1:]
-        elif line.startswith("/"):
-            return self._obey(*line.partition(" ")[::2])
+        if line.startswith("/") and not line.startswith("//"):
+            command, _, argument = line.partition(" ")
+            return self._run_command(command, argument.strip())
         if line:
-            self._ask(line)
+            self._ask(line.removeprefix("/"))
         return True
 
     def _ask(self, question: str) -> None:
         answers: list[Turn | str] = []
-        for voice in self.voices:
+        for model in self.models:
             try:
-                with self.console.status(Text(f"{visible(voice.name)} writes")):
-                    answers.append(voice.ask(question, self.number, self.seed))
-            except ValueError as error:  # too long, a template that refuses, no tokens
+                with self.console.status(Text(f"{visible(model.name)} is writing")):
+                    answers.append(model.ask(question, self.number, self.seed))
+            except ValueError as error:  # too long, refused by the chat template, no tokens
                 answers.append(str(error))
                 self.failures += 1
-        for voice, answer in zip(self.voices, answers):
+        for model, answer in zip(self.models, answers):
             if isinstance(answer, Turn):
-                voice.turns.append(answer)
+                model.turns.append(answer)
         self.number += 1
         self._show(answers)
 
     def _show(self, answers: Sequence[Turn | str]) -> None:
-        texts = [self._text(voice, answer) for voice, answer in zip(self.voices, answers)]
+        texts = [self._text(model, answer) for model, answer in zip(self.models, answers)]
         if not self.console.is_terminal:
-            for voice, answer, text in zip(self.voices, answers, texts):
-                label = f"{voice.name}: " if len(self.voices) > 1 else ""
+            for model, answer, text in zip(self.models, answers, texts):
+                label = f"{model.name}: " if len(self.models) > 1 else ""
                 if isinstance(answer, Turn):
                     self.console.print(Text(visible(label)) + text, soft_wrap=True)
                 else:
-                    self.tell(f"{voice.name}: {answer}")
+                    self.notify(f"{model.name}: {answer}")
             return
-        names = [Text(visible(voice.name), style="bold") for voice in self.voices]
+        names = [Text(visible(model.name), style="bold") for model in self.models]
         if len(texts) > 1 and self.console.width >= COLUMN * len(texts):
             table = Table(box=None, expand=True, padding=(0, 2, 0, 0))
             for name in names:
@@ -114,164 +101,173 @@ class Chat:
                 self.console.print(text)
         self.console.print()
 
-    def _text(self, voice: Voice, answer: Turn | str) -> Text:
+    def _text(self, model: ChatModel, answer: Turn | str) -> Text:
         if isinstance(answer, str):
             return Text(visible(answer), style="red")
         text = Text(visible(answer.answer.strip()))
-        if self.paint:
+        if self.show_actions:
             try:
-                text = self._painted(voice.actions(answer))
+                text = self._highlighted(model.actions(answer))
             except ValueError as error:
-                self.tell(f"{voice.name}: no macro actions are shown. {error}")
+                self.notify(f"{model.name}: no macro actions are shown. {error}")
         if not answer.ended and self.console.is_terminal:
             text.append(f" [cut off after {len(answer.answer_ids)} tokens]", style="dim")
-        elif not answer.ended:  # what is piped on is the answer alone
-            self.tell(f"{voice.name}: cut off after {len(answer.answer_ids)} tokens")
+        elif not answer.ended:  # stdout carries the answer alone
+            self.notify(f"{model.name}: cut off after {len(answer.answer_ids)} tokens")
         return text
 
-    def _painted(self, actions: Sequence[str]) -> Text:
+    def _highlighted(self, actions: Sequence[str]) -> Text:
         """Macro actions on alternating backgrounds, or between bars where there is no colour."""
         pieces = [visible(action) for action in actions]
         if not self.console.is_terminal or self.console.no_color:
             return Text("|".join(pieces).strip())
-        painted = Text()
+        highlighted = Text()
         for i, piece in enumerate(pieces):
-            painted.append(piece, style=f"black on {BACKGROUNDS[i % len(BACKGROUNDS)]}")
-        return painted
+            highlighted.append(piece, style=f"black on {BACKGROUNDS[i % len(BACKGROUNDS)]}")
+        return highlighted
 
-    def _obey(self, command: str, rest: str) -> bool:
-        rest = rest.strip()
-        if command in ("/quit", "/exit"):
+    def _run_command(self, name: str, argument: str) -> bool:
+        if name in ("/quit", "/exit"):
             return False
-        deeds: dict[str, Callable[[str], None]] = {
-            "/help": self._help,
-            "/reset": self._reset,
-            "/undo": self._undo,
-            "/temperature": self._temperature,
-            "/max": self._max,
-            "/seed": self._seed,
-            "/system": self._system,
-            "/actions": self._actions,
-            "/save": self._save,
-        }
-        if command not in deeds:
-            near = difflib.get_close_matches(command, COMMANDS, n=1)
+        if name not in COMMANDS:
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
             hint = f"Did you mean {near[0]}?" if near else "/help lists them."
-            self.tell(f"There is no command {command}. {hint} A line that begins with // is said.")
+            self.notify(f"There is no command {name}. {hint} Type // to send a line with a slash.")
             return True
         try:
-            deeds[command](rest)
+            COMMANDS[name].run(self, argument)
         except ValueError as error:
-            self.tell(str(error))
+            self.notify(str(error))
         return True
 
     def _help(self, _: str) -> None:
-        for name, words in COMMANDS.items():
-            self.tell(f"{name:14}{words}")
-        self.tell("A line that ends in a backslash goes on in the next.")
+        for name, command in COMMANDS.items():
+            self.notify(f"{name:14}{command.help}")
+        self.notify("End a line with a backslash to continue it on the next.")
 
     def _reset(self, _: str) -> None:
-        for voice in self.voices:
-            voice.turns.clear()
+        for model in self.models:
+            model.turns.clear()
         self.number = 0
-        self.tell("All is forgotten.")
+        self.notify("The conversation is cleared.")
 
     def _undo(self, _: str) -> None:
         if self.number == 0:
             raise EvaluationError("There is nothing to undo.")
         self.number -= 1
-        for voice in self.voices:
-            voice.turns = [turn for turn in voice.turns if turn.number < self.number]
-        self.tell("The last question is forgotten.")
+        for model in self.models:
+            model.turns = [turn for turn in model.turns if turn.number < self.number]
+        self.notify("The last question is removed.")
 
     def _temperature(self, text: str) -> None:
         number = _number(text, float, "/temperature 0.7")
-        for voice in self.voices:
-            voice.sampling = replace(voice.sampling, temperature=number)
+        for model in self.models:
+            model.sampling = replace(model.sampling, temperature=number)
 
     def _max(self, text: str) -> None:
         number = _number(text, int, "/max 256")
-        for voice in self.voices:
-            voice.sampling = replace(voice.sampling, max_new_tokens=number)
+        for model in self.models:
+            model.sampling = replace(model.sampling, max_new_tokens=number)
 
     def _seed(self, text: str) -> None:
         self.seed = _number(text, int, "/seed 3")
 
     def _system(self, text: str) -> None:
-        for voice in self.voices:
+        for model in self.models:
             try:
-                voice.instruct(text)
+                model.set_system(text)
             except ValueError as error:
-                self.tell(f"{voice.name}: {error}")
+                self.notify(f"{model.name}: {error}")
 
     def _actions(self, _: str) -> None:
-        self.paint = not self.paint
-        self.tell("Macro actions are shown." if self.paint else "Macro actions are not shown.")
-        last = [voice.turns[-1] for voice in self.voices if voice.turns]
-        if self.paint and len(last) == len(self.voices):
+        self.show_actions = not self.show_actions
+        self.notify(
+            "Macro actions are shown." if self.show_actions else "Macro actions are not shown."
+        )
+        last = [model.turns[-1] for model in self.models if model.turns]
+        if self.show_actions and len(last) == len(self.models):
             self._show(last)
 
     def _save(self, text: str) -> None:
         if not text:
-            raise EvaluationError("Name a file: /save talk.jsonl")
+            raise EvaluationError("Give a file name: /save talk.jsonl")
         file = Path(text).expanduser()
         if file.exists() and file not in self.saved:
-            raise EvaluationError(f"{file} is there already. Name another file.")
+            raise EvaluationError(f"{file} exists already. Choose another file.")
         lines = [
             {
-                "model": voice.subject.model,
-                "form": voice.form,
-                "messages": voice.messages(),
-                "sampling": asdict(voice.sampling),
+                "model": model.subject.model,
+                "form": model.form,
+                "messages": model.messages(),
+                "sampling": asdict(model.sampling),
                 "seed": self.seed,
             }
-            for voice in self.voices
+            for model in self.models
         ]
         try:
-            whole = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-            file.write_text(whole, encoding="utf-8")
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            file.write_text(text, encoding="utf-8")
         except OSError as error:
             raise EvaluationError(f"Cannot write {file}: {error.strerror}.") from None
         self.saved.add(file)
-        self.tell(f"saved: {file}")
+        self.notify(f"saved: {file}")
 
 
-def converse(voices: Sequence[Voice], *, seed: int = 0) -> int:
-    """Talk at the terminal, or answer what is piped in; how many questions had no answer."""
-    typed = sys.stdin.isatty()
-    chat = Chat(voices, Console(highlight=False, markup=False), seed=seed)
-    if typed:
+class Command(NamedTuple):
+    run: Callable[[Chat, str], object]
+    help: str
+
+
+COMMANDS = {
+    "/help": Command(Chat._help, "this list"),
+    "/reset": Command(Chat._reset, "clear the conversation"),
+    "/undo": Command(Chat._undo, "remove the last question and its answers"),
+    "/temperature": Command(Chat._temperature, "a number: sampling temperature; 0 is greedy"),
+    "/max": Command(Chat._max, "a number: maximum tokens per answer"),
+    "/seed": Command(Chat._seed, "a number: other answers to the same questions"),
+    "/system": Command(Chat._system, "a text: the system message; without a text, none"),
+    "/actions": Command(Chat._actions, "show macro actions by each run's segmenter, or hide them"),
+    "/save": Command(Chat._save, "a file: the conversation as JSON lines, one line per model"),
+    "/quit": Command(lambda chat, argument: False, "leave, like Ctrl-D"),
+}
+
+
+def converse(models: Sequence[ChatModel], *, seed: int = 0) -> int:
+    """Chat at the terminal, or answer piped lines; returns how many questions had no answer."""
+    interactive = sys.stdin.isatty()
+    chat = Chat(models, Console(highlight=False, markup=False), seed=seed)
+    if interactive:
         chat.greet()
-    for line in joined(_typed(chat) if typed else _piped()):
+    for line in joined(_typed_lines(chat) if interactive else _piped_lines()):
         try:
-            if not chat.hear(line):
+            if not chat.handle_line(line):
                 break
         except KeyboardInterrupt:
-            if not typed:
+            if not interactive:
                 raise
-            chat.tell("Interrupted: the question is forgotten.")
+            chat.notify("Interrupted: the question is removed.")
     return chat.failures
 
 
 def joined(lines: Iterable[str]) -> Iterator[str]:
-    """Lines, where one that ends in a backslash goes on in the next.
+    """Join each line that ends in a backslash with the next.
 
     >>> list(joined(["Hello", "Two\\\\", "lines"]))
     ['Hello', 'Two\\nlines']
     """
-    whole = ""
+    begun = ""
     for line in lines:
         if line.endswith("\\"):
-            whole += line[:-1] + "\n"
+            begun += line[:-1] + "\n"
             continue
-        yield whole + line
-        whole = ""
-    if whole:
-        yield whole
+        yield begun + line
+        begun = ""
+    if begun:
+        yield begun
 
 
 def visible(text: str) -> str:
-    """Text with all that a terminal would obey written out.
+    """Text with every character that would control a terminal escaped.
 
     >>> visible("a\\x1b[31mb\\u202ec")
     'a\\\\x1b[31mb\\\\u202ec'
@@ -291,12 +287,12 @@ def _number(text: str, kind: Callable[[str], T], example: str) -> T:
     try:
         return kind(text)
     except ValueError:
-        raise EvaluationError(f"Write a number, as in {example}.") from None
+        raise EvaluationError(f"Give a number, as in {example}.") from None
 
 
-def _typed(chat: Chat) -> Iterator[str]:
+def _typed_lines(chat: Chat) -> Iterator[str]:
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  so that lines can be edited
+        import readline  # noqa: F401  gives `input` line editing and history
     while True:
         try:
             line = input("> ")
@@ -305,11 +301,11 @@ def _typed(chat: Chat) -> Iterator[str]:
             return
         except KeyboardInterrupt:
             print()
-            chat.tell("Ctrl-D or /quit leaves.")
+            chat.notify("Press Ctrl-D or type /quit to leave.")
             continue
         yield line.encode("utf-8", "replace").decode("utf-8")
 
 
-def _piped() -> Iterator[str]:
+def _piped_lines() -> Iterator[str]:
     for line in sys.stdin.buffer:
         yield line.decode("utf-8", "replace").rstrip("\r\n")

@@ -108,19 +108,19 @@ def chat(
     """Talk to one or several models side by side; questions may also be piped in."""
     import signal
 
-    from marlhf.chat.models import load_voices
+    from marlhf.chat.models import load_chat_models
     from marlhf.chat.terminal import converse
     from marlhf.models.base import pick_device
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ctrl-C only interrupts an answer here
-    voices = load_voices(
+    chat_models = load_chat_models(
         runs,
         pick_device(device),
         form=form,
         temperature=temperature,
         max_new_tokens=max_new_tokens,
     )
-    if converse(voices, seed=seed):
+    if converse(chat_models, seed=seed):
         raise typer.Exit(1)
 
 
