@@ -12,8 +12,8 @@ from marlhf.report.page import STYLE, text
 
 ROW, CHARACTER = 17, 6.4
 """Pixels of a row of the key, and of a letter in it."""
-RULES = "".join(re.findall(r"^(?:svg text|svg \.name|\.grid path|\.line|\.hit)\{.*$", STYLE, re.M))
-ROOTS = STYLE[: STYLE.index("*{box-sizing")]
+RULES = "".join(re.findall(r"^(?:svg text|svg \.name|\.grid path|\.line|\.hit) \{.*$", STYLE, re.M))
+ROOTS = STYLE[STYLE.index(":root") : STYLE.index("* { box-sizing")]
 
 
 def curve(groups: Sequence[Group], key: str, name: str, *, pace: Sequence[float] = ()) -> str:

@@ -26,7 +26,6 @@ from marlhf.judge.annotate.tasks import GUIDES, Comparison, a_is_left
 from marlhf.judge.compare import judge
 from marlhf.judge.criteria import TASKS
 from marlhf.judge.pairs import JudgeError
-from marlhf.report.sections.judged import wins
 from marlhf.runs.read import read_run
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +118,7 @@ def test_verdicts_flow_into_agreement_and_report_as_a_judge_s_do(make_run, tmp_p
     assert table["person:Ann", "scores:rm"].pairs == 10
     assert table["person:Bob", "scores:rm"].agreement.mean == 0.1  # the tie
     assert found[0]["loss"] == judged["loss"]
-    html = wins([read_run(run)])
+    html = judged([read_run(run)])
     assert "new against old, by person:Ann (hh)" in html
     assert "How far the judges agree" in html
 

@@ -22,7 +22,7 @@ from marlhf.judge.compare import Prices, describe, judge
 from marlhf.judge.criteria import TASKS, Question
 from marlhf.judge.pairs import JudgeError, Response, find_responses, read_pairs
 from marlhf.judge.verdicts import summarise, wilson
-from marlhf.report.sections.judged import wins
+from marlhf.report.sections.judged import judged
 
 pytest.importorskip("openai")
 SECRET = "sk-very-secret-0123456789"
@@ -517,11 +517,11 @@ def test_the_report_shows_wins_and_agreement(make_run, tmp_path):
     old = write(tmp_path / "<i>old.jsonl", [
         {"prompt": f"p{i}", "response": "o", "scores": {"score": 1, "rm": 4}} for i in range(9)
     ])  # fmt: skip
-    assert wins([read_run(run)]) == ""
+    assert judged([read_run(run)]) == ""
     judge(run, old, "scores:score")
     judge(run, old, "scores:rm")
     (run / "judged" / "damaged.json").write_text("{}")
-    html = wins([read_run(run)])
+    html = judged([read_run(run)])
     assert html.count("&lt;i&gt;old, by scores:") >= 4
     assert "<i>old" not in html
     assert "Win, tie and loss" in html

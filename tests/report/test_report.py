@@ -308,19 +308,19 @@ def test_noisy_training_curves_are_smoothed_and_say_so(report, make_run):
 
 def test_what_most_people_said_is_a_row_of_its_own(make_run):
     from marlhf.judge.verdicts import Judgement, write_verdicts
-    from marlhf.report.sections.judged import wins
+    from marlhf.report.sections.judged import judged
     from marlhf.runs.read import read_run
 
     folder = make_run("new", metrics=[{"step": 1, "ppo/score": 1.0}])
     votes = {"ann": "aab", "ben": "abt", "cat": "abt"}  # pairs: a, b, tie
-    for name, said in votes.items():
-        judged = [
+    for name, verdicts in votes.items():
+        judgements = [
             Judgement(f"p{i}", "x", "y", {"a": "a", "b": "b", "t": "tie"}[v])
-            for i, v in enumerate(said)
+            for i, v in enumerate(verdicts)
         ]
         about = {"judge": f"person:{name}", "task": "hh", "a": "new", "b": "old"}
-        write_verdicts(folder / "judged" / f"{name}.jsonl", judged, about)
-    html = wins([read_run(folder)])
+        write_verdicts(folder / "judged" / f"{name}.jsonl", judgements, about)
+    html = judged([read_run(folder)])
     assert "by most of 3 people" in html
     row = next(x for x in unquote(html).split("\n") if "most of 3 people" in x and "new,old" in x)
     win, tie, loss = (float(row.split(",")[i]) for i in (5, 8, 11))

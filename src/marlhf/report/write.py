@@ -12,19 +12,22 @@ from pathlib import Path
 
 from marlhf.report.groups import Group, group_runs
 from marlhf.report.page import render, text
-from marlhf.report.sections import learning as curves
-from marlhf.report.sections import settings as sections
-from marlhf.report.sections.best_of_n import best_of
+from marlhf.report.sections.best_of_n import best_of_n
 from marlhf.report.sections.frontier import frontier
 from marlhf.report.sections.held_out import held_out
-from marlhf.report.sections.judged import wins
-from marlhf.report.sections.problems import passes
-from marlhf.report.sections.prompts import distributions
+from marlhf.report.sections.judged import judged
+from marlhf.report.sections.learning import learning
+from marlhf.report.sections.problems import problems
+from marlhf.report.sections.prompts import prompts
 from marlhf.report.sections.samples import samples
 from marlhf.report.sections.scaling import scaling
+from marlhf.report.sections.settings import settings
+from marlhf.report.sections.stages import stages
 from marlhf.report.sections.summary import summary
 from marlhf.report.sections.sweeps import sweeps
 from marlhf.report.sections.temperatures import temperatures
+from marlhf.report.sections.timing import timing
+from marlhf.report.sections.training import training
 from marlhf.runs.read import Run, find_runs
 
 
@@ -59,21 +62,21 @@ def report_html(runs: list[Run]) -> str:
     others = [group for group in groups if not group.runs[0].is_policy]
     parts = [
         ("summary", "Summary", summary(policies, others, runs)),
-        ("pass-at-k", "Problems", passes(groups)),
-        ("learning", "Learning", curves.learning(policies)),
+        ("pass-at-k", "Problems", problems(groups)),
+        ("learning", "Learning", learning(policies)),
         ("frontier", "KL", frontier(policies)),
         ("sweeps", "Sweeps", sweeps(policies)),
         ("scaling", "Sizes", scaling(policies)),
-        ("distributions", "Prompts", distributions(policies, others)),
+        ("distributions", "Prompts", prompts(policies, others)),
         ("held_out", "Held-out", held_out(groups)),
         ("temperatures", "Temperature", temperatures(groups)),
-        ("best_of_n", "Best of n", best_of(groups)),
-        ("judged", "Judges", wins(runs, groups)),
+        ("best_of_n", "Best of n", best_of_n(groups)),
+        ("judged", "Judges", judged(runs, groups)),
         ("samples", "Samples", samples(policies)),
-        ("training", "Training", curves.training(policies)),
-        ("timing", "Time", sections.timing(policies)),
-        ("stages", "Stages", curves.stages(others, with_table=bool(policies))),
-        ("settings", "Settings", sections.settings(groups)),
+        ("training", "Training", training(policies)),
+        ("timing", "Time", timing(policies)),
+        ("stages", "Stages", stages(others, with_table=bool(policies))),
+        ("settings", "Settings", settings(groups)),
     ]
     return render(_title(runs), _subtitle(runs, groups), parts)
 

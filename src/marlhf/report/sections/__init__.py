@@ -1,1 +1,1 @@
-"""The sections of the report, a file for each."""
+"""The sections of the report, one file per section."""

@@ -10,7 +10,7 @@ from marlhf.report.groups import Group, labelled
 from marlhf.report.page import Cell, figure, grid, num, section, text
 
 
-def best_of(groups: Sequence[Group]) -> str:
+def best_of_n(groups: Sequence[Group]) -> str:
     """A heat map a run: the mean best score at each temperature and n."""
     figures = [
         _heat_figure(f"{label}, {name}", found)

@@ -36,7 +36,7 @@ PERSON = "person:"
 MAX_FIGURES = 6
 
 
-def wins(runs: Sequence[Run], groups: Sequence[Group] = ()) -> str:
+def judged(runs: Sequence[Run], groups: Sequence[Group] = ()) -> str:
     """Win, tie and loss by judge; dimension scores; how far the judges agree."""
     colours = _colours(groups)
     found = [each for run in runs for each in _with_majority(_summaries(run.path / FOLDER))]

@@ -13,7 +13,7 @@ from marlhf.report.page import Cell, chip, csv_link, figure, grid, section, tabl
 from marlhf.runs.read import Run
 
 
-def passes(groups: Sequence[Group]) -> str:
+def problems(groups: Sequence[Group]) -> str:
     """A row a run and difficulty: pass@k with its interval, and how the samples ended."""
     measured = [
         (group, run, found)

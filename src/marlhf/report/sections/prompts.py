@@ -17,7 +17,7 @@ BEST = 8
 """The paper sets best-of-8 of the SFT model beside what training did."""
 
 
-def distributions(policies: list[Group], others: list[Group]) -> str:
+def prompts(policies: list[Group], others: list[Group]) -> str:
     """Where the mean came from: all prompts a little, or some a lot."""
     figures = [
         _distribution_figure(policies, "Score", "scores"),

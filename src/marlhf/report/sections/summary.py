@@ -27,16 +27,11 @@ from marlhf.report.page import (
     percent,
     section,
     table,
-    text,
 )
+from marlhf.report.sections.stages import name_cell, stage_table
 from marlhf.runs.read import Run
 
 MAX_ITEMS = 9
-STAGE_NAMES = {
-    "sft": "supervised fine-tuning",
-    "reward": "reward model",
-    "dpo": "direct preference optimisation",
-}
 
 
 def summary(policies: list[Group], others: list[Group], runs: list[Run]) -> str:
@@ -141,7 +136,7 @@ def _policy_table(policies: list[Group]) -> str:
         kind = describe_segmenter(group.config)
         kind = kind if group.stage == "ppo" else f"{group.stage}: {kind}"
         cell = _score_cell(score, group.finals("eval/score"), note)
-        name = _name_cell(group, kind)
+        name = name_cell(group, kind)
         rows.append([name, cell, *shown, str(steps), duration(seconds)])
         data.append([group.label, kind, *score[:3], *values, steps, seconds])
     names = ["run", "segmenter", "score", "low", "high", *(m[1] for m in measures), "step"]
@@ -167,36 +162,3 @@ def _score_cell(score: Interval, finals: list[float], note: str = "") -> str:
     if len(finals) > 1:
         shown += f"<small>seeds {num(min(finals))} to {num(max(finals))}</small>"
     return shown + (f"<small>{note}</small>" if note else "")
-
-
-def _name_cell(group: Group, kind: str = "") -> str:
-    count = f"{group.num_seeds} seeds" if group.num_seeds > 1 else f"{len(group.runs)} runs"
-    words = [count] * (len(group.runs) > 1) + sorted(
-        {run.status for run in group.runs} - {"unknown"}
-    )
-    below = "".join(f"<small>{text(line)}</small>" for line in (kind, ", ".join(words)) if line)
-    return chip(group.label, group.colour) + below
-
-
-def stage_table(groups: list[Group]) -> str:
-    """The models behind the policies: what each training of them ended at."""
-    measures = [
-        ("Loss", ("sft/loss", "reward/loss", "dpo/loss"), num),
-        ("Held-out loss", ("eval/loss",), num),
-        ("Held-out accuracy", ("eval/accuracy",), percent),
-    ]
-    measures = [m for m in measures if any(g.finals(key) for g in groups for key in m[1])]
-    header = ["Run", "Stage", "Steps", *(m[0] for m in measures), "Time"]
-    rows: list[list[str]] = []
-    for group in groups:
-        shown: list[str] = []
-        for _, keys, form in measures:
-            values = [value for key in keys for value in group.finals(key)]
-            shown.append(form(interval(values).mean))
-        seconds = interval([run.seconds for run in group.runs if run.seconds is not None]).mean
-        stage = STAGE_NAMES.get(group.stage)
-        steps = max((run.last_step or 0 for run in group.runs), default=0)
-        rows.append(
-            [_name_cell(group), text(stage or group.stage), str(steps), *shown, duration(seconds)]
-        )
-    return table(header, rows, words=2) if rows else ""
