@@ -454,7 +454,7 @@ def test_a_real_terminal(runs):
         terminal.read_until("tokens]")
         terminal.read_until("> ")
         # Python hears of a key only once it waits for one, a moment after the prompt is there.
-        terminal.read_until("Ctrl-D or /quit leaves.", pressing="\x03")
+        terminal.read_until("type /quit to leave.", pressing="\x03")
         terminal.read_until("> ")
         terminal.read_until("", pressing="\x04", gone=True)
         assert process.wait(60) == 0
