@@ -164,7 +164,7 @@ def main() -> None:
     print(f"\nsamples/s            {best:.1f} (best) {median:.1f} (median)")
     tokens = shape.rows * shape.response / min(phases["rollout"])
     print(f"rollout tokens/s     {tokens:.0f} (with prefill)")
-    print(f"log-prob gap         {bench.numbers['ppo/logprob_gap']:.2e} (rollout - training)")
+    print(f"log-prob gap         {bench.numbers['rl/logprob_gap']:.2e} (rollout - training)")
     if peak is not None:
         print(f"peak memory          {peak:.1f} GiB")
     print_limit(shape, device, min(phases["step"]))

@@ -199,7 +199,7 @@ def test_rewards_are_paths_models_functions_and_weighted_lists(trainer, judge):
     step = next(line for line in metrics(mixed) if line["kind"] == "train")
     parts = {name: step[f"rewards/{name}"] for name in ("near", judge.parent.name, "brevity")}
     total = 0.5 * parts["near"] + 2.0 * parts[judge.parent.name]
-    assert step["ppo/score"] == pytest.approx(total, abs=1e-5)
+    assert step["rl/score"] == pytest.approx(total, abs=1e-5)
 
 
 def test_a_segmenter_is_a_setting(trainer):

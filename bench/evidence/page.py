@@ -38,7 +38,7 @@ SAMPLES = 3
 INTIMATE = re.compile(r"sex|nsfw|gonewild|naked|porn|rape|abus|suicid|drug", re.I)
 SHOWN = ("ppo", "n5-sum", "n5-mean")
 """Methods whose samples are shown."""
-EXPLAINED = "ppo/explained_variance"
+EXPLAINED = "rl/explained_variance"
 
 
 def write_page(results: Results, docs: Path, note: str = "") -> Path:

@@ -16,7 +16,7 @@ def _config(folder: str, seed: int, n: float, **more):
 
 def _train(*scores: float):
     return [
-        {"kind": "train", "step": i + 1, "seconds": 10.0 * (i + 1), "ppo/score": score}
+        {"kind": "train", "step": i + 1, "seconds": 10.0 * (i + 1), "rl/score": score}
         for i, score in enumerate(scores)
     ]
 
@@ -26,7 +26,7 @@ def test_seeds_are_one_group_with_mean_and_extremes(make_run):
     b = make_run("ppo-seed2", seed=2, config=_config("b/y", 2, 5), metrics=_train(1.0, 2.0))
     (group,) = group_runs([read_run(a), read_run(b)])
     assert group.label == "ppo"
-    assert [(p.step, p.mean, p.low, p.high) for p in group.curve("ppo/score")] == [
+    assert [(p.step, p.mean, p.low, p.high) for p in group.curve("rl/score")] == [
         (1, 0.5, 0.0, 1.0),
         (2, 1.5, 1.0, 2.0),
     ]

@@ -152,14 +152,14 @@ def test_hostile_text_is_only_text(report, make_run):
 def test_one_step_is_enough(report, make_run, step):
     row = {"step": step, "seconds": 1.0}
     metrics = [
-        {"kind": "train", **row, "ppo/score": 0.1, "ppo/kl": 0.0, "time/rollout": 0.0},
+        {"kind": "train", **row, "rl/score": 0.1, "rl/kl": 0.0, "time/rollout": 0.0},
         {"kind": "eval", **row, "eval/score": 0.1, "eval/kl": 0.0},
     ]
     check(report(make_run("ppo", metrics=metrics, evaluations=[{"step": step, "scores": [0.1]}])))
 
 
 def test_missing_pieces_are_left_out(report, make_run):
-    rows = [{"kind": "train", "step": s, "seconds": s, "ppo/score": 0.1 * s} for s in range(5)]
+    rows = [{"kind": "train", "step": s, "seconds": s, "rl/score": 0.1 * s} for s in range(5)]
     html = report(make_run("ppo", metrics=rows))
     assert check(html).ids == ["summary", "learning"]
     assert "training batch" in html
@@ -201,7 +201,7 @@ def test_long_runs_of_many_settings_stay_below_five_megabytes(report, make_run):
                 "kind": "train",
                 "step": s,
                 "seconds": s * 1.37,
-                **{f"ppo/{k}": s * 0.377 for k in keys},
+                **{f"rl/{k}": s * 0.377 for k in keys},
             }
             for s in range(1500)
         ]
@@ -296,8 +296,7 @@ def test_unfinished_runs_of_one_setting_are_drawn_as_far_as_they_came(report, ma
 
 def test_noisy_training_curves_are_smoothed_and_say_so(report, make_run):
     rows = [
-        {"kind": "train", "step": s, "seconds": s, "ppo/entropy": float(s % 2)}
-        for s in range(1, 91)
+        {"kind": "train", "step": s, "seconds": s, "rl/entropy": float(s % 2)} for s in range(1, 91)
     ]
     html = report(make_run("ppo", metrics=rows))
     # 90 steps: means over 3, of 0 and 1 in turn a third or two thirds
@@ -311,7 +310,7 @@ def test_what_most_people_said_is_a_row_of_its_own(make_run):
     from marlhf.report.sections.judged import judged
     from marlhf.runs.read import read_run
 
-    folder = make_run("new", metrics=[{"step": 1, "ppo/score": 1.0}])
+    folder = make_run("new", metrics=[{"step": 1, "rl/score": 1.0}])
     votes = {"ann": "aab", "ben": "abt", "cat": "abt"}  # pairs: a, b, tie
     for name, verdicts in votes.items():
         judgements = [

@@ -500,9 +500,9 @@ def run(folder, **changes):
 def alike(found, expected):
     assert len(found) == len(expected) == 2
     for line, other in zip(found, expected):
-        for key in ("ppo/score", "ppo/kl", "ppo/length", "ppo/policy_loss", "ppo/value_loss"):
+        for key in ("rl/score", "rl/kl", "rl/length", "rl/policy_loss", "rl/value_loss"):
             assert line[key] == pytest.approx(other[key], abs=1e-4), key
-        assert line["ppo/logprob_gap"] < 1e-5
+        assert line["rl/logprob_gap"] < 1e-5
 
 
 def test_a_run_is_the_same_with_either_engine(fake_vllm, serve, tmp_path):

@@ -6,19 +6,19 @@ from marlhf.runs.read import find_runs, number, read_run
 
 
 def test_a_torn_last_line_is_left_out_and_said(make_run):
-    folder = make_run("ppo", metrics=[{"kind": "train", "step": 1, "ppo/score": 0.5}])
+    folder = make_run("ppo", metrics=[{"kind": "train", "step": 1, "rl/score": 0.5}])
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"kind": "train", "step": 2, "ppo/sc')
+        file.write('{"kind": "train", "step": 2, "rl/sc')
     run = read_run(folder)
-    assert run.curve("ppo/score") == [(1, pytest.approx(math.nan, nan_ok=True), 0.5)]
+    assert run.curve("rl/score") == [(1, pytest.approx(math.nan, nan_ok=True), 0.5)]
     assert run.problems == ["1 broken line of metrics.jsonl left out"]
 
 
 def test_nan_and_infinity_are_gaps(make_run):
     values = [0.1, math.nan, math.inf, 1e300, None, "text", True, 0.2]
-    rows = [{"kind": "train", "step": i, "ppo/kl": v} for i, v in enumerate(values)]
+    rows = [{"kind": "train", "step": i, "rl/kl": v} for i, v in enumerate(values)]
     run = read_run(make_run("ppo", metrics=rows))
-    assert [(step, value) for step, _, value in run.curve("ppo/kl")] == [(0, 0.1), (7, 0.2)]
+    assert [(step, value) for step, _, value in run.curve("rl/kl")] == [(0, 0.1), (7, 0.2)]
 
 
 def test_a_number_too_large_for_a_float_is_a_gap():
@@ -26,9 +26,9 @@ def test_a_number_too_large_for_a_float_is_a_gap():
 
 
 def test_a_resumed_run_keeps_the_later_of_two_rows(make_run):
-    rows = [{"step": s, "seconds": 1.0, "ppo/kl": k} for s, k in ((1, 0.1), (2, 0.2), (2, 0.9))]
+    rows = [{"step": s, "seconds": 1.0, "rl/kl": k} for s, k in ((1, 0.1), (2, 0.2), (2, 0.9))]
     run = read_run(make_run("ppo", metrics=rows))
-    assert run.curve("ppo/kl") == [(1, 1.0, 0.1), (2, 1.0, 0.9)]
+    assert run.curve("rl/kl") == [(1, 1.0, 0.1), (2, 1.0, 0.9)]
 
 
 def test_evaluations_fill_in_what_metrics_do_not_say(make_run):
@@ -56,14 +56,16 @@ def test_a_run_without_run_json_still_has_a_name_and_a_stage(make_run):
     assert (run.name, run.stage, run.status) == ("mine", "sft", "unknown")
 
 
-def test_every_method_of_rl_answers_for_its_own_numbers(make_run):
-    lines = [{"kind": "train", "step": 1, "seconds": 1.0, "rloo/score": 0.5}]
-    run = read_run(make_run("mine", stage="rloo", metrics=lines))
-    assert run.is_policy
-    assert run.final("ppo/score") == run.final("rloo/score") == 0.5
-    folder = make_run("guessed", metrics=lines)
-    (folder / "run.json").unlink()
-    assert read_run(folder).stage == "rloo"
+def test_methods_of_rl_share_their_metrics_also_in_folders_of_version_0_1(make_run):
+    for prefix, stage in (("rl", "rloo"), ("rloo", "rloo"), ("rl", "ppo"), ("ppo", "ppo")):
+        line = {"kind": "train", "step": 1, "seconds": 1.0, f"{prefix}/score": 0.5}
+        if stage == "rloo":
+            line[f"{prefix}/group_std"] = 0.25
+        run = read_run(make_run(f"{prefix}-{stage}", stage=stage, metrics=[line]))
+        assert run.is_policy
+        assert run.final("rl/score") == 0.5
+        (run.path / "run.json").unlink()
+        assert read_run(run.path).stage == stage
 
 
 def test_dpo_has_no_score_to_rank_it_by(make_run):
@@ -76,7 +78,7 @@ def test_dpo_has_no_score_to_rank_it_by(make_run):
 @pytest.mark.parametrize("name", ["run.json", "config.yaml", "metrics.jsonl", "samples.jsonl"])
 @pytest.mark.parametrize("content", ["", "[1, 2]", "{", "\x00\xff", "null\n5\n"])
 def test_no_damaged_file_stops_the_reader(make_run, name, content):
-    folder = make_run("ppo", metrics=[{"kind": "train", "step": 1, "ppo/score": 0.5}])
+    folder = make_run("ppo", metrics=[{"kind": "train", "step": 1, "rl/score": 0.5}])
     (folder / name).write_bytes(content.encode("latin-1"))
     read_run(folder)
 
@@ -102,5 +104,5 @@ def test_an_empty_run_is_an_error_only_when_alone(make_run):
     empty = make_run("empty", metrics=[])
     with pytest.raises(ValueError, match="Nothing has been recorded yet"):
         find_runs([empty])
-    full = make_run("full", metrics=[{"kind": "train", "step": 1, "ppo/score": 0.5}])
+    full = make_run("full", metrics=[{"kind": "train", "step": 1, "rl/score": 0.5}])
     assert [run.is_empty for run in find_runs([empty, full])] == [True, False]

@@ -39,7 +39,7 @@ def make(tmp_path):
         run.model.mkdir()
         (run.model / "config.json").write_text(json.dumps({"architectures": [architecture]}))
         run.log("eval", 0, {"eval/score": 0.25, "eval/kl": 0.0, "eval/length": 30.0})
-        run.log("train", 1, {"ppo/score": 0.3})
+        run.log("train", 1, {"rl/score": 0.3})
         after = {"eval/score": 1.5, "eval/kl": 8.25, "eval/length": 41.0, "steps": 120}
         run.finish("finished", after)
         return run

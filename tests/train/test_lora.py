@@ -217,8 +217,8 @@ def test_the_reference_is_the_base_with_the_adapter_off(made):
     lines = read_lines(run.path)
     assert abs(next(x for x in lines if x.get("step") == 0)["eval/kl"]) < 1e-4
     first, _, third = [x for x in lines if x["kind"] == "train"]
-    assert abs(first["ppo/kl"]) < 1e-4
-    assert abs(third["ppo/kl"]) > 1e-3
+    assert abs(first["rl/kl"]) < 1e-4
+    assert abs(third["rl/kl"]) > 1e-3
     assert run.all.reference.base is run.all.policy.base
     assert torch.equal(logprobs(run.all.reference), logprobs(load_policy(run.config.model)))
 
@@ -345,7 +345,7 @@ def test_adapters_all_the_way_stand_on_one_base(alone, tmp_path):
     assert (logprobs(everything.reference) - logprobs(load_policy("tiny"))).abs().max() > 1e-3
     assert (logprobs(everything.policy) - logprobs(everything.reference)).abs().max() > 1e-3
     torch.testing.assert_close(scores(scorer.model), scores(load_scalar(str(alone.reward.model))))
-    assert abs(next(x for x in read_lines(run.path) if x["kind"] == "train")["ppo/kl"]) < 1e-4
+    assert abs(next(x for x in read_lines(run.path) if x["kind"] == "train")["rl/kl"]) < 1e-4
     described = json.loads((run.model / "adapter_config.json").read_text())
     assert (described["base_model_name_or_path"], described["r"]) == (
         "tiny",
@@ -478,8 +478,8 @@ def test_the_engine_follows_the_adapter_in_bfloat16(shared, tmp_path, device):
     assert kinds == {torch.bfloat16}
     assert {p.dtype for view in run.models.values() for p in view.parameters()} == {torch.float32}
     lines = [x for x in read_lines(run.path) if x["kind"] == "train"]
-    assert max(x["ppo/logprob_gap"] for x in lines) < 0.05
-    assert abs(lines[0]["ppo/kl"]) < 0.1
+    assert max(x["rl/logprob_gap"] for x in lines) < 0.05
+    assert abs(lines[0]["rl/kl"]) < 0.1
     assert not [line for line in run.warnings if "plain loop" in line]
 
 

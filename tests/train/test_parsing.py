@@ -20,7 +20,7 @@ def test_ppo_learns_along_constituents(ppo_config):
     lines = read_lines(config.output_dir)
     train = [line for line in lines if line["kind"] == "train"]
     assert len(train) == 3
-    assert all(1 < line["ppo/macro_length"] < 8 for line in train)
+    assert all(1 < line["rl/macro_length"] < 8 for line in train)
     samples = (Path(config.output_dir) / "samples.jsonl").read_text().splitlines()
     for sample in map(json.loads, samples):
         assert sample["starts"][0]
@@ -43,7 +43,7 @@ def test_rloo_learns_along_constituents(parents, tmp_path):
     )
     rloo.train(config)
     train = [line for line in read_lines(config.output_dir) if line["kind"] == "train"]
-    assert all(1 < line["rloo/macro_length"] < 8 for line in train)
+    assert all(1 < line["rl/macro_length"] < 8 for line in train)
 
 
 def test_workers_and_this_process_train_alike(ppo_config, monkeypatch):

@@ -32,7 +32,7 @@ def test_one_token_macros_are_ppo(ppo_config, monkeypatch):
 
     monkeypatch.setattr(ppo, "macro_gae", token_gae)
     assert macro == run(ppo_config("token", segmenter=NGram(math.inf))) or _same_but(
-        macro, run(ppo_config("token2", segmenter=NGram(math.inf))), "ppo/macro_length"
+        macro, run(ppo_config("token2", segmenter=NGram(math.inf))), "rl/macro_length"
     )
 
 
@@ -68,7 +68,7 @@ def test_macro_options_matter_at_five_tokens(ppo_config):
     plain = last("plain")
     for i, change in enumerate(({"sigma": "start"}, {"pooling": "mean"}, {"split_last": True})):
         changed = last(f"changed{i}", **change)
-        assert changed["ppo/advantage_norm"] != plain["ppo/advantage_norm"], change
+        assert changed["rl/advantage_norm"] != plain["rl/advantage_norm"], change
 
 
 def test_micro_batches_change_nothing(ppo_config):
@@ -80,8 +80,8 @@ def test_micro_batches_change_nothing(ppo_config):
 def test_several_epochs_and_mini_batches(ppo_config):
     lines = run(ppo_config(num_ppo_epochs=2, num_mini_batches=4, learning_rate=3e-3))
     train = [x for x in lines if x["kind"] == "train"]
-    assert all(x["ppo/approx_kl"] > 0 for x in train)  # the policy moved within a step
-    assert any(x["ppo/clip_fraction"] > 0 for x in train)
+    assert all(x["rl/approx_kl"] > 0 for x in train)  # the policy moved within a step
+    assert any(x["rl/clip_fraction"] > 0 for x in train)
 
 
 def test_one_update_needs_no_pass_of_the_old_policy(ppo_config, monkeypatch):
@@ -98,7 +98,7 @@ def test_one_update_needs_no_pass_of_the_old_policy(ppo_config, monkeypatch):
     calls.clear()
     run(ppo_config("two", num_steps=1, eval_prompts=1, num_ppo_epochs=2))
     assert calls.count(False) == 2 * once
-    assert {x["ppo/approx_kl"] for x in read_lines(ppo_config("one").output_dir)[1:2]} == {0.0}
+    assert {x["rl/approx_kl"] for x in read_lines(ppo_config("one").output_dir)[1:2]} == {0.0}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_one_update_needs_no_pass_of_the_old_policy(ppo_config, monkeypatch):
 )
 def test_every_rule_trains(ppo_config, rule):
     lines = run(ppo_config(segmenter=rule, num_steps=1))
-    assert lines[1]["ppo/macro_length"] >= 1
+    assert lines[1]["rl/macro_length"] >= 1
 
 
 def test_a_rule_that_starts_late_stops_with_the_remedy(ppo_config):
@@ -128,15 +128,15 @@ def test_a_rule_that_starts_late_stops_with_the_remedy(ppo_config):
 
 def test_kl_starts_at_zero_and_log_probs_agree_with_training(ppo_config):
     first = run(ppo_config(num_steps=1))[1]
-    assert abs(first["ppo/kl"]) < 1e-4
-    assert first["ppo/logprob_gap"] < 1e-5
+    assert abs(first["rl/kl"]) < 1e-4
+    assert first["rl/logprob_gap"] < 1e-5
 
 
 def test_temperature_is_that_of_the_log_probs(ppo_config):
     sampling = Sampling(max_new_tokens=12, temperature=0.6)
     first = run(ppo_config(num_steps=1, sampling=sampling))[1]
-    assert abs(first["ppo/kl"]) < 1e-4
-    assert first["ppo/logprob_gap"] < 1e-5
+    assert abs(first["rl/kl"]) < 1e-4
+    assert first["rl/logprob_gap"] < 1e-5
 
 
 def test_normalised_scores_start_at_mean_zero(ppo_config):
@@ -147,16 +147,16 @@ def test_normalised_scores_start_at_mean_zero(ppo_config):
 def test_missing_end_costs(ppo_config):
     plain = run(ppo_config("plain", num_steps=1))[1]
     fined = run(ppo_config("fined", num_steps=1, missing_eos_penalty=2.0))[1]
-    cut_off = 1 - plain["ppo/ended"]
+    cut_off = 1 - plain["rl/ended"]
     assert cut_off > 0
     torch.testing.assert_close(
-        torch.tensor(plain["ppo/score"] - fined["ppo/score"]), torch.tensor(2.0 * cut_off)
+        torch.tensor(plain["rl/score"] - fined["rl/score"]), torch.tensor(2.0 * cut_off)
     )
 
 
 def test_adaptive_kl_moves_the_coefficient(ppo_config):
     lines = run(ppo_config(num_steps=3, kl_target=1.0, kl_horizon=10, eval_every=0))
-    coefs = [x["ppo/kl_coef"] for x in lines if x["kind"] == "train"]
+    coefs = [x["rl/kl_coef"] for x in lines if x["kind"] == "train"]
     assert coefs[1] == pytest.approx(coefs[0] * (1 - 0.2 * 8 / 10))  # the KL was below target
 
 
@@ -353,6 +353,6 @@ def test_the_pass_that_values_trains_the_critic_as_one_of_its_own_would(ppo_conf
     counts = ppo.count(plan.segments)
     loss = ppo.value_loss(again, plan.values, plan.returns, plan.segments, counts, config)
     loss.backward()
-    torch.testing.assert_close(losses["ppo/value_loss"], loss.detach())
+    torch.testing.assert_close(losses["rl/value_loss"], loss.detach())
     for mine, p in zip(once, models.critic.parameters(), strict=True):
         torch.testing.assert_close(mine, p.grad, rtol=1e-4, atol=1e-6)

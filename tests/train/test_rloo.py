@@ -148,7 +148,7 @@ def test_gradients_are_those_of_the_equations(method, budget):
     models = SimpleNamespace(policy=model, world=HERE)
     losses = rloo.backward([0, 1, 2, 3], found, plan, models, config, 0.3)
     if method == "grpo":
-        torch.testing.assert_close(losses["rloo/policy_loss"], wanted.detach())
+        torch.testing.assert_close(losses["rl/policy_loss"], wanted.detach())
     for p, gradient in zip(model.parameters(), gradients):
         torch.testing.assert_close(p.grad, gradient, rtol=1e-3, atol=1e-5)
 
@@ -156,14 +156,14 @@ def test_gradients_are_those_of_the_equations(method, budget):
 def test_metrics_are_ppos_without_the_critics(rloo_config):
     lines = run(rloo_config())
     train = next(x for x in lines if x["kind"] == "train")
-    assert abs(train["rloo/kl"]) < 1e-4
-    assert train["rloo/logprob_gap"] < 1e-5
-    assert train["rloo/approx_kl"] == train["rloo/clip_fraction"] == 0
-    assert train["rloo/macro_length"] == train["rloo/length"]  # one action a response
-    assert train["rloo/group_std"] > 0
-    assert not any("value" in key or key.startswith("ppo/") for key in train)
+    assert abs(train["rl/kl"]) < 1e-4
+    assert train["rl/logprob_gap"] < 1e-5
+    assert train["rl/approx_kl"] == train["rl/clip_fraction"] == 0
+    assert train["rl/macro_length"] == train["rl/length"]  # one action a response
+    assert train["rl/group_std"] > 0
+    assert not any("value" in key or "critic" in key or "variance" in key for key in train)
     page = (Path(__file__).parents[2] / "docs" / "baselines.md").read_text()
-    assert [k for k in train if k.startswith("rloo/") and f"`{k}`" not in page] == []
+    assert [k for k in train if k.startswith("rl/") and f"`{k}`" not in page] == []
 
 
 def test_each_prompt_has_different_responses(rloo_config, monkeypatch):
@@ -195,8 +195,8 @@ def test_micro_batches_change_nothing(rloo_config):
 def test_several_mini_batches_are_clipped(rloo_config):
     lines = run(rloo_config(num_mini_batches=4, learning_rate=3e-3))
     train = [x for x in lines if x["kind"] == "train"]
-    assert all(x["rloo/approx_kl"] > 0 for x in train)
-    assert any(x["rloo/clip_fraction"] > 0 for x in train)
+    assert all(x["rl/approx_kl"] > 0 for x in train)
+    assert any(x["rl/clip_fraction"] > 0 for x in train)
 
 
 def test_it_resumes_identically(rloo_config, monkeypatch):
@@ -252,7 +252,7 @@ def test_python_objects_and_scores_that_are_all_alike(tmp_path):
             sampling=Sampling(max_new_tokens=6),
         )
         rloo.train(config, objects)
-        assert read_lines(config.output_dir)[0]["rloo/policy_grad_norm"] == 0
+        assert read_lines(config.output_dir)[0]["rl/policy_grad_norm"] == 0
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
 
 

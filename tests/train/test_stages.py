@@ -126,8 +126,8 @@ def test_the_whole_path_for_other_architectures(name, tmp_path):
         )
     )
     first = next(x for x in read_lines(tmp_path / "ppo") if x["kind"] == "train")
-    assert abs(first["ppo/kl"]) < 1e-4
-    assert first["ppo/logprob_gap"] < 1e-5
+    assert abs(first["rl/kl"]) < 1e-4
+    assert first["rl/logprob_gap"] < 1e-5
 
 
 def test_a_reward_model_with_another_tokenizer(ppo_config, parents, tmp_path):

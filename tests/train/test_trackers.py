@@ -54,14 +54,14 @@ def events(path):
 def test_tensorboard_has_every_number_and_the_settings(tmp_path):
     trackers = Trackers("tensorboard", tmp_path, name="run", config_raw={"seed": 7})
     trackers.log(0, {"eval/score": 0.25})
-    trackers.log(1, {"ppo/score": 0.5, "ppo/kl": 2, "kind": "train", "none": None})
-    trackers.log(2, {"ppo/score": 1.5})
+    trackers.log(1, {"rl/score": 0.5, "rl/kl": 2, "kind": "train", "none": None})
+    trackers.log(2, {"rl/score": 1.5})
     trackers.finish("finished")
     scalars, text = events(tmp_path)
     assert scalars == {
         "eval/score": [(0, 0.25)],
-        "ppo/score": [(1, 0.5), (2, 1.5)],
-        "ppo/kl": [(1, 2.0)],
+        "rl/score": [(1, 0.5), (2, 1.5)],
+        "rl/kl": [(1, 2.0)],
     }
     assert '"seed": 7' in text
     assert [p.name for p in tmp_path.iterdir()] == ["tensorboard"]
@@ -89,14 +89,14 @@ def test_tensorboard_forgets_steps_that_are_taken_again(tmp_path, done, expected
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_dashboards_get_the_run_its_settings_and_its_numbers(dashboards, tmp_path, name):
     trackers = Trackers([name], tmp_path, name="my ppo", config_raw={"seed": 7})
-    trackers.log(1, {"ppo/score": 0.5})
+    trackers.log(1, {"rl/score": 0.5})
     trackers.log(1, {"eval/score": math.nan, "kind": "eval"})
     trackers.finish("finished")
     [run] = dashboards[name]
     assert run.given["project"] == "marlhf"
     assert run.given["resume"] == "allow"
     assert run.given["config"] == {"seed": 7}
-    assert run.logged[0] == (1, {"ppo/score": 0.5})
+    assert run.logged[0] == (1, {"rl/score": 0.5})
     assert run.logged[1][1].keys() == {"eval/score"}
     assert run.ended is not None
     if name == "wandb":

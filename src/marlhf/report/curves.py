@@ -16,8 +16,8 @@ POINTS_A_CHART = 1500
 """Shared by the lines of a chart, so that forty runs still make a page one can mail."""
 
 SHARES = {
-    "ppo/clip_fraction",
-    "ppo/ended",
+    "rl/clip_fraction",
+    "rl/ended",
     "eval/ended",
     "eval/repetition",
     "eval/win_rate",

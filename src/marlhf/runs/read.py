@@ -77,13 +77,7 @@ class Run:
         return max(steps, default=None)
 
     def curve(self, key: str) -> list[tuple[int, float, float]]:
-        """(step, seconds, value) wherever `key` was recorded; seconds may be NaN.
-
-        Methods of reinforcement learning record the same numbers, each under its own name: asked
-        for `ppo/score`, a run of RLOO gives its `rloo/score`.
-        """
-        if self.is_policy:
-            key = re.sub("^ppo/", f"{self.stage}/", key)
+        """(step, seconds, value) wherever `key` was recorded; seconds may be NaN."""
         rows = self.evals if key.startswith("eval/") else self.train
         return [
             (row["step"], number(row.get("seconds")), value)
@@ -149,7 +143,7 @@ def read_run(path: Path | str) -> Run:
         )
     problems: list[str] = []
     about = _read_about(path / "run.json", problems)
-    metrics = _read_lines(path / "metrics.jsonl", problems)
+    metrics = [_current_names(row) for row in _read_lines(path / "metrics.jsonl", problems)]
     train = _by_step(row for row in metrics if row.get("kind", "train") == "train")
     evaluations = [
         evaluation
@@ -249,6 +243,11 @@ def _read_lines(path: Path, problems: list[str]) -> list[Row]:
     return rows
 
 
+def _current_names(row: Row) -> Row:
+    """Metrics of PPO and RLOO begin with `rl/`; version 0.1 wrote `ppo/` and `rloo/`."""
+    return {re.sub("^(ppo|rloo)/", "rl/", key): value for key, value in row.items()}
+
+
 def _by_step(rows: Iterator[Row] | list[Row]) -> list[Row]:
     """One row a step, in order; the later one wins, as in a run resumed from a checkpoint."""
     found: dict[int, Row] = {}
@@ -297,5 +296,8 @@ def _mean(values: list[float]) -> float:
 
 
 def _guess_stage(rows: list[Row]) -> str:
-    keys = {key.split("/")[0] for row in rows[:1] for key in row}
-    return next((stage for stage in STAGES if stage in keys), "ppo")
+    keys = {key for row in rows[:1] for key in row}
+    if "rl/group_std" in keys:  # PPO has no groups of responses to a prompt
+        return "rloo"
+    prefixes = {key.split("/")[0] for key in keys}
+    return next((stage for stage in STAGES if stage in prefixes), "ppo")

@@ -119,9 +119,9 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             clock.mark("update")
             metrics |= describe(experience, plan, controller.coef) | reward_parts(models)
             numbers = to_numbers(metrics) | clock.times(len(batch))
-            controller.update(numbers["ppo/kl"], len(batch))
-            watch(step, numbers["ppo/explained_variance"])
-            loop.log(numbers, show=("ppo/score", "ppo/kl", "ppo/length"))
+            controller.update(numbers["rl/kl"], len(batch))
+            watch(step, numbers["rl/explained_variance"])
+            loop.log(numbers, show=("rl/score", "rl/kl", "rl/length"))
             if loop.must_evaluate:
                 loop.verdict = probe(step, controller.coef)
             if loop.must_save:
@@ -166,7 +166,7 @@ def appraise(
             loss = value_loss(found, told, plan.returns, segments, counts, config) * micro.weight
             loss.backward()
             total += loss.detach()
-    return world.sum(values), {"ppo/value_loss": world.sum(total)} if learn else {}
+    return world.sum(values), {"rl/value_loss": world.sum(total)} if learn else {}
 
 
 @torch.no_grad()
@@ -215,11 +215,11 @@ def update(
                 )
             ]
             gathered.append(
-                losses | {"ppo/policy_grad_norm": norms[0], "ppo/critic_grad_norm": norms[1]}
+                losses | {"rl/policy_grad_norm": norms[0], "rl/critic_grad_norm": norms[1]}
             )
     models.engine.update_weights(models.policy)
     means = {name: torch.stack([g[name] for g in gathered]).mean() for name in gathered[0]}
-    return means | {"ppo/learning_rate": torch.tensor(policy_rate)}
+    return means | {"rl/learning_rate": torch.tensor(policy_rate)}
 
 
 def backward(
@@ -230,8 +230,8 @@ def backward(
     device = chosen.mask.device
     where = send(torch.tensor(mini), device)
     counts = count(Segments(plan.segments.ids[where], plan.segments.mask[where]))
-    names = ["ppo/policy_loss", "ppo/clip_fraction", "ppo/approx_kl", "ppo/logprob_gap"]
-    names += [] if config.one_update else ["ppo/value_loss"]  # `appraise` has seen to it
+    names = ["rl/policy_loss", "rl/clip_fraction", "rl/approx_kl", "rl/logprob_gap"]
+    names += [] if config.one_update else ["rl/value_loss"]  # `appraise` has seen to it
     sums = {name: torch.zeros((), device=device) for name in names}
     for micro in world.batches(chosen.total_lengths, config.token_budget):
         part, index = chosen.rows(micro.rows), where[send(torch.tensor(micro.rows), device)]
@@ -257,16 +257,16 @@ def backward(
             num_tokens=counts["token" if config.ratio == "token" else "macro"],
         )
         (loss * micro.weight).backward()  # before the critic's pass: less is in memory at once
-        found = {"ppo/policy_loss": loss}
+        found = {"rl/policy_loss": loss}
         if not config.one_update:
             with autocast(device, config.precision):
                 values = token_values(models.critic, part)
             before, returns = cut(plan.values), cut(plan.returns)
             loss = value_loss(values, before, returns, segments, counts, config)
             (loss * micro.weight).backward()
-            found["ppo/value_loss"] = loss
+            found["rl/value_loss"] = loss
         moved = drift(logprobs, old, cut(experience.logprobs), segments, counts["token"], config)
-        found |= {f"ppo/{name}": value for name, value in moved.items()}
+        found |= {f"rl/{name}": value for name, value in moved.items()}
         for name, value in found.items():
             sums[name] += value.detach() * micro.weight
     return dict(zip(sums, world.sum(torch.stack(list(sums.values())))))
@@ -326,17 +326,17 @@ def describe(experience: Experience, plan: Credit, kl_coef: float) -> dict[str, 
     lengths = mask.sum(dim=1).float()
     actions = plan.segments.macro_mask.sum().float()
     return {
-        "ppo/score": experience.scores.mean(),
-        "ppo/score_std": experience.scores.std(correction=0),
-        "ppo/reward": plan.rewards.sum(dim=1).mean(),
-        "ppo/kl": kl.mean(),
-        "ppo/kl_coef": torch.tensor(kl_coef),
-        "ppo/length": lengths.mean(),
-        "ppo/ended": experience.ended.float().mean(),
-        "ppo/entropy": -masked_mean(experience.logprobs, mask),
-        "ppo/macro_length": lengths.sum() / actions.clamp(min=1),
-        "ppo/advantage_norm": torch.linalg.vector_norm(plan.advantages),
-        "ppo/q_norm": torch.linalg.vector_norm(plan.returns),
-        "ppo/value": masked_mean(plan.values, mask),
-        "ppo/explained_variance": explained_variance(plan.values, plan.returns, mask),
+        "rl/score": experience.scores.mean(),
+        "rl/score_std": experience.scores.std(correction=0),
+        "rl/reward": plan.rewards.sum(dim=1).mean(),
+        "rl/kl": kl.mean(),
+        "rl/kl_coef": torch.tensor(kl_coef),
+        "rl/length": lengths.mean(),
+        "rl/ended": experience.ended.float().mean(),
+        "rl/entropy": -masked_mean(experience.logprobs, mask),
+        "rl/macro_length": lengths.sum() / actions.clamp(min=1),
+        "rl/advantage_norm": torch.linalg.vector_norm(plan.advantages),
+        "rl/q_norm": torch.linalg.vector_norm(plan.returns),
+        "rl/value": masked_mean(plan.values, mask),
+        "rl/explained_variance": explained_variance(plan.values, plan.returns, mask),
     }

@@ -49,7 +49,7 @@ from marlhf.train.rloo_config import RLOOConfig
 from marlhf.train.stage import batch_rows, count_steps
 from marlhf.train.timing import Clock, to_numbers
 
-OF_THE_CRITIC = ("ppo/value", "ppo/explained_variance")
+OF_THE_CRITIC = ("rl/value", "rl/explained_variance")
 """What PPO measures and these methods do not have."""
 
 
@@ -114,8 +114,8 @@ def train(config: RLOOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             clock.mark("update")
             metrics |= describe(experience, plan, config, controller.coef) | reward_parts(models)
             numbers = to_numbers(metrics) | clock.times(len(batch))
-            controller.update(numbers["rloo/kl"], len(batch))
-            loop.log(numbers, show=("rloo/score", "rloo/kl", "rloo/length"))
+            controller.update(numbers["rl/kl"], len(batch))
+            loop.log(numbers, show=("rl/score", "rl/kl", "rl/length"))
             if loop.must_evaluate:
                 loop.verdict = probe(step, controller.coef)
             if loop.must_save:
@@ -196,12 +196,12 @@ def update(
     gathered: list[dict[str, Tensor]] = []
     for mini in order.chunk(config.num_mini_batches):
         losses = backward(mini.tolist(), experience, plan, models, config, kl_coef)
-        check_finite([("rloo/policy_loss", losses["rloo/policy_loss"])])
+        check_finite([("rl/policy_loss", losses["rl/policy_loss"])])
         norm = apply_update(models.policy, optimizer, rate, config.max_grad_norm, models.world)
-        gathered.append(losses | {"rloo/policy_grad_norm": norm})
+        gathered.append(losses | {"rl/policy_grad_norm": norm})
     models.engine.update_weights(models.policy)
     means = {name: torch.stack([g[name] for g in gathered]).mean() for name in gathered[0]}
-    return means | {"rloo/learning_rate": torch.tensor(rate)}
+    return means | {"rl/learning_rate": torch.tensor(rate)}
 
 
 def backward(
@@ -219,7 +219,7 @@ def backward(
     counts = count(Segments(plan.segments.ids[where], plan.segments.mask[where]))
     num_terms = counts["token" if config.ratio == "token" else "macro"]
     names = ("policy_loss", "clip_fraction", "approx_kl", "logprob_gap")
-    sums = {f"rloo/{name}": torch.zeros((), device=device) for name in names}
+    sums = {f"rl/{name}": torch.zeros((), device=device) for name in names}
     for micro in world.batches(chosen.total_lengths, config.token_budget):
         part, index = chosen.rows(micro.rows), where[send(torch.tensor(micro.rows), device)]
         mask, width = part.mask, part.mask.shape[1]
@@ -249,7 +249,7 @@ def backward(
         (loss * micro.weight).backward()
         moved = drift(logprobs, old, cut(experience.logprobs), segments, counts["token"], config)
         for name, value in ({"policy_loss": loss} | moved).items():
-            sums[f"rloo/{name}"] += value.detach() * micro.weight
+            sums[f"rl/{name}"] += value.detach() * micro.weight
     return dict(zip(sums, world.sum(torch.stack(list(sums.values())))))
 
 
@@ -265,10 +265,6 @@ def describe(
 ) -> dict[str, Tensor]:
     """PPO's numbers about a batch, but for the critic's, and the spread within prompts."""
     numbers = ppo.describe(experience, plan, kl_coef)
-    renamed = {
-        name.replace("ppo/", "rloo/"): value
-        for name, value in numbers.items()
-        if name not in OF_THE_CRITIC
-    }
+    shared = {name: value for name, value in numbers.items() if name not in OF_THE_CRITIC}
     by_prompt = experience.scores.view(-1, config.num_samples)
-    return renamed | {"rloo/group_std": by_prompt.std(dim=1).mean()}
+    return shared | {"rl/group_std": by_prompt.std(dim=1).mean()}

@@ -57,7 +57,7 @@ class Trackers:
 
     >>> import tempfile
     >>> trackers = Trackers("tensorboard", tempfile.mkdtemp(), name="ppo", config_raw={"seed": 0})
-    >>> trackers.log(1, {"ppo/score": 0.5})
+    >>> trackers.log(1, {"rl/score": 0.5})
     >>> trackers.finish("finished")
     """
 

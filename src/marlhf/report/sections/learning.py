@@ -10,9 +10,9 @@ from marlhf.report.page import grid, section
 def learning(policies: list[Group]) -> str:
     """Score beside gold, KL, length and repetition, over steps and over seconds."""
     measures = [
-        ("Score", ("eval/score", "ppo/score")),
-        ("KL (nats a response)", ("eval/kl", "ppo/kl")),
-        ("Length (tokens)", ("eval/length", "ppo/length")),
+        ("Score", ("eval/score", "rl/score")),
+        ("KL (nats a response)", ("eval/kl", "rl/kl")),
+        ("Length (tokens)", ("eval/length", "rl/length")),
         ("Gold score", ("eval/gold",)),
         ("Repetition", ("eval/repetition",)),
         ("Wins against SFT", ("eval/win_rate",)),

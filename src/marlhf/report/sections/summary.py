@@ -127,7 +127,7 @@ def _policy_table(policies: list[Group]) -> str:
         score = final_score(group)
         note = ""
         if not math.isfinite(score.mean):
-            score = Interval(group.final("ppo/score"), math.nan, math.nan, 0)
+            score = Interval(group.final("rl/score"), math.nan, math.nan, 0)
             note = "training batch" if math.isfinite(score.mean) else ""
         seconds = interval([run.seconds for run in group.runs if run.seconds is not None]).mean
         values = [group.final(key) for _, key, _ in measures]

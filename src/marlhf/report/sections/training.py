@@ -10,16 +10,16 @@ from marlhf.report.page import grid, section
 def training(policies: list[Group]) -> str:
     """What the optimiser saw, batch by batch."""
     measures = [
-        ("L2 norm of advantages", ("ppo/advantage_norm",)),
-        ("L2 norm of Q-values", ("ppo/q_norm",)),
-        ("Reward after the KL penalty", ("ppo/reward",)),
-        ("Policy loss", ("ppo/policy_loss",)),
-        ("Value loss", ("ppo/value_loss",)),
-        ("Entropy", ("ppo/entropy",)),
-        ("Share of clipped ratios", ("ppo/clip_fraction",)),
-        ("Tokens a macro action", ("ppo/macro_length",)),
-        ("Variance the critic foresaw", ("ppo/explained_variance",)),
-        ("Responses that end by themselves", ("eval/ended", "ppo/ended")),
+        ("L2 norm of advantages", ("rl/advantage_norm",)),
+        ("L2 norm of Q-values", ("rl/q_norm",)),
+        ("Reward after the KL penalty", ("rl/reward",)),
+        ("Policy loss", ("rl/policy_loss",)),
+        ("Value loss", ("rl/value_loss",)),
+        ("Entropy", ("rl/entropy",)),
+        ("Share of clipped ratios", ("rl/clip_fraction",)),
+        ("Tokens a macro action", ("rl/macro_length",)),
+        ("Variance the critic foresaw", ("rl/explained_variance",)),
+        ("Responses that end by themselves", ("eval/ended", "rl/ended")),
     ]
     return section(
         "training",
