@@ -26,6 +26,7 @@ from marlhf.judge.annotate.tasks import GUIDES, Comparison, a_is_left
 from marlhf.judge.compare import judge
 from marlhf.judge.criteria import TASKS
 from marlhf.judge.pairs import JudgeError
+from marlhf.report.sections.judged import judged
 from marlhf.runs.read import read_run
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +107,7 @@ def test_verdicts_flow_into_agreement_and_report_as_a_judge_s_do(make_run, tmp_p
     sample = [{"step": 1, **row} for row in rows_of("new", 10, same=(3,))]
     run = make_run("new", samples=sample)
     old = write(tmp_path / "old.jsonl", rows_of("old", 10, same=(3,)))
-    judged = judge(run, old, "scores:rm")  # old has the higher letter
+    by_score = judge(run, old, "scores:rm")  # old has the higher letter
     store = open_votes([run, old])
     prefer(store, "Ann", "old")
     prefer(store, "Bob", "new")
@@ -117,7 +118,7 @@ def test_verdicts_flow_into_agreement_and_report_as_a_judge_s_do(make_run, tmp_p
     assert table["person:Ann", "scores:rm"].kappa.mean == 1.0
     assert table["person:Ann", "scores:rm"].pairs == 10
     assert table["person:Bob", "scores:rm"].agreement.mean == 0.1  # the tie
-    assert found[0]["loss"] == judged["loss"]
+    assert found[0]["loss"] == by_score["loss"]
     html = judged([read_run(run)])
     assert "new against old, by person:Ann (hh)" in html
     assert "How far the judges agree" in html
