@@ -5,7 +5,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from marlhf.spans.english import parse_english
-from marlhf.spans.parser import Phrase, nested
+from marlhf.spans.phrases import Phrase, nested
 from marlhf.spans.show import draw_trees
 from marlhf.spans.words import split_sentences
 

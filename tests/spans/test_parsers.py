@@ -3,8 +3,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from marlhf.spans.dependencies import Word, constituents
-from marlhf.spans.parser import ParserError, Phrase, build_parser
+from marlhf.spans.parser import build_parser
+from marlhf.spans.phrases import ParserError, Phrase
+from marlhf.spans.spacy_parser import Word, constituents
 
 TEXT = "She saw the old car."
 WORDS = [(0, 3), (4, 7), (8, 11), (12, 15), (16, 19), (19, 20)]

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from marlhf.core import Constituents, NGram, Perplexity, Sentences, Words
 from marlhf.data.rows import DataError
 from marlhf.spans.apply import SegmenterError
-from marlhf.spans.parser import ParserError
+from marlhf.spans.phrases import ParserError
 from marlhf.spans.show import cut_text, draw_trees, paint
 
 RULES = (NGram(3), Words(), Sentences())

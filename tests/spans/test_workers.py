@@ -8,7 +8,8 @@ import time
 import pytest
 
 from marlhf.spans import workers
-from marlhf.spans.parser import ParserError, build_parser
+from marlhf.spans.parser import build_parser
+from marlhf.spans.phrases import ParserError
 from marlhf.spans.workers import ParserPool, parse_flat
 
 TEXTS = ["The fox met an owl. 🍎 It ran!", "", "a\u2028b \ud800 c", "no way\n1. list"] * 5

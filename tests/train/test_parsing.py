@@ -7,7 +7,7 @@ from conftest import TOY, assert_close, read_lines
 from marlhf.core import Constituents
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
-from marlhf.spans.parser import ParserError
+from marlhf.spans.phrases import ParserError
 from marlhf.train import parsing, ppo, rloo
 from marlhf.train.rloo_config import RLOOConfig
 

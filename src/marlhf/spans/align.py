@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from marlhf.spans.token_text import special_tokens, token_bytes
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -89,8 +91,6 @@ class TokenBytes:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> TokenBytes:
-        from marlhf.spans.token_text import special_tokens, token_bytes  # these need torch
-
         table = token_bytes(tokenizer)
         for i in special_tokens(tokenizer).values():
             table[i] = b""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from marlhf.spans.parser import Phrase, nested
+from marlhf.spans.phrases import Phrase, nested
 from marlhf.spans.tagging import tag, verb_follows
 from marlhf.spans.words import Word, split_sentences
 
@@ -39,6 +39,13 @@ def parse_english(text: str) -> list[Phrase]:
     for words in split_sentences(text):
         phrases += _parse_sentence(words)
     return phrases
+
+
+class EnglishParser:
+    """`parse_english` as a `Parser`."""
+
+    def __call__(self, texts: Sequence[str]) -> list[list[Phrase]]:
+        return [parse_english(text) for text in texts]
 
 
 def _parse_sentence(words: Sequence[Word]) -> list[Phrase]:

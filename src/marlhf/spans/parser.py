@@ -1,91 +1,36 @@
-"""What a parser is: text in, nested phrases out, whoever does the work.
-
-Nothing here or in the parsers themselves needs torch, so that worker processes start at once and
-never see a GPU.
-"""
+"""The parser that a recipe names. What one needs beyond marlhf is imported when it is built."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
 
-from marlhf.errors import MarlhfError
+from marlhf.spans.benepar_parser import BeneparParser
+from marlhf.spans.english import EnglishParser
+from marlhf.spans.mixed import MixedParser
+from marlhf.spans.phrases import Parser, ParserError
+from marlhf.spans.python import PythonParser
+from marlhf.spans.spacy_parser import SpacyParser
+from marlhf.spans.stanza_parser import StanzaParser
 
-
-class ParserError(MarlhfError, ValueError):
-    """A parser that is not there, or cannot be used as asked."""
-
-
-class Phrase(NamedTuple):
-    """Characters `begin` to before `end`, and what they are: `NP`, `if_statement`; a word is ``."""
-
-    begin: int
-    end: int
-    label: str = ""
-
-
-class Parser(Protocol):
-    """Phrases of each text, nested and sorted as a tree is walked: a phrase before its parts.
-
-    Those that lie in no other are its sentences, or a program's statements. Every text is
-    parsed, whatever it holds; the same text always has the same phrases.
-    """
-
-    def __call__(self, texts: Sequence[str]) -> list[list[Phrase]]: ...
-
-
-KINDS = ("english", "python", "auto", "spacy:NAME", "stanza:LANGUAGE", "benepar:NAME")
+PARSERS: dict[str, Callable[[], Parser]] = {
+    "english": EnglishParser,
+    "python": PythonParser,
+    "auto": MixedParser,
+}
+MODEL_PARSERS: dict[str, Callable[[str], Parser]] = {
+    "spacy": SpacyParser,
+    "stanza": StanzaParser,
+    "benepar": BeneparParser,
+}
+"""Parsers with trained models, which stand behind a colon."""
+NAMES = (*PARSERS, "spacy:NAME", "stanza:LANGUAGE", "benepar:NAME")
 
 
 def build_parser(name: str) -> Parser:
-    """The parser that a recipe names; what it needs beyond marlhf is imported only now."""
+    """The parser called `name`, such as `english` or `spacy:en_core_web_sm`."""
+    if name in PARSERS:
+        return PARSERS[name]()
     kind, _, model = name.partition(":")
-    if name == "english":
-        from marlhf.spans.english import parse_english
-
-        return lambda texts: [parse_english(text) for text in texts]
-    if name == "python":
-        from marlhf.spans.code import PythonParser
-
-        return PythonParser()
-    if name == "auto":
-        from marlhf.spans.code import MixedParser
-
-        return MixedParser()
-    if kind == "spacy" and model:
-        from marlhf.spans.dependencies import SpacyParser
-
-        return SpacyParser(model)
-    if kind == "stanza" and model:
-        from marlhf.spans.treebank import StanzaParser
-
-        return StanzaParser(model)
-    if kind == "benepar" and model:
-        from marlhf.spans.treebank import BeneparParser
-
-        return BeneparParser(model)
-    raise ParserError(f"There is no parser {name!r}. It is one of {', '.join(KINDS)}.")
-
-
-def nested(phrases: Iterable[Phrase]) -> list[Phrase]:
-    """Phrases in the order of a tree, without empty ones, repetitions and those that cross others.
-
-    >>> nested([Phrase(4, 9), Phrase(0, 6, "NP"), Phrase(0, 6, "S"), Phrase(2, 2)])
-    [Phrase(begin=0, end=6, label='NP')]
-    """
-    kept: list[Phrase] = []
-    open_ends: list[int] = []
-    last = (-1, -1)
-    # The sort is stable: of phrases over the same characters the first given stays.
-    for phrase in sorted(phrases, key=lambda p: (p[0], -p[1])):
-        begin, end, _ = phrase
-        if end <= begin or (begin, end) == last:
-            continue
-        while open_ends and open_ends[-1] <= begin:
-            open_ends.pop()
-        if open_ends and end > open_ends[-1]:
-            continue
-        kept.append(phrase)
-        open_ends.append(end)
-        last = (begin, end)
-    return kept
+    if kind in MODEL_PARSERS and model:
+        return MODEL_PARSERS[kind](model)
+    raise ParserError(f"There is no parser {name!r}. It is one of {', '.join(NAMES)}.")

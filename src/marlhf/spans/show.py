@@ -13,7 +13,8 @@ from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import load_policy, load_tokenizer
 from marlhf.spans.align import TokenBytes
 from marlhf.spans.apply import apply_segmenter
-from marlhf.spans.parser import Phrase, build_parser
+from marlhf.spans.parser import build_parser
+from marlhf.spans.phrases import Phrase
 from marlhf.spans.token_text import vocabulary
 from marlhf.spans.workers import parse_flat
 

@@ -9,12 +9,11 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
-
-from marlhf.core import Vocabulary
-
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
+
+    from marlhf.core import Vocabulary
 
 SPACE_MARK = "\u2581"  # SentencePiece writes a space so
 BYTE_SPACE = "\u0120"  # and GPT-2 so
@@ -25,11 +24,16 @@ SENTENCE_END = re.compile(r"[.!?\u3002\uff01\uff1f][\"')\]\u201d\u2019]*\s*$")
 
 def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int | None = None) -> Vocabulary:
     """Tables over all tokens; `size` where the model embeds more than the tokenizer has."""
+    # Loaded here and not above: the parsers' processes import this package and need no torch.
+    import torch
+
+    from marlhf.core import Vocabulary
+
     texts = token_texts(tokenizer)
     texts += [""] * max(0, (size or 0) - len(texts))
     special = set(special_tokens(tokenizer).values())
 
-    def table(test) -> torch.Tensor:
+    def table(test: Callable[[int, str], bool]) -> Tensor:
         return torch.tensor([test(i, text) for i, text in enumerate(texts)], dtype=torch.bool)
 
     return Vocabulary(

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from marlhf.spans.parser import Parser, ParserError, build_parser
+from marlhf.spans.parser import build_parser
+from marlhf.spans.phrases import Parser, ParserError
 
 Flat = list[list[int]]
 """For each text begin, end, begin, end, ... of its phrases, as a tree is walked."""

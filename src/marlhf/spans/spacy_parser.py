@@ -1,11 +1,11 @@
-"""Dependencies turned into constituents, and spaCy pipelines that give them."""
+"""Constituents from the dependencies that a spaCy pipeline finds, where spaCy is installed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from marlhf.spans.parser import ParserError, Phrase, nested
+from marlhf.spans.phrases import ParserError, Phrase, nested
 
 SUBJECTS = frozenset({"nsubj", "nsubjpass", "nsubj:pass", "csubj", "csubjpass", "expl"})
 LABELS = {"NOUN": "NP", "PROPN": "NP", "PRON": "NP", "ADP": "PP", "VERB": "VP", "AUX": "VP"}

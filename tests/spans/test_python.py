@@ -2,8 +2,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marlhf.spans.code import MixedParser, PythonParser, looks_like_code
-from marlhf.spans.parser import nested
+from marlhf.spans.mixed import MixedParser, looks_like_code
+from marlhf.spans.phrases import nested
+from marlhf.spans.python import PythonParser
 
 pytest.importorskip("tree_sitter_python")
 PROGRAM = """\
