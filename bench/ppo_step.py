@@ -39,7 +39,8 @@ from marlhf.models.adapters import FrozenBase, LoRA, frozen_dtype, store_matrice
 from marlhf.models.compile import compile_blocks
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.reward import RewardModel, Rewards
-from marlhf.rollout import NativeEngine, Sampling
+from marlhf.rollout import Sampling
+from marlhf.rollout.native import NativeEngine
 from marlhf.spans import vocabulary
 from marlhf.train.distributed import start
 from marlhf.train.optim import make_optimizer

@@ -1,5 +1,7 @@
 import math
+import subprocess
 import sys
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +16,11 @@ from marlhf.config import (
     load_recipe,
     load_stage,
 )
-from marlhf.core import NGram, Perplexity, RandomNGram, Words
+from marlhf.core import NGram, Perplexity, RandomNGram, Words, advantages, losses, segments
+from marlhf.core import rewards as core_rewards
 from marlhf.recipe_files import shipped_recipes
 from marlhf.settings import describe, to_raw
+from marlhf.train.ppo_config import PPOConfig
 
 PIPELINE = """
 output_dir: runs/x
@@ -344,3 +348,26 @@ def test_mistakes_between_stages(write, old, new, message):
         load_recipe(write(PIPELINE.replace(old, new)))
     assert message in str(caught.value)
     assert "'source': 'toy'" not in str(caught.value)  # not the whole mapping: it may hold secrets
+
+
+def test_configs_load_without_torch():
+    code = (
+        "import sys\n"
+        "from marlhf import DPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig\n"
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_choices_of_configs_are_those_of_the_core():
+    of_core = {
+        "sigma": segments.Sigma,
+        "pooling": advantages.Pooling,
+        "value_level": losses.Level,
+        "ratio": losses.Ratio,
+        "kl_estimator": core_rewards.KLEstimator,
+    }
+    hints = typing.get_type_hints(PPOConfig)
+    for name, choices in of_core.items():
+        assert typing.get_args(hints[name]) == typing.get_args(choices), name

@@ -19,15 +19,15 @@ _WHERE = {
         *("DPOTrainer", "MacroPPOTrainer", "PPOTrainer", "RLOOTrainer", "RewardTrainer"),
         "SFTTrainer",
     ),
-    "marlhf.train.sft": ("SFTConfig",),
-    "marlhf.train.reward": ("RewardConfig",),
+    "marlhf.train.sft_config": ("SFTConfig",),
+    "marlhf.train.reward_config": ("RewardConfig",),
     "marlhf.train.ppo_config": ("PPOConfig",),
     "marlhf.train.rloo_config": ("RLOOConfig",),
-    "marlhf.train.dpo": ("DPOConfig",),
+    "marlhf.train.dpo_config": ("DPOConfig",),
     "marlhf.train.guards": ("Guards",),
     "marlhf.data": ("DataConfig",),
     "marlhf.rollout": ("Sampling",),
-    "marlhf.models.adapters": ("LoRA",),
+    "marlhf.models.settings": ("LoRA",),
     "marlhf.core": (
         *("Constituents", "NGram", "Perplexity", "RandomNGram", "Responses", "Segments"),
         *("Sentences", "Words"),
@@ -51,15 +51,15 @@ if TYPE_CHECKING:
         Words,
     )
     from marlhf.data import DataConfig
-    from marlhf.models.adapters import LoRA
+    from marlhf.models.settings import LoRA
     from marlhf.report.write import write_report
     from marlhf.rollout import Sampling
-    from marlhf.train.dpo import DPOConfig
+    from marlhf.train.dpo_config import DPOConfig
     from marlhf.train.guards import Guards
     from marlhf.train.ppo_config import PPOConfig
-    from marlhf.train.reward import RewardConfig
+    from marlhf.train.reward_config import RewardConfig
     from marlhf.train.rloo_config import RLOOConfig
-    from marlhf.train.sft import SFTConfig
+    from marlhf.train.sft_config import SFTConfig
     from marlhf.trainers import (
         DPOTrainer,
         MacroPPOTrainer,

@@ -25,14 +25,14 @@ from marlhf.runs.write import Onlooker, RunError, RunFolder
 from marlhf.train import dpo, ppo, reward, rloo, sft
 from marlhf.train.card import push, write_card
 from marlhf.train.checkpoint import list_checkpoints
-from marlhf.train.dpo import DPOConfig
+from marlhf.train.dpo_config import DPOConfig
 from marlhf.train.objects import GivenObjects
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.progress import say, warn
-from marlhf.train.reward import RewardConfig
+from marlhf.train.reward_config import RewardConfig
 from marlhf.train.rloo_config import RLOOConfig
-from marlhf.train.sft import SFTConfig
-from marlhf.train.stage import StageConfig
+from marlhf.train.sft_config import SFTConfig
+from marlhf.train.stage_config import StageConfig
 from marlhf.train.trainer_inputs import (
     GIVEN,
     Dataset,

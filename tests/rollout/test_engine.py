@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from marlhf.rollout import Sampling, draws
+from marlhf.rollout import Sampling
+from marlhf.rollout.engine import draws
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from marlhf.models.forward import Sequences, keeps_logits, token_stats
 from marlhf.models.load import load_policy
-from marlhf.rollout import NativeEngine, Sampling
+from marlhf.rollout import Sampling
+from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.plain import CHECK_EVERY, PlainEngine
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [0, 3], [20], [1, 1, 4]]

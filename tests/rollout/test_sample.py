@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from marlhf.rollout import Sampling, draws
+from marlhf.rollout import Sampling
+from marlhf.rollout.engine import draws
 from marlhf.rollout.sample import BLOCK, draw, pick
 
 

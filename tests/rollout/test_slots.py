@@ -6,9 +6,11 @@ import platform
 import pytest
 import torch
 
-from marlhf.rollout import NativeEngine, Sampling, continuous, draws, kernels
+from marlhf.rollout import Sampling, continuous, kernels
 from marlhf.rollout.continuous import State, sample
+from marlhf.rollout.engine import draws
 from marlhf.rollout.llama import LlamaDecoder
+from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.plain import PlainEngine
 from marlhf.rollout.slots import ModuleDecoder, WeightCopies, mismatch
 

@@ -29,8 +29,9 @@ from marlhf.models.adapters import FrozenBase, LoRA
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import load_policy
 from marlhf.models.tiny import tiny_tokenizer
-from marlhf.rollout import NativeEngine, Sampling, vllm_server
+from marlhf.rollout import Sampling, vllm_server
 from marlhf.rollout import vllm as module
+from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.sample import truncate
 from marlhf.rollout.vllm import RolloutError, VLLMEngine
 from marlhf.rollout.vllm_server import VLLMServer
@@ -547,7 +548,8 @@ import json, sys, time, torch
 from transformers import AutoModelForCausalLM
 from marlhf.models.adapters import FrozenBase, LoRA
 from marlhf.models.forward import Sequences, token_stats
-from marlhf.rollout import NativeEngine, Sampling
+from marlhf.rollout import Sampling
+from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.vllm import VLLMEngine
 
 first, second, prompts, seeds, ends = json.loads(sys.argv[1])

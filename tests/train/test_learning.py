@@ -11,7 +11,8 @@ from marlhf.config import load_recipe
 from marlhf.data.encode import decode
 from marlhf.data.toy import gold_score
 from marlhf.models.load import end_tokens, load_policy, load_tokenizer
-from marlhf.rollout import NativeEngine, Sampling
+from marlhf.rollout import Sampling
+from marlhf.rollout.native import NativeEngine
 from marlhf.train import dpo, ppo, reward, rloo, sft
 from marlhf.train.stage import load_examples
 

@@ -13,9 +13,10 @@ from marlhf.rollout import Sampling
 from marlhf.runs.write import RunError
 from marlhf.train import ppo
 from marlhf.train.distributed import start
-from marlhf.train.guards import CriticWatch, Guards, warn_apart, warn_divided
+from marlhf.train.guards import Guards
 from marlhf.train.objects import NO_OBJECTS
 from marlhf.train.timing import Clock
+from marlhf.train.watch import CriticWatch, warn_apart, warn_divided
 
 
 def run(config: ppo.PPOConfig) -> list[dict]:
@@ -179,7 +180,7 @@ def test_a_policy_that_is_not_its_reference_at_the_start_is_told(
     ppo_config, monkeypatch, kl, ref_model, told
 ):
     said = []
-    monkeypatch.setattr("marlhf.train.guards.warn", said.append)
+    monkeypatch.setattr("marlhf.train.watch.warn", said.append)
     warn_apart(kl, ppo_config(ref_model=ref_model))
     assert len(said) == told
     assert all("the KL to the reference is 0.7 nats" in line for line in said)
@@ -187,8 +188,8 @@ def test_a_policy_that_is_not_its_reference_at_the_start_is_told(
 
 def test_an_evaluation_before_the_first_step_looks_for_it(ppo_config, monkeypatch):
     said = []
-    monkeypatch.setattr("marlhf.train.guards.APART", -1.0)  # even 0 is too much
-    monkeypatch.setattr("marlhf.train.guards.warn", said.append)
+    monkeypatch.setattr("marlhf.train.watch.APART", -1.0)  # even 0 is too much
+    monkeypatch.setattr("marlhf.train.watch.warn", said.append)
     run(ppo_config(num_steps=2, eval_every=1))
     assert len(said) == 1
 
@@ -204,7 +205,7 @@ def test_an_evaluation_before_the_first_step_looks_for_it(ppo_config, monkeypatc
 )
 def test_a_score_that_a_mean_divides_is_told(ppo_config, monkeypatch, change, told):
     said = []
-    monkeypatch.setattr("marlhf.train.guards.warn", said.append)
+    monkeypatch.setattr("marlhf.train.watch.warn", said.append)
     warn_divided(ppo_config(**change))
     assert len(said) == told
 
@@ -221,7 +222,7 @@ def test_a_score_that_a_mean_divides_is_told(ppo_config, monkeypatch, change, to
 )
 def test_a_critic_that_misleads_for_long_is_told_once(ppo_config, monkeypatch, explained, told):
     said = []
-    monkeypatch.setattr("marlhf.train.guards.warn", said.append)
+    monkeypatch.setattr("marlhf.train.watch.warn", said.append)
     watch = CriticWatch(ppo_config())
     for step, value in enumerate(explained, 1):
         watch(step, value)
@@ -232,7 +233,7 @@ def test_a_critic_that_misleads_for_long_is_told_once(ppo_config, monkeypatch, e
 def test_training_says_so(ppo_config, monkeypatch):
     said = []
     for name, value in {"PATIENCE": 2, "WINDOW": 2, "MISLEADS": 2.0, "warn": said.append}.items():
-        monkeypatch.setattr(f"marlhf.train.guards.{name}", value)  # even a perfect one is too bad
+        monkeypatch.setattr(f"marlhf.train.watch.{name}", value)  # even a perfect one is too bad
     run(ppo_config(num_steps=3, pooling="mean", segmenter=NGram(5)))
     assert [line for line in said if line.startswith("step 2: the critic misleads")]
     assert [line for line in said if line.startswith("pooling: mean divides the score")]

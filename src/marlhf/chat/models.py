@@ -24,7 +24,8 @@ from marlhf.evaluate.sampling import seed_of
 from marlhf.models.base import Model, Precision, Tokenizer, autocast
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import check_vocabulary, end_tokens, load_policy, load_tokenizer
-from marlhf.rollout import NativeEngine, Sampling
+from marlhf.rollout import Sampling
+from marlhf.rollout.native import NativeEngine
 from marlhf.spans import vocabulary
 from marlhf.spans.align import TokenBytes
 from marlhf.spans.apply import apply_segmenter

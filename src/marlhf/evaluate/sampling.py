@@ -40,7 +40,8 @@ from marlhf.models.load import (
     same_tokenizer,
 )
 from marlhf.reward import RewardFunction, RewardModel, import_function
-from marlhf.rollout import NativeEngine, Rollout
+from marlhf.rollout.engine import Rollout
+from marlhf.rollout.native import NativeEngine
 
 TOKENS = 1 << 15
 """Padded tokens in a forward pass."""

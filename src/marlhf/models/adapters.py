@@ -16,7 +16,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -25,7 +24,6 @@ import transformers
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from marlhf.errors import SettingError
 from marlhf.models.adapter_files import (
     digest,
     import_peft,
@@ -34,48 +32,14 @@ from marlhf.models.adapter_files import (
     save_adapter,
     save_merged,
 )
-from marlhf.models.base import Model, ModelError, Precision, autocast
+from marlhf.models.base import Model, ModelError, autocast
+from marlhf.models.settings import LoRA, Precision
 
 OFF = "off"
 """A name that no adapter has: with it active, every layer is as it was before."""
 Task = Literal["language", "scalar"]
 Start: TypeAlias = Any
 """What an adapter starts from: `LoRA`, a `peft.LoraConfig`, or the `Path` of a saved adapter."""
-
-
-@dataclass(frozen=True)
-class LoRA:
-    """Train adapters of low rank instead of the model.
-
-    There is no dropout: PPO compares the log-probs of two passes.
-
-    >>> LoRA(r=8, target_modules=("q_proj", "v_proj")).alpha
-    32
-    """
-
-    r: int = 16
-    """Rank of the adapters."""
-    alpha: float = 32
-    """Their output is scaled by alpha / r."""
-    target_modules: str | tuple[str, ...] = "all-linear"
-    """Which layers have one: `all-linear`, or names such as [q_proj, v_proj]."""
-    use_rslora: bool = False
-    """Scale by alpha / sqrt(r) instead, which suits high ranks."""
-    shared_base: bool = False
-    """PPO: one base for policy, reference, critic and an adapter-form reward model."""
-    quantize: Literal["none", "4bit", "8bit"] = "none"
-    """Hold the frozen base in fewer bits, by bitsandbytes (QLoRA)."""
-    merge: bool = True
-    """Save a plain model with the adapter merged in, and the adapter alone beside it in
-    `adapter/`. Otherwise the adapter alone, which needs peft and the base to load."""
-
-    def __post_init__(self) -> None:
-        if self.r < 1:
-            raise SettingError(f"lora.r must be at least 1; got {self.r}.")
-        if not math.isfinite(self.alpha) or self.alpha <= 0:
-            raise SettingError(f"lora.alpha must be positive; got {self.alpha}.")
-        if not self.target_modules:
-            raise SettingError("lora.target_modules names no layer. Leave it out for all-linear.")
 
 
 KEPT = {

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import textwrap
 from collections.abc import Iterator
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from transformers.utils import logging as hf_logging
 
 from marlhf.errors import MarlhfError
+from marlhf.models.settings import Precision
 
-Precision = Literal["auto", "float32", "bfloat16"]
 Model: TypeAlias = Any
 """A transformers model: its own annotations are too loose to check anything against."""
 Tokenizer: TypeAlias = Any

@@ -1,6 +1,5 @@
 """Engines that sample responses."""
 
-from marlhf.rollout.engine import Engine, Rollout, Sampling, draws
-from marlhf.rollout.native import NativeEngine
+from marlhf.rollout.settings import Sampling
 
-__all__ = ["Engine", "NativeEngine", "Rollout", "Sampling", "draws"]
+__all__ = ["Sampling"]

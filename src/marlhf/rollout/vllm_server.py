@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from safetensors.torch import save_file
 
 from marlhf.models.base import Model, Precision
-from marlhf.rollout.engine import Sampling
+from marlhf.rollout.settings import Sampling, check_url
 from marlhf.rollout.vllm import VLLM, Answer, RolloutError, fields, short
 
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
@@ -162,16 +161,6 @@ class VLLMServer(VLLM):
                 self.lost = True
             time.sleep(wait)
         raise AssertionError("the last try returns or raises")
-
-
-def check_url(url: str) -> str:
-    """The address of a server, without a path and without secrets, which would get into logs."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise RolloutError("vllm_url must be like http://127.0.0.1:8000.")
-    if "@" in parts.netloc:
-        raise RolloutError("vllm_url holds a password. Put the key into VLLM_API_KEY instead.")
-    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

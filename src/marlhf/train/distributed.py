@@ -17,7 +17,7 @@ import platform
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,11 +30,11 @@ from transformers import PreTrainedModel
 from marlhf.data.collate import Micro, SingleProcess, pad_right, token_budget_batches
 from marlhf.models.base import Model, Precision, computes_in_bfloat16, pick_device
 from marlhf.models.compile import compile_blocks
-from marlhf.rollout import Rollout
+from marlhf.rollout.engine import Rollout
 from marlhf.runs.write import RunError
 from marlhf.train import progress
+from marlhf.train.stage_config import Parallel
 
-Parallel = Literal["data", "fsdp"]
 BUCKET = 1 << 25
 """Gradients that are summed over processes in one message."""
 PATIENCE = timedelta(hours=2)

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,7 +20,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from marlhf.core import dpo_loss
-from marlhf.errors import SettingError
 from marlhf.models.adapters import View
 from marlhf.models.base import Model, Tokenizer, autocast
 from marlhf.models.forward import Sequences, token_stats
@@ -30,6 +27,7 @@ from marlhf.models.load import check_vocabulary, load_policy, load_tokenizer, sa
 from marlhf.runs.write import RunError, RunFolder, explained_writes
 from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.distributed import World, start
+from marlhf.train.dpo_config import DPOConfig
 from marlhf.train.loop import Loop, open_run
 from marlhf.train.lora import load_trained_policy
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
@@ -38,9 +36,7 @@ from marlhf.train.progress import say
 from marlhf.train.reward import accuracy, pair_batches
 from marlhf.train.stage import (
     Example,
-    StageConfig,
     batch_rows,
-    check_numbers,
     check_positions,
     count_steps,
     load_examples,
@@ -52,37 +48,6 @@ ROUNDING = 1e-3
 """Nats by which two passes over one response may differ."""
 HELD_OUT = 1024
 """Pairs that evaluations look at, at most."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DPOConfig(StageConfig):
-    """Settings of direct preference optimisation. The paper: rate 2e-7, beta 0.1; HH 0.01.
-
-    >>> DPOConfig(model="tiny", output_dir="runs/dpo", beta=0.05).learning_rate
-    2e-07
-    """
-
-    ref_model: str | None = None
-    """What the policy is tied to; where it started unless given."""
-    beta: float = 0.1
-    """How closely: higher stays nearer to the reference. The paper: 0.1 TL;DR, 0.01 HH."""
-    label_smoothing: float = 0.0
-    """Share of pairs believed to be labelled the wrong way round."""
-    learning_rate: float = 2e-7
-    """Peak learning rate of AdamW. The paper: 2e-7."""
-    max_response_tokens: int = 512
-    """Pairs with a longer response are left out."""
-    part: Literal["reward", "ppo"] = "reward"
-    """Which part of the data: the reward model's pairs, or those of PPO's prompts (the paper)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_numbers(self, ("beta", "max_response_tokens"), positive=True)
-        if not 0 <= self.label_smoothing < 0.5:
-            raise SettingError(
-                "label_smoothing must be at least 0 and below 0.5, where pairs would teach "
-                f"nothing; got {self.label_smoothing}."
-            )
 
 
 def train(config: DPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:

@@ -24,7 +24,8 @@ from marlhf.core import (
 )
 from marlhf.models.base import autocast
 from marlhf.models.forward import Sequences, send, token_stats
-from marlhf.rollout import Rollout, Sampling
+from marlhf.rollout import Sampling
+from marlhf.rollout.engine import Rollout
 from marlhf.spans.apply import apply_segmenter
 from marlhf.train.distributed import gather_rollout
 from marlhf.train.rl_config import RLConfig

@@ -12,7 +12,6 @@ from marlhf.data.encode import decode
 from marlhf.models.base import Tokenizer
 from marlhf.rollout.measure import repetition
 from marlhf.runs.write import RunError
-from marlhf.train.guards import warn_apart
 from marlhf.train.loop import Loop
 from marlhf.train.optim import check_finite
 from marlhf.train.progress import say, warn
@@ -20,6 +19,7 @@ from marlhf.train.rl_config import RLConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.stage import Example
 from marlhf.train.timing import Clock
+from marlhf.train.watch import warn_apart
 
 if TYPE_CHECKING:
     from marlhf.train.experience import Credit, Experience

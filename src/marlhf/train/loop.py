@@ -30,7 +30,8 @@ from marlhf.train.checkpoint import load_latest, save_checkpoint
 from marlhf.train.distributed import World
 from marlhf.train.objects import GivenObjects
 from marlhf.train.progress import Steps, say, warn
-from marlhf.train.stage import StageConfig, due, finish, record_outcome
+from marlhf.train.stage import due, finish, record_outcome
+from marlhf.train.stage_config import StageConfig
 from marlhf.train.trackers import Trackers
 
 

@@ -16,7 +16,7 @@ from marlhf.runs.write import RunError
 from marlhf.train.distributed import World
 from marlhf.train.objects import GivenObjects
 from marlhf.train.progress import say, warn
-from marlhf.train.stage import StageConfig
+from marlhf.train.stage_config import StageConfig
 
 
 def adapter_settings(config: StageConfig, objects: GivenObjects) -> Any:

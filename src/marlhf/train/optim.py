@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from marlhf.errors import MarlhfError
 from marlhf.train.distributed import World
-
-Schedule = Literal["constant", "linear", "cosine"]
 
 
 class Diverged(MarlhfError, ArithmeticError):
@@ -31,24 +27,6 @@ def make_optimizer(
     ]
     fused = trainable[0].device.type in ("cuda", "cpu")
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=fused)
-
-
-def learning_rate_at(
-    step: int, peak: float, *, total: int, warmup: int, schedule: Schedule
-) -> float:
-    """The rate of update number `step`, counted from 0: linear warm-up, then the schedule.
-
-    >>> [learning_rate_at(s, 1.0, total=4, warmup=2, schedule="constant") for s in range(3)]
-    [0.5, 1.0, 1.0]
-    """
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if schedule == "constant":
-        return peak
-    done = (step - warmup) / max(1, total - warmup)
-    if schedule == "linear":
-        return peak * max(0.0, 1 - done)
-    return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
 def apply_update(

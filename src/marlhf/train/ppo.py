@@ -38,7 +38,6 @@ from marlhf.train.experience import (
     drift,
     reward_parts,
 )
-from marlhf.train.guards import CriticWatch, warn_divided, warn_early
 from marlhf.train.held_out import HeldOutEvaluation
 from marlhf.train.kl import KLController
 from marlhf.train.loop import Loop, open_run
@@ -48,6 +47,7 @@ from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models, load_models, load_prompts
 from marlhf.train.stage import batch_rows, count_steps
 from marlhf.train.timing import Clock, explained_variance, to_numbers
+from marlhf.train.watch import CriticWatch, warn_divided, warn_early
 
 
 def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:

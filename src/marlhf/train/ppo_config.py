@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from marlhf.core.advantages import Pooling
-from marlhf.core.losses import Level
-from marlhf.core.segments import Sigma
 from marlhf.train.rl_config import RLConfig
-from marlhf.train.stage import check_numbers
+from marlhf.train.stage_config import check_numbers
+
+# The same as in marlhf.core, which needs torch; a test keeps them equal.
+Pooling = Literal["sum", "mean"]
+Level = Literal["token", "macro"]
+Sigma = Literal["equal", "unit", "position", "start"]
 
 
 @dataclass(frozen=True, kw_only=True)

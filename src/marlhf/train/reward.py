@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,28 +17,14 @@ from marlhf.train.loop import Loop, open_run
 from marlhf.train.lora import load_trained_scalar
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import apply_update, check_finite, make_optimizer
+from marlhf.train.reward_config import RewardConfig
 from marlhf.train.stage import (
     Example,
-    StageConfig,
     batch_rows,
     check_positions,
     count_steps,
     load_examples,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardConfig(StageConfig):
-    """Settings of the reward model. The paper, Gemma-2B: batch 64, 1 epoch, 1e-5.
-
-    >>> RewardConfig(model="tiny", output_dir="runs/reward").batch_size
-    64
-    """
-
-    max_response_tokens: int = 512
-    """Pairs with a longer response are left out."""
-    center_coef: float = 0.0
-    """Pull scores towards zero, which the loss itself leaves free; 0.01 is usual."""
 
 
 def train(config: RewardConfig, objects: GivenObjects = NO_OBJECTS) -> Path:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from torch import Tensor
-
-from marlhf.core import NGram, Responses
-from marlhf.core.losses import Ratio
-from marlhf.core.rewards import KLEstimator
 from marlhf.errors import SettingError
-from marlhf.rollout import Sampling
-from marlhf.rollout.vllm_server import check_url
+from marlhf.rollout.settings import Sampling, check_url
 from marlhf.train.guards import Guards
-from marlhf.train.stage import StageConfig, check_numbers
+from marlhf.train.stage_config import StageConfig, check_numbers
+
+# The same as in marlhf.core, which needs torch; a test keeps them equal.
+Ratio = Literal["token", "macro", "macro_mean"]
+KLEstimator = Literal["k1", "k2", "k3"]
+Segmenter = Callable[..., Any]
+"""A rule from `Responses` to starts [B, T], as `marlhf.core.Segmenter`."""
+
+
+def ngram(**settings: Any) -> Segmenter:
+    """`NGram`, imported when a config is made: only then torch is needed."""
+    from marlhf.core import NGram
+
+    return NGram(**settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +54,7 @@ class RLConfig(StageConfig):
     vllm_memory: float = 0.3
     """The share of the GPU's memory that vLLM has in this process, for weights and cache."""
 
-    segmenter: Callable[[Responses], Tensor] = field(default_factory=NGram)
+    segmenter: Segmenter = field(default_factory=ngram)
     """The termination rule of macro actions: `{type: ngram, n: 5}`; n: 1 is ordinary PPO."""
     ratio: Ratio = "token"
     """PPO's ratio by token (the paper's listing) or by macro action (its equation)."""

@@ -30,7 +30,8 @@ from marlhf.models.load import (
     same_tokenizer,
 )
 from marlhf.reward import RewardFunction, RewardModel, Rewards, import_function
-from marlhf.rollout import Engine, NativeEngine
+from marlhf.rollout.engine import Engine
+from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.vllm import VLLMEngine
 from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.runs.write import RunError

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torch import Tensor
-
-from marlhf.core import NGram, Responses
-from marlhf.core.losses import Ratio
 from marlhf.errors import SettingError
-from marlhf.train.rl_config import RLConfig
+from marlhf.train.rl_config import Ratio, RLConfig, Segmenter, ngram
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +30,7 @@ class RLOOConfig(RLConfig):
     kl_in: Literal["reward", "loss"] = "reward"
     """Where kl_coef acts: a penalty on the reward (RLOO), or a term of the loss, by the estimator
     k3 (GRPO)."""
-    segmenter: Callable[[Responses], Tensor] = field(default_factory=lambda: NGram(math.inf))
+    segmenter: Segmenter = field(default_factory=lambda: ngram(n=math.inf))
     """The termination rule of macro actions. One action a response is RLOO; shorter ones are
     credited with the reward still to come: `{type: ngram, n: 5}`."""
     ratio: Ratio = "macro"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,28 +16,14 @@ from marlhf.train.loop import Loop, open_run
 from marlhf.train.lora import load_trained_policy
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import apply_update, check_finite, make_optimizer
+from marlhf.train.sft_config import SFTConfig
 from marlhf.train.stage import (
     Example,
-    StageConfig,
     batch_rows,
     check_positions,
     count_steps,
     load_examples,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SFTConfig(StageConfig):
-    """Settings of supervised fine-tuning. The paper, Gemma-2B: batch 512, 3 epochs, 5e-5.
-
-    >>> SFTConfig(model="tiny", output_dir="runs/sft", num_steps=100).learning_rate
-    5e-05
-    """
-
-    learning_rate: float = 5e-5
-    """Peak learning rate of AdamW. The paper: 5e-5 for 2B, 2e-5 for 7B, 5e-6 for 27B."""
-    max_response_tokens: int = 512
-    """Rows with longer responses are left out: cut short they would teach never to end."""
 
 
 def train(config: SFTConfig, objects: GivenObjects = NO_OBJECTS) -> Path:

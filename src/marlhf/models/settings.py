@@ -1,0 +1,46 @@
+"""Settings of models, which load without torch: a recipe is checked before anything heavy is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from marlhf.errors import SettingError
+
+Precision = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """Train adapters of low rank instead of the model.
+
+    There is no dropout: PPO compares the log-probs of two passes.
+
+    >>> LoRA(r=8, target_modules=("q_proj", "v_proj")).alpha
+    32
+    """
+
+    r: int = 16
+    """Rank of the adapters."""
+    alpha: float = 32
+    """Their output is scaled by alpha / r."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Which layers have one: `all-linear`, or names such as [q_proj, v_proj]."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(r) instead, which suits high ranks."""
+    shared_base: bool = False
+    """PPO: one base for policy, reference, critic and an adapter-form reward model."""
+    quantize: Literal["none", "4bit", "8bit"] = "none"
+    """Hold the frozen base in fewer bits, by bitsandbytes (QLoRA)."""
+    merge: bool = True
+    """Save a plain model with the adapter merged in, and the adapter alone beside it in
+    `adapter/`. Otherwise the adapter alone, which needs peft and the base to load."""
+
+    def __post_init__(self) -> None:
+        if self.r < 1:
+            raise SettingError(f"lora.r must be at least 1; got {self.r}.")
+        if not math.isfinite(self.alpha) or self.alpha <= 0:
+            raise SettingError(f"lora.alpha must be positive; got {self.alpha}.")
+        if not self.target_modules:
+            raise SettingError("lora.target_modules names no layer. Leave it out for all-linear.")
