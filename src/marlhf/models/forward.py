@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,7 +24,12 @@ from transformers import masking_utils
 from marlhf.data.collate import pad_right
 from marlhf.errors import SettingError
 from marlhf.models.compile import is_compiled
+from marlhf.models.graphs import GraphedPasses
 from marlhf.models.logprobs import LogitRule, chosen_logprobs, fit_rule, probe
+from marlhf.models.packed import Packing, can_pack, packed_hidden
+
+PACKING_TOLERANCE = 0.1
+"""Share of the spread of hidden states that rounding to bfloat16 explains."""
 
 
 @dataclass(frozen=True)
@@ -100,16 +106,18 @@ def token_stats(
     logits, `plain_token_stats` does the work.
     """
     head = cast(Any, model).get_output_embeddings()
+    passes = None if entropy else _packed_passes(model)
     if not sum(sequences.lengths) or _RULES.get(model, LogitRule()) is None or not _plain(head):
         return plain_token_stats(model, sequences, temperature, entropy=entropy)
+    if passes is not None:
+        found = _packed_logprobs(model, passes, sequences, temperature)
+        return TokenStats(_spread(found, sequences), None)
     real = _real(sequences)  # [N]
     rows, width = real // sequences.mask.shape[1], sequences.ids.shape[1]
     hidden, rule = _hidden_at(model, sequences.ids, rows * width + sequences.before.flatten()[real])
     if rule is None:
         return plain_token_stats(model, sequences, temperature, entropy=entropy)
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    found = chosen_logprobs(
+    logprobs, surprise = chosen_logprobs(
         hidden,
         head.weight,
         head.bias,
@@ -117,16 +125,11 @@ def token_stats(
         rule=rule,
         temperature=temperature,
         entropy=entropy,
-        dtype=dtype,
+        dtype=_cast_dtype(hidden),
         fused=is_compiled(model),
     )
-
-    def spread(x: Tensor) -> Tensor:
-        flat = torch.zeros(sequences.mask.numel(), device=x.device)
-        return flat.index_copy(0, real, x.float()).view_as(sequences.mask)
-
-    logprobs, surprise = found
-    return TokenStats(spread(logprobs), None if surprise is None else spread(surprise))
+    entropies = None if surprise is None else _spread(surprise, sequences)
+    return TokenStats(_spread(logprobs, sequences), entropies)
 
 
 def plain_token_stats(
@@ -148,11 +151,16 @@ def plain_token_stats(
 
 def token_values(model: nn.Module, sequences: Sequences) -> Tensor:
     """The value of the state before each response token, float32: [B, R]. 0 at padding."""
+    if sum(sequences.lengths) and (passes := _packed_passes(model)) is not None:
+        return _spread(_packed_scalars(model, passes, sequences, _before(sequences)), sequences)
     return torch.where(sequences.mask, _scalar(model, sequences.ids, sequences.before), 0.0)
 
 
 def final_scores(model: nn.Module, sequences: Sequences) -> Tensor:
     """The scalar at each row's last real token, float32: [B]."""
+    if (passes := _packed_passes(model)) is not None:
+        last = [(length - 1, 1) for length in sequences.total_lengths]
+        return _packed_scalars(model, passes, sequences, last)
     prompts = send(torch.tensor(sequences.prompt_lengths), sequences.ids.device)
     last = prompts + sequences.mask.sum(dim=1) - 1
     return _scalar(model, sequences.ids, last[:, None]).squeeze(1)
@@ -267,6 +275,120 @@ def _scalar(model: nn.Module, ids: Tensor, columns: Tensor) -> Tensor:
 def _at(hidden: Tensor, columns: Tensor) -> Tensor:
     """[B, W, H] at columns [B, R]: [B, R, H]."""
     return hidden.gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[2]))
+
+
+_PACKED: WeakKeyDictionary[nn.Module, GraphedPasses | None] = WeakKeyDictionary()
+"""Models whose passes run over packed rows; None where that was tried and is not the same."""
+
+
+def pack_rows(model: nn.Module) -> None:
+    """Let passes of this model run over packed rows and as CUDA graphs, where it can."""
+    if can_pack(model):
+        _PACKED[model] = GraphedPasses(model)
+
+
+def _packed_passes(model: nn.Module) -> GraphedPasses | None:
+    """What runs a model's packed passes, once a first small pass has shown that they are right."""
+    passes = _PACKED.get(model)
+    kind = next(model.parameters()).device.type
+    if passes is None or (kind == "cuda" and not torch.is_autocast_enabled(kind)):
+        return None  # the attention kernel knows no float32
+    if not passes.checked:
+        passes.checked = True
+        if (off := _packing_error(model)) > PACKING_TOLERANCE:
+            warnings.warn(
+                f"{type(model).__name__} gives other numbers over packed rows (off by {off:.2g} of "
+                "their spread), so its passes are padded and slower.",
+                stacklevel=2,
+            )
+            _PACKED[model] = None
+    return _PACKED[model]
+
+
+@torch.no_grad()
+def _packing_error(model: nn.Module) -> float:
+    """How far hidden states of packed rows are from those of a padded batch, by their spread."""
+    size = cast(Any, model).config.get_text_config().vocab_size
+    device = next(model.parameters()).device
+    # From all over the vocabulary: its first tokens are often special and untrained.
+    ids = (size // 3 + torch.arange(57, device=device).view(3, 19) * 7919) % size
+    lengths = [19, 11, 16]
+    packing = Packing.of(lengths, 19, [(0, n) for n in lengths]).to(lambda x: x.to(device))
+    with torch.compiler.set_stance("force_eager"):
+        ours = packed_hidden(model, ids.flatten()[packing.source], packing)[: sum(lengths)].float()
+        if cast(Any, model).get_output_embeddings() is not None:  # also sees what becomes of logits
+            _hidden_at(model, ids, torch.arange(57, device=device))
+        with _one_text_a_row():
+            whole = cast(Any, model).base_model(input_ids=ids, use_cache=False).last_hidden_state
+    whole = torch.cat([row[:n] for row, n in zip(whole.float(), lengths)])
+    return float((ours - whole).norm() / (whole - whole.mean(0)).norm())
+
+
+def _packed_logprobs(
+    model: nn.Module, passes: GraphedPasses, sequences: Sequences, temperature: float
+) -> Tensor:
+    """Log-probs of all response tokens, row after row: [N]."""
+    packing = _pack(sequences, _before(sequences))
+    tokens = torch.zeros_like(packing.picked)
+    tokens[: sum(sequences.lengths)] = sequences.responses.flatten()[_real(sequences)]
+    rule = _RULES[model]
+    assert rule is not None
+
+    def run(ids: Tensor, positions: Tensor, offsets: Tensor, picked: Tensor, tokens: Tensor):
+        rows = Packing(ids, positions, offsets, picked, packing.longest)
+        hidden = packed_hidden(model, ids, rows)
+        head = cast(Any, model).get_output_embeddings()
+        options = {"dtype": _cast_dtype(hidden), "fused": is_compiled(model)}
+        return chosen_logprobs(
+            hidden, head.weight, head.bias, tokens, rule=rule, temperature=temperature, **options
+        )[0]
+
+    ids = sequences.ids.flatten()[packing.source]
+    inputs = (ids, *packing.tensors[1:], tokens)
+    found = passes(("logprobs", temperature, packing.longest), run, inputs)
+    return found[: sum(sequences.lengths)]
+
+
+def _packed_scalars(
+    model: nn.Module,
+    passes: GraphedPasses,
+    sequences: Sequences,
+    picked: Sequence[tuple[int, int]],
+) -> Tensor:
+    """The scalar head at some tokens of each row, (first column, count): [N]."""
+    packing = _pack(sequences, picked)
+
+    def run(ids: Tensor, positions: Tensor, offsets: Tensor, picked: Tensor) -> Tensor:
+        rows = Packing(ids, positions, offsets, picked, packing.longest)
+        hidden = packed_hidden(model, ids, rows)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return cast(nn.Module, model.score)(hidden.float()).squeeze(1)
+
+    ids = sequences.ids.flatten()[packing.source]
+    found = passes(("scalars", packing.longest), run, (ids, *packing.tensors[1:]))
+    return found[: sum(count for _, count in picked)]
+
+
+def _pack(sequences: Sequences, picked: Sequence[tuple[int, int]]) -> Packing:
+    packing = Packing.of(sequences.total_lengths, sequences.ids.shape[1], picked)
+    return packing.to(lambda x: send(x, sequences.ids.device))
+
+
+def _before(sequences: Sequences) -> list[tuple[int, int]]:
+    """The tokens before the response tokens of each row, as (first column, count)."""
+    return [(p - 1, r) for p, r in zip(sequences.prompt_lengths, sequences.lengths)]
+
+
+def _spread(flat: Tensor, sequences: Sequences) -> Tensor:
+    """A number for each response token, row after row, [N], as [B, R] with 0 at padding."""
+    whole = torch.zeros(sequences.mask.numel(), device=flat.device)
+    return whole.index_copy(0, _real(sequences), flat.float()).view_as(sequences.mask)
+
+
+def _cast_dtype(hidden: Tensor) -> torch.dtype:
+    """What matrices are multiplied in: autocast's type, or the hidden states' own."""
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 @cache

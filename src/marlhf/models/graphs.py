@@ -1,0 +1,192 @@
+"""A model's passes of fixed shape as CUDA graphs: one launch instead of a thousand.
+
+The first pass of a shape runs as it is, which compiles and warms up what it needs; the second is
+recorded; later ones are replayed. All graphs of a process share their memory, so that they need
+as much as the largest and not as all together. Two rules follow, and are checked: between a
+forward pass with gradients and its backward pass no other graph may run, and what a graph returns
+is copied out of its memory before the next one runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+
+MAX_GRAPHS = 24
+"""Recorded for a model at most. Batches of more shapes than this run without a graph."""
+
+Run = Callable[..., Tensor]
+"""Tensors in, one tensor out."""
+
+
+class GraphedPasses:
+    """The passes of one model, by what they compute and the shapes they compute it on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.checked = False
+        """Whether packed passes were found to give the model's own numbers."""
+        self._model = weakref.ref(model)
+        self._weights: list[int] = []
+        self._seen: set[Hashable] = set()
+        self._graphs: dict[Hashable, _Graph] = {}
+
+    def __call__(self, name: Hashable, run: Run, inputs: Sequence[Tensor]) -> Tensor:
+        """`run(*inputs)`, replayed where a pass of this name and shape has been recorded.
+
+        `name` must say everything that `run` depends on besides its inputs and the weights.
+        """
+        model = self._model()
+        assert model is not None
+        self._check_weights(model)
+        kind = inputs[0].device.type
+        if kind != "cuda":
+            return run(*inputs)
+        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        learns = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+        key = (name, learns, cast, tuple(x.shape for x in inputs))
+        if _waiting_for_backward() or key not in self._seen:
+            self._seen.add(key)
+            return run(*inputs)
+        if key not in self._graphs:
+            if len(self._graphs) >= MAX_GRAPHS:
+                return run(*inputs)
+            self._graphs[key] = _Graph(model, run, inputs, learns=learns, cast=cast)
+        return self._graphs[key](inputs)
+
+    def _check_weights(self, model: nn.Module) -> None:
+        """Graphs read weights where they were; after a move to other memory they start anew."""
+        weights = [p.data_ptr() for p in model.parameters()]
+        if weights != self._weights:
+            self._weights = weights
+            self._graphs.clear()
+
+
+class _Graph:
+    """One recorded pass: forward, and backward where it learns."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Run,
+        inputs: Sequence[Tensor],
+        *,
+        learns: bool,
+        cast: torch.dtype | None,
+    ) -> None:
+        self.inputs = [x.clone() for x in inputs]
+        names = dict(model.named_parameters()) if learns else {}
+        self.trained = {name: p for name, p in names.items() if p.requires_grad}
+
+        def compute() -> tuple[Tensor, list[nn.Parameter]]:
+            # Autograd remembers the stream on which it first met a parameter, and the parameters
+            # themselves it met on another one. So the graph is recorded on new parameters over
+            # the same memory.
+            leaves = {name: nn.Parameter(p.detach()) for name, p in self.trained.items()}
+            device = self.inputs[0].device.type
+            # Autocast's own cache of cast weights would outlive the pass.
+            with torch.autocast(device, dtype=cast, enabled=cast is not None, cache_enabled=False):
+                out = functional_call(
+                    _Module(model, run), _under("model", leaves), tuple(self.inputs)
+                )
+            return out, list(leaves.values())
+
+        torch.cuda.empty_cache()  # what the passes before kept is needed for the graph's own memory
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side), torch.set_grad_enabled(learns):
+            out, leaves = compute()  # once more, for what only happens with new parameters
+            if learns:
+                torch.autograd.grad(out, leaves, torch.zeros_like(out), allow_unused=True)
+            del out, leaves
+        torch.cuda.current_stream().wait_stream(side)
+        self.forward = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.forward, pool=_pool()), torch.set_grad_enabled(learns):
+            out, leaves = compute()
+        if learns:
+            self.grad_out = torch.zeros_like(out)
+            self.backward = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.backward, pool=_pool()):
+                grads = torch.autograd.grad(out, leaves, self.grad_out, allow_unused=True)
+            pairs = zip(self.trained.values(), grads)
+            self.grads = [(p, grad) for p, grad in pairs if grad is not None]
+            self.anchor = torch.zeros((), device=out.device, requires_grad=True)
+        self.out = out.detach()
+        self.learns = learns
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
+        torch._foreach_copy_(self.inputs, list(inputs))  # pyright: ignore[reportPrivateImportUsage]
+        if self.learns:
+            return _Replay.apply(self.anchor, self)
+        self.forward.replay()
+        return self.out.clone()
+
+    def add_gradients(self, grad_out: Tensor) -> None:
+        self.grad_out.copy_(grad_out)
+        self.backward.replay()
+        first = [(p, grad) for p, grad in self.grads if p.grad is None]
+        later = [(p.grad, grad) for p, grad in self.grads if p.grad is not None]
+        for p, grad in first:
+            p.grad = grad.clone()
+        if later:
+            kept, new = map(list, zip(*later))
+            torch._foreach_add_(kept, new)  # pyright: ignore[reportPrivateImportUsage]
+
+
+class _Replay(torch.autograd.Function):
+    """A replayed pass as autograd sees it. Gradients of weights go straight to `.grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, graph: _Graph) -> Tensor:
+        graph.forward.replay()
+        ctx.graph, ctx.done = graph, False
+        _PENDING.append(weakref.ref(ctx))
+        return graph.out.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor, None]:
+        if ctx.done:
+            raise RuntimeError("A replayed pass keeps nothing for a second backward pass.")
+        ctx.done = True
+        ctx.graph.add_gradients(grad)
+        return torch.zeros_like(ctx.graph.anchor), None
+
+
+_PENDING: list[weakref.ref[Any]] = []
+"""Forward passes in the shared memory whose backward pass has not run."""
+
+
+def _waiting_for_backward() -> bool:
+    """Whether the shared memory holds what a backward pass will need."""
+    passes = [(ref, ref()) for ref in _PENDING]
+    _PENDING[:] = [ref for ref, ctx in passes if ctx is not None and not ctx.done]
+    return bool(_PENDING)
+
+
+class _Module(nn.Module):
+    """A function of a model's weights as a module, which is what `functional_call` takes."""
+
+    def __init__(self, model: nn.Module, run: Run) -> None:
+        super().__init__()
+        self.model, self.run = model, run
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.run(*inputs)
+
+
+def _under(prefix: str, tensors: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
+
+
+@cache
+def _pool() -> Any:
+    return torch.cuda.graph_pool_handle()
