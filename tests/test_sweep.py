@@ -19,9 +19,8 @@ from marlhf.config import ConfigError
 from marlhf.report.groups import group_runs
 from marlhf.runs.read import find_runs
 from marlhf.runs.write import RunError
-from marlhf.sweep import describe, describe_plan, jobs, make_plan, sweep
-from marlhf.sweep import run as running
-from marlhf.sweep import sweep_state as books
+from marlhf.sweep import describe, describe_plan, jobs, make_plan, schedule, sweep, sweep_state
+from marlhf.sweep.durations import expected_seconds
 from marlhf.sweep.plan import split_values
 from marlhf.train import sft
 
@@ -107,7 +106,7 @@ def can_fork() -> bool:
 def started(monkeypatch) -> list[str]:
     """Which trainings were begun, in order; they are forks of this process where that can be."""
     Forked.started = begun = []
-    monkeypatch.setattr(running, "POLL", 0.01)
+    monkeypatch.setattr(schedule, "POLL", 0.01)
     if can_fork():
         monkeypatch.setattr(jobs, "start", Forked)
         return begun
@@ -394,9 +393,9 @@ def test_a_sweep_killed_with_9_goes_on_to_the_same_weights(recipe, request, tmp_
 
 
 def test_two_sweeps_in_one_folder_are_one_too_many(recipe, started, monkeypatch):
-    monkeypatch.setattr(books, "PATIENCE", 0.0)
+    monkeypatch.setattr(sweep_state, "PATIENCE", 0.0)
     plan = make_plan(recipe(LONE), ["seed=0,1"])
-    with books.locked(plan.root, print), pytest.raises(RunError, match="Another process"):
+    with sweep_state.locked(plan.root, print), pytest.raises(RunError, match="Another process"):
         sweep("mine.yaml", ["seed=0,1"])
 
 
@@ -417,13 +416,13 @@ def test_jobs_divide_cores_and_gpus(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
-    shared = [jobs.surroundings(slot, 3, "auto") for slot in range(3)]
+    shared = [jobs.job_environment(slot, 3, "auto") for slot in range(3)]
     assert [each["CUDA_VISIBLE_DEVICES"] for each in shared] == ["2", "5", "2"]
     assert {each["OMP_NUM_THREADS"] for each in shared} == {"2"}
-    assert jobs.surroundings(0, 1, "auto") == {}
-    assert "CUDA_VISIBLE_DEVICES" not in jobs.surroundings(0, 2, "cuda:1")
+    assert jobs.job_environment(0, 1, "auto") == {}
+    assert "CUDA_VISIBLE_DEVICES" not in jobs.job_environment(0, 2, "cuda:1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    assert "CUDA_VISIBLE_DEVICES" not in jobs.surroundings(1, 2, "auto")
+    assert "CUDA_VISIBLE_DEVICES" not in jobs.job_environment(1, 2, "auto")
 
 
 def test_the_command_lists_trains_and_fails_by_its_status(recipe, started, monkeypatch, capfd):
@@ -462,3 +461,74 @@ def test_sweeps_of_the_documentation_can_be_planned(tmp_path, monkeypatch):
         plan = make_plan("toy", words)
         assert len(plan.points) > 1
         assert sum(run.stage == "sft" for run in plan.runs) == 1
+
+
+def test_stages_of_one_recipe_are_a_sweep_too(recipe):
+    more = {"n3": {"like": "ppo", "segmenter": {"type": "ngram", "n": 3}}}
+    more["first"] = {"like": "ppo", "seed": 1, "priority": 1}
+    more["other-reward"] = {"like": "reward", "seed": 1}
+    more["other"] = {"like": "ppo", "reward_model": "@other-reward", "priority": 2}
+    file = recipe({**SMALL, "stages": SMALL["stages"] | more})
+    plan = make_plan(file)
+    # What others start from is as urgent as they are.
+    assert folders(plan) == ["sft", "other-reward", "other", "reward", "first", "ppo", "n3"]
+    assert [point.name for point in plan.points] == ["the recipe as it is"]
+    assert folders(make_plan(file, only=["n*"])) == ["sft", "reward", "n3"]
+    with pytest.raises(ConfigError, match=r"No stage is called dpo\. There are: sft"):
+        make_plan(file, only=["n3", "dpo"])
+    more["first"]["priority"] = "high"
+    with pytest.raises(ConfigError, match=r"stages\.first\.priority: must be a number"):
+        make_plan(recipe({**SMALL, "stages": SMALL["stages"] | more}))
+
+
+def test_at_the_deadline_trainings_save_and_the_same_command_resumes(
+    recipe, started, capfd, monkeypatch
+):
+    file, metrics = recipe(LONE), Path("runs/my-sweep/seed=0/sft/metrics.jsonl")
+    words = ["seed=0,1", "num_steps=60", "num_epochs=60", "data.limit=60"]
+
+    def end_in_the_first(self, live) -> None:
+        if metrics.is_file() and "train" in metrics.read_text():
+            self.deadline = 0.0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(schedule.Schedule, "_show", end_in_the_first)
+        found = sweep(file, words, deadline=10)
+    assert not found.failed
+    assert sorted(each.state for each in found.left) == ["stopped", "waiting"]
+    assert "saved at step" in Path("runs/my-sweep/seed=0/sft.log").read_text()
+    assert "the deadline has come" in capfd.readouterr().err
+    found = sweep(file, words, jobs=2, deadline=10)
+    assert not found.left
+    assert "going on from step" in Path("runs/my-sweep/seed=0/sft.log").read_text()
+
+
+def test_nothing_begins_that_would_not_finish(recipe, started, capfd):
+    file = recipe(LONE)
+    sweep(file, ["seed=0,1"])
+    state = sweep_state.SweepState(make_plan(file, ["seed=0,1,2"]))
+    for entry in state.runs.values():
+        entry["seconds"] = 1000.0
+    state.write()
+    started.clear()
+    found = sweep(file, ["seed=0,1,2"], deadline=10)
+    assert started == []
+    assert [each.name for each in found.left] == ["seed=2/sft"]
+    assert "seed=2/sft waits: 1000 s expected" in capfd.readouterr().err
+    assert not sweep(file, ["seed=0,1,2"], deadline=20).left
+
+
+def test_time_is_expected_from_steps_where_nothing_is_finished(recipe, monkeypatch):
+    plan = make_plan(recipe(LONE), ["seed=0,1", "num_steps=100"])
+    first, second = plan.runs
+    state = sweep_state.SweepState(plan)
+    assert expected_seconds(second, plan.runs, state, []) is None
+    first.folder.mkdir(parents=True)
+    row = {"kind": "train", "step": 25, "seconds": 20.0}
+    (first.folder / "metrics.jsonl").write_text(json.dumps(row) + '\n{"kind": "tra')
+    job = jobs.Job(first, Forked.__new__(Forked), 0, Path("log"), 0, time.monotonic() - 30)
+    # 10 seconds to load, 20 for a quarter of the steps
+    assert expected_seconds(second, plan.runs, state, [job]) == pytest.approx(90, abs=1)
+    state.runs["seed=1/sft"] |= {"state": "finished", "seconds": 60.0}
+    # of the first three quarters are left
+    assert expected_seconds(first, plan.runs, state, []) == pytest.approx(45)

@@ -11,7 +11,8 @@ A recipe is either the settings of one stage, or several named stages:
       ppo: {model: "@sft", reward_model: "@reward", ...}
       macro-ppo: {like: ppo, segmenter: {type: ngram, n: 5}}
 
-A stage's kind is its name or its `kind:`; `like:` starts from another stage.
+A stage's kind is its name or its `kind:`; `like:` starts from another stage. `priority: 1` lets a
+sweep train it before others.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class Stage:
     name: str
     kind: str
     config: Any
+    priority: float = 0.0
+    """Where several are trained at a time, those of a higher one begin first."""
 
 
 def load_recipe(recipe: Path | str, overrides: list[str] | None = None) -> list[Stage]:
@@ -223,6 +226,10 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage 
     raw = dict(raw)
     kind = raw.pop("kind", name)
     preset = raw.pop("preset", "paper")
+    priority = raw.pop("priority", 0.0)
+    if isinstance(priority, bool) or not isinstance(priority, (int, float)):
+        problems.append(f"{_at(where, 'priority')}: must be a number (got {priority!r})")
+        return None
     if kind not in KINDS:
         problems.append(_unknown(_at(where, "kind"), str(kind), KINDS))
         return None
@@ -245,7 +252,7 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage 
         f"{_at(where, key)}: Field required" for key in _required(kind, raw) if not raw.get(key)
     ]
     config = _build(kind_class(kind), merge(PRESETS[preset], raw), where, problems)
-    return None if config is None else Stage(name, kind, config)
+    return None if config is None else Stage(name, kind, config, priority)
 
 
 def _required(kind: str, raw: Raw) -> list[str]:

@@ -10,6 +10,9 @@ import typer
 
 from marlhf.cli.app import Overrides, Recipe, StageName, app, fail, write_report_of
 
+LEFT = 75
+"""Exit status of a sweep that its deadline ended: try again later, as in sysexits.h."""
+
 
 @app.command("sft")
 def run_sft(recipe: Recipe, overrides: Overrides = None, stage: StageName = None) -> None:
@@ -60,16 +63,25 @@ def run_sweep(
     recipe: Recipe,
     overrides: Overrides = None,
     jobs: Annotated[int, typer.Option(help="Trainings at a time.")] = 1,
+    deadline: Annotated[
+        float | None, typer.Option(metavar="MINUTES", help="Save and end in so many minutes.")
+    ] = None,
+    only: Annotated[str, typer.Option(help="Stages to train: 'ppo*,rloo'; all if empty.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the points.")] = False,
 ) -> None:
-    """A recipe at many settings: `n=1,3,5 seed=0,1` trains each combination, then the report."""
+    """A recipe at many settings: `n=1,3,5 seed=0,1` trains each combination, then the report.
+
+    Without such settings, all stages of the recipe.
+    """
     from marlhf import sweep as sweeping
 
+    stages = [name.strip() for name in only.split(",") if name.strip()]
     if dry_run:
-        typer.echo("\n".join(sweeping.describe_plan(sweeping.make_plan(recipe, overrides or ()))))
+        plan = sweeping.make_plan(recipe, overrides or (), stages)
+        typer.echo("\n".join(sweeping.describe_plan(plan)))
         return
     try:
-        found = sweeping.sweep(recipe, overrides or (), jobs=jobs)
+        found = sweeping.sweep(recipe, overrides or (), jobs=jobs, deadline=deadline, only=stages)
     except KeyboardInterrupt:
         fail("Stopped. The same command goes on.", 130)
         return
@@ -78,6 +90,8 @@ def run_sweep(
         typer.secho(f"report: {found.report}", bold=True, err=True)
     if found.failed:
         fail(f"{len(found.failed)} failed; the same command tries again.", 1)
+    elif found.left:
+        fail(f"{len(found.left)} are left; the same command resumes them.", LEFT)
 
 
 def _run_stage(kind: str, recipe: str, overrides: list[str] | None, name: str | None) -> None:

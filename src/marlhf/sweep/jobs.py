@@ -8,6 +8,7 @@ Each is `marlhf ppo file.yaml` on the settings of one run, its output in a log b
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -22,7 +23,7 @@ import yaml
 
 from marlhf.runs.write import explained_writes, write_whole
 from marlhf.settings import to_raw
-from marlhf.sweep.plan import Run
+from marlhf.sweep.plan import Training
 
 CHILD = """
 import os, signal, threading
@@ -37,7 +38,9 @@ main()
 """
 
 TAIL = 4096
-"""Bytes of a log in which its last line is looked for."""
+"""Bytes of a file in which its last line is looked for."""
+STOP_POLL = 0.02
+"""Seconds between looks at processes that were asked to end."""
 
 
 class Process(Protocol):
@@ -45,19 +48,18 @@ class Process(Protocol):
 
     def poll(self) -> int | None: ...
     def send_signal(self, sig: int, /) -> None: ...
-    def wait(self) -> int: ...
 
 
 @dataclass
 class Job:
-    """A training under way."""
+    """A training that is running."""
 
-    run: Run
+    training: Training
     process: Process
     slot: int
     log: Path
-    begin: int
-    """Where this attempt's output begins in the log."""
+    log_start: int
+    """Where this attempt's output begins in the log, in bytes."""
     started: float
 
     @property
@@ -66,11 +68,11 @@ class Job:
 
     @property
     def last_line(self) -> str:
-        return (self._lines(most=TAIL) or [""])[-1]
+        return (tail(self.log, TAIL, self.log_start) or [""])[-1]
 
     def complaint(self) -> str:
         """Why it ended, from what it said last: a sentence with its indented list, if any."""
-        status, lines = self.process.poll() or 0, self._lines()
+        status, lines = self.process.poll() or 0, tail(self.log, start=self.log_start)
         if status < 0:
             name = signal.Signals(-status).name
             hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
@@ -84,28 +86,29 @@ class Job:
         traced = any(line.startswith("Traceback (most") for line in lines)
         return f"{said} See {self.log}." if traced else said
 
-    def _lines(self, most: int | None = None) -> list[str]:
-        """What it said in this attempt; only the last so many bytes of it, if given."""
-        with self.log.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(self.begin if most is None else max(self.begin, end - most))
-            text = file.read().decode("utf-8", errors="replace")
-        return [line.rstrip() for line in text.splitlines() if line.strip()]
+
+def tail(file: Path, most: int | None = None, start: int = 0) -> list[str]:
+    """The lines of a file from an offset on; only those of its last `most` bytes, if given."""
+    with file.open("rb") as opened:
+        end = opened.seek(0, os.SEEK_END)
+        opened.seek(start if most is None else max(start, end - most))
+        text = opened.read().decode("utf-8", errors="replace")
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
 
 
-def begin(run: Run, slot: int, jobs: int, lock: int | None) -> Job:
-    """Start a training, or go on with one."""
-    beside = run.folder.parent
-    recipe = beside / f"{run.folder.name}.yaml"
-    log = beside / f"{run.folder.name}.log"
-    with explained_writes(beside):
-        beside.mkdir(parents=True, exist_ok=True)
-        write_whole(recipe, yaml.safe_dump(to_raw(run.config), sort_keys=False, allow_unicode=True))
+def start_job(training: Training, slot: int, jobs: int, lock: int | None) -> Job:
+    """Start a training, or resume one."""
+    folder, raw = training.folder.parent, to_raw(training.config)
+    recipe = folder / f"{training.folder.name}.yaml"
+    log = folder / f"{training.folder.name}.log"
+    with explained_writes(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(recipe, yaml.safe_dump(raw, sort_keys=False, allow_unicode=True))
         log.touch()
     offset = log.stat().st_size
-    environment = os.environ | surroundings(slot, jobs, run.config.device)
-    process = start([run.kind, str(recipe)], log, environment, lock)
-    return Job(run, process, slot, log, offset, time.monotonic())
+    environment = os.environ | job_environment(slot, jobs, training.config.device)
+    process = start([training.kind, str(recipe)], log, environment, lock)
+    return Job(training, process, slot, log, offset, time.monotonic())
 
 
 def start(words: list[str], log: Path, environment: dict[str, str], lock: int | None) -> Process:
@@ -122,7 +125,7 @@ def start(words: list[str], log: Path, environment: dict[str, str], lock: int | 
         )
 
 
-def surroundings(slot: int, jobs: int, device: str) -> dict[str, str]:
+def job_environment(slot: int, jobs: int, device: str) -> dict[str, str]:
     """Environment variables that divide this machine among jobs: its cores, and its GPUs if any."""
     found: dict[str, str] = {}
     if jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
@@ -142,16 +145,23 @@ def visible_gpus() -> list[str]:
     return [str(i) for i in range(torch.cuda.device_count())]
 
 
-def end(jobs: Sequence[Job]) -> None:
-    """Ask all to save and end, and wait; to be interrupted again ends them at once."""
+def stop(jobs: Sequence[Job], patience: float = math.inf) -> None:
+    """Ask all to save and end, and wait; what is not over after `patience` seconds is killed.
+
+    Ctrl-C while waiting ends them at once: a training takes a second signal as such.
+    """
+    until = time.monotonic() + patience
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
         for job in jobs:
             if job.process.poll() is None:
                 job.process.send_signal(number)
         try:
-            for job in jobs:
-                job.process.wait()
-            return
+            while any(job.process.poll() is None for job in jobs):
+                if number != signal.SIGKILL and time.monotonic() > until:
+                    break
+                time.sleep(STOP_POLL)
+            else:
+                return
         except KeyboardInterrupt:
             continue
 
@@ -161,7 +171,7 @@ def free_slot(jobs: Sequence[Job]) -> int:
     return next(i for i in range(len(jobs) + 1) if i not in taken)
 
 
-def brief(summary: dict[str, Any]) -> str:
+def main_numbers(summary: dict[str, Any]) -> str:
     """The numbers of a finished run that a line has room for."""
     keys = ("eval/score", "eval/kl", "eval/length", "eval/loss", "eval/accuracy")
     found = [(key[5:], summary[key]) for key in keys if isinstance(summary.get(key), float)]

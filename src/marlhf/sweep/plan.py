@@ -11,9 +11,11 @@ starts from lie beside it under the same name for every seed, and reports take s
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,15 +60,17 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One training. Points share it where its settings are the same."""
+class Training:
+    """One run folder to fill. Points share it where its settings are the same."""
 
     folder: Path
     stage: str
     kind: str
     config: Any
     needs: tuple[Path, ...] = ()
-    """Folders of the runs whose models it starts from."""
+    """Folders of the trainings whose models it starts from."""
+    priority: float = 0.0
+    """Those of a higher one begin first; never below that of a training which needs it."""
 
 
 @dataclass(frozen=True)
@@ -81,19 +85,21 @@ class Point:
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep before it is run. `runs` come after those that they need."""
+    """A sweep before it is run. `runs` are in the order in which they begin, after their needs."""
 
     recipe: str
     root: Path
     axes: tuple[Axis, ...]
     points: tuple[Point, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[Training, ...]
     settings: dict[str, dict[str, Any]]
     """Of each stage, as of the first point."""
 
 
-def make_plan(recipe: Path | str, overrides: Sequence[str] = ()) -> Plan:
+def make_plan(recipe: Path | str, overrides: Sequence[str] = (), only: Sequence[str] = ()) -> Plan:
     """The points of a sweep and the trainings that they need, each known run in its own folder.
+
+    `only`: stages to keep, as patterns; what they start from is kept with them.
 
     >>> plan = make_plan("toy", ["ppo.segmenter.n=3,.inf", "num_steps=2"])
     >>> [point.name for point in plan.points]
@@ -121,11 +127,13 @@ def make_plan(recipe: Path | str, overrides: Sequence[str] = ()) -> Plan:
             raise ConfigError(f"At the point {name}: {error}" if axes else str(error)) from None
     _check_hub(first)
     folders, runs = _runs(stages, axes, labels, root)
+    runs = _only(runs, only)
+    kept, parsed = {run.folder for run in runs}, [axis.parsed for axis in axes]
     points = tuple(
         Point(
             name or "the recipe as it is",
-            {axis.key: axis.parsed[i] for axis, i in zip(axes, place)},
-            tuple(dict.fromkeys(folders[place])),
+            {axis.key: values[i] for axis, values, i in zip(axes, parsed, place)},
+            tuple(folder for folder in dict.fromkeys(folders[place]) if folder in kept),
         )
         for place, name in zip(places, names)
     )
@@ -240,7 +248,7 @@ def _runs(
     axes: Sequence[Axis],
     labels: Sequence[Sequence[str]],
     root: Path,
-) -> tuple[dict[Place, list[Path]], list[Run]]:
+) -> tuple[dict[Place, list[Path]], list[Training]]:
     """The folders of each point's stages, and every training once."""
     reach = _reach(stages, axes, root)
     wanted: dict[Path, tuple[Stage, dict[str, Path]]] = {}
@@ -258,7 +266,7 @@ def _runs(
             wanted.setdefault(folder, (stage, needed))
     stand_in = _same(wanted, reach, root)
     known = _known(root)
-    runs: dict[Path, Run] = {}
+    runs: dict[Path, Training] = {}
 
     def settle(folder: Path) -> Path:
         """Where the training that belongs into a folder really is; those that it needs first."""
@@ -275,7 +283,32 @@ def _runs(
     found = {
         place: [settle(homes[place][stage.name]) for stage in own] for place, own in stages.items()
     }
-    return found, list({run.folder: run for run in runs.values()}.values())
+    return found, _ordered({run.folder: run for run in runs.values()}.values())
+
+
+def _only(runs: list[Training], patterns: Sequence[str]) -> list[Training]:
+    """The trainings of those stages, and what they need."""
+    stages = list(dict.fromkeys(run.stage for run in runs))
+    for pattern in patterns:
+        if not fnmatch.filter(stages, pattern):
+            raise ConfigError(f"No stage is called {pattern}. There are: {', '.join(stages)}.")
+    kept: set[Path] = set()
+    for run in reversed(runs):  # what is needed comes earlier in the list
+        if run.folder in kept or any(fnmatch.fnmatch(run.stage, p) for p in patterns or ["*"]):
+            kept |= {run.folder, *run.needs}
+    return [run for run in runs if run.folder in kept]
+
+
+def _ordered(runs: Iterable[Training]) -> list[Training]:
+    """By priority, else in the order of the recipe. What others need is as urgent as they are."""
+    runs = list(runs)
+    urgent: dict[Path, float] = {}
+    for run in reversed(runs):  # those that need it come later in the list
+        urgent[run.folder] = max(run.priority, urgent.get(run.folder, run.priority))
+        for need in run.needs:
+            urgent[need] = max(urgent[run.folder], urgent.get(need, -math.inf))
+    runs = [replace(run, priority=urgent[run.folder]) for run in runs]
+    return sorted(runs, key=lambda run: -run.priority)
 
 
 def _reach(
@@ -329,7 +362,7 @@ def _known(root: Path) -> dict[str, Path]:
     return found
 
 
-def _build(stage: Stage, needed: Mapping[str, Path], root: Path) -> Run:
+def _build(stage: Stage, needed: Mapping[str, Path], root: Path) -> Training:
     """The stage with the models that it starts from where this sweep has them."""
     paths = {_model(root, name): str(folder / "model") for name, folder in needed.items()}
     changes: dict[str, Any] = {}
@@ -339,7 +372,8 @@ def _build(stage: Stage, needed: Mapping[str, Path], root: Path) -> Run:
         elif isinstance(value, tuple) and any(x in paths for x in value if isinstance(x, str)):
             changes[key] = tuple(paths.get(x, x) for x in value)
     needs = tuple(dict.fromkeys(needed.values()))
-    return Run(Path(), stage.name, stage.kind, replace(stage.config, **changes), needs)
+    config = replace(stage.config, **changes)
+    return Training(Path(), stage.name, stage.kind, config, needs, stage.priority)
 
 
 def _references(stage: Stage, root: Path) -> list[str]:

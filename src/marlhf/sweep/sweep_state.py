@@ -1,6 +1,6 @@
 """`sweep.json`: what a sweep consists of and how far it has come.
 
-It only tells: whether a run is finished is for its own folder to say.
+It is a record for readers: whether a run is finished is read from the run's own folder.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import yaml
 from marlhf.config import PRESETS
 from marlhf.runs.write import RunError, explained_writes, write_whole
 from marlhf.settings import FREE_TO_CHANGE
-from marlhf.sweep.plan import Plan, Run
+from marlhf.sweep.plan import Plan, Training
 
 NAME = "sweep.json"
 PATIENCE = 60.0
 """Seconds to wait for processes of a sweep that was killed: they save before they end."""
 
 
-class Book:
+class SweepState:
     """The file, kept up to date. Points of earlier calls stay in it."""
 
     def __init__(self, plan: Plan) -> None:
@@ -36,8 +36,10 @@ class Book:
         self.points = {p["name"]: p for p in before.get("points", [])}
         self.runs: dict[str, dict[str, Any]] = dict(before.get("runs", {}))
         for point in plan.points:
-            folders = [self.short(folder) for folder in point.runs]
-            entry = {"name": point.name, "settings": point.settings, "runs": folders}
+            # A call for some stages only must not forget the others.
+            folders = dict.fromkeys(self.points.get(point.name, {}).get("runs", []))
+            folders |= dict.fromkeys(map(self.short, point.runs))
+            entry = {"name": point.name, "settings": point.settings, "runs": list(folders)}
             self.points[point.name] = entry
         for name, entry in self.runs.items():
             if entry["state"] == "running":  # when the sweep was killed
@@ -57,19 +59,28 @@ class Book:
     def short(self, folder: Path) -> str:
         return str(folder.relative_to(self.root))
 
-    def state_in(self, folder: Path) -> str:
-        return self.runs[self.short(folder)]["state"]
+    def is_finished(self, folder: Path) -> bool:
+        return self.runs[self.short(folder)]["state"] == "finished"
 
-    def mark(self, run: Run, state: str, note: str = "") -> None:
-        entry = self.runs[self.short(run.folder)]
-        entry |= {"state": state}
+    def mark(
+        self, training: Training, state: str, note: str = "", seconds: float | None = None
+    ) -> None:
+        """Write down where a training stands, and the seconds its process has run until now."""
+        entry = self.runs[self.short(training.folder)]
+        entry["state"] = state
         entry.pop("note", None)
         if note:
             entry["note"] = note
+        if seconds is not None:
+            entry["seconds"] = round(entry.get("seconds", 0.0) + seconds, 1)
         self.write()
 
-    def note(self, run: Run) -> str:
-        return self.runs[self.short(run.folder)].get("note", "")
+    def note(self, training: Training) -> str:
+        return self.runs[self.short(training.folder)].get("note", "")
+
+    def seconds(self, training: Training) -> float | None:
+        """How long its processes have run, in this call and in earlier ones."""
+        return self.runs[self.short(training.folder)].get("seconds")
 
     def write(self) -> None:
         points = [point | {"state": self._state_of(point)} for point in self.points.values()]

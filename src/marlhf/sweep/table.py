@@ -1,0 +1,64 @@
+"""A sweep as text: what it would train, and what it has come to."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from marlhf.sweep.plan import Plan, Training
+from marlhf.sweep.run import Sweep
+from marlhf.sweep.sweep_state import finished
+
+
+def describe_plan(plan: Plan) -> list[str]:
+    """What `--dry-run` tells: the points, and what is left to train for each."""
+    width = max(len(point.name) for point in plan.points)
+    known: set[Path] = {run.folder for run in plan.runs if finished(run.folder)}
+    left = len(plan.runs) - len(known)
+    lines = [
+        f"{len(plan.points)} points in {plan.root}: {len(plan.runs)} trainings, {left} of them left"
+    ]
+    by_folder: dict[Path, Training] = {run.folder: run for run in plan.runs}
+    told: set[Path] = set()
+    for point in plan.points:
+        mine = [by_folder[folder] for folder in point.runs]
+        shown = [
+            f"{run.folder.relative_to(plan.root)}{' (finished)' * (run.folder in known)}"
+            for run in mine
+            if run.folder not in told
+        ]
+        told |= set(point.runs)
+        lines.append(f"{point.name:{width}}  {'  '.join(shown)}".rstrip())
+    return lines
+
+
+def describe(found: Sweep) -> list[str]:
+    """The table of a sweep: a row a training of the stages that no other starts from."""
+    needed = {folder for run in found.plan.runs for folder in run.needs}
+    stages = {run.stage for run in found.plan.runs if run.folder in needed}
+    rows = [each for each in found.outcomes if each.stage not in stages] or list(found.outcomes)
+    columns = {"score": "score", "kl": "KL", "length": "length", "loss": "loss", "seconds": "s"}
+    used = [c for c in columns if any(math.isfinite(getattr(row, c)) for row in rows)]
+    if "score" in used and "loss" in used and all(math.isfinite(row.score) for row in rows):
+        used.remove("loss")
+    cells = [["run", "state", *(columns[c] for c in used)]]
+    for row in rows:
+        numbers = [getattr(row, c) for c in used]
+        cells.append([row.name, row.state, *(_number(x, c) for x, c in zip(numbers, used))])
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths))
+        ).rstrip()
+        for line in cells
+    ]
+    for each in found.failed:
+        lines.append(f"{each.name} failed: {each.note}")
+    return lines
+
+
+def _number(value: float, column: str) -> str:
+    if not math.isfinite(value):
+        return "-"
+    return f"{value:.0f}" if column == "seconds" else f"{value:.3f}"
