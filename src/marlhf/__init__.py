@@ -24,10 +24,10 @@ _WHERE = {
     "marlhf.train.ppo_config": ("PPOConfig",),
     "marlhf.train.rloo_config": ("RLOOConfig",),
     "marlhf.train.dpo_config": ("DPOConfig",),
-    "marlhf.train.guards": ("Guards",),
+    "marlhf.configs.guards": ("Guards",),
     "marlhf.data": ("DataConfig",),
     "marlhf.rollout": ("Sampling",),
-    "marlhf.models.settings": ("LoRA",),
+    "marlhf.configs.model": ("LoRA",),
     "marlhf.core": (
         *("Constituents", "NGram", "Perplexity", "RandomNGram", "Responses", "Segments"),
         *("Sentences", "Words"),
@@ -40,6 +40,8 @@ _HOME = {name: module for module, names in _WHERE.items() for name in names}
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from marlhf.configs.guards import Guards
+    from marlhf.configs.model import LoRA
     from marlhf.core import (
         Constituents,
         NGram,
@@ -51,11 +53,9 @@ if TYPE_CHECKING:
         Words,
     )
     from marlhf.data import DataConfig
-    from marlhf.models.settings import LoRA
     from marlhf.report.write import write_report
     from marlhf.rollout import Sampling
     from marlhf.train.dpo_config import DPOConfig
-    from marlhf.train.guards import Guards
     from marlhf.train.ppo_config import PPOConfig
     from marlhf.train.reward_config import RewardConfig
     from marlhf.train.rloo_config import RLOOConfig

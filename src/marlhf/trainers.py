@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NoReturn
 import yaml
 from transformers.trainer_utils import TrainOutput
 
+from marlhf.configs.stage import StageConfig
 from marlhf.data import DataConfig, Row, rows_from_records
 from marlhf.data.splits import held_out
 from marlhf.errors import SettingError
@@ -32,7 +33,6 @@ from marlhf.train.progress import say, warn
 from marlhf.train.reward_config import RewardConfig
 from marlhf.train.rloo_config import RLOOConfig
 from marlhf.train.sft_config import SFTConfig
-from marlhf.train.stage_config import StageConfig
 from marlhf.train.trainer_inputs import (
     GIVEN,
     Dataset,

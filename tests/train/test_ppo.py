@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from conftest import TOY, assert_close, read_lines
+from marlhf.configs.guards import Guards
 from marlhf.core import NGram, Perplexity, RandomNGram, Responses, Sentences, Words, gae
 from marlhf.models.forward import token_values
 from marlhf.models.tiny import tiny_tokenizer
@@ -13,7 +14,6 @@ from marlhf.rollout import Sampling
 from marlhf.runs.write import RunError
 from marlhf.train import ppo
 from marlhf.train.distributed import start
-from marlhf.train.guards import Guards
 from marlhf.train.objects import NO_OBJECTS
 from marlhf.train.timing import Clock
 from marlhf.train.watch import CriticWatch, warn_apart, warn_divided

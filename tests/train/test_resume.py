@@ -17,12 +17,12 @@ import yaml
 from transformers import AutoModelForSequenceClassification
 
 from conftest import TOY, read_lines
+from marlhf.configs.guards import Guards
 from marlhf.core import RandomNGram
 from marlhf.reward import RewardModel
 from marlhf.runs.write import RunError, RunFolder, Stopped
 from marlhf.settings import to_raw
 from marlhf.train import checkpoint, ppo, reward, sft
-from marlhf.train.guards import Guards
 
 SHORT = {"data": TOY, "batch_size": 8, "num_steps": 4, "eval_every": 2, "save_every": 1}
 

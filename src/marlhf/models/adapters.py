@@ -24,6 +24,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from marlhf.configs.model import LoRA, Precision
 from marlhf.models.adapter_files import (
     digest,
     import_peft,
@@ -33,7 +34,6 @@ from marlhf.models.adapter_files import (
     save_merged,
 )
 from marlhf.models.base import Model, ModelError, autocast
-from marlhf.models.settings import LoRA, Precision
 
 OFF = "off"
 """A name that no adapter has: with it active, every layer is as it was before."""

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from transformers.utils import logging as hf_logging
 
+from marlhf.configs.model import Precision
 from marlhf.errors import MarlhfError
-from marlhf.models.settings import Precision
 
 Model: TypeAlias = Any
 """A transformers model: its own annotations are too loose to check anything against."""

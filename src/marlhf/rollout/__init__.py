@@ -1,5 +1,5 @@
 """Engines that sample responses."""
 
-from marlhf.rollout.settings import Sampling
+from marlhf.configs.sampling import Sampling
 
 __all__ = ["Sampling"]

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from marlhf.configs.sampling import Sampling
 from marlhf.core.segmenters import mix
-from marlhf.rollout.settings import Sampling
 
 
 @dataclass(frozen=True)

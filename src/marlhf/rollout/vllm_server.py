@@ -16,8 +16,8 @@ from typing import Any
 
 from safetensors.torch import save_file
 
+from marlhf.configs.sampling import Sampling, check_url
 from marlhf.models.base import Model, Precision
-from marlhf.rollout.settings import Sampling, check_url
 from marlhf.rollout.vllm import VLLM, Answer, RolloutError, fields, short
 
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)

@@ -27,13 +27,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from marlhf.configs.stage import Parallel
 from marlhf.data.collate import Micro, SingleProcess, pad_right, token_budget_batches
 from marlhf.models.base import Model, Precision, computes_in_bfloat16, pick_device
 from marlhf.models.compile import compile_blocks
 from marlhf.rollout.engine import Rollout
 from marlhf.runs.write import RunError
 from marlhf.train import progress
-from marlhf.train.stage_config import Parallel
 
 BUCKET = 1 << 25
 """Gradients that are summed over processes in one message."""

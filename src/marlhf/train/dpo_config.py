@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from marlhf.configs.stage import StageConfig, check_numbers
 from marlhf.errors import SettingError
-from marlhf.train.stage_config import StageConfig, check_numbers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from marlhf.configs.rl import RLConfig
 from marlhf.core import (
     Responses,
     Segments,
@@ -28,7 +29,6 @@ from marlhf.rollout import Sampling
 from marlhf.rollout.engine import Rollout
 from marlhf.spans.apply import apply_segmenter
 from marlhf.train.distributed import gather_rollout
-from marlhf.train.rl_config import RLConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.stage import Example
 from marlhf.train.timing import Clock

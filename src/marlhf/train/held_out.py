@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from marlhf.configs.rl import RLConfig
 from marlhf.data.encode import decode
 from marlhf.models.base import Tokenizer
 from marlhf.rollout.measure import repetition
@@ -15,7 +16,6 @@ from marlhf.runs.write import RunError
 from marlhf.train.loop import Loop
 from marlhf.train.optim import check_finite
 from marlhf.train.progress import say, warn
-from marlhf.train.rl_config import RLConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.stage import Example
 from marlhf.train.timing import Clock

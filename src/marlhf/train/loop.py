@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from marlhf.configs.stage import StageConfig
 from marlhf.models.adapters import View
 from marlhf.models.base import Model, Tokenizer
 from marlhf.runs.write import Onlooker, RunError, RunFolder, Stopped
@@ -31,7 +32,6 @@ from marlhf.train.distributed import World
 from marlhf.train.objects import GivenObjects
 from marlhf.train.progress import Steps, say, warn
 from marlhf.train.stage import due, finish, record_outcome
-from marlhf.train.stage_config import StageConfig
 from marlhf.train.trackers import Trackers
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from marlhf.configs.stage import StageConfig
 from marlhf.models.adapter_files import adapter_base, import_peft
 from marlhf.models.adapters import FrozenBase, LoRA, frozen_dtype, quantization
 from marlhf.models.base import Model
@@ -16,7 +17,6 @@ from marlhf.runs.write import RunError
 from marlhf.train.distributed import World
 from marlhf.train.objects import GivenObjects
 from marlhf.train.progress import say, warn
-from marlhf.train.stage_config import StageConfig
 
 
 def adapter_settings(config: StageConfig, objects: GivenObjects) -> Any:

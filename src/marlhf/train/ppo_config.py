@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from marlhf.train.rl_config import RLConfig
-from marlhf.train.stage_config import check_numbers
+from marlhf.configs.rl import RLConfig
+from marlhf.configs.stage import check_numbers
 
 # The same as in marlhf.core, which needs torch; a test keeps them equal.
 Pooling = Literal["sum", "mean"]

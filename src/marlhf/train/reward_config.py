@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from marlhf.train.stage_config import StageConfig
+from marlhf.configs.stage import StageConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
+from marlhf.configs.rl import RLConfig
 from marlhf.core import Vocabulary
 from marlhf.data import Row
 from marlhf.models.adapter_files import find_adapter, is_scalar_adapter
@@ -47,7 +48,6 @@ from marlhf.train.lora import (
 from marlhf.train.objects import GivenObjects
 from marlhf.train.parsing import Parsing, open_parsing
 from marlhf.train.progress import warn
-from marlhf.train.rl_config import RLConfig
 from marlhf.train.stage import Example, check_positions, each_prompt_once, load_examples
 
 

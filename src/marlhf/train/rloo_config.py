@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from marlhf.configs.rl import Ratio, RLConfig, Segmenter, ngram
 from marlhf.errors import SettingError
-from marlhf.train.rl_config import Ratio, RLConfig, Segmenter, ngram
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from marlhf.configs.stage import StageConfig
 from marlhf.data import DataError, Loaded, Row, encode_response, fit_prompts, load_data
 from marlhf.data.counts import Counts
 from marlhf.models.base import Model, Tokenizer
@@ -24,7 +25,6 @@ from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import Diverged
 from marlhf.train.progress import say, warn
-from marlhf.train.stage_config import StageConfig
 
 
 @dataclass(frozen=True)

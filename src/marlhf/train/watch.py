@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
+from marlhf.configs.rl import RLConfig
 from marlhf.core import NGram
 from marlhf.runs.write import RunError
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.progress import warn
-from marlhf.train.rl_config import RLConfig
 
 APART = 0.5
 """Nats a response that bfloat16 explains: SmolLM2-135M, with activations of 25,000, has 0.04 in

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from marlhf.configs.guards import Guards
+from marlhf.configs.sampling import Sampling, check_url
+from marlhf.configs.stage import StageConfig, check_numbers
 from marlhf.errors import SettingError
-from marlhf.rollout.settings import Sampling, check_url
-from marlhf.train.guards import Guards
-from marlhf.train.stage_config import StageConfig, check_numbers
 
 # The same as in marlhf.core, which needs torch; a test keeps them equal.
 Ratio = Literal["token", "macro", "macro_mean"]

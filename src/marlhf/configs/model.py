@@ -1,4 +1,4 @@
-"""Settings of models, which load without torch: a recipe is checked before anything heavy is."""
+"""Settings of models: precision and LoRA."""
 
 from __future__ import annotations
 

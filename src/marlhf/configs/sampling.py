@@ -1,4 +1,4 @@
-"""Settings of sampling, which load without torch."""
+"""Settings of sampling."""
 
 from __future__ import annotations
 

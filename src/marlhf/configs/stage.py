@@ -1,7 +1,4 @@
-"""Settings that every stage has.
-
-Configs load without torch, so that a mistake in a recipe is reported within a second.
-"""
+"""Settings that every stage has."""
 
 from __future__ import annotations
 
@@ -10,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from marlhf.configs.model import LoRA, Precision
+from marlhf.configs.schedule import Schedule, learning_rate_at
 from marlhf.data import DataConfig
 from marlhf.errors import SettingError
-from marlhf.models.settings import LoRA, Precision
-from marlhf.train.schedule import Schedule, learning_rate_at
 
 Parallel = Literal["data", "fsdp"]
 
