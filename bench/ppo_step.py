@@ -43,8 +43,15 @@ from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine
 from marlhf.spans import vocabulary
 from marlhf.train.distributed import start
+from marlhf.train.experience import batch_metrics, rollout_and_score
 from marlhf.train.optim import make_optimizer
-from marlhf.train.ppo import appraise, collect, credit, decide, describe, update
+from marlhf.train.ppo import (
+    assign_credit,
+    critic_metrics,
+    shape_and_segment,
+    update,
+    values_and_critic_backward,
+)
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.stage import Example
@@ -259,15 +266,20 @@ class Bench:
         seeds = torch.randint(2**62, (self.shape.rows,), generator=self.sampler).tolist()
         clock = Clock(models.world.device)
         start = time.perf_counter()
-        experience = collect(self.examples, models, settings, seeds, lambda x: x, clock)
-        decisions = decide(experience, models.vocabulary, settings, 0.05, self.shuffler)
-        values, losses = appraise(experience, decisions, models, settings)
-        plan = credit(decisions, values, settings)
+        experience = rollout_and_score(self.examples, models, settings, seeds, lambda x: x, clock)
+        segmented = shape_and_segment(experience, models, settings, 0.05, self.shuffler)
+        values, losses = values_and_critic_backward(experience, segmented, models, settings)
+        credit = assign_credit(segmented, values, settings)
         clock.mark("credit")
+        rates = {
+            "policy": settings.rate(self.steps, 10**6),
+            "critic": settings.rate(self.steps, 10**6, settings.critic_learning_rate),
+        }
         metrics = losses | update(
-            experience, plan, models, self.optimizers, settings, self.steps, 10**6, self.shuffler
+            experience, credit, models, self.optimizers, rates, settings, self.shuffler
         )
-        self.numbers = to_numbers(metrics | describe(experience, plan, 0.05))
+        metrics |= batch_metrics(experience, credit, models, 0.05) | critic_metrics(credit)
+        self.numbers = to_numbers(metrics)
         clock.mark("update")
         whole = {"step": time.perf_counter() - start}
         return {name.removeprefix("time/"): x for name, x in clock.phases.items()} | whole

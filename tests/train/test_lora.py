@@ -27,7 +27,7 @@ from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.runs.write import RunError, RunFolder
 from marlhf.settings import to_raw
-from marlhf.train import dpo, ppo, reward, rloo, sft
+from marlhf.train import dpo, held_out, ppo, reward, rloo, sft
 from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.distributed import World
 from marlhf.train.loop import Loop
@@ -73,7 +73,8 @@ def settings(stage: str, folder: Path, **changes):
 def train(stage: str, config, objects: GivenObjects = NO_OBJECTS) -> SimpleNamespace:
     """Train a stage, and keep hold of what was inside."""
     seen = SimpleNamespace(config=config, path=Path(config.output_dir), experiences=[], plans=[])
-    close, load, collect, credit = Loop.close, ppo.load_models, ppo.collect, ppo.credit
+    close, load = Loop.close, ppo.load_models
+    rollout_and_score, assign_credit = ppo.rollout_and_score, ppo.assign_credit
 
     def watched_close(loop, *args):
         seen.models = dict(loop.models)
@@ -83,20 +84,21 @@ def train(stage: str, config, objects: GivenObjects = NO_OBJECTS) -> SimpleNames
         seen.all = load(*args, **options)
         return seen.all
 
-    def watched_collect(*args):
-        seen.experiences.append(collect(*args))
+    def watched_rollout(*args):
+        seen.experiences.append(rollout_and_score(*args))
         return seen.experiences[-1]
 
     def watched_credit(*args):
-        seen.plans.append(credit(*args))
+        seen.plans.append(assign_credit(*args))
         return seen.plans[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Loop, "close", watched_close)
-        patch.setattr(ppo, "credit", watched_credit)
+        patch.setattr(ppo, "assign_credit", watched_credit)
         for module in (ppo, rloo):
             patch.setattr(module, "load_models", watched_load)
-            patch.setattr(module, "collect", watched_collect)
+        for module in (ppo, rloo, held_out):
+            patch.setattr(module, "rollout_and_score", watched_rollout)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             seen.model = STAGES[stage][0].train(config, objects)

@@ -12,11 +12,15 @@ from marlhf.models.forward import token_values
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.runs.write import RunError
-from marlhf.train import ppo
+from marlhf.train import experience, ppo
 from marlhf.train.distributed import start
 from marlhf.train.objects import NO_OBJECTS
+from marlhf.train.rl_warnings import (
+    CriticWatch,
+    warn_about_divided_scores,
+    warn_about_first_kl,
+)
 from marlhf.train.timing import Clock
-from marlhf.train.watch import CriticWatch, warn_apart, warn_divided
 
 
 def run(config: ppo.PPOConfig) -> list[dict]:
@@ -87,15 +91,16 @@ def test_several_epochs_and_mini_batches(ppo_config):
 
 def test_one_update_needs_no_pass_of_the_old_policy(ppo_config, monkeypatch):
     calls = []
-    real = ppo.token_stats
+    real = experience.token_stats
 
     def counting(model, *args, **options):
         calls.append(torch.is_grad_enabled())
         return real(model, *args, **options)
 
-    monkeypatch.setattr(ppo, "token_stats", counting)
+    monkeypatch.setattr(experience, "token_stats", counting)
     run(ppo_config("one", num_steps=1, eval_prompts=1))
     once = calls.count(False)
+    assert once > 0
     calls.clear()
     run(ppo_config("two", num_steps=1, eval_prompts=1, num_ppo_epochs=2))
     assert calls.count(False) == 2 * once
@@ -180,16 +185,16 @@ def test_a_policy_that_is_not_its_reference_at_the_start_is_told(
     ppo_config, monkeypatch, kl, ref_model, told
 ):
     said = []
-    monkeypatch.setattr("marlhf.train.watch.warn", said.append)
-    warn_apart(kl, ppo_config(ref_model=ref_model))
+    monkeypatch.setattr("marlhf.train.rl_warnings.warn", said.append)
+    warn_about_first_kl(kl, ppo_config(ref_model=ref_model))
     assert len(said) == told
     assert all("the KL to the reference is 0.7 nats" in line for line in said)
 
 
 def test_an_evaluation_before_the_first_step_looks_for_it(ppo_config, monkeypatch):
     said = []
-    monkeypatch.setattr("marlhf.train.watch.APART", -1.0)  # even 0 is too much
-    monkeypatch.setattr("marlhf.train.watch.warn", said.append)
+    monkeypatch.setattr("marlhf.train.rl_warnings.MAX_FIRST_KL", -1.0)  # even 0 is too much
+    monkeypatch.setattr("marlhf.train.rl_warnings.warn", said.append)
     run(ppo_config(num_steps=2, eval_every=1))
     assert len(said) == 1
 
@@ -205,8 +210,8 @@ def test_an_evaluation_before_the_first_step_looks_for_it(ppo_config, monkeypatc
 )
 def test_a_score_that_a_mean_divides_is_told(ppo_config, monkeypatch, change, told):
     said = []
-    monkeypatch.setattr("marlhf.train.watch.warn", said.append)
-    warn_divided(ppo_config(**change))
+    monkeypatch.setattr("marlhf.train.rl_warnings.warn", said.append)
+    warn_about_divided_scores(ppo_config(**change))
     assert len(said) == told
 
 
@@ -222,7 +227,7 @@ def test_a_score_that_a_mean_divides_is_told(ppo_config, monkeypatch, change, to
 )
 def test_a_critic_that_misleads_for_long_is_told_once(ppo_config, monkeypatch, explained, told):
     said = []
-    monkeypatch.setattr("marlhf.train.watch.warn", said.append)
+    monkeypatch.setattr("marlhf.train.rl_warnings.warn", said.append)
     watch = CriticWatch(ppo_config())
     for step, value in enumerate(explained, 1):
         watch(step, value)
@@ -232,8 +237,15 @@ def test_a_critic_that_misleads_for_long_is_told_once(ppo_config, monkeypatch, e
 
 def test_training_says_so(ppo_config, monkeypatch):
     said = []
-    for name, value in {"PATIENCE": 2, "WINDOW": 2, "MISLEADS": 2.0, "warn": said.append}.items():
-        monkeypatch.setattr(f"marlhf.train.watch.{name}", value)  # even a perfect one is too bad
+    for name, value in {
+        "FIRST_STEPS": 2,
+        "WINDOW": 2,
+        "MIN_EXPLAINED_VARIANCE": 2.0,
+        "warn": said.append,
+    }.items():
+        monkeypatch.setattr(
+            f"marlhf.train.rl_warnings.{name}", value
+        )  # even a perfect one is too bad
     run(ppo_config(num_steps=3, pooling="mean", segmenter=NGram(5)))
     assert [line for line in said if line.startswith("step 2: the critic misleads")]
     assert [line for line in said if line.startswith("pooling: mean divides the score")]
@@ -334,25 +346,25 @@ def test_more_steps_than_data_are_told(ppo_config, capfd):
 @pytest.mark.parametrize("level", ["token", "macro"])
 @pytest.mark.parametrize("budget", [100000, 60])
 def test_the_pass_that_values_trains_the_critic_as_one_of_its_own_would(ppo_config, budget, level):
-    """Gradients of `appraise` against values first, and the loss in a second pass."""
+    """Gradients of one pass against values first, and the loss in a second pass."""
     config = ppo_config(token_budget=budget, value_level=level, segmenter=NGram(3), sigma="start")
     world = start(config.device)
     models = ppo.load_models(config, NO_OBJECTS, world, critic=True)
     examples, _ = ppo.load_prompts(config, models, NO_OBJECTS)
     clock, shuffler = Clock(world.device), torch.Generator().manual_seed(0)
-    found = ppo.collect(examples[:5], models, config, [1, 2, 3, 4, 5], lambda x: x, clock)
-    decisions = ppo.decide(found, models.vocabulary, config, 0.05, shuffler)
-    values, losses = ppo.appraise(found, decisions, models, config)
+    found = ppo.rollout_and_score(examples[:5], models, config, [1, 2, 3, 4, 5], lambda x: x, clock)
+    segmented = ppo.shape_and_segment(found, models, config, 0.05, shuffler)
+    values, losses = ppo.values_and_critic_backward(found, segmented, models, config)
     once = [p.grad.clone() for p in models.critic.parameters()]
     models.critic.zero_grad()
 
-    told, nothing = ppo.appraise(found, decisions, models, config, learn=False)
-    assert nothing == {}
-    torch.testing.assert_close(told, values)
-    plan = ppo.credit(decisions, told, config)
+    alone = ppo.critic_values(found, models, config)
+    assert all(p.grad is None for p in models.critic.parameters())
+    torch.testing.assert_close(alone, values)
+    credit = ppo.assign_credit(segmented, alone, config)
     again = token_values(models.critic, found.sequences)
-    counts = ppo.count(plan.segments)
-    loss = ppo.value_loss(again, plan.values, plan.returns, plan.segments, counts, config)
+    counts = ppo.count_terms(credit.segments)
+    loss = ppo.value_loss(again, credit.values, credit.returns, credit.segments, counts, config)
     loss.backward()
     torch.testing.assert_close(losses["rl/value_loss"], loss.detach())
     for mine, p in zip(once, models.critic.parameters(), strict=True):

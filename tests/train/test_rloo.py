@@ -20,8 +20,8 @@ from marlhf.rollout import Sampling
 from marlhf.runs.write import RunFolder, Stopped
 from marlhf.train import rloo
 from marlhf.train.distributed import World
+from marlhf.train.experience import Credit, Experience
 from marlhf.train.objects import GivenObjects
-from marlhf.train.ppo import Credit, Experience
 
 HERE = World(torch.device("cpu"))
 
@@ -70,8 +70,8 @@ def experience(responses: list[list[int]], scores: list[float], seed: int = 0) -
 
 
 def credit(found: Experience, config: rloo.RLOOConfig, kl_coef: float) -> Credit:
-    none = torch.zeros(0)
-    return rloo.credit(found, none, config, kl_coef, torch.Generator().manual_seed(0))
+    models = SimpleNamespace(vocabulary=None)
+    return rloo.assign_credit(found, models, config, kl_coef, torch.Generator().manual_seed(0))
 
 
 def settings(**changes) -> rloo.RLOOConfig:
@@ -168,15 +168,15 @@ def test_metrics_are_ppos_without_the_critics(rloo_config):
 
 def test_each_prompt_has_different_responses(rloo_config, monkeypatch):
     seen = []
-    real = rloo.collect
+    real = rloo.rollout_and_score
 
-    def collect(examples, *rest):
+    def rollout_and_score(examples, *rest):
         found = real(examples, *rest)
         if len(examples) == 12:  # a training batch
             seen.append(([tuple(e.prompt) for e in examples], found.sequences.responses))
         return found
 
-    monkeypatch.setattr(rloo, "collect", collect)
+    monkeypatch.setattr(rloo, "rollout_and_score", rollout_and_score)
     run(rloo_config(num_steps=1))
     prompts, responses = seen[0]
     assert all(len(set(prompts[i : i + 3])) == 1 for i in range(0, 12, 3))
@@ -376,7 +376,7 @@ def test_the_grpo_losses_are_trls(ratio, loss_type, level, updates):
     }
     theirs = GRPOTrainer._compute_loss(trainer, None, inputs)
     segments = Segments(plan.segments.ids, mask)
-    kl = rloo.by_action(kl_estimate(new, found.ref_logprobs, "k3"), segments, config)
+    kl = rloo.sum_as_ratio(kl_estimate(new, found.ref_logprobs, "k3"), segments, config)
     count = mask.sum() if ratio == "token" else len(mask)
     mine = 0.1 * kl / count + ppo_policy_loss(
         new, old, plan.advantages, mask, ratio=ratio, segments=segments

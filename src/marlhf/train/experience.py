@@ -1,34 +1,27 @@
-"""What a batch of responses is and was worth, before anyone learns from it.
+"""A batch of responses and its scores, and what PPO and RLOO compute alike from it.
 
-Sampling, scoring, and cutting into macro actions: the half of a step that PPO and its critic-free
-kin share.
+Sampling and scoring are the same for every method that learns from its own samples. The rest of a
+step, from rewards to the update, is written out in `ppo.py` and `rloo.py`; here are the pieces of
+it that both use: micro-batches, metrics, mini-batches.
 
-Axes: B rows, T response tokens, M macro actions, S spans.
+Axes: B rows, b rows of a micro-batch, T response tokens, M macro actions, S spans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from marlhf.configs.rl import RLConfig
-from marlhf.core import (
-    Responses,
-    Segments,
-    Vocabulary,
-    kl_estimate,
-    masked_mean,
-    shape_rewards,
-)
+from marlhf.core import Responses, Segments, Vocabulary, kl_estimate, masked_mean
 from marlhf.models.base import autocast
 from marlhf.models.forward import Sequences, send, token_stats
 from marlhf.rollout import Sampling
 from marlhf.rollout.engine import Rollout
-from marlhf.spans.apply import apply_segmenter
-from marlhf.train.distributed import gather_rollout
+from marlhf.train.distributed import World, gather_rollout
 from marlhf.train.rl_models import Models
 from marlhf.train.stage import Example
 from marlhf.train.timing import Clock
@@ -36,7 +29,7 @@ from marlhf.train.timing import Clock
 
 @dataclass(frozen=True)
 class Experience:
-    """A batch of responses and what everyone thinks of them, before any update."""
+    """A batch of responses with all scores and log-probs, before any update."""
 
     sequences: Sequences
     scores: Tensor  # [B], normalised, with the penalty for a missing end
@@ -45,20 +38,33 @@ class Experience:
     logprobs: Tensor  # [B, T], of the policy that sampled
     ref_logprobs: Tensor  # [B, T]
     old_logprobs: Tensor | None  # [B, T], by the training pass; None when one update follows
-    spans: Tensor | None = None  # [B, S, 2], constituents, where the rule follows them
+    spans: Tensor | None = None  # [B, S, 2], constituents, where the segmenter needs them
+
+    def responses(self, vocabulary: Vocabulary, shuffler: torch.Generator) -> Responses:
+        """What a segmenter sees. Each row has a seed, for segmenters that draw lengths."""
+        mask = self.sequences.mask
+        seeds = torch.randint(2**62, (len(mask),), generator=shuffler)
+        return Responses(
+            self.sequences.responses,
+            mask,
+            ref_logprobs=self.ref_logprobs,
+            spans=self.spans,
+            vocabulary=vocabulary,
+            seeds=send(seeds, mask.device),
+        )
 
 
 @dataclass(frozen=True)
-class Decisions:
-    """What was decided as one, and what each token was rewarded with."""
+class SegmentedRewards:
+    """The reward of each token, and the macro actions that tokens belong to."""
 
     rewards: Tensor  # [B, T]
     segments: Segments
 
 
 @dataclass(frozen=True)
-class Credit(Decisions):
-    """Who earned what."""
+class Credit(SegmentedRewards):
+    """What each macro action is credited with."""
 
     values: Tensor  # [B, T], of the state before each token
     advantages: Tensor  # [B, T], constant within a macro action
@@ -66,7 +72,7 @@ class Credit(Decisions):
 
 
 @torch.no_grad()
-def collect(
+def rollout_and_score(
     examples: list[Example],
     models: Models,
     config: RLConfig,
@@ -74,29 +80,29 @@ def collect(
     normalise: Callable[[Tensor], Tensor],
     clock: Clock,
 ) -> Experience:
-    """Sample, then ask reward model and reference."""
+    """Sample a response to each prompt; score them by the reward and by the reference."""
     prompts = [e.prompt for e in examples]
     world, device = models.world, models.world.device
-    rollout = sample(prompts, models, config.sampling, seeds)
+    rollout = sample_responses(prompts, models, config.sampling, seeds)
     clock.mark("rollout")
-    parse = models.parsing and models.parsing.begin(rollout.responses)  # while all others score
+    # Parsers run in processes of their own, while the models score on this one.
+    parse = models.parsing and models.parsing.begin(rollout.responses)
     raw_scores = models.reward(prompts, rollout.responses, [e.row for e in examples])
     scores = normalise(raw_scores) - config.missing_eos_penalty * (~rollout.ended).float()
     pad_id, temperature = models.tokenizer.pad_token_id, config.sampling.scale
     sequences = Sequences.from_lists(prompts, rollout.responses, pad_id, device)
+    ref_logprobs = torch.zeros(sequences.mask.shape, device=device)
     # With one update the old policy is the new one, and its log-probs need no pass of their own.
-    names = ("ref",) if config.one_update else ("ref", "old")
-    found = {name: torch.zeros(sequences.mask.shape, device=device) for name in names}
-    for micro in world.batches(sequences.total_lengths, 2 * config.token_budget):
-        part = sequences.rows(micro.rows)
-        where, width = send(torch.tensor(micro.rows), device), part.mask.shape[1]
+    old_logprobs = None if config.one_update else torch.zeros_like(ref_logprobs)
+    for micro in micro_batches(sequences, 2 * config.token_budget, world):
         with autocast(device, config.precision):
-            answers = {"ref": token_stats(models.reference, part, temperature).logprobs}
-            if "old" in found:
-                answers["old"] = token_stats(models.policy, part, temperature).logprobs
-        for name, answer in answers.items():
-            found[name][where, :width] += answer * micro.weight
-    found = {name: world.sum(x) for name, x in found.items()}
+            ref = token_stats(models.reference, micro.sequences, temperature).logprobs
+            micro.add(ref_logprobs, ref)
+            if old_logprobs is not None:
+                old = token_stats(models.policy, micro.sequences, temperature).logprobs
+                micro.add(old_logprobs, old)
+    ref_logprobs = world.sum(ref_logprobs)
+    old_logprobs = None if old_logprobs is None else world.sum(old_logprobs)
     spans = send(parse(), device) if parse else None
     clock.mark("score")
     return Experience(
@@ -105,88 +111,146 @@ def collect(
         raw_scores,
         rollout.ended,
         rollout.logprobs,
-        found["ref"],
-        found.get("old"),
+        ref_logprobs,
+        old_logprobs,
         spans,
     )
 
 
-def sample(
+def sample_responses(
     prompts: list[list[int]], models: Models, sampling: Sampling, seeds: list[int]
 ) -> Rollout:
-    """A response to each prompt, by all processes together."""
-    mine, rollout = models.world.share([len(p) for p in prompts]), None
+    """A response to each prompt. Each rank samples its share and then has all of them."""
+    share, rollout = models.world.share([len(p) for p in prompts]), None
     with models.world.gathered(models.policy):
-        if mine:
+        if share:
             rollout = models.engine.generate(
-                [prompts[i] for i in mine], sampling, [seeds[i] for i in mine]
+                [prompts[i] for i in share], sampling, [seeds[i] for i in share]
             )
-    return gather_rollout(models.world, rollout, mine, len(prompts))
+    return gather_rollout(models.world, rollout, share, len(prompts))
 
 
-@torch.no_grad()
-def decide(
-    experience: Experience,
-    table: Vocabulary,
-    config: RLConfig,
-    kl_coef: float,
-    shuffler: torch.Generator,
-) -> Decisions:
-    """Rewards of tokens, and the macro actions that they are cut into."""
-    sequences = experience.sequences
-    seeds = torch.randint(2**62, (len(sequences.mask),), generator=shuffler)
-    responses = Responses(
-        sequences.responses,
-        sequences.mask,
-        ref_logprobs=experience.ref_logprobs,
-        spans=experience.spans,
-        vocabulary=table,
-        seeds=send(seeds, sequences.mask.device),
-    )
-    rewards = shape_rewards(
-        experience.scores,
-        experience.logprobs,
-        experience.ref_logprobs,
-        sequences.mask,
-        kl_coef,
-        kl=config.kl_estimator,
-        score_clip=config.score_clip,
-    )
-    segments = apply_segmenter(config.segmenter, responses, split_last=config.split_last)
-    return Decisions(rewards, segments)
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some rows of a batch, for one forward pass."""
+
+    sequences: Sequences
+    index: Tensor  # [b], which rows of the batch they are
+    weight: float  # 0 for a pass that only keeps this rank in step with the others
+
+    def take(self, x: Tensor) -> Tensor:
+        """Their part of a tensor of the whole batch: [B, T] -> [b, t]."""
+        return x[self.index, : self.sequences.mask.shape[1]]
+
+    def add(self, x: Tensor, part: Tensor) -> None:
+        """Add `part` [b, t] to these rows of `x` [B, T], which a sum over ranks completes."""
+        x[self.index, : self.sequences.mask.shape[1]] += part * self.weight
+
+    def segments(self, segments: Segments) -> Segments:
+        return Segments(self.take(segments.ids), self.sequences.mask)
 
 
-@torch.no_grad()
-def drift(
-    logprobs: Tensor,
-    old: Tensor,
-    sampled: Tensor,
-    segments: Segments,
-    num_tokens: Tensor,
-    config: RLConfig,
-) -> dict[str, Tensor]:
-    """How far the policy has moved in this step, and how far sampling is from training."""
-    mask, change = segments.mask, logprobs - old
-    if config.ratio != "token":
-        pool = segments.sum if config.ratio == "macro" else segments.mean
-        change = segments.spread(pool(change))
-    outside = ((change.exp() - 1).abs() > config.clip).float()
-    return {
-        "clip_fraction": masked_mean(outside, mask, num_tokens),
-        "approx_kl": masked_mean(kl_estimate(old, logprobs, "k3"), mask, num_tokens),
-        "logprob_gap": masked_mean((logprobs - sampled).abs(), mask, num_tokens),
-    }
+def micro_batches(
+    sequences: Sequences, token_budget: int, world: World, rows: list[int] | None = None
+) -> Iterator[MicroBatch]:
+    """This rank's share of a batch, or of some `rows` of it, as the token budget allows."""
+    chosen = sequences if rows is None else sequences.rows(rows)
+    for micro in world.batches(chosen.total_lengths, token_budget):
+        index = micro.rows if rows is None else [rows[i] for i in micro.rows]
+        where = send(torch.tensor(index), sequences.mask.device)
+        yield MicroBatch(chosen.rows(micro.rows), where, micro.weight)
 
 
-def count(segments: Segments) -> dict[str, Tensor]:
-    """What a loss is a mean over: tokens, or macro actions."""
+def mini_batches(num_rows: int, config: RLConfig, shuffler: torch.Generator) -> list[list[int]]:
+    """The rows of each update of one pass over a batch, shuffled where there are several."""
+    if config.num_mini_batches == 1:
+        return [list(range(num_rows))]
+    order = torch.randperm(num_rows, generator=shuffler)
+    return [rows.tolist() for rows in order.chunk(config.num_mini_batches)]
+
+
+def count_terms(segments: Segments, rows: list[int] | None = None) -> dict[str, Tensor]:
+    """What a loss is a mean over: tokens, or macro actions. Of some rows, if given."""
+    if rows is not None:
+        where = send(torch.tensor(rows), segments.mask.device)
+        segments = Segments(segments.ids[where], segments.mask[where])
     return {
         "token": segments.mask.sum().clamp(min=1),
         "macro": segments.macro_mask.sum().clamp(min=1),
     }
 
 
-def reward_parts(models: Models) -> dict[str, Tensor]:
-    """The mean of each reward, where there are several."""
+class MetricSums:
+    """Metrics of a mini-batch, added up over micro-batches and then over ranks.
+
+    All names are there from the start: a rank without any rows must sum the same tensors.
+    """
+
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self.sums = {name: torch.zeros((), device=device) for name in names}
+
+    def add(self, metrics: Mapping[str, Tensor], weight: float) -> None:
+        for name, value in metrics.items():
+            self.sums[name] += value.detach() * weight
+
+    def over_ranks(self, world: World) -> dict[str, Tensor]:
+        return dict(zip(self.sums, world.sum(torch.stack(list(self.sums.values())))))
+
+
+POLICY_METRICS = ("rl/policy_loss", "rl/clip_fraction", "rl/approx_kl", "rl/logprob_gap")
+"""What every update of a policy measures."""
+
+
+@torch.no_grad()
+def drift_metrics(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    sampled_logprobs: Tensor,
+    segments: Segments,
+    num_tokens: Tensor,
+    config: RLConfig,
+) -> dict[str, Tensor]:
+    """How far the policy has moved in this step, and how far sampling is from training."""
+    mask, change = segments.mask, logprobs - old_logprobs
+    if config.ratio != "token":
+        pool = segments.sum if config.ratio == "macro" else segments.mean
+        change = segments.spread(pool(change))
+    outside = ((change.exp() - 1).abs() > config.clip).float()
+    return {
+        "rl/clip_fraction": masked_mean(outside, mask, num_tokens),
+        "rl/approx_kl": masked_mean(kl_estimate(old_logprobs, logprobs, "k3"), mask, num_tokens),
+        "rl/logprob_gap": masked_mean((logprobs - sampled_logprobs).abs(), mask, num_tokens),
+    }
+
+
+@torch.no_grad()
+def batch_metrics(
+    experience: Experience, credit: Credit, models: Models, kl_coef: float
+) -> dict[str, Tensor]:
+    """Metrics of a batch of responses, all still on the device."""
+    mask = experience.sequences.mask
+    kl = torch.where(mask, experience.logprobs - experience.ref_logprobs, 0.0).sum(dim=1)
+    lengths = mask.sum(dim=1).float()
+    num_macros = credit.segments.macro_mask.sum().float()
+    metrics = {
+        "rl/score": experience.scores.mean(),
+        "rl/score_std": experience.scores.std(correction=0),
+        "rl/reward": credit.rewards.sum(dim=1).mean(),
+        "rl/kl": kl.mean(),
+        "rl/kl_coef": torch.tensor(kl_coef),
+        "rl/length": lengths.mean(),
+        "rl/ended": experience.ended.float().mean(),
+        "rl/entropy": -masked_mean(experience.logprobs, mask),
+        "rl/macro_length": lengths.sum() / num_macros.clamp(min=1),
+        "rl/advantage_norm": torch.linalg.vector_norm(credit.advantages),
+        "rl/q_norm": torch.linalg.vector_norm(credit.returns),
+    }
     latest = models.reward.latest
-    return {f"rewards/{name}": x for name, x in latest.items()} if len(latest) > 1 else {}
+    if len(latest) > 1:
+        metrics |= {f"rewards/{name}": mean for name, mean in latest.items()}
+    return metrics
+
+
+def mean_metrics(updates: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean of each metric over the updates of a step."""
+    return {name: torch.stack([u[name] for u in updates]).mean() for name in updates[0]}

@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from marlhf.configs.rl import RLConfig
 from marlhf.data.encode import decode
+from marlhf.data.toy import gold_score
 from marlhf.models.base import Tokenizer
 from marlhf.rollout.measure import repetition
 from marlhf.runs.write import RunError
+from marlhf.train.experience import Credit, Experience, rollout_and_score
 from marlhf.train.loop import Loop
 from marlhf.train.optim import check_finite
 from marlhf.train.progress import say, warn
 from marlhf.train.rl_models import Models
+from marlhf.train.rl_warnings import warn_about_first_kl
 from marlhf.train.stage import Example
 from marlhf.train.timing import Clock
-from marlhf.train.watch import warn_apart
-
-if TYPE_CHECKING:
-    from marlhf.train.experience import Credit, Experience
 
 SEED = 20241003  # the same draws at every evaluation of every run
 
 
 class HeldOutEvaluation:
-    """Asks the policy the same held-out questions every time.
+    """Samples responses to the same held-out prompts every time, with the same seeds.
 
-    The first evaluation is of the starting policy: what others are compared with, and what
-    scores are normalised by.
+    The first evaluation is of the starting policy: later ones are compared with it, and scores are
+    normalised by its mean and deviation.
     """
 
     def __init__(
@@ -40,11 +39,10 @@ class HeldOutEvaluation:
         models: Models,
         held_out: list[Example],
         loop: Loop,
-        collect: Callable[..., Experience],
         credit: Callable[..., Credit],
     ) -> None:
         self.config, self.models, self.loop = config, models, loop
-        self.collect, self.credit = collect, credit
+        self.credit = credit
         self.rows = held_out[: config.eval_prompts]
         if not self.rows:
             if config.normalize_scores:
@@ -62,44 +60,35 @@ class HeldOutEvaluation:
         self.latest: dict[str, float] = {}
         self.best = 0.0
         self.mean, self.std = 0.0, 1.0
-        self.true_score = _true_score(config)
 
     def normalise(self, scores: Tensor) -> Tensor:
         return (scores - self.mean) / self.std
 
     @torch.no_grad()
     def __call__(self, step: int, kl_coef: float) -> str:
-        """Evaluate, write everything down, and say why to stop, if anything says so."""
+        """Evaluate, log it, keep the best policy. Returns why to stop, or nothing."""
         if not self.rows:
             return ""
         seeds = [SEED + i for i in range(len(self.rows))]
         clock = Clock(self.models.world.device)
-        found = self.collect(self.rows, self.models, self.config, seeds, self.normalise, clock)
+        experience = rollout_and_score(
+            self.rows, self.models, self.config, seeds, self.normalise, clock
+        )
         check_finite(
             [
-                ("the held-out scores", found.raw_scores),
-                ("the policy's log-probs", found.logprobs),
-                ("the reference's log-probs", found.ref_logprobs),
+                ("the held-out scores", experience.raw_scores),
+                ("the policy's log-probs", experience.logprobs),
+                ("the reference's log-probs", experience.ref_logprobs),
             ]
         )
         if step == 0 and self.config.normalize_scores:
-            self.mean = float(found.raw_scores.mean())
-            several = len(found.raw_scores) > 1
-            self.std = float(found.raw_scores.std()) if several else 0.0
-            if self.std < 1e-6:
-                self.std = 1.0
-                warn("held-out scores are all alike, so they are centred but not scaled.")
-            say(f"scores are normalised by mean {self.mean:.4g}, deviation {self.std:.4g}")
-        scores = self.normalise(found.raw_scores).tolist()
-        kl = (found.logprobs - found.ref_logprobs).sum(dim=1).tolist()
-        sequences = found.sequences
+            self._normalise_by(experience.raw_scores)
+        scores = self.normalise(experience.raw_scores).tolist()
+        kl = (experience.logprobs - experience.ref_logprobs).sum(dim=1).tolist()
+        sequences = experience.sequences
         tokens = [row[:n] for row, n in zip(sequences.responses.tolist(), sequences.lengths)]
         texts = [decode(self.models.tokenizer, row) for row in tokens]
-        gold = None
-        if self.models.gold is not None:
-            gold = self.models.gold(self.prompts, tokens).tolist()
-        elif self.true_score is not None:
-            gold = [self.true_score(str(e.row.prompt), text) for e, text in zip(self.rows, texts)]
+        gold = self._gold_scores(tokens, texts)
         if step == 0:
             self.start_scores = scores
         metrics = {
@@ -107,7 +96,7 @@ class HeldOutEvaluation:
             "eval/kl": _mean(kl),
             "eval/length": _mean(sequences.lengths),
             "eval/repetition": _mean([repetition(row) for row in tokens]),
-            "eval/ended": float(found.ended.float().mean()),
+            "eval/ended": float(experience.ended.float().mean()),
             "eval/win_rate": _wins(scores, self.start_scores),
         }
         if gold:
@@ -124,12 +113,12 @@ class HeldOutEvaluation:
                 "sft_scores": self.start_scores,
             },
         )
-        self._samples(step, kl_coef, found, tokens, texts, scores, kl, gold)
+        self._log_samples(step, kl_coef, experience, tokens, texts, scores, kl, gold)
         self.latest = metrics
         if step == 0:
             self.start = metrics
             self.best = metrics["eval/score"]
-            warn_apart(metrics["eval/kl"], self.config)
+            warn_about_first_kl(metrics["eval/kl"], self.config)
             return ""
         if metrics["eval/score"] > self.best:
             self.best = metrics["eval/score"]
@@ -140,25 +129,36 @@ class HeldOutEvaluation:
             warn(f"step {step}: {line}")
         return verdict
 
-    def _samples(
+    def _normalise_by(self, scores: Tensor) -> None:
+        self.mean = float(scores.mean())
+        self.std = float(scores.std()) if len(scores) > 1 else 0.0
+        if self.std < 1e-6:
+            self.std = 1.0
+            warn("held-out scores are all alike, so they are centred but not scaled.")
+        say(f"scores are normalised by mean {self.mean:.4g}, deviation {self.std:.4g}")
+
+    def _gold_scores(self, tokens: list[list[int]], texts: list[str]) -> list[float] | None:
+        """By the second reward model, or by the true score, which only the offline task has."""
+        if self.models.gold is not None:
+            return self.models.gold(self.prompts, tokens).tolist()
+        if self.config.data.source == "toy":
+            return [gold_score(str(e.row.prompt), text) for e, text in zip(self.rows, texts)]
+        return None
+
+    def _log_samples(
         self,
         step: int,
         kl_coef: float,
-        found: Experience,
+        experience: Experience,
         tokens: list[list[int]],
         texts: list[str],
         scores: list[float],
         kl: list[float],
         gold: list[float] | None,
     ) -> None:
-        plan = self.credit(
-            found,
-            self.models,
-            self.config,
-            kl_coef,
-            torch.Generator().manual_seed(SEED),
-        )
-        starts, advantages = plan.segments.starts.tolist(), plan.advantages.tolist()
+        shuffler = torch.Generator().manual_seed(SEED)
+        credit = self.credit(experience, self.models, self.config, kl_coef, shuffler)
+        starts, advantages = credit.segments.starts.tolist(), credit.advantages.tolist()
         for i, row in enumerate(tokens[: self.config.log_samples]):
             self.loop.run.append(
                 "samples.jsonl",
@@ -197,15 +197,6 @@ def _pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
         pieces.append(text[len(before) :])
         before = text
     return pieces
-
-
-def _true_score(config: RLConfig) -> Callable[[str, str], float] | None:
-    """The true score, which only the offline task knows."""
-    if config.data.source != "toy":
-        return None
-    from marlhf.data.toy import gold_score
-
-    return gold_score
 
 
 def _wins(scores: list[float], others: list[float]) -> float:

@@ -1,7 +1,8 @@
 """PPO over macro actions, from top to bottom.
 
-Each step: sample responses, score them, cut them into macro actions, credit each with an
-advantage, update policy and critic. With `segmenter: {type: ngram, n: 1}` this is ordinary PPO.
+Each step of `train`: sample responses and score them, shape the rewards of their tokens, segment
+them into macro actions, estimate each one's advantage, update policy and critic. With
+`segmenter: {type: ngram, n: 1}` this is ordinary PPO.
 
 Axes: B rows, T response tokens, M macro actions.
 """
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from marlhf.configs.rl import RLConfig
 from marlhf.core import (
     Segments,
     macro_gae,
@@ -22,254 +24,293 @@ from marlhf.core import (
     moments,
     ppo_policy_loss,
     ppo_value_loss,
+    shape_rewards,
     whiten,
 )
 from marlhf.models.base import autocast
-from marlhf.models.forward import send, token_stats, token_values
-from marlhf.train.checkpoint import generator_state, set_generator_state
+from marlhf.models.forward import token_stats, token_values
+from marlhf.spans.apply import apply_segmenter
 from marlhf.train.distributed import start
 from marlhf.train.experience import (
+    POLICY_METRICS,
     Credit,
-    Decisions,
     Experience,
-    collect,
-    count,
-    decide,
-    drift,
-    reward_parts,
+    MetricSums,
+    SegmentedRewards,
+    batch_metrics,
+    count_terms,
+    drift_metrics,
+    mean_metrics,
+    micro_batches,
+    mini_batches,
+    rollout_and_score,
 )
 from marlhf.train.held_out import HeldOutEvaluation
-from marlhf.train.kl import KLController
 from marlhf.train.loop import Loop, open_run
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import apply_update, check_finite, make_optimizer
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models, load_models, load_prompts
+from marlhf.train.rl_state import RLState
+from marlhf.train.rl_warnings import CriticWatch, warn_about_divided_scores, warn_about_sampling
 from marlhf.train.stage import batch_rows, count_steps
 from marlhf.train.timing import Clock, explained_variance, to_numbers
-from marlhf.train.watch import CriticWatch, warn_divided, warn_early
 
 
 def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
-    """Train, or go on training; returns the folder of the policy."""
+    """Train, or resume training; returns the folder of the policy."""
     world = start(config.device, config.parallel)
     run = open_run(config, "ppo", world)
     if run.finished:
         return run.model
-    warn_early(config)
-    warn_divided(config)
+    warn_about_sampling(config)
+    warn_about_divided_scores(config)
     torch.manual_seed(config.seed)
     models = load_models(config, objects, world, critic=True)
     examples, held_out = load_prompts(config, models, objects)
     if sandbox_layers := models.reward.sandbox:
         run.state["sandbox"] = sandbox_layers
-    trained = {"policy": models.policy, "critic": models.critic}
-    rates = {"policy": config.learning_rate, "critic": config.critic_learning_rate}
     optimizers = {
-        name: make_optimizer(model, rates[name], config.weight_decay)
-        for name, model in trained.items()
+        "policy": make_optimizer(models.policy, config.learning_rate, config.weight_decay),
+        "critic": make_optimizer(models.critic, config.critic_learning_rate, config.weight_decay),
     }
-    total = count_steps(config, len(examples))
-    sampler = torch.Generator().manual_seed(config.seed)  # a seed for each response
-    shuffler = torch.Generator().manual_seed(config.seed + 1)  # mini-batches, random segments
-    controller = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
+    num_steps = count_steps(config, len(examples))
     loop = Loop(
         run,
         config,
         world,
-        total,
-        models=trained,
+        num_steps,
+        models={"policy": models.policy, "critic": models.critic},
         optimizers=optimizers,
         tokenizer=models.tokenizer,
         objects=objects,
         rows=(len(examples), len(held_out)),
         metric="score",
     )
-    probe = HeldOutEvaluation(config, models, held_out, loop, collect, sample_credit)
-    watch = CriticWatch(config)
-    if state := loop.resume():
-        set_generator_state(sampler, state["sampler"])
-        set_generator_state(shuffler, state["shuffler"])
-        controller.coef = state["kl_coef"]
-        probe.load_state(state["probe"])
+    evaluation = HeldOutEvaluation(config, models, held_out, loop, held_out_credit)
+    state = RLState(config, evaluation)
+    state.resume(loop)
+    critic_watch = CriticWatch(config)
 
     with loop:
         if not loop.done:
-            probe(0, controller.coef)
+            evaluation(0, state.kl.coef)
         for step in loop:
             clock = Clock(world.device)
             batch = [examples[i] for i in batch_rows(step - 1, config, len(examples))]
-            seeds = torch.randint(2**62, (len(batch),), generator=sampler).tolist()
-            experience = collect(batch, models, config, seeds, probe.normalise, clock)
-            decisions = decide(experience, models.vocabulary, config, controller.coef, shuffler)
-            values, losses = appraise(experience, decisions, models, config)
-            plan = credit(decisions, values, config)
+            seeds = state.response_seeds(len(batch))
+            experience = rollout_and_score(
+                batch, models, config, seeds, evaluation.normalise, clock
+            )
+            segmented = shape_and_segment(experience, models, config, state.kl.coef, state.shuffler)
+            if config.one_update:
+                values, losses = values_and_critic_backward(experience, segmented, models, config)
+            else:
+                values, losses = critic_values(experience, models, config), {}
+            credit = assign_credit(segmented, values, config)
             check_finite(
                 [
                     ("the scores", experience.scores),
                     ("the reference's log-probs", experience.ref_logprobs),
-                    ("the critic's values", plan.values),
-                    ("the rewards", plan.rewards),
+                    ("the critic's values", credit.values),
+                    ("the rewards", credit.rewards),
                 ]
             )
             clock.mark("credit")
-            metrics = losses | update(
-                experience, plan, models, optimizers, config, step, total, shuffler
-            )
+            rates = {
+                "policy": config.rate(step, num_steps),
+                "critic": config.rate(step, num_steps, config.critic_learning_rate),
+            }
+            losses |= update(experience, credit, models, optimizers, rates, config, state.shuffler)
             clock.mark("update")
-            metrics |= describe(experience, plan, controller.coef) | reward_parts(models)
+            metrics = losses | batch_metrics(experience, credit, models, state.kl.coef)
+            metrics |= critic_metrics(credit)
             numbers = to_numbers(metrics) | clock.times(len(batch))
-            controller.update(numbers["rl/kl"], len(batch))
-            watch(step, numbers["rl/explained_variance"])
+            state.kl.update(numbers["rl/kl"], len(batch))
+            critic_watch(step, numbers["rl/explained_variance"])
             loop.log(numbers, show=("rl/score", "rl/kl", "rl/length"))
             if loop.must_evaluate:
-                loop.verdict = probe(step, controller.coef)
+                loop.verdict = evaluation(step, state.kl.coef)
             if loop.must_save:
-                loop.save(
-                    sampler=generator_state(sampler),
-                    shuffler=generator_state(shuffler),
-                    kl_coef=controller.coef,
-                    probe=probe.state(),
-                )
+                loop.save(**state.to_json())
         next_step = f"marlhf report {run.path.parent} -o {run.path.parent / 'report.html'}"
-        return loop.close(models.policy, probe.latest | {"steps": loop.step}, next_step)
-
-
-def appraise(
-    experience: Experience,
-    decisions: Decisions,
-    models: Models,
-    config: PPOConfig,
-    *,
-    learn: bool = True,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The critic's values, [B, T], and its loss where it has learnt from them already.
-
-    Where a batch makes one update, the pass that tells the values is also the one that trains the
-    critic, whose gradients it leaves behind: a row's returns need no other row.
-    """
-    learn = learn and config.one_update
-    sequences, world = experience.sequences, models.world
-    values, device = torch.zeros_like(decisions.rewards), sequences.mask.device
-    counts, total = count(decisions.segments), torch.zeros((), device=device)
-    for micro in world.batches(sequences.total_lengths, (2 - learn) * config.token_budget):
-        part, index = sequences.rows(micro.rows), send(torch.tensor(micro.rows), device)
-        width = part.mask.shape[1]
-        with torch.set_grad_enabled(learn), autocast(device, config.precision):
-            found = token_values(models.critic, part)
-        told = found.detach()
-        values[index, :width] += told * micro.weight
-        if learn:
-            segments = Segments(decisions.segments.ids[index, :width], part.mask)
-            own = Decisions(decisions.rewards[index, :width], segments)
-            plan = credit(own, told, config)
-            loss = value_loss(found, told, plan.returns, segments, counts, config) * micro.weight
-            loss.backward()
-            total += loss.detach()
-    return world.sum(values), {"rl/value_loss": world.sum(total)} if learn else {}
+        return loop.close(models.policy, evaluation.latest | {"steps": loop.step}, next_step)
 
 
 @torch.no_grad()
-def credit(decisions: Decisions, values: Tensor, config: PPOConfig) -> Credit:
-    """Advantages and returns: the method itself."""
+def shape_and_segment(
+    experience: Experience,
+    models: Models,
+    config: RLConfig,
+    kl_coef: float,
+    shuffler: torch.Generator,
+) -> SegmentedRewards:
+    """Token rewards (the KL penalty, and the score at the end), and the macro actions."""
+    responses = experience.responses(models.vocabulary, shuffler)
+    rewards = shape_rewards(
+        experience.scores,
+        experience.logprobs,
+        experience.ref_logprobs,
+        responses.mask,
+        kl_coef,
+        kl=config.kl_estimator,
+        score_clip=config.score_clip,
+    )
+    segments = apply_segmenter(config.segmenter, responses, split_last=config.split_last)
+    return SegmentedRewards(rewards, segments)
+
+
+@torch.no_grad()
+def critic_values(experience: Experience, models: Models, config: PPOConfig) -> Tensor:
+    """The critic's value of the state before each token, [B, T]."""
+    sequences, world = experience.sequences, models.world
+    values = torch.zeros(sequences.mask.shape, device=sequences.mask.device)
+    # Twice the budget: without gradients a pass needs far less memory.
+    for micro in micro_batches(sequences, 2 * config.token_budget, world):
+        with autocast(world.device, config.precision):
+            micro.add(values, token_values(models.critic, micro.sequences))
+    return world.sum(values)
+
+
+def values_and_critic_backward(
+    experience: Experience, segmented: SegmentedRewards, models: Models, config: PPOConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The critic's values, [B, T], and its loss, whose gradients are left for `update`.
+
+    Where a batch makes one update, the pass that computes the values can also train the critic,
+    which saves a forward pass: the returns of a row need the values of no other row.
+    """
+    sequences, world = experience.sequences, models.world
+    values = torch.zeros(sequences.mask.shape, device=sequences.mask.device)
+    counts = count_terms(segmented.segments)
+    total_loss = torch.zeros((), device=sequences.mask.device)
+    for micro in micro_batches(sequences, config.token_budget, world):
+        with autocast(world.device, config.precision):
+            new_values = token_values(models.critic, micro.sequences)
+        old_values = new_values.detach()
+        micro.add(values, old_values)
+        segments = micro.segments(segmented.segments)
+        rewards = micro.take(segmented.rewards)
+        credit = assign_credit(SegmentedRewards(rewards, segments), old_values, config)
+        loss = value_loss(new_values, old_values, credit.returns, segments, counts, config)
+        loss = loss * micro.weight
+        loss.backward()
+        total_loss += loss.detach()
+    return world.sum(values), {"rl/value_loss": world.sum(total_loss)}
+
+
+@torch.no_grad()
+def assign_credit(segmented: SegmentedRewards, values: Tensor, config: PPOConfig) -> Credit:
+    """Advantages and returns of macro actions: the method itself."""
     advantages, returns = macro_gae(
-        decisions.rewards,
+        segmented.rewards,
         values,
-        decisions.segments,
+        segmented.segments,
         gamma=config.gamma,
         lam=config.lam,
         rho=config.rho,
         sigma=config.sigma,
         pooling=config.pooling,
     )
-    return Credit(decisions.rewards, decisions.segments, values, advantages, returns)
+    return Credit(segmented.rewards, segmented.segments, values, advantages, returns)
+
+
+def held_out_credit(
+    experience: Experience,
+    models: Models,
+    config: PPOConfig,
+    kl_coef: float,
+    shuffler: torch.Generator,
+) -> Credit:
+    """Credit of held-out samples, from which nothing learns."""
+    segmented = shape_and_segment(experience, models, config, kl_coef, shuffler)
+    return assign_credit(segmented, critic_values(experience, models, config), config)
 
 
 def update(
     experience: Experience,
-    plan: Credit,
+    credit: Credit,
     models: Models,
     optimizers: Mapping[str, torch.optim.Optimizer],
+    learning_rates: Mapping[str, float],
     config: PPOConfig,
-    step: int,
-    total: int,
     shuffler: torch.Generator,
 ) -> dict[str, Tensor]:
-    """All updates that this batch of responses is used for."""
-    policy_rate = config.rate(step, total)
-    critic_rate = config.rate(step, total, config.critic_learning_rate)
-    plan = replace(plan, advantages=whitened(plan, config))
-    rows = len(experience.scores)
-    gathered: list[dict[str, Tensor]] = []
+    """All updates of policy and critic that this batch of responses is used for."""
+    credit = replace(credit, advantages=whitened_advantages(credit, config))
+    trained = {"policy": models.policy, "critic": models.critic}
+    updates: list[dict[str, Tensor]] = []
     for _ in range(config.num_ppo_epochs):
-        alone = config.num_mini_batches == 1
-        order = torch.arange(rows) if alone else torch.randperm(rows, generator=shuffler)
-        for mini in order.chunk(config.num_mini_batches):
-            losses = backward(mini.tolist(), experience, plan, models, config)
-            check_finite(losses.items())
-            norms = [
-                apply_update(model, optimizers[name], rate, config.max_grad_norm, models.world)
-                for name, model, rate in (
-                    ("policy", models.policy, policy_rate),
-                    ("critic", models.critic, critic_rate),
+        for rows in mini_batches(len(experience.scores), config, shuffler):
+            metrics = backward(rows, experience, credit, models, config)
+            check_finite(metrics.items())
+            for name, model in trained.items():
+                metrics[f"rl/{name}_grad_norm"] = apply_update(
+                    model,
+                    optimizers[name],
+                    learning_rates[name],
+                    config.max_grad_norm,
+                    models.world,
                 )
-            ]
-            gathered.append(
-                losses | {"rl/policy_grad_norm": norms[0], "rl/critic_grad_norm": norms[1]}
-            )
+            updates.append(metrics)
     models.engine.update_weights(models.policy)
-    means = {name: torch.stack([g[name] for g in gathered]).mean() for name in gathered[0]}
-    return means | {"rl/learning_rate": torch.tensor(policy_rate)}
+    return mean_metrics(updates) | {"rl/learning_rate": torch.tensor(learning_rates["policy"])}
+
+
+def whitened_advantages(credit: Credit, config: PPOConfig) -> Tensor:
+    """Advantages at unit scale, each token or each macro action having one vote."""
+    mask = credit.segments.mask
+    if config.whiten == "none":
+        return credit.advantages
+    if config.whiten == "tokens":
+        return whiten(credit.advantages, mask)
+    stats = moments(credit.segments.first(credit.advantages), credit.segments.macro_mask)
+    return whiten(credit.advantages, mask, stats=stats)
 
 
 def backward(
-    mini: list[int], experience: Experience, plan: Credit, models: Models, config: PPOConfig
+    rows: list[int], experience: Experience, credit: Credit, models: Models, config: PPOConfig
 ) -> dict[str, Tensor]:
     """Gradients of one mini-batch, micro-batch by micro-batch, as exact parts of its mean."""
-    chosen, world = experience.sequences.rows(mini), models.world
-    device = chosen.mask.device
-    where = send(torch.tensor(mini), device)
-    counts = count(Segments(plan.segments.ids[where], plan.segments.mask[where]))
-    names = ["rl/policy_loss", "rl/clip_fraction", "rl/approx_kl", "rl/logprob_gap"]
-    names += [] if config.one_update else ["rl/value_loss"]  # `appraise` has seen to it
-    sums = {name: torch.zeros((), device=device) for name in names}
-    for micro in world.batches(chosen.total_lengths, config.token_budget):
-        part, index = chosen.rows(micro.rows), where[send(torch.tensor(micro.rows), device)]
-        width = part.mask.shape[1]
-
-        def cut(x: Tensor, index: Tensor = index, width: int = width) -> Tensor:
-            return x[index, :width]
-
-        segments = Segments(cut(plan.segments.ids), part.mask)
-        with autocast(device, config.precision):
-            logprobs = token_stats(models.policy, part, config.sampling.scale).logprobs
-        old = experience.old_logprobs
-        old = logprobs.detach() if old is None else cut(old)
+    sequences, world = experience.sequences, models.world
+    counts = count_terms(credit.segments, rows)
+    # With one update, `values_and_critic_backward` has computed the critic's gradients already.
+    train_critic = not config.one_update
+    names = (*POLICY_METRICS, "rl/value_loss") if train_critic else POLICY_METRICS
+    sums = MetricSums(names, sequences.mask.device)
+    for micro in micro_batches(sequences, config.token_budget, world, rows):
+        segments = micro.segments(credit.segments)
+        with autocast(world.device, config.precision):
+            logprobs = token_stats(models.policy, micro.sequences, config.sampling.scale).logprobs
+        if experience.old_logprobs is None:
+            old_logprobs = logprobs.detach()
+        else:
+            old_logprobs = micro.take(experience.old_logprobs)
         loss = ppo_policy_loss(
             logprobs,
-            old,
-            cut(plan.advantages),
-            part.mask,
+            old_logprobs,
+            micro.take(credit.advantages),
+            segments.mask,
             clip=config.clip,
             dual_clip=config.dual_clip,
             ratio=config.ratio,
             segments=segments,
             num_tokens=counts["token" if config.ratio == "token" else "macro"],
         )
-        (loss * micro.weight).backward()  # before the critic's pass: less is in memory at once
-        found = {"rl/policy_loss": loss}
-        if not config.one_update:
-            with autocast(device, config.precision):
-                values = token_values(models.critic, part)
-            before, returns = cut(plan.values), cut(plan.returns)
-            loss = value_loss(values, before, returns, segments, counts, config)
+        # Before the critic's pass: only one graph is in memory at a time.
+        (loss * micro.weight).backward()
+        metrics = {"rl/policy_loss": loss}
+        if train_critic:
+            with autocast(world.device, config.precision):
+                values = token_values(models.critic, micro.sequences)
+            old_values, returns = micro.take(credit.values), micro.take(credit.returns)
+            loss = value_loss(values, old_values, returns, segments, counts, config)
             (loss * micro.weight).backward()
-            found["rl/value_loss"] = loss
-        moved = drift(logprobs, old, cut(experience.logprobs), segments, counts["token"], config)
-        found |= {f"rl/{name}": value for name, value in moved.items()}
-        for name, value in found.items():
-            sums[name] += value.detach() * micro.weight
-    return dict(zip(sums, world.sum(torch.stack(list(sums.values())))))
+            metrics["rl/value_loss"] = loss
+        sampled = micro.take(experience.logprobs)
+        metrics |= drift_metrics(logprobs, old_logprobs, sampled, segments, counts["token"], config)
+        sums.add(metrics, micro.weight)
+    return sums.over_ranks(world)
 
 
 def value_loss(
@@ -294,49 +335,10 @@ def value_loss(
     )
 
 
-def sample_credit(
-    experience: Experience,
-    models: Models,
-    config: PPOConfig,
-    kl_coef: float,
-    shuffler: torch.Generator,
-) -> Credit:
-    """Credit without learning, for held-out samples."""
-    decisions = decide(experience, models.vocabulary, config, kl_coef, shuffler)
-    values, _ = appraise(experience, decisions, models, config, learn=False)
-    return credit(decisions, values, config)
-
-
-def whitened(plan: Credit, config: PPOConfig) -> Tensor:
-    """Advantages at unit scale, each token or each macro action having one vote."""
-    mask = plan.segments.mask
-    if config.whiten == "none":
-        return plan.advantages
-    if config.whiten == "tokens":
-        return whiten(plan.advantages, mask)
-    stats = moments(plan.segments.first(plan.advantages), plan.segments.macro_mask)
-    return whiten(plan.advantages, mask, stats=stats)
-
-
 @torch.no_grad()
-def describe(experience: Experience, plan: Credit, kl_coef: float) -> dict[str, Tensor]:
-    """Numbers about a batch, all still on the device."""
-    mask = experience.sequences.mask
-    kl = torch.where(mask, experience.logprobs - experience.ref_logprobs, 0.0).sum(dim=1)
-    lengths = mask.sum(dim=1).float()
-    actions = plan.segments.macro_mask.sum().float()
+def critic_metrics(credit: Credit) -> dict[str, Tensor]:
+    mask = credit.segments.mask
     return {
-        "rl/score": experience.scores.mean(),
-        "rl/score_std": experience.scores.std(correction=0),
-        "rl/reward": plan.rewards.sum(dim=1).mean(),
-        "rl/kl": kl.mean(),
-        "rl/kl_coef": torch.tensor(kl_coef),
-        "rl/length": lengths.mean(),
-        "rl/ended": experience.ended.float().mean(),
-        "rl/entropy": -masked_mean(experience.logprobs, mask),
-        "rl/macro_length": lengths.sum() / actions.clamp(min=1),
-        "rl/advantage_norm": torch.linalg.vector_norm(plan.advantages),
-        "rl/q_norm": torch.linalg.vector_norm(plan.returns),
-        "rl/value": masked_mean(plan.values, mask),
-        "rl/explained_variance": explained_variance(plan.values, plan.returns, mask),
+        "rl/value": masked_mean(credit.values, mask),
+        "rl/explained_variance": explained_variance(credit.values, credit.returns, mask),
     }

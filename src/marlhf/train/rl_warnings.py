@@ -1,4 +1,4 @@
-"""Warnings about settings that surprise, a critic that misleads, and a KL that is not 0."""
+"""Warnings of reinforcement learning: settings that bias it, and a critic that misleads."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from marlhf.runs.write import RunError
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.progress import warn
 
-APART = 0.5
-"""Nats a response that bfloat16 explains: SmolLM2-135M, with activations of 25,000, has 0.04 in
+MAX_FIRST_KL = 0.5
+"""Nats per response that bfloat16 explains: SmolLM2-135M, with activations of 25,000, has 0.04 in
 35 tokens."""
 
-MISLEADS = -1.0
-"""Explained variance below which a critic adds more noise than the returns have. Of the runs on
+MIN_EXPLAINED_VARIANCE = -1.0
+"""A critic below this adds more noise than the returns have. Of the runs on
 TL;DR (docs/results.md) one was below it for long; after 20 steps all others stay above -0.25."""
-PATIENCE, WINDOW = 40, 20
-"""Steps in which a critic may find its scale, and the last steps that are judged."""
+FIRST_STEPS, WINDOW = 40, 20
+"""Steps that a critic has to find its scale, and how many of the last steps count."""
 
 
-def warn_apart(kl: float, config: RLConfig) -> None:
+def warn_about_first_kl(kl: float, config: RLConfig) -> None:
     """Before the first step policy and reference are one model, and their KL is rounding."""
-    if abs(kl) > APART and config.ref_model is None:
+    if abs(kl) > MAX_FIRST_KL and config.ref_model is None:
         warn(
             f"before the first step the KL to the reference is {kl:.2g} nats a response. Unless "
             "you gave another model as the reference it should be 0: what samples and what scores "
@@ -33,20 +33,20 @@ def warn_apart(kl: float, config: RLConfig) -> None:
 
 
 class CriticWatch:
-    """Says once that the critic's values have long explained less than nothing of the returns."""
+    """Warns once when the critic's values have long had a negative explained variance."""
 
     def __init__(self, config: PPOConfig) -> None:
         self.config = config
         self.recent: deque[float] = deque(maxlen=WINDOW)
-        self.told = False
+        self.warned = False
 
     def __call__(self, step: int, explained: float) -> None:
         self.recent.append(explained)
-        if self.told or step < PATIENCE or len(self.recent) < WINDOW:
+        if self.warned or step < FIRST_STEPS or len(self.recent) < WINDOW:
             return
         middle = statistics.median(self.recent)
-        if middle < MISLEADS:
-            self.told = True
+        if middle < MIN_EXPLAINED_VARIANCE:
+            self.warned = True
             warn(
                 f"step {step}: the critic misleads: in the last {WINDOW} steps its values "
                 f"explained less than nothing of the returns (explained variance {middle:.2g}), so "
@@ -54,20 +54,20 @@ class CriticWatch:
             )
 
     def _advice(self) -> str:
-        if divides(self.config):
+        if divides_scores(self.config):
             return "Set split_last: true, or pooling: sum."
         return "Raise critic_learning_rate, or bring scores to unit scale by normalize_scores."
 
 
-def divides(config: PPOConfig) -> bool:
-    """The score lies on the last token, and a mean over the last macro action divides it."""
-    one = isinstance(config.segmenter, NGram) and config.segmenter.n == 1
-    return config.pooling == "mean" and not config.split_last and not one
+def divides_scores(config: PPOConfig) -> bool:
+    """Whether a mean over the last macro action divides the score, which is on its last token."""
+    single_tokens = isinstance(config.segmenter, NGram) and config.segmenter.n == 1
+    return config.pooling == "mean" and not config.split_last and not single_tokens
 
 
-def warn_divided(config: PPOConfig) -> None:
-    """To be said early: a run with such a score looks as if it learnt."""
-    if divides(config):
+def warn_about_divided_scores(config: PPOConfig) -> None:
+    """Warn before the first step: later such a run looks as if it learnt."""
+    if divides_scores(config):
         warn(
             "pooling: mean divides the score by the length of the last macro action, which the "
             "critic cannot foresee: on TL;DR critics hardly learnt it (docs/results.md). The "
@@ -75,8 +75,8 @@ def warn_divided(config: PPOConfig) -> None:
         )
 
 
-def warn_early(config: RLConfig) -> None:
-    """What is better said before the first step than found out after the last."""
+def warn_about_sampling(config: RLConfig) -> None:
+    """Warn about settings that bias KL or the ratio; refuse those that cannot explore."""
     if config.sampling.truncated:
         warn(
             "top_k and top_p draw from part of the distribution while log-probs are of all of it: "
