@@ -96,7 +96,7 @@ def test_functions_and_methods_are_called(judge, program, result, passed):
     [
         ("    return 2 * x\n", "passed", 4),
         ("return 2 * x", "passed", 4),
-        ("    return helper(x)\n\nprint(double(", "passed", 4),  # goes on where it should not
+        ("    return helper(x)\n\nprint(double(", "passed", 4),  # continues where it should not
         ("def double(x):\n    return x + x\n", "passed", 4),
         ("Here:\n```python\ndef double(x):\n    return 2 * x\n```\n", "passed", 4),
         ("    return 2", "failed", 1),
@@ -275,6 +275,6 @@ def test_unit_tests_teach_a_tiny_model(method, tmp_path_factory):
     lines = (root / method / "metrics.jsonl").read_text().splitlines()
     evals = [x["eval/score"] for x in map(json.loads, lines) if x["kind"] == "eval"]
     about = json.loads((root / method / "run.json").read_text())
-    assert about["sandbox"]["seccomp"] is True  # which walls were up is kept
+    assert about["sandbox"]["seccomp"] is True  # the layers are recorded
     assert evals[0] < 0.6
     assert evals[-1] > evals[0] + 0.25

@@ -180,7 +180,7 @@ def test_the_sample_that_raises_is_found(score):
     assert "prompt:     'The owl'" in message
     assert "completion: ' went home.'" in message
     assert "'The fox'" not in message
-    assert "the same command goes on" in message
+    assert "the same command resumes" in message
 
 
 def test_an_error_of_the_whole_batch_names_no_sample(score):
@@ -191,7 +191,7 @@ def test_an_error_of_the_whole_batch_names_no_sample(score):
 
     message = complaint(score, pairwise)
     assert "KeyError: 'other'" in message
-    assert "No sample of the batch of 2" in message
+    assert "No single sample of the batch of 2" in message
 
 
 def test_a_slow_batch_is_not_tried_again(score, monkeypatch):
@@ -363,7 +363,7 @@ def test_rewards_check_every_function(tokenizer):
     wants = RewardFunction(lambda completions, solution: [], tokenizer)
     with pytest.raises(RewardError, match="needs `solution`"):
         Rewards([("fine", fine, 1.0), ("wants", wants, 1.0)]).check(ROWS)
-    with pytest.raises(RewardError, match="nothing to score"):
+    with pytest.raises(RewardError, match="There is no reward"):
         Rewards([])
 
 
@@ -411,8 +411,8 @@ def test_functions_and_classes_are_imported_from_here(here):
         ("broken_rewards:f", "which needs surely_not_installed"),
         ("faulty_rewards:f", "ZeroDivisionError"),
         ("own_rewards:brevty", "Did you mean brevity"),
-        ("own_rewards:limit", "cannot be called"),
-        ("own_rewards:Limited", "cannot be made without arguments"),
+        ("own_rewards:limit", "which is not callable"),
+        ("own_rewards:Limited", "cannot be created without arguments"),
     ],
 )
 def test_what_cannot_be_imported_is_explained(here, name, said):

@@ -31,24 +31,24 @@ HERE = Path(__file__).parent
 PRELUDE = """
 import os, ctypes, platform
 LIBC = ctypes.CDLL(None, use_errno=True)
-def breach(deed):
+def breach(action):
     try:
-        deed()
+        action()
     except Exception:
         return
-    print("BREACH", deed.__code__.co_firstlineno, flush=True)
+    print("BREACH", action.__code__.co_firstlineno, flush=True)
 def raw(x86, arm, *arguments):
     number = x86 if platform.machine() == "x86_64" else arm
     longs = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     if number >= 0 and LIBC.syscall(ctypes.c_long(number), *longs) != -1:
         print("BREACH", number, flush=True)
 """
-WALLS = {
+LAYERS = {
     "all": {"namespaces": True, "landlock": True, "seccomp": True},
     "landlock": {"namespaces": False, "landlock": True, "seccomp": True},
     "namespaces": {"namespaces": True, "landlock": False, "seccomp": True},
 }
-LAYERS = {
+REQUIRED_LAYERS = {
     "all": ("namespaces", "landlock"),
     "landlock": ("landlock",),
     "namespaces": ("namespaces",),
@@ -131,14 +131,14 @@ def host(tmp_path_factory):
     host.close()
 
 
-def build(walls="all", **options):
-    """A sandbox with these walls, or a skip that says why there is none."""
+def build(chosen_layers="all", **options):
+    """A sandbox with these layers, or a skip that says why there is none."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "_PLANS", (WALLS[walls],))
+        patch.setattr(pool, "_LAYER_CHOICES", (LAYERS[chosen_layers],))
         try:
             return Sandbox(**{"workers": 2, "memory_mb": 192, "seconds": 20.0} | options)
         except SandboxUnavailable as error:
-            pytest.skip(f"no sandbox of {walls} here: {error}")
+            pytest.skip(f"no sandbox of {chosen_layers} here: {error}")
 
 
 @pytest.fixture(scope="module")
@@ -158,22 +158,22 @@ def run(sandbox):
 
 @pytest.fixture(scope="module")
 def outcomes(host):
-    """`outcomes(walls)`: what becomes of all hostile programs behind them, run once."""
+    """`outcomes(chosen_layers)`: what becomes of all hostile programs behind them, run once."""
     known: dict[str, dict[str, Outcome]] = {}
 
-    def find(walls: str) -> dict[str, Outcome]:
-        if walls not in known:
+    def find(chosen_layers: str) -> dict[str, Outcome]:
+        if chosen_layers not in known:
             programs = []
             for source, statuses in HOSTILE.values():
                 seconds = 0.4 if statuses == {"timeout"} else 2.0 if "timeout" in statuses else 20.0
                 programs.append(Program(PRELUDE + host.fill(source), seconds=seconds))
-            with build(walls) as sandbox:
-                for layer in LAYERS[walls]:
+            with build(chosen_layers) as sandbox:
+                for layer in REQUIRED_LAYERS[chosen_layers]:
                     assert sandbox.layers[layer]
-                known[walls] = dict(zip(HOSTILE, sandbox.run(programs), strict=True))
+                known[chosen_layers] = dict(zip(HOSTILE, sandbox.run(programs), strict=True))
                 [after] = sandbox.run([Program("print('alive')")])
                 assert after.stdout == "alive\n"
-        return known[walls]
+        return known[chosen_layers]
 
     return find
 
@@ -185,16 +185,16 @@ def test_hostile_programs_get_nowhere(title, outcomes):
     assert outcome.status in HOSTILE[title][1], outcome
 
 
-@pytest.mark.parametrize("walls", ["landlock", "namespaces"])
-def test_hostile_programs_get_nowhere_with_a_wall_less(walls, outcomes):
-    for title, outcome in outcomes(walls).items():
+@pytest.mark.parametrize("chosen_layers", ["landlock", "namespaces"])
+def test_hostile_programs_get_nowhere_with_one_layer_less(chosen_layers, outcomes):
+    for title, outcome in outcomes(chosen_layers).items():
         assert "BREACH" not in outcome.stdout, (title, outcome)
         assert outcome.status in HOSTILE[title][1] | {"runtime_error"}, (title, outcome)
 
 
 def test_the_host_is_unharmed(outcomes, host):
-    for walls in WALLS:
-        outcomes(walls)
+    for chosen_layers in LAYERS:
+        outcomes(chosen_layers)
     assert host.unharmed()
     for listener in (host.tcp, host.unix, host.abstract):
         listener.setblocking(False)
@@ -204,7 +204,7 @@ def test_the_host_is_unharmed(outcomes, host):
 
 def test_no_call_off_the_list_is_let_through(run):
     machine = os.uname().machine
-    known = seccomp.numbers(seccomp._TABLE, machine) | seccomp.numbers(seccomp._RULED, machine)
+    known = seccomp.numbers(seccomp._TABLE, machine) | seccomp.numbers(seccomp._WITH_RULES, machine)
     others = sorted(set(range(600)) - set(known.values()))
     tell = """
 import ctypes, errno
@@ -220,7 +220,7 @@ for number in map(int, input().split()):
 
 def verdict(machine: str, name_or_number, *arguments: int, audit: int | None = None) -> str:
     """What the filter of process 7 says to a call: classic BPF, step by step."""
-    known = seccomp.numbers(seccomp._TABLE + "," + seccomp._RULED, machine)
+    known = seccomp.numbers(seccomp._TABLE + "," + seccomp._WITH_RULES, machine)
     number = known.get(name_or_number, name_or_number)
     words = [number, seccomp.AUDIT_ARCH[machine] if audit is None else audit, 0, 0]
     for argument in (*arguments, *[0] * (6 - len(arguments))):
@@ -335,7 +335,7 @@ def test_the_pool_is_shared_by_threads(sandbox):
 
 def test_a_fork_of_the_host_needs_its_own(sandbox, monkeypatch):
     monkeypatch.setattr(sandbox, "_owner", 1)
-    with pytest.raises(RuntimeError, match="Make a Sandbox here"):
+    with pytest.raises(RuntimeError, match="Create a Sandbox here"):
         sandbox.run([Program("")])
 
 
@@ -382,9 +382,9 @@ def gone(pids: set[int], seconds: float = 10.0) -> bool:
     return False
 
 
-@pytest.mark.parametrize("walls", ["all", "landlock"])
-def test_nothing_is_left_after_close(walls):
-    with build(walls, preload=()) as sandbox:
+@pytest.mark.parametrize("chosen_layers", ["all", "landlock"])
+def test_nothing_is_left_after_close(chosen_layers):
+    with build(chosen_layers, preload=()) as sandbox:
         thread = threading.Thread(target=sandbox.run, args=([Program("while 1: pass", seconds=1)],))
         thread.start()
         time.sleep(0.3)
@@ -398,17 +398,17 @@ FOREVER = """
 import warnings
 from marlhf.reward.sandbox import Program, Sandbox, pool
 warnings.simplefilter("ignore")
-pool._PLANS = (settings["walls"],)
+pool._LAYER_CHOICES = (settings["chosen_layers"],)
 sandbox = Sandbox(workers=2, preload=(), seconds=100.0)
 print("up", flush=True)
 sandbox.run([Program("while 1: pass")] * 2)
 """
 
 
-@pytest.mark.parametrize("walls", ["all", "landlock"])
-def test_nothing_is_left_when_the_host_process_is_killed(walls):
-    build(walls, workers=1, preload=()).close()
-    process = start_alone(FOREVER, {"walls": WALLS[walls]})
+@pytest.mark.parametrize("chosen_layers", ["all", "landlock"])
+def test_nothing_is_left_when_the_host_process_is_killed(chosen_layers):
+    build(chosen_layers, workers=1, preload=()).close()
+    process = start_alone(FOREVER, {"chosen_layers": LAYERS[chosen_layers]})
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     time.sleep(0.5)
@@ -423,10 +423,10 @@ def usable(python: str, user: dict) -> bool:
     """Whether it is new enough, and open to that user as our source is."""
     look = "import sys; open(sys.argv[1]); sys.exit(sys.version_info < (3, 10))"
     try:
-        told = subprocess.run([python, "-c", look, package.__file__], cwd="/", **user)
+        process = subprocess.run([python, "-c", look, package.__file__], cwd="/", **user)
     except OSError:
         return False
-    return told.returncode == 0
+    return process.returncode == 0
 
 
 def start_alone(code: str, settings: dict, python=sys.executable, **options) -> subprocess.Popen:
@@ -442,7 +442,7 @@ import os, warnings
 from marlhf.reward.sandbox import Program, Sandbox, pool
 assert os.getuid() == 65534
 warnings.simplefilter("ignore")
-pool._PLANS = (settings["walls"],)
+pool._LAYER_CHOICES = (settings["chosen_layers"],)
 sandbox = Sandbox(workers=2, memory_mb=192, seconds=20.0)
 programs = [Program(source, seconds=seconds) for source, seconds in settings["programs"]]
 outcomes = sandbox.run([Program("print(input())", "honest"), *programs])
@@ -450,11 +450,11 @@ print(json.dumps([sandbox.layers, [[o.status, o.stdout, o.stderr] for o in outco
 """
 
 
-@pytest.mark.parametrize("walls", ["all", "landlock"])
-def test_an_ordinary_user_has_the_same_walls(walls, host):
+@pytest.mark.parametrize("chosen_layers", ["all", "landlock"])
+def test_an_ordinary_user_has_the_same_layers(chosen_layers, host):
     if os.geteuid() != 0:
         pytest.skip("the other tests run as an ordinary user already")
-    build(walls, workers=1, preload=()).close()
+    build(chosen_layers, workers=1, preload=()).close()
     nobody = {"user": 65534, "group": 65534, "extra_groups": []}
     python = next((p for p in (sys.executable, "/usr/bin/python3") if usable(p, nobody)), None)
     if python is None:
@@ -462,11 +462,13 @@ def test_an_ordinary_user_has_the_same_walls(walls, host):
     short = {t: s for t, (s, _) in HOSTILE.items() if len(s) < 20_000}  # it travels in argv
     chosen = {t: s for t, s in short.items() if "timeout" not in HOSTILE[t][1]}
     sources = [(PRELUDE + host.fill(s), 20.0) for s in chosen.values()]
-    process = start_alone(ORDINARY, {"programs": sources, "walls": WALLS[walls]}, python, **nobody)
+    process = start_alone(
+        ORDINARY, {"programs": sources, "chosen_layers": LAYERS[chosen_layers]}, python, **nobody
+    )
     told, _ = process.communicate(timeout=300)
     layers, [honest, *others] = json.loads(told)
     assert layers["seccomp"] is True
-    for layer in LAYERS[walls]:
+    for layer in REQUIRED_LAYERS[chosen_layers]:
         assert layers[layer]
     assert honest[:2] == ["ok", "honest\n"]
     assert len(others) > 50
@@ -475,12 +477,12 @@ def test_an_ordinary_user_has_the_same_walls(walls, host):
         assert status != "sandbox_error", (title, stderr)
 
 
-def test_weak_walls_are_refused(monkeypatch):
+def test_weak_layers_are_refused(monkeypatch):
     bare = {"namespaces": False, "landlock": True, "seccomp": False}
-    monkeypatch.setattr(pool, "_PLANS", (bare,))
+    monkeypatch.setattr(pool, "_LAYER_CHOICES", (bare,))
     with pytest.raises(SandboxUnavailable, match=r"seccomp: .*allow_weak=True"):
         Sandbox(workers=1, preload=())
-    with pytest.warns(SandboxWarning, match="ALMOST FREELY"):
+    with pytest.warns(SandboxWarning, match="ALMOST UNCONFINED"):
         sandbox = Sandbox(workers=1, preload=(), allow_weak=True)
     with sandbox:
         assert sandbox.layers["seccomp"] is False
@@ -489,18 +491,18 @@ def test_weak_walls_are_refused(monkeypatch):
 
 def test_seccomp_alone_is_refused(monkeypatch):
     bare = {"namespaces": False, "landlock": False, "seccomp": True}
-    monkeypatch.setattr(pool, "_PLANS", (bare,))
+    monkeypatch.setattr(pool, "_LAYER_CHOICES", (bare,))
     with pytest.raises(SandboxUnavailable, match=r"namespaces: .*landlock: "):
         Sandbox(workers=1, preload=())
 
 
-def test_a_mount_that_fails_is_said_aloud(monkeypatch):
+def test_a_mount_that_fails_is_reported(monkeypatch):
     """Never a quiet step down: the layers and a warning give the reason."""
     build("landlock", workers=1, preload=()).close()
     fails = [{"namespaces": True, "landlock": True, "seccomp": True, "readable": ["/dev/null"]}]
     readable = {"readable": pool._readable()}
     fails.append({"namespaces": False, "landlock": True, "seccomp": True, **readable})
-    monkeypatch.setattr(pool, "_PLANS", tuple(fails))
+    monkeypatch.setattr(pool, "_LAYER_CHOICES", tuple(fails))
     with pytest.warns(SandboxWarning, match="namespaces: "):
         sandbox = Sandbox(workers=1, preload=())
     with sandbox:

@@ -208,7 +208,7 @@ def test_arguments_of_every_plain_kind_go_in(run):
     given = [(1, 2), {3}, {4: "x"}, b"y", 1j, [None, True], 10**30]
     outcome = run("def same(*args): return list(args)", calls=[Call("same", given)])
     assert outcome.returned == [given]
-    with pytest.raises(TypeError, match="a Opaque cannot go into the sandbox"):
+    with pytest.raises(TypeError, match="a Opaque cannot be sent into the sandbox"):
         run("", calls=[Call("f", [Opaque("x")])])
 
 

@@ -1,4 +1,4 @@
-"""What scores a response: reward models, Python functions, and weighted sums of them."""
+"""Rewards for responses: reward models, Python functions, and weighted sums of them."""
 
 from marlhf.reward.functions import RewardError, RewardFunction, Scorer, import_function
 from marlhf.reward.model import RewardModel

@@ -1,8 +1,7 @@
-"""Programs out of responses, and whether an answer is the expected one.
+"""Extracts programs from responses, and compares answers with the expected ones.
 
-Answers are compared as the authors of APPS do it where white space and numbers are concerned,
-with two of their leniencies left out: lines and words in another order are wrong, and so are
-whole numbers that are merely close.
+White space and numbers are compared as the authors of APPS do, but stricter in two points: lines
+and words in another order are wrong, and so are integers that are merely close.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from typing import Any
 FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.M | re.S)
 PYTHON = ("", "python", "python3", "py")
 RELATIVE, ABSOLUTE = 1e-5, 1e-8
-"""How far numbers with a decimal point may be apart: numpy's allclose, as in APPS."""
+"""Tolerances for numbers with a decimal point: numpy's allclose, as in APPS."""
 
 
 def extract_code(response: str, name: str | None = None) -> str:
     """The program in a response: its first fenced block of Python, else all of it.
 
-    Where `name` is given, the first block that defines it. A block that was cut off before its
-    closing fence goes to the end of the response.
+    With `name`, the first block that defines it. A block without a closing fence extends to the
+    end of the response.
 
     >>> extract_code("Here it is:\\n```python\\nprint(1)\\n```\\nDone.")
     'print(1)\\n'
@@ -42,10 +41,11 @@ def defines(code: str, name: str) -> bool:
 
 
 def complete(prompt: str, code: str, name: str) -> str:
-    """A whole program from its beginning and what a model wrote behind it.
+    """Join the beginning of a program with the continuation that a model wrote.
 
-    A function that is written anew replaces the one begun. Else the code is the function's body,
-    up to the first line that is not indented, where models like to begin something else.
+    If the code defines the function again, that definition replaces the begun one. Otherwise the
+    code is the function's body, up to the first line that is not indented: what models write
+    after that is not part of the answer.
     """
     if defines(code, name):
         return f"{prompt.rstrip()}\n\n{code}"
@@ -58,7 +58,7 @@ def complete(prompt: str, code: str, name: str) -> str:
 
 
 def within_function(code: str) -> str:
-    """A program as the body of a function, as APPS runs it; imports stay outside.
+    """Wrap a program into a function, as APPS does; imports stay outside.
 
     >>> print(within_function("import sys\\nreturn"))
     def _program():
@@ -73,7 +73,7 @@ def within_function(code: str) -> str:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Line by line, word by word; blank lines and spaces aside, numbers as numbers.
+    """Compare line by line and word by word, ignoring blank lines and spaces; numbers by value.
 
     >>> same_output("1.50  yes\\n\\n", "1.5 yes")
     True
@@ -107,14 +107,14 @@ def _close(a: int | float, b: int | float) -> bool:
         return a == b
     try:
         return math.isclose(a, b, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
-    except OverflowError:  # a whole number beyond what a float holds
+    except OverflowError:  # an integer too large for a float
         return False
 
 
 def same_value(returned: Any, expected: Any) -> bool:
-    """What a function returned against what JSON holds: tuples are lists, keys are text.
+    """Compare a returned value with an expected one from JSON: tuples are lists, keys are text.
 
-    As in APPS the expected value may also stand alone in a list.
+    As in APPS, the expected value may also be wrapped in a list of one.
 
     >>> same_value((1, 2), [1, 2]), same_value(True, [True]), same_value("1", 1)
     (True, True, False)

@@ -1,14 +1,14 @@
-"""Unit tests as a reward: programs run in the sandbox, and the host judges what comes out.
+"""Unit tests as a reward: programs run in the sandbox, and the host compares their answers.
 
     reward_funcs: ["marlhf.reward.code:unit_tests"]
 
 The paper's reward: -1 for what does not compile, -0.6 for an error or a timeout while running,
-else -0.3 + 1.3 * passed / (passed + failed). Where the sandbox itself fails there is no reward,
-and an error in the log: that says nothing about the program.
+else -0.3 + 1.3 * passed / (passed + failed). If the sandbox itself fails there is no reward, and an
+error in the log: that says nothing about the program.
 
-Expected outputs never go where the program is. Texts, returned values and literals are compared
-here. A check in HumanEval's manner is run twice in processes of its own: once to learn which
-arguments it has for the function, and once with the answers that the program gave to those.
+Expected outputs never enter the program's process. Texts, returned values and literals are compared
+here. A check in HumanEval's format runs twice, in its own processes: once to record the arguments
+it calls the function with, and once with the answers that the program gave to those.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Tests = Mapping[str, Any]
 
 COMPILE, RUNTIME, LEAST, RANGE = -1.0, -0.6, -0.3, 1.3
 DEPTH = 100
-"""Answers nested deeper are wrong: the way back into the sandbox is not for them."""
+"""Answers nested deeper than this are wrong: they are not sent back into the sandbox."""
 RETURN = "SyntaxError: 'return' outside function"
-"""Some solutions of APPS end so, as its authors run programs within a function."""
+"""Some solutions of APPS need this: its authors run programs within a function."""
 
 PREAMBLE = (
     "import bisect, collections, copy, datetime, functools, heapq, itertools, json, math, "
@@ -46,7 +46,7 @@ PREAMBLE = (
     "from heapq import *; from itertools import *; from math import *\n"
     "from typing import *\n"
 )
-"""What contest sites, and APPS, have imported before the program of a function begins."""
+"""Imports that contest sites, and APPS, provide to programs that define a function."""
 
 CHECK = """
 import random as _random
@@ -55,12 +55,12 @@ _random.seed(0)
 {check}
 def _replay(answers, name):
     import copy
-    known, asked, verdicts = {{}}, [], []
+    known, recorded, verdicts = {{}}, [], []
     for args, kwargs, answer in answers:
         known.setdefault(repr([args, kwargs]), []).append(answer)
     def candidate(*args, **kwargs):
-        asked.append(copy.deepcopy([list(args), kwargs]))
-        answers = known.get(repr(asked[-1]), [None])
+        recorded.append(copy.deepcopy([list(args), kwargs]))
+        answers = known.get(repr(recorded[-1]), [None])
         return answers.pop(0) if len(answers) > 1 else copy.deepcopy(answers[0])
     def _verdict(test):
         try:
@@ -68,18 +68,18 @@ def _replay(answers, name):
         except Exception:
             verdicts.append(False)
     globals().update({{"_verdict": _verdict, name: candidate}})
-    whole = True
+    complete = True
     try:
         check(candidate)
     except Exception:
-        whole = False
-    return [asked, verdicts, whole]
+        complete = False
+    return [recorded, verdicts, complete]
 """
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a response: the worst that happened, and how many tests it passed."""
+    """The result of a response: the worst that happened, and how many tests it passed."""
 
     result: Result
     passed: int = 0
@@ -88,7 +88,7 @@ class Verdict:
 
     @property
     def reward(self) -> float | None:
-        """The paper's; None where the sandbox failed.
+        """The paper's reward; None if the sandbox failed.
 
         >>> Verdict("failed", passed=0, total=2).reward
         -0.3
@@ -103,12 +103,12 @@ class Verdict:
 
 
 class UnitTests:
-    """A reward function with settings: name an object of yours in `reward_funcs`.
+    """A reward function with settings: create an object and name it in `reward_funcs`.
 
     # my_rewards.py
     tests = UnitTests(seconds=2, max_tests=10)
 
-    The sandbox starts at the first call and ends with the process.
+    The sandbox starts at the first call and stops with the process.
     """
 
     __name__ = "unit_tests"
@@ -126,7 +126,8 @@ class UnitTests:
         self.max_tests, self.allow_weak = max_tests, allow_weak
         self._sandbox: Sandbox | None = None
         self._owner = 0
-        self._asked: dict[tuple[str, str, str], list[Any] | None] = {}
+        self._recorded: dict[tuple[str, str, str], list[Any] | None] = {}
+        """The arguments that each check calls the function with; None if it cannot be run."""
 
     def __call__(self, completions: Sequence[Text], tests: Sequence[Tests]) -> list[float | None]:
         verdicts = self.judge([_text(each) for each in completions], tests)
@@ -134,16 +135,16 @@ class UnitTests:
 
     @property
     def layers(self) -> dict[str, bool | str]:
-        """The walls of the sandbox."""
+        """The layers of the sandbox."""
         return dict(self._open().layers)
 
     def judge(self, responses: Sequence[str], tests: Sequence[Tests]) -> list[Verdict]:
-        """A verdict a response; the sandbox's own failures are tried once more."""
+        """One verdict per response; failures of the sandbox itself are tried once more."""
         verdicts = self._judge(responses, tests)
         again = [i for i, v in enumerate(verdicts) if v.result == "sandbox_error"]
         if again:
-            found = self._judge([responses[i] for i in again], [tests[i] for i in again])
-            for i, verdict in zip(again, found):
+            retried = self._judge([responses[i] for i in again], [tests[i] for i in again])
+            for i, verdict in zip(again, retried):
                 verdicts[i] = verdict
                 if verdict.result == "sandbox_error":
                     log.error("No verdict and no reward: %s", verdict.message)
@@ -155,9 +156,11 @@ class UnitTests:
         self._sandbox = None
 
     def _open(self) -> Sandbox:
-        if self._sandbox is None or self._owner != os.getpid():  # a fork cannot use its parent's
+        if (
+            self._sandbox is None or self._owner != os.getpid()
+        ):  # a fork cannot use its parent's sandbox
             self._sandbox = Sandbox(
-                workers=self.workers or _own_share(),
+                workers=self.workers or _processors_per_rank(),
                 memory_mb=self.memory_mb,
                 seconds=self.seconds,
                 allow_weak=self.allow_weak,
@@ -174,17 +177,20 @@ class UnitTests:
         self._record([each for each in tests if each["kind"] == "check"])
         suites = [self._suite(text, each) for text, each in zip(responses, tests, strict=True)]
         outcomes = sandbox.run_suites(suites)
-        loose = [i for i, found in enumerate(outcomes) if found and RETURN in found[0].stderr]
-        loose = [i for i in loose if tests[i]["kind"] == "stdin"]
-        wrapped = [replace(suites[i], source=within_function(suites[i].source)) for i in loose]
-        for i, found in zip(loose, sandbox.run_suites(wrapped)):
-            outcomes[i] = found
-        verdicts = [
-            _fault(found) or self._compare(found, each) for found, each in zip(outcomes, tests)
+        to_wrap = [
+            i
+            for i, cases in enumerate(outcomes)
+            if tests[i]["kind"] == "stdin" and cases and RETURN in cases[0].stderr
         ]
-        replays = [i for i, verdict in enumerate(verdicts) if verdict is None]
-        found = self._replay([outcomes[i][0] for i in replays], [tests[i] for i in replays])
-        for i, verdict in zip(replays, found):
+        wrapped = [replace(suites[i], source=within_function(suites[i].source)) for i in to_wrap]
+        for i, cases in zip(to_wrap, sandbox.run_suites(wrapped)):
+            outcomes[i] = cases
+        verdicts = [
+            _fault(cases) or self._compare(cases, each) for cases, each in zip(outcomes, tests)
+        ]
+        to_check = [i for i, verdict in enumerate(verdicts) if verdict is None]
+        checked = self._replay([outcomes[i][0] for i in to_check], [tests[i] for i in to_check])
+        for i, verdict in zip(to_check, checked):
             verdicts[i] = verdict
         return [verdict for verdict in verdicts if verdict is not None]
 
@@ -192,8 +198,8 @@ class UnitTests:
         kind, name = tests["kind"], tests.get("name")
         code = extract_code(response, name)
         if kind == "check":
-            asked = self._asked.get(_key(tests))
-            calls = [Call(tests["name"], args, kwargs) for args, kwargs in asked or []]
+            recorded = self._recorded.get(_key(tests)) or []
+            calls = [Call(tests["name"], args, kwargs) for args, kwargs in recorded]
             source = complete(tests["prompt"], code, tests["name"])
             return Suite(source, [Case(calls=calls)], stop_early=True)
         if kind == "stdin":
@@ -207,10 +213,10 @@ class UnitTests:
         return Suite(code, cases[: self.max_tests], stop_early=True)
 
     def _compare(self, outcomes: Sequence[Outcome], tests: Tests) -> Verdict | None:
-        """A verdict on answers that can be judged here; None where a check has to."""
+        """Compare answers with the expected ones; None if a check has to do that."""
         same: Callable[[Outcome, Any], bool]
         if tests["kind"] == "check":
-            if not self._asked.get(_key(tests)):
+            if not self._recorded.get(_key(tests)):
                 return Verdict("sandbox_error", message="the check itself cannot be run")
             return None
         if tests["kind"] == "stdin":
@@ -223,23 +229,26 @@ class UnitTests:
         return _counted(right)
 
     def _record(self, tests: Sequence[Tests]) -> None:
-        """Which arguments each check has for the function, without any program near."""
-        new = list({_key(each): each for each in tests if _key(each) not in self._asked}.values())
+        """Record the arguments of each check, in a process without any program."""
+        new = list(
+            {_key(each): each for each in tests if _key(each) not in self._recorded}.values()
+        )
         programs = [Program(_check_source(each), calls=[_replaying(each, [])]) for each in new]
         for each, outcome in zip(new, self._open().run(programs)):
             if outcome.status == "sandbox_error":
                 continue
-            found = outcome.returned[0][0] if outcome.status == "ok" and outcome.returned else None
-            if not found:
-                told = outcome.stderr or "it asks nothing"
-                log.error("The check of `%s` cannot be run: %s", each["name"], told)
-            self._asked[_key(each)] = found
+            returned = outcome.returned if outcome.status == "ok" else None
+            recorded = returned[0][0] if returned else None
+            if not recorded:
+                reason = outcome.stderr or "it never calls the function"
+                log.error("The check of `%s` cannot be run: %s", each["name"], reason)
+            self._recorded[_key(each)] = recorded
 
     def _replay(self, outcomes: Sequence[Outcome], tests: Sequence[Tests]) -> list[Verdict]:
-        """Each check with the answers that its program gave."""
+        """Run each check with the answers that the program gave."""
         programs = []
         for outcome, each in zip(outcomes, tests):
-            pairs = zip(self._asked[_key(each)] or [], outcome.returned or [])
+            pairs = zip(self._recorded[_key(each)] or [], outcome.returned or [])
             answers = [[args, kwargs, _plain(answer)] for (args, kwargs), answer in pairs]
             programs.append(Program(_check_source(each), calls=[_replaying(each, answers)]))
         verdicts = []
@@ -247,8 +256,8 @@ class UnitTests:
             if outcome.status == "sandbox_error":
                 verdicts.append(Verdict("sandbox_error", message=outcome.stderr))
                 continue
-            _, right, whole = (outcome.returned or [[None, [], False]])[0]
-            verdicts.append(_counted(right if whole and right else [*right, False]))
+            _, right, complete = (outcome.returned or [[None, [], False]])[0]
+            verdicts.append(_counted(right if complete and right else [*right, False]))
         return verdicts
 
 
@@ -260,14 +269,13 @@ def _text(completion: Text) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-def _own_share() -> int:
-    """Processors for each of the processes that train on this machine."""
+def _processors_per_rank() -> int:
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, len(os.sched_getaffinity(0)) // processes)
 
 
 def _fault(outcomes: Sequence[Outcome]) -> Verdict | None:
-    """The class of what went wrong before any answer could be compared."""
+    """A verdict for a program that failed before any answer could be compared."""
     counted = Counter(outcome.status for outcome in outcomes)
     message = outcomes[-1].stderr.strip() if outcomes else "no tests"
     if not outcomes or counted["sandbox_error"]:
@@ -299,7 +307,7 @@ def _replaying(tests: Tests, answers: Sequence[Any]) -> Call:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """An answer that can go into a sandbox again; what is of no plain type equals nothing."""
+    """An answer that can be sent back into the sandbox; other types become text that equals nothing."""
     if isinstance(value, Opaque) or depth > DEPTH:
         return f"<{value.text if isinstance(value, Opaque) else 'nested too deep'}>"
     if isinstance(value, list | tuple | set | frozenset):
@@ -310,7 +318,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 
 class _Asserts(ast.NodeTransformer):
-    """`assert test` to `_verdict(lambda: test)`: every one counts, and none ends the check."""
+    """Turns `assert test` into `_verdict(lambda: test)`: all are counted, none ends the check."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         if isinstance(node.test, ast.Constant):
@@ -324,10 +332,10 @@ def _check_source(tests: Tests) -> str:
     prompt = tests["prompt"]
     try:
         ast.parse(prompt)
-    except SyntaxError:  # a function that is begun, without as much as a docstring
+    except SyntaxError:  # a function without a body, not even a docstring
         prompt = f"{prompt.rstrip()}\n    pass\n"
     try:
         tree = ast.fix_missing_locations(_Asserts().visit(ast.parse(tests["check"])))
     except SyntaxError:
-        return tests["check"]  # let the sandbox say so
+        return tests["check"]  # the sandbox reports it
     return CHECK.format(prompt=PREAMBLE + prompt, check=ast.unparse(tree))

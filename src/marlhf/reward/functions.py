@@ -3,8 +3,8 @@
     def brevity(prompts, completions, **columns) -> list[float | None]:
         return [-len(completion) / 100 for completion in completions]
 
-What people write fails in ways of its own: it raises, hangs, returns NaN or too few numbers, or
-wants a column that the data lacks. Each is a sentence here, with the sample that caused it.
+User code may raise, hang, return NaN or too few numbers, or need a column that the data lacks. Each
+of these is an error message here, with the sample that caused it.
 
 Axes: B rows.
 """
@@ -38,15 +38,15 @@ from marlhf.data.encode import decode
 from marlhf.errors import MarlhfError
 
 RESERVED = ("prompts", "completions", "completion_ids")
-"""Arguments that come from the rollout; a column of such a name gives way."""
+"""Arguments that come from the rollout; columns of these names are ignored."""
 SEARCH_SECONDS = 10.0
-"""How long a batch that raised may take to be tried again row by row."""
+"""Time limit for finding the row that made a batch raise."""
 SHOWN = 200
 """Characters of a prompt or a completion in a message."""
 
 
 class RewardError(MarlhfError, RuntimeError):
-    """A reward that cannot be had, with the sample that caused it where that is known.
+    """A reward that cannot be computed, with the sample that caused it if known.
 
     >>> import_function("brevity")
     Traceback (most recent call last):
@@ -79,11 +79,11 @@ class RewardFunction:
     It is called by keyword with those of `prompts`, `completions`, `completion_ids`, `chosen`,
     `rejected` and the data's other columns that it names, or with all of them if it takes
     `**columns`. Prompts are as in the data, text or messages; completions are of the same kind.
-    Coroutine functions are run to their end.
+    Coroutine functions are awaited.
 
-    The call has a thread of its own, so that one that hangs ends the run with a sentence after
-    `timeout` seconds rather than never. With `timeout=None` it runs in the calling thread, which
-    functions that set signals of their own need.
+    The call runs in its own thread, so that a function that hangs ends the run with an error after
+    `timeout` seconds. With `timeout=None` it runs in the calling thread, which functions that set
+    signal handlers need.
 
     >>> from marlhf.models.tiny import tiny_tokenizer
     >>> tokenizer = tiny_tokenizer()
@@ -119,7 +119,7 @@ class RewardFunction:
             found = inspect.signature(function).parameters.values()
         except ValueError:
             raise RewardError(
-                f"`{self.name}` does not say which arguments it takes. Wrap it in a function "
+                f"The arguments of `{self.name}` cannot be inspected. Wrap it in a function "
                 "f(prompts, completions)."
             ) from None
         self._takes_all = any(p.kind is p.VAR_KEYWORD for p in found)
@@ -134,7 +134,7 @@ class RewardFunction:
             )
 
     def check(self, rows: Sequence[Row]) -> None:
-        """Refuse, before any training, data that lacks a column which the function needs."""
+        """Refuse data that lacks a required column, before any training."""
         self._known = set(self._columns(rows))
 
     def __call__(
@@ -143,7 +143,7 @@ class RewardFunction:
         responses: Sequence[Sequence[int]],
         rows: Sequence[Row],
     ) -> Tensor:
-        """One score a row: [B], float32, NaN where the function says None: it does not apply."""
+        """One score per row: [B], float32, NaN where the function returns None (does not apply)."""
         if not rows:
             return torch.zeros(0, device=self.device)
         texts = [decode(self.tokenizer, ids) for ids in responses]
@@ -168,7 +168,7 @@ class RewardFunction:
         return self._scores(returned, rows, texts)
 
     def _columns(self, rows: Sequence[Row]) -> dict[str, list[Any]]:
-        """Each column over the batch; None where a row lacks one that nobody named."""
+        """Each column over the batch; None where a row lacks one that is not an argument."""
         records = [_record(row) for row in rows]
         known = sorted(self._known.union(*records))
         for name in self._required:
@@ -179,17 +179,17 @@ class RewardFunction:
                 if name in self._named and name not in record:
                     raise RewardError(
                         f"The reward function `{self.name}` takes the column `{name}`, which row "
-                        f"{number} lacks: {_short(row.prompt)}\nGive every row that column, or "
-                        "leave out the rows without it."
+                        f"{number} lacks: {_short(row.prompt)}\nAdd that column to every row, or "
+                        "remove the rows without it."
                     )
         return {name: [record.get(name) for record in records] for name in known}
 
     def _lacking(self, name: str, known: list[str]) -> str:
-        there = [*RESERVED, *known]
-        near = difflib.get_close_matches(name, there, n=1, cutoff=0.7)
+        available = [*RESERVED, *known]
+        near = difflib.get_close_matches(name, available, n=1, cutoff=0.7)
         return (
             f"The reward function `{self.name}` needs `{name}`, which the data does not have. "
-            f"There are: {', '.join(there)}."
+            f"Available: {', '.join(available)}."
             + (f" Did you mean {near[0]}?" if near else " Add that column, or give it a default.")
         )
 
@@ -197,7 +197,7 @@ class RewardFunction:
         if timeout is None:
             return _run(self.function, arguments)
         outcome: dict[str, Any] = {}
-        # What belongs to a thread in torch and Python goes along: the GPU, the context.
+        # Thread-local state of torch and Python is passed on: the current GPU, context variables.
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         context = contextvars.copy_context()
 
@@ -216,8 +216,8 @@ class RewardFunction:
             count = len(next(iter(arguments.values()), []))
             raise RewardError(
                 f"The reward function `{self.name}` has not returned after {timeout:g} seconds "
-                f"for a batch of {count}. Mend what it waits for, or raise its timeout; the same "
-                "command goes on from the last checkpoint."
+                f"for a batch of {count}. Fix what it waits for, or raise its timeout; the same "
+                "command resumes from the last checkpoint."
             )
         if "error" in outcome:
             error = outcome["error"]
@@ -227,7 +227,7 @@ class RewardFunction:
         return outcome["value"]
 
     def _culprit(self, arguments: Mapping[str, Any], count: int, error: Exception) -> int | None:
-        """The first row that raises the same by itself, if one does and is soon found."""
+        """The first row that raises the same error alone; None if none does within the limit."""
         end = time.perf_counter() + SEARCH_SECONDS
         for i in range(count):
             left = end - time.perf_counter()
@@ -238,8 +238,8 @@ class RewardFunction:
                 self._call(alone, None if self.timeout is None else left)
             except RewardError:
                 return None
-            except Exception as found:
-                if type(found) is type(error):
+            except Exception as raised:
+                if type(raised) is type(error):
                     return i
         return None
 
@@ -249,28 +249,28 @@ class RewardFunction:
         sample = (
             f"The sample that caused it:\n{show_sample(rows[at], texts[at])}"
             if at is not None
-            else f"No sample of the batch of {len(rows)} was found to cause it alone."
+            else f"No single sample of the batch of {len(rows)} causes it alone."
         )
         threads = (
-            "\nFunctions that set signals need the main thread: give it `timeout=None`."
+            "\nFunctions that set signal handlers need the main thread: use `timeout=None`."
             if "main thread" in str(error)
             else ""
         )
         return (
             f"The reward function `{self.name}` raised {type(error).__name__}: {error} "
             f"({_place(error)}). {sample}\n"
-            f"Mend it; the same command goes on from the last checkpoint.{threads}"
+            f"Fix it; the same command resumes from the last checkpoint.{threads}"
         )
 
     def _scores(self, returned: Any, rows: Sequence[Row], texts: Sequence[str]) -> Tensor:
-        wanted = f"It must return a list of {len(rows)} numbers, one a completion, or None"
+        wanted = f"It must return a list of {len(rows)} numbers, one per completion, or None"
         if isinstance(returned, (Tensor, np.ndarray)) and returned.ndim == 1:
             returned = returned.tolist()
         if not isinstance(returned, (list, tuple)):
             kind = type(returned).__name__
             raise RewardError(
                 f"The reward function `{self.name}` returned {kind}: {_short(returned)}. "
-                f"{wanted} for each that it does not apply to."
+                f"{wanted} where it does not apply."
             )
         if len(returned) != len(rows):
             raise RewardError(
@@ -289,16 +289,16 @@ class RewardFunction:
                 raise RewardError(
                     f"The reward function `{self.name}` returned {number} for\n"
                     f"{show_sample(row, text)}\nReturn a finite number, or None where it does not "
-                    "apply; the same command goes on from the last checkpoint."
+                    "apply; the same command resumes from the last checkpoint."
                 )
             scores.append(number)
         return torch.tensor(scores, dtype=torch.float32, device=self.device)
 
 
 def import_function(name: str) -> Callable[..., Any]:
-    """`module:name`, from the folder of the command or from what is installed.
+    """Import `module:name`, from the working directory or from installed packages.
 
-    A class is made into an object, so that a reward may keep state.
+    A class is instantiated, so that a reward may keep state.
 
     >>> import_function("math:sqrt")(9)
     3.0
@@ -325,21 +325,21 @@ def import_function(name: str) -> Callable[..., Any]:
     except Exception as error:
         raise RewardError(f"Cannot import {module}: {type(error).__name__}: {error}") from error
     try:
-        found: Any = reduce(getattr, attribute.split("."), loaded)
+        function: Any = reduce(getattr, attribute.split("."), loaded)
     except AttributeError:
         near = difflib.get_close_matches(attribute, dir(loaded), n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise RewardError(f"{loaded.__file__} has no {attribute!r}.{hint}") from None
     try:
-        found = found() if isinstance(found, type) else found
+        function = function() if isinstance(function, type) else function
     except Exception as error:
         raise RewardError(
-            f"{name} is a class that cannot be made without arguments ({error}). Name an object "
-            "or a function instead."
+            f"{name} is a class that cannot be created without arguments ({error}). Name an "
+            "object or a function instead."
         ) from error
-    if not callable(found):
-        raise RewardError(f"{name} is {_short(found)}, which cannot be called. Name a function.")
-    return found
+    if not callable(function):
+        raise RewardError(f"{name} is {_short(function)}, which is not callable. Name a function.")
+    return function
 
 
 @torch.no_grad()
@@ -355,7 +355,7 @@ def _run(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
 
 
 def _record(row: Row) -> dict[str, Any]:
-    """What a row offers a function, its prompt aside."""
+    """The columns of a row for a function, without its prompt."""
     pair = {"chosen": row.chosen, "rejected": row.rejected}
     given = {name: text for name, text in pair.items() if text is not None}
     return {k: v for k, v in row.columns.items() if k not in RESERVED} | given
@@ -368,7 +368,7 @@ def _name(function: Any) -> str:
 
 
 def _number(value: Any) -> float | None:
-    """A float, NaN for None; None for what is no number."""
+    """A value as a float: NaN for None, None if it is not a number."""
     if value is None:
         return float("nan")
     if isinstance(value, str) or not isinstance(value, (numbers.Real, np.generic, Tensor)):
@@ -382,7 +382,7 @@ def _number(value: Any) -> float | None:
 
 
 def _place(error: Exception) -> str:
-    """The file and line in the user's own code that led to an error."""
+    """The file and line in the user's own code that raised an error."""
     frames = traceback.extract_tb(error.__traceback__)
     library = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], __file__)
     own = [frame for frame in frames if not frame.filename.startswith((*library, "<"))]
@@ -391,12 +391,12 @@ def _place(error: Exception) -> str:
 
 
 def show_sample(row: Row, text: str) -> str:
-    """The sample that a message is about."""
+    """A sample as lines of an error message."""
     return f"  prompt:     {_short(row.prompt)}\n  completion: {_short(text)}"
 
 
 def _short(value: Any) -> str:
-    """Its repr on one line, the middle left out where it is long."""
+    """A repr on one line, shortened in the middle if it is long."""
     text = repr(value)
     half = SHOWN // 2
     return text if len(text) <= SHOWN else f"{text[:half]} ... {text[-half:]}"

@@ -1,4 +1,4 @@
-"""A learnt reward model, with the policy's tokenizer or with one of its own.
+"""A learnt reward model, with the policy's tokenizer or its own.
 
 Axes: B rows.
 """
@@ -22,19 +22,18 @@ from marlhf.spans import special_tokens
 
 
 class RewardModel:
-    """Scores prompt and response as one text, read at the last real token.
+    """Scores prompt and response as one sequence, at the last real token.
 
-    A reward model with another tokenizer than the policy's sees the same text in its own tokens,
-    encoded as its own training encodes prompts and responses. Special tokens, such as the marks of
-    a chat template, are kept where its tokenizer has a special token of that name and dropped
-    where it does not: as plain text they would be noise that it never saw. A chat is thus whole
-    only between models that mark it alike.
+    If its tokenizer differs from the policy's, the text is encoded again, as in the reward model's
+    own training. Special tokens, such as those of a chat template, are kept if its tokenizer has a
+    special token of the same name and dropped otherwise: as plain text they would be noise that
+    it never saw. So the turns of a chat survive only between models with the same special tokens.
 
     >>> from marlhf.models.load import load_scalar
     >>> from marlhf.models.tiny import tiny_tokenizer
     >>> tokenizer = tiny_tokenizer()
-    >>> judge = RewardModel(load_scalar("tiny"), tokenizer, tokenizer)
-    >>> judge([[5, 6], [5, 7]], [[8], [9, 1]]).shape
+    >>> reward_model = RewardModel(load_scalar("tiny"), tokenizer, tokenizer)
+    >>> reward_model([[5, 6], [5, 7]], [[8], [9, 1]]).shape
     torch.Size([2])
     """
 
@@ -67,7 +66,7 @@ class RewardModel:
         responses: Sequence[Sequence[int]],
         rows: Sequence[Row] = (),
     ) -> Tensor:
-        """One score a row: [B], float32. What else is in `rows` is for reward functions."""
+        """One score per row: [B], float32. `rows` is for reward functions only."""
         if self.foreign:
             prompts, responses = self._translate(prompts, responses)
         device = self.model.device
@@ -83,7 +82,7 @@ class RewardModel:
     def _translate(
         self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """The same text in this model's own tokens, ended by EOS where the policy ended it."""
+        """Encode the same text in this model's tokens, with EOS if the policy ended with one."""
         mine, theirs = self.tokenizer, self.policy_tokenizer
         eos_id = cast(int, mine.eos_token_id)
         texts = [self._prompt_text(prompt) for prompt in prompts]
@@ -92,11 +91,11 @@ class RewardModel:
             ids = encode_response(mine, prompt, decode(theirs, response), eos_id)
             ended = len(response) > 0 and response[-1] in self._marks
             new_responses.append(ids if ended else ids[:-1])
-        # A prompt of nothing still needs a token: a score is read somewhere.
+        # An empty prompt still needs a token: the score is read at one.
         return [ids or [eos_id] for ids in encode_prompts(mine, texts)], new_responses
 
     def _prompt_text(self, prompt: Sequence[int]) -> str:
-        """A prompt's text, with those special tokens in it that both tokenizers know."""
+        """A prompt's text, with those special tokens that both tokenizers have."""
         opens = list(prompt[: len(self._opening)]) == self._opening
         body = prompt[len(self._opening) :] if opens else prompt
         known = [i for i in body if i not in self._unknown]

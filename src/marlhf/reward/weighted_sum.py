@@ -32,7 +32,7 @@ class Rewards:
 
     def __init__(self, parts: Sequence[tuple[str, Scorer, float]]) -> None:
         if not parts:
-            raise RewardError("There is nothing to score responses with. Give one reward or more.")
+            raise RewardError("There is no reward. Give one or more.")
         self.parts: list[tuple[str, Scorer, float]] = []
         taken: set[str] = set()
         for name, scorer, weight in parts:
@@ -43,7 +43,7 @@ class Rewards:
             taken.add(unique)
             self.parts.append((unique, scorer, weight))
         self.latest: dict[str, Tensor] = {}
-        """Mean of each part in the last call, over the rows that it applied to."""
+        """Mean of each part in the last call, over the rows that it applies to."""
 
     def check(self, rows: Sequence[Row]) -> None:
         """Refuse data that a reward function cannot work with, before any training."""
@@ -53,9 +53,9 @@ class Rewards:
 
     @property
     def sandbox(self) -> dict[str, bool | str]:
-        """The walls behind which programs are run, where a reward function has such `layers`.
+        """The sandbox layers of a reward function that runs programs, empty if none does.
 
-        Asked before training, this is also where a machine without a sandbox is found out.
+        Read before training, so that a machine without a sandbox is refused at the start.
         """
         functions: list[Any] = [
             scorer.function for _, scorer, _ in self.parts if isinstance(scorer, RewardFunction)
@@ -68,7 +68,7 @@ class Rewards:
         responses: Sequence[Sequence[int]],
         rows: Sequence[Row],
     ) -> Tensor:
-        """One score a row: [B], float32."""
+        """One score per row: [B], float32."""
         self.latest = {}
         total = torch.zeros(len(rows))
         applied: Tensor | None = torch.zeros(len(rows), dtype=torch.bool)
@@ -79,17 +79,17 @@ class Rewards:
                 applied = None if applied is None else applied.to(scores.device) | applies
                 self.latest[name] = scores.nanmean()
                 scores = torch.where(applies, scores, 0.0)
-            else:  # a model applies to everything, and its NaN is a fault, not an opinion
+            else:  # a model applies to every row, and its NaN is an error
                 applied = None
                 self.latest[name] = scores.mean()
             total = total.to(scores.device) + weight * scores
         if applied is not None and not bool(applied.all()):
-            at = int((~applied).nonzero()[0])
+            row = int((~applied).nonzero()[0])
             names = ", ".join(f"`{name}`" for name, _, _ in self.parts)
-            text = decode(_tokenizer(self.parts), responses[at])
+            text = decode(_tokenizer(self.parts), responses[row])
             raise RewardError(
                 f"No reward applies to this sample; {names} returned None.\n"
-                f"{show_sample(rows[at], text)}\nLet one of them return a number for every row."
+                f"{show_sample(rows[row], text)}\nAt least one of them must return a number for every row."
             )
         return total
 

@@ -4,27 +4,26 @@
         [outcome] = sandbox.run([Program("print(int(input()) + 1)", stdin="41")])
     assert (outcome.status, outcome.stdout) == ("ok", "42\\n")
 
-A program is a process that a fork server made, and several walls stand around it: namespaces (its
-own root folder with nothing but Python's libraries in it, its own network without a way out, its
-own process ids and users), Landlock, a list of allowed system calls, limits on memory, output,
-files, threads and time, an empty environment, no descriptor but its own. Every process has a
-state of its own: nothing written is there for the next. The expected answers never go in; what
-comes out is text and JSON, and the caller judges it.
+A fork server starts one process per program, confined by several layers: namespaces (a root folder
+with only Python's libraries, a network without interfaces, separate process ids and users),
+Landlock, a list of allowed system calls, limits on memory, output, files, threads and time, an
+empty environment, and no open descriptors but its own. Nothing that a program writes is visible to
+the next. The expected answers never enter the sandbox; it returns text and JSON, and the caller
+judges them.
 
 What it does not cover:
 
-- Holes in the kernel itself. The allowed calls are some 130 plain ones, but a program that finds
-  a hole in one of them is out. Where programs come from somebody who means harm, use a virtual
-  machine around all of it.
-- Side channels: timing, caches, how busy the machine is, the size of its memory.
+- Kernel vulnerabilities. About 130 ordinary system calls are allowed, but a program that exploits
+  a bug in one of them escapes. Against deliberate attackers, add a virtual machine.
+- Side channels: timing, caches, the load of the machine, the size of its memory.
 - Python's libraries, installed packages and the system's shared libraries can be read.
-- CPU time and memory bandwidth are shared with the host: up to `workers` programs, with as many
-  threads as they like, run at normal priority. Memory may reach `workers * (memory_mb + 64)` MiB
+- CPU time and memory bandwidth are shared with the host: up to `workers` programs, each with up to
+  256 threads, run at normal priority. Memory may reach `workers * (memory_mb + 64)` MiB
   (64 is the size of /tmp) above what the servers themselves take.
-- Without namespaces (`layers` says so) names, sizes and times of the host's files can be seen,
-  though none can be opened or changed, and no file can be written at all.
-- A program may print whatever it likes, and end with status 0 whenever it likes. A verdict must
-  come from comparing its output, as `Outcome` leaves it to the caller.
+- Without namespaces (see `layers`) a program can list names, sizes and times of the host's files,
+  but it cannot open or change them, and it cannot write any file.
+- A program can print anything and exit with status 0 at any time. Only the comparison of its
+  output with the expected one is a verdict, and that is left to the caller.
 """
 
 from marlhf.reward.sandbox.pool import PRELOAD, Sandbox, SandboxUnavailable, SandboxWarning

@@ -1,8 +1,8 @@
-"""System calls that Python has no name for, by way of the C library.
+"""System calls that Python does not wrap, through the C library.
 
-This module and those above it (`seccomp`, `landlock`, `namespaces`, `server`, `program`) run in
-the sandbox's own processes, where neither torch nor the rest of marlhf is loaded: they import the
-standard library and one another, and nothing else.
+This module and those that import it (`seccomp`, `landlock`, `namespaces`, `server`, `program`) run
+in the sandbox's own processes, where neither torch nor the rest of marlhf is loaded: they import
+only the standard library and one another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.syscall.restype = ctypes.c_long
 
-# The same numbers on every architecture, for calls younger than Linux 5.1.
+# Calls added since Linux 5.1 have the same number on every architecture.
 PIDFD_SEND_SIGNAL, PIDFD_OPEN, MOUNT_SETATTR = 424, 434, 442
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
@@ -31,12 +31,12 @@ def machine() -> str:
 
 
 def syscall(number: int, *arguments: int | bytes | ctypes.Array | ctypes.Structure | None) -> int:
-    """The call's result; OSError where it is -1."""
+    """Make a system call by number; OSError if it returns -1."""
     return _checked("syscall", LIBC.syscall(ctypes.c_long(number), *map(_argument, arguments)))
 
 
 def call(name: str, *arguments: int | bytes | None) -> int:
-    """A function of the C library by its name; OSError where it answers -1."""
+    """Call a function of the C library by name; OSError if it returns -1."""
     return _checked(name, LIBC[name](*map(_argument, arguments)))
 
 
@@ -45,13 +45,13 @@ def prctl(option: int, value: int = 0) -> None:
 
 
 def memory_file(name: bytes) -> int:
-    """A file without a place, which can be sealed; not every Python has `os.memfd_create`."""
+    """An anonymous file that can be sealed; not every Python build has `os.memfd_create`."""
     cloexec, allow_sealing = 1, 2
     return syscall(MEMFD_CREATE[machine()], name, cloexec | allow_sealing)
 
 
 def seal(fd: int) -> None:
-    """Nobody can change that file any more."""
+    """Make a memory file read-only for good, for every process."""
     add_seals, every_seal = 1033, 0xF
     fcntl.fcntl(fd, add_seals, every_seal)
 
@@ -65,13 +65,13 @@ def kill_process(pidfd: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, so that even user 0 is nobody in particular."""
+    """Give up every capability, so that even user 0 has no privileges."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this thread
     syscall(CAPSET[machine()], header, (ctypes.c_uint32 * 6)())
 
 
 def _argument(value):
-    """Integers as wide as a register: ctypes would pass 32 bits of them."""
+    """Integers as wide as a register: by default ctypes passes only 32 bits."""
     if isinstance(value, int):
         return ctypes.c_long(value)
     return value if value is None or isinstance(value, bytes) else ctypes.byref(value)

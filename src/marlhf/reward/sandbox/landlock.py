@@ -1,4 +1,4 @@
-"""Landlock: which files a program may open, whatever its user could."""
+"""Landlock: which files a program may open, whatever its user is allowed to."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from marlhf.reward.sandbox import kernel
 
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1, 1 << 1, 1 << 2, 1 << 3, 1 << 14
 _CHANGE = sum(1 << bit for bit in (1, 4, 5, 7, 8, 12, 13, 14))
-"""Write, remove, make folders, files and links, move, truncate; no devices, sockets, fifos."""
+"""Write, remove, create folders, files and links, move, truncate; no devices, sockets, fifos."""
 _NET, _SCOPES = 0b11, 0b11  # TCP bind and connect; abstract sockets and signals of others
 
 
 class _Beneath(ctypes.Structure):
     _pack_ = 1
-    _layout_ = "ms"  # what _pack_ has always meant; Python 3.14 wants it said
+    _layout_ = "ms"  # the layout that _pack_ implies; Python 3.14 requires it
     _fields_ = (("access", ctypes.c_uint64), ("folder", ctypes.c_int32))
 
 
 def version() -> int:
-    """The kernel's Landlock ABI, 0 where there is none or it is switched off."""
+    """The kernel's Landlock ABI version, 0 if Landlock is missing or disabled."""
     try:
         return kernel.syscall(kernel.LANDLOCK_CREATE_RULESET, None, 0, 1)
     except OSError:
@@ -30,7 +30,9 @@ def version() -> int:
 
 
 def restrict(abi: int, readable: Sequence[str], writable: Sequence[str]) -> None:
-    """Only these folders and files may be opened from now on. no_new_privs must be set."""
+    """Allow only these folders and files from now on. no_new_privs must be set."""
+    # Each ABI version added rights. The kernel refuses rights that it does not know, so only
+    # those of its version are listed; all that are listed are denied unless a rule allows them.
     bits = 13 + (abi >= 2) + (abi >= 3) + (abi >= 5)
     handled = (1 << bits) - 1
     attributes = (ctypes.c_uint64 * 3)(handled, _NET, _SCOPES)
@@ -47,7 +49,7 @@ def restrict(abi: int, readable: Sequence[str], writable: Sequence[str]) -> None
 
 
 def _allow(rules: int, path: str, access: int) -> None:
-    with suppress(FileNotFoundError):  # fewer rights then, never more
+    with suppress(FileNotFoundError):  # a missing path only means fewer rights
         at = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:
             if not os.path.isdir(path):

@@ -1,7 +1,7 @@
-"""A root folder, a network, process ids and users of the sandbox's own.
+"""Linux namespaces: the sandbox gets its own root folder, network, process ids and users.
 
 The new root is a read-only tmpfs with Python's libraries and four devices bound into it: the
-host's other files are not hidden, they are not there. There is no /proc.
+host's other files are not mounted at all. There is no /proc.
 """
 
 from __future__ import annotations
@@ -27,23 +27,27 @@ _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 
 
 def enter() -> tuple[str, int | None]:
-    """Leave the host's namespaces; what was left, and the user that programs are to be.
+    """Enter new namespaces; returns their names and the user id for programs, None for our own.
 
-    The PID namespace begins with the next fork. Root keeps two users apart, its own that mounts
-    and one that runs programs; an ordinary user has only itself to give.
+    The PID namespace takes effect at the next fork. Started as root, the sandbox has two users: one
+    that mounts and one that runs programs. An ordinary user can map only itself.
     """
     try:
         mapped = _enter_with_user()
     except OSError:
         if os.geteuid():
             raise
-        kernel.call("unshare", _OTHERS)  # root may do so where user namespaces are switched off
+        kernel.call("unshare", _OTHERS)  # root can do this where user namespaces are disabled
         return _NAMES, NOBODY
     return f"user, {_NAMES}", NOBODY if mapped else None
 
 
 def _enter_with_user() -> bool:
-    """Whether the namespace has a second user. The map is written from outside, by a helper."""
+    """Enter a user namespace with all others; returns whether it maps a second user.
+
+    A process without privileges in its parent namespace may map only itself, so a helper process
+    that stays outside writes the maps, once we have entered.
+    """
     root = os.geteuid() == 0
     single = f"{0 if root else NOBODY} %d 1\n"
     both = f"0 0 1\n{NOBODY} {NOBODY} 1\n"
@@ -70,13 +74,13 @@ def _enter_with_user() -> bool:
 
 
 def _write_maps(pid: int, single: str, both: str | None) -> int:
-    """0: two users, 1: one user."""
+    """Write the user and group maps; returns 0 for two mapped users, 1 for one."""
     if both:
         with suppress(OSError):
             _write(f"/proc/{pid}/uid_map", both)
             _write(f"/proc/{pid}/gid_map", both)
             return 0
-    with suppress(OSError):  # where uid_map was written above and gid_map was refused
+    with suppress(OSError):  # fails if uid_map was written above and gid_map was refused
         _write(f"/proc/{pid}/uid_map", single % os.geteuid())
     _write(f"/proc/{pid}/setgroups", "deny")
     _write(f"/proc/{pid}/gid_map", single % os.getegid())
@@ -89,7 +93,7 @@ def _write(path: str, text: str) -> None:
 
 
 def build_root(readable: Sequence[str]) -> None:
-    """Make the new root and move into it; the old one is gone afterwards."""
+    """Build the new root, move into it and unmount the old one."""
     if hidden := [path for path in readable if f"{path}/".startswith("/tmp/")]:
         raise OSError(f"{hidden[0]} lies in /tmp, where programs get a folder of their own")
     _mount(None, "/", None, _RECURSIVE | _PRIVATE)
@@ -117,7 +121,7 @@ def build_root(readable: Sequence[str]) -> None:
 
 
 def fresh_tmp(megabytes: int) -> None:
-    """An empty /tmp of limited size, over the one before."""
+    """Mount an empty /tmp of limited size over the previous one."""
     options = f"size={megabytes}m,nr_inodes=16384,mode=1777"
     _mount("sandbox", "/tmp", "tmpfs", _NOSUID | _NODEV | _NOEXEC, options)
 
@@ -127,7 +131,10 @@ def drop_tmp() -> None:
 
 
 def _old_path(path: str) -> str | None:
-    """Where a path of the host really leads, seen from inside the new root; None if nowhere."""
+    """Resolve a path of the host from inside the new root; None if it does not exist.
+
+    `os.path.realpath` would follow absolute links in the new root instead of the old one.
+    """
     parts, real, jumps = path.strip("/").split("/"), "", 0
     while parts:
         part = parts.pop(0)
@@ -165,5 +172,5 @@ def _mount(
     try:
         kernel.call("mount", *names[:3], flags, names[3])
     except OSError as error:
-        told = f"mounting {source or 'nothing'} at {target}: {error.strerror}"
-        raise OSError(error.errno, told) from error
+        message = f"mounting {source or 'nothing'} at {target}: {error.strerror}"
+        raise OSError(error.errno, message) from error

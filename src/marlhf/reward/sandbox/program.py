@@ -1,8 +1,8 @@
-"""The process of one program: lock itself in, compile, tell so, and only then run.
+"""The process of one program: confine itself, compile, report that, and only then run.
 
-Nothing here is to be relied on once the program runs, for then it can reach all of it. What the
-host believes it has from before (one byte on a pipe that is closed by then) or from the kernel
-(the exit status, the clock, the bytes on the pipes).
+Once the program runs it can reach everything in this process, so nothing here can be trusted any
+more. The host relies on what it got before (a byte on a pipe that is closed by then) and on what
+the kernel reports (the exit status, the clock, the bytes on the pipes).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ FILE_NAME = "program.py"
 THREADS, FILES, STACK = 256, 256, 100 << 20
 
 
-class Cage(NamedTuple):
-    """What the server knows about the walls it puts around its programs."""
+class Confinement(NamedTuple):
+    """The limits and layers that a server applies to its programs."""
 
     namespaced: bool
     user: int | None
@@ -45,13 +45,15 @@ class Cage(NamedTuple):
     tmp_bytes: int
 
 
-def live(received: Sequence[int], cage: Cage, seconds: float, server: int) -> NoReturn:
-    """The whole life of the process, from fork to exit."""
+def run_program(
+    received: Sequence[int], confinement: Confinement, seconds: float, server: int
+) -> NoReturn:
+    """Everything that the process does, from fork to exit."""
     status = 1
     try:
-        _arrange(received)
+        _place_descriptors(received)
         try:
-            _lock_in(cage, seconds, server)
+            _confine(confinement, seconds, server)
         except BaseException as error:
             os.write(STATUS, f"X{type(error).__name__}: {error}".encode())
             os._exit(1)
@@ -62,10 +64,10 @@ def live(received: Sequence[int], cage: Cage, seconds: float, server: int) -> No
         os._exit(status)
 
 
-def _arrange(received: Sequence[int]) -> None:
-    """Standard input, output and error, the four of ours, and nothing else that was open.
+def _place_descriptors(received: Sequence[int]) -> None:
+    """Move the received descriptors to their numbers and close every other one.
 
-    In the order in which the host sends them: source, input, output, error, status, report, code.
+    The host sends them in this order: source, input, output, error, status, report, code.
     """
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in received]
     for fd, place in zip(high, (SOURCE, 0, 1, 2, STATUS, REPORT, CODE), strict=True):
@@ -73,47 +75,48 @@ def _arrange(received: Sequence[int]) -> None:
     os.closerange(CODE + 1, 4096)
 
 
-def _lock_in(cage: Cage, seconds: float, server: int) -> None:
+def _confine(confinement: Confinement, seconds: float, server: int) -> None:
     os.setsid()
-    if cage.namespaced:
+    if confinement.namespaced:
         _copy_input()
         os.chdir("/tmp")
-    _set_limits(cage, seconds)
-    if cage.user is not None:
+    _set_limits(confinement, seconds)
+    if confinement.user is not None:
         os.setgroups([])
-        os.setresgid(cage.user, cage.user, cage.user)
-        os.setresuid(cage.user, cage.user, cage.user)
+        os.setresgid(confinement.user, confinement.user, confinement.user)
+        os.setresuid(confinement.user, confinement.user, confinement.user)
     kernel.drop_capabilities()
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server:  # it died before the line above
+    if os.getppid() != server:  # the server died before the line above, so no signal will come
         os._exit(1)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    if cage.landlock:
-        writable = ["/tmp"] if cage.namespaced else []
+    if confinement.landlock:
+        writable = ["/tmp"] if confinement.namespaced else []
         devices = ["/dev/null"] if os.path.exists("/dev/null") else []
-        readable = [*cage.readable, *namespaces.DEVICES]
-        landlock.restrict(cage.landlock, readable, writable + devices)
-    if cage.seccomp:
-        seccomp.install(cage.seccomp, os.getpid())
+        readable = [*confinement.readable, *namespaces.DEVICES]
+        landlock.restrict(confinement.landlock, readable, writable + devices)
+    if confinement.seccomp:
+        seccomp.install(confinement.seccomp, os.getpid())
 
 
 def _copy_input() -> None:
-    """For programs that open /dev/stdin, which leads here; it takes a /proc otherwise."""
+    """A copy for programs that open /dev/stdin, a link to this file: there is no /proc."""
     size = os.fstat(0).st_size
     copy = os.open("/tmp/.stdin", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    with suppress(OSError):  # an input larger than /tmp is there by descriptor alone
+    with suppress(OSError):  # an input larger than /tmp can be read by descriptor only
         os.sendfile(copy, 0, 0, size)
     os.close(copy)
     os.lseek(0, 0, os.SEEK_SET)
 
 
-def _set_limits(cage: Cage, seconds: float) -> None:
+def _set_limits(confinement: Confinement, seconds: float) -> None:
     processors = len(os.sched_getaffinity(0))
     limits = {
-        resource.RLIMIT_AS: cage.address_space,
-        resource.RLIMIT_CPU: int((seconds + 1) * processors) + 1,  # the wall clock comes first
-        resource.RLIMIT_FSIZE: cage.tmp_bytes,
+        resource.RLIMIT_AS: confinement.address_space,
+        resource.RLIMIT_CPU: int((seconds + 1) * processors)
+        + 1,  # the host's clock ends it earlier
+        resource.RLIMIT_FSIZE: confinement.tmp_bytes,
         resource.RLIMIT_NOFILE: FILES,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
@@ -121,7 +124,7 @@ def _set_limits(cage: Cage, seconds: float) -> None:
         resource.RLIMIT_SIGPENDING: 64,
         resource.RLIMIT_STACK: STACK,
     }
-    if cage.namespaced:  # outside, the number counts all that the host's user has
+    if confinement.namespaced:  # without a user namespace it would count all processes of the user
         limits[resource.RLIMIT_NPROC] = THREADS
     for limit, value in limits.items():
         hard = resource.getrlimit(limit)[1]
@@ -130,7 +133,7 @@ def _set_limits(cage: Cage, seconds: float) -> None:
 
 
 def _prepare() -> tuple[types.CodeType, list | None]:
-    """Compile, or load what an earlier process compiled; then tell the host and close."""
+    """Compile, or load what an earlier process compiled; report it and close the status pipe."""
     with open(SOURCE, "rb") as file:
         file.seek(0)
         task = json.load(file)
@@ -145,8 +148,8 @@ def _prepare() -> tuple[types.CodeType, list | None]:
             with open(CODE, "wb") as file:
                 marshal.dump(code, file)
     except BaseException as error:
-        told = "".join(traceback.format_exception_only(type(error), error))
-        os.write(STATUS, b"E" + told.encode("utf-8", "replace")[:4000])
+        message = "".join(traceback.format_exception_only(type(error), error))
+        os.write(STATUS, b"E" + message.encode("utf-8", "replace")[:4000])
         os._exit(1)
     lines = source.splitlines(keepends=True)
     linecache.cache[FILE_NAME] = (len(source), None, lines, FILE_NAME)
@@ -167,19 +170,19 @@ def _run(code: types.CodeType, calls: list | None) -> int:
         status = _exit_status(end.code)
     except BaseException as error:
         status = 1
-        _explain(error)
+        _print_traceback(error)
     try:
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
         atexit._run_exitfuncs()
         sys.stdout.flush()
     except BaseException as error:
         status = status or 1
-        _explain(error)
+        _print_traceback(error)
     return status
 
 
 def _fresh_main() -> types.ModuleType:
-    """The state in which an interpreter begins to run a file."""
+    """The state of an interpreter that starts to run a file."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "marlhf"]:
         del sys.modules[name]
     main = types.ModuleType("__main__")
@@ -196,7 +199,7 @@ def _fresh_main() -> types.ModuleType:
 
 
 def _answer(call: list, space: dict[str, Any]) -> Any:
-    """The value of an expression, or of a function; a method's class is made anew."""
+    """Evaluate an expression or call a function; a method gets a new instance of its class."""
     name, arguments, keywords = call
     if arguments is None:
         return eval(compile(name, "call", "eval", dont_inherit=True), space)
@@ -216,7 +219,7 @@ def _report(line: dict[str, Any]) -> None:
 
 
 def _exit_status(code: object) -> int:
-    """As Python has it: nothing is 0, a number itself, anything else is printed and 1."""
+    """As in Python: None is 0, a number is itself, anything else is printed and 1."""
     if code is None:
         return 0
     if isinstance(code, int):
@@ -226,8 +229,8 @@ def _exit_status(code: object) -> int:
     return 1
 
 
-def _explain(error: BaseException) -> None:
-    """The traceback without our frames, as far as there is memory left to print it."""
+def _print_traceback(error: BaseException) -> None:
+    """Print the traceback without our frames, as far as there is memory left."""
     with suppress(BaseException):
         if isinstance(error, MemoryError):
             _report({"memory": True})

@@ -1,4 +1,4 @@
-"""What goes into the sandbox and what comes out."""
+"""Requests to the sandbox and its results."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ Status = Literal[
 
 @dataclass(frozen=True)
 class Call:
-    """A function to call once the program has run.
+    """A function to call after the program has run.
 
-    Arguments are made of None, booleans, numbers, text, bytes, lists, tuples, sets and
-    dictionaries.
-    `"Solution.solve"` makes a `Solution()` and calls its method; so does plain `"solve"` where
-    the program defines it nowhere else. With `args=None` the name is an expression to evaluate.
+    Arguments are None, booleans, numbers, text, bytes, lists, tuples, sets and dictionaries.
+    `"Solution.solve"` creates a `Solution()` and calls its method; so does plain `"solve"` if the
+    program defines it nowhere else. With `args=None` the name is an expression to evaluate.
     """
 
     name: str
@@ -36,7 +35,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a program: what it reads, and which functions are called."""
+    """One run of a program: its standard input, and which functions are called."""
 
     stdin: str | bytes = ""
     calls: Sequence[Call] | None = None
@@ -61,34 +60,34 @@ class Case:
 
 @dataclass(frozen=True)
 class Program:
-    """A source with its one case."""
+    """A source with a single case."""
 
     source: str
     stdin: str | bytes = ""
     calls: Sequence[Call] | None = None
     seconds: float | None = None
-    """Limit of its run; the sandbox's own without it."""
+    """Time limit; None for the sandbox's own."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """One source and many cases: compiled once, each case in a process of its own."""
+    """One source with many cases: compiled once, each case in its own process."""
 
     source: str
     cases: Sequence[Case]
     seconds: float | None = None
-    """Limit of each case; the sandbox's own without it."""
+    """Time limit per case; None for the sandbox's own."""
     stop_early: bool = False
-    """Leave out what follows the first case that does not end in `ok`."""
+    """Skip the cases after the first one that does not end with `ok`."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program. Whether that is right is for the caller to judge.
+    """How a program ended. The caller judges whether its output is right.
 
-    `ok` says that it ended by itself with exit status 0 and that every call returned. Whatever
-    keeps a program from compiling, be it the clock, is a `compile_error`. `sandbox_error` is no
-    fault of the program's and says nothing about it.
+    `ok`: it exited by itself with status 0 and every call returned. `compile_error`: it did not
+    compile, for any reason, a timeout included. `sandbox_error`: the sandbox failed, which says
+    nothing about the program.
     """
 
     status: Status
@@ -96,6 +95,6 @@ class Outcome:
     stderr: str = ""
     """The last 8 KiB."""
     returned: list[Any] | None = None
-    """Values of the calls that returned, in order; None without calls."""
+    """Values of the calls that returned, in order; None if there were no calls."""
     seconds: float = 0.0
-    """From compiled to ended."""
+    """Running time, without compilation."""

@@ -1,7 +1,8 @@
-"""The list of system calls that a program may make; every other one fails with EPERM.
+"""The system calls that a program may make; every other one fails with EPERM.
 
-The filter is classic BPF, put together here. It ends a process that speaks another architecture's
-calls (32-bit, x32), and looks into the arguments of those calls that are harmless only in part.
+The filter is a classic BPF program, assembled here. It kills a process that uses another
+architecture's calls (32-bit, x32): their numbers mean other calls. Calls that are harmless only
+with certain arguments have rules on these.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from marlhf.reward.sandbox import kernel
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
-# Name, number on x86_64, number on aarch64 (- where there is none), the busiest first.
+# Name, number on x86_64, number on aarch64 (- if it has none). The filter is a linear search, so
+# the most frequent calls come first.
 _TABLE = """
 read 0 63, write 1 64, futex 202 98, mmap 9 222, munmap 11 215, brk 12 214, lseek 8 62,
 newfstatat 262 79, openat 257 56, close 3 57, fstat 5 80, clock_gettime 228 113, madvise 28 233,
@@ -41,8 +43,8 @@ epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 22, ev
 eventfd2 290 19, recvfrom 45 207, shutdown 48 210, getsockname 51 204, getpeername 52 205,
 getsockopt 55 209
 """
-# Calls with a rule of their own, below.
-_RULED = """
+# Calls with a rule on their arguments: see `build`.
+_WITH_RULES = """
 ioctl 16 29, fcntl 72 25, prctl 157 167, kill 62 129, tgkill 234 131, clone 56 220,
 clone3 435 435, socketpair 53 199, sendto 44 206, prlimit64 302 261, setrlimit 160 164
 """
@@ -58,8 +60,8 @@ _LOAD, _AND, _EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 Instruction = tuple[int, int, int, int]
-ANYBODY = 0x7FEDCBA9
-"""In a filter built ahead of its process: a process id that none has."""
+PID_PLACEHOLDER = 0x7FEDCBA9
+"""Stands for the process id in a filter that is built before the process exists."""
 
 
 class _Program(ctypes.Structure):
@@ -67,14 +69,14 @@ class _Program(ctypes.Structure):
 
 
 def numbers(table: str, machine: str) -> dict[str, int]:
-    """The calls of a table by name, as far as the architecture has them."""
+    """The calls of a table by name; those that the architecture lacks are left out."""
     column = {"x86_64": 1, "aarch64": 2}[machine]
     rows = [entry.split() for entry in table.replace("\n", " ").split(",")]
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
 
 
 def available() -> bool:
-    """Whether this kernel filters system calls, on an architecture that is known here."""
+    """Whether this kernel filters system calls, and the architecture is supported here."""
     if kernel.machine() not in AUDIT_ARCH:
         return False
     try:  # SECCOMP_GET_ACTION_AVAIL of SECCOMP_RET_ERRNO
@@ -84,56 +86,57 @@ def available() -> bool:
     return True
 
 
-def build(machine: str, pid: int = ANYBODY) -> list[Instruction]:
-    """The filter of a program whose process may signal itself and nobody else."""
-    ruled = numbers(_RULED, machine)
+def build(machine: str, pid: int = PID_PLACEHOLDER) -> list[Instruction]:
+    """The filter for a process that may send signals only to itself."""
+    with_rules = numbers(_WITH_RULES, machine)
     rules: dict[str, list[Instruction]] = {
         "ioctl": _one_of(1, _IOCTLS),
         "fcntl": _one_of(1, _FCNTLS),
         "prctl": _one_of(0, _PRCTLS),
         "kill": _one_of(0, (pid,)),
         "tgkill": _one_of(0, (pid,)),
-        "clone": [  # threads, but no processes and no namespaces
+        "clone": [  # threads, but neither processes nor namespaces
             _load(0),
             (_AND, 0, 0, _THREAD | _NAMESPACES),
             (_EQUAL, 0, 1, _THREAD),
-            _give(_ALLOW),
-            _give(_ERRNO | errno.EPERM),
+            _return(_ALLOW),
+            _return(_ERRNO | errno.EPERM),
         ],
-        "clone3": [_give(_ERRNO | errno.ENOSYS)],  # its flags lie in memory; libc then uses clone
-        "socketpair": [  # streams within the process, as asyncio wants them
+        # Its flags are in memory, which a filter cannot read. ENOSYS makes libc fall back to clone.
+        "clone3": [_return(_ERRNO | errno.ENOSYS)],
+        "socketpair": [  # streams within the process, which asyncio needs
             _load(0),
             (_EQUAL, 0, 3, _AF_UNIX),
             _load(1),
             (_AND, 0, 0, 0xF),
             (_EQUAL, 1, 0, _SOCK_STREAM),
-            _give(_ERRNO | errno.EPERM),
-            _give(_ALLOW),
+            _return(_ERRNO | errno.EPERM),
+            _return(_ALLOW),
         ],
         "sendto": _when_null(4, _ALLOW, _ERRNO | errno.EPERM),
-        # Programs like to raise their stack limit: told yes, nothing done.
+        # Many programs raise their own stack limit: report success and do nothing.
         "prlimit64": [
             _load(0),
             (_EQUAL, 2, 0, 0),
             (_EQUAL, 1, 0, pid),
-            _give(_ERRNO | errno.EPERM),
+            _return(_ERRNO | errno.EPERM),
             *_when_null(2, _ALLOW, _ERRNO),
         ],
-        "setrlimit": [_give(_ERRNO)],
+        "setrlimit": [_return(_ERRNO)],
     }
-    filter_ = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, AUDIT_ARCH[machine]), _give(_KILL)]
+    filter_ = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, AUDIT_ARCH[machine]), _return(_KILL)]
     filter_.append((_LOAD, 0, 0, 0))
     if machine == "x86_64":
-        filter_ += [(0x35, 0, 1, 0x40000000), _give(_KILL)]  # at or above: x32
+        filter_ += [(0x35, 0, 1, 0x40000000), _return(_KILL)]  # at or above: x32
     for number in numbers(_TABLE, machine).values():
-        filter_ += [(_EQUAL, 0, 1, number), _give(_ALLOW)]
-    for name, number in ruled.items():
+        filter_ += [(_EQUAL, 0, 1, number), _return(_ALLOW)]
+    for name, number in with_rules.items():
         filter_ += [(_EQUAL, 0, len(rules[name]), number), *rules[name]]
-    return [*filter_, _give(_ERRNO | errno.EPERM)]
+    return [*filter_, _return(_ERRNO | errno.EPERM)]
 
 
 def pack(instructions: Iterable[Instruction]) -> bytes:
-    """As the kernel reads them: 16 bits of code, two 8-bit jumps, 32 bits of operand."""
+    """The kernel's layout: a 16-bit code, two 8-bit jump offsets, a 32-bit operand."""
     return b"".join(
         code.to_bytes(2, "little") + bytes((yes, no)) + operand.to_bytes(4, "little")
         for code, yes, no, operand in instructions
@@ -141,8 +144,8 @@ def pack(instructions: Iterable[Instruction]) -> bytes:
 
 
 def install(packed: bytes, pid: int) -> None:
-    """Filter this process for good. no_new_privs must be set."""
-    packed = packed.replace(ANYBODY.to_bytes(4, "little"), pid.to_bytes(4, "little"))
+    """Filter this process from now on. no_new_privs must be set."""
+    packed = packed.replace(PID_PLACEHOLDER.to_bytes(4, "little"), pid.to_bytes(4, "little"))
     program = _Program(len(packed) // 8, packed)
     set_filter, all_threads = 1, 1
     kernel.syscall(kernel.SECCOMP[kernel.machine()], set_filter, all_threads, program)
@@ -152,16 +155,17 @@ def _load(argument: int, *, high: bool = False) -> Instruction:
     return (_LOAD, 0, 0, 16 + 8 * argument + 4 * high)
 
 
-def _give(verdict: int) -> Instruction:
-    return (_RETURN, 0, 0, verdict)
+def _return(action: int) -> Instruction:
+    return (_RETURN, 0, 0, action)
 
 
 def _one_of(argument: int, values: Iterable[int]) -> list[Instruction]:
-    """Allowed with these values of a 32-bit argument."""
-    allowed = [step for v in values for step in ((_EQUAL, 0, 1, v), _give(_ALLOW))]
-    return [_load(argument), *allowed, _give(_ERRNO | errno.EPERM)]
+    """Allow the call if a 32-bit argument has one of these values."""
+    allowed = [step for v in values for step in ((_EQUAL, 0, 1, v), _return(_ALLOW))]
+    return [_load(argument), *allowed, _return(_ERRNO | errno.EPERM)]
 
 
 def _when_null(argument: int, null: int, other: int) -> list[Instruction]:
+    """Return one action if a 64-bit argument is zero, another if not; BPF reads 32 bits at once."""
     halves = [_load(argument), (_EQUAL, 0, 3, 0), _load(argument, high=True), (_EQUAL, 0, 1, 0)]
-    return [*halves, _give(null), _give(other)]
+    return [*halves, _return(null), _return(other)]

@@ -1,8 +1,8 @@
-"""The fork server: a small Python that has left the host behind and forks once for each program.
+"""The fork server: a small Python process in the sandbox that forks once per program.
 
-It never sees a program, its input or its output: those lie in descriptors that it passes on, so
-that nothing of one program is left for the next to find. It stops when the host closes its socket
-or is gone, and its programs with it.
+It never reads a program, its input or its output, only passes their descriptors on: so nothing of
+one program is in memory when the next one is forked. It stops, with its program, when the host
+closes its socket or dies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from marlhf.reward.sandbox import kernel, landlock, namespaces, program, seccomp
-from marlhf.reward.sandbox.program import Cage
+from marlhf.reward.sandbox.program import Confinement
 
 TMP_MB = 64
 
@@ -27,38 +27,40 @@ TMP_MB = 64
 def main(settings: dict[str, Any]) -> None:
     host = socket.socket(fileno=settings["socket"])
     try:
-        alive = kernel.open_process(settings["host"])
+        host_process = kernel.open_process(settings["host"])
         if os.getppid() != settings["host"]:
             return
         _preload(settings)
-        cage, layers = _build_cage(settings)
+        confinement, layers = _build_confinement(settings)
     except Exception as error:
         host.send(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
         return
-    if cage.namespaced:
-        inner = os.fork()  # the first process of the PID namespace; when it ends, all in it end
+    if confinement.namespaced:
+        inner = (
+            os.fork()
+        )  # process 1 of the PID namespace: when it ends, the kernel ends all others
         if inner:
             host.close()
-            os.close(alive)
+            os.close(host_process)
             os.waitpid(inner, 0)
             return
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
-        if cage.namespaced:
+        if confinement.namespaced:
             namespaces.build_root(settings["readable"])
     except Exception as error:
         host.send(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
         return
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
     host.send(json.dumps({"layers": layers}).encode())
-    _serve(host, alive, cage)
+    _serve(host, host_process, confinement)
 
 
 def _preload(settings: dict[str, Any]) -> None:
     sys.path[:] = [path for path in sys.path if os.path.isdir(path)]
     sys.path += [path for path in settings["packages"] if path not in sys.path]
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # when memory runs out, programs die and not the training
+        file.write("1000")  # if memory runs out, the kernel kills programs first, not the training
     for name in settings["preload"]:
         with suppress(ImportError):
             importlib.import_module(name)
@@ -66,13 +68,13 @@ def _preload(settings: dict[str, Any]) -> None:
     sys.path_importer_cache.clear()
 
 
-def _build_cage(settings: dict[str, Any]) -> tuple[Cage, dict[str, bool | str]]:
+def _build_confinement(settings: dict[str, Any]) -> tuple[Confinement, dict[str, bool | str]]:
     with open("/proc/self/statm") as file:
         own = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     names, user = namespaces.enter() if settings["namespaces"] else ("", None)
     abi = landlock.version() if settings["landlock"] else 0
     filtered = settings["seccomp"] and seccomp.available()
-    cage = Cage(
+    confinement = Confinement(
         namespaced=bool(names),
         user=user,
         landlock=abi,
@@ -90,47 +92,49 @@ def _build_cage(settings: dict[str, Any]) -> tuple[Cage, dict[str, bool | str]]:
         "rlimits": True,
         "no_new_privs": True,
     }
-    return cage, layers
+    return confinement, layers
 
 
-def _serve(host: socket.socket, alive: int, cage: Cage) -> None:
+def _serve(host: socket.socket, host_process: int, confinement: Confinement) -> None:
     gc.collect()
     gc.disable()
-    gc.freeze()  # collections in programs then leave our pages shared
+    gc.freeze()  # garbage collection in programs does not touch, and so copy, our pages
     while True:
-        _wait_for(host.fileno(), alive)
+        _wait_for(host.fileno(), host_process)
         request, received, _, _ = socket.recv_fds(host, 4096, 8)
         if not request:
             return
-        if cage.namespaced:
+        if confinement.namespaced:
             namespaces.fresh_tmp(TMP_MB)
         server, child = os.getpid(), os.fork()
         if child == 0:
-            program.live(received, cage, json.loads(request)["seconds"], server)
+            program.run_program(received, confinement, json.loads(request)["seconds"], server)
         for fd in received:
             os.close(fd)
         running = kernel.open_process(child)
         socket.send_fds(host, [b"started"], [running])
-        _wait_for(running, alive, host.fileno())
+        _wait_for(running, host_process, host.fileno())
         os.close(running)
-        with suppress(ProcessLookupError):  # all that is in this PID namespace but ourselves
-            os.kill(-1, signal.SIGKILL) if cage.namespaced else os.killpg(child, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # -1: every process of this PID namespace but this one
+            os.kill(-1, signal.SIGKILL) if confinement.namespaced else os.killpg(
+                child, signal.SIGKILL
+            )
         _, status = os.waitpid(child, 0)
-        if cage.namespaced:
+        if confinement.namespaced:
             namespaces.drop_tmp()
         host.send(json.dumps({"exit": os.waitstatus_to_exitcode(status)}).encode())
 
 
-def _wait_for(awaited: int, alive: int, host: int | None = None) -> None:
-    """Until there is something on `awaited`; the end if the host went away meanwhile."""
+def _wait_for(awaited: int, host_process: int, host: int | None = None) -> None:
+    """Wait until `awaited` is readable; exit if the host process ends or hangs up meanwhile."""
     poll = select.poll()
     poll.register(awaited, select.POLLIN)
-    poll.register(alive, select.POLLIN)
+    poll.register(host_process, select.POLLIN)
     if host is not None:
         poll.register(host, select.POLLHUP)
     while True:
         ready = dict(poll.poll())
-        if alive in ready or (host is not None and host in ready):
+        if host_process in ready or (host is not None and host in ready):
             os._exit(1)
         if awaited in ready:
             return

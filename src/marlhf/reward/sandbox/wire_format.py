@@ -1,8 +1,8 @@
-"""Python values as JSON and back: what functions return, and not pickled.
+"""Arguments and returned values as JSON: pickle would let a program run code in the host.
 
-JSON has neither tuples nor sets nor keys other than text, and tests tell them apart; they travel
-as `{"$": type, "v": parts}`. What comes back is always made of plain types, so that comparing it
-runs no code of the program's.
+JSON has neither tuples nor sets nor keys other than text, and tests distinguish them, so they are
+sent as `{"$": type, "v": parts}`. Decoded values have plain types only, so comparing them runs no
+code of the program.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Opaque:
-    """Stands for a returned value of another type, which equals no expected value."""
+    """Stands for a returned value of any other type; it equals no expected value."""
 
     text: str
 
 
 _PARTS = {"tuple": tuple, "set": set, "frozenset": frozenset}
-_DEPTH, _ALIKE = 200, 1000
+_DEPTH, _MAX_EQUAL_HASHES = 200, 1000
 
 
 def encode(value: Any, *, strict: bool = False, depth: int = 0) -> Any:
-    """Something that `json.dumps` takes. Subclasses become what they extend.
+    """Convert a value to JSON types. Subclasses become their base type.
 
-    Other types become opaque, or a TypeError if `strict`.
+    Other types become opaque, or raise a TypeError if `strict`.
     """
 
     def inner(parts: Iterable[Any]) -> list[Any]:
@@ -56,12 +56,12 @@ def encode(value: Any, *, strict: bool = False, depth: int = 0) -> Any:
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return encode(value.tolist(), strict=strict, depth=depth + 1)
     if strict:
-        raise TypeError(f"a {type(value).__name__} cannot go into the sandbox: {value!r}")
+        raise TypeError(f"a {type(value).__name__} cannot be sent into the sandbox: {value!r}")
     return {"$": "opaque", "v": repr(value)[:1000]}
 
 
 def decode(value: Any) -> Any:
-    """The value again. ValueError, TypeError, KeyError or RecursionError if it is malformed."""
+    """The reverse of `encode`; ValueError, TypeError, KeyError or RecursionError if malformed."""
     if isinstance(value, list):
         return [decode(part) for part in value]
     if not isinstance(value, dict):
@@ -76,14 +76,14 @@ def decode(value: Any) -> Any:
     if kind == "opaque":
         return Opaque(str(parts))
     if kind == "dict":
-        keys = _spread([decode(key) for key, _ in parts])
+        keys = _checked_hashes([decode(key) for key, _ in parts])
         return dict(zip(keys, [decode(item) for _, item in parts], strict=True))
     decoded = [decode(part) for part in parts]
-    return _PARTS[kind](decoded if kind == "tuple" else _spread(decoded))
+    return _PARTS[kind](decoded if kind == "tuple" else _checked_hashes(decoded))
 
 
-def _spread(keys: list[Any]) -> list[Any]:
-    """The same, unless their hashes were chosen to be alike, which would take the host for ever."""
-    if len(keys) - len({hash(key) for key in keys}) > _ALIKE:
-        raise ValueError(f"more than {_ALIKE} keys with the same hash")
+def _checked_hashes(keys: list[Any]) -> list[Any]:
+    """Refuse keys with deliberately equal hashes: inserting them takes quadratic time."""
+    if len(keys) - len({hash(key) for key in keys}) > _MAX_EQUAL_HASHES:
+        raise ValueError(f"more than {_MAX_EQUAL_HASHES} keys with the same hash")
     return keys

@@ -1,4 +1,4 @@
-"""The host's end of one fork server: starting it, and following the program it runs."""
+"""The host's side of one fork server: starts it and follows the program that it runs."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from marlhf.reward.sandbox.wire_format import decode
 
 START_SECONDS = 60.0
 COMPILE_SECONDS = 5.0
-"""Added to a program's own time until it has compiled: the fork and a busy machine are in it."""
+"""Extra time until a program has compiled; covers the fork and a busy machine."""
 GRACE_SECONDS = 10.0
-"""How long a killed program may take to be gone before its server is given up."""
+"""How long a killed program may take to end before its server is replaced."""
 ERROR_BYTES = 8192
 
-# The package's own name without its __init__ files, which would load torch into the server.
+# Registers the packages without running their __init__ files, which would import torch.
 _BOOT = """
 import json, sys, types
 settings = json.loads(sys.argv[1])
@@ -42,11 +42,11 @@ main(settings)
 
 
 class WorkerDied(MarlhfError, RuntimeError):
-    """The fork server is gone."""
+    """The fork server has ended."""
 
 
 class Worker:
-    """A fork server: one program at a time."""
+    """A fork server; it runs one program at a time."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         here = Path(__file__).parent
@@ -54,36 +54,37 @@ class Worker:
         folders["marlhf"] = here.parent.parent
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own = {"socket": theirs.fileno(), "host": os.getpid()}
-        told = {**settings, **own, "folders": {name: str(path) for name, path in folders.items()}}
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115
+        paths = {name: str(path) for name, path in folders.items()}
+        arguments = json.dumps({**settings, **own, "folders": paths})
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-S", "-s", "-B", "-X", "utf8", "-c", _BOOT, json.dumps(told)],
+                [sys.executable, "-S", "-s", "-B", "-X", "utf8", "-c", _BOOT, arguments],
                 env={**single, "MALLOC_ARENA_MAX": "1", "PYTHONHASHSEED": "0"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=self._said,
+                stderr=self._stderr,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 cwd="/",
             )
 
     def layers(self) -> dict[str, bool | str]:
-        """What the server has put up, once it has. OSError with its reason where it could not."""
+        """Wait for the server; returns its layers, or raises OSError with the reason."""
         if not _ready(self.socket.fileno(), START_SECONDS):
-            raise OSError(f"no answer in {START_SECONDS:.0f} s")
+            raise OSError(f"no answer within {START_SECONDS:.0f} s")
         answer = json.loads(self.socket.recv(65536) or b'{"failed": ""}')
         if "failed" in answer:
             self.process.wait(GRACE_SECONDS)
-            self._said.seek(0)
-            said = self._said.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
-            raise OSError(answer["failed"] or f"its server ended with {said or 'no word'}")
-        self._said.close()
+            self._stderr.seek(0)
+            last_line = self._stderr.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
+            raise OSError(answer["failed"] or f"its server ended: {last_line or 'no message'}")
+        self._stderr.close()
         return answer["layers"]
 
     def start(self, files: list[int], seconds: float) -> bool:
-        """Ask for a process with these descriptors; False where the server is dead."""
+        """Request a process with these descriptors; False if the server is dead."""
         try:
             socket.send_fds(self.socket, [json.dumps({"seconds": seconds}).encode()], files)
         except OSError:
@@ -91,26 +92,26 @@ class Worker:
         return True
 
     def close(self) -> None:
-        """The server sees its socket closed and leaves, with whatever it runs."""
-        with suppress(OSError):  # for a forked copy of us as well, which would keep it open
+        """Stop the server and its program: it exits when its socket is shut down."""
+        with suppress(OSError):  # not only close: a fork of this process may hold a copy
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
-        self._said.close()
+        self._stderr.close()
         try:
             self.process.wait(GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
 
-    def forget(self) -> None:
-        """In a forked copy of the host: let go, and leave the server to its owner."""
+    def release(self) -> None:
+        """In a fork of the host: close our copies and leave the server to its owner."""
         self.socket.close()
-        self._said.close()
+        self._stderr.close()
 
 
 @dataclass
 class Job:
-    """A suite on its way: outcomes so far, and what its first program compiled."""
+    """A suite in progress: its outcomes so far, and the code its first case compiled."""
 
     suite: Suite
     outcomes: list[Outcome] = field(default_factory=list)
@@ -133,7 +134,7 @@ class Job:
             self.code = None
 
 
-class Run:
+class Execution:
     """One process of one program, from the request to its outcome."""
 
     def __init__(self, worker: Worker, job: Job, seconds: float, output_bytes: int) -> None:
@@ -166,7 +167,7 @@ class Run:
         return theirs
 
     def read(self, fd: int) -> bool:
-        """Take what a pipe holds; False at its end."""
+        """Read what a pipe holds; False at its end."""
         buffer = self.pipes[fd]
         try:
             data = os.read(fd, 65536)
@@ -180,8 +181,8 @@ class Run:
             self.kill("output_limit")
         return bool(data)
 
-    def hear(self) -> bool:
-        """Take a message of the server; True once the program has ended."""
+    def handle_message(self) -> bool:
+        """Read a message of the server; True once the program has ended."""
         message, files, _, _ = socket.recv_fds(self.worker.socket, 4096, 1)
         if not message:
             raise WorkerDied
@@ -206,7 +207,7 @@ class Run:
         return bytes(self.status) == b"LC"
 
     def close(self) -> None:
-        """Drop every descriptor; keep the compiled code if there is some."""
+        """Close every descriptor; keep the compiled code, if any, for the next case."""
         for fd in self.pipes:
             os.close(fd)
         self.pipes.clear()
@@ -221,7 +222,7 @@ class Run:
                 os.close(self.code)
 
     def finish(self) -> Outcome:
-        """Drain the pipes, whose other ends are closed by now, and judge."""
+        """Read the rest of the pipes, whose other ends are closed by now."""
         for fd in list(self.pipes):
             while _ready(fd) and self.read(fd):
                 pass
@@ -229,10 +230,10 @@ class Run:
         return self._outcome()
 
     def _outcome(self) -> Outcome:
-        said = self.stderr[-ERROR_BYTES:].decode("utf-8", "replace")
-        printed = self.stdout.decode("utf-8", "replace")
+        stderr = self.stderr[-ERROR_BYTES:].decode("utf-8", "replace")
+        stdout = self.stdout.decode("utf-8", "replace")
         if not self.status.startswith(b"L"):
-            reason = self.status[1:].decode("utf-8", "replace") or said or "it never started"
+            reason = self.status[1:].decode("utf-8", "replace") or stderr or "it never started"
             return Outcome("sandbox_error", "", f"The program did not start: {reason}")
         if not self.compiled:
             reason = self.status[2:].decode("utf-8", "replace")
@@ -243,24 +244,24 @@ class Run:
         complete = calls is None or (returned is not None and len(returned) == len(calls))
         if self.killed:
             status = self.killed
-        elif memory or self.exit == -signal.SIGKILL:  # ours aside, the kernel's for want of memory
+        elif memory or self.exit == -signal.SIGKILL:  # not by us: by the kernel, out of memory
             status = "memory"
         elif self.exit == -signal.SIGXCPU:
             status = "timeout"
         else:
             status = "ok" if self.exit == 0 and complete else "runtime_error"
-        return Outcome(status, printed, said, returned, self.taken)  # pyright: ignore[reportArgumentType]
+        return Outcome(status, stdout, stderr, returned, self.taken)  # pyright: ignore[reportArgumentType]
 
     def _returned(self) -> tuple[list[Any] | None, bool]:
-        """Values up to the first line that makes no sense, and whether memory ran out."""
+        """Values up to the first malformed line, and whether memory ran out."""
         values: list[Any] = []
         memory = False
         try:
             for line in bytes(self.report).splitlines():
-                said = json.loads(line)
-                memory = memory or said.get("memory") is True
-                if "value" in said:
-                    values.append(decode(said["value"]))
+                message = json.loads(line)
+                memory = memory or message.get("memory") is True
+                if "value" in message:
+                    values.append(decode(message["value"]))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             pass
         calls = self.job.case.calls
@@ -268,14 +269,14 @@ class Run:
 
 
 def _ready(fd: int, seconds: float = 0.0) -> bool:
-    """Whether there is something to read, or the end; `select` fails above 1023 descriptors."""
+    """Whether a descriptor is readable; `select` fails for numbers above 1023, `poll` does not."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(1000 * seconds))
 
 
 def _memory_file(data: bytes) -> int:
-    """A file without a name that nobody can change any more."""
+    """An anonymous file with this content that nobody can change."""
     fd = kernel.memory_file(b"input")
     view = memoryview(data)
     while view:
