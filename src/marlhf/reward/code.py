@@ -307,7 +307,7 @@ def _replaying(tests: Tests, answers: Sequence[Any]) -> Call:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """An answer that can be sent back into the sandbox; other types become text that equals nothing."""
+    """An answer that can be sent back into the sandbox; other types become a text."""
     if isinstance(value, Opaque) or depth > DEPTH:
         return f"<{value.text if isinstance(value, Opaque) else 'nested too deep'}>"
     if isinstance(value, list | tuple | set | frozenset):

@@ -89,7 +89,7 @@ class Rewards:
             text = decode(_tokenizer(self.parts), responses[row])
             raise RewardError(
                 f"No reward applies to this sample; {names} returned None.\n"
-                f"{show_sample(rows[row], text)}\nAt least one of them must return a number for every row."
+                f"{show_sample(rows[row], text)}\nOne of them must return a number for every row."
             )
         return total
 
