@@ -33,7 +33,7 @@ from marlhf.train.progress import say, warn
 from marlhf.train.reward_config import RewardConfig
 from marlhf.train.rloo_config import RLOOConfig
 from marlhf.train.sft_config import SFTConfig
-from marlhf.train.trainer_inputs import (
+from marlhf.trainer_inputs import (
     GIVEN,
     Dataset,
     by_weights,

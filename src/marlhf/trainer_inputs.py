@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from marlhf.data import Row
 from marlhf.errors import SettingError
-from marlhf.models.adapter_files import digest
+from marlhf.models.adapter_files import digest as weights_digest
 from marlhf.models.base import Model, Tokenizer
 
 Dataset = Iterable[Mapping[str, Any]]
@@ -27,7 +27,8 @@ def path_or_model(given: Any, name: str) -> tuple[str, Model | None]:
         return "", given
     if isinstance(given, (str, Path)):
         return str(given), None
-    plain = " Give the plain model, and the adapter as peft_config." * hasattr(given, "peft_config")
+    is_peft = hasattr(given, "peft_config")
+    plain = " Give the plain model, and the adapter as peft_config." if is_peft else ""
     raise TypeError(
         f"{name} must be a path or a model of transformers; got {type(given).__name__}.{plain}"
     )
@@ -78,7 +79,7 @@ def _reward_name(item: Any) -> str:
 
 
 def by_weights(model: Model) -> str:
-    return f"{type(model).__name__} {digest(model)[:12]}"
+    return f"{type(model).__name__} {weights_digest(model)[:12]}"
 
 
 def to_records(
@@ -116,11 +117,11 @@ def to_records(
 
 def fingerprint(rows: Sequence[Row]) -> str:
     """A short name for what is learnt from: not the columns, which reward functions read."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for row in rows:
         text = repr((row.prompt, row.chosen, row.rejected))
-        found.update(text.encode("utf-8", "surrogatepass"))
-    return found.hexdigest()[:12]
+        digest.update(text.encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()[:12]
 
 
 def short_name(model: Any) -> str:
