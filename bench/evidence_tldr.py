@@ -44,7 +44,7 @@ def main() -> None:
         sys.exit(work(args))
     settings = keep(settings_of(args))
     for task in settings.tasks:
-        prepare(settings, task)
+        prepare(task, getattr(settings, task), Path(settings.out) / "data" / task, settings.limit)
     jobs = all_jobs(settings)
     if args.only:
         jobs = [job for job in jobs if any(fnmatch.fnmatch(job.name, p) for p in args.only)]
@@ -55,7 +55,7 @@ def main() -> None:
     deadline = began + 60 * args.minutes if args.minutes else math.inf
     command = [sys.executable, __file__, "--out", settings.out]
     whole = Schedule(settings, jobs, args.jobs, deadline, command).run()
-    file = pack(settings, Path(args.archive or Path(settings.out) / ARCHIVE))
+    file = pack(Path(settings.out), Path(args.archive or Path(settings.out) / ARCHIVE))
     left = [job.name for job in jobs if not is_done(settings, job.name)]
     print(f"{len(jobs) - len(left)} of {len(jobs)} jobs are done; {file}")
     if not whole:

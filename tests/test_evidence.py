@@ -251,11 +251,11 @@ def test_every_job_leaves_what_the_page_is_made_of(material, tmp_path, monkeypat
     wanted = ["sft", "reward", "gold", "judged", "ppo-s0", "n5-sum-s0", "best-of-8"]
     monkeypatch.setattr(sys, "argv", ["evidence_tldr.py", *sized(material, out)])
     settings = keep(evidence_tldr.settings_of(evidence_tldr.parse()))
-    prepare(settings, "tldr")
+    prepare("tldr", settings.tldr, out / "data" / "tldr", settings.limit)
     jobs = {job.name: job for job in all_jobs(settings)}
     for name in wanted:
         jobs[f"tldr/{name}"].work()
-    archive = pack(settings, out / "evidence.tar.xz")
+    archive = pack(out, out / "evidence.tar.xz")
     words = ["evidence_report.py", str(archive), "--docs", str(docs), "--html", str(html)]
     monkeypatch.setattr(sys, "argv", words)
     evidence_report.main()
@@ -328,7 +328,7 @@ def test_the_archive_has_no_weights_and_no_rows(settings, tmp_path):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("{}")
     settings.data("tldr", "train").write_text("{}")
-    inside = unpack(pack(settings, tmp_path / "evidence.tar.xz"), tmp_path / "unpacked")
+    inside = unpack(pack(Path(settings.out), tmp_path / "evidence.tar.xz"), tmp_path / "unpacked")
     found = {str(file.relative_to(inside)) for file in inside.rglob("*") if file.is_file()}
     assert "tldr/ppo-s0/metrics.jsonl" in found
     assert not found & {"tldr/ppo-s0/model/config.json", "cache/a.json", "data/tldr/train.jsonl"}

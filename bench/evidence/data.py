@@ -14,7 +14,7 @@ mbpp  test: the official test problems, 11 to 510. train: 511 to 974, 90 of them
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +56,17 @@ def data_config(
     )
 
 
-def prepare(settings: Settings, task: str) -> None:
+def prepare(task: str, files: Sequence[str], folder: Path, limit: int | None = None) -> None:
     """Write the files of a task, and how many rows and prompts each has."""
-    done = settings.data(task, "train").with_name(SPLIT)
+    done = folder / SPLIT
     if done.is_file():
         return
-    done.parent.mkdir(parents=True, exist_ok=True)
-    parts = _mbpp(settings) if task == "mbpp" else _pairs(settings, task)
-    counts: dict[str, Any] = {"files": list(getattr(settings, task))}
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = _mbpp(files, limit) if task == "mbpp" else _pairs(task, files, limit)
+    counts: dict[str, Any] = {"files": [Path(file).name for file in files]}
     for part, records in parts.items():
         lines = [json.dumps(record, ensure_ascii=False) + "\n" for record, _ in records]
-        settings.data(task, part).write_text("".join(lines), encoding="utf-8")
+        (folder / f"{part}.jsonl").write_text("".join(lines), encoding="utf-8")
         counts[part] = {"rows": len(lines), "prompts": len({key for _, key in records})}
     done.write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
 
@@ -86,15 +86,15 @@ Records = list[tuple[dict[str, Any], str]]
 """Records with what tells their prompt from others."""
 
 
-def _pairs(settings: Settings, task: str) -> dict[str, Records]:
+def _pairs(task: str, files: Sequence[str], limit: int | None) -> dict[str, Records]:
     rows: list[Row] = []
-    for path in getattr(settings, task):
+    for path in files:
         config = DataConfig(
             source=task,  # pyright: ignore[reportArgumentType]
             path=path,
             parts={},
             eval_size=0,
-            limit=settings.limit,
+            limit=limit,
         )
         loaded = load_data(config, needs=("prompt", "chosen", "rejected"))
         print(f"{task}: {path}: {loaded.counts}", flush=True)
@@ -128,9 +128,9 @@ def _hh_record(row: Row) -> dict[str, Any]:
     return {"prompt": row.prompt, "chosen": row.chosen, "rejected": row.rejected}
 
 
-def _mbpp(settings: Settings) -> dict[str, Records]:
+def _mbpp(files: Sequence[str], limit: int | None) -> dict[str, Records]:
     parts: dict[str, Records] = {"test": [], "train": []}
-    for path in settings.mbpp:
+    for path in files:
         if is_hub_name(path) and not Path(path).exists():
             splits = ("train", "validation", "test")
             sources = [read_hub(path, split, HUB_CONFIGS.get(path)) for split in splits]
@@ -142,4 +142,4 @@ def _mbpp(settings: Settings) -> dict[str, Records]:
                 parts["train"].append((dict(record), str(number)))
             elif number in MBPP_TEST:
                 parts["test"].append((dict(record), str(number)))
-    return {part: records[: settings.limit] for part, records in parts.items()}
+    return {part: records[:limit] for part, records in parts.items()}

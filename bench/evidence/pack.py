@@ -8,16 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from evidence.settings import HUB, Settings, keep, read
+from evidence.settings import HUB, keep, read
 
 ARCHIVE = "evidence.tar.xz"
 LEFT_OUT = {"model", "best", "critic", "checkpoints", "cache"}
 ENDINGS = {".json", ".jsonl", ".yaml", ".log"}
 
 
-def pack(settings: Settings, file: Path) -> Path:
+def pack(out: Path, file: Path) -> Path:
     """Write the archive anew; a run that is not over is in it as far as it has come."""
-    out = Path(settings.out)
     new = file.with_name(f".{file.name}.new")
     with tarfile.open(new, "w:xz", preset=3) as archive:
         for path in sorted(out.rglob("*")):
