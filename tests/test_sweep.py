@@ -355,7 +355,7 @@ def test_ctrl_c_saves_every_training_and_the_same_command_goes_on(recipe, starte
         assert json.loads(Path(folder, "run.json").read_text())["status"] == "stopped"
         assert "saved at step" in Path(f"{folder}.log").read_text()
     # To the end would take long: it is enough to see them go on.
-    thread = interrupt_once("going on from step", *(f"{folder}.log" for folder in folders))
+    thread = interrupt_once("resuming from step", *(f"{folder}.log" for folder in folders))
     with pytest.raises(KeyboardInterrupt):
         sweep(file, words, jobs=2)
     thread.join()
@@ -385,7 +385,7 @@ def test_a_sweep_killed_with_9_goes_on_to_the_same_weights(recipe, request, tmp_
     assert set(states().values()) == {"finished"}
     log = Path("runs/my-sweep/seed=0/sft.log").read_text()
     assert "Stopped by SIGTERM" in log
-    assert "going on from step" in log
+    assert "resuming from step" in log
     [config] = [run.config for run in found.plan.runs if run.config.seed == 0]
     whole = sft.train(replace(config, output_dir=str(tmp_path / "whole")))
     weights = [Path(p) / "model.safetensors" for p in (whole, "runs/my-sweep/seed=0/sft/model")]
@@ -500,7 +500,7 @@ def test_at_the_deadline_trainings_save_and_the_same_command_resumes(
     assert "the deadline has come" in capfd.readouterr().err
     found = sweep(file, words, jobs=2, deadline=10)
     assert not found.left
-    assert "going on from step" in Path("runs/my-sweep/seed=0/sft.log").read_text()
+    assert "resuming from step" in Path("runs/my-sweep/seed=0/sft.log").read_text()
 
 
 def test_nothing_begins_that_would_not_finish(recipe, started, capfd):

@@ -78,7 +78,7 @@ def test_a_killed_run_resumes_identically(ppo_config):
     process = start(broken)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
-    assert "going on from step" in errors
+    assert "resuming from step" in errors
     assert everything(unbroken.output_dir) == everything(broken.output_dir)
     assert weights(unbroken.output_dir) == weights(broken.output_dir)
 
@@ -162,10 +162,24 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
         (saved[-1] / "manifest.json").write_text("{not json")
     capfd.readouterr()
     ppo.train(config)
-    errors = capfd.readouterr().err
-    assert "step-000003 is damaged" in errors.replace("\n", "")
-    assert "going on from step 2" in errors
+    errors = capfd.readouterr().err.replace("\n", "")
+    assert "step-000003 is damaged" in errors
+    assert "resuming from step-000002 instead." in errors
+    assert "resuming from step 2" in errors
     assert everything(whole.output_dir) == everything(config.output_dir)
+
+
+def test_without_any_whole_checkpoint_the_warnings_say_that_training_starts_again(
+    ppo_config, monkeypatch, capfd
+):
+    config = stopped(ppo_config, monkeypatch, 2)
+    for folder in checkpoint.list_checkpoints(_folder(config)):
+        (folder / "manifest.json").unlink()
+    capfd.readouterr()
+    ppo.train(config)
+    errors = capfd.readouterr().err.replace("\n", "")
+    assert errors.count("is damaged (manifest.json is missing); training starts from the") == 2
+    assert "instead" not in errors
 
 
 def test_half_a_line_in_the_metrics_does_not_matter(ppo_config, monkeypatch):

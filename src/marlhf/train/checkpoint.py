@@ -1,9 +1,10 @@
-"""Checkpoints: whole or not there, checked before they are used, the last few kept.
+"""Checkpoints: complete or absent, verified before they are loaded, the last few kept.
 
 A checkpoint is a folder of safetensors files with the weights and the optimiser's moments of each
-model that trains, `state.json` for the rest, and `manifest.json` with every file's size and CRC,
-written last. Where weights are sharded, `sharded/` holds a file of each process's tensors, written
-by torch's distributed checkpointing, which puts them together for any other number of processes.
+model that trains, `state.json` for the rest, and `manifest.json` with the size and CRC of every
+file. It is written under another name and renamed when everything is on disk, so a killed run
+leaves no half checkpoint under a valid name. With sharded weights, `sharded/` has one file per
+rank, written by torch's distributed checkpointing, which reshards them for any number of ranks.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from marlhf.runs.write import RunError, RunFolder, explained_writes, replace_fol
 from marlhf.train.distributed import World
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of each parameter, besides how many steps it has taken."""
+"""What AdamW keeps for each parameter, besides its number of steps."""
 
 
 class Damaged(MarlhfError, ValueError):
-    """A checkpoint that is not what was written."""
+    """A checkpoint whose files are not those that were written."""
 
 
 def save_checkpoint(
@@ -53,9 +54,9 @@ def save_checkpoint(
     """Write everything that the next step depends on, then drop all but the last `keep`."""
     final = run.checkpoints / f"step-{step:06d}"
     temporary = run.checkpoints / f".step-{step:06d}"
-    world.reshard(models.values())
-    whole = state | {"step": step, "seconds": run.seconds, "rng": _rng()}
-    whole["optimizers"] = {name: _progress(models[name], o) for name, o in optimizers.items()}
+    world.reshard(models.values())  # an evaluation may have left weights gathered
+    full_state = state | {"step": step, "seconds": run.seconds, "rng": _rng()}
+    full_state["optimizers"] = {name: _progress(models[name], o) for name, o in optimizers.items()}
     with explained_writes(run.path, temporary):
         if world.main:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -73,7 +74,7 @@ def save_checkpoint(
                 for name, optimizer in optimizers.items():
                     moments = _moments(models[name], optimizer)
                     save_file(moments, temporary / f"optimizer-{name}.safetensors")
-            (temporary / "state.json").write_text(json.dumps(whole), encoding="utf-8")
+            (temporary / "state.json").write_text(json.dumps(full_state), encoding="utf-8")
             files = sorted(p for p in temporary.rglob("*") if p.is_file())
             sizes = {str(p.relative_to(temporary)): [p.stat().st_size, _crc(p)] for p in files}
             (temporary / "manifest.json").write_text(json.dumps(sizes), encoding="utf-8")
@@ -92,45 +93,47 @@ def load_latest(
     models: Mapping[str, nn.Module],
     optimizers: Mapping[str, Optimizer],
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Restore the newest whole checkpoint. Returns its state, and a line for each damaged one."""
-    folder, complaints = world.broadcast(_find(run) if world.main else None)
+    """Restore the newest complete checkpoint: its state, and a warning per damaged one."""
+    # One rank looks, for all must load the same one.
+    folder, damaged = world.broadcast(_find_latest(run) if world.main else None)
     if folder is None:
-        return None, complaints
+        return None, damaged
     folder = Path(folder)
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     world.reshard(models.values())
     with world.raise_on_all_ranks():
         for name, optimizer in optimizers.items():
-            _prepare(models[name], optimizer, state["optimizers"][name])
+            _allocate(models[name], optimizer, state["optimizers"][name])
         wanted = _flat(models, optimizers)
         if not (folder / "sharded").is_dir():
             _copy_whole(folder, wanted)
     if (folder / "sharded").is_dir():
         _load_sharded(folder, world, wanted)
     _set_rng(state["rng"])
-    return state, complaints
+    return state, damaged
 
 
-def _find(run: RunFolder) -> tuple[str | None, list[str]]:
-    """The newest whole checkpoint, with half-written ones cleared away."""
-    complaints = []
-    for half in run.checkpoints.glob(".step-*"):  # a kill while writing left them
-        shutil.rmtree(half, ignore_errors=True)
+def _find_latest(run: RunFolder) -> tuple[str | None, list[str]]:
+    """The newest complete checkpoint, and a warning for each newer one that is damaged."""
+    for unfinished in run.checkpoints.glob(".step-*"):  # of a run that was killed while writing
+        shutil.rmtree(unfinished, ignore_errors=True)
+    damaged: list[str] = []
     for folder in reversed(list_checkpoints(run)):
         try:
             _verify(folder)
             json.loads((folder / "state.json").read_text(encoding="utf-8"))
-            return str(folder), complaints
         except (Damaged, OSError, ValueError) as error:
-            complaints.append(f"{folder} is damaged ({error}); trying the one before it.")
-    return None, complaints
+            damaged.append(f"{folder} is damaged ({error})")
+            continue
+        return str(folder), [f"{line}; resuming from {folder.name} instead." for line in damaged]
+    return None, [f"{line}; training starts from the beginning." for line in damaged]
 
 
 def list_checkpoints(run: RunFolder) -> list[Path]:
-    """Oldest first. What has another name, half-written or not ours, is left alone."""
-    found = run.checkpoints.iterdir() if run.checkpoints.is_dir() else ()
-    ours = [p for p in found if p.is_dir() and re.fullmatch(r"step-\d{6,}", p.name)]
-    return sorted(ours, key=lambda p: int(p.name.removeprefix("step-")))
+    """Oldest first. Folders with other names are ignored: unfinished, or not ours."""
+    entries = run.checkpoints.iterdir() if run.checkpoints.is_dir() else ()
+    folders = [p for p in entries if p.is_dir() and re.fullmatch(r"step-\d{6,}", p.name)]
+    return sorted(folders, key=lambda p: int(p.name.removeprefix("step-")))
 
 
 def generator_state(generator: torch.Generator) -> list[int]:
@@ -142,24 +145,24 @@ def set_generator_state(generator: torch.Generator, state: list[int]) -> None:
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Each parameter that trains, once: tied ones are found again under their first name."""
+    """Each parameter that trains. `named_parameters` lists tied ones once, by their first name."""
     return {n: p.detach().contiguous() for n, p in model.named_parameters() if p.requires_grad}
 
 
 def _moments(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """What the optimiser remembers of each parameter, where it has seen a gradient."""
-    found = {}
+    """The optimiser's moments of each parameter that has had a gradient."""
+    moments = {}
     for name, p in model.named_parameters():
         for kind in MOMENTS:
             if kind in optimizer.state.get(p, {}):
-                found[f"{kind}.{name}"] = optimizer.state[p][kind].contiguous()
-    return found
+                moments[f"{kind}.{name}"] = optimizer.state[p][kind].contiguous()
+    return moments
 
 
 def _flat(
     models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
 ) -> dict[str, Tensor]:
-    """Everything of all models under one name each."""
+    """All weights and moments of all models in one dict, as distributed checkpointing wants it."""
     flat = {}
     for name, model in models.items():
         flat |= {f"{name}.{key}": x for key, x in _weights(model).items()}
@@ -170,7 +173,7 @@ def _flat(
 
 
 def _progress(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Steps taken by each parameter's moments: most often one number for all."""
+    """The optimiser's number of steps: almost always one for all parameters, so kept once."""
     steps = {
         name: float(optimizer.state[p]["step"])
         for name, p in model.named_parameters()
@@ -188,9 +191,13 @@ def _progress(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def _prepare(model: nn.Module, optimizer: Optimizer, progress: dict[str, Any]) -> None:
-    """Room in the optimiser for the moments that a checkpoint holds."""
+def _allocate(model: nn.Module, optimizer: Optimizer, progress: dict[str, Any]) -> None:
+    """Allocate the optimiser's state, for the moments of a checkpoint to be copied into.
+
+    AdamW allocates it in its first step, which is yet to come after a resume.
+    """
     optimizer.state.clear()
+    # Fused AdamW keeps its step counts on the device of the parameters, other kinds on the CPU.
     on_device = any(group.get("fused") for group in optimizer.param_groups)
     for name, p in model.named_parameters():
         if not p.requires_grad or name in progress["without"]:
@@ -202,7 +209,7 @@ def _prepare(model: nn.Module, optimizer: Optimizer, progress: dict[str, Any]) -
 
 
 def _copy_whole(folder: Path, wanted: dict[str, Tensor]) -> None:
-    """Plain files into the tensors of models and optimisers, cut up where those are sharded."""
+    """Plain files into the tensors of models and optimisers, sharded where those are."""
     saved: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         saved |= {f"{file.stem}.{key}": x for key, x in load_file(file).items()}
@@ -220,7 +227,7 @@ def _load_sharded(folder: Path, world: World, wanted: dict[str, Tensor]) -> None
     saved = reader.read_metadata().state_dict_metadata
     _check_shapes({key: getattr(x, "size", None) for key, x in saved.items()}, wanted, folder)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of there being one process, which is as it should be
+        warnings.simplefilter("ignore")  # torch warns that there is one process, which is fine
         state_dict_loader.load(wanted, storage_reader=reader, no_dist=world.size == 1)
 
 

@@ -1,11 +1,13 @@
-"""Several processes as one: who computes what, and how the parts become a whole again.
+"""Several processes that train as one: which rank computes what, and how results are combined.
 
-Every process has all rows and all numbers about them; only forward and backward passes are
-divided. Each computes those of its share and a sum over processes completes the tensors, so that
-credit, whitening, metrics and every decision are those of one process, on all of them alike.
+Every rank holds all rows and all numbers about them; only forward and backward passes are divided.
+A rank computes its share of the rows, and a sum over ranks completes the tensors. Credit,
+whitening, metrics and every decision are then computed on all ranks alike, from the same numbers,
+so nothing else in marlhf needs to know about ranks.
 
-Weights are replicated (`parallel: data`, gradients summed once an update) or sharded by FSDP2
-(`parallel: fsdp`). Started by `torchrun`; without it there is one process and nothing happens.
+Weights are replicated (`parallel: data`, gradients summed once per update) or sharded by FSDP2
+(`parallel: fsdp`). Processes are started by `torchrun`; without it there is one rank, and every
+method here returns at once.
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ from marlhf.runs.write import RunError
 from marlhf.train import progress
 
 BUCKET = 1 << 25
-"""Gradients that are summed over processes in one message."""
-PATIENCE = timedelta(hours=2)
-"""How long a process waits for the others: a reward function may take its time on one of them."""
+"""How many gradient values one all-reduce sums: large enough to use the network well."""
+TIMEOUT = timedelta(hours=2)
+"""How long a rank waits for the others: a reward function may take long on one of them."""
 
 
 @dataclass(frozen=True)
 class World(SingleProcess):
-    """This process among all."""
+    """This rank, its device, and what it does together with the others."""
 
     device: torch.device
     rank: int = 0
@@ -52,32 +54,33 @@ class World(SingleProcess):
 
     @property
     def main(self) -> bool:
-        """Whether this is the process that writes and talks."""
+        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     def share(self, lengths: Sequence[int]) -> list[int]:
-        """The rows of this process, dealt out by length so that all have as much to do."""
+        """The rows of this rank, dealt out by length so that ranks take equally long."""
         return _share(lengths, self.rank, self.size)
 
     def batches(self, lengths: Sequence[int], budget: int) -> list[Micro]:
-        """This process's share in batches.
+        """This rank's share in micro-batches of at most `budget` tokens.
 
-        Where weights are sharded every pass is a meeting of all processes, so those with fewer
-        batches repeat one that counts for nothing.
+        With sharded weights every forward pass gathers weights from all ranks, so all must run
+        the same number of passes. A rank with fewer micro-batches repeats the shortest row, with
+        weight 0.
         """
-        plans: list[list[Micro]] = []
+        by_rank: list[list[Micro]] = []
         for rank in range(self.size):
-            mine = _share(lengths, rank, self.size)
-            cut = token_budget_batches([lengths[i] for i in mine], budget)
-            plans.append([Micro([mine[i] for i in batch]) for batch in cut])
+            share = _share(lengths, rank, self.size)
+            batches = token_budget_batches([lengths[i] for i in share], budget)
+            by_rank.append([Micro([share[i] for i in batch]) for batch in batches])
         if not self.sharded:
-            return plans[self.rank]
-        missing = max(map(len, plans)) - len(plans[self.rank])
+            return by_rank[self.rank]
+        missing = max(map(len, by_rank)) - len(by_rank[self.rank])
         shortest = min(range(len(lengths)), key=lambda i: lengths[i])
-        return plans[self.rank] + [Micro([shortest], 0.0)] * missing
+        return by_rank[self.rank] + [Micro([shortest], 0.0)] * missing
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over processes, for all of them."""
+        """The sum over ranks, on all of them."""
         if self.size == 1:
             return x
         total = x.clone()
@@ -85,25 +88,25 @@ class World(SingleProcess):
         return total
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on any process."""
+        """Whether `flag` is true on any rank."""
         if self.size == 1:
             return flag
         return bool(self.sum(torch.tensor(int(flag), device=self.device)))
 
     def broadcast(self, value: Any) -> Any:
-        """What the main process has, for all."""
+        """Rank 0's value, on all ranks."""
         if self.size == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, device=self.device)
-        return box[0]
+        values = [value]
+        dist.broadcast_object_list(values, device=self.device)
+        return values[0]
 
     @contextlib.contextmanager
     def raise_on_all_ranks(self) -> Iterator[None]:
-        """All go on or none: an error on one process, in work of its own, ends them all.
+        """An error on one rank raises on all ranks.
 
-        Otherwise the others would wait for the one that failed. Nothing inside may itself wait
-        for other processes.
+        Otherwise the others would wait in their next collective call for the rank that failed.
+        For the same reason, nothing inside the block may be a collective call.
         """
         if self.size == 1:
             yield
@@ -113,42 +116,45 @@ class World(SingleProcess):
             yield
         except Exception as raised:
             error = raised
-        told: list[Any] = [None] * self.size
-        dist.all_gather_object(told, None if error is None else str(error) or repr(error))
+        messages: list[Any] = [None] * self.size
+        dist.all_gather_object(messages, None if error is None else str(error) or repr(error))
         if error is not None:
             raise error
-        for rank, message in enumerate(told):
+        for rank, message in enumerate(messages):
             if message is not None:
                 raise RunError(f"Process {rank} of {self.size} failed: {message}")
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Wait until all ranks are here."""
         if self.size > 1:
             self.any(False)
 
     def place(
         self, model: Model, precision: Precision = "auto", *, compiled: bool = False
     ) -> Model:
-        """The model on this process's device, sharded over all of them if so asked.
+        """The model on this rank's device, sharded with `parallel: fsdp`.
 
-        Scalar models are called by their backbone and head, so these are what is wrapped.
-        `compiled` holds on a GPU, for whole models that are not sharded.
+        `compiled` applies on a GPU, to whole models that are not sharded.
         """
         if not self.sharded:
             placed: Model = model.to(self.device)
             if compiled and self.device.type == "cuda" and isinstance(placed, PreTrainedModel):
                 compile_blocks(placed)
             return placed
-        # Not moved first: block by block only each process's part of it gets there, and a model
-        # that no one GPU holds still fits.
+        # The model stays on the CPU here: `fully_shard` moves one block at a time, and only this
+        # rank's shard of it, so that a model larger than one GPU fits.
         mesh = init_device_mesh(self.device.type, (self.size,))
         bf16 = computes_in_bfloat16(self.device, precision)
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         policy = mixed if bf16 else MixedPrecisionPolicy()
+        # Decoder layers first, then the model around them: FSDP2 gathers the weights of one
+        # wrapped module at a time, so peak memory is one layer and not the whole model.
         blocks = set(model._no_split_modules or ())
         for module in list(model.modules()):
             if type(module).__name__ in blocks:
                 fully_shard(module, mesh=mesh, mp_policy=policy)
+        # Scalar models are not called as a whole but by backbone and head, so these are wrapped:
+        # FSDP gathers weights in hooks of the module that is called.
         if isinstance(getattr(model, "score", None), nn.Module):
             fully_shard(model.base_model, mesh=mesh, mp_policy=policy)
             fully_shard(model.score, mesh=mesh)  # the head computes in float32
@@ -158,41 +164,51 @@ class World(SingleProcess):
 
     @contextlib.contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
-        """Whole weights on every process, for sampling, where each goes at its own pace."""
-        parts = [m for m in model.modules() if isinstance(m, FSDPModule)] if self.sharded else []
-        for part in parts:
-            part.set_reshard_after_forward(False, recurse=False)
-            part.unshard()
+        """Whole weights on every rank while sampling.
+
+        Ranks sample responses of different lengths, so they take different numbers of forward
+        passes and could not gather weights together in each.
+        """
+        modules: list[FSDPModule] = []
+        if self.sharded:
+            modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        for module in modules:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
         try:
             yield
         finally:
-            for part in parts:
-                part.set_reshard_after_forward(True, recurse=False)
-                part.reshard()
+            for module in modules:
+                module.set_reshard_after_forward(True, recurse=False)
+                module.reshard()
 
     def reshard(self, models: Iterable[nn.Module]) -> None:
-        """Have the shards be the models' parameters.
+        """Make `parameters()` return the shards again, which are what the optimiser knows.
 
-        After a pass without gradients FSDP leaves the outermost weights whole, and what
-        `parameters()` gives is then not what the optimiser knows.
+        After a pass without gradients FSDP leaves the outermost weights gathered.
         """
         for module in (m for model in models for m in model.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def sum_gradients(self, model: nn.Module) -> None:
-        """Gradients of the whole batch, from those of each process's share."""
+        """Gradients of the whole batch, from those of each rank's share.
+
+        Losses divide by the number of tokens of the whole batch, so gradients are summed.
+        """
         if self.size == 1:
             return
-        if self.sharded:  # FSDP has averaged them
+        if self.sharded:  # FSDP has reduced them already, to their mean
             for p in model.parameters():
                 if p.grad is not None:
                     p.grad.mul_(self.size)
             return
+        # A rank without rows has no gradients, and a parameter may be unused: all ranks must
+        # still reduce the same list of tensors.
         parameters = [p for p in model.parameters() if p.requires_grad]
-        here = torch.tensor([p.grad is not None for p in parameters], device=self.device)
-        somewhere = self.sum(here.int()).tolist()
-        used = [p for p, count in zip(parameters, somewhere) if count]
+        has_grad = torch.tensor([p.grad is not None for p in parameters], device=self.device)
+        num_ranks = self.sum(has_grad.int()).tolist()
+        used = [p for p, count in zip(parameters, num_ranks) if count]
         for p in used:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
@@ -203,21 +219,22 @@ class World(SingleProcess):
                 p.grad = grad.view_as(p)
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """Sharded weights as a plain state dict, on the main process; None where none are."""
+        """Sharded weights as a plain state dict, on rank 0; None where weights are not sharded."""
         if not self.sharded:
             return None
         state: dict[str, Tensor] = {}
-        found: dict[int, Tensor] = {}  # tied weights stay one, which is how they are saved
+        # Tied weights are gathered once and stay one tensor, as `save_pretrained` expects.
+        gathered: dict[int, Tensor] = {}
         for name, x in model.state_dict(keep_vars=True).items():
-            if id(x) not in found:
+            if id(x) not in gathered:
                 full = x.full_tensor() if isinstance(x, DTensor) else x
-                found[id(x)] = full.detach().cpu() if self.main else torch.empty(0)
-            state[name] = found[id(x)]
+                gathered[id(x)] = full.detach().cpu() if self.main else torch.empty(0)
+            state[name] = gathered[id(x)]
         return state if self.main else {}
 
 
 def start(device: str = "auto", parallel: Parallel = "data") -> World:
-    """This process's place, from what torchrun says in the environment."""
+    """This rank, from the environment variables that torchrun sets."""
     size, local = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("LOCAL_RANK", "0")
     if platform.machine() == "aarch64":
         # On ARM CPUs oneDNN takes ten times as long over a small product, and gains little on
@@ -231,20 +248,23 @@ def start(device: str = "auto", parallel: Parallel = "data") -> World:
     if where.type == "cuda":
         torch.cuda.set_device(where)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if where.type == "cuda" else "gloo", timeout=PATIENCE)
+        dist.init_process_group("nccl" if where.type == "cuda" else "gloo", timeout=TIMEOUT)
         atexit.register(dist.destroy_process_group)
     rank = dist.get_rank()
     progress.console.quiet = rank > 0
     return World(where, rank, size, sharded=parallel == "fsdp")
 
 
-def gather_rollout(world: World, rollout: Rollout | None, mine: list[int], rows: int) -> Rollout:
-    """Everybody's responses, in the order of the prompts; None from a process that had none."""
+def gather_rollout(world: World, rollout: Rollout | None, share: list[int], rows: int) -> Rollout:
+    """The responses of all ranks, in the order of the prompts; `rollout` is None without rows.
+
+    Each rank writes its rows into tensors of zeros, which a sum over ranks then completes.
+    """
     if world.size == 1 and rollout is not None:
         return rollout
     lengths = torch.zeros(rows, dtype=torch.int64, device=world.device)
     ended = torch.zeros(rows, dtype=torch.int64, device=world.device)
-    where = torch.tensor(mine, dtype=torch.int64, device=world.device)
+    where = torch.tensor(share, dtype=torch.int64, device=world.device)
     if rollout is not None:
         lengths[where] = torch.tensor([len(r) for r in rollout.responses], device=world.device)
         ended[where] = rollout.ended.long()
@@ -267,7 +287,7 @@ def _share(lengths: Sequence[int], rank: int, size: int) -> list[int]:
 
 
 def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one type, together about `BUCKET` numbers."""
+    """Parameters of one dtype in groups of about `BUCKET` values, for one all-reduce each."""
     for dtype in dict.fromkeys(p.dtype for p in parameters):
         bucket: list[nn.Parameter] = []
         for p in (p for p in parameters if p.dtype == dtype):

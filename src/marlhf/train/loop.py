@@ -89,11 +89,11 @@ class Loop:
         self._asked = False
 
     def resume(self) -> dict[str, Any] | None:
-        """Go on from the last whole checkpoint, if there is one: its state."""
-        state, complaints = load_latest(
+        """Resume from the last complete checkpoint, if there is one; returns its state."""
+        state, damaged = load_latest(
             self.run, world=self.world, models=self.models, optimizers=self.optimizers
         )
-        for line in complaints:
+        for line in damaged:
             warn(line)
         if state is None:
             self.run.clear()
@@ -108,7 +108,7 @@ class Loop:
         self.step = self.done = state["step"]
         self.verdict = state["verdict"]
         self.callbacks.load_state(state["callbacks"])
-        say(f"going on from step {self.done} in {self.run.path}")
+        say(f"resuming from step {self.done} in {self.run.path}")
         return state
 
     def __enter__(self) -> Loop:
