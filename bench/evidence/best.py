@@ -11,7 +11,7 @@ from evidence.settings import Settings
 from marlhf.data import Row, encode_response, fit_prompts
 from marlhf.evaluate.best_of_n import best_of_n
 from marlhf.evaluate.eval_plan import Question
-from marlhf.rollout.measure import repetition
+from marlhf.rollout.repetition import repetition
 from marlhf.runs.jsonl import write_lines
 
 NS = (1, 2, 4, 8)

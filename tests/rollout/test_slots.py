@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from marlhf.rollout import Sampling, continuous, kernels
-from marlhf.rollout.continuous import State, sample
+from marlhf.rollout.continuous import sample
 from marlhf.rollout.engine import draws
 from marlhf.rollout.llama import LlamaDecoder
 from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.plain import PlainEngine
 from marlhf.rollout.slots import ModuleDecoder, WeightCopies, mismatch
+from marlhf.rollout.state import DecodeState
 
 PROMPTS = [[5 + i % 7, 2 + i, *range(3, 3 + i % 5 * 4)] for i in range(13)]
 ENDS = [1, 7, 9]
@@ -34,7 +35,7 @@ def test_slots_sample_what_the_plain_loop_samples(small, family, sampling):
     assert native.responses == plain.responses
     assert native.ended.equal(plain.ended)
     torch.testing.assert_close(native.logprobs, plain.logprobs, atol=1e-5, rtol=0)
-    assert engine.kind in (LlamaDecoder, ModuleDecoder)  # and so no fallback
+    assert engine.decoder_class in (LlamaDecoder, ModuleDecoder)  # and so no fallback
 
 
 def test_llama_and_its_like_are_written_out_and_their_modules_agree(small):
@@ -84,12 +85,12 @@ def test_a_batch_costs_its_mean_and_not_its_longest(small):
 def test_a_call_that_fits_uses_the_cache_of_the_last(small):
     engine = NativeEngine(small("llama"), ENDS, 0)
     first = engine.generate(PROMPTS, Sampling(10), range(13))
-    room = engine.room
+    session = engine.session
     assert engine.generate(PROMPTS, Sampling(10), range(13)).responses == first.responses
     assert engine.generate(PROMPTS[:5], Sampling(10), range(5)).responses == first.responses[:5]
-    assert engine.room is room
+    assert engine.session is session
     engine.generate([[3] * 50], Sampling(60), [0])
-    assert engine.room is not room
+    assert engine.session is not session
 
 
 def test_weights_may_change_between_calls(small):
@@ -115,10 +116,12 @@ def test_what_bfloat16_leaves_open_float32_decides(small, monkeypatch, rounded, 
 
     monkeypatch.setattr("marlhf.rollout.native.mismatch", found)
     engine = NativeEngine(small("llama"), ENDS, 0, precision="bfloat16")
-    told = pytest.warns(UserWarning, match="off by") if taken is None else contextlib.nullcontext()
-    with told:
+    expected = (
+        pytest.warns(UserWarning, match="off by") if taken is None else contextlib.nullcontext()
+    )
+    with expected:
         engine.generate(PROMPTS, Sampling(2), range(13))
-    assert engine.kind is taken
+    assert engine.decoder_class is taken
 
 
 @torch.no_grad()
@@ -129,7 +132,7 @@ def test_bfloat16_copies_of_weights_give_autocasts_numbers(small, kind):
         assert mismatch(kind, model, torch.bfloat16) < 0.03
         ids = torch.tensor([[5, 6, 7]])
         before = model(ids).logits
-        with WeightCopies(model, torch.bfloat16).worn():
+        with WeightCopies(model, torch.bfloat16).applied():
             assert model.lm_head.weight.dtype == torch.bfloat16
             assert torch.equal(model(ids).logits, before)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -149,7 +152,7 @@ def test_a_model_that_only_passes_calls_on_is_sampled_from(small):
     engine = NativeEngine(View(model), ENDS, 0)
     plain = PlainEngine(model, ENDS, 0).generate(PROMPTS, Sampling(8), range(13))
     assert engine.generate(PROMPTS, Sampling(8), range(13)).responses == plain.responses
-    assert engine.kind is ModuleDecoder
+    assert engine.decoder_class is ModuleDecoder
 
 
 def test_attention_that_cannot_be_taken_over_is_said_once_and_sampled_plainly(small, monkeypatch):
@@ -165,7 +168,7 @@ def test_attention_that_cannot_be_taken_over_is_said_once_and_sampled_plainly(sm
 
 
 def test_shrinking_moves_whole_slots():
-    state = State.empty(6, 4, torch.device("cpu"))
+    state = DecodeState.empty(6, 4, torch.device("cpu"))
     for tensor in state.tensors:
         tensor.copy_(torch.randint(1, 9, tensor.shape))
     kept = [tensor[[4, 5]].clone() for tensor in state.tensors]
@@ -210,18 +213,18 @@ def test_kernels_are_their_plain_twins(monkeypatch):
 
     def results():
         residual, delta, weight = (x.clone() for x in inputs)
-        places = kernels.Places(positions, order)
+        at = kernels.Positions(positions, order)
         yield kernels.add_norm(residual, delta, weight, 1e-5, torch.float32)
         yield residual
         yield kernels.swiglu(gate_up)
         for norm in (None, norms):
             x, cache = qkv.clone(), torch.cat([keys, values], dim=1)
-            kernels.rotate_and_store(x, rotary, places, cache, norm)
+            kernels.rotate_and_store(x, rotary, at, cache, norm)
             yield from (x, cache)
         query = qkv[:, :heads]
         for window, cap in ((None, None), (7, None), (90, 3.0)):
-            yield kernels.attend(query, keys, values, places, None, 0.125, window, cap)
-        state = State.empty(slots, 5, torch.device("cuda"))
+            yield kernels.attend(query, keys, values, at, None, 0.125, window, cap)
+        state = DecodeState.empty(slots, 5, torch.device("cuda"))
         state.uniform[:, :5] = uniform
         state.running[:30] = True
         ends = torch.arange(40, device="cuda")

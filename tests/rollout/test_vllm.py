@@ -116,7 +116,7 @@ class FakeLLM(Copy):
 def fake_vllm(monkeypatch):
     fake = SimpleNamespace(LLM=FakeLLM, SamplingParams=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "vllm", fake)
-    for name in module.QUIET:  # put back what the engine sets
+    for name in module.ENVIRONMENT:  # put back what the engine sets
         monkeypatch.setenv(name, os.environ.get(name, ""))
 
 
@@ -186,7 +186,7 @@ class FakeServer(ThreadingHTTPServer):
 @pytest.fixture
 def serve(tmp_path, monkeypatch):
     """`serve(model)`: a stand-in server that was started from that model."""
-    monkeypatch.setattr(vllm_server, "WAITS", (0.01, 0.01))
+    monkeypatch.setattr(vllm_server, "RETRY_WAITS", (0.01, 0.01))
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # must not matter
     started = []
 
@@ -315,7 +315,7 @@ def test_other_weights_than_the_policys_are_noticed(engine, small):
     made = engine(small("llama-tied"))
     made.stale = False  # as if they had been lost
     for sampling in (SAMPLED, Sampling(9, 0.7, top_k=5)):
-        with pytest.raises(RolloutError, match=r"does not sample from the policy: .* a token"):
+        with pytest.raises(RolloutError, match=r"does not sample from the policy: .* per token"):
             made.generate(PROMPTS, sampling, SEEDS)
 
 
@@ -375,7 +375,7 @@ def test_a_model_from_a_path_needs_no_policy_but_for_top_k(fake_vllm, small, tmp
 
 def test_without_vllm_there_is_a_command_to_run(monkeypatch, small):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    for name in module.QUIET:
+    for name in module.ENVIRONMENT:
         monkeypatch.setenv(name, "")
     with pytest.raises(RolloutError, match=r"Run `pip install vllm`"):
         VLLMEngine(small("llama"), ENDS, 0)
@@ -409,7 +409,7 @@ def test_a_server_that_was_away_gets_the_weights_again(serve, small):
 
 
 def test_a_server_that_is_not_there_is_a_sentence(monkeypatch):
-    monkeypatch.setattr(vllm_server, "WAITS", (0.01,))
+    monkeypatch.setattr(vllm_server, "RETRY_WAITS", (0.01,))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -600,7 +600,7 @@ else:
     found["adapter"] = gap(view, engine.generate(prompts, Sampling(24), seeds), 1.0)
 start = time.perf_counter()
 engine.update_weights(later)
-engine._send()
+engine._send_weights()
 found["seconds"] = time.perf_counter() - start
 print("FOUND" + json.dumps(found))
 """

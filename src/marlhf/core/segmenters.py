@@ -413,7 +413,7 @@ def _vocabulary(responses: Responses, rule: str) -> tuple[Vocabulary, Tensor]:
     if responses.vocabulary is None:
         raise ValueError(
             f"{rule} needs Responses.vocabulary, what each token's text looks like. "
-            "Build it once with `marlhf.spans.token_text(tokenizer)`."
+            "Build it once with `marlhf.spans.vocabulary(tokenizer)`."
         )
     return responses.vocabulary, torch.where(responses.mask, responses.tokens, 0)
 

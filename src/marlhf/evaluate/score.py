@@ -40,7 +40,7 @@ from marlhf.evaluate.sampling import (
 )
 from marlhf.models.base import Model, Tokenizer, pick_device
 from marlhf.models.load import load_tokenizer
-from marlhf.rollout.measure import repetition
+from marlhf.rollout.repetition import repetition
 from marlhf.runs.jsonl import Line, append_lines, read_lines, write_lines
 
 CHUNK = 256

@@ -1,4 +1,4 @@
-"""The one thing training knows of sampling: an engine that takes prompts and gives responses."""
+"""The interface between training and sampling: an engine takes prompts and returns responses."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Rollout:
 
 
 GOLDEN = -7046029254386353131
-"""2 to the 64 over the golden ratio, as a signed number: steps that spread evenly."""
+"""2 to the 64 over the golden ratio, as a signed number: the increment of SplitMix64."""
 
 
 class Engine(Protocol):
-    """Sampling behind one door, so that training does not care what does it.
+    """Sampling behind one interface, so that training does not depend on what does it.
 
     >>> class Parrot:
     ...     def generate(self, prompts, sampling, seeds):
@@ -49,9 +49,9 @@ class Engine(Protocol):
         sampling: Sampling,
         seeds: Sequence[int],
     ) -> Rollout:
-        """One response a prompt; repeat a prompt, with another seed, for several.
+        """One response per prompt; repeat a prompt, with another seed, for several.
 
-        A response depends on its prompt, the sampling, its seed and the weights: never on what
+        A response depends on its prompt, the sampling, its seed and the weights, never on what
         else is in the batch, so neither memory settings nor the number of processes change it.
         """
         ...
@@ -65,7 +65,7 @@ def draws(seeds: Sequence[int], length: int, device: torch.device | str = "cpu")
     """Uniform numbers in [0, 1), a row of `length` for each seed: [B, R], float64.
 
     A hash of seed and position rather than a generator's next number, so that a row gets the same
-    ones wherever and with whomever it is drawn.
+    numbers on any device and in any batch.
 
     >>> bool((draws([3, 4], 5)[1] == draws([4], 5)[0]).all())
     True
@@ -73,4 +73,5 @@ def draws(seeds: Sequence[int], length: int, device: torch.device | str = "cpu")
     rows = torch.tensor(seeds, dtype=torch.int64).to(device, non_blocking=True)
     columns = torch.arange(1, length + 1, device=device)
     mixed = mix(mix(rows)[:, None] + GOLDEN * columns)  # SplitMix64
-    return (mixed & (2**53 - 1)).double() * 2.0**-53  # shifts keep the sign: the top bit is dull
+    # The low 53 bits: `mix` shifts signed numbers, which copies the sign into the high ones.
+    return (mixed & (2**53 - 1)).double() * 2.0**-53

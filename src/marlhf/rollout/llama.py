@@ -1,9 +1,10 @@
-"""Llama and its like (Mistral, Qwen 2 and 3) without transformers' modules in between.
+"""Llama, Mistral, Qwen 2 and Qwen 3, computed without transformers' modules.
 
 The same arithmetic in a third of the operations, over the policy's own weights. Where autocast
-computes in bfloat16 the matrices are kept in bfloat16 too, those that share an input as one: two
-bytes a weight, in place of casting them all at every step. Norms, embeddings and the residual stay
-as they are, so the numbers are autocast's. Axes: B rows, P prompt tokens, T = B * P, S slots.
+computes in bfloat16, copies of the matrices are kept in bfloat16, those with the same input joined
+into one: two bytes per weight, instead of casting them all at every step. Norms, embeddings and the
+residual stream keep their type, so the numbers are those of autocast.
+Axes: B rows, P prompt tokens, T = B * P, S slots.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 
 from marlhf.models.base import Model
 from marlhf.rollout.kernels import (
-    Places,
+    Positions,
     add_norm,
     attend,
     causal_attention,
@@ -28,12 +29,12 @@ from marlhf.rollout.kernels import (
 )
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-MOVING_ROTARY = ("dynamic", "longrope")
-"""Rotary embeddings whose angles depend on how long the text is."""
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings whose angles depend on the length of the text, so no table can hold them."""
 
 
 class Projection:
-    """Linear layers of the same input, side by side: one product where their weights are copied."""
+    """Linear layers with the same input: one matrix product where their weights are copied."""
 
     def __init__(self, layers: Sequence[nn.Linear], dtype: torch.dtype) -> None:
         self.layers = layers
@@ -46,27 +47,28 @@ class Projection:
             self.weight = first.weight.new_empty(self.outputs, first.in_features, dtype=dtype)
             if self.bias is not None:
                 self.bias = first.weight.new_empty(self.outputs, dtype=dtype)
+        # Used where nothing is copied: each layer then writes into its columns of one output.
         self.shared = [(layer.weight.detach().T, layer.bias) for layer in layers]
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Each copy, and what it is a copy of."""
+        """Each copy with its original."""
         if not self.copied:
             return []
-        found = list(zip(self.weight.split(self.sizes), (x.weight for x in self.layers)))
+        pairs = list(zip(self.weight.split(self.sizes), (x.weight for x in self.layers)))
         if self.bias is not None:
-            found += zip(self.bias.split(self.sizes), (x.bias for x in self.layers))
-        return found
+            pairs += zip(self.bias.split(self.sizes), (x.bias for x in self.layers))
+        return pairs
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
         if self.copied or len(self.layers) == 1:
             return F.linear(x, self.weight, self.bias)
         out = x.new_empty(x.shape[0], self.outputs)
-        for (weight, bias), place in zip(self.shared, out.split(self.sizes, dim=1)):
+        for (weight, bias), columns in zip(self.shared, out.split(self.sizes, dim=1)):
             if bias is None:
-                torch.mm(x, weight, out=place)
+                torch.mm(x, weight, out=columns)
             else:
-                torch.addmm(bias, x, weight, out=place)
+                torch.addmm(bias, x, weight, out=columns)
         return out
 
 
@@ -89,9 +91,11 @@ class Block:
         if hasattr(attention, "q_norm"):
             query, epsilon = _norm(attention.q_norm)
             self.head_norms = query, attention.k_norm.weight, epsilon
-        # Qwen has windows in some layers and says which; in Mistral all are alike.
-        own = hasattr(attention, "sliding_window")
-        self.window = attention.sliding_window if own else getattr(config, "sliding_window", None)
+        # Qwen sets the window per layer; in Mistral the config's window holds for all layers.
+        if hasattr(attention, "sliding_window"):
+            self.window = attention.sliding_window
+        else:
+            self.window = getattr(config, "sliding_window", None)
 
     @property
     def projections(self) -> list[Projection]:
@@ -113,37 +117,41 @@ class LlamaDecoder:
         device = self.embedding.device
         self.groups = config.num_key_value_heads
         shape = (len(self.blocks), slots, 2 * self.groups, capacity, self.width)
-        # Zeros, for plain attention multiplies what it masks: a leftover NaN would get through.
+        # Zeros: plain attention multiplies masked values by 0, and 0 times a leftover NaN is NaN.
         self.cache = torch.zeros(shape, dtype=self.dtype, device=device)
-        self.layers = [(layer, *layer.chunk(2, dim=1)) for layer in self.cache]
-        places = torch.arange(capacity, device=device)
-        tables = trunk.rotary_emb(self.embedding[:1], position_ids=places[None])
+        self.layers = [(layer, *layer.chunk(2, dim=1)) for layer in self.cache]  # keys, values
+        # The angles of every position that fits, once: these families' do not change with length.
+        positions = torch.arange(capacity, device=device)
+        tables = trunk.rotary_emb(self.embedding[:1], position_ids=positions[None])
         self.rotary = cast(tuple[Tensor, Tensor], tuple(table[0].contiguous() for table in tables))
         self.slots = torch.arange(slots, device=device)
 
     @staticmethod
     def fits(model: Model) -> bool:
-        """Whether this is one of the models that are written out here, as it was made."""
+        """Whether this model is computed here: a known family with no layer replaced.
+
+        Adapters and quantisation replace linear layers, FSDP shards them.
+        """
         if type(model).__name__ not in FAMILIES:
             return False
         rotary = model.config.rope_parameters.get("rope_type", "default")
         matrices = (m for m in model.modules() if hasattr(m, "weight") and m.weight.ndim == 2)
         return (
             model.config.hidden_act == "silu"
-            and rotary not in MOVING_ROTARY
+            and rotary not in LENGTH_DEPENDENT_ROPE
             and all(type(m) in (nn.Linear, nn.Embedding) for m in matrices)
             and not any(isinstance(p, DTensor) for p in model.parameters())
         )
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
-        """Bring the copies of weights up to date, where they are: recorded graphs go on."""
-        every = [self.head, *(p for block in self.blocks for p in block.projections)]
-        pairs = [pair for projection in every for pair in projection.pairs()]
+        """Update the copies of weights in place, so that recorded graphs stay valid."""
+        projections = [self.head, *(p for block in self.blocks for p in block.projections)]
+        pairs = [pair for projection in projections for pair in projection.pairs()]
         if pairs:
             copies, originals = zip(*pairs)
             torch._foreach_copy_(copies, originals)  # pyright: ignore[reportPrivateImportUsage]
-        with torch.inference_mode():  # a tenth of the time of a small model on a CPU
+        with torch.inference_mode():  # saves a tenth of the time of a small model on a CPU
             yield
 
     @property
@@ -154,12 +162,12 @@ class LlamaDecoder:
         rows, length = ids.shape
         positions = torch.arange(length, device=ids.device).repeat(rows)
         slots = slots.repeat_interleave(length, output_size=rows * length)
-        places = Places(positions, slots)
+        at = Positions(positions, slots)
 
         def attention(qkv: Tensor, layer: int) -> Tensor | None:
-            self._rotate(qkv, layer, places)
+            self._rotate(qkv, layer, at)
             if layer == len(self.blocks) - 1:
-                return None  # its keys and values are all that was wanted
+                return None  # a prefill needs the last layer's keys and values, nothing after
             split = [self.heads, self.groups, self.groups]
             qkv = qkv.view(rows, length, -1, self.width).transpose(1, 2)
             window = self.blocks[layer].window
@@ -167,27 +175,30 @@ class LlamaDecoder:
             out = causal_attention(query, key, value, self.scale, window)
             return out.transpose(1, 2).reshape(rows * length, -1)
 
-        self._through(ids.flatten(), attention)
+        self._forward(ids.flatten(), attention)
 
     def step(self, tokens: Tensor, positions: Tensor, reach: int | None) -> Tensor:
-        places = Places(positions, self.slots[: len(tokens)])
+        at = Positions(positions, self.slots[: len(tokens)])
 
         def attention(qkv: Tensor, layer: int) -> Tensor:
-            self._rotate(qkv, layer, places)
+            self._rotate(qkv, layer, at)
             (_, keys, values), window = self.layers[layer], self.blocks[layer].window
             query = qkv[:, : self.heads]
-            return attend(query, keys, values, places, reach, self.scale, window).flatten(1)
+            return attend(query, keys, values, at, reach, self.scale, window).flatten(1)
 
-        hidden = self._through(tokens, attention)
+        hidden = self._forward(tokens, attention)
         assert hidden is not None
         return self.head(hidden)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         self.cache[:, target] = self.cache[:, source]
 
-    def _through(self, ids: Tensor, attention: Any) -> Tensor | None:
-        """Tokens [T] through all layers: hidden states [T, hidden], or None if attention stops."""
-        with torch.autocast(ids.device.type, enabled=False):
+    def _forward(self, ids: Tensor, attention: Any) -> Tensor | None:
+        """Tokens [T] through all layers: hidden states [T, hidden], or None if attention stops.
+
+        Each block's output is added to the residual by the norm that follows it, in one kernel.
+        """
+        with torch.autocast(ids.device.type, enabled=False):  # types are chosen by hand here
             residual = F.embedding(ids, self.embedding)
             delta, shape = None, (ids.shape[0], -1, self.width)
             for layer, block in enumerate(self.blocks):
@@ -202,9 +213,9 @@ class LlamaDecoder:
     def _norm(self, residual: Tensor, delta: Tensor | None, norm: tuple[Tensor, float]) -> Tensor:
         return add_norm(residual, delta, *norm, self.dtype)
 
-    def _rotate(self, qkv: Tensor, layer: int, places: Places) -> None:
+    def _rotate(self, qkv: Tensor, layer: int, at: Positions) -> None:
         cache, norms = self.layers[layer][0], self.blocks[layer].head_norms
-        rotate_and_store(qkv, self.rotary, places, cache, norms)
+        rotate_and_store(qkv, self.rotary, at, cache, norms)
 
 
 def _norm(module: Any) -> tuple[Tensor, float]:

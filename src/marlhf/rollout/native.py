@@ -1,15 +1,15 @@
 """Sampling with the policy itself, near the speed of the hardware, with nothing to install.
 
-Responses live in slots (`slots.py`), and a slot whose response has ended takes the next prompt
-(`continuous.py`), so a batch costs what its mean length says and not its longest. Prompts are
-prefilled but for their last token, which is the first that a slot feeds: all sampling then happens
-in one place, the step. On a GPU that is one graph.
+Responses live in slots of a key-value cache (`slots.py`), and a slot whose response has ended takes
+the next prompt (`continuous.py`), so a batch costs its mean length and not its longest. Prompts are
+prefilled except for their last token, which the first step feeds: all sampling then happens in one
+place, the step, and on a GPU that is one CUDA graph.
 
-Memory: the key-value cache of `token_budget` tokens and, where weights are float32 and computed
-with in bfloat16, two bytes a weight. Both are kept between calls, unless the cache is large.
+Memory: the key-value cache of `token_budget` tokens and, where weights are float32 but computed in
+bfloat16, two bytes per weight. Both are kept between calls, unless the cache is large.
 
 A sharded model has to be gathered around `generate`: processes end their responses at different
-steps, so no layer may wait for the others then.
+steps, so no layer may wait for other processes.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from torch import Tensor, nn
 
 from marlhf.errors import SettingError
 from marlhf.models.base import Model, Precision, autocast
-from marlhf.rollout.continuous import FEWEST, Schedule, State, Stepper
+from marlhf.rollout.continuous import MIN_SLOTS, DecodeStep, Schedule
 from marlhf.rollout.engine import Rollout, Sampling, draws
 from marlhf.rollout.llama import LlamaDecoder
 from marlhf.rollout.plain import PlainEngine, check_prompts, to_rollout
-from marlhf.rollout.slots import Decoder, ModuleDecoder, mismatch, sharded, takes
+from marlhf.rollout.slots import Decoder, ModuleDecoder, forward_parameters, mismatch, sharded
+from marlhf.rollout.state import DecodeState
 
-ROUND = 64
-"""Slots and positions are rounded up to this many, so that batches of like size share a cache."""
-PREFILL = 1 << 16
+SIZE_MULTIPLE = 64
+"""Slots and positions are rounded up to this, so that batches of similar size share a cache."""
+PREFILL_TOKENS = 1 << 16
 """The most tokens in one prefill, whatever the budget: more do not make it faster."""
-KEEP = 0.05
+KEPT_CACHE_SHARE = 0.05
 """A cache above this share of the GPU's memory is not kept from one call to the next."""
 
-Kind: TypeAlias = Callable[[Model, int, int, torch.dtype | None], Decoder]
-"""A decoder for a model with some slots of some capacity, whose cache has a type."""
+DecoderClass: TypeAlias = Callable[[Model, int, int, torch.dtype | None], Decoder]
+"""Builds a decoder from a model, its number of slots, their capacity and the type of the cache."""
 
 
 class NativeEngine:
@@ -60,7 +61,7 @@ class NativeEngine:
         token_budget: int = 1 << 17,
         precision: Precision = "auto",
     ) -> None:
-        if {"cache_params", "state"} & takes(model):
+        if {"cache_params", "state"} & forward_parameters(model):
             raise SettingError(
                 f"A {type(model).__name__} keeps a state where others keep keys and values, and "
                 "the native engine does not know how. Take a model with attention."
@@ -72,9 +73,9 @@ class NativeEngine:
         self.plain = PlainEngine(
             model, end_tokens, pad_id, token_budget=token_budget, precision=precision
         )
-        self.kind: Kind | None = None  # None before the first call, and where no decoder works
-        self.chosen = False
-        self.room: Room | None = None
+        self.decoder_class: DecoderClass | None = None  # stays None where no decoder works
+        self.checked = False
+        self.session: DecodeSession | None = None
 
     def update_weights(self, model: nn.Module) -> None:
         assert model is self.model, "the native engine samples from the policy itself"
@@ -83,62 +84,69 @@ class NativeEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
     ) -> Rollout:
-        """Sample one response a prompt; repeat a prompt, with another seed, for several."""
+        """Sample one response per prompt; repeat a prompt, with another seed, for several."""
         check_prompts(prompts, seeds)
         with self._sampling():
-            if not self.chosen:
-                self.kind, self.chosen = self._choose(), True
-            if self.kind is None:
+            if not self.checked:
+                self.decoder_class, self.checked = self._choose(), True
+            if self.decoder_class is None:
                 return self.plain.generate(prompts, sampling, seeds)
-            tokens, logprobs = self._run(self.kind, prompts, sampling, seeds)
+            tokens, logprobs = self._run(self.decoder_class, prompts, sampling, seeds)
             return to_rollout(tokens, logprobs, self.end_tokens)
 
     def _run(
         self,
-        kind: Kind,
+        decoder_class: DecoderClass,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         seeds: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
         """Tokens and log-probs, [B, R]; junk after the end."""
         device, length = self.model.device, sampling.max_new_tokens
-        room = self._room(kind, len(prompts), max(map(len, prompts)) + length)
-        with room.decoder.ready():
+        session = self._session(decoder_class, len(prompts), max(map(len, prompts)) + length)
+        with session.decoder.ready():
             uniform = draws(seeds, length, device)
-            budget = min(self.token_budget, PREFILL)
-            found = Schedule(room.stepper(sampling), prompts, uniform, budget).run()
-        tokens, logprobs = (x.clone() for x in found)  # out of inference mode
+            budget = min(self.token_budget, PREFILL_TOKENS)
+            tokens, logprobs = Schedule(session.step(sampling), prompts, uniform, budget).run()
+        # Clones: tensors made in inference mode may not be saved for a backward pass.
+        tokens, logprobs = tokens.clone(), logprobs.clone()
         if device.type == "cuda":
             memory = torch.cuda.get_device_properties(device).total_memory
-            if room.decoder.cache_bytes > KEEP * memory:
-                self.room = None
+            if session.decoder.cache_bytes > KEPT_CACHE_SHARE * memory:
+                self.session = None
         return tokens, logprobs
 
-    def _room(self, kind: Kind, rows: int, length: int) -> Room:
-        """Slots for rows of at most some length: those of the last call if they will do."""
-        length += -length % ROUND
-        rows += -rows % ROUND if self.model.device.type == "cuda" else 0
-        room, weights = self.room, [p.data_ptr() for p in self.model.parameters()]
+    def _session(self, decoder_class: DecoderClass, rows: int, length: int) -> DecodeSession:
+        """Slots for rows of at most some length: those of the last call if they still fit.
+
+        A much larger capacity than needed is not reused, nor is a session whose recorded graphs
+        read weights at addresses where the model no longer has them.
+        """
+        gpu = self.model.device.type == "cuda"
+        length += -length % SIZE_MULTIPLE
+        if gpu:
+            rows += -rows % SIZE_MULTIPLE
+        session, weights = self.session, [p.data_ptr() for p in self.model.parameters()]
         if (
-            room is not None
-            and length <= room.capacity <= 2 * length
-            and room.slots >= min(rows, self.token_budget // room.capacity)
-            and room.weights == weights
+            session is not None
+            and length <= session.capacity <= 2 * length
+            and session.slots >= min(rows, self.token_budget // session.capacity)
+            and session.weights == weights
         ):
-            return room
-        self.room = room = None  # its memory first
-        slots = max(FEWEST, min(rows, self.token_budget // length))
-        decoder = kind(self.model, slots, length, self._cache_dtype())
+            return session
+        self.session = session = None  # frees its memory before more is allocated
+        slots = max(MIN_SLOTS, min(rows, self.token_budget // length))
+        decoder = decoder_class(self.model, slots, length, self._cache_dtype())
         ends = torch.tensor(self.end_tokens, device=self.model.device)
-        graphs = self.model.device.type == "cuda" and not sharded(self.model)
-        self.room = Room(decoder, slots, length, weights, ends, graphs)
-        return self.room
+        graphs = gpu and not sharded(self.model)
+        self.session = DecodeSession(decoder, slots, length, weights, ends, graphs)
+        return self.session
 
     @contextlib.contextmanager
     def _sampling(self) -> Iterator[None]:
         """The model as sampling needs it, and afterwards as it was."""
         training = self.model.training
-        self.model.eval()  # gradient checkpointing would leave out the cache
+        self.model.eval()  # gradient checkpointing would disable the cache
         try:
             with autocast(self.model.device, self.precision):
                 yield
@@ -146,32 +154,31 @@ class NativeEngine:
             self.model.train(training)
 
     def _cache_dtype(self) -> torch.dtype | None:
-        """What autocast computes attention in; None for whatever the model does."""
+        """The type in which autocast computes attention; None where the model decides."""
         device = self.model.device.type
         enabled = torch.is_autocast_enabled(device)
         return torch.get_autocast_dtype(device) if enabled else None
 
-    def _choose(self) -> Kind | None:
-        """The fastest decoder that gives what the model gives without a cache.
+    def _choose(self) -> DecoderClass | None:
+        """The fastest decoder whose logits are those of the model without a cache.
 
-        Families differ in more ways than can be listed; trying finds all that matter.
+        Families differ in more ways than can be listed, so each decoder is tried.
         """
         dtype, cause = self._cache_dtype(), ""
-        kinds = [LlamaDecoder, ModuleDecoder] if LlamaDecoder.fits(self.model) else [ModuleDecoder]
-        for kind in kinds:
+        candidates = [LlamaDecoder, ModuleDecoder]
+        if not LlamaDecoder.fits(self.model):
+            candidates = [ModuleDecoder]
+        for candidate in candidates:
             try:
-                wrong, allowed = mismatch(kind, self.model, dtype), 1e-3 if dtype is None else 0.1
-                if dtype is not None and 0.1 < wrong < 0.5:  # the model's own rounding, perhaps
-                    with torch.autocast(self.model.device.type, enabled=False):
-                        wrong, allowed = mismatch(kind, self.model, None), 1e-3
+                error, allowed = self._error(candidate, dtype)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # whatever a family does that slots do not know
-                cause = f"{type(error).__name__}: {error}"
+            except Exception as failure:  # a family may do anything that slots do not support
+                cause = f"{type(failure).__name__}: {failure}"
                 continue
-            if wrong <= allowed:
-                return kind
-            cause = f"logits were off by {wrong:.1%}"
+            if error <= allowed:
+                return candidate
+            cause = f"logits were off by {error:.1%}"
         warnings.warn(
             f"The native engine cannot take over the attention of a {type(self.model).__name__} "
             f"({cause}). It samples by a plain loop, which is right but slower.",
@@ -179,9 +186,20 @@ class NativeEngine:
         )
         return None
 
+    def _error(self, candidate: DecoderClass, dtype: torch.dtype | None) -> tuple[float, float]:
+        """A decoder's relative error, and how much is allowed."""
+        if dtype is None:
+            return mismatch(candidate, self.model, None), 1e-3
+        error = mismatch(candidate, self.model, dtype)
+        if 0.1 < error < 0.5:
+            # Either a small mistake or the model's own rounding in bfloat16: float32 tells.
+            with torch.autocast(self.model.device.type, enabled=False):
+                return mismatch(candidate, self.model, None), 1e-3
+        return error, 0.1
 
-class Room:
-    """A decoder with its cache, and the steps recorded over it."""
+
+class DecodeSession:
+    """A decoder with its cache, and a step for each way of sampling: graphs record both."""
 
     def __init__(
         self,
@@ -194,12 +212,12 @@ class Room:
     ) -> None:
         self.decoder, self.slots, self.capacity = decoder, slots, capacity
         self.weights, self.ends, self.graphs = weights, ends, graphs
-        self.steppers: dict[Sampling, Stepper] = {}
+        self.steps: dict[Sampling, DecodeStep] = {}
 
-    def stepper(self, sampling: Sampling) -> Stepper:
-        if sampling not in self.steppers:
-            state = State.empty(self.slots, sampling.max_new_tokens, self.ends.device)
-            self.steppers[sampling] = Stepper(
+    def step(self, sampling: Sampling) -> DecodeStep:
+        if sampling not in self.steps:
+            state = DecodeState.empty(self.slots, sampling.max_new_tokens, self.ends.device)
+            self.steps[sampling] = DecodeStep(
                 self.decoder, state, sampling, self.ends, graphs=self.graphs
             )
-        return self.steppers[sampling]
+        return self.steps[sampling]

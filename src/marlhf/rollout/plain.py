@@ -1,7 +1,7 @@
 """The simplest engine: left-padded batches over transformers' own cache, token by token.
 
-It is what the fast engine is tested against, and what it falls back to for models whose attention
-it cannot take over. Axes: B rows, P prompt tokens, R response tokens.
+The fast engine is tested against it, and falls back to it for models whose attention it cannot
+replace. Axes: B rows, P prompt tokens, R response tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from marlhf.rollout.engine import Rollout, Sampling, draws
 from marlhf.rollout.sample import draw
 
 CHECK_EVERY = 8
-"""Steps between asking the device whether every row has ended: asking waits for it."""
+"""Steps between checks whether every row has ended: each check waits for the device."""
 
 
 class PlainEngine:
@@ -54,14 +54,16 @@ class PlainEngine:
         tokens = torch.full((len(prompts), length), self.pad_id, device=device)
         logprobs = torch.zeros(len(prompts), length, device=device)
         training = self.model.training
-        self.model.eval()  # gradient checkpointing would leave out the cache
+        self.model.eval()  # gradient checkpointing would disable the cache
         try:
-            room = [len(p) + length for p in prompts]
-            for batch in token_budget_batches(room, self.token_budget):
+            lengths = [len(p) + length for p in prompts]
+            for batch in token_budget_batches(lengths, self.token_budget):
                 rows = torch.tensor(batch, device=device)
-                t, lp = self._sample([prompts[i] for i in batch], sampling, uniform[rows])
-                tokens[rows, : t.shape[1]] = t
-                logprobs[rows, : t.shape[1]] = lp
+                drawn, their_logprobs = self._sample(
+                    [prompts[i] for i in batch], sampling, uniform[rows]
+                )
+                tokens[rows, : drawn.shape[1]] = drawn
+                logprobs[rows, : drawn.shape[1]] = their_logprobs
         finally:
             self.model.train(training)
         return to_rollout(tokens, logprobs, self.end_tokens)
@@ -73,20 +75,20 @@ class PlainEngine:
         device = self.model.device
         ids, attention = (x.to(device) for x in pad_left(prompts, self.pad_id))
         width = attention.shape[1] + sampling.max_new_tokens
-        # Allocated once, so that a step costs no growing copies.
-        seen = torch.ones(len(prompts), width, dtype=torch.int64, device=device)
-        seen[:, : attention.shape[1]] = attention
+        # The mask of the longest text, allocated once: each step takes a longer slice of it.
+        mask = torch.ones(len(prompts), width, dtype=torch.int64, device=device)
+        mask[:, : attention.shape[1]] = attention
         positions = position_ids(attention)
         ends = torch.tensor(self.end_tokens, device=device)
         running = torch.ones(len(prompts), dtype=torch.bool, device=device)
-        cache = DynamicCache(config=self.model.config)  # keeps only the window where one slides
+        cache = DynamicCache(config=self.model.config)  # keeps only the window of sliding layers
         last_only = {"logits_to_keep": 1} if keeps_logits(type(self.model)) else {}
         tokens, logprobs = [], []
         with autocast(device, self.precision):
             for step in range(sampling.max_new_tokens):
                 logits = self.model(
                     input_ids=ids,
-                    attention_mask=seen[:, : attention.shape[1] + step],
+                    attention_mask=mask[:, : attention.shape[1] + step],
                     position_ids=positions,
                     past_key_values=cache,
                     use_cache=True,
@@ -107,7 +109,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Non
         raise SettingError("There are no prompts to answer.")
     if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
         raise SettingError(
-            f"The prompts {empty} have no tokens, so there is nothing to go on from. "
+            f"The prompts {empty} have no tokens, so there is nothing to continue. "
             "Begin each with BOS, or with EOS where the tokenizer has no BOS."
         )
     if len(seeds) != len(prompts):
@@ -121,7 +123,7 @@ def to_rollout(
     logprobs: Tensor,  # [B, R]
     end_tokens: Sequence[int],
 ) -> Rollout:
-    """Responses cut after the first token that ends one, or as long as may be."""
+    """Responses cut after the first end token; whole where there is none."""
     ends = torch.isin(tokens, torch.tensor(end_tokens, device=tokens.device))
     ended = ends.any(dim=1)
     lengths = torch.where(ended, ends.int().argmax(dim=1) + 1, tokens.shape[1])

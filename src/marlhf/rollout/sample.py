@@ -1,4 +1,6 @@
-"""From logits and uniform numbers to tokens: no noise as wide as the vocabulary, no host sync.
+"""From logits and uniform numbers to tokens, by inverting the cumulative distribution.
+
+One random number per token instead of one per vocabulary entry, and no host sync.
 
 Axes: B rows, V vocabulary.
 """
@@ -11,9 +13,9 @@ from torch import Tensor
 from marlhf.rollout.engine import Sampling
 
 BLOCK = 256
-"""Tokens whose probabilities are summed before the search goes into them."""
-SHORT = 4096
-"""A vocabulary up to this size is searched in one go."""
+"""A large vocabulary is searched in two levels: blocks of this many tokens, then tokens."""
+ONE_LEVEL_SIZE = 4096
+"""A vocabulary up to this size is searched in one level."""
 BELOW_ONE = 1 - 2.0**-52
 
 
@@ -22,7 +24,7 @@ def draw(
     sampling: Sampling,
     uniform: Tensor,  # [B], float64 in [0, 1)
 ) -> tuple[Tensor, Tensor]:
-    """One token a row, and its log-prob under the whole distribution at that temperature: [B]."""
+    """One token per row, and its log-prob under the whole distribution at that temperature: [B]."""
     if sampling.scale != 1:
         logits = logits.float() / sampling.scale
     shares = logits.softmax(dim=1, dtype=torch.float32)
@@ -30,19 +32,18 @@ def draw(
         token = logits.argmax(dim=1)
     else:
         token = pick(truncate(shares, sampling) if sampling.truncated else shares, uniform)
-    # In float64, where the last bit may depend on the row's place in the batch, and not in float32.
+    # The logarithm in float64: in float32 its last bit may depend on the row's place in the batch.
     return token, shares.gather(1, token[:, None]).squeeze(1).double().log().float()
 
 
 def pick(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The first token whose share of the weights, with all before it, exceeds the number: [B].
+    """The first token whose cumulative share of the weights exceeds the number: [B].
 
-    In two levels where the vocabulary is large: the block first, then the token in it. So only
-    short sums are cumulative, and in float64: a token of weight 0 is never drawn, however they
-    round.
+    In two levels where the vocabulary is large: the block first, then the token in it. Cumulative
+    sums then stay short, and they are in float64, so rounding never draws a token of weight 0.
     """
     rows, size = weights.shape
-    if size <= SHORT:
+    if size <= ONE_LEVEL_SIZE:
         edges = weights.double().cumsum(dim=1)
         return _first_above(edges, uniform[:, None] * edges[:, -1:]).squeeze(1)
     if size % BLOCK:
@@ -59,21 +60,24 @@ def pick(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _first_above(rising: Tensor, target: Tensor) -> Tensor:
-    """The first column above the target, which is kept where there is one: [B, 1]."""
+    """The first column above the target: [B, 1].
+
+    Rounding may put the target at or above the last sum, or below 0: it is kept in between.
+    """
     target = torch.minimum(target.clamp(min=0), rising[:, -1:] * BELOW_ONE)
-    found = torch.searchsorted(rising, target, right=True)
-    return found.clamp(max=rising.shape[1] - 1)  # where all is NaN
+    column = torch.searchsorted(rising, target, right=True)
+    return column.clamp(max=rising.shape[1] - 1)  # NaN sorts last, beyond the last column
 
 
 def truncate(weights: Tensor, sampling: Sampling) -> Tensor:
-    """Weights with what top-k and top-p exclude set to 0."""
+    """The weights, 0 for the tokens that top-k and top-p exclude."""
     if 0 < sampling.top_k < weights.shape[1]:
         least = weights.topk(sampling.top_k, dim=1).values[:, -1:]
         weights = weights.masked_fill(weights < least, 0)
     if sampling.top_p < 1:
         ranked, order = weights.sort(dim=1, descending=True)
         ranked = ranked / ranked.sum(dim=1, keepdim=True)
-        beyond = ranked.cumsum(dim=1) - ranked >= sampling.top_p  # the first always stays
+        beyond = ranked.cumsum(dim=1) - ranked >= sampling.top_p  # the likeliest always stays
         excluded = torch.zeros_like(beyond).scatter(1, order, beyond)
         weights = weights.masked_fill(excluded, 0)
     return weights

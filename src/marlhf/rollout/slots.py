@@ -1,8 +1,9 @@
-"""Any transformers decoder over a preallocated key-value cache whose rows are at different places.
+"""Any transformers decoder over a preallocated key-value cache whose rows differ in length.
 
-A cache row is a slot: it holds one response under way, and another when that has ended. No mask
-that transformers builds knows of slots, so the model is told to attend by `slot_attention`, through
-the same door that flash attention uses, and sliding windows and soft caps come in by that door.
+A row of the cache is a slot: it holds one response in progress, and the next one when that has
+ended. The masks that transformers builds know nothing of slots. So `slot_attention` is registered
+as an attention implementation, as flash attention is: transformers then builds no mask and passes
+sliding windows and soft caps as arguments.
 Axes: S slots, B rows of a prefill, H query heads, K key-value heads, C positions, D head size.
 """
 
@@ -21,30 +22,30 @@ from transformers import AttentionInterface, Cache
 from transformers.pytorch_utils import Conv1D
 
 from marlhf.models.base import Model
-from marlhf.rollout.kernels import Places, attend, causal_attention
+from marlhf.rollout.kernels import Positions, attend, causal_attention
 
 ATTENTION = "marlhf_slots"
-_active: ContextVar[SlotCache] = ContextVar("the cache of the forward pass under way")
+_active: ContextVar[SlotCache] = ContextVar("the cache of the current forward pass")
 
 
 class Decoder(Protocol):
     """A model with a cache, as the engine drives it."""
 
     def ready(self) -> contextlib.AbstractContextManager[None]:
-        """Everything else happens within this. Weights are as they were when it was entered."""
+        """Everything else happens within this context, with the weights as of its beginning."""
         ...
 
     @property
     def cache_bytes(self) -> int: ...
 
     def prefill(self, ids: Tensor, slots: Tensor) -> None:
-        """Put the keys and values of prompts, [B, P] and padded on the right, into slots [B]."""
+        """Write the keys and values of prompts, [B, P] and padded on the right, to slots [B]."""
         ...
 
     def step(self, tokens: Tensor, positions: Tensor, reach: int | None) -> Tensor:
         """Logits [S, V] after one more token in each of the first S slots, at positions [S].
 
-        Where shapes may vary, arithmetic can stop at `reach`, which all positions are below.
+        All positions are below `reach`, so attention may stop there; None where shapes are fixed.
         """
         ...
 
@@ -54,9 +55,9 @@ class Decoder(Protocol):
 
 
 class SlotCache(Cache):
-    """Keys and values of all layers, [S, K, C, D] each, made when a layer first shows its sizes.
+    """Keys and values of all layers, [S, K, C, D] each, allocated when a layer is first used.
 
-    Layers with a sliding window keep everything too: the window is left to attention.
+    Layers with a sliding window keep everything too; attention applies the window.
     """
 
     def __init__(self, slots: int, capacity: int, dtype: torch.dtype | None) -> None:
@@ -64,10 +65,11 @@ class SlotCache(Cache):
         self.slots, self.capacity, self.dtype = slots, capacity, dtype
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
-        self.where: Tensor | None = None  # [B], the slots of a prefill; None for a decode step
-        self.places: Places | None = None  # of a decode step
+        # The pass in progress is a prefill where `prefill_slots` is set, else a decode step.
+        self.prefill_slots: Tensor | None = None  # [B]
+        self.at: Positions | None = None  # of a decode step
         self.reach: int | None = None
-        self.capped = True
+        self.use_softcap = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -76,13 +78,13 @@ class SlotCache(Cache):
             self.keys[layer_idx] = self._empty(key_states)
             self.values[layer_idx] = self._empty(value_states)
         keys, values = self.keys[layer_idx], self.values[layer_idx]
-        if self.where is not None:
+        if self.prefill_slots is not None:
             length = key_states.shape[2]
-            keys[self.where, :, :length] = key_states.to(keys.dtype)
-            values[self.where, :, :length] = value_states.to(values.dtype)
-            return key_states, value_states
-        assert self.places is not None
-        rows, positions = self.places.slots, self.places.positions
+            keys[self.prefill_slots, :, :length] = key_states.to(keys.dtype)
+            values[self.prefill_slots, :, :length] = value_states.to(values.dtype)
+            return key_states, value_states  # prompts attend to themselves alone
+        assert self.at is not None
+        rows, positions = self.at.slots, self.at.positions
         assert rows is not None
         keys[rows, :, positions] = key_states[:, :, 0].to(keys.dtype)
         values[rows, :, positions] = value_states[:, :, 0].to(values.dtype)
@@ -90,11 +92,11 @@ class SlotCache(Cache):
         return keys[: len(rows), :, reach], values[: len(rows), :, reach]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0  # positions are always given
+        return 0  # transformers derives positions from this, but they are always passed
 
     def _empty(self, like: Tensor) -> Tensor:
         shape = (self.slots, like.shape[1], self.capacity, like.shape[3])
-        # Zeros, for attention multiplies what it masks: a leftover NaN would get through.
+        # Zeros: attention multiplies masked values by 0, and 0 times a leftover NaN is NaN.
         return torch.zeros(shape, dtype=self.dtype or like.dtype, device=like.device)
 
 
@@ -107,15 +109,16 @@ class ModuleDecoder:
         self.copies: WeightCopies | None = None
         if dtype is not None and model.device.type == "cuda" and not sharded(model):
             self.copies = WeightCopies(model, dtype)
-        keeps = takes(model) & {"logits_to_keep", "kwargs"}
-        self.last_only = {"logits_to_keep": 1} if keeps else {}
+        # Logits of the last position only. A wrapper passes on any keyword.
+        takes = forward_parameters(model) & {"logits_to_keep", "kwargs"}
+        self.last_only = {"logits_to_keep": 1} if takes else {}
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
         if self.copies is None:
             yield
         else:
-            with self.copies.worn():
+            with self.copies.applied():
                 yield
 
     @property
@@ -123,15 +126,14 @@ class ModuleDecoder:
         return sum(x.nbytes for x in (*self.cache.keys.values(), *self.cache.values.values()))
 
     def prefill(self, ids: Tensor, slots: Tensor) -> None:
-        self.cache.where = slots
-        # Rows begin in the first column, so causal attention keeps all from the padding.
+        self.cache.prefill_slots = slots
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         self._logits(ids, positions)
-        self.cache.where = None
+        self.cache.prefill_slots = None
 
     def step(self, tokens: Tensor, positions: Tensor, reach: int | None) -> Tensor:
         slots = torch.arange(len(positions), device=positions.device)
-        self.cache.places, self.cache.reach = Places(positions, slots), reach
+        self.cache.at, self.cache.reach = Positions(positions, slots), reach
         return self._logits(tokens[:, None], positions[:, None])
 
     def move(self, source: Tensor, target: Tensor) -> None:
@@ -139,7 +141,7 @@ class ModuleDecoder:
             layer[target] = layer[source]
 
     def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
-        with _attending(self.model, self.cache):
+        with _slot_attention(self.model, self.cache):
             out = self.model(
                 input_ids=ids,
                 position_ids=positions,
@@ -151,39 +153,44 @@ class ModuleDecoder:
 
 
 class WeightCopies:
-    """The matrices of a model in the precision of autocast, which would cast them at every step.
+    """Copies of the matrices of a model in the precision of autocast.
 
-    Two bytes a weight, for many times that in traffic. Embeddings and norms stay as they are, as
-    they do under autocast, so the numbers are the same.
+    Autocast would cast them again at every step, and decoding is bound by memory traffic. The
+    copies cost two bytes per weight. Embeddings and norms stay as they are, as they do under
+    autocast, so the numbers are the same.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        places = [m._parameters for m in model.modules() if isinstance(m, nn.Linear | Conv1D)]
-        self.places = [(p, name) for p in places for name in p if p[name] is not None]
-        self.copies = [torch.empty_like(self._at(place), dtype=dtype) for place in self.places]
+        layers = [m for m in model.modules() if isinstance(m, nn.Linear | Conv1D)]
+        self.owners = [
+            (layer, name)
+            for layer in layers
+            for name, parameter in layer._parameters.items()
+            if parameter is not None
+        ]
+        self.copies = [
+            torch.empty_like(layer.get_parameter(name), dtype=dtype) for layer, name in self.owners
+        ]
 
     @contextlib.contextmanager
-    def worn(self) -> Iterator[None]:
-        """Put the copies, brought up to date, in the places of the weights for a while."""
-        originals = [self._at(place) for place in self.places]
+    def applied(self) -> Iterator[None]:
+        """Bring the copies up to date, and let the layers compute with them for a while."""
+        originals = [layer._parameters[name] for layer, name in self.owners]
         for copy, original in zip(self.copies, originals):
+            assert original is not None
             copy.copy_(original)
         try:
-            for (parameters, name), copy in zip(self.places, self.copies):
-                parameters[name] = cast(nn.Parameter, copy)
+            # Straight into `_parameters`: assignment would refuse what is no nn.Parameter.
+            for (layer, name), copy in zip(self.owners, self.copies):
+                layer._parameters[name] = cast(nn.Parameter, copy)
             yield
         finally:
-            for (parameters, name), original in zip(self.places, originals):
-                parameters[name] = original
-
-    def _at(self, place: tuple[dict[str, nn.Parameter | None], str]) -> nn.Parameter:
-        parameter = place[0][place[1]]
-        assert parameter is not None
-        return parameter
+            for (layer, name), original in zip(self.owners, originals):
+                layer._parameters[name] = original
 
 
 def sharded(model: nn.Module) -> bool:
-    """Whether weights come and go, so that nothing may remember where they are."""
+    """Whether FSDP gathers and frees the weights, so that their addresses change."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
@@ -198,16 +205,16 @@ def slot_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over slots, with the arguments that flash attention gets; out [B, P, H, D]."""
+    """Attention over slots, called by transformers like flash attention; returns [B, P, H, D]."""
     cache = _active.get()
-    softcap = softcap if cache.capped else None
+    softcap = softcap if cache.use_softcap else None
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    if cache.where is not None:
+    if cache.prefill_slots is not None:
         out = causal_attention(query, key, value, scale, sliding_window, softcap)
         return out.transpose(1, 2).contiguous(), None
-    assert cache.places is not None
+    assert cache.at is not None
     query = query[:, :, 0].to(key.dtype)
-    out = attend(query, key, value, cache.places, None, scale, sliding_window, softcap)
+    out = attend(query, key, value, cache.at, None, scale, sliding_window, softcap)
     return out[:, None], None
 
 
@@ -215,12 +222,13 @@ AttentionInterface.register(ATTENTION, slot_attention)
 
 
 @contextlib.contextmanager
-def _attending(model: Model, cache: SlotCache) -> Iterator[None]:
+def _slot_attention(model: Model, cache: SlotCache) -> Iterator[None]:
     """Let the model attend by `slot_attention`, over this cache, for a while."""
     config = model.config.get_text_config()
     before, token = config._attn_implementation, _active.set(cache)
-    # Some versions of transformers leave out soft caps under SDPA; training then has none either.
-    cache.capped = before != "sdpa"
+    # Some versions of transformers ignore soft caps under SDPA. Training then does without them,
+    # and sampling has to match it.
+    cache.use_softcap = before != "sdpa"
     config._attn_implementation = ATTENTION  # has no mask function, so no masks are built
     try:
         yield
@@ -236,11 +244,11 @@ def mismatch(
 ) -> float:
     """How far logits from slots are from those without a cache, relative to their spread.
 
-    Two short prompts in slots that are not their own rows, with one at rest between them.
+    Two short prompts in slots 2 and 0, with slot 1 at rest between them.
     """
     device, size = model.device, model.config.get_text_config().vocab_size
-    # From all over the vocabulary: its first tokens are often special and untrained, and what a
-    # model makes of those in bfloat16 can be rounding and little else.
+    # From all over the vocabulary: its first tokens are often special and untrained, and their
+    # logits in bfloat16 can be little but rounding.
     ids = (size // 3 + torch.arange(12, device=device).view(2, 6) * 7919) % size
     slots, last = torch.tensor([2, 0], device=device), torch.tensor([5, 3], device=device)
     rows = torch.arange(2, device=device)
@@ -255,6 +263,6 @@ def mismatch(
     return float((ours - whole).norm() / (whole - whole.mean()).norm())
 
 
-def takes(model: Model) -> set[str]:
-    """The names of what a model's forward takes; "kwargs" among them where it takes any."""
+def forward_parameters(model: Model) -> set[str]:
+    """The names of the parameters of a model's forward; "kwargs" where it takes any keyword."""
     return set(inspect.signature(type(model).forward).parameters)

@@ -1,4 +1,7 @@
-"""Triton kernels for `kernels.py`, where each is explained and has its plain twin."""
+"""Triton kernels for `kernels.py` and `continuous.sample`, where each has its plain twin.
+
+They round to the model's type wherever transformers does, so that sampling and training agree.
+"""
 
 # Triton reads these functions itself: annotations mark constants, and names are pointers.
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
@@ -6,21 +9,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from marlhf.rollout.continuous import State
+from marlhf.rollout.state import DecodeState
 
 
 @triton.jit
 def _add_norm(
     residual, delta, weight, out, eps, size: tl.constexpr, block: tl.constexpr, adds: tl.constexpr
 ):
+    # One program per token: it adds `delta` to the residual and normalises the sum.
     row = tl.program_id(0).to(tl.int64) * size
     column = tl.arange(0, block)
     inside = column < size
@@ -50,6 +51,7 @@ def add_norm(
 
 @triton.jit
 def _swiglu(gate_up, out, size: tl.constexpr, block: tl.constexpr):
+    # One program per token and block of columns; gates lie before the ups in each row.
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < size
@@ -89,6 +91,8 @@ def _rotate_and_store(
     block: tl.constexpr,
     normed: tl.constexpr,
 ):
+    # One program per token, over all its heads: queries, then keys, then values. Rotation mixes
+    # the two halves of a head, so they are loaded as `a` and `b`; values are only stored.
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
     slot = tl.load(slots + token)
@@ -101,9 +105,9 @@ def _rotate_and_store(
     stored = tl.load(first, inside, other=0.0)
     a = stored.to(tl.float32)
     b = tl.load(first + half, inside, other=0.0).to(tl.float32)
-    turn = inside & (head < queries + groups)
+    rotated = inside & (head < queries + groups)
     x, y = a, b
-    if normed:
+    if normed:  # Qwen 3 normalises each head of queries and keys
         squares = tl.sum(a * a, axis=1, keep_dims=True) + tl.sum(b * b, axis=1, keep_dims=True)
         scale = tl.rsqrt(squares / width + eps)
         is_query = head < queries
@@ -117,15 +121,15 @@ def _rotate_and_store(
     sin = tl.load(sines + position * width + column).to(tl.float32)
     x, y = x * cos - y * sin, y * cos + x * sin
     x, y = x.to(stored.dtype), y.to(stored.dtype)
-    tl.store(first, x, turn)
-    tl.store(first + half, y, turn)
-    place = slot * slot_stride + position * width + column
-    is_key = turn & (head >= queries)
-    key = keys + place + (head - queries) * head_stride
+    tl.store(first, x, rotated)
+    tl.store(first + half, y, rotated)
+    offset = slot * slot_stride + position * width + column
+    is_key = rotated & (head >= queries)
+    key = keys + offset + (head - queries) * head_stride
     tl.store(key, x, is_key)
     tl.store(key + half, y, is_key)
     is_value = inside & (head >= queries + groups)
-    value = values + place + (head - queries - groups) * head_stride
+    value = values + offset + (head - queries - groups) * head_stride
     tl.store(value, a.to(stored.dtype), is_value)
     tl.store(value + half, b.to(stored.dtype), is_value)
 
@@ -175,14 +179,16 @@ def _attend(
     query_stride,
     slot_stride,
     head_stride,
-    share: tl.constexpr,  # query heads a key head
-    rows: tl.constexpr,  # the same, as many as a matrix product needs
+    share: tl.constexpr,  # query heads per key head
+    rows: tl.constexpr,  # `share`, rounded up to what a matrix product needs
     width: tl.constexpr,
     block: tl.constexpr,
     window: tl.constexpr,  # 0 for none
     capped: tl.constexpr,
     precision: tl.constexpr,
 ):
+    # Flash decoding: one program per slot and key head, for all query heads that share it. It goes
+    # over the keys in blocks with an online softmax, and reads each key once.
     slot = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     last = tl.load(positions + slot)
@@ -198,32 +204,35 @@ def _attend(
     total = tl.zeros([rows, 1], tl.float32)
     mean = tl.zeros([rows, width], tl.float32)
     for start in range(begin // block * block, last + 1, block):
-        place = start + tl.arange(0, block)
-        seen = (place <= last) & (place >= begin)
-        at = place[:, None] * width + column[None, :]
-        k = tl.load(keys + base + at, seen[:, None], other=0.0)
-        v = tl.load(values + base + at, seen[:, None], other=0.0)
+        position = start + tl.arange(0, block)
+        visible = (position <= last) & (position >= begin)
+        at = position[:, None] * width + column[None, :]
+        k = tl.load(keys + base + at, visible[:, None], other=0.0)
+        v = tl.load(values + base + at, visible[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=precision) * scale
         if capped:
             tanh = 1 - 2 / (tl.exp(2 * scores / softcap) + 1)
             scores = softcap * tanh
-        scores = tl.where(seen[None, :], scores * 1.4426950408889634, -float("inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1, keep_dims=True))
-        weights = tl.exp2(scores - higher)
-        fade = tl.exp2(highest - higher)
-        total = total * fade + tl.sum(weights, axis=1, keep_dims=True)
-        mean = mean * fade + tl.dot(weights.to(v.dtype), v, input_precision=precision)
-        highest = higher
+        # In units of log2(e), as exp2 is what the hardware has.
+        scores = tl.where(visible[None, :], scores * 1.4426950408889634, -float("inf"))
+        # Sums so far are relative to the old maximum: rescale them to the new one.
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1, keep_dims=True))
+        weights = tl.exp2(scores - new_highest)
+        rescale = tl.exp2(highest - new_highest)
+        total = total * rescale + tl.sum(weights, axis=1, keep_dims=True)
+        mean = mean * rescale + tl.dot(weights.to(v.dtype), v, input_precision=precision)
+        highest = new_highest
     heads = tl.num_programs(1) * share
     target = out + (slot * heads + group * share + row) * width + column[None, :]
     tl.store(target, (mean / total).to(out.dtype.element_ty), row < share)
 
 
 BLOCK, WARPS, STAGES = 64, 4, 2
-"""Keys at a time, and how `_attend` is laid out: what measured best."""
+"""Keys per block, warps and pipeline stages of `_attend`: the fastest of those measured."""
 
 
 def can_attend(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether `_attend` can index these tensors: heads of 16 to 256, a power of two."""
     width = query.shape[-1]
     alike = keys.shape[-1] == values.shape[-1] == width and keys.stride() == values.stride()
     return 16 <= width <= 256 and width & (width - 1) == 0 and alike
@@ -286,6 +295,8 @@ def _sample(
     blocks: tl.constexpr,
     ends_block: tl.constexpr,
 ):
+    # One program per slot, three passes over its logits in blocks: their maximum, the weight of
+    # each block, and the token within the block that the random number falls into.
     slot = tl.program_id(0).to(tl.int64)
     row = logits + slot * size
     column = tl.arange(0, block)
@@ -304,6 +315,8 @@ def _sample(
     total = tl.max(edges, axis=0)
     step = tl.load(steps + slot)
     target = tl.load(uniform + slot * (length + 1) + step) * total
+    # The first block whose cumulative weight exceeds the target. Rounding may leave none: then the
+    # last one with any weight. The same within the block.
     beyond = (edges > target) & (sums > 0)
     last = tl.max(tl.where(sums > 0, which, 0), axis=0)
     chosen = tl.minimum(tl.min(tl.where(beyond, which, blocks), axis=0), last)
@@ -318,10 +331,11 @@ def _sample(
     logit = tl.max(tl.where(column == inner, x, -float("inf")), axis=0)
     logprob = (logit - top).to(tl.float64) - tl.log(total)
 
+    # The bookkeeping of `continuous.sample`: slots at rest write to the dummy column.
     alive = tl.load(running + slot) != 0
-    place = slot * (length + 1) + tl.where(alive, step, length)
-    tl.store(out_tokens + place, token)
-    tl.store(out_logprobs + place, logprob.to(tl.float32))
+    offset = slot * (length + 1) + tl.where(alive, step, length)
+    tl.store(out_tokens + offset, token)
+    tl.store(out_logprobs + offset, logprob.to(tl.float32))
     step += alive.to(tl.int64)
     end = tl.arange(0, ends_block)
     ending = tl.load(ends + end, end < num_ends, other=-1) == token
@@ -333,12 +347,18 @@ def _sample(
     tl.store(positions + slot, tl.where(alive, position + 1, 0))
 
 
-def sample(logits: Tensor, state: State, ends: Tensor, temperature: float) -> None:
+def sample(logits: Tensor, state: DecodeState, ends: Tensor, temperature: float) -> None:
     slots, size = logits.shape
     block = min(4096, triton.next_power_of_2(size))
     _sample[(slots,)](
         logits.contiguous(),
-        *state.tensors,
+        state.uniform,
+        state.tokens,
+        state.positions,
+        state.steps,
+        state.running,
+        state.out_tokens,
+        state.out_logprobs,
         ends,
         temperature,
         state.length,

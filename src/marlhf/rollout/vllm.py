@@ -1,10 +1,10 @@
-"""Sampling by vLLM, in this process (`VLLMEngine`); `vllm_server.py` has the other way.
+"""Sampling by vLLM: what its two engines share, and vLLM in this process (`VLLMEngine`).
 
 vLLM has a copy of the policy, so weights have to be sent. `update_weights` only notes that they
-have changed, and the next `generate` sends them: once, however many updates there were, and after
-a checkpoint was loaded too. A policy whose shards are gathered for sampling is whole then.
+have changed, and the next `generate` sends them: once, however many updates there were, and also
+after a checkpoint was loaded. A sharded policy is gathered for sampling, so it is whole then.
 
-That the copy is the policy is not taken on trust: the log-probs of one response of every batch are
+Whether the copy really is the policy is checked: the log-probs of one response of every batch are
 compared with those of the policy itself.
 """
 
@@ -31,29 +31,29 @@ from marlhf.models.forward import Sequences, token_stats
 from marlhf.rollout.engine import Rollout, Sampling
 from marlhf.rollout.plain import check_prompts
 
-FAR = 0.25
-"""Nats a token between vLLM's log-probs and the policy's that no rounding explains."""
-NEAR = 0.02
-"""Nats a token that rounding may explain, in bfloat16."""
-QUIET = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # weights can then be handed over where they are
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or else training is bound to vLLM's cores
+MAX_GAP = 0.25
+"""Nats per token between vLLM's log-probs and the policy's that rounding cannot explain."""
+ROUNDING_GAP = 0.02
+"""Nats per token that rounding in bfloat16 may explain."""
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that weights need not leave the process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else training is bound to vLLM's cores
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-"""vLLM's settings for life in a training process, unless the environment has others."""
+"""vLLM's settings inside a training process, unless the environment has others."""
 
 
 class RolloutError(MarlhfError, ValueError):
     """vLLM cannot sample, with what to do about it."""
 
 
-class Answer(NamedTuple):
+class Completion(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
 
 
 class VLLM(ABC):
-    """What both have in common: when weights are sent, and what log-probs are."""
+    """What both engines share: when weights are sent, and what log-probs are."""
 
     where = "vLLM"
     max_length: int
@@ -72,7 +72,7 @@ class VLLM(ABC):
         self.token_budget = token_budget
         self.precision: Precision = precision
         self.stale = policy is not None
-        self.left_out: set[str] = set()  # weights not to send
+        self.skipped: set[str] = set()  # weights not to send
 
     def update_weights(self, model: nn.Module) -> None:
         """Sample from this model from now on, as it is when it next samples."""
@@ -82,78 +82,83 @@ class VLLM(ABC):
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
     ) -> Rollout:
-        """Sample one response a prompt; repeat a prompt, with another seed, for several."""
+        """Sample one response per prompt; repeat a prompt, with another seed, for several."""
         check_prompts(prompts, seeds)
-        self._check_room(prompts, sampling)
+        self._check_lengths(prompts, sampling)
         if self.stale:
-            self._push()
-        # vLLM's log-probs are of the tokens that top-k and top-p leave; ours are of all.
-        bent = sampling.truncated and sampling.temperature > 0
+            self._update()
+        # With top-k or top-p vLLM's log-probs are of the truncated distribution; a rollout's are
+        # of the whole one, so the policy has to compute them.
+        truncated = sampling.truncated and sampling.temperature > 0
         whole = replace(sampling, top_k=0, top_p=1.0)
         if self.policy is None:
-            if bent:
+            if truncated:
                 raise RolloutError(
                     "vLLM gives no log-probs of the whole distribution with top_k or top_p, so "
                     "they are the policy's, and there is none. Leave these out, or give a policy."
                 )
-            return self._rollout(self._ask(prompts, whole, seeds))
-        answers = self._ask(prompts, sampling if bent else whole, seeds)
-        if not bent:
-            self._verify(prompts[0], answers[0], sampling.scale)
-            return self._rollout(answers)
+            return self._rollout(self._complete(prompts, whole, seeds))
+        if not truncated:
+            completions = self._complete(prompts, whole, seeds)
+            self._verify(prompts[0], completions[0], sampling.scale)
+            return self._rollout(completions)
+        completions = self._complete(prompts, sampling, seeds)
+        # Truncated log-probs cannot be compared with the policy's, so a short response without
+        # truncation is sampled for the check.
         short = replace(whole, max_new_tokens=min(16, sampling.max_new_tokens))
-        self._verify(prompts[0], self._ask(prompts[:1], short, seeds[:1])[0], sampling.scale)
-        responses = [answer.tokens for answer in answers]
+        [check] = self._complete(prompts[:1], short, seeds[:1])
+        self._verify(prompts[0], check, sampling.scale)
+        responses = [completion.tokens for completion in completions]
         logprobs = self._policy_logprobs(prompts, responses, sampling.scale)
-        return replace(self._rollout(answers), logprobs=logprobs)
+        return replace(self._rollout(completions), logprobs=logprobs)
 
     @abstractmethod
-    def _ask(
+    def _complete(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
-    ) -> list[Answer]:
+    ) -> list[Completion]:
         """vLLM's own tokens and log-probs."""
 
     @abstractmethod
-    def _send(self) -> None:
+    def _send_weights(self) -> None:
         """Give vLLM the weights of the policy."""
 
-    def _push(self) -> None:
-        """Give vLLM the weights, tied ones under each of their names.
+    def _update(self) -> None:
+        """Send the weights, tied ones under each of their names.
 
-        A head that is not named stays as it was in most families, without a word; others (Gemma 2)
-        have no head of their own, and refuse the name.
+        In most families vLLM silently keeps an old output head that is not sent under its own
+        name; others (Gemma 2) have no such weight and refuse the name.
         """
         try:
-            self._send()
+            self._send_weights()
         except RolloutError:
             tied = _tied_names(self.policy)
-            if self.left_out or not tied:
+            if self.skipped or not tied:
                 raise
-            self.left_out = tied
-            self._send()
+            self.skipped = tied
+            self._send_weights()
         self.stale = False
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights in the type that vLLM is to compute in."""
+        """The policy's weights in the type in which vLLM computes."""
         model, dtype = self.policy, self._dtype(self.policy)
         plain = merged_tensors(model) if isinstance(model, View) else model.state_dict().items()
         for name, tensor in plain:
-            if name not in self.left_out:
+            if name not in self.skipped:
                 yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def _dtype(self, policy: Model) -> torch.dtype:
         bf16 = computes_in_bfloat16(policy.device, self.precision)
         return torch.bfloat16 if bf16 else torch.float32
 
-    def _rollout(self, answers: list[Answer]) -> Rollout:
-        if empty := [i for i, answer in enumerate(answers) if not answer.tokens]:
+    def _rollout(self, completions: list[Completion]) -> Rollout:
+        if empty := [i for i, each in enumerate(completions) if not each.tokens]:
             raise RolloutError(f"{self.where} gave no tokens for the prompts {empty}.")
-        width = max(len(answer.tokens) for answer in answers)
-        padded = [[*a.logprobs, *[0.0] * (width - len(a.tokens))] for a in answers]
-        ended = [answer.tokens[-1] in self.end_tokens for answer in answers]
+        width = max(len(each.tokens) for each in completions)
+        padded = [[*each.logprobs, *[0.0] * (width - len(each.tokens))] for each in completions]
+        ended = [each.tokens[-1] in self.end_tokens for each in completions]
         device = "cpu" if self.policy is None else self.policy.device
         return Rollout(
-            [answer.tokens for answer in answers],
+            [each.tokens for each in completions],
             torch.tensor(padded, device=device),
             torch.tensor(ended, device=device),
         )
@@ -169,38 +174,38 @@ class VLLM(ABC):
         for rows in token_budget_batches(sequences.total_lengths, self.token_budget):
             part = sequences.rows(rows)
             with autocast(device, self.precision):
-                found = token_stats(self.policy, part, temperature).logprobs
-            logprobs[torch.tensor(rows, device=device), : found.shape[1]] = found
+                computed = token_stats(self.policy, part, temperature).logprobs
+            logprobs[torch.tensor(rows, device=device), : computed.shape[1]] = computed
         return logprobs
 
-    def _verify(self, prompt: Sequence[int], answer: Answer, temperature: float) -> None:
-        """Refuse to go on if vLLM has other weights, another model, or other log-probs."""
-        theirs = torch.tensor(answer.logprobs)
+    def _verify(self, prompt: Sequence[int], completion: Completion, temperature: float) -> None:
+        """Refuse vLLM if it has other weights, another model, or other log-probs."""
+        theirs = torch.tensor(completion.logprobs)
 
-        def gap(at: float) -> float:
-            ours = self._policy_logprobs([prompt], [answer.tokens], at)[0].cpu()
+        def mean_gap(at: float) -> float:
+            ours = self._policy_logprobs([prompt], [completion.tokens], at)[0].cpu()
             return float((ours - theirs).abs().mean())
 
-        far = gap(temperature)
-        if temperature != 1 and far > NEAR and gap(1.0) < far / 4:
+        gap = mean_gap(temperature)
+        if temperature != 1 and gap > ROUNDING_GAP and mean_gap(1.0) < gap / 4:
             raise RolloutError(
                 f"{self.where} gives log-probs at temperature 1 where {temperature} was sampled "
                 "at. Start it with --logprobs-mode processed_logprobs."
             )
-        if not far <= FAR:  # nor NaN
+        if not gap <= MAX_GAP:  # true for NaN, too
             raise RolloutError(
                 f"{self.where} does not sample from the policy: their log-probs differ by "
-                f"{far:.2g} a token. Is it the same model, from the same folder? Start it anew "
+                f"{gap:.2g} per token. Is it the same model, from the same folder? Restart it "
                 "from there; if that does not help, vLLM computes this model in another way, so "
                 "set engine: native."
             )
 
-    def _check_room(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+    def _check_lengths(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
         longest = max(map(len, prompts))
         if longest + sampling.max_new_tokens > self.max_length:
             raise RolloutError(
                 f"A prompt of {longest} tokens and max_new_tokens of {sampling.max_new_tokens} "
-                f"are more than the {self.max_length} that {self.where} takes. Shorten either, "
+                f"are more than the {self.max_length} that {self.where} accepts. Shorten either, "
                 "raise vllm_memory, or start the server with a larger --max-model-len."
             )
 
@@ -223,6 +228,7 @@ class VLLMEngine(VLLM):
         policy = None if isinstance(source, str) else source
         super().__init__(policy, end_tokens, pad_id, token_budget, precision)
         self.vllm = _import_vllm()
+        # For families that it lacks, vLLM patches transformers' classes: notice that below.
         modules = () if policy is None else policy.modules()
         calls = {kind: kind.__call__ for kind in map(type, modules)}
         settings: dict[str, Any] = {
@@ -232,6 +238,7 @@ class VLLMEngine(VLLM):
             "max_model_len": -1,  # as long as the model's positions and the memory allow
             "disable_log_stats": True,
         }
+        # vLLM seeds torch's generators; training goes on with its own.
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices), tempfile.TemporaryDirectory() as folder:
             if policy is not None:
@@ -249,14 +256,14 @@ class VLLMEngine(VLLM):
                 ) from error
         if any(kind.__call__ is not call for kind, call in calls.items()):
             raise RolloutError(
-                "vLLM has no code of its own for this model: it took over transformers', which the "
-                "policy needs as it was. Set engine: native, or run vLLM as a server."
+                "vLLM has no code of its own for this model and changed that of transformers, "
+                "which the policy needs unchanged. Set engine: native, or run vLLM as a server."
             )
         self.max_length = self.llm.model_config.max_model_len
 
-    def _ask(
+    def _complete(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
-    ) -> list[Answer]:
+    ) -> list[Completion]:
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         params = [
             self.vllm.SamplingParams(
@@ -264,15 +271,17 @@ class VLLMEngine(VLLM):
             )
             for seed in seeds
         ]
-        answers = []
+        completions = []
         for request in self.llm.generate(inputs, params, use_tqdm=False):
             output = request.outputs[0]
             tokens = list(output.token_ids)
-            found = [at[token].logprob for at, token in zip(output.logprobs, tokens, strict=True)]
-            answers.append(Answer(tokens, found))
-        return answers
+            # Each position maps tokens to log-probs.
+            positions = zip(output.logprobs, tokens, strict=True)
+            logprobs = [position[token].logprob for position, token in positions]
+            completions.append(Completion(tokens, logprobs))
+        return completions
 
-    def _send(self) -> None:
+    def _send_weights(self) -> None:
         try:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._weights()})
         except Exception as error:
@@ -281,12 +290,12 @@ class VLLMEngine(VLLM):
                 f"{short(error)}). Use vLLM 0.32 or newer; if that does not help, it knows this "
                 "model by other names, so set engine: native."
             ) from error
-        if not self.llm.reset_prefix_cache():  # else prompts are read with the old weights
-            raise RolloutError("vLLM did not forget the prompts that it read with older weights.")
+        if not self.llm.reset_prefix_cache():  # it holds keys and values of the old weights
+            raise RolloutError("vLLM did not clear the prefix cache of its old weights.")
 
 
 def fields(sampling: Sampling, end_tokens: list[int]) -> dict[str, Any]:
-    """Sampling as vLLM calls it. What ends a response is ours to say, not the model's files'."""
+    """Sampling in vLLM's terms. Our end tokens count, not those in the model's files."""
     return {
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
@@ -298,7 +307,7 @@ def fields(sampling: Sampling, end_tokens: list[int]) -> dict[str, Any]:
 
 
 def _import_vllm() -> Any:
-    for name, value in QUIET.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
         return importlib.import_module("vllm")
@@ -313,22 +322,22 @@ def _import_vllm() -> Any:
 
 
 def _tied_names(policy: Model) -> set[str]:
-    """Names of weights that have another name as well, under which they come first."""
+    """The second names of tied weights."""
     module = policy.module if isinstance(policy, View) else policy
-    every = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    return every - {name for name, _ in module.named_parameters()}
+    all_names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return all_names - {name for name, _ in module.named_parameters()}
 
 
 def _write_config(policy: Model, folder: str) -> None:
-    """What vLLM has to know of a model before it gets its weights."""
+    """Write what vLLM needs to build the model before it gets the weights."""
     module = policy.module if isinstance(policy, View) else policy
     config = copy.deepcopy(module.config)
     config.architectures = [type(module).__name__]
-    config.__dict__.pop("quantization_config", None)  # adapters go there merged
+    config.__dict__.pop("quantization_config", None)  # adapters are sent merged
     config.save_pretrained(folder)
 
 
 def short(cause: object) -> str:
-    """The first line of a message, or as much of it as anyone reads."""
+    """The first line of a message, at most 300 characters."""
     lines = str(cause).strip().splitlines()
     return lines[0][:300].rstrip(".") if lines else type(cause).__name__

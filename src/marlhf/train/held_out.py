@@ -12,7 +12,7 @@ from marlhf.configs.rl import RLConfig
 from marlhf.data.encode import decode
 from marlhf.data.toy import gold_score
 from marlhf.models.base import Tokenizer
-from marlhf.rollout.measure import repetition
+from marlhf.rollout.repetition import repetition
 from marlhf.runs.write import RunError
 from marlhf.train.experience import Credit, Experience, rollout_and_score
 from marlhf.train.loop import Loop

@@ -1,4 +1,4 @@
-from marlhf.rollout.measure import repetition
+from marlhf.rollout.repetition import repetition
 
 
 def test_repetition_by_hand():

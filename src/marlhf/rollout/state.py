@@ -1,0 +1,78 @@
+"""Where each slot of the cache is in its response. Axes: S slots, R response tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DecodeState:
+    """One entry per slot, on the device.
+
+    CUDA graphs replay on fixed addresses, so the tensors are only ever written in place.
+    """
+
+    # Column R is a dummy: slots at rest read and write there, so a step needs no branches.
+    uniform: Tensor  # [S, R + 1], float64, the random number of each response token
+    tokens: Tensor  # [S], the next to feed
+    positions: Tensor  # [S], its position in prompt and response
+    steps: Tensor  # [S], response tokens so far
+    running: Tensor  # [S], bool
+    out_tokens: Tensor  # [S, R + 1]
+    out_logprobs: Tensor  # [S, R + 1]
+
+    @classmethod
+    def empty(cls, slots: int, length: int, device: torch.device) -> DecodeState:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            uniform=zeros(slots, length + 1, dtype=torch.float64),
+            tokens=zeros(slots),
+            positions=zeros(slots),
+            steps=zeros(slots),
+            running=zeros(slots, dtype=torch.bool),
+            out_tokens=zeros(slots, length + 1),
+            out_logprobs=zeros(slots, length + 1, dtype=torch.float32),
+        )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(vars(self).values())
+
+    @property
+    def slots(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def length(self) -> int:
+        """The longest response."""
+        return self.uniform.shape[1] - 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens.device
+
+    def first(self, slots: int) -> DecodeState:
+        """A view of the first slots."""
+        if slots == self.slots:
+            return self
+        return DecodeState(**{name: tensor[:slots] for name, tensor in vars(self).items()})
+
+    def begin(self, slots: Tensor, tokens: Tensor, positions: Tensor, uniform: Tensor) -> None:
+        """Start new responses in some slots: all arguments have one entry per slot."""
+        self.tokens[slots] = tokens
+        self.positions[slots] = positions
+        self.steps[slots] = 0
+        self.running[slots] = True
+        self.uniform[slots, : self.length] = uniform
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy some slots onto others, and put the first to rest."""
+        for tensor in self.tensors:
+            tensor[target] = tensor[source]
+        self.running[source] = False
+        self.positions[source] = 0
