@@ -13,11 +13,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from marlhf.config import load_recipe
+from marlhf.intervals import Curve, score_at_kl
 from marlhf.runs.read import Evaluation, Run
 from marlhf.train.sft import SFTConfig
 
@@ -33,7 +35,7 @@ from evidence.claims import _pooled
 from evidence.data import prepare
 from evidence.jobs import Job, all_jobs, chosen_rate
 from evidence.pack import pack, unpack
-from evidence.results import Method, ahead_at, first_step, score_at, speed, steps_to, win_rate
+from evidence.results import Method, ahead_at, first_step, speed, steps_to, win_rate
 from evidence.schedule import Schedule, is_done, mark_done
 from evidence.settings import Settings, keep
 
@@ -162,13 +164,14 @@ def test_other_settings_in_the_same_folder_are_refused(settings):
 
 
 def test_numbers_by_hand():
-    scores, kls = torch.tensor([0.0, 0.5, 1.0]).numpy(), torch.tensor([0.0, 2.0, 6.0]).numpy()
-    assert first_step([0, 10, 20], scores, 0.5) == 10
-    assert first_step([0, 10, 20], scores, 1.5) == float("inf")
-    assert score_at(scores, kls, 4.0) == pytest.approx(0.75)
+    columns = [0.0, 10.0, 20.0], [0.0, 5.0, 9.0], [0.0, 0.5, 1.0], [0.0, 2.0, 6.0]
+    whole = Curve(*(np.array([column]) for column in columns))
+    assert first_step(whole, 0.5) == 10
+    assert first_step(whole, 1.5) == float("inf")
+    assert score_at_kl(whole.scores, whole.kls, 4.0) == pytest.approx(0.75)
     ours = [{"key": str(i), "scores": {"gold": g}} for i, g in enumerate((1, 2, 3, 4))]
     theirs = [{"key": str(i), "scores": {"gold": g}} for i, g in enumerate((0, 1, 3, 3))]
-    assert win_rate([ours], theirs, "gold").share == 1.0  # 3.5 of 4, as Wilson counts whole ones
+    assert win_rate([ours], theirs, "gold").mean == 1.0  # 3.5 of 4, as Wilson counts whole ones
 
 
 def curve(name: str, pace: float, kl_pace: float) -> Method:
@@ -183,13 +186,15 @@ def curve(name: str, pace: float, kl_pace: float) -> Method:
             )
             for step in range(0, 101, 10)
         ]
-        runs.append(Run(Path(name), f"{name}-s{seed}", "ppo", seed=seed, evaluations=evaluations))
+        evals = [{"step": e.step, "eval/score": e.scores[0]} for e in evaluations]
+        about = {"seed": seed, "evals": evals, "evaluations": evaluations}
+        runs.append(Run(Path(name), f"{name}-s{seed}", "ppo", **about))
     return Method(name, runs, [])
 
 
 def test_speed_and_equal_kl_are_told_apart():
     base, fast = curve("ppo", 0.0125, 0.1), curve("n5-mean", 0.025, 0.2)
-    middle, low, high = speed(base, fast)
+    middle, low, high, _ = speed(base, fast)
     assert low >= 1.5  # at 80 and at 40, read every 10 steps
     assert high <= 2.5
     assert low <= middle <= high

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
@@ -15,7 +15,7 @@ from evidence.results import (
     speed,
     win_rate,
 )
-from marlhf.intervals import paired_difference
+from marlhf.intervals import Interval, mean, paired_difference
 
 CONTROLLED = ("n5-sum", "n5-mean", "n5-split", "n5-start", "n5-short", "ppo-weak", "ppo-horizon")
 """Macro actions, and PPO with what else they change: the KL penalty, and how far ahead it looks."""
@@ -37,9 +37,9 @@ class Claim:
         return [self.says, self.verdict, self.because]
 
 
-def sign(low: float, high: float, at: float = 0.0) -> bool | None:
-    """Above, below, or neither for sure; what is not a number is neither."""
-    return True if low > at else False if high < at else None
+def sign(value: Interval, at: float = 0.0) -> bool | None:
+    """Above or below for sure; None where the interval includes `at`, or there is none."""
+    return True if value.low > at else False if value.high < at else None
 
 
 def claims(results: Results) -> list[Claim]:
@@ -80,10 +80,8 @@ def _higher(results: Results, base: Method, have: dict[str, Method]) -> list[Cla
         if name in have:
             ours, theirs = (results.by_prompt(m.answers, "reward") for m in (have[name], base))
             change = paired_difference(theirs, ours)
-            found[name] = sign(change.low, change.high)
-            words.append(
-                f"{have[name].label}: {_range(change[:3])}{_seeds(results, base, have[name])}"
-            )
+            found[name] = sign(change)
+            words.append(f"{have[name].label}: {_range(change)}{_seeds(results, base, have[name])}")
     if not found:
         return []
     verdict = _pooled(found, have, base)
@@ -104,8 +102,8 @@ def _seeds(results: Results, base: Method, method: Method) -> str:
 
 def _faster(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
     def told(method: Method) -> tuple[bool | None, str]:
-        middle, low, high = speed(base, method)
-        return sign(low, high, 1.0), _times(middle, low, high)
+        times = speed(base, method)
+        return sign(times, 1.0), _times(times)
 
     says = "Macro actions reach PPO's final score 1.7 to 2 times as fast"
     because = "to nine tenths of its gain, fewer steps than PPO by a factor of:"
@@ -115,8 +113,8 @@ def _faster(results: Results, base: Method, have: dict[str, Method]) -> list[Cla
 def _frontier(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
     def told(method: Method) -> tuple[bool | None, str]:
         level = common_kl(base, method)
-        middle, low, high = ahead_at(base, method, level)
-        return sign(low, high), f"{_range((middle, low, high))} at KL {level:.1f}"
+        ahead = ahead_at(base, method, level)
+        return sign(ahead), f"{_range(ahead)} at KL {level:.1f}"
 
     says = "The gain is more than a weaker KL penalty: a higher score at equal KL"
     because = "validation score over PPO's where both first pass the KL:"
@@ -129,7 +127,7 @@ def _objective(results: Results, base: Method, have: dict[str, Method]) -> list[
     def told(method: Method) -> tuple[bool | None, str]:
         ours, theirs = (results.objective(m.answers) for m in (method, base))
         change = paired_difference(theirs, ours)
-        return sign(change.low, change.high), _range(change[:3])
+        return sign(change), _range(change)
 
     says = "(Ours) Macro actions end higher in what all are trained for, score \u2212 beta KL"
     because = "test prompts, over PPO's, with one beta for all:"
@@ -175,10 +173,10 @@ def _farther(results: Results, base: Method, have: dict[str, Method]) -> list[Cl
 def _over(says: str, method: Method, other: Method) -> Claim:
     """One method beside another at equal KL."""
     level = common_kl(method, other)
-    middle, low, high = ahead_at(other, method, level)
+    ahead = ahead_at(other, method, level)
     where = f"{method.label} over {other.label} where both first pass KL {level:.1f}"
-    verdict = _told(SURE[sign(low, high)], method, other)
-    return Claim(says, verdict, f"{where}: {_range((middle, low, high))}")
+    verdict = _told(SURE[sign(ahead)], method, other)
+    return Claim(says, verdict, f"{where}: {_range(ahead)}")
 
 
 def _gold(results: Results, base: Method, have: dict[str, Method]) -> list[Claim]:
@@ -188,10 +186,10 @@ def _gold(results: Results, base: Method, have: dict[str, Method]) -> list[Claim
             continue
         pairs = product(have[name].answers, base.answers)  # each seed beside each
         rates = [win_rate([ours], theirs, "gold") for ours, theirs in pairs]
-        share, low, high = (sum(x[i] for x in rates) / len(rates) for i in range(3))
+        share = Interval(*(mean([rate[i] for rate in rates]) for i in range(3)), size=len(rates))
         says = f"{have[name].label} is preferred to PPO by a judge that did not train it"
-        because = f"win rate by the second reward model {_percent(share, low, high)}"
-        verdict = _told(SURE[sign(low, high, 0.5)], have[name], base)
+        because = f"win rate by the second reward model {share.text('{:.1%}'.format)}"
+        verdict = _told(SURE[sign(share, 0.5)], have[name], base)
         made.append(Claim(says, verdict, because))
     return made
 
@@ -207,8 +205,8 @@ def _rules(results: Results, base: Method, have: dict[str, Method]) -> list[Clai
             )
             change = paired_difference(ours, fixed)
             says = f"On TL;DR the fixed n-gram is above the {have[name].label}"
-            because = f"test score of n = 5 over it: {_range(change[:3])}"
-            verdict = _told(SURE[sign(change.low, change.high)], have[name], have["n5-sum"])
+            because = f"test score of n = 5 over it: {_range(change)}"
+            verdict = _told(SURE[sign(change)], have[name], have["n5-sum"])
             made.append(Claim(says, verdict, because))
     return made
 
@@ -219,24 +217,17 @@ def _baselines(results: Results, base: Method, have: dict[str, Method]) -> list[
         if name in have:
             ours, theirs = (results.by_prompt(m.answers, "reward") for m in (have[name], base))
             change = paired_difference(ours, theirs)
-            because = f"test score of PPO over it: {_range(change[:3])}"
-            verdict = _told(SURE[sign(change.low, change.high)], have[name], base)
+            because = f"test score of PPO over it: {_range(change)}"
+            verdict = _told(SURE[sign(change)], have[name], base)
             made.append(Claim(f"{have[name].label} ends below PPO", verdict, because))
     return made
 
 
-def _range(numbers: Sequence[float]) -> str:
-    middle, low, high = numbers
-    if math.isnan(middle):
+def _range(value: Interval) -> str:
+    if math.isnan(value.mean):
         return "not measured"
-    return f"{middle:+.2f} [{low:+.2f}, {high:+.2f}]".replace("-", "\u2212")
+    return value.text("{:+.2f}".format).replace("-", "\u2212")
 
 
-def _times(middle: float, low: float, high: float) -> str:
-    if middle == 0:
-        return "does not reach it"
-    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def _percent(share: float, low: float, high: float) -> str:
-    return f"{share:.1%} [{low:.1%}, {high:.1%}]"
+def _times(value: Interval) -> str:
+    return "does not reach it" if value.mean == 0 else value.text("{:.2f}".format)

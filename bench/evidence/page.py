@@ -210,7 +210,7 @@ def _scores(results: Results, methods: Sequence[Method]) -> str:
             kl = kl_bound(8)
         aim = "" if label == LABELS["best-of-8"] else _mean(interval(results.objective(answers)))
         wins = [win_rate(answers, results.sft, judge) for judge in ("reward", "gold")]
-        shown = ["", ""] if label == "SFT" else [_share(*win) for win in wins]
+        shown = ["", ""] if label == "SFT" else [_share(*win[:3]) for win in wins]
         rest = [f"{measure(answers, 'length'):.1f}", f"{measure(answers, 'repetition'):.1%}"]
         ended = f"{measure(answers, 'ended'):.0%}"
         seeds = str(len(answers))
@@ -239,9 +239,9 @@ def _equal_kl(methods: Sequence[Method]) -> str:
         beside = ""
         if base is not None and method is not base:
             level = common_kl(base, method)
-            middle, low, high = ahead_at(base, method, level)
-            if not math.isnan(middle):
-                beside = f"{middle:+.2f} [{low:+.2f}, {high:+.2f}] at {level:.1f}"
+            ahead = ahead_at(base, method, level)
+            if not math.isnan(ahead.mean):
+                beside = f"{ahead.text('{:+.2f}'.format)} at {level:.1f}"
         rows.append([method.label, *shown, beside.replace("-", "\u2212")])
     header = ["score where the KL first passes", *map(str, LEVELS), "over PPO at a common KL"]
     note = (
@@ -266,7 +266,8 @@ def _pace(results: Results, methods: Sequence[Method]) -> str:
         row = [method.label]
         for steps in (most, all_of_it):
             row.append(_reached(steps, "{:.0f}"))
-            row += [_reached([x * second for x in steps], "{:.0f} s")] if results.timing else []
+            if results.timing:
+                row.append(_reached(steps, "{:.0f} s", times=second))
         rows.append(row)
     seconds = ["seconds"] if results.timing else []
     header = ["", "steps to nine tenths", *seconds, "steps to PPO's final score", *seconds]
@@ -306,11 +307,10 @@ def _critics(results: Results, methods: Sequence[Method]) -> str:
     return f"## Critics\n\n{table(header, rows)}\n\n{note}"
 
 
-def _reached(numbers: Sequence[float], form: str) -> str:
-    if math.isinf(numbers[0]):
+def _reached(steps: Interval, form: str, times: float = 1.0) -> str:
+    if math.isinf(steps.mean):
         return "not reached"
-    middle, low, high = ("never" if math.isinf(x) else form.format(x) for x in numbers)
-    return f"{middle} [{low}, {high}]"
+    return steps.text(lambda x: "never" if math.isinf(x) else form.format(times * x))
 
 
 def _tried(results: Results) -> str:
@@ -432,7 +432,7 @@ def _small(results: Results, task: str) -> str:
             if not lines:
                 continue
             score = interval([(x["scores"]["reward"] - middle) / spread for x in lines])
-            wins = "" if label == "SFT" else _share(*win_rate([lines], sft, "reward"))
+            wins = "" if label == "SFT" else _share(*win_rate([lines], sft, "reward")[:3])
             rest = [f"{measure([lines], key):.1f}" for key in ("kl", "length")]
             rows.append([label, _mean(score), *rest, wins])
         header = ["", "score", "KL", "tokens", "wins over SFT"]
@@ -455,10 +455,7 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 def _mean(value: Interval) -> str:
-    shown = f"{value.mean:.2f}"
-    if math.isfinite(value.low):
-        shown += f" [{value.low:.2f}, {value.high:.2f}]"
-    return shown.replace("-", "\u2212")
+    return value.text("{:.2f}".format).replace("-", "\u2212")
 
 
 def _share(share: float, low: float, high: float) -> str:

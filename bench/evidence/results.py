@@ -15,14 +15,25 @@ import numpy as np
 from evidence.jobs import TEST_SEED, normaliser, read_jsonl
 from evidence.settings import Settings, read
 from evidence.timing import read_timing
-from marlhf.intervals import Interval, interval, mean_by_position
-from marlhf.judge.verdicts import Share, wilson
+from marlhf.intervals import (
+    NO_INTERVAL,
+    Curve,
+    CurveBootstrap,
+    Floats,
+    Interval,
+    first_reaching,
+    interval,
+    mean,
+    mean_by_position,
+    quantiles,
+    score_at_kl,
+    wilson,
+)
+from marlhf.report.comparison import seed_curve
 from marlhf.report.groups import Group
 from marlhf.runs.read import Run, read_run
 
 Line = dict[str, Any]
-Array = np.ndarray[Any, np.dtype[np.float64]]
-DRAWS = 1000
 SHARE = 0.9
 """Of PPO's final gain over SFT, what counts as having reached it."""
 LABELS = {
@@ -63,14 +74,14 @@ class Method:
         return bool(self.answers)
 
     @cached_property
-    def curves(self) -> dict[int, Array]:
+    def curves(self) -> dict[int, Floats]:
         """Scores of held-out prompts by step: [seeds, prompts], of steps that all seeds have."""
         each = [{e.step: e.scores for e in run.evaluations} for run in self.runs]
         shared = sorted(set.intersection(*map(set, each))) if each else []
         return {step: np.array([one[step] for one in each]) for step in shared}
 
     @cached_property
-    def kls(self) -> dict[int, Array]:
+    def kls(self) -> dict[int, Floats]:
         each = [{e.step: e.kl for e in run.evaluations if e.kl} for run in self.runs]
         shared = sorted(set.intersection(*map(set, each))) if each else []
         return {step: np.array([one[step] for one in each]) for step in shared}
@@ -153,11 +164,10 @@ def _key(line: Line) -> str:
 
 
 def measure(answers: Sequence[Sequence[Line]], key: str) -> float:
-    values = [float(line[key]) for lines in answers for line in lines if line.get(key) is not None]
-    return float(np.mean(values)) if values else math.nan
+    return mean([line[key] for lines in answers for line in lines if line.get(key) is not None])
 
 
-def win_rate(ours: Sequence[Sequence[Line]], theirs: Sequence[Line], judge: str) -> Share:
+def win_rate(ours: Sequence[Sequence[Line]], theirs: Sequence[Line], judge: str) -> Interval:
     """How often an answer scores above another to the same prompt, a tie counting half.
 
     Seeds share their prompts, so they are averaged and the interval is that of one set of prompts.
@@ -175,86 +185,56 @@ def groups(methods: Sequence[Method]) -> list[Group]:
     return [Group(method.label, method.runs, i) for i, method in enumerate(methods)]
 
 
-def draw(
-    methods: Sequence[Method], statistic: Callable[[list[Array], list[Array]], float], seed: int = 0
-) -> tuple[float, float, float]:
-    """Median and 95% interval of a statistic of methods' curves, over prompts and seeds.
-
-    Each draw takes prompts anew, the same for all methods, and each method's seeds. A statistic
-    takes a curve of scores and one of KL a method, [evaluations] each.
-    """
-    random = np.random.default_rng(seed)
-    prompts = min(len(x[0]) for m in methods for x in m.curves.values())
-    found: list[float] = []
-    stacks = [(np.stack(list(m.curves.values())), np.stack(list(m.kls.values()))) for m in methods]
-    for _ in range(DRAWS):
-        chosen = random.integers(prompts, size=prompts)
-        scores, kls = [], []
-        for score, kl in stacks:  # [evaluations, seeds, prompts]
-            seeds = random.integers(score.shape[1], size=score.shape[1])
-            scores.append(score[:, seeds][:, :, chosen].mean(axis=(1, 2)))
-            kls.append(kl[:, seeds][:, :, chosen].mean(axis=(1, 2)))
-        found.append(statistic(scores, kls))
-    known = [value for value in found if not math.isnan(value)]
-    if len(known) < 0.9 * DRAWS:  # mostly undefined, such as a KL that is seldom passed
-        return math.nan, math.nan, math.nan
-    low, middle, high = np.quantile(np.array(known), [0.025, 0.5, 0.975], method="nearest")
-    return float(middle), float(low), float(high)
+def draw(methods: Sequence[Method], statistic: Callable[[list[Curve]], Floats]) -> Interval:
+    """The median of a statistic of methods' curves, with its interval over prompts and seeds."""
+    bootstrap = CurveBootstrap([[seed_curve(run) for run in m.runs] for m in methods])
+    found = statistic(bootstrap.resampled)
+    if np.isnan(found).mean() > 0.1:  # mostly undefined, such as a KL that is seldom passed
+        return NO_INTERVAL
+    low, middle, high = quantiles(found, (0.025, 0.5, 0.975))
+    return Interval(middle, low, high, bootstrap.num_runs)
 
 
-def target_of(scores: Array, share: float) -> float:
+def target_of(curve: Curve, share: float) -> Floats:
     """A share of the gain from the start to the mean of the last three evaluations.
 
     Less than all of it, where curves are flat and noise would decide who is there first.
     """
-    return float(scores[0] + share * (scores[-3:].mean() - scores[0]))
+    start = curve.scores[:, 0]
+    return start + share * (curve.scores[:, -3:].mean(axis=1) - start)
 
 
-def first_step(steps: Sequence[int], scores: Array, target: float) -> float:
+def first_step(curve: Curve, target: Floats | float) -> Floats:
     """The first evaluation after the start at or above a score; infinity where there is none."""
-    above = np.flatnonzero(scores[1:] >= target)
-    return float(steps[above[0] + 1]) if len(above) else math.inf
+    after = Curve(*(x[:, 1:] for x in (curve.steps, curve.seconds, curve.scores, curve.kls)))
+    return first_reaching(after, target)[0]
 
 
-def score_at(scores: Array, kls: Array, level: float) -> float:
-    """The score where the KL first passes a level, read between evaluations; NaN if it never does.
-
-    As `marlhf.report.findings.score_at_kl`, for curves drawn anew.
-    """
-    above = np.flatnonzero(kls >= level)
-    if not len(above) or above[0] == 0:
-        return math.nan
-    i = above[0]
-    share = (level - kls[i - 1]) / (kls[i] - kls[i - 1])
-    return float(scores[i - 1] + share * (scores[i] - scores[i - 1]))
-
-
-def steps_to(base: Method, method: Method, share: float = SHARE) -> tuple[float, float, float]:
+def steps_to(base: Method, method: Method, share: float = SHARE) -> Interval:
     """Steps to a share of the base's final gain."""
-    steps = list(method.curves)
 
-    def statistic(scores: list[Array], kls: list[Array]) -> float:
-        return first_step(steps, scores[1], target_of(scores[0], share))
+    def statistic(curves: list[Curve]) -> Floats:
+        return first_step(curves[1], target_of(curves[0], share))
 
     return draw([base, method], statistic)
 
 
-def speed(base: Method, method: Method) -> tuple[float, float, float]:
+def speed(base: Method, method: Method) -> Interval:
     """How many times fewer steps the method takes to most of the base's gain than the base."""
-    own, theirs = list(base.curves), list(method.curves)
 
-    def statistic(scores: list[Array], kls: list[Array]) -> float:
-        target = target_of(scores[0], SHARE)
-        return first_step(own, scores[0], target) / first_step(theirs, scores[1], target)
+    def statistic(curves: list[Curve]) -> Floats:
+        target = target_of(curves[0], SHARE)
+        with np.errstate(invalid="ignore"):  # inf / inf is NaN: neither got there
+            return first_step(curves[0], target) / first_step(curves[1], target)
 
     return draw([base, method], statistic)
 
 
-def ahead_at(base: Method, method: Method, level: float) -> tuple[float, float, float]:
+def ahead_at(base: Method, method: Method, level: float) -> Interval:
     """How far the method's score is above the base's where both first pass a KL."""
 
-    def statistic(scores: list[Array], kls: list[Array]) -> float:
-        theirs, own = (score_at(s, k, level) for s, k in zip(scores, kls))
+    def statistic(curves: list[Curve]) -> Floats:
+        theirs, own = (score_at_kl(curve.scores, curve.kls, level) for curve in curves)
         return own - theirs
 
     return draw([base, method], statistic)

@@ -12,7 +12,8 @@ from marlhf.data import DataConfig, DataError
 from marlhf.evaluate import pass_at_k as module
 from marlhf.evaluate.eval_plan import EvaluationError
 from marlhf.evaluate.pass_at_k import LINES, Question, measure
-from marlhf.evaluate.pass_rates import bootstrap, pass_at_k, summarise
+from marlhf.evaluate.pass_rates import pass_at_k, summarise
+from marlhf.intervals import bootstrap_mean
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
 from marlhf.report.write import write_report
 from marlhf.reward.code import UnitTests, Verdict
@@ -74,11 +75,11 @@ def _choose(n, c):
 
 
 def test_the_interval_narrows_with_problems():
-    few, many = bootstrap([0.0, 1.0] * 5), bootstrap([0.0, 1.0] * 500)
+    few, many = bootstrap_mean([0.0, 1.0] * 5), bootstrap_mean([0.0, 1.0] * 500)
     assert few.mean == many.mean == 0.5
     assert few.low < many.low < 0.5 < many.high < few.high
     assert many.high - many.low == pytest.approx(2 * 1.96 * 0.5 / 1000**0.5, rel=0.1)
-    assert bootstrap([0.25] * 9)[:3] == (0.25, 0.25, 0.25)
+    assert bootstrap_mean([0.25] * 9)[:3] == (0.25, 0.25, 0.25)
 
 
 def test_difficulties_stand_apart_and_together():

@@ -21,7 +21,7 @@ from marlhf.judge import client as judge_client
 from marlhf.judge.compare import Prices, describe, judge
 from marlhf.judge.criteria import TASKS, Question
 from marlhf.judge.pairs import JudgeError, Response, find_responses, read_pairs
-from marlhf.judge.verdicts import summarise, wilson
+from marlhf.judge.verdicts import summarise
 from marlhf.report.sections.judged import judged
 
 pytest.importorskip("openai")
@@ -491,16 +491,6 @@ def test_mistakes_are_sentences(tmp_path, a, b, by, message):
     pair = [write(tmp_path / "a.jsonl", a), write(tmp_path / "b.jsonl", b)]
     with pytest.raises(JudgeError, match=message):
         judge(*pair, by)
-
-
-def test_wilson_by_hand():
-    # 8 of 10: (0.8 + 1.92073 / 10) / 1.384146 = 0.71674; half = 0.22660
-    share = wilson(8, 10)
-    assert share == pytest.approx((0.8, 0.490162, 0.943318), abs=1e-6)
-    assert wilson(0, 10).low == 0.0
-    assert wilson(0, 10).high == pytest.approx(0.277533, abs=1e-6)
-    assert wilson(10, 10).high == 1.0
-    assert all(x != x for x in wilson(0, 0))
 
 
 def test_nothing_judged_has_no_shares():

@@ -3,9 +3,7 @@ import math
 import pytest
 
 from marlhf.report.findings import (
-    Reached,
     final_score,
-    first_reaching,
     score_at_kl,
     shows,
     shows_not,
@@ -36,12 +34,6 @@ def group(make_run):
         return group_runs([run])[0]
 
     return make
-
-
-def test_first_reaching_reads_only_evaluations(group):
-    (run,) = group("a", [0.0, 0.4, 0.9], [0.0, 2.0, 3.0], [0.0, 0.5, 0.7]).runs
-    assert first_reaching(run, 0.5) == Reached(step=20, seconds=10.0, kl=3.0, gold=0.7)
-    assert first_reaching(run, 1.0) is None
 
 
 def test_score_at_kl_is_read_off_the_line(group):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from marlhf.errors import SettingError
-from marlhf.evaluate.held_out import plain_interval, plain_table
-from marlhf.intervals import Interval, interval
+from marlhf.evaluate.held_out import plain_table
+from marlhf.intervals import Interval, interval, mean
 from marlhf.runs.jsonl import Line, read_lines
 from marlhf.runs.read import number
 
@@ -58,15 +58,12 @@ class Grid:
 
     def length(self, temperature: float, n: int) -> float:
         lines = self.lines[temperature]
-        return interval([expected_of_best(x["lengths"], x["scores"], n) for x in lines]).mean
+        return mean([expected_of_best(x["lengths"], x["scores"], n) for x in lines])
 
 
 def grid_table(found: Grid) -> str:
     """What `marlhf best-of-n` prints: a row a temperature, a column an n."""
-    rows = [
-        [f"{heat:g}", *(plain_interval(found.cell(heat, n)) for n in found.ns)]
-        for heat in found.lines
-    ]
+    rows = [[f"{heat:g}", *(found.cell(heat, n).text() for n in found.ns)] for heat in found.lines]
     return plain_table(["temperature", *(f"best of {n}" for n in found.ns)], rows)
 
 

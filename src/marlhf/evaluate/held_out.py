@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from marlhf.intervals import Interval, interval
+from marlhf.intervals import NO_INTERVAL, Interval, interval
 from marlhf.runs.jsonl import Line, read_lines
 from marlhf.runs.read import number
 
@@ -76,18 +76,11 @@ def summary_table(found: Sequence[tuple[str, Summary]]) -> str:
     judges = list(dict.fromkeys(name for _, each in found for name in each.scores))
     rows: list[list[str]] = []
     for name, each in found:
-        cells = [plain_interval(each.scores.get(judge)) for judge in judges]
+        cells = [each.scores.get(judge, NO_INTERVAL).text() for judge in judges]
         means = [each.measures[key].mean for _, key in MEASURES]
         cells += ["-" if math.isnan(mean) else f"{mean:.3g}" for mean in means]
         rows.append([name, *cells, str(each.prompts)])
     return plain_table(["", *judges, *(title.lower() for title, _ in MEASURES), "prompts"], rows)
-
-
-def plain_interval(value: Interval | None) -> str:
-    if value is None or math.isnan(value.mean):
-        return "-"
-    bounds = "" if math.isnan(value.low) else f" [{value.low:.3f}, {value.high:.3f}]"
-    return f"{value.mean:.3f}{bounds}"
 
 
 def sampling_words(name: str) -> str:

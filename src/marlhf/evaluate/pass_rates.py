@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from marlhf.errors import SettingError
-from marlhf.intervals import Interval
+from marlhf.intervals import bootstrap_mean
 
 SUMMARY = "pass_at_k.json"
 ALL = "all"
 DIFFICULTIES = ("introductory", "interview", "competition")
-RESAMPLES = 2000
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -27,20 +25,6 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     if not 1 <= k <= samples:
         raise SettingError(f"pass@{k} needs at least {k} samples a problem; there are {samples}.")
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
-
-
-def bootstrap(values: Sequence[float], resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-    """The mean and its 95% interval, from problems drawn anew with replacement.
-
-    It is about the problems that were asked; another training may fall outside it.
-    """
-    size = len(values)
-    if not size:
-        return Interval(math.nan, math.nan, math.nan, 0)
-    draw = random.Random(seed)
-    means = sorted(math.fsum(draw.choices(values, k=size)) / size for _ in range(resamples))
-    low, high = (means[round(share * (resamples - 1))] for share in (0.025, 0.975))
-    return Interval(math.fsum(values) / size, low, high, size)
 
 
 def summarise(problems: Sequence[Mapping[str, Any]], ks: Sequence[int]) -> list[dict[str, Any]]:
@@ -57,7 +41,7 @@ def summarise(problems: Sequence[Mapping[str, Any]], ks: Sequence[int]) -> list[
         row: dict[str, Any] = {"difficulty": name, "problems": len(chosen)}
         for k in ks:
             values = [pass_at_k(len(r), r.count("passed"), k) for r in chosen]
-            row[f"pass@{k}"] = list(bootstrap(values)[:3])
+            row[f"pass@{k}"] = list(bootstrap_mean(values)[:3])
         ends = [result for results in chosen for result in results]
         row["results"] = {end: ends.count(end) / len(ends) for end in sorted(set(ends))}
         rows.append(row)

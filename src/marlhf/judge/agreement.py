@@ -1,27 +1,20 @@
-"""How far judges agree, and how much of that chance would give: Cohen's and Fleiss' kappa.
-
-A resample of pairs is a draw of how often each pattern of verdicts occurs, so that intervals
-cost the same for fifty pairs and for fifty thousand.
-"""
+"""How far judges agree, and how much of that chance would give: Cohen's and Fleiss' kappa."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from marlhf.intervals import Interval
+from marlhf.intervals import Floats, Interval, bootstrap, wilson
 from marlhf.judge.pairs import JudgeError
-from marlhf.judge.verdicts import FOLDER, VERDICTS, read_verdicts, wilson
+from marlhf.judge.verdicts import FOLDER, VERDICTS, read_verdicts
 
-RESAMPLES = 2000
-Floats = NDArray[np.float64]
 Votes = dict[str, dict[str, str]]
 """What each judge said: judge -> pair -> verdict."""
 
@@ -65,7 +58,7 @@ def compare(votes: Votes, *, seed: int = 0) -> Agreement:
         if shared:
             said = [(votes[one][pair], votes[other][pair]) for pair in shared]
             same, total = sum(a == b for a, b in said), len(said)
-            share = Interval(*wilson(same, total), total)
+            share = wilson(same, total)
             between.append(Between(one, other, total, share, cohen_kappa(said, seed=seed)))
     if not between:
         raise JudgeError(
@@ -78,9 +71,7 @@ def compare(votes: Votes, *, seed: int = 0) -> Agreement:
     return Agreement(judges, between, len(common), fleiss)
 
 
-def cohen_kappa(
-    said: Sequence[tuple[str, str]], *, resamples: int = RESAMPLES, seed: int = 0
-) -> Interval:
+def cohen_kappa(said: Sequence[tuple[str, str]], *, seed: int = 0) -> Interval:
     """Agreement of two judges beyond chance, with a bootstrap interval over pairs.
 
     (p - e) / (1 - e), where p is the share of equal verdicts and e what two judges with these
@@ -92,7 +83,6 @@ def cohen_kappa(
     """
     counts = Counter(said)
     cells = [counts[one, other] for one in VERDICTS for other in VERDICTS]
-    table = np.array(cells, dtype=np.float64)
 
     def kappa(weights: Floats) -> Floats:  # [R, 9] -> [R]
         square = (weights / weights.sum(1, keepdims=True)).reshape(-1, 3, 3)
@@ -100,12 +90,10 @@ def cohen_kappa(
         chance = (square.sum(2) * square.sum(1)).sum(1)
         return _beyond_chance(observed, chance)
 
-    return _bootstrap(table, kappa, resamples, seed)
+    return bootstrap(cells, kappa, seed=seed)
 
 
-def fleiss_kappa(
-    rows: Sequence[Sequence[str]], *, resamples: int = RESAMPLES, seed: int = 0
-) -> Interval:
+def fleiss_kappa(rows: Sequence[Sequence[str]], *, seed: int = 0) -> Interval:
     """Agreement of several judges beyond chance: a row a pair, a verdict a judge.
 
     >>> rows = [["a", "a", "a"], ["a", "a", "b"], ["b", "b", "b"], ["tie", "tie", "tie"]]
@@ -122,7 +110,7 @@ def fleiss_kappa(
         chance = ((shares @ votes / judges) ** 2).sum(1)
         return _beyond_chance(shares @ within, chance)
 
-    return _bootstrap(np.array(list(patterns.values()), np.float64), kappa, resamples, seed)
+    return bootstrap(list(patterns.values()), kappa, seed=seed)
 
 
 def read_votes(paths: Sequence[Path | str]) -> Votes:
@@ -154,7 +142,7 @@ def describe(found: Agreement) -> list[str]:
 def _shown(kappa: Interval) -> str:
     if math.isnan(kappa.mean):
         return "undefined: all verdicts are the same"
-    return f"{kappa.mean:.3f} [{kappa.low:.3f}, {kappa.high:.3f}]"
+    return kappa.text()
 
 
 def _files(paths: Sequence[Path | str]) -> list[Path]:
@@ -172,19 +160,3 @@ def _beyond_chance(observed: Floats, chance: Floats) -> Floats:
     room = 1 - chance
     some = room > 1e-12
     return np.where(some, (observed - chance) / np.where(some, room, 1.0), np.nan)
-
-
-def _bootstrap(
-    counts: Floats, kappa: Callable[[Floats], Floats], resamples: int, seed: int
-) -> Interval:
-    total = int(counts.sum())
-    if total == 0:
-        return Interval(math.nan, math.nan, math.nan, 0)
-    middle = float(kappa(counts[None])[0])
-    drawn = np.random.default_rng(seed).multinomial(total, counts / total, size=resamples)
-    values = kappa(drawn.astype(np.float64))
-    values = values[np.isfinite(values)]
-    if math.isnan(middle) or not len(values):
-        return Interval(middle, math.nan, math.nan, total)
-    low, high = np.quantile(values, (0.025, 0.975))
-    return Interval(middle, float(low), float(high), total)

@@ -7,14 +7,13 @@ A verdict file has one JSON object a line: `prompt`, `response_a`, `response_b` 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
-from marlhf.intervals import interval
+from marlhf.intervals import interval, wilson
 from marlhf.judge.pairs import JudgeError, read_lines
 
 if TYPE_CHECKING:
@@ -25,8 +24,6 @@ FOLDER = "judged"
 Verdict = Literal["a", "b", "tie"]
 VERDICTS: tuple[Verdict, ...] = ("a", "tie", "b")
 TURNED: dict[str, Verdict] = {"a": "b", "b": "a", "tie": "tie"}
-Z = 1.959963984540054
-"""The normal distribution's 97.5% point."""
 
 
 @dataclass(frozen=True)
@@ -43,28 +40,10 @@ class Judgement:
     """Numbers for (a, b), averaged over the orders."""
 
 
-class Share(NamedTuple):
-    """A share with its 95% interval."""
-
-    share: float
-    low: float
-    high: float
-
-
-def wilson(count: int, total: int) -> Share:
-    """Wilson's interval of a share, which stays within 0 and 1 for few pairs, too.
-
-    >>> [round(x, 3) for x in wilson(5, 10)]
-    [0.5, 0.237, 0.763]
-    """
-    if total == 0:
-        return Share(math.nan, math.nan, math.nan)
-    share = count / total
-    scale = 1 + Z * Z / total
-    middle = (share + Z * Z / (2 * total)) / scale
-    half = Z * math.sqrt(share * (1 - share) / total + (Z / (2 * total)) ** 2) / scale
-    low = 0.0 if count == 0 else middle - half
-    return Share(share, low, 1.0 if count == total else middle + half)
+def share_with_bounds(count: int, total: int) -> dict[str, float]:
+    """A share and its interval, as a summary file has them."""
+    share, low, high, _ = wilson(count, total)
+    return {"share": share, "low": low, "high": high}
 
 
 def summarise(judgements: Sequence[Judgement]) -> dict[str, Any]:
@@ -73,7 +52,7 @@ def summarise(judgements: Sequence[Judgement]) -> dict[str, Any]:
     counts = {v: sum(j.verdict == v for j in judgements) for v in VERDICTS}
     found: dict[str, Any] = {"pairs": total}
     for name, verdict in (("win", "a"), ("tie", "tie"), ("loss", "b")):
-        found[name] = {"count": counts[verdict], **wilson(counts[verdict], total)._asdict()}
+        found[name] = {"count": counts[verdict], **share_with_bounds(counts[verdict], total)}
     both = [j for j in judgements if len(j.orders) > 1]
     if both:
         found["orders_disagreed"] = sum(len(set(j.orders)) > 1 for j in both)

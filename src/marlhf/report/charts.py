@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from marlhf.intervals import thin
+from marlhf.intervals import mean, thin
 from marlhf.report.page import num, text
 
 WIDTH, HEIGHT = 340, 224
@@ -195,19 +195,19 @@ def distribution(series: Sequence[tuple[str, Sequence[float], str]], *, x_label:
     for i, ((label, values, colour), row) in enumerate(zip(series, shares)):
         base = TOP + row_height * (i + 1)
         y_axis = Axis(0.0, top, base, base - row_height + 17)
-        mean = _mean(values)
+        middle = mean(values)
         drawn.append(
             f'<path d="{_steps(edges, row, x_axis, y_axis)}" fill="{colour}" fill-opacity=".3" '
             f'stroke="{colour}" stroke-width="1.4" stroke-linejoin="round">'
             f"<title>{text(label)}: highest column {max(row, default=0):.1%}</title></path>"
         )
-        shown = f", mean {num(mean)}" if math.isfinite(mean) else ""
+        shown = f", mean {num(middle)}" if math.isfinite(middle) else ""
         drawn.append(
             f'<text class="name" x="18" y="{base - row_height + 13:g}">{text(shorten(label, 40))}'
             f'<tspan class="soft">{shown}</tspan></text>'
         )
-        if math.isfinite(mean):
-            drawn.append(f'<path class="mean" d="M{x_axis(mean)} {base:g}V{y_axis.end:g}"/>')
+        if math.isfinite(middle):
+            drawn.append(f'<path class="mean" d="M{x_axis(middle)} {base:g}V{y_axis.end:g}"/>')
     return svg(f"distribution of {x_label}", drawn, (WIDTH, height))
 
 
@@ -376,8 +376,3 @@ def svg(name: str, drawn: Sequence[str], size: tuple[int, int] = (WIDTH, HEIGHT)
         f'<svg viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{text(name)}">'
         f"{''.join(drawn)}</svg>"
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    return math.fsum(finite) / len(finite) if finite else math.nan

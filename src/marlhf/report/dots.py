@@ -47,9 +47,7 @@ class Dot:
         return [*self.value[:3], *self.seeds]
 
     def words(self) -> str:
-        mean, low, high = (f"{x:.4g}".replace("inf", "\u221e") for x in self.value[:3])
-        bounds = "" if math.isnan(self.value.low) else f" [{low}, {high}]"
-        return f"{self.label}: {mean}{bounds}"
+        return f"{self.label}: {self.value.text('{:.4g}'.format)}".replace("inf", "\u221e")
 
 
 @dataclass(frozen=True)

@@ -7,37 +7,27 @@ sentence here is one a careful reader would add beside the table, and only where
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from itertools import pairwise
 
-from marlhf.intervals import Interval, paired_difference, share_improved
+import numpy as np
+
+from marlhf import intervals
+from marlhf.intervals import Interval, mean_over_seeds, paired_difference, share_improved
 from marlhf.report.groups import Group, differences, measured_alike, same_prompts, unlike
 from marlhf.report.page import num, percent, signed, text
-from marlhf.report.resample import mean_over
-from marlhf.runs.read import Run, number
-
-
-@dataclass(frozen=True)
-class Reached:
-    """The first evaluation of one seed at or above a score."""
-
-    step: int
-    seconds: float
-    kl: float
-    gold: float
+from marlhf.runs.read import Run
 
 
 def final_score(group: Group, field: str = "score") -> Interval:
     """The last evaluation, with its interval over prompts and, where there are some, seeds."""
     rows = group.per_seed("scores" if field == "score" else field)
-    return mean_over(rows or [[value] for value in group.finals(f"eval/{field}")])
+    return mean_over_seeds(rows or [[value] for value in group.finals(f"eval/{field}")])
 
 
 def start_score(group: Group, field: str = "score") -> Interval:
     """The same for the model the group began with."""
     rows = group.per_seed("scores" if field == "score" else field, first=True)
     if rows:
-        return mean_over(rows)
+        return mean_over_seeds(rows)
     points = [point for point in group.curve(f"eval/{field}") if point.step == 0]
     return Interval(points[0].mean if points else math.nan, math.nan, math.nan, 0)
 
@@ -48,7 +38,7 @@ def measure(group: Group, field: str) -> tuple[Interval, list[float]]:
     if field in ("score", "gold"):
         return final_score(group, field), finals
     rows = group.per_seed(field) if field in ("kl", "length") else []
-    return mean_over(rows or [[value] for value in finals]), finals
+    return mean_over_seeds(rows or [[value] for value in finals]), finals
 
 
 def measure_start(group: Group, field: str) -> Interval:
@@ -57,7 +47,7 @@ def measure_start(group: Group, field: str) -> Interval:
         return start_score(group, field)
     rows = group.per_seed(field, first=True) if field in ("kl", "length") else []
     points = [point for point in group.curve(f"eval/{field}") if point.step == 0]
-    return mean_over(rows or [[point.mean] for point in points])
+    return mean_over_seeds(rows or [[point.mean] for point in points])
 
 
 def moved(group: Group, field: str = "score") -> Interval:
@@ -67,7 +57,7 @@ def moved(group: Group, field: str = "score") -> Interval:
     name = "scores" if field == "score" else field
     before, after = group.per_seed(name, first=True), group.per_seed(name)
     if before and [len(row) for row in before] == [len(row) for row in after]:
-        return mean_over([[b - a for a, b in zip(*rows)] for rows in zip(before, after)])
+        return mean_over_seeds([[b - a for a, b in zip(*rows)] for rows in zip(before, after)])
     change = final_score(group, field).mean - start_score(group, field).mean
     return Interval(change, math.nan, math.nan, 0)
 
@@ -80,30 +70,12 @@ def over_what(group: Group) -> str:
     return " and ".join(filter(None, (seeds, many)))
 
 
-def first_reaching(run: Run, target: float) -> Reached | None:
-    """When a run's held-out score first met `target`; no reading between evaluations."""
-    for row, (step, seconds, score) in zip(_with(run, "eval/score"), run.curve("eval/score")):
-        if score >= target:
-            return Reached(step, seconds, number(row.get("eval/kl")), number(row.get("eval/gold")))
-    return None
-
-
 def score_at_kl(group: Group, kl: float) -> float:
-    """The held-out score where the group's KL first passes `kl`, between evaluations."""
+    """The mean held-out score where the group's KL first passes `kl`; NaN where it never does."""
     scores = {point.step: point.mean for point in group.curve("eval/score")}
-    points = [(p.mean, scores[p.step]) for p in group.curve("eval/kl") if p.step in scores]
-    for (kl0, score0), (kl1, score1) in pairwise(points):
-        if kl0 <= kl <= kl1:
-            share = (kl - kl0) / (kl1 - kl0) if kl1 > kl0 else 1.0
-            return score0 + share * (score1 - score0)
-    return math.nan
-
-
-def spread(value: Interval) -> str:
-    """An interval in words a table can hold: 1.41 [1.30, 1.52]."""
-    if not math.isfinite(value.low):
-        return num(value.mean)
-    return f"{num(value.mean)} [{num(value.low)}, {num(value.high)}]"
+    points = [(scores[p.step], p.mean) for p in group.curve("eval/kl") if p.step in scores]
+    columns = np.array(points, dtype=np.float64).reshape(-1, 2).T
+    return float(intervals.score_at_kl(*columns, level=kl))
 
 
 def verdict(policies: list[Group], others: list[Group]) -> str:
@@ -130,7 +102,7 @@ def _score_words(group: Group) -> str:
     measures = (("gold {}", "gold"), ("KL {}", "kl"), ("{} tokens", "length"))
     finals = [(words, group.final(f"eval/{key}")) for words, key in measures]
     beside = [words.format(num(value)) for words, value in finals if math.isfinite(value)]
-    words = f"<b>{spread(final_score(group))}</b>"
+    words = f"<b>{final_score(group).text(num)}</b>"
     return f"{words} ({', '.join(beside)})" if beside else words
 
 
@@ -280,8 +252,7 @@ def _compare(base: Group, group: Group) -> list[str]:
     if before and after and len(before) == len(after) and same_prompts(base, group):
         change = paired_difference(before, after)
         said.append(
-            f"<b>{names}</b>, prompt by prompt: {signed(change.mean)} "
-            f"[{num(change.low)}, {num(change.high)}], higher on "
+            f"<b>{names}</b>, prompt by prompt: {change.text(signed)}, higher on "
             f"{percent(share_improved(before, after))} of {change.size} prompts."
         )
     kl, base_kl = group.final("eval/kl"), base.final("eval/kl")
@@ -346,9 +317,3 @@ def _unfinished(run: Run) -> list[str]:
     if run.problems:
         said.append(f"{name}: {text('; '.join(run.problems))}.")
     return said
-
-
-def _with(run: Run, key: str) -> list[dict[str, object]]:
-    """The evaluation rows that `run.curve(key)` reads, in the same order."""
-    steps = {step for step, *_ in run.curve(key)}
-    return [row for row in run.evals if row["step"] in steps]

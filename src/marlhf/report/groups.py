@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from marlhf.intervals import interval, mean_by_position
+from marlhf.intervals import mean, mean_by_position
 from marlhf.runs.lineage import chosen
 from marlhf.runs.read import Evaluation, Run, number
 
@@ -82,12 +82,11 @@ class Group:
         return [value for run in self.runs if math.isfinite(value := run.final(key))]
 
     def final(self, key: str) -> float:
-        return interval(self.finals(key)).mean
+        return mean(self.finals(key))
 
     def mean(self, key: str) -> float:
         """The mean over all recorded steps of all seeds."""
-        values = [value for run in self.runs for *_, value in run.curve(key)]
-        return math.fsum(values) / len(values) if values else math.nan
+        return mean([value for run in self.runs for *_, value in run.curve(key)])
 
     def per_prompt(self, field: str, *, first: bool = False) -> list[float] | None:
         """`field` of the last evaluation (of step 0, where `first`), averaged over seeds."""

@@ -10,11 +10,13 @@ import csv
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
 from urllib.parse import quote
+
+from marlhf.intervals import Interval
 
 Cell = str | float | int | None
 STYLE = files("marlhf.report").joinpath("report.css").read_text(encoding="utf-8")
@@ -91,6 +93,16 @@ def _csv_cell(cell: Cell) -> str:
     # A spreadsheet would run text that begins like a formula.
     words = str(cell)
     return f"'{words}" if words[:1] in ("=", "+", "-", "@", "\t", "\r") else words
+
+
+def interval_cell(
+    value: Interval | None, form: Callable[[float], str] = num, *, bold: bool = False
+) -> str:
+    """A number in a table, with its interval below it."""
+    if value is None or math.isnan(value.mean):
+        return num(None)
+    shown = f"<b>{form(value.mean)}</b>" if bold else form(value.mean)
+    return f"{shown}<small>{bounds}</small>" if (bounds := value.bounds(form)) else shown
 
 
 def figure(

@@ -12,7 +12,6 @@ from marlhf.evaluate.held_out import (
     scores_of,
     summarise,
 )
-from marlhf.intervals import Interval
 from marlhf.report.charts import distribution, histogram
 from marlhf.report.groups import Group, labelled
 from marlhf.report.page import (
@@ -21,6 +20,7 @@ from marlhf.report.page import (
     csv_link,
     figure,
     grid,
+    interval_cell,
     num,
     percent,
     section,
@@ -49,7 +49,8 @@ def held_out(groups: Sequence[Group]) -> str:
     data: list[list[Cell]] = []
     for (label, colour, name, _), each in zip(found, summaries):
         scores = [each.scores.get(judge) for judge in judges]
-        row = [chip(label, colour), _sampling_cell(name), str(each.prompts), *map(_cell, scores)]
+        scored = [interval_cell(score, bold=True) for score in scores]
+        row = [chip(label, colour), _sampling_cell(name), str(each.prompts), *scored]
         for _, key in MEASURES:
             row.append((percent if key in SHARES else num)(each.measures[key].mean))
         cells.append(row)
@@ -74,13 +75,6 @@ def held_out(groups: Sequence[Group]) -> str:
 def _sampling_cell(name: str) -> str:
     words = sampling_words(name)
     return text(words) + (f"<small>{text(name)}</small>" if words != name else "")
-
-
-def _cell(score: Interval | None) -> str:
-    if score is None:
-        return num(None)
-    bounds = f"<small>[{num(score.low)}, {num(score.high)}]</small>"
-    return f"<b>{num(score.mean)}</b>{bounds if math.isfinite(score.low) else ''}"
 
 
 def _distribution(found: Sequence[tuple[str, str, str, list[Line]]], name: str, judge: str) -> str:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from marlhf.intervals import Interval
+from marlhf.judge.agreement import compare, read_votes
 from marlhf.judge.pairs import JudgeError, read_lines
-from marlhf.judge.verdicts import FOLDER, TURNED, wilson
+from marlhf.judge.verdicts import FOLDER, TURNED, share_with_bounds
 from marlhf.report.bars import stacked_bars
 from marlhf.report.dots import Dot, dot_rows
 from marlhf.report.groups import Group
@@ -19,6 +20,7 @@ from marlhf.report.page import (
     csv_link,
     figure,
     grid,
+    interval_cell,
     num,
     percent,
     section,
@@ -83,7 +85,7 @@ def _with_majority(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
             about = {"a": a, "b": b, "task": task, "judge": f"most of {len(each)} people"}
             about |= {"pairs": len(verdicts), "dimensions": {}}
             for part, said in (("win", "a"), ("tie", "tie"), ("loss", "b")):
-                about[part] = wilson(verdicts.count(said), len(verdicts))._asdict()
+                about[part] = share_with_bounds(verdicts.count(said), len(verdicts))
             added.append(about)
     return found + added
 
@@ -127,6 +129,12 @@ def _side_colours(summary: dict[str, Any], colours: dict[str, str]) -> tuple[str
     return (a, b) if a != b else (UNKNOWN["a"], UNKNOWN["b"])
 
 
+def _interval(numbers: dict[str, Any], middle: str, size: int) -> Interval:
+    """An interval as a summary file has it."""
+    mean, low, high = (number(numbers.get(key)) for key in (middle, "low", "high"))
+    return Interval(mean, low, high, size)
+
+
 def _bars(found: Sequence[dict[str, Any]], colours: dict[str, str]) -> str:
     rows: list[tuple[str, list[tuple[str, float, str]]]] = []
     for s in found:
@@ -152,11 +160,7 @@ def _bars(found: Sequence[dict[str, Any]], colours: dict[str, str]) -> str:
 def _shares(found: Sequence[dict[str, Any]]) -> str:
     rows = []
     for s in found:
-        cells = [
-            f"{percent(s[part]['share'])} <small>[{percent(s[part]['low'])}, "
-            f"{percent(s[part]['high'])}]</small>"
-            for part in PARTS
-        ]
+        cells = [interval_cell(_interval(s[part], "share", s["pairs"]), percent) for part in PARTS]
         turned = s.get("orders_disagreed")
         share = percent(turned / s["pairs"]) if isinstance(turned, int) else num(None)
         rows.append([text(_label(s)), str(s["pairs"]), *cells, share])
@@ -169,11 +173,10 @@ def _dimensions(found: Sequence[dict[str, Any]], colours: dict[str, str]) -> str
     for s in found:
         for name, sides in s["dimensions"].items():
             a, b = (number(sides[side]["mean"]) for side in ("a", "b"))
-            d = [number(sides["difference"][key]) for key in ("mean", "low", "high")]
-            bounds = f"<small>[{signed(d[1])}, {signed(d[2])}]</small>"
-            shown = [num(a), num(b), f"{signed(d[0])} {bounds}"]
+            difference = _interval(sides["difference"], "mean", s["pairs"])
+            shown = [num(a), num(b), interval_cell(difference, signed)]
             rows.append([text(_label(s)), text(name.replace("_", " ")), *shown])
-            data.append([_label(s), name, a, b, *d])
+            data.append([_label(s), name, a, b, *difference[:3]])
     if not rows:
         return ""
     header = ["comparison", "dimension", "first", "second", "difference", "low", "high"]
@@ -192,8 +195,7 @@ def _dimension_figure(summary: dict[str, Any], colours: dict[str, str]) -> str:
     dots: list[Dot] = []
     for name, sides in summary["dimensions"].items():
         for side, colour in zip("ab", _side_colours(summary, colours)):
-            mean, low, high = (number(sides[side].get(key)) for key in ("mean", "low", "high"))
-            value = Interval(mean, low, high, summary["pairs"])
+            value = _interval(sides[side], "mean", summary["pairs"])
             dots.append(Dot(f"{name.replace('_', ' ')}: {summary[side]}", value, colour))
     rows: list[list[Cell]] = [[dot.label, *dot.value[:3]] for dot in dots]
     return figure(
@@ -206,8 +208,6 @@ def _dimension_figure(summary: dict[str, Any], colours: dict[str, str]) -> str:
 
 
 def _agreement(runs: Sequence[Run]) -> str:
-    from marlhf.judge.agreement import compare, read_votes  # numpy, only where there are votes
-
     folders = [run.path / FOLDER for run in runs if any((run.path / FOLDER).glob("*.jsonl"))]
     try:
         found = compare(read_votes(folders))
@@ -217,16 +217,15 @@ def _agreement(runs: Sequence[Run]) -> str:
     data: list[list[Cell]] = []
     for b in found.between:
         share, kappa = b.agreement, b.kappa
-        agreed = f"{percent(share.mean)} <small>[{percent(share.low)}, {percent(share.high)}]"
-        beyond = f"{num(kappa.mean)} <small>[{num(kappa.low)}, {num(kappa.high)}]</small>"
-        rows.append([text(b.one), text(b.other), str(b.pairs), f"{agreed}</small>", beyond])
+        cells = [interval_cell(share, percent), interval_cell(kappa)]
+        rows.append([text(b.one), text(b.other), str(b.pairs), *cells])
         data.append([b.one, b.other, b.pairs, *share[:3], *kappa[:3]])
     numbers = ["agreement", "low", "high", "kappa", "kappa low", "kappa high"]
     link = csv_link("agreement", ["judge", "other judge", "pairs", *numbers], data)
     fleiss = found.fleiss
     all_of_them = (
         f'<p class="lead">Fleiss\' kappa of all {len(found.judges)} on {found.common} pairs: '
-        f"{num(fleiss.mean)} [{num(fleiss.low)}, {num(fleiss.high)}].</p>"
+        f"{fleiss.text(num)}.</p>"
         if fleiss is not None
         else ""
     )

@@ -9,7 +9,17 @@ from marlhf.evaluate.pass_rates import ALL, read_summary
 from marlhf.intervals import Interval
 from marlhf.report.dots import Dot, dot_rows
 from marlhf.report.groups import Group
-from marlhf.report.page import Cell, chip, csv_link, figure, grid, section, table, text
+from marlhf.report.page import (
+    Cell,
+    chip,
+    csv_link,
+    figure,
+    grid,
+    interval_cell,
+    section,
+    table,
+    text,
+)
 from marlhf.runs.read import Run
 
 
@@ -32,9 +42,11 @@ def problems(groups: Sequence[Group]) -> str:
         for row in found["rows"]:
             values = [row.get(f"pass@{k}") for k in ks]
             ends = ", ".join(f"{share:.0%} {end}" for end, share in row["results"].items())
+            rates = [value and Interval(*value[:3], size=row["problems"]) for value in values]
+            shares = [interval_cell(rate, _percent) for rate in rates]
             counts = [str(row["problems"]), str(found["samples"])]
             names = [chip(label, group.colour), text(row["difficulty"])]
-            cells.append([*names, *counts, *map(_share, values), text(ends.replace("_", " "))])
+            cells.append([*names, *counts, *shares, text(ends.replace("_", " "))])
             flat = [x for value in values for x in value or (None, None, None)]
             data.append([label, row["difficulty"], row["problems"], found["samples"], *flat])
     names = [name for k in ks for name in (f"pass@{k}", f"pass@{k} low", f"pass@{k} high")]
@@ -68,8 +80,5 @@ def _figure(measured: Sequence[tuple[Group, Run, dict[str, Any]]], k: int) -> st
     )
 
 
-def _share(value: Sequence[float] | None) -> str:
-    if value is None:
-        return '<span class="none">&ndash;</span>'
-    mean, low, high = (f"{100 * each:.2f}" for each in value)
-    return f"{mean} <small>[{low}, {high}]</small>"
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f}"

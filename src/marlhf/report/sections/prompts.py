@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from marlhf.evaluate.best_of_n_grid import expected_best, read_grids
-from marlhf.intervals import interval, share_improved, thin
+from marlhf.intervals import mean, share_improved, thin
 from marlhf.report.charts import Series, distribution, histogram, scatter
 from marlhf.report.groups import START_COLOUR, Group, measured_alike, same_prompts
 from marlhf.report.page import Cell, figure, grid, percent, section
@@ -89,7 +89,7 @@ def _best_figure(group: Group) -> str:
             if not lines:
                 continue
             keys = [str(line["key"]) for line in lines]
-            one = [interval(line["scores"]).mean for line in lines]
+            one = [mean(line["scores"]) for line in lines]
             best = [expected_best(line["scores"], BEST) for line in lines]
             title = f"{group.label} \u2192 its best of {BEST}"
             names = f"{group.label}, one sample", f"{group.label}, best of {BEST}"

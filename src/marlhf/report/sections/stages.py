@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from marlhf.intervals import interval
+from marlhf.intervals import mean
 from marlhf.report.curves import curve_figure
 from marlhf.report.groups import Group
 from marlhf.report.page import chip, duration, grid, num, percent, section, table, text
@@ -55,8 +55,8 @@ def stage_table(groups: list[Group]) -> str:
         shown: list[str] = []
         for _, keys, form in measures:
             values = [value for key in keys for value in group.finals(key)]
-            shown.append(form(interval(values).mean))
-        seconds = interval([run.seconds for run in group.runs if run.seconds is not None]).mean
+            shown.append(form(mean(values)))
+        seconds = mean([run.seconds for run in group.runs if run.seconds is not None])
         stage = STAGE_NAMES.get(group.stage)
         steps = max((run.last_step or 0 for run in group.runs), default=0)
         rows.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from marlhf.intervals import Interval, interval
+from marlhf.intervals import Interval, mean
 from marlhf.report.dots import Dot, dot_rows
 from marlhf.report.findings import (
     final_score,
@@ -23,6 +23,7 @@ from marlhf.report.page import (
     duration,
     figure,
     grid,
+    interval_cell,
     num,
     percent,
     section,
@@ -129,7 +130,7 @@ def _policy_table(policies: list[Group]) -> str:
         if not math.isfinite(score.mean):
             score = Interval(group.final("rl/score"), math.nan, math.nan, 0)
             note = "training batch" if math.isfinite(score.mean) else ""
-        seconds = interval([run.seconds for run in group.runs if run.seconds is not None]).mean
+        seconds = mean([run.seconds for run in group.runs if run.seconds is not None])
         values = [group.final(key) for _, key, _ in measures]
         shown = [form(value) for value, (_, _, form) in zip(values, measures)]
         steps = max((run.last_step or 0 for run in group.runs), default=0)
@@ -156,9 +157,7 @@ def _start_row(policies: list[Group], keys: list[str]) -> tuple[Interval, list[f
 
 
 def _score_cell(score: Interval, finals: list[float], note: str = "") -> str:
-    shown = f"<b>{num(score.mean)}</b>"
-    if math.isfinite(score.low):
-        shown += f"<small>[{num(score.low)}, {num(score.high)}]</small>"
+    shown = interval_cell(score, bold=True)
     if len(finals) > 1:
         shown += f"<small>seeds {num(min(finals))} to {num(max(finals))}</small>"
     return shown + (f"<small>{note}</small>" if note else "")

@@ -1,23 +1,25 @@
-"""Intervals over seeds and prompts, score at equal KL, steps to a score: by hand and by scipy."""
+"""Comparisons along learning curves: score at equal KL, steps to a score."""
 
 import math
 import random
 
+import numpy as np
 import pytest
 
+from marlhf.intervals import Curve
+from marlhf.report.comparison import Comparison, at_kl, common_kl
 from marlhf.report.groups import group_runs
-from marlhf.report.resample import Moment, Resampled, mean_over, prompt_weights, quantiles
-from marlhf.report.sections.frontier import (
-    at_kl,
-    common_kl,
-    equal_kl,
-    frontier,
-    reaching,
-    time_to_score,
-)
+from marlhf.report.sections.frontier import equal_kl, frontier
+from marlhf.report.sections.time_to_score import Reached, first_evaluation_at, time_to_score
 from marlhf.runs.read import read_run
 
-CURVE = [Moment(0, 0.0, 0.0, 0.0), Moment(10, 5.0, 1.0, 2.0), Moment(20, 9.0, 3.0, 4.0)]
+
+def curve(*columns):
+    """A measured curve from steps, seconds, scores and KLs."""
+    return Curve(*(np.array([column], dtype=np.float64) for column in columns))
+
+
+CURVE = curve([0, 10, 20], [0.0, 5.0, 9.0], [0.0, 1.0, 3.0], [0.0, 2.0, 4.0])
 
 
 @pytest.fixture
@@ -52,84 +54,41 @@ def settings(make_run):
     return make
 
 
-def test_the_middle_of_draws_by_hand():
-    # 0 .. 200: positions 0.025 * 200 = 5 and 0.975 * 200 = 195
-    assert quantiles([*map(float, range(201))]) == (5.0, 195.0)
-    assert quantiles([1.0, math.inf, math.nan]) == (1.0, math.inf)
-    assert all(map(math.isnan, quantiles([math.nan])))
-
-
-def test_one_seed_has_the_normal_interval_over_prompts():
-    assert mean_over([[1.0, 2.0, 3.0]]) == pytest.approx((2.0, 0.8684, 3.1316, 3), abs=1e-4)
-
-
-def test_two_seeds_without_prompts_span_the_seeds():
-    # Of two seeds a draw takes both (1.5), or one of them twice: a quarter each.
-    assert mean_over([[1.0], [2.0]])[:3] == (1.5, 1.0, 2.0)
-
-
-def test_seeds_that_agree_leave_the_prompts_as_scipy_draws_them():
-    stats = pytest.importorskip("scipy.stats")
-    draw = random.Random(3)
-    row = [draw.gauss(1, 2) for _ in range(40)]  # as many as there are blocks: no averaging
-    found = mean_over([row, row])
-    theirs = stats.bootstrap(
-        (row,), lambda x, axis: x.mean(axis=axis), method="percentile", random_state=0
-    ).confidence_interval
-    assert found.mean == pytest.approx(sum(row) / 40)
-    assert (found.low, found.high) == pytest.approx((theirs.low, theirs.high), abs=0.12)
-
-
-def test_many_prompts_in_blocks_have_the_spread_of_single_ones():
-    # s / sqrt(n): 1 / sqrt(4000) = 0.0158, so the interval is 2 * 1.96 * 0.0158 = 0.062 wide
-    draw = random.Random(4)
-    row = [draw.gauss(0, 1) for _ in range(4000)]
-    found = mean_over([row, row])
-    assert found.high - found.low == pytest.approx(0.062, rel=0.25)
-
-
-def test_a_draw_takes_as_many_prompts_and_is_the_same_for_all():
-    weights = prompt_weights(40, 7)
-    assert sum(weights) == pytest.approx(1)
-    assert weights == prompt_weights(40, 7) != prompt_weights(40, 8)
-
-
-def test_score_at_kl_by_hand():
-    assert at_kl(CURVE, 3.0) == 2.0  # half way from 1 to 3
-    assert at_kl(CURVE, 9.0) == 3.0  # a draw that ends short keeps its last score
-    assert math.isnan(at_kl([], 1.0))
+def test_a_resample_that_ends_short_of_a_kl_keeps_its_last_score():
+    assert at_kl(CURVE, 3.0).tolist() == [2.0]  # half way from 1 to 3
+    assert at_kl(CURVE, 9.0).tolist() == [3.0]
+    assert math.isnan(at_kl(curve([], [], [], []), 1.0)[0])
 
 
 def test_the_common_kl_is_the_smallest_of_the_largest():
-    assert common_kl([CURVE, [Moment(0, 0.0, 0.0, 3.456)]]) == 3.4
-    assert common_kl([CURVE, []]) == 0.0
+    assert common_kl([CURVE, curve([0], [0.0], [0.0], [3.456])]) == 3.4
+    assert common_kl([CURVE, curve([], [], [], [])]) == 0.0
 
 
-def test_reaching_reads_only_evaluations():
-    assert reaching(CURVE, 1.5) == (20.0, 9.0)
-    assert reaching(CURVE, 3.5) == (math.inf, math.inf)
+def _end(curve):
+    return curve.scores[:, -1]
 
 
 def test_what_prompts_share_cancels_out_of_differences(settings):
     """Prompts differ by 1, settings by 0.5: alone they are unsure, together they are not."""
     groups = settings([[0.0, 1.0]], [[0.0, 1.5]], prompts=60)
-    compared = Resampled(groups)
-    alone, ahead = compared.intervals(lambda c: [c[0][-1].score, c[1][-1].score - c[0][-1].score])
+    compared = Comparison(groups)
+    alone, ahead = compared.intervals(lambda c: [_end(c[0]), _end(c[1]) - _end(c[0])])
     assert alone.high - alone.low > 0.3
     assert ahead[:3] == pytest.approx((0.5, 0.5, 0.5))
-    assert compared.over() == "60 prompts (one seed a setting, so not over trainings)"
+    assert compared.over() == "60 prompts (one seed per setting, so not over trainings)"
 
 
 def test_seeds_are_drawn_too(settings):
-    compared = Resampled(settings([[0.0, 1.0], [0.0, 2.0]], [[0.0, 3.0], [0.0, 3.0]], prompts=60))
-    (ahead,) = compared.intervals(lambda c: [c[1][-1].score - c[0][-1].score])
+    compared = Comparison(settings([[0.0, 1.0], [0.0, 2.0]], [[0.0, 3.0], [0.0, 3.0]], prompts=60))
+    (ahead,) = compared.intervals(lambda c: [_end(c[1]) - _end(c[0])])
     assert ahead[:3] == pytest.approx((1.5, 1.0, 2.0))
     assert "too narrow" in compared.over()
 
 
 def test_means_of_one_seed_have_no_interval(settings):
-    compared = Resampled(settings([[0.0, 1.0]], [[0.0, 2.0]]))
-    (value,) = compared.intervals(lambda c: [c[1][-1].score])
+    compared = Comparison(settings([[0.0, 1.0]], [[0.0, 2.0]]))
+    (value,) = compared.intervals(lambda c: [_end(c[1])])
     assert value.mean == 2.0
     assert math.isnan(value.low)
     assert compared.over() == ""
@@ -137,22 +96,33 @@ def test_means_of_one_seed_have_no_interval(settings):
 
 def test_the_page_gives_score_at_equal_kl_with_intervals(settings):
     groups = settings([[0.0, 1.0, 2.0]], [[0.0, 2.0, 4.0]], prompts=50, noise=0.5)
-    html = equal_kl(Resampled(groups))
+    html = equal_kl(Comparison(groups))
     # KL is 0, 1, 2 at the evaluations: at KL 2 the scores are 2 and 4, less noise.
     assert "Difference in score at KL 2" in html
     assert "Score at KL 2.00" in html
-    assert "95% intervals over 50 prompts (one seed a setting" in html
+    assert "95% intervals over 50 prompts (one seed per setting" in html
+
+
+def test_a_seed_reaches_a_score_at_an_evaluation(make_run):
+    metrics = [
+        {"kind": "eval", "step": step, "seconds": step / 2, "eval/score": score}
+        | {"eval/kl": kl, "eval/gold": gold}
+        for step, score, kl, gold in ((0, 0.0, 0.0, 0.0), (10, 0.4, 2.0, 0.5), (20, 0.9, 3.0, 0.7))
+    ]
+    run = read_run(make_run("a", metrics=metrics))
+    assert first_evaluation_at(run, 0.5) == Reached(step=20, seconds=10.0, kl=3.0, gold=0.7)
+    assert first_evaluation_at(run, 1.0) is None
 
 
 def test_half_the_steps_is_twice_as_fast(settings):
     groups = settings([[0.0, 1.0, 2.0, 3.0, 4.0]], [[0.0, 2.0, 4.0, 6.0, 8.0]])
-    html = time_to_score(Resampled(groups))
+    html = time_to_score(Comparison(groups))
     assert '<td class="n">2.00</td>' in html  # 40 steps against 20
     assert '<td class="n">20<small>10 s</small></td>' in html
 
 
 def test_never_is_said_and_not_drawn_as_a_number(settings):
-    html = time_to_score(Resampled(settings([[0.0, 2.0]], [[0.0, 1.0]])))
+    html = time_to_score(Comparison(settings([[0.0, 2.0]], [[0.0, 1.0]])))
     assert "Never reached by 2-0" in html
     assert "never" in html
     assert "inf" not in html
