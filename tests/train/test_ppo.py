@@ -1,6 +1,7 @@
 import math
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ import torch
 from conftest import TOY, assert_close, read_lines
 from marlhf.configs.guards import Guards
 from marlhf.core import NGram, Perplexity, RandomNGram, Responses, Sentences, Words, gae
-from marlhf.models.forward import token_values
+from marlhf.models.forward import Sequences, token_values
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
+from marlhf.rollout.native import NativeEngine
 from marlhf.runs.write import RunError
 from marlhf.train import experience, ppo
 from marlhf.train.distributed import start
@@ -341,6 +343,44 @@ def test_a_reference_with_another_tokenizer_is_refused(ppo_config, parents, tmp_
 def test_more_steps_than_data_are_told(ppo_config, capfd):
     ppo.train(ppo_config(batch_size=100, num_steps=5))
     assert "the data gives 1 steps, not the 5" in capfd.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize(("shift", "words"), [(0.0, ""), (0.3, "warning"), (2.0, "Stopped")])
+def test_sampling_that_disagrees_with_training_is_noticed(
+    ppo_config, monkeypatch, capfd, epochs, shift, words
+):
+    """An engine whose log-probs are off, as of another model: warned of, then refused."""
+    generate = NativeEngine.generate
+
+    def wrong(*args):
+        rollout = generate(*args)
+        return replace(rollout, logprobs=rollout.logprobs - shift * (rollout.logprobs != 0))
+
+    monkeypatch.setattr(NativeEngine, "generate", wrong)
+    config = ppo_config(num_steps=2, num_ppo_epochs=epochs, learning_rate=1e-2)
+    if words == "Stopped":
+        with pytest.raises(RunError, match="while sampling and while training differ by 2 nats"):
+            ppo.train(config)
+        return
+    ppo.train(config)
+    errors = " ".join(capfd.readouterr().err.split())
+    assert errors.count("while sampling and while training differ by 0.3") == (words == "warning")
+
+
+def test_clipped_scores_keep_the_penalty_for_a_missing_end(ppo_config):
+    """Two responses score 9 and one of them was cut off: clipped to 2 it must still be fined."""
+    sequences = Sequences.from_lists([[5]] * 2, [[7, 8]] * 2, pad_id=0)
+    scores, zeros = torch.tensor([9.0, 9.0]), torch.zeros(2, 2)
+    ended, penalty = torch.tensor([True, False]), torch.tensor([0.0, 1.5])
+    made = experience.Experience(
+        sequences, scores, scores, ended, zeros, zeros, None, eos_penalty=penalty
+    )
+    config = ppo_config(score_clip=2.0, missing_eos_penalty=1.5)
+    models = SimpleNamespace(vocabulary=None)
+    found = ppo.shape_and_segment(made, models, config, 0.1, torch.Generator())
+    torch.testing.assert_close(found.rewards, torch.tensor([[0.0, 2.0], [0.0, 0.5]]))
+    torch.testing.assert_close(made.scores, torch.tensor([9.0, 7.5]))
 
 
 @pytest.mark.parametrize("level", ["token", "macro"])

@@ -1,4 +1,4 @@
-"""Limits on held-out responses, past which reward hacking is likely."""
+"""Limits past which reward hacking is likely, or sampling and training disagree."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Guards:
-    """Limits on held-out responses. Past `warn_*` a warning, past `max_*` the run stops.
+    """Limits, on held-out responses except for the gap. Past `warn_*` there is a warning, past
+    `max_*` the run stops.
 
     >>> start = {"eval/kl": 0.0, "eval/repetition": 0.1, "eval/length": 40.0}
     >>> warnings, verdict = Guards(max_kl=20).judge(start | {"eval/kl": 25.0}, start)
@@ -27,9 +28,14 @@ class Guards:
     """Mean length over that of the starting policy, or the other way round."""
     max_length: float | None = None
     """Stop beyond this ratio of lengths."""
+    warn_logprob_gap: float = 0.1
+    """Nats per token between log-probs while sampling and while training, at every step: both are
+    of one policy, so more than rounding is a fault."""
+    max_logprob_gap: float | None = 1.0
+    """Stop beyond this gap; None never stops."""
 
     def judge(self, now: dict[str, float], start: dict[str, float]) -> tuple[list[str], str]:
-        """Warnings, and why to stop (empty for going on)."""
+        """Warnings, and why to stop: empty while nothing is past its limit."""
         repeated = now["eval/repetition"] - start["eval/repetition"]
         ratio = max(now["eval/length"], 1.0) / max(start["eval/length"], 1.0)
         drift = max(ratio, 1 / ratio)

@@ -32,13 +32,25 @@ class Experience:
     """A batch of responses with all scores and log-probs, before any update."""
 
     sequences: Sequences
-    scores: Tensor  # [B], normalised, with the penalty for a missing end
+    normalised_scores: Tensor  # [B]
     raw_scores: Tensor  # [B], what the reward model says
     ended: Tensor  # [B] bool
     logprobs: Tensor  # [B, T], of the policy that sampled
     ref_logprobs: Tensor  # [B, T]
     old_logprobs: Tensor | None  # [B, T], by the training pass; None when one update follows
     spans: Tensor | None = None  # [B, S, 2], constituents, where the segmenter needs them
+    eos_penalty: Tensor | float = 0.0  # [B], of responses that did not end by themselves
+
+    @property
+    def scores(self) -> Tensor:
+        """Normalised scores less the penalty for a missing end, [B]."""
+        return self.normalised_scores - self.eos_penalty
+
+    def clipped_scores(self, score_clip: float | None) -> Tensor:
+        """Scores as rewards, [B]. The penalty comes after clipping, which would swallow it."""
+        if score_clip is None:
+            return self.scores
+        return self.normalised_scores.clamp(-score_clip, score_clip) - self.eos_penalty
 
     def responses(self, vocabulary: Vocabulary, shuffler: torch.Generator) -> Responses:
         """What a segmenter sees. Each row has a seed, for segmenters that draw lengths."""
@@ -88,7 +100,7 @@ def rollout_and_score(
     # Parsers run in processes of their own, while the models score on this one.
     parse = models.parsing and models.parsing.begin(rollout.responses)
     raw_scores = models.reward(prompts, rollout.responses, [e.row for e in examples])
-    scores = normalise(raw_scores) - config.missing_eos_penalty * (~rollout.ended).float()
+    eos_penalty = config.missing_eos_penalty * (~rollout.ended).float()
     pad_id, temperature = models.tokenizer.pad_token_id, config.sampling.scale
     sequences = Sequences.from_lists(prompts, rollout.responses, pad_id, device)
     ref_logprobs = torch.zeros(sequences.mask.shape, device=device)
@@ -107,13 +119,14 @@ def rollout_and_score(
     clock.mark("score")
     return Experience(
         sequences,
-        scores,
+        normalise(raw_scores),
         raw_scores,
         rollout.ended,
         rollout.logprobs,
         ref_logprobs,
         old_logprobs,
         spans,
+        eos_penalty,
     )
 
 

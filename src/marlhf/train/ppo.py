@@ -52,7 +52,12 @@ from marlhf.train.optim import apply_update, check_finite, make_optimizer
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models, load_models, load_prompts
 from marlhf.train.rl_state import RLState
-from marlhf.train.rl_warnings import CriticWatch, warn_about_divided_scores, warn_about_sampling
+from marlhf.train.rl_warnings import (
+    CriticWatch,
+    SamplingWatch,
+    warn_about_divided_scores,
+    warn_about_sampling,
+)
 from marlhf.train.stage import batch_rows, count_steps
 from marlhf.train.timing import Clock, explained_variance, to_numbers
 
@@ -90,6 +95,7 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     evaluation = HeldOutEvaluation(config, models, held_out, loop, held_out_credit)
     state = RLState(config, evaluation)
     state.resume(loop)
+    sampling_watch = SamplingWatch(config)
     critic_watch = CriticWatch(config)
 
     with loop:
@@ -126,6 +132,7 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             metrics = losses | batch_metrics(experience, credit, models, state.kl.coef)
             metrics |= critic_metrics(credit)
             numbers = to_numbers(metrics) | clock.times(len(batch))
+            sampling_watch(step, experience, numbers)
             state.kl.update(numbers["rl/kl"], len(batch))
             critic_watch(step, numbers["rl/explained_variance"])
             loop.log(numbers, show=("rl/score", "rl/kl", "rl/length"))
@@ -148,13 +155,12 @@ def shape_and_segment(
     """Token rewards (the KL penalty, and the score at the end), and the macro actions."""
     responses = experience.responses(models.vocabulary, shuffler)
     rewards = shape_rewards(
-        experience.scores,
+        experience.clipped_scores(config.score_clip),
         experience.logprobs,
         experience.ref_logprobs,
         responses.mask,
         kl_coef,
         kl=config.kl_estimator,
-        score_clip=config.score_clip,
     )
     segments = apply_segmenter(config.segmenter, responses, split_last=config.split_last)
     return SegmentedRewards(rewards, segments)

@@ -1,13 +1,16 @@
-"""Warnings of reinforcement learning: settings that bias it, and a critic that misleads."""
+"""Warnings of reinforcement learning: settings that bias it, a critic that misleads, and sampling
+that disagrees with training."""
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Mapping
 
 from marlhf.configs.rl import RLConfig
-from marlhf.core import NGram
+from marlhf.core import NGram, masked_mean
 from marlhf.runs.write import RunError
+from marlhf.train.experience import Experience
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.progress import warn
 
@@ -57,6 +60,40 @@ class CriticWatch:
         if divides_scores(self.config):
             return "Set split_last: true, or pooling: sum."
         return "Raise critic_learning_rate, or bring scores to unit scale by normalize_scores."
+
+
+class SamplingWatch:
+    """Compares log-probs of sampling with those of training, which are of the same policy.
+
+    Where they differ by more than rounding, the engine or the training pass computes another model
+    than the one that is trained, and KL, ratios and advantages are of neither.
+    """
+
+    def __init__(self, config: RLConfig) -> None:
+        self.guards = config.guards
+        self.warned = False
+
+    def __call__(self, step: int, experience: Experience, metrics: Mapping[str, float]) -> None:
+        # Where a step has several updates, the metric also has the policy's movement in it.
+        old_logprobs = experience.old_logprobs
+        gap = metrics["rl/logprob_gap"]
+        if old_logprobs is not None:
+            difference = (old_logprobs - experience.logprobs).abs()
+            gap = float(masked_mean(difference, experience.sequences.mask))
+        problem = (
+            f"log-probs while sampling and while training differ by {gap:.2g} nats per token. Both "
+            "are of one policy, and rounding explains about 0.05. Try engine: native where it is "
+            "vllm, precision: float32, or compile: false."
+        )
+        limit = self.guards.max_logprob_gap
+        if limit is not None and gap > limit:
+            raise RunError(
+                f"Stopped at step {step}: {problem} To train all the same, raise "
+                f"guards.max_logprob_gap, which is {limit:g}."
+            )
+        if gap > self.guards.warn_logprob_gap and not self.warned:
+            self.warned = True
+            warn(f"step {step}: {problem}")
 
 
 def divides_scores(config: PPOConfig) -> bool:

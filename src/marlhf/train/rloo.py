@@ -46,7 +46,7 @@ from marlhf.train.optim import apply_update, check_finite, make_optimizer
 from marlhf.train.ppo import shape_and_segment
 from marlhf.train.rl_models import Models, load_models, load_prompts
 from marlhf.train.rl_state import RLState
-from marlhf.train.rl_warnings import warn_about_sampling
+from marlhf.train.rl_warnings import SamplingWatch, warn_about_sampling
 from marlhf.train.rloo_config import RLOOConfig
 from marlhf.train.stage import batch_rows, count_steps
 from marlhf.train.timing import Clock, to_numbers
@@ -81,6 +81,7 @@ def train(config: RLOOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     evaluation = HeldOutEvaluation(config, models, held_out, loop, held_out_credit)
     state = RLState(config, evaluation)
     state.resume(loop)
+    sampling_watch = SamplingWatch(config)
 
     with loop:
         if not loop.done:
@@ -111,6 +112,7 @@ def train(config: RLOOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             by_prompt = experience.scores.view(-1, config.num_samples)
             metrics["rl/group_std"] = by_prompt.std(dim=1).mean()
             numbers = to_numbers(metrics) | clock.times(len(batch))
+            sampling_watch(step, experience, numbers)
             state.kl.update(numbers["rl/kl"], len(batch))
             loop.log(numbers, show=("rl/score", "rl/kl", "rl/length"))
             if loop.must_evaluate:
