@@ -94,7 +94,7 @@ def test_message_keys_that_parquet_filled_with_none_are_left_out():
                 "chosen": [user("1"), says("a"), user("x"), says("y")],
                 "rejected": [user("1"), says("b")],
             },
-            "part before their last message",
+            "differ before their last message",
         ),
         (
             {"chosen": [user("1"), user("a")], "rejected": [user("1"), says("b")]},

@@ -46,5 +46,5 @@ def test_counts_read_like_a_report():
     assert str(counts) == (
         "read 10 rows, kept 5\n"
         "  dropped 5: the prompt is empty (a.jsonl:1, a.jsonl:2, a.jsonl:3, ...)\n"
-        "  mended 1: two turns joined (a.jsonl:9)"
+        "  repaired 1: two turns joined (a.jsonl:9)"
     )

@@ -1,4 +1,4 @@
-"""Rows of prompts and preferences: read, checked, parted by prompt, encoded, padded."""
+"""Rows of prompts and preferences: read, checked, split by prompt, encoded, padded."""
 
 from marlhf.data.collate import pad_left, pad_right, token_budget_batches
 from marlhf.data.counts import Counts

@@ -1,7 +1,7 @@
 """APPS: programming problems from contests and exercises, with tests.
 
 Read as on the hub (`codeparrot/apps`, where tests and solutions are JSON within text) and in the
-original layout, a folder a problem:
+original layout, one folder per problem:
 
     train/0001/question.txt  input_output.json  solutions.json  metadata.json  starter_code.py
 
@@ -73,7 +73,7 @@ def to_row(record: Mapping[str, Any]) -> Parsed:
         return None, "`question` is not text"
     try:
         given, solutions = (_json(record.get(name)) for name in ("input_output", "solutions"))
-    except ValueError:  # also numbers of more digits than Python cares to read
+    except ValueError:  # also numbers with more digits than Python converts
         return None, "`input_output` or `solutions` is not JSON"
     if not given or not given.get("inputs"):
         return None, "the problem has no tests"
@@ -113,12 +113,12 @@ def _json(value: Any) -> Any:
 
 
 def _lines(value: Any) -> str:
-    """A text, which some problems have as its lines."""
+    """A text, which some problems have as a list of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _arguments(value: Any) -> list[Any]:
-    """JSON makes text of a dictionary's keys; numbers among them are numbers again, as in APPS."""
+    """JSON turns a dictionary's keys into text; those that are numbers become numbers again."""
     arguments = value if isinstance(value, list) else [value]
     return [_numbered(each) for each in arguments]
 

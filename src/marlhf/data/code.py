@@ -10,7 +10,7 @@ mapping that JSON can hold, of one of four kinds:
 
 A program reads a text and prints one; or a function, or a method of `Solution`, is called; or
 expressions are evaluated after the program and compared with Python literals; or a function full
-of asserts is given the program's function `name`, in HumanEval's manner.
+of asserts gets the program's function `name`, as in HumanEval.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_tests(tests: Any) -> Mapping[str, Any]:
 
     >>> check_tests({"kind": "stdin", "inputs": ["1"], "outputs": []})
     Traceback (most recent call last):
-    marlhf.data.rows.DataError: `tests` has 1 inputs but 0 outputs. Give one of each a test.
+    marlhf.data.rows.DataError: `tests` has 1 inputs but 0 outputs. Give one of each per test.
     """
     kind = tests.get("kind") if isinstance(tests, Mapping) else None
     if kind not in KINDS:
@@ -47,7 +47,7 @@ def check_tests(tests: Any) -> Mapping[str, Any]:
     if kind != "check" and len(tests["inputs"]) != len(tests["outputs"]):
         raise DataError(
             f"`tests` has {len(tests['inputs'])} inputs but {len(tests['outputs'])} outputs. "
-            "Give one of each a test."
+            "Give one of each per test."
         )
     return tests
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Ids and mask, both [B, P], with padding before each row, as generation needs it.
+    """Ids and mask, both [B, P], padded on the left, as generation needs it.
 
-    The mask comes from lengths and not from ids, for pad is often eos.
+    The mask comes from lengths and not from ids, since pad is often EOS.
 
     >>> ids, mask = pad_left([[5, 6, 7], [8]], pad_id=0)
     >>> ids.tolist()
@@ -30,7 +30,7 @@ def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor
 
 
 def pad_right(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Ids and mask, both [B, P], with padding behind each row, as training needs it.
+    """Ids and mask, both [B, P], padded on the right, as training needs it.
 
     >>> ids, mask = pad_right([[5, 6, 7], [8]], pad_id=0)
     >>> mask.int().tolist()
@@ -54,8 +54,8 @@ def _pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Ten
 def token_budget_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Indices of rows, batched so that rows x longest row is at most `budget` tokens.
 
-    Rows of like length go together, so little is padding. A row longer than
-    the budget is a batch of its own: it cannot be made smaller.
+    Rows of similar length go together, so little is padding. A row longer than
+    the budget is a batch of its own.
 
     >>> token_budget_batches([2, 9, 3, 2], budget=6)
     [[0, 3], [2], [1]]

@@ -1,4 +1,4 @@
-"""What became of the rows, kept while reading and printed once at the end."""
+"""How many rows were kept, dropped and repaired, printed once all are read."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ NUM_EXAMPLES = 3
 
 @dataclass
 class Counts:
-    """How many rows were read, dropped and mended, why, and where the first few stand.
+    """How many rows were read, dropped and repaired, why, and the positions of the first few.
 
     Bad rows are normal in human data: they are counted and shown, and stop
-    a run only when nothing is left.
+    a run only when none is left.
 
     >>> counts = Counts(read=3)
     >>> counts.drop("the prompt is empty", "mine.jsonl:2")
@@ -45,7 +45,7 @@ class Counts:
 
     def __str__(self) -> str:
         lines = [f"read {self.read:,} rows, kept {self.kept:,}"]
-        for label, reasons in (("dropped", self.dropped), ("mended", self.noted)):
+        for label, reasons in (("dropped", self.dropped), ("repaired", self.noted)):
             for reason, number in sorted(reasons.items(), key=lambda item: (-item[1], item[0])):
                 more = ", ..." if number > len(self.examples[reason]) else ""
                 where = ", ".join(self.examples[reason]) + more

@@ -1,8 +1,8 @@
 """Rows as token ids.
 
 A prompt's ids are the same in every stage: it is encoded alone, and a
-response is encoded as what comes after it, never both as one text. Otherwise
-a token that spans the joint would give training other ids than rollouts.
+response as the text that follows it, never both as one text. Otherwise a
+token across the boundary would give training other ids than rollouts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHUNK = 1024  # prompts encoded at once: fast, and little memory
 
 @dataclass(frozen=True)
 class Encoded:
-    """A row with the ids of its prompt, cut to length where that was asked for.
+    """A row with the ids of its prompt, truncated where the recipe says so.
 
     >>> Encoded(Row("Why?"), [5, 6]).prompt_ids
     [5, 6]
@@ -36,7 +36,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Text) -> list[int]:
     """The ids a rollout starts from.
 
     Text gets the tokenizer's BOS, if it adds one, and never an EOS; messages
-    go through the chat template, up to where the assistant begins to speak.
+    go through the chat template, with the header of the assistant's turn.
 
     >>> from marlhf.models.tiny import tiny_tokenizer
     >>> tokenizer = tiny_tokenizer()
@@ -59,7 +59,7 @@ def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[Text]) -> list[list[i
     opening = opening_ids(tokenizer)
     encoded = []
     for prompt, ids in zip(prompts, _tokenize(tokenizer, texts), strict=True):
-        # a chat template writes its own BOS, and so may a careful user
+        # A chat template writes its own BOS, and so may the user's text.
         ready = not isinstance(prompt, str) or ids[: len(opening)] == opening
         encoded.append(ids if ready else opening + ids)
     return encoded
@@ -124,7 +124,7 @@ def fit_prompts(
         encoded = encode_prompts(tokenizer, [row.prompt for row in chunk])
         for number, (row, ids) in enumerate(zip(chunk, encoded, strict=True), start=start + 1):
             counts.read += 1
-            ids = row.columns.get("prompt_ids") or ids  # for those who bring their own tokens
+            ids = row.columns.get("prompt_ids") or ids  # tokens that the user gave
             if not ids:
                 counts.drop("the tokenizer makes no tokens of the prompt", f"row {number}")
             elif len(ids) <= max_prompt_tokens:
@@ -145,9 +145,9 @@ def fit_prompts(
 def cut_middle(ids: Sequence[int], length: int) -> list[int]:
     """The first and the last half of `length` ids.
 
-    One rule for all forms of prompt: the opening (BOS, the subreddit, the first
-    question) and the close (`TL;DR:`, the latest turns and `Assistant:`, a chat's
-    generation prompt) both stay, and the middle of the story goes.
+    One rule for all forms of prompt: the beginning (BOS, the subreddit, the first
+    question) and the end (`TL;DR:`, the latest turns and `Assistant:`, a chat's
+    generation prompt) both stay.
     """
     if len(ids) <= length:
         return list(ids)
@@ -156,7 +156,7 @@ def cut_middle(ids: Sequence[int], length: int) -> list[int]:
 
 
 def render_prompt(tokenizer: Tokenizer, messages: list[Message]) -> str:
-    """Messages as text, up to and with the header of the assistant's turn."""
+    """Messages as text, including the header of the assistant's turn."""
     if not tokenizer.chat_template:
         raise DataError(
             "The prompts are chat messages, but the tokenizer has no chat template. "
@@ -176,14 +176,14 @@ def render_turn(tokenizer: Tokenizer, prompt: list[Message], turn: list[Message]
     if not whole.startswith(before):
         raise DataError(
             "The tokenizer's chat template does not write an assistant's turn as it begins one "
-            f"for generation: {before[-40:]!r} is not how the answered chat goes on. Set a "
+            f"for generation: {before[-40:]!r} is not how the answered chat continues. Set a "
             "`tokenizer.chat_template` that does both alike, or give the rows as text."
         )
     return whole[len(before) :]
 
 
 def opening_ids(tokenizer: Tokenizer) -> list[int]:
-    """What the tokenizer puts before any text: BOS, or nothing."""
+    """The ids that the tokenizer puts before any text: BOS, or nothing."""
     [with_special], [bare] = tokenizer(["a"])["input_ids"], _tokenize(tokenizer, ["a"])
     for start in range(len(with_special) - len(bare) + 1):
         if with_special[start : start + len(bare)] == bare:
@@ -192,17 +192,17 @@ def opening_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def _tokenize(tokenizer: Tokenizer, texts: list[str], **options: Any) -> list[list[int]]:
-    # verbose=False: what is too long for the model is ours to count, not the tokenizer's to log
-    found = tokenizer(texts, add_special_tokens=False, verbose=False, **options)
-    return [list(ids) for ids in cast(Any, found["input_ids"])]
+    # verbose=False: prompts that are too long are counted here and need no warning of their own.
+    encoded = tokenizer(texts, add_special_tokens=False, verbose=False, **options)
+    return [list(ids) for ids in cast(Any, encoded["input_ids"])]
 
 
 def _tokenize_after_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """Ids of a text that follows other text.
 
-    SentencePiece tokenizers put a space before the first word of a text. Where
-    it follows something else there is none, so it is encoded behind a colon
-    and the colon taken off again, unless the two fuse into one token.
+    SentencePiece tokenizers put a space before the first word of a text. A text
+    that follows another has none, so it is encoded after a colon, whose tokens
+    are removed again unless the two merge into one token.
     """
     plain = {"split_special_tokens": True}
     alone, colon, joined = _tokenize(tokenizer, [text, ":", f":{text}"], **plain)

@@ -1,4 +1,4 @@
-"""Files on disk as plain records, and every way they can be broken as a sentence."""
+"""Records of files on disk. Every way in which a file can be broken is a clear error."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Records = Iterator[tuple[Record, str]]
 
 ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 COMPANIONS = (".md", ".txt", ".yaml", ".yml", "")
-"""Endings that stand beside data without being data (README.md, LICENSE)."""
+"""Endings of files beside the data that are ignored (README.md, LICENSE)."""
 
 
 def read_records(path: str | Path, split: str | None = None) -> Records:
     """Every record of a file, or of all files in a folder, one at a time.
 
-    Reads .jsonl, .json (a list, or an object a line), .csv and .tsv, each also
+    Reads .jsonl, .json (a list, or one object per line), .csv and .tsv, each also
     with .gz, .parquet, and folders of these at any depth. `split` is for a
     folder written by `save_to_disk` that holds several.
 
@@ -51,12 +51,12 @@ def read_records(path: str | Path, split: str | None = None) -> Records:
     except PermissionError as error:
         raise DataError(
             f"{error.filename or path} may not be read: permission denied. "
-            "Give yourself the right to read it, or copy it where you have it."
+            "Change its permissions, or copy it to a place that you may read."
         ) from error
 
 
 def ending(path: Path) -> str | None:
-    """The ending that says how to read a file, without .gz; None where there is none."""
+    """The ending that decides how a file is read, without .gz; None if it is unknown."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes[-1:] == [".gz"]:
         return next((s for s in suffixes[-2:-1] if s in ENDINGS and s != ".parquet"), None)
@@ -64,7 +64,7 @@ def ending(path: Path) -> str | None:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The data files of a folder, sorted, so that every machine reads them in one order."""
+    """The data files of a folder, sorted, so that every machine reads them in the same order."""
     found = [f for f in folder.rglob("*") if f.is_file() and not _is_hidden(f, folder)]
     data = sorted(f for f in found if ending(f))
     strange = sorted(str(f) for f in found if not ending(f) and f.suffix not in COMPANIONS)
@@ -89,7 +89,9 @@ def _not_found(path: Path) -> str:
     if folder != path.absolute().parent:
         return f"There is no {path}: the folder {folder} exists, but not the next one in the path."
     near = difflib.get_close_matches(path.name, [p.name for p in folder.iterdir()], n=1)
-    hint = f"Did you mean {folder / near[0]}?" if near else f"Nothing in {folder} is called so."
+    hint = (
+        f"Did you mean {folder / near[0]}?" if near else f"Nothing in {folder} has a similar name."
+    )
     return f"There is no {path}. {hint}"
 
 
@@ -104,8 +106,8 @@ def _read_file(path: Path) -> Records:
     kind = ending(path)
     if kind is None:
         raise DataError(
-            f"{path} has an ending that is not known. Data is read from {', '.join(ENDINGS)}, "
-            "and from all but .parquet with .gz behind it."
+            f"{path} has an unknown ending. Data is read from {', '.join(ENDINGS)}, "
+            "and, except for .parquet, from these with .gz."
         )
     empty = True
     for item in readers[kind](path):
@@ -156,7 +158,7 @@ def _read_jsonl(path: Path) -> Records:
 
 
 def _read_json(path: Path) -> Records:
-    """A list of objects; or an object a line, which OpenAI's files are in spite of their name."""
+    """A list of objects; or one object per line, as in OpenAI's files of that name."""
     first = next((line for line in _lines(path) if line.strip()), "")
     if not first.lstrip().startswith("["):
         yield from _read_jsonl(path)
@@ -166,7 +168,7 @@ def _read_json(path: Path) -> Records:
     except json.JSONDecodeError as error:
         raise DataError(
             f"{path}:{error.lineno} is not JSON: {error.msg} at column {error.colno}. "
-            "The file must be a list of objects, or one object a line."
+            "The file must be a list of objects, or have one object per line."
         ) from error
     for number, value in enumerate(values, start=1):
         position = f"{path}:{number}"
@@ -184,7 +186,7 @@ def _object(value: Any, position: str) -> Record:
 
 
 def _read_table(path: Path) -> Records:
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # posts are longer than csv's own limit
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # posts are longer than the default limit
     delimiter = "\t" if ending(path) == ".tsv" else ","
     reader = csv.reader(_lines(path), delimiter=delimiter, strict=True)
     line = 0

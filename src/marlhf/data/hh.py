@@ -20,7 +20,7 @@ HUB_NAME = "Dahoas/full-hh-rlhf"
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
 JOINED = "several assistant's turns in a row, joined into one reply"
-DIVERGED = "the two dialogues part before the last turn, so no two replies can be compared"
+DIVERGED = "the two dialogues differ before the last turn, so no two replies can be compared"
 
 
 def recognises(record: Mapping[str, Any]) -> bool:
@@ -45,11 +45,11 @@ def to_row(record: Mapping[str, Any]) -> Parsed:
 
 
 def from_dialogues(chosen: str, rejected: str, columns: dict[str, Any]) -> Parsed:
-    """Cut two dialogues where the assistant first answers differently.
+    """Split two dialogues where the assistant first answers differently.
 
-    About two in a thousand dialogues part earlier than their last turn. Where
-    the assistant only spoke twice in a row, those turns are one reply; where
-    the person spoke again, the preference was not between two replies.
+    About two in a thousand dialogues differ before their last turn. Where the
+    assistant only spoke twice in a row, those turns are joined into one reply;
+    where the person spoke again, the preference was not between two replies.
     """
     end = shared_prefix(chosen, rejected).rfind(ASSISTANT)
     if end < 0:

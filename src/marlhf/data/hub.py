@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub as plain records. No code from the hub is ever run."""
+"""Records of data sets on the Hugging Face hub. No code from the hub is ever run."""
 
 from __future__ import annotations
 

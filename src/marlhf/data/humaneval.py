@@ -1,7 +1,7 @@
 """HumanEval: functions to complete from their header and docstring.
 
 Read as published (prompt, canonical_solution, test, entry_point). The prompt is the beginning of
-the program, and the response goes on with it; one that writes the whole function anew is as good.
+the program, and the response continues it; it may also write the whole function again.
 It has 164 problems, for evaluation; on the hub they are the split `test`.
 """
 

@@ -1,4 +1,4 @@
-"""From a few lines of configuration to the rows of one stage."""
+"""The rows of one stage, from the data settings of a recipe."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ PUBLISHED = {
     "mbpp": mbpp,
     "humaneval": humaneval,
 }
-"""Sources in the form their authors published them in."""
+"""Data sets in the form in which their authors published them."""
 HUB_CONFIGS = {module.HUB_NAME: module.HUB_CONFIG for module in (tldr, apps, mbpp)}
-"""Which configuration to read of those that have several."""
+"""Which configuration to read of data sets with several."""
 
 
 Positioned = tuple[Row | None, str, str]
-"""What a source made of a record (see `Parsed`), and the record's position."""
+"""A record as its source read it (see `Parsed`), and the record's position."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def load_data(
 ) -> Loaded:
     """The rows for one stage: `part` names its share, `needs` what each row must have.
 
-    Rows are parted before those that the stage cannot use are taken out, so
+    Rows are split before those that the stage cannot use are taken out, so
     that every stage sees the same parts whatever it needs.
 
     >>> loaded = load_data(DataConfig(source="toy", limit=100, eval_size=10), "sft")
@@ -127,7 +127,9 @@ def load_data(
     (18, 10)
     """
     _check_part(config, part)
-    rows, unusable, counts = _sift(_read_rows(config, needs), needs, config.path or config.source)
+    rows, unusable, counts = _sort_out(
+        _read_rows(config, needs), needs, config.path or config.source
+    )
     rest, evaluation = held_out(rows, config.eval_size, config.seed)
     mine = split_rows(rest, config.parts, config.seed)[part] if config.parts else rest
     train = [row for row in mine if id(row) not in unusable]
@@ -149,18 +151,20 @@ def rows_from_records(
 ) -> tuple[list[Row], Counts]:
     """Rows from records already in memory, such as a `datasets.Dataset` or a list of dicts.
 
-    For trainers that are handed their data: columns as in a local file, no
-    split, and bad rows counted in the same way.
+    For trainers that get their data as an object: columns as in a local file,
+    no split, and bad rows counted in the same way.
 
     >>> rows, counts = rows_from_records([{"prompt": "Why?"}, {"prompt": ""}])
     >>> rows[0].prompt, counts.kept
     ('Why?', 1)
     """
-    rows, unusable, counts = _sift(_parse_local(records, needs, columns or {}, name), needs, name)
+    rows, unusable, counts = _sort_out(
+        _parse_local(records, needs, columns or {}, name), needs, name
+    )
     return [row for row in rows if id(row) not in unusable], counts
 
 
-def _sift(
+def _sort_out(
     parsed: Iterator[Positioned], needs: Collection[str], name: str
 ) -> tuple[list[Row], set[int], Counts]:
     """Rows with a good prompt, the id() of those of them this stage cannot use, and counts."""

@@ -1,9 +1,9 @@
 """The user's own files: `prompt`, `chosen`, `rejected`, as text or as chat messages.
 
-Whatever TRL reads is read here too: `completion` for `chosen`, `messages`
-(the last assistant's turn is the response), and whole dialogues in `chosen`
-and `rejected` whose shared beginning is the prompt. Text is taken as it is
-written: a prompt and a response are joined without anything in between.
+TRL's forms are read too: `completion` for `chosen`, `messages` (the last
+assistant's turn is the response), and whole dialogues in `chosen` and
+`rejected` whose shared beginning is the prompt. Text is used as written: a
+prompt and a response are joined without anything in between.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def rename(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, A
 
 
 def as_text(value: Any) -> Text | None:
-    """Text or messages as they should be, or None where the value is neither."""
+    """Text or messages, or None where the value is neither."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -60,13 +60,13 @@ def as_text(value: Any) -> Text | None:
 def _as_message(value: Any) -> Message | None:
     if not isinstance(value, Mapping):
         return None
-    # parquet writes every key that any message has, None where this one has not
+    # parquet gives each message the keys of all others, with None as their value
     message = {key: each for key, each in value.items() if isinstance(each, str)}
     return message if {"role", "content"} <= message.keys() else None
 
 
 def _as_response(value: Any, prompt: Text) -> tuple[Text | None, str]:
-    """A response in the prompt's own form, and what is wrong with it if it has none."""
+    """A response in the form of its prompt, or None and what is wrong with it."""
     response = as_text(value)
     if value is None or response is None:
         fault = "is neither text nor messages with a role and a content"
@@ -115,7 +115,7 @@ def _from_dialogues(chosen: Any, rejected: Any, rest: dict[str, Any]) -> Parsed:
     if not shared:
         return None, "`chosen` and `rejected` share no first message, so there is no prompt"
     if len(first) != shared + 1 or len(second) != shared + 1:
-        return None, "`chosen` and `rejected` part before their last message"
+        return None, "`chosen` and `rejected` differ before their last message"
     if first[-1]["role"] != "assistant" or second[-1]["role"] != "assistant":
         return None, "`chosen` or `rejected` does not end with an assistant's turn"
     last = None if rejected is None else [second[-1]]
@@ -128,7 +128,7 @@ def check_columns(
     columns: Mapping[str, str],
     needs: Collection[str],
 ) -> None:
-    """Refuse a file whose first record lacks what the stage needs, naming the likely slip."""
+    """Refuse a file whose first record lacks what the stage needs, with the nearest name."""
     file = position.rpartition(":")[0]
     for ours, theirs in columns.items():
         if ours not in NAMES:

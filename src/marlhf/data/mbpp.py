@@ -1,8 +1,8 @@
-"""MBPP: short Python functions, each with a sentence and three asserts.
+"""MBPP: short Python functions, each with one sentence and three asserts.
 
 Read as published (text, code, test_list), and in its sanitised form (prompt, code, test_list,
-test_imports). As in its paper, the prompt shows the asserts, which is where a function gets its
-name and its arguments:
+test_imports). As in its paper, the prompt shows the asserts, which tell a function's name and
+arguments:
 
     QUESTION:
     Write a function to find the similar elements from the given two tuple lists.

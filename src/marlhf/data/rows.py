@@ -1,4 +1,4 @@
-"""A row: one prompt, and what people thought of the answers to it."""
+"""A row: one prompt, and the preferred and the other response to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Text = str | list[Message]
 
 
 class DataError(MarlhfError, ValueError):
-    """Something about the data that the user has to put right.
+    """Something about the data that the user has to fix.
 
     >>> raise DataError("mine.jsonl has no column `prompt`.")
     Traceback (most recent call last):
@@ -44,15 +44,15 @@ class Row:
 
 
 Parsed = tuple[Row | None, str]
-"""What a source makes of one record: a row and "" when all is well, None and the
-reason when there is no row in it, a row and a remark when it had to be mended."""
+"""One record as a source reads it: a row and "", None and the reason why there is no row in it, or
+a row and a remark on what had to be repaired."""
 
 
 def prompt_key(row: Row) -> str:
-    """The identity of a prompt, the same however its white space was written.
+    """The identity of a prompt, which does not depend on its white space.
 
-    Splits go by this, so that no prompt is trained on in one stage and
-    judged, or trained on again, in another.
+    Splits use it, so that no prompt is trained on in one stage and
+    evaluated, or trained on again, in another.
 
     >>> prompt_key(Row("Why  not? "))
     'Why not?'
@@ -68,7 +68,7 @@ def collapse_spaces(text: str) -> str:
 
 
 def after_colon(response: str) -> str:
-    """A response ready to stand behind a prompt such as `TL;DR:` or `Assistant:`.
+    """A response as it follows a prompt such as `TL;DR:` or `Assistant:`.
 
     One space in front, so that prompt + response reads naturally and the
     first word is the token a model would produce there.
@@ -78,16 +78,16 @@ def after_colon(response: str) -> str:
 
 
 def prompt_fault(row: Row) -> str | None:
-    """Why nothing can be done with this prompt, or None."""
+    """Why this prompt cannot be used, or None."""
     if is_blank(row.prompt):
         return "the prompt is empty"
     if isinstance(row.prompt, list) and row.prompt[-1]["role"] == "assistant":
         return "the prompt ends with an assistant's turn, so there is nothing to answer"
-    return f"the prompt {HALF_PAIR}" if _has_half_pair(row.prompt) else None
+    return f"the prompt {LONE_SURROGATE}" if _has_lone_surrogate(row.prompt) else None
 
 
 def response_fault(row: Row, needs: Collection[str]) -> str | None:
-    """Why this row cannot serve a stage that needs `chosen`, `rejected`, or both."""
+    """Why a stage that needs `chosen`, `rejected` or both cannot use this row, or None."""
     for name, response in (("chosen", row.chosen), ("rejected", row.rejected)):
         if name not in needs:
             continue
@@ -95,17 +95,19 @@ def response_fault(row: Row, needs: Collection[str]) -> str | None:
             return f"`{name}` is missing"
         if is_blank(response):
             return f"`{name}` is empty"
-        if _has_half_pair(response):
-            return f"`{name}` {HALF_PAIR}"
+        if _has_lone_surrogate(response):
+            return f"`{name}` {LONE_SURROGATE}"
     if {"chosen", "rejected"} <= set(needs) and _plain(row.chosen) == _plain(row.rejected):
         return "`chosen` equals `rejected`, so there is no preference to learn"
     return None
 
 
-HALF_PAIR = r"holds half a character (a lone surrogate such as \ud83d), which no tokenizer takes"
+LONE_SURROGATE = (
+    r"holds half a character (a lone surrogate such as \ud83d), which no tokenizer reads"
+)
 
 
-def _has_half_pair(text: Text) -> bool:
+def _has_lone_surrogate(text: Text) -> bool:
     return re.search("[\ud800-\udfff]", _plain(text)) is not None
 
 

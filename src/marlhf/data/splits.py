@@ -1,6 +1,6 @@
-"""Parting rows by prompt, the same way on every machine.
+"""Splits by prompt, the same on every machine.
 
-A prompt's place is decided by a hash of its text and the seed, never by its
+A hash of its text and the seed decides in which part a prompt is, never its
 position in the file, so the parts of two stages stay disjoint even when one
 reads the rows in another order.
 """
@@ -25,7 +25,7 @@ def split_rows(
 
     Prompts are put in a random order; each goes to the part within whose
     share its middle row falls, so a part misses its size by at most one
-    prompt's rows. What fractions below 1 in sum leave over is in no part.
+    prompt's rows. Where the fractions sum to less than 1, the rest is in no part.
 
     >>> parts = split_rows([Row(f"Question {n}") for n in range(10)], {"sft": 0.2, "ppo": 0.8})
     >>> {name: len(rows) for name, rows in parts.items()}
@@ -50,13 +50,13 @@ def split_rows(
 
 
 def held_out(rows: Sequence[Row], size: int | float, seed: int = 0) -> tuple[list[Row], list[Row]]:
-    """(train, eval): whole prompts set aside, about `size` rows or that fraction of them.
+    """(train, eval): whole prompts held out, about `size` rows or that fraction of them.
 
-    Anything above 0 sets at least one prompt aside, so that a small data
+    Anything above 0 holds out at least one prompt, so that a small data
     set is evaluated too.
 
-    >>> train, aside = held_out([Row(f"Question {n}") for n in range(10)], 2)
-    >>> len(train), len(aside)
+    >>> train, evaluation = held_out([Row(f"Question {n}") for n in range(10)], 2)
+    >>> len(train), len(evaluation)
     (8, 2)
     """
     if isinstance(size, float) and not 0 <= size < 1:
@@ -68,20 +68,20 @@ def held_out(rows: Sequence[Row], size: int | float, seed: int = 0) -> tuple[lis
         )
     target = size * len(rows) if isinstance(size, float) else size
     keys = [prompt_key(row) for row in rows]
-    aside: set[str] = set()
+    held: set[str] = set()
     done = 0
-    for key, number in _shuffled(keys, f"held out {seed}")[:-1]:  # one is left to train on
-        if done + number / 2 > target and (aside or target == 0):
+    for key, number in _shuffled(keys, f"held out {seed}")[:-1]:  # leave one to train on
+        if done + number / 2 > target and (held or target == 0):
             break
-        aside.add(key)
+        held.add(key)
         done += number
-    train = [row for row, key in zip(rows, keys, strict=True) if key not in aside]
-    evaluation = [row for row, key in zip(rows, keys, strict=True) if key in aside]
+    train = [row for row, key in zip(rows, keys, strict=True) if key not in held]
+    evaluation = [row for row, key in zip(rows, keys, strict=True) if key in held]
     return train, evaluation
 
 
 def check_fractions(fractions: Mapping[str, float]) -> None:
-    """Refuse shares that cannot be cut."""
+    """Refuse shares outside (0, 1] or above 1 in sum."""
     wrong = {name: share for name, share in fractions.items() if not 0 < share <= 1}
     if wrong:
         raise DataError(f"Each part must be a share in (0, 1], but these are not: {wrong}.")
@@ -91,10 +91,9 @@ def check_fractions(fractions: Mapping[str, float]) -> None:
 
 
 def _running_sums(fractions: Mapping[str, float], total: int) -> dict[str, float]:
-    """Where each part ends, in rows. The little extra is for 0.2 + 0.4 + 0.4 < 1 in floats.
+    """Where each part ends, in rows. The 1e-6 is for 0.2 + 0.4 + 0.4 < 1 in floats.
 
-    Parts follow each other by name, so that two recipes that write them in another order still
-    cut the same parts.
+    Parts are ordered by name, so that recipes that list them in another order make the same parts.
     """
     names = sorted(fractions)
     shares = [fractions[name] for name in names]
@@ -102,7 +101,7 @@ def _running_sums(fractions: Mapping[str, float], total: int) -> dict[str, float
 
 
 def _shuffled(keys: Sequence[str], salt: str) -> list[tuple[str, int]]:
-    """Each prompt with its number of rows, in an order that only the salt decides."""
+    """Each prompt with its number of rows, in an order that depends on the salt alone."""
 
     def place(key: str) -> bytes:
         # surrogatepass: JSON may hold half a surrogate pair, and it must not stop a run

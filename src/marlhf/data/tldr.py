@@ -61,7 +61,7 @@ def _is_pair(summaries: Any) -> bool:
 
 
 def from_pair(record: Mapping[str, Any]) -> Parsed:
-    """The flat form, one pair a line."""
+    """The flat form, one pair per line."""
     if any(not isinstance(record.get(name), str) for name in ("post", "chosen", "rejected")):
         return None, "`post`, `chosen` or `rejected` is not text"
     row = Row(

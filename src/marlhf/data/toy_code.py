@@ -1,10 +1,10 @@
-"""One-line programs: a coding task that needs no download, for a model of a few bytes.
+"""One-line programs: a coding task that needs no download, for a very small model.
 
     Read a number and add 3.
     print(int(input())+3)
 
 The solutions to imitate are right two times in five. The others use another number or sign, forget
-`int`, or do not compile, so that there is something for unit tests to teach.
+`int`, or do not compile, so that the unit tests have something to reward.
 """
 
 from __future__ import annotations
