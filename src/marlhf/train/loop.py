@@ -30,7 +30,7 @@ from marlhf.train.card import push, write_card
 from marlhf.train.checkpoint import load_latest, save_checkpoint
 from marlhf.train.distributed import World
 from marlhf.train.objects import GivenObjects
-from marlhf.train.progress import Steps, say, warn
+from marlhf.train.progress import Steps, format_numbers, say, warn
 from marlhf.train.stage import due, finish, record_outcome
 from marlhf.train.trackers import Trackers
 
@@ -165,13 +165,13 @@ class Loop:
         """The step is taken: its numbers to the folder, the bar, trackers and callbacks."""
         self.callbacks.step_end(self.step)
         self.run.log("train", self.step, numbers)
-        shown = {key.rpartition("/")[2]: numbers[key] for key in show}
-        self._bar.advance(self.step, shown)
+        self._bar.advance(self.step, {key: numbers[key] for key in show})
         self.trackers.log(self.step, numbers)
         self.callbacks.log(self.step, numbers)
 
     def evaluated(self, metrics: dict[str, float]) -> None:
         self.run.log("eval", self.step, metrics)
+        say(f"{self.run.path.name} {self.step}/{self.total}  held out: {format_numbers(metrics)}")
         self.trackers.log(self.step, metrics)
         self.callbacks.evaluate(self.step, metrics)
 
@@ -191,7 +191,7 @@ class Loop:
         """A checkpoint of this step."""
         whole = state | {"verdict": self.verdict, "callbacks": self.callbacks.state()}
         whole["bases"] = self._bases()
-        save_checkpoint(
+        folder = save_checkpoint(
             self.run,
             self.step,
             world=self.world,
@@ -200,6 +200,7 @@ class Loop:
             state=whole,
             keep=self.config.keep_checkpoints,
         )
+        say(f"{self.run.path.name} {self.step}/{self.total}  saved {folder}")
         self.callbacks.save(self.step)
 
     def _bases(self) -> dict[str, str | None]:

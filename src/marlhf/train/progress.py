@@ -1,9 +1,11 @@
-"""Progress: a bar with an ETA on a terminal, a line a step elsewhere."""
+"""Progress: a bar with an ETA on a terminal; elsewhere a line now and then, to keep logs short."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
 
 from rich.console import Console
@@ -17,7 +19,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-console = Console(stderr=True, highlight=False)
+# Under torchrun only rank 0 prints, from the first line on.
+console = Console(stderr=True, highlight=False, quiet=os.environ.get("RANK", "0") != "0")
+
+LINES_PER_RUN = 10
+SECONDS_BETWEEN_LINES = 30.0
+"""Without a terminal, a line is due after this share of the steps or this time."""
 
 
 class Steps:
@@ -26,6 +33,7 @@ class Steps:
     def __init__(self, name: str, total: int, done: int = 0) -> None:
         self.name, self.total, self.done = name, total, done
         self._start, self._first = time.perf_counter(), done
+        self._printed_step, self._printed_at = done, self._start
         self._bar: Progress | None = None
         if console.is_terminal and not console.is_dumb_terminal and not console.quiet:
             bar = Progress(
@@ -58,14 +66,23 @@ class Steps:
 
     def advance(self, step: int, numbers: dict[str, float]) -> None:
         self.done = step
-        text = "  ".join(f"{name} {_short(value)}" for name, value in numbers.items())
+        text = format_numbers(numbers)
         if self._bar:
             self._bar.update(self._task, completed=step, numbers=text)
-        if self._bar or console.quiet:  # quiet: another process tells
-            return
-        each = (time.perf_counter() - self._start) / max(1, step - self._first)
-        left = time.strftime("%H:%M:%S", time.gmtime(each * (self.total - step)))
-        print(f"{self.name} {step}/{self.total}  eta {left}  {text}", file=sys.stderr, flush=True)
+        elif not console.quiet and self._line_is_due(step):
+            self._printed_step, self._printed_at = step, time.perf_counter()
+            each = (self._printed_at - self._start) / max(1, step - self._first)
+            left = time.strftime("%H:%M:%S", time.gmtime(each * (self.total - step)))
+            line = f"{self.name} {step}/{self.total}  eta {left}  {text}"
+            print(line, file=sys.stderr, flush=True)
+
+    def _line_is_due(self, step: int) -> bool:
+        """After the first step, every tenth of the run, and where steps take long."""
+        if step == self._first + 1:
+            return True
+        if step * LINES_PER_RUN // self.total > self._printed_step * LINES_PER_RUN // self.total:
+            return True
+        return time.perf_counter() - self._printed_at >= SECONDS_BETWEEN_LINES
 
 
 def say(message: str, style: str = "") -> None:
@@ -77,5 +94,6 @@ def warn(message: str) -> None:
     say(f"warning: {message}", style="yellow")
 
 
-def _short(value: float) -> str:
-    return f"{value:.4g}"
+def format_numbers(numbers: Mapping[str, float]) -> str:
+    """Metrics by their last name: `rl/kl` is kl."""
+    return "  ".join(f"{name.rpartition('/')[2]} {x:.4g}" for name, x in numbers.items())

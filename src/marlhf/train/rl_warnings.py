@@ -117,7 +117,7 @@ def warn_about_sampling(config: RLConfig) -> None:
     if config.sampling.truncated:
         warn(
             "top_k and top_p draw from part of the distribution while log-probs are of all of it: "
-            "the KL penalty and PPO's ratio are then estimates from the wrong samples. The paper "
+            "the KL penalty and the ratio are then estimates from the wrong samples. The paper "
             "does this; top_k: 0 and top_p: 1 are exact."
         )
     if config.sampling.temperature == 0:

@@ -68,8 +68,9 @@ def load_examples(
         encoded.append(examples)
     train, held_out = encoded
     shares = {} if given else config.data.parts
-    share = f" ({shares[part]:.0%} of the data is for {part})" if shares else ""
-    say(f"{part}: {len(train)} training rows{share}, {len(held_out)} held out")
+    share = f" (the part for {part}, {shares[part]:.0%} of the data)" if shares else ""
+    run_name = Path(config.output_dir).name
+    say(f"{run_name}: {len(train)} training rows{share}, {len(held_out)} held out")
     if not train:
         raise RunError(
             "No training row is left. Raise data.max_prompt_tokens or max_response_tokens, "

@@ -1,0 +1,62 @@
+import importlib
+import itertools
+import time
+
+from conftest import TOY
+from marlhf.train import dpo, progress, sft
+from marlhf.train.dpo_config import DPOConfig
+from marlhf.train.progress import Steps
+from marlhf.train.sft_config import SFTConfig
+
+
+def test_logs_have_a_line_every_tenth_of_the_run(capfd):
+    with Steps("sft", 1000) as steps:
+        for step in range(1, 1001):
+            steps.advance(step, {"sft/loss": 2.0})
+    lines = capfd.readouterr().err.splitlines()
+    assert [int(line.split()[1].split("/")[0]) for line in lines] == [1, *range(100, 1001, 100)]
+    assert lines[0].endswith("loss 2")
+
+
+def test_slow_steps_have_a_line_every_half_minute(capfd, monkeypatch):
+    clock = itertools.count(step=4.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    with Steps("ppo", 1000) as steps:
+        for step in range(1, 31):
+            steps.advance(step, {})
+    assert 3 <= len(capfd.readouterr().err.splitlines()) <= 6
+
+
+def test_evaluations_and_checkpoints_are_in_the_log(tmp_path, capfd):
+    config = SFTConfig(
+        model="tiny",
+        output_dir=str(tmp_path / "mine"),
+        data=TOY,
+        device="cpu",
+        batch_size=4,
+        num_steps=2,
+        eval_every=1,
+        save_every=1,
+    )
+    sft.train(config)
+    errors = capfd.readouterr().err.replace("\n", " ")
+    assert "mine 1/2  held out: loss " in errors
+    assert "mine 1/2  saved " in errors
+
+
+def test_a_method_calls_itself_by_its_own_name(tmp_path, capfd):
+    """DPO reads the reward model's part of the data, and is not the reward stage."""
+    config = DPOConfig(
+        model="tiny", output_dir=str(tmp_path / "dpo"), data=TOY, device="cpu", num_steps=1
+    )
+    dpo.train(config)
+    errors = capfd.readouterr().err
+    assert "\ndpo: " in f"\n{errors}"
+    assert "\nreward: " not in f"\n{errors}"
+
+
+def test_of_several_processes_one_prints(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert importlib.reload(progress).console.quiet
+    monkeypatch.delenv("RANK")
+    assert not importlib.reload(progress).console.quiet
