@@ -10,7 +10,6 @@ import dataclasses
 import inspect
 import re
 import textwrap
-import types
 import typing
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from marlhf.fields import type_options
 
 SEGMENTERS = {
     "ngram": "NGram",
@@ -28,15 +29,6 @@ SEGMENTERS = {
     "sentences": "Sentences",
 }
 """Rules by the name that recipes call them by; classes of `marlhf.core`."""
-FREE_TO_CHANGE = (
-    *("output_dir", "save_every", "keep_checkpoints", "log_samples", "keep_best", "guards"),
-    *("token_budget", "rollout_tokens", "gradient_checkpointing", "device", "parallel"),
-    "compile",
-    *("vllm_url", "vllm_memory"),
-    *("report_to", "run_name", "push_to_hub", "hub_model_id", "hub_private", "reward_timeout"),
-)
-"""Settings that may differ when a run goes on: what is kept and told, when to stop, how much
-memory and where. None changes what is learnt, but for the last bits of rounding."""
 
 
 def flatten(raw: Any, where: str = "") -> dict[str, Any]:
@@ -91,8 +83,7 @@ def describe(cls: type) -> Iterator[tuple[str, str, str, str]]:
 
 def dataclass_in(hint: Any) -> type | None:
     """The dataclass in `X`, `X | None`, if there is one."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    found = [o for o in options if dataclasses.is_dataclass(o) and isinstance(o, type)]
+    found = [o for o in type_options(hint) if dataclasses.is_dataclass(o) and isinstance(o, type)]
     return found[0] if found else None
 
 

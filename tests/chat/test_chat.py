@@ -179,8 +179,8 @@ def test_commands_change_what_comes_next(talk):
     [
         ("/temprature 1", "Did you mean /temperature?"),
         ("/temperature hot", "Give a number, as in /temperature 0.7."),
-        ("/temperature -1", "temperature must be a number from 0"),
-        ("/temperature nan", "temperature must be a number from 0"),
+        ("/temperature -1", "temperature must be at least 0"),
+        ("/temperature nan", "temperature must be finite"),
         ("/max 0", "max_new_tokens must be at least 1"),
         ("/seed", "Give a number, as in /seed 3."),
         ("/undo", "There is nothing to undo."),

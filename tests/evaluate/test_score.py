@@ -190,7 +190,7 @@ def test_a_folder_that_cannot_be_written_to_is_a_sentence(tmp_path):
         ("gone", {}, "There is no folder"),
         ("no model", {}, "the run is not finished"),
         ("no held out", {}, "holds out no prompts"),
-        (None, {"temperature": -1.0}, "temperature must be a number from 0"),
+        (None, {"temperature": -1.0}, "temperature must be at least 0"),
         (None, {"max_new_tokens": 9999}, "Lower --max-new-tokens"),
         (None, {"rewards": ("/nowhere/reward/model",)}, "There is no folder /nowhere"),
         (None, {"reference": "/nowhere/model"}, "There is no folder /nowhere"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from marlhf.fields import check_settings, setting
+
 
 @dataclass(frozen=True)
 class Guards:
@@ -16,23 +18,26 @@ class Guards:
     'Stopped early: the KL to the reference is 25, past the limit of 20.'
     """
 
-    warn_kl: float = 50.0
+    warn_kl: float = setting(50.0, least=0)
     """KL of a response to the reference, in nats."""
-    max_kl: float | None = None
+    max_kl: float | None = setting(None, above=0)
     """Stop beyond this KL."""
-    warn_repetition: float = 0.2
+    warn_repetition: float = setting(0.2, least=0)
     """Share of repeated 4-grams, above that of the starting policy."""
-    max_repetition: float | None = None
+    max_repetition: float | None = setting(None, least=0)
     """Stop beyond this share, above that of the starting policy."""
-    warn_length: float = 2.0
+    warn_length: float = setting(2.0, least=1)
     """Mean length over that of the starting policy, or the other way round."""
-    max_length: float | None = None
+    max_length: float | None = setting(None, least=1)
     """Stop beyond this ratio of lengths."""
     warn_logprob_gap: float = 0.1
     """Nats per token between log-probs while sampling and while training, at every step: both are
     of one policy, so more than rounding is a fault."""
     max_logprob_gap: float | None = 1.0
     """Stop beyond this gap; None never stops."""
+
+    def __post_init__(self) -> None:
+        check_settings(self, "guards.")
 
     def judge(self, now: dict[str, float], start: dict[str, float]) -> tuple[list[str], str]:
         """Warnings, and why to stop: empty while nothing is past its limit."""

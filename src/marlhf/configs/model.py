@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from marlhf.errors import SettingError
+from marlhf.fields import check_settings, setting
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
@@ -21,9 +21,9 @@ class LoRA:
     32
     """
 
-    r: int = 16
+    r: int = setting(16, least=1)
     """Rank of the adapters."""
-    alpha: float = 32
+    alpha: float = setting(32, above=0)
     """Their output is scaled by alpha / r."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Which layers have one: `all-linear`, or names such as [q_proj, v_proj]."""
@@ -38,9 +38,6 @@ class LoRA:
     `adapter/`. Otherwise the adapter alone, which needs peft and the base to load."""
 
     def __post_init__(self) -> None:
-        if self.r < 1:
-            raise SettingError(f"lora.r must be at least 1; got {self.r}.")
-        if not math.isfinite(self.alpha) or self.alpha <= 0:
-            raise SettingError(f"lora.alpha must be positive; got {self.alpha}.")
+        check_settings(self, "lora.")
         if not self.target_modules:
             raise SettingError("lora.target_modules names no layer. Leave it out for all-linear.")

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from marlhf.configs.guards import Guards
 from marlhf.configs.sampling import Sampling, check_url
-from marlhf.configs.stage import StageConfig, check_numbers
+from marlhf.configs.stage import StageConfig
 from marlhf.errors import SettingError
+from marlhf.fields import setting
 
 # The same as in marlhf.core, which needs torch; a test keeps them equal.
 Ratio = Literal["token", "macro", "macro_mean"]
@@ -29,51 +30,51 @@ def ngram(**settings: Any) -> Segmenter:
 class RLConfig(StageConfig):
     """Sampling, scoring, the KL penalty, macro actions and evaluation."""
 
-    reward_model: str = ""
+    reward_model: str = setting("", on_card=True, defines_score=True)
     """What scores responses: a reward model's folder or hub name, or `@stage`."""
-    reward_funcs: tuple[str, ...] = ()
+    reward_funcs: tuple[str, ...] = setting((), on_card=True, defines_score=True)
     """More that score: functions of yours as `module:name`, or further reward models."""
-    reward_weights: tuple[float, ...] | None = None
+    reward_weights: tuple[float, ...] | None = setting(None, on_card=True, defines_score=True)
     """Weights of the reward model and of reward_funcs, in that order; 1 each unless given."""
-    reward_timeout: float = 600.0
+    reward_timeout: float = setting(600.0, above=0, may_change=True)
     """Seconds that a reward function of yours may take for a batch."""
     gold_model: str | None = None
     """A second reward model that only judges: its scores of held-out responses are `eval/gold`.
     Train it on other pairs, and it shows when the policy games the first one."""
     ref_model: str | None = None
     """What the KL penalty ties the policy to; where the policy started unless given."""
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Sampling = setting(factory=Sampling, on_card=True)
     """How responses are drawn. The paper: temperature 0.8 and top_k 50, which bends the KL."""
-    rollout_tokens: int = 131072
+    rollout_tokens: int = setting(131072, above=0, may_change=True)
     """Padded tokens sampled at once: lower it when memory runs out while sampling. Changes no
     result."""
     engine: Literal["native", "vllm"] = "native"
     """What samples: marlhf itself, or vLLM, in this process or as a server."""
-    vllm_url: str = ""
+    vllm_url: str = setting("", may_change=True)
     """The vLLM server to sample with, such as http://127.0.0.1:8000; in this process if empty."""
-    vllm_memory: float = 0.3
+    vllm_memory: float = setting(0.3, least=0, most=1, may_change=True)
     """The share of the GPU's memory that vLLM has in this process, for weights and cache."""
 
     segmenter: Segmenter = field(default_factory=ngram)
     """The termination rule of macro actions: `{type: ngram, n: 5}`; n: 1 is ordinary PPO."""
-    ratio: Ratio = "token"
+    ratio: Ratio = setting("token", on_card=True)
     """PPO's ratio by token (the paper's listing) or by macro action (its equation)."""
     split_last: bool = False
     """Make the last token an action of its own, as the authors' code does."""
-    gamma: float = 1.0
+    gamma: float = setting(1.0, least=0, most=1, on_card=True)
     """Discount from one macro action to the next."""
 
-    kl_coef: float = 0.05
+    kl_coef: float = setting(0.05, least=0, on_card=True)
     """Weight of the KL penalty. The paper: 0.05; 0.1 for 27B and for 7B on WebGPT."""
     kl_estimator: KLEstimator = "k1"
     """How a token's KL is estimated for the penalty."""
-    kl_target: float | None = None
+    kl_target: float | None = setting(None, above=0, on_card=True)
     """Adapt kl_coef so that the KL of a response comes near this; None leaves it fixed."""
-    kl_horizon: int = 10000
+    kl_horizon: int = setting(10000, above=0)
     """Responses over which an adaptive kl_coef moves."""
-    score_clip: float | None = None
+    score_clip: float | None = setting(None, above=0)
     """Bound scores to plus or minus this. The authors' code: 2.5."""
-    normalize_scores: bool = False
+    normalize_scores: bool = setting(False, defines_score=True)
     """Scale scores to mean 0 and deviation 1 on the starting policy's held-out responses."""
     missing_eos_penalty: float = 0.0
     """Taken from the score of a response that was cut off before it ended."""
@@ -84,33 +85,26 @@ class RLConfig(StageConfig):
     """Peak learning rate of the policy. The paper: 1.5e-5 for 2B, 1e-6 for 7B, 7e-7 for 27B."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """How the rates fall after warm-up."""
-    warmup_steps: int | None = None
+    warmup_steps: int | None = setting(None, least=0, on_card=True)
     """Steps in which the rates rise; overrides warmup_ratio. The paper: 200; 27B 0; code 20."""
-    num_mini_batches: int = 1
+    num_mini_batches: int = setting(1, above=0, on_card=True)
     """Updates in each pass over a batch of responses."""
-    clip: float = 0.2
+    clip: float = setting(0.2, above=0, on_card=True)
     """How far the ratio may move before its gradient stops."""
-    dual_clip: float | None = None
+    dual_clip: float | None = setting(None, above=1)
     """Bound the loss of negative advantages at this multiple; 3 is usual."""
 
-    eval_prompts: int = 64
+    eval_prompts: int = setting(64, least=0)
     """Held-out prompts for evaluations."""
-    log_samples: int = 8
+    log_samples: int = setting(8, least=0, may_change=True)
     """Held-out prompts whose responses are kept at each evaluation."""
-    keep_best: bool = True
+    keep_best: bool = setting(True, may_change=True)
     """Keep the policy with the best held-out score in `best/`, beside the last in `model/`."""
-    guards: Guards = field(default_factory=Guards)
+    guards: Guards = setting(factory=Guards, may_change=True, tells_apart=True)
     """When to warn of reward hacking, and when to stop."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        optional = ("kl_target", "kl_horizon", "score_clip", "rollout_tokens", "reward_timeout")
-        check_numbers(self, ("num_mini_batches", "clip", *optional), positive=True)
-        check_numbers(self, ("kl_coef", "warmup_steps", "eval_prompts", "log_samples"), least=0)
-        check_numbers(self, ("gamma", "vllm_memory"), least=0, most=1)
-        check_numbers(self, ("missing_eos_penalty",))
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise SettingError(f"dual_clip must be larger than 1; got {self.dual_clip}.")
         if self.vllm_url and self.engine != "vllm":
             raise SettingError("vllm_url is set, but vLLM is not asked for. Set engine: vllm.")
         if self.vllm_url:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from marlhf.errors import SettingError
+from marlhf.fields import check_settings, setting
 
 
 @dataclass(frozen=True)
@@ -17,26 +17,19 @@ class Sampling:
     True
     """
 
-    max_new_tokens: int = 512
+    max_new_tokens: int = setting(512, least=1)
     """Longest response. The paper: 512."""
-    temperature: float = 1.0
+    temperature: float = setting(1.0, least=0)
     """Softens (above 1) or sharpens the distribution; 0 takes the likeliest token. Log-probs are
     taken at the same temperature. The paper samples at 0.8, code at 1."""
-    top_k: int = 0
+    top_k: int = setting(0, least=0)
     """Draw from the k likeliest tokens only; 0 for all. Log-probs stay those of the whole
     distribution, so the KL penalty is then an estimate from the wrong samples."""
-    top_p: float = 1.0
+    top_p: float = setting(1.0, most=1, above=0)
     """Draw from the smallest set of tokens with this much probability; 1 for all. As `top_k`."""
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise SettingError(f"max_new_tokens must be at least 1; got {self.max_new_tokens}.")
-        if not 0 <= self.temperature < math.inf:
-            raise SettingError(f"temperature must be a number from 0; got {self.temperature}.")
-        if self.top_k < 0:
-            raise SettingError(f"top_k must be 0, for all tokens, or more; got {self.top_k}.")
-        if not 0 < self.top_p <= 1:
-            raise SettingError(f"top_p must be above 0 and at most 1; got {self.top_p}.")
+        check_settings(self)
 
     @property
     def truncated(self) -> bool:

@@ -17,9 +17,8 @@ from marlhf.data import DataConfig
 from marlhf.errors import MarlhfError
 from marlhf.rollout import Sampling
 from marlhf.runs.read import find_runs, read_run
+from marlhf.runs.stage_facts import facts_of
 
-TIED = ("ppo", "rloo", "dpo")
-"""Stages with a reference to which KL is measured."""
 EDGE = 1 << 16
 """Bytes at each end of a file of weights that tell it from others."""
 
@@ -113,7 +112,7 @@ def _subjects(path: Path) -> list[Subject]:
             return [_of_run(path.parent)]
         run = read_run(path.parent)  # such as its `best/`
         return [Subject(path, str(path), f"{run.name}/{path.name}", run.stage, run.config)]
-    runs = [run for run in find_runs([path]) if run.stage != "reward"]
+    runs = [run for run in find_runs([path]) if facts_of(run.stage).writes_text]
     named = [_of_run(run.path) for run in runs if (run.path / "model").is_dir()]
     if not named:
         raise EvaluationError(f"{path} holds no finished run whose model writes text.")
@@ -159,15 +158,15 @@ def make_plan(subject: Subject, question: Question, donor: Subject | None) -> Pl
             f"{subject.folder} names no reward model. Give one with --reward PATH, or name a run "
             "that has one with --like RUN."
         )
-    tied = next((each for each in (subject, lender) if each.stage in TIED), None)
+    with_reference = [s for s in (subject, lender) if s.stage and facts_of(s.stage).has_reference]
+    tied = next(iter(with_reference), None)
     reference = question.reference
     if reference is None and tied is not None:
         reference = tied.config.get("ref_model") or tied.config.get("model")
         reference = reference and located(reference, tied)
-    parts = {"sft": "sft", "dpo": subject.config.get("part", "reward")}
     return Plan(
         data=_data(subject, lender, question),
-        part=parts.get(subject.stage, "ppo"),
+        part=subject.config.get("part") or facts_of(subject.stage).part,
         all_rows=bool(question.source or question.path or question.split),
         train=question.train,
         sampling=_valid(Sampling, raw, subject),

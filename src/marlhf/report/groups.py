@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from marlhf.configs.rl import RLConfig
+from marlhf.fields import settings_with
 from marlhf.intervals import mean, mean_by_position
 from marlhf.runs.lineage import chosen
 from marlhf.runs.read import Evaluation, Run, number
@@ -234,8 +236,8 @@ def differing(picks: Sequence[dict[str, Any]]) -> list[tuple[str, list[str | Non
     return [(key, values) for key, values in rows if len(set(values)) > 1]
 
 
-YARDSTICK = ("reward_model", "reward_funcs", "reward_weights", "normalize_scores", "reward")
-"""Settings that decide what a score means."""
+SCORE_SETTINGS = (*settings_with(RLConfig, "defines_score"), "reward")
+"""Settings that decide what a score means, those of the reward model's training included."""
 
 
 def measured_alike(a: Group, b: Group) -> bool:
@@ -246,7 +248,7 @@ def measured_alike(a: Group, b: Group) -> bool:
 def unlike(groups: Sequence[Group]) -> list[str]:
     """The settings in which groups differ so that their scores cannot be compared."""
     known = [group for group in groups if group.config]
-    names = {*YARDSTICK, "data"}
+    names = {*SCORE_SETTINGS, "data"}
     if any(group.chosen.get("reward.model") == "@sft" for group in known):
         names.add("sft")  # the reward model grew from it
     return [key for key, _ in differences(known) if key.split(".")[0] in names]

@@ -17,11 +17,13 @@ from typing import Any
 
 import yaml
 
+from marlhf.configs.rl import RLConfig
+from marlhf.fields import settings_with
 from marlhf.runs.read import Run
-from marlhf.settings import FREE_TO_CHANGE, flatten
+from marlhf.settings import flatten
 
-IDLE_KEYS = {"seed", *FREE_TO_CHANGE} - {"guards"}
-"""Settings by which two trainings of the same thing may differ; a guard may end one of them."""
+IDLE_KEYS = settings_with(RLConfig, "idle")
+"""Settings by which two trainings of the same thing may differ."""
 MAX_HEADER = 100_000_000
 
 

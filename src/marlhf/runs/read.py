@@ -13,10 +13,10 @@ from typing import Any
 import yaml
 
 from marlhf.errors import MarlhfError
+from marlhf.runs.stage_facts import NOT_RL, facts_of, order_of
 
 Row = dict[str, Any]
 
-STAGES = ("sft", "reward", "dpo", "ppo", "rloo")
 SKIPPED_FOLDERS = {"checkpoints", "model", "best", "critic"}
 MAX_MAGNITUDE = 1e30
 """Beyond this a number is a divergence, not a measurement: it is treated as missing."""
@@ -65,7 +65,7 @@ class Run:
     @property
     def is_policy(self) -> bool:
         """Whether this run trained a policy by reinforcement learning."""
-        return self.stage not in ("sft", "reward", "dpo")
+        return facts_of(self.stage).samples
 
     @property
     def is_empty(self) -> bool:
@@ -128,7 +128,7 @@ def find_runs(paths: Sequence[Path | str]) -> list[Run]:
             f"Nothing has been recorded yet in {names}. Wait for the first logged step, or look "
             "at the training's output for why it ended before one."
         )
-    return sorted(runs, key=lambda run: STAGES.index(run.stage) if run.stage in STAGES else 9)
+    return sorted(runs, key=lambda run: order_of(run.stage))
 
 
 def read_run(path: Path | str) -> Run:
@@ -300,4 +300,4 @@ def _guess_stage(rows: list[Row]) -> str:
     if "rl/group_std" in keys:  # PPO has no groups of responses to a prompt
         return "rloo"
     prefixes = {key.split("/")[0] for key in keys}
-    return next((stage for stage in STAGES if stage in prefixes), "ppo")
+    return next((stage for stage in NOT_RL if stage in prefixes), "ppo")

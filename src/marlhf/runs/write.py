@@ -27,9 +27,12 @@ from typing import Any
 import yaml
 
 from marlhf._version import __version__
+from marlhf.configs.rl import RLConfig
+from marlhf.configs.stage import StageConfig
 from marlhf.errors import MarlhfError
+from marlhf.fields import settings_with
 from marlhf.models.base import quiet_transformers
-from marlhf.settings import FREE_TO_CHANGE, flatten, to_raw
+from marlhf.settings import flatten, to_raw
 
 LINES = ("metrics.jsonl", "eval.jsonl", "samples.jsonl")
 FULL = ("No space left", "unexpected pos", "PytorchStreamWriter failed")
@@ -57,6 +60,7 @@ class RunFolder:
         self.path = Path(path)
         self.stage = stage
         self.config = to_raw(config)
+        self.settings = type(config) if isinstance(config, StageConfig) else RLConfig
         self.state: dict[str, Any] = {
             "name": self.path.name,
             "stage": stage,
@@ -148,10 +152,11 @@ class RunFolder:
 
     def _compare(self, before: dict[str, Any]) -> None:
         old, new = flatten(before), flatten(self.config)
+        may_change = settings_with(self.settings, "may_change")
         changed = [
             f"{key}: {old.get(key, '(not there)')!r} there, {new.get(key, '(not there)')!r} now"
             for key in sorted(old.keys() | new.keys())
-            if old.get(key) != new.get(key) and key.split(".")[0] not in FREE_TO_CHANGE
+            if old.get(key) != new.get(key) and key.split(".")[0] not in may_change
         ]
         if changed:
             raise RunError(

@@ -25,8 +25,11 @@ from typing import Any
 import yaml
 
 from marlhf.config import ConfigError, Stage, load_recipe
-from marlhf.settings import FREE_TO_CHANGE, flatten, to_raw
+from marlhf.configs.rl import RLConfig
+from marlhf.fields import settings_with
+from marlhf.settings import flatten, to_raw
 
+MAY_CHANGE = settings_with(RLConfig, "may_change")
 MAX_LABEL = 48
 """Longest name of a value in a folder's name; a longer one is cut and told apart by its digest."""
 
@@ -167,7 +170,7 @@ def split_values(text: str) -> list[str]:
 
 def identity(kind: str, raw: Mapping[str, Any]) -> str:
     """What a run learns, as text: its settings without those that change nothing of it."""
-    kept = {k: v for k, v in raw.items() if k not in FREE_TO_CHANGE}
+    kept = {k: v for k, v in raw.items() if k not in MAY_CHANGE}
     return json.dumps([kind, kept], sort_keys=True, default=str)
 
 

@@ -18,8 +18,7 @@ import yaml
 
 from marlhf.config import PRESETS
 from marlhf.runs.write import RunError, explained_writes, write_whole
-from marlhf.settings import FREE_TO_CHANGE
-from marlhf.sweep.plan import Plan, Training
+from marlhf.sweep.plan import MAY_CHANGE, Plan, Training
 
 NAME = "sweep.json"
 PATIENCE = 60.0
@@ -183,7 +182,7 @@ def _compare(before: dict[str, Any], plan: Plan) -> None:
         for key in sorted({*old, *new}):
             was, now = old.get(key, "(not there)"), new.get(key, "(not there)")
             same = _plain(now) == was
-            if not (same or key.split(".")[0] in FREE_TO_CHANGE or _free(key, axes, plan)):
+            if not (same or key.split(".")[0] in MAY_CHANGE or _free(key, axes, plan)):
                 changed.append(f"{stage}.{key}: {was!r} there, {now!r} now")
     if changed:
         raise RunError(

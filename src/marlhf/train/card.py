@@ -18,28 +18,11 @@ import yaml
 
 from marlhf._version import __version__
 from marlhf.data.load import PUBLISHED, is_hub_name
+from marlhf.fields import settings_with
 from marlhf.models.load import SCALAR
+from marlhf.runs.stage_facts import facts_of
 from marlhf.runs.write import RunError, RunFolder, explained_writes, write_whole
 
-METHODS = {
-    "sft": "supervised fine-tuning on preferred responses",
-    "reward": "reward modelling on pairs of responses",
-    "ppo": "PPO",
-    "rloo": "RLOO (REINFORCE with a leave-one-out baseline)",
-    "dpo": "DPO (direct preference optimisation)",
-}
-MAIN = (
-    *("batch_size", "learning_rate", "critic_learning_rate", "schedule", "warmup_ratio"),
-    *("warmup_steps", "num_epochs", "num_steps", "num_ppo_epochs", "num_mini_batches"),
-    *("num_samples", "kl_coef", "kl_target", "beta", "clip", "gamma", "lam", "sigma", "pooling"),
-    *("ratio", "whiten", "sampling", "reward_model", "reward_funcs", "reward_weights"),
-)
-"""Settings worth a line of their own; the card has all of them below."""
-PRIVATE = (
-    *("output_dir", "device", "report_to", "run_name"),
-    *("push_to_hub", "hub_model_id", "hub_private"),
-)
-"""Settings that say nothing about the model."""
 LABELS = {
     "eval/score": "score",
     "eval/kl": "KL to the reference (nats a response)",
@@ -172,7 +155,7 @@ class _Loading:
             raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             scalar = any(SCALAR in str(name) for name in raw.get("architectures") or ())
         except (OSError, ValueError):  # adapters have none
-            scalar = stage == "reward"
+            scalar = not facts_of(stage).writes_text
         return cls(scalar, adapter, base)
 
     def code(self, name: str, base: str) -> str:
@@ -207,11 +190,11 @@ class _Loading:
 
 
 def _metadata(run: RunFolder, loading: _Loading, base: str, dataset: str) -> dict[str, Any]:
-    tags = ["marlhf", "rlhf", "reward-model" if run.stage == "reward" else run.stage]
+    tags = ["marlhf", "rlhf", "reward-model" if loading.scalar else run.stage]
     found: dict[str, Any] = {
         "library_name": "peft" if loading.adapter else "transformers",
         "pipeline_tag": "text-classification" if loading.scalar else "text-generation",
-        "tags": tags + ["macro-actions"] * _is_macro(run.config.get("segmenter")),
+        "tags": [*tags, "macro-actions"] if _is_macro(run.config.get("segmenter")) else tags,
     }
     if _on_hub(base):
         found["base_model"] = base
@@ -225,7 +208,7 @@ def _what(run: RunFolder, loading: _Loading, base: str, dataset: str) -> str:
     start = f", from {_link(base)}" if base else ""
     on = f", on {_link(dataset, 'datasets/')}" if dataset else ""
     macro = _is_macro(run.config.get("segmenter"))
-    method = METHODS.get(run.stage, run.stage) + " over macro actions" * macro
+    method = facts_of(run.stage).label + (" over macro actions" if macro else "")
     lines = [f"{kind}, trained by {method}{start}{on}, with marlhf {__version__}."]
     if macro:
         lines.append(
@@ -239,7 +222,8 @@ def _what(run: RunFolder, loading: _Loading, base: str, dataset: str) -> str:
 def _training(
     run: RunFolder, base: str, dataset: str, data: Any, rows: Mapping[str, int] | None
 ) -> str:
-    config = _clean(run.config)
+    private = settings_with(run.settings, "private")
+    config = _clean({k: v for k, v in run.config.items() if k not in private})
     lines = [f"- stage: {run.stage}"]
     begun = str(run.config.get("model") or base)
     if begun:
@@ -254,7 +238,7 @@ def _training(
     if config.get("segmenter"):
         lines.append(f"- termination rule of macro actions: `{_inline(config['segmenter'])}`")
     table = [("setting", "value"), ("---", "---")]
-    for name in MAIN:
+    for name in settings_with(run.settings, "on_card"):
         value = config.get(name)
         if value not in (None, "", [], {}):
             table.append((f"`{name}`", f"`{_inline(value)}`".replace("|", "\\|")))
@@ -282,12 +266,12 @@ def _results(run: RunFolder, metrics: Mapping[str, Any]) -> str:
 
 def _limits(stage: str) -> str:
     lines = []
-    if stage == "reward":
+    if not facts_of(stage).writes_text:
         lines.append(
             "Scores compare responses to the same prompt. Their zero and their unit mean nothing, "
             "and far from the training data they are guesses."
         )
-    elif stage in ("ppo", "rloo"):
+    elif facts_of(stage).samples:
         lines.append(
             "The score is what the policy was trained to raise, so it flatters. Read it together "
             "with KL and length, and judge samples before relying on it."
@@ -381,7 +365,7 @@ def _last_part(match: re.Match[str]) -> str:
 def _clean(value: Any) -> Any:
     """Settings fit to be published."""
     if isinstance(value, dict):
-        kept = {k: v for k, v in value.items() if k not in PRIVATE and v != "(hidden)"}
+        kept = {k: v for k, v in value.items() if v != "(hidden)"}
         return {k: _clean(v) for k, v in kept.items()}
     if isinstance(value, list):
         return [_clean(v) for v in value]

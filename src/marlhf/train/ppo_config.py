@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from marlhf.configs.rl import RLConfig
-from marlhf.configs.stage import check_numbers
+from marlhf.fields import setting
 
 # The same as in marlhf.core, which needs torch; a test keeps them equal.
 Pooling = Literal["sum", "mean"]
@@ -24,30 +24,24 @@ class PPOConfig(RLConfig):
 
     critic_model: str | None = None
     """Where the critic starts; the reward model unless given, else the policy."""
-    sigma: Sigma = "equal"
+    sigma: Sigma = setting("equal", on_card=True)
     """How a macro action's value weighs its tokens' values."""
-    pooling: Pooling = "sum"
+    pooling: Pooling = setting("sum", on_card=True)
     """Macro reward as a sum (the paper's equation) or a mean (the authors' code: a weaker KL)."""
     value_level: Level = "token"
     """What the critic learns: each token's value, or that of the macro action."""
-    rho: float = 1.0
+    rho: float = setting(1.0, least=0, most=1)
     """Discount of rewards inside a macro action."""
-    lam: float = 0.95
+    lam: float = setting(0.95, least=0, most=1, on_card=True)
     """Lambda of generalised advantage estimation."""
-    whiten: Literal["tokens", "macros", "none"] = "tokens"
+    whiten: Literal["tokens", "macros", "none"] = setting("tokens", on_card=True)
     """Scale advantages to mean 0 and deviation 1 over the batch, counting tokens or actions."""
-    critic_learning_rate: float = 1.5e-5
+    critic_learning_rate: float = setting(1.5e-5, above=0, on_card=True)
     """Peak learning rate of the critic. The paper: 1.5e-5 for 2B, 1e-6 for 7B and 27B."""
-    num_ppo_epochs: int = 1
+    num_ppo_epochs: int = setting(1, above=0, on_card=True)
     """Passes over each batch of responses."""
-    value_clip: float | None = 0.2
+    value_clip: float | None = setting(0.2, above=0)
     """How far a value may move in an update; None for no limit."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        positive = ("num_ppo_epochs", "critic_learning_rate", "value_clip")
-        check_numbers(self, positive, positive=True)
-        check_numbers(self, ("lam", "rho"), least=0, most=1)
 
     @property
     def one_update(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from marlhf.configs.stage import StageConfig
+from marlhf.fields import setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +16,7 @@ class RewardConfig(StageConfig):
     64
     """
 
-    max_response_tokens: int = 512
+    max_response_tokens: int = setting(512, above=0)
     """Pairs with a longer response are left out."""
-    center_coef: float = 0.0
+    center_coef: float = setting(0.0, least=0)
     """Pull scores towards zero, which the loss itself leaves free; 0.01 is usual."""

@@ -8,6 +8,7 @@ from typing import Literal
 
 from marlhf.configs.rl import Ratio, RLConfig, Segmenter, ngram
 from marlhf.errors import SettingError
+from marlhf.fields import setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class RLOOConfig(RLConfig):
     4
     """
 
-    num_samples: int = 4
+    num_samples: int = setting(4, on_card=True)
     """Responses to each prompt; batch_size counts prompts. The paper: 4."""
     baseline: Literal["leave_one_out", "group"] = "leave_one_out"
     """What a response is held against: the mean of the others to its prompt (RLOO), or the mean

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from marlhf.configs.stage import StageConfig
+from marlhf.fields import setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,5 +18,5 @@ class SFTConfig(StageConfig):
 
     learning_rate: float = 5e-5
     """Peak learning rate of AdamW. The paper: 5e-5 for 2B, 2e-5 for 7B, 5e-6 for 27B."""
-    max_response_tokens: int = 512
+    max_response_tokens: int = setting(512, above=0)
     """Rows with longer responses are left out: cut short they would teach never to end."""
