@@ -89,9 +89,7 @@ def _not_found(path: Path) -> str:
     if folder != path.absolute().parent:
         return f"There is no {path}: the folder {folder} exists, but not the next one in the path."
     near = difflib.get_close_matches(path.name, [p.name for p in folder.iterdir()], n=1)
-    hint = (
-        f"Did you mean {folder / near[0]}?" if near else f"Nothing in {folder} has a similar name."
-    )
+    hint = f"Did you mean {folder / near[0]}?" if near else f"{folder} has nothing like it."
     return f"There is no {path}. {hint}"
 
 

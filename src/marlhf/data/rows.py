@@ -102,9 +102,7 @@ def response_fault(row: Row, needs: Collection[str]) -> str | None:
     return None
 
 
-LONE_SURROGATE = (
-    r"holds half a character (a lone surrogate such as \ud83d), which no tokenizer reads"
-)
+LONE_SURROGATE = r"holds a lone surrogate such as \ud83d, half a character that no tokenizer reads"
 
 
 def _has_lone_surrogate(text: Text) -> bool:
