@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from marlhf.errors import SettingError
-from marlhf.evaluate.held_out import plain_table
 from marlhf.intervals import Interval, interval, mean
 from marlhf.runs.jsonl import Line, read_lines
 from marlhf.runs.read import number
+from marlhf.text_table import text_table
 
 BEST = "best_of_n"
 """Where the files lie in a run folder."""
@@ -64,7 +64,7 @@ class Grid:
 def grid_table(found: Grid) -> str:
     """What `marlhf best-of-n` prints: a row a temperature, a column an n."""
     rows = [[f"{heat:g}", *(found.cell(heat, n).text() for n in found.ns)] for heat in found.lines]
-    return plain_table(["temperature", *(f"best of {n}" for n in found.ns)], rows)
+    return text_table(["temperature", *(f"best of {n}" for n in found.ns)], rows)
 
 
 def read_grids(folder: Path) -> dict[str, Grid]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from marlhf.intervals import NO_INTERVAL, Interval, interval
 from marlhf.runs.jsonl import Line, read_lines
 from marlhf.runs.read import number
+from marlhf.text_table import text_table
 
 FOLDER = "evaluation"
 """Where the files lie in a run folder."""
@@ -61,16 +62,6 @@ def read_evaluations(folder: Path) -> dict[str, list[Line]]:
     return found
 
 
-def plain_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table for the terminal: the first column on the left, numbers on the right."""
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    lines: list[str] = []
-    for first, *rest in (header, *rows):
-        cells = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:]))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
 def summary_table(found: Sequence[tuple[str, Summary]]) -> str:
     """What `marlhf evaluate` prints: a row a model."""
     judges = list(dict.fromkeys(name for _, each in found for name in each.scores))
@@ -80,7 +71,7 @@ def summary_table(found: Sequence[tuple[str, Summary]]) -> str:
         means = [each.measures[key].mean for _, key in MEASURES]
         cells += ["-" if math.isnan(mean) else f"{mean:.3g}" for mean in means]
         rows.append([name, *cells, str(each.prompts)])
-    return plain_table(["", *judges, *(title.lower() for title, _ in MEASURES), "prompts"], rows)
+    return text_table(["", *judges, *(title.lower() for title, _ in MEASURES), "prompts"], rows)
 
 
 def sampling_words(name: str) -> str:

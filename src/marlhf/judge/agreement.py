@@ -14,6 +14,7 @@ import numpy as np
 from marlhf.intervals import Floats, Interval, bootstrap, wilson
 from marlhf.judge.pairs import JudgeError
 from marlhf.judge.verdicts import FOLDER, VERDICTS, read_verdicts
+from marlhf.text_table import text_table
 
 Votes = dict[str, dict[str, str]]
 """What each judge said: judge -> pair -> verdict."""
@@ -127,16 +128,20 @@ def read_votes(paths: Sequence[Path | str]) -> Votes:
 
 def describe(found: Agreement) -> list[str]:
     """The tables as lines of text."""
-    wide = max(len(b.one) + len(b.other) for b in found.between) + 3
-    lines = [f"{'judges':{wide}}  pairs  agreement in %         Cohen's kappa"]
-    for b in found.between:
-        share = "{:.1f} [{:.1f}, {:.1f}]".format(*(100 * x for x in b.agreement[:3]))
-        names = f"{b.one} | {b.other}"
-        lines.append(f"{names:{wide}}  {b.pairs:5}  {share:21}  {_shown(b.kappa)}")
+    rows = [
+        [f"{b.one} | {b.other}", str(b.pairs), b.agreement.text(_percent), _shown(b.kappa)]
+        for b in found.between
+    ]
+    header = ["judges", "pairs", "agreement in %", "Cohen's kappa"]
+    lines = text_table(header, rows).split("\n")
     if found.fleiss is not None:
         shown = _shown(found.fleiss)
         lines.append(f"Fleiss' kappa of {len(found.judges)} on {found.common} pairs: {shown}")
     return lines
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"
 
 
 def _shown(kappa: Interval) -> str:

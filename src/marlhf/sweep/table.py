@@ -8,6 +8,7 @@ from pathlib import Path
 from marlhf.sweep.plan import Plan, Training
 from marlhf.sweep.run import Sweep
 from marlhf.sweep.sweep_state import finished
+from marlhf.text_table import text_table
 
 
 def describe_plan(plan: Plan) -> list[str]:
@@ -45,14 +46,7 @@ def describe(found: Sweep) -> list[str]:
     for row in rows:
         numbers = [getattr(row, c) for c in used]
         cells.append([row.name, row.state, *(_number(x, c) for x, c in zip(numbers, used))])
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths))
-        ).rstrip()
-        for line in cells
-    ]
+    lines = text_table(cells[0], cells[1:], words=2).split("\n")
     for each in found.failed:
         lines.append(f"{each.name} failed: {each.note}")
     return lines
