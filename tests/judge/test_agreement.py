@@ -120,10 +120,10 @@ def test_mistakes_are_sentences(tmp_path):
         compare({"ann": {"1": "a"}, "bob": {"2": "a"}})
     with pytest.raises(JudgeError, match="Write a, b or tie"):
         agreement([write(tmp_path / "b.jsonl", [{"pair": 1, "verdict": "A"}])])
-    with pytest.raises(JudgeError, match="does not say on what"):
+    with pytest.raises(JudgeError, match="names no pair"):
         agreement([write(tmp_path / "c.jsonl", [{"verdict": "a"}])])
     with pytest.raises(JudgeError, match="Cannot read"):
         agreement([tmp_path / "none.jsonl"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(JudgeError, match="holds no verdicts"):
+    with pytest.raises(JudgeError, match="has no verdicts"):
         agreement([tmp_path / "empty"])

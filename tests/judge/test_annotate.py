@@ -317,7 +317,7 @@ def test_votes_on_other_responses_are_refused_and_can_still_be_exported(files, t
     prefer(store, "Ann", "new", count=3)
     store.close()
     write(files[1], rows_of("older", 10))
-    with pytest.raises(JudgeError, match="holds votes on other responses: 10 of its 10 pairs"):
+    with pytest.raises(JudgeError, match="has votes on other responses: 10 of its 10 pairs"):
         open_votes(files)
     [summary] = export_votes(files, output=tmp_path / "out")
     assert summary["win"]["count"] == 3
@@ -333,7 +333,7 @@ def test_another_task_or_seed_is_refused(files, tmp_path):
 
 
 def test_mistakes_are_sentences(files, tmp_path, make_run):
-    with pytest.raises(JudgeError, match="Give two runs or more"):
+    with pytest.raises(JudgeError, match="Give two or more runs"):
         open_votes(files[:1])
     with pytest.raises(JudgeError, match="compared with itself"):
         open_votes([files[0], files[0]])
@@ -347,15 +347,15 @@ def test_mistakes_are_sentences(files, tmp_path, make_run):
     with pytest.raises(JudgeError, match="share no prompt"):
         open_votes([files[0], write(tmp_path / "z.jsonl", [{"prompt": "z", "response": "z"}])])
     twin = write(tmp_path / "twin.jsonl", rows_of("new", 10))
-    with pytest.raises(JudgeError, match="nothing to ask"):
+    with pytest.raises(JudgeError, match="nothing to compare"):
         open_votes([alike, twin])
     (tmp_path / "no.sqlite").write_text("not a database, but rather a longer text than that" * 9)
-    with pytest.raises(JudgeError, match="Cannot keep votes in"):
+    with pytest.raises(JudgeError, match="Cannot store votes in"):
         open_votes(files, database=tmp_path / "no.sqlite")
-    with pytest.raises(JudgeError, match="Cannot keep votes in"):
+    with pytest.raises(JudgeError, match="Cannot store votes in"):
         open_votes(files, database=files[0] / "votes.sqlite")
     sqlite3.connect(tmp_path / "other.sqlite").execute("CREATE TABLE x (y)")
-    with pytest.raises(JudgeError, match="no votes of this version"):
+    with pytest.raises(JudgeError, match="not a database of votes of this version"):
         open_votes(files, database=tmp_path / "other.sqlite")
     with pytest.raises(JudgeError, match="There are no votes"):
         export_votes(files, database=tmp_path / "none.sqlite")
@@ -703,7 +703,7 @@ def test_the_command_serves_until_it_is_stopped_and_exports(files, tmp_path, end
     while "Open" not in (line := process.stderr.readline()):
         assert line, said
         said.append(line)
-    assert said[0] == "Pairs to compare: 8; 2 with the same text twice are ties, not asked\n"
+    assert said[0] == "Pairs to compare: 8; 2 with equal texts are ties and not shown\n"
     port = int(re.search(r"http://127.0.0.1:(\d+)/ ", line)[1])
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", "/api/next?annotator=Ann")
@@ -716,7 +716,7 @@ def test_the_command_serves_until_it_is_stopped_and_exports(files, tmp_path, end
     assert process.wait(60) == 0
     assert rest.startswith("Ann: 1 of 8 pairs\nVerdicts are in ")
     assert "Traceback" not in rest
-    assert "win" not in rest  # whoever goes on does so blind
+    assert "win" not in rest  # annotators stay blind
     done = subprocess.run([*command[:-2], "--export"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "person:Ann: new against old: win 0.0%" in done.stdout

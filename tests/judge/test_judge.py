@@ -172,7 +172,7 @@ def test_the_same_judging_again_pays_nothing(files, server):
     assert "10 questions, 10 answered before" in said[1]
     assert "Used now: 0 tokens in, 0 out" in said[2]
     # 10 replies of 100 and 10 tokens: 1000 at 1 and 100 at 10 for a million
-    assert said[3] == "Used in all: 1,000 tokens in, 100 out, 0.0020 at the given prices"
+    assert said[3] == "Used in total: 1,000 tokens in, 100 out, 0.0020 at the given prices"
 
 
 def test_another_model_or_task_is_asked_anew(files, server):
@@ -353,7 +353,9 @@ def test_a_dry_run_asks_and_writes_nothing(files, server, tmp_path, monkeypatch)
     assert ask(files, server, dry_run=True, say=said.append, prices=Prices(2.0, 8.0)) == {}
     assert not server.bodies
     assert {f.name for f in tmp_path.iterdir()} == {"a.jsonl", "b.jsonl"}
-    assert re.match(r"10 questions, 0 answered before; about [\d,]+ tokens in, 600 out", said[1])
+    assert re.match(
+        r"10 questions, 0 answered before; remaining: about [\d,]+ tokens in, 600 out", said[1]
+    )
 
 
 def test_summaries_are_graded_by_dimension(files, server):
@@ -411,7 +413,7 @@ def test_recorded_scores_judge_offline(files):
     found = judge(*files, "scores:rm")
     assert [found[k]["count"] for k in ("win", "tie", "loss")] == [4, 1, 1]
     assert "orders_disagreed" not in found
-    with pytest.raises(JudgeError, match="no score 'other'; there is rm"):
+    with pytest.raises(JudgeError, match="no score 'other', only rm"):
         judge(*files, "scores:other")
 
 
@@ -434,7 +436,7 @@ def test_a_reward_model_judges_as_it_scores(files, tmp_path):
         a, b = scorer([ids, ids], said).tolist()
         assert line["verdict"] == ("a" if a > b else "b")
         assert line["dimensions"]["score"] == pytest.approx([a, b], abs=1e-5)
-    with pytest.raises(ValueError, match="no reward model"):
+    with pytest.raises(ValueError, match="not a reward model"):
         judge(*files, "reward:tiny")
 
 

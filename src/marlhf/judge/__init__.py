@@ -1,1 +1,1 @@
-"""Which of two responses is better, by a language model, a reward model or people."""
+"""Pairwise comparison of responses by a language model, a reward model or people."""

@@ -1,4 +1,4 @@
-"""How far judges agree, and how much of that chance would give: Cohen's and Fleiss' kappa."""
+"""Agreement of judges, and how much of it is chance: Cohen's and Fleiss' kappa."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from marlhf.judge.verdicts import FOLDER, VERDICTS, read_verdicts
 from marlhf.text_table import text_table
 
 Votes = dict[str, dict[str, str]]
-"""What each judge said: judge -> pair -> verdict."""
+"""The verdicts of each judge: judge -> pair -> verdict."""
 
 
 @dataclass(frozen=True)
-class Between:
+class PairOfJudges:
     """Two judges on the pairs that both judged."""
 
     one: str
@@ -33,14 +33,14 @@ class Between:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Every two judges, and all together on the pairs that all judged."""
+    """Agreement of every two judges, and of all on the pairs that all judged."""
 
     judges: dict[str, int]
     """How many pairs each judged."""
-    between: list[Between]
+    between: list[PairOfJudges]
     common: int
     fleiss: Interval | None
-    """None below three judges, or where they share no pair."""
+    """None with fewer than three judges, or if they share no pair."""
 
 
 def agreement(paths: Sequence[Path | str], *, seed: int = 0) -> Agreement:
@@ -49,7 +49,7 @@ def agreement(paths: Sequence[Path | str], *, seed: int = 0) -> Agreement:
 
 
 def compare(votes: Votes, *, seed: int = 0) -> Agreement:
-    """The agreement of judges by what they said."""
+    """The agreement of judges, from their verdicts."""
     if len(votes) < 2:
         names = ", ".join(votes) or "nobody"
         raise JudgeError(f"Agreement needs two judges; there is {names}. Give more files.")
@@ -57,32 +57,33 @@ def compare(votes: Votes, *, seed: int = 0) -> Agreement:
     for one, other in combinations(votes, 2):
         shared = [pair for pair in votes[one] if pair in votes[other]]
         if shared:
-            said = [(votes[one][pair], votes[other][pair]) for pair in shared]
-            same, total = sum(a == b for a, b in said), len(said)
-            share = wilson(same, total)
-            between.append(Between(one, other, total, share, cohen_kappa(said, seed=seed)))
+            verdicts = [(votes[one][pair], votes[other][pair]) for pair in shared]
+            same, total = sum(a == b for a, b in verdicts), len(verdicts)
+            kappa = cohen_kappa(verdicts, seed=seed)
+            between.append(PairOfJudges(one, other, total, wilson(same, total), kappa))
     if not between:
         raise JudgeError(
             "No two judges judged the same pair. Give verdicts on the same prompts and responses."
         )
-    common = [p for p in next(iter(votes.values())) if all(p in said for said in votes.values())]
-    rows = [[said[pair] for said in votes.values()] for pair in common]
+    first = next(iter(votes.values()))
+    common = [pair for pair in first if all(pair in own for own in votes.values())]
+    rows = [[own[pair] for own in votes.values()] for pair in common]
     fleiss = fleiss_kappa(rows, seed=seed) if len(votes) > 2 and rows else None
-    judges = {judge: len(said) for judge, said in votes.items()}
+    judges = {judge: len(own) for judge, own in votes.items()}
     return Agreement(judges, between, len(common), fleiss)
 
 
-def cohen_kappa(said: Sequence[tuple[str, str]], *, seed: int = 0) -> Interval:
+def cohen_kappa(verdicts: Sequence[tuple[str, str]], *, seed: int = 0) -> Interval:
     """Agreement of two judges beyond chance, with a bootstrap interval over pairs.
 
-    (p - e) / (1 - e), where p is the share of equal verdicts and e what two judges with these
-    habits would share by chance. NaN where both always say the same one thing.
+    (p - e) / (1 - e), where p is the share of equal verdicts and e the share expected by chance
+    from how often each judge gives each verdict. NaN if both always give the same verdict.
 
-    >>> said = [("a", "a")] * 4 + [("b", "b")] * 3 + [("a", "b")] * 2 + [("b", "a")]
-    >>> round(cohen_kappa(said).mean, 3)
+    >>> verdicts = [("a", "a")] * 4 + [("b", "b")] * 3 + [("a", "b")] * 2 + [("b", "a")]
+    >>> round(cohen_kappa(verdicts).mean, 3)
     0.4
     """
-    counts = Counter(said)
+    counts = Counter(verdicts)
     cells = [counts[one, other] for one in VERDICTS for other in VERDICTS]
 
     def kappa(weights: Floats) -> Floats:  # [R, 9] -> [R]
@@ -95,7 +96,7 @@ def cohen_kappa(said: Sequence[tuple[str, str]], *, seed: int = 0) -> Interval:
 
 
 def fleiss_kappa(rows: Sequence[Sequence[str]], *, seed: int = 0) -> Interval:
-    """Agreement of several judges beyond chance: a row a pair, a verdict a judge.
+    """Agreement of several judges beyond chance: one row per pair, one verdict per judge.
 
     >>> rows = [["a", "a", "a"], ["a", "a", "b"], ["b", "b", "b"], ["tie", "tie", "tie"]]
     >>> round(fleiss_kappa(rows).mean, 3)
@@ -115,28 +116,28 @@ def fleiss_kappa(rows: Sequence[Sequence[str]], *, seed: int = 0) -> Interval:
 
 
 def read_votes(paths: Sequence[Path | str]) -> Votes:
-    """Verdicts by judge. Where a judge speaks of a pair in two files, each file is a judge."""
-    spoken = [(file, judge, p, v) for file in _files(paths) for judge, p, v in read_verdicts(file)]
-    repeated = Counter((judge, pair) for _, judge, pair, _ in spoken)
+    """Verdicts by judge. If a judge has verdicts on a pair in two files, each file is a judge."""
+    read = [(file, judge, p, v) for file in _files(paths) for judge, p, v in read_verdicts(file)]
+    repeated = Counter((judge, pair) for _, judge, pair, _ in read)
     twice = {judge for (judge, _), count in repeated.items() if count > 1}
     votes: Votes = {}
-    for file, judge, pair, verdict in spoken:
+    for file, judge, pair, verdict in read:
         name = f"{judge} ({file.stem})" if judge in twice else judge
         votes.setdefault(name, {})[pair] = verdict
     return votes
 
 
-def describe(found: Agreement) -> list[str]:
+def describe(result: Agreement) -> list[str]:
     """The tables as lines of text."""
     rows = [
         [f"{b.one} | {b.other}", str(b.pairs), b.agreement.text(_percent), _shown(b.kappa)]
-        for b in found.between
+        for b in result.between
     ]
     header = ["judges", "pairs", "agreement in %", "Cohen's kappa"]
     lines = text_table(header, rows).split("\n")
-    if found.fleiss is not None:
-        shown = _shown(found.fleiss)
-        lines.append(f"Fleiss' kappa of {len(found.judges)} on {found.common} pairs: {shown}")
+    if result.fleiss is not None:
+        shown = _shown(result.fleiss)
+        lines.append(f"Fleiss' kappa of {len(result.judges)} on {result.common} pairs: {shown}")
     return lines
 
 
@@ -156,12 +157,12 @@ def _files(paths: Sequence[Path | str]) -> list[Path]:
         folder = path / FOLDER if (path / FOLDER).is_dir() else path
         inside = sorted(folder.glob("*.jsonl")) if folder.is_dir() else [path]
         if not inside:
-            raise JudgeError(f"{path} holds no verdicts. Run `marlhf judge` first.")
+            raise JudgeError(f"{path} has no verdicts. Run `marlhf judge` first.")
         files |= {file.resolve(): file for file in inside}
     return list(files.values())
 
 
 def _beyond_chance(observed: Floats, chance: Floats) -> Floats:
-    room = 1 - chance
-    some = room > 1e-12
-    return np.where(some, (observed - chance) / np.where(some, room, 1.0), np.nan)
+    possible = 1 - chance
+    defined = possible > 1e-12
+    return np.where(defined, (observed - chance) / np.where(defined, possible, 1.0), np.nan)

@@ -34,8 +34,8 @@ class Reply(NamedTuple):
     tokens_out: int
 
 
-class Plan(NamedTuple):
-    """What a judging would still ask, before it does; tokens are estimates."""
+class Estimate(NamedTuple):
+    """How many questions are left to ask, and how many tokens they will take."""
 
     questions: int
     known: int
@@ -106,15 +106,17 @@ class OpenAIJudge:
             "response_format": criteria.schema(),
         }
 
-    def plan(self, questions: Sequence[Question]) -> Plan:
-        """What is left to ask, in tokens: a token is about four characters."""
+    def estimate(self, questions: Sequence[Question]) -> Estimate:
+        """What is left to ask; a token is about four characters."""
         waiting = [q for q in self._unique(questions).values() if not self._known(q)]
         chars = [
             sum(len(m["content"]) for m in self.criteria.messages(question)) for question in waiting
         ]
         tokens = sum(count // CHARS_A_TOKEN + 1 for count in chars)
         total = len(self._unique(questions))
-        return Plan(total, total - len(waiting), tokens, len(waiting) * self.criteria.answer_tokens)
+        return Estimate(
+            total, total - len(waiting), tokens, len(waiting) * self.criteria.answer_tokens
+        )
 
     def spent(self, questions: Sequence[Question]) -> tuple[int, int]:
         """Tokens that all replies to these questions have cost, whenever they came."""

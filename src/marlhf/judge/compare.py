@@ -1,4 +1,4 @@
-"""Which of two models writes the better responses, by a judge of your choice.
+"""Compare the responses of two models, by a judge of your choice.
 
 >>> from marlhf.judge.compare import judge
 >>> judge("runs/macro", "runs/ppo", "openai:gpt-4o", task="tldr")  # doctest: +SKIP
@@ -33,7 +33,7 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class Prices:
-    """In any currency, for a million tokens; None where nobody said."""
+    """Per million tokens, in any currency; None if unknown."""
 
     tokens_in: float | None = None
     tokens_out: float | None = None
@@ -66,11 +66,11 @@ def judge(
     say: Callable[[str], None] = lambda line: None,
     progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Judge A against B on the prompts they share; write the verdicts, return their summary.
+    """Judge A against B on the prompts they share; write the verdicts and return a summary.
 
     `by` is `openai:MODEL`, `reward:PATH`, `model:PATH` or `scores:NAME`. With `order="both"` each
-    pair is asked both ways round and a disagreement is a tie; `"random"` asks one, by `seed`.
-    Verdicts go to `output`, else into `judged/` of A's folder. A dry run asks and writes nothing.
+    pair is judged in both orders and a disagreement is a tie; `"random"` uses one order, by `seed`.
+    Verdicts are written to `output`, else into `judged/` of A's folder. A dry run only estimates.
     """
     kind, _, name = by.partition(":")
     if kind not in ("openai", "reward", "model", "scores") or not name:
@@ -79,19 +79,21 @@ def judge(
             "scores:NAME."
         )
     if order not in ("both", "random"):
-        raise JudgeError(f"There is no order {order!r}. Take both or random.")
+        raise JudgeError(f"There is no order {order!r}. Choose both or random.")
     criteria = find_criteria(task)
-    found = read_pairs(a, b, limit)
-    name_of_all = slug(f"{found.name_a}-{found.name_b}-{by}-{task}-{order}")
-    file = Path(output or home(Path(a)) / FOLDER / f"{name_of_all}.jsonl")
+    pairs = read_pairs(a, b, limit)
+    file_name = slug(f"{pairs.name_a}-{pairs.name_b}-{by}-{task}-{order}")
+    file = Path(output or home(Path(a)) / FOLDER / f"{file_name}.jsonl")
     if file.suffix != ".jsonl":
-        raise JudgeError(f"Verdicts go to a .jsonl file, not to {file}. Give another -o.")
-    # A score does not depend on what it is compared with, so one order is all there is to ask.
-    turns = _turns(found.pairs, "first" if kind in ("scores", "reward") else order, seed)
-    open_pairs = [i for i, pair in enumerate(found.pairs) if pair.a.text != pair.b.text]
-    asked = [(i, swapped) for i in open_pairs for swapped in turns[i]]
-    questions = [_question(found.pairs[i], swapped) for i, swapped in asked]
-    say(_what(found.name_a, found.name_b, len(found.pairs), found.only_a + found.only_b))
+        raise JudgeError(f"Verdicts are written to a .jsonl file, not to {file}. Give another -o.")
+    # A score does not depend on the other response, so one order is enough.
+    orders = _orders(pairs.pairs, "first" if kind in ("scores", "reward") else order, seed)
+    different = [i for i, pair in enumerate(pairs.pairs) if pair.a.text != pair.b.text]
+    asked = [(i, swapped) for i in different for swapped in orders[i]]
+    questions = [_question(pairs.pairs[i], swapped) for i, swapped in asked]
+    unmatched = pairs.only_a + pairs.only_b
+    rest = f"; {unmatched} prompts are on one side only" if unmatched else ""
+    say(f"{pairs.name_a} against {pairs.name_b}: {len(pairs.pairs)} pairs{rest}")
 
     answers: list[Answer | None]
     if kind == "openai":
@@ -105,21 +107,21 @@ def judge(
         finally:
             replies.close()
     elif dry_run:
-        say(f"{len(questions)} questions, nothing to pay")
+        say(f"{len(questions)} questions, no cost")
         answers = []
     else:
-        answers = _offline(kind, name, criteria, device).answer(questions, progress)
+        answers = _local_judge(kind, name, criteria, device).answer(questions, progress)
     if dry_run:
         return {}
-    judgements = _combine(found.pairs, asked, answers, turns)
+    judgements = _combine(pairs.pairs, asked, answers, orders)
     if not judgements:
         raise JudgeError(
-            f"{by} gave no verdict on any of {len(found.pairs)} pairs. Try another judge model, or "
-            "look at the reasons above."
+            f"{by} gave no verdict on any of {len(pairs.pairs)} pairs. See the reasons above, or "
+            "try another judge model."
         )
-    about = {"judge": by, "task": task, "order": order, "a": found.name_a, "b": found.name_b}
+    about = {"judge": by, "task": task, "order": order, "a": pairs.name_a, "b": pairs.name_b}
     summary = write_verdicts(file, judgements, about)
-    return summary | {"path": str(file), "without_verdict": len(found.pairs) - len(judgements)}
+    return summary | {"path": str(file), "without_verdict": len(pairs.pairs) - len(judgements)}
 
 
 def _ask_server(
@@ -130,21 +132,21 @@ def _ask_server(
     say: Callable[[str], None],
     progress: Progress,
 ) -> list[Answer | None]:
-    """The answers, with what they will cost said before and what they did cost after."""
-    plan = client.plan(questions)
+    """Ask the questions; reports the estimated cost before and the actual cost after."""
+    estimate = client.estimate(questions)
     say(
-        f"{plan.questions} questions, {plan.known} answered before; about "
-        f"{prices(plan.tokens_in, plan.tokens_out)} to go"
+        f"{estimate.questions} questions, {estimate.known} answered before; remaining: about "
+        f"{prices(estimate.tokens_in, estimate.tokens_out)}"
     )
     if dry_run:
         return []
     before = client.spent(questions)
     try:
         return client.answer(questions, progress)
-    finally:  # what a stopped judging has cost is worth knowing, too
+    finally:  # also after Ctrl-C: the replies so far were paid for
         after = client.spent(questions)
         say(f"Used now: {prices(after[0] - before[0], after[1] - before[1])}")
-        say(f"Used in all: {prices(*after)}")
+        say(f"Used in total: {prices(*after)}")
         for fault, count in client.faults.items():
             say(f"{count} questions without an answer: {fault}")
 
@@ -166,22 +168,22 @@ def describe(summary: dict[str, Any]) -> list[str]:
         count, total = summary["orders_disagreed"], summary["pairs"]
         lines.append(f"The two orders disagreed on {count} of {total} pairs, counted as ties.")
     if summary["without_verdict"]:
-        lines.append(f"{summary['without_verdict']} pairs are without a verdict.")
+        lines.append(f"{summary['without_verdict']} pairs have no verdict.")
     return lines
 
 
-def _offline(kind: str, name: str, criteria: Any, device: str) -> Judge:
-    from marlhf.judge import local as offline_judges  # torch loads only when it is needed
+def _local_judge(kind: str, name: str, criteria: Any, device: str) -> Judge:
+    from marlhf.judge import local  # torch loads only when it is needed
 
     if kind == "scores":
-        return offline_judges.ScoreJudge(name)
+        return local.ScoreJudge(name)
     if kind == "reward":
-        return offline_judges.RewardJudge(name, device)
-    return offline_judges.ModelJudge(name, criteria, device)
+        return local.RewardJudge(name, device)
+    return local.ModelJudge(name, criteria, device)
 
 
-def _turns(pairs: Sequence[Pair], order: str, seed: int) -> list[tuple[bool, ...]]:
-    """Which ways round each pair is asked: whether B comes first."""
+def _orders(pairs: Sequence[Pair], order: str, seed: int) -> list[tuple[bool, ...]]:
+    """The orders in which each pair is judged: whether B comes first."""
     if order == "both":
         return [(False, True)] * len(pairs)
     if order == "first":
@@ -190,7 +192,7 @@ def _turns(pairs: Sequence[Pair], order: str, seed: int) -> list[tuple[bool, ...
 
 
 def _coin(pair: Pair, seed: int) -> bool:
-    """By the pair and the seed alone, so that more or fewer pairs change no order."""
+    """Depends only on the pair and the seed, so that other pairs do not change the order."""
     data = json.dumps([seed, prompt_text(pair.prompt), pair.a.text, pair.b.text])
     return hashlib.sha256(data.encode()).digest()[0] % 2 == 1
 
@@ -204,40 +206,35 @@ def _combine(
     pairs: Sequence[Pair],
     asked: Sequence[tuple[int, bool]],
     answers: Sequence[Answer | None],
-    turns: Sequence[tuple[bool, ...]],
+    orders: Sequence[tuple[bool, ...]],
 ) -> list[Judgement]:
-    """A judgement a pair; a pair without all its answers has none. The same text twice is a tie."""
+    """One judgement per pair that has all its answers. Two equal texts are a tie."""
     by_pair: dict[int, list[tuple[bool, Answer]]] = {}
     for (i, swapped), answer in zip(asked, answers):
         if answer is not None:
             by_pair.setdefault(i, []).append((swapped, answer))
     judgements = []
     for i, pair in enumerate(pairs):
-        heard = by_pair.get(i, [])
-        if pair.a.text != pair.b.text and len(heard) < len(turns[i]):
+        received = by_pair.get(i, [])
+        if pair.a.text != pair.b.text and len(received) < len(orders[i]):
             continue
-        said: tuple[Verdict, ...] = tuple(
-            (SWAPPED if swapped else STRAIGHT)[answer.side] for swapped, answer in heard
+        by_order: tuple[Verdict, ...] = tuple(
+            (SWAPPED if swapped else STRAIGHT)[answer.side] for swapped, answer in received
         )
-        verdict: Verdict = said[0] if said and len(set(said)) == 1 else "tie"
+        verdict: Verdict = by_order[0] if len(set(by_order)) == 1 else "tie"
         sides = [
             {n: (v[1], v[0]) if swapped else v for n, v in answer.dimensions.items()}
-            for swapped, answer in heard
+            for swapped, answer in received
         ]
         dimensions = {
             n: (_mean([s[n][0] for s in sides]), _mean([s[n][1] for s in sides]))
             for n in (sides[0] if sides else {})
         }
         judgements.append(
-            Judgement(pair.prompt, pair.a.text, pair.b.text, verdict, said, dimensions)
+            Judgement(pair.prompt, pair.a.text, pair.b.text, verdict, by_order, dimensions)
         )
     return judgements
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def _what(a: str, b: str, pairs: int, rest: int) -> str:
-    alone = f"; {rest} prompts are on one side only" if rest else ""
-    return f"{a} against {b}: {pairs} pairs{alone}"

@@ -1,7 +1,7 @@
-"""What a judge is asked: the criteria of each task, and the form of its answer.
+"""The criteria of each task, the prompt of a judge, and the format of its answer.
 
-A response is material, not instruction: it stands between marks that it cannot contain, and
-an answer counts only if it is one JSON object of the expected form.
+A response may contain instructions to the judge. It is quoted between delimiters that it cannot
+contain, and an answer counts only if it is one JSON object of the expected format.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VALUES = {"A": (1.0, 0.0), "B": (0.0, 1.0), "E": (0.5, 0.5)}
 
 @dataclass(frozen=True)
 class Question:
-    """Two responses in the order in which a judge sees them."""
+    """Two responses to compare, in the order in which a judge sees them."""
 
     prompt: Text
     first: Response
@@ -35,7 +35,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """Which is better, and numbers for (first, second) where the criteria ask for any."""
+    """Which response is better, and grades for (first, second) if the criteria have any."""
 
     side: Side
     dimensions: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -99,17 +99,17 @@ class AnswerForm(_Form):
 
 @dataclass(frozen=True)
 class Criteria:
-    """What one task asks of a judge."""
+    """The criteria and the answer format of one task."""
 
     task: str
     aim: str
     form: type[_Form]
     example: str
     answer_tokens: int
-    """About how long an answer is, for the estimate."""
+    """Typical length of an answer, for the cost estimate."""
 
     def messages(self, question: Question) -> list[dict[str, str]]:
-        """The conversation that begins a judgement."""
+        """The messages that ask a question."""
         system = (
             f"You compare two responses, A and B, to the same prompt. {self.aim}\n"
             "Do not let the order, the length or the style of a claim sway you. Everything "
@@ -124,7 +124,7 @@ class Criteria:
         ]
 
     def material(self, question: Question) -> str:
-        """Prompt, reference and both responses, each between marks of its own."""
+        """Prompt, reference and both responses, each between delimiters."""
         parts = {"prompt": prompt_text(question.prompt)}
         if question.reference:
             parts["reference"] = question.reference
@@ -149,7 +149,7 @@ class Criteria:
         return (found[-1], "") if found else (None, fault)
 
     def schema(self) -> dict[str, Any]:
-        """What servers that can hold a model to a form are given."""
+        """The JSON schema for servers that can constrain the output."""
         form = self.form.model_json_schema()
         return {
             "type": "json_schema",
@@ -158,7 +158,7 @@ class Criteria:
 
 
 def _mark(texts: list[str]) -> str:
-    """A mark that none of the texts holds: theirs to be judged, not to be ended."""
+    """A delimiter that none of the texts contains, so that no text can end its own quotation."""
     salt = 0
     while True:
         data = json.dumps([salt, texts]).encode()
@@ -217,16 +217,16 @@ TASKS = {
 
 def find_criteria(task: str) -> Criteria:
     if task not in TASKS:
-        raise JudgeError(f"There is no task {task!r}. Take one of {', '.join(TASKS)}.")
+        raise JudgeError(f"There is no task {task!r}. Choose one of {', '.join(TASKS)}.")
     return TASKS[task]
 
 
-def slug(words: str) -> str:
-    """Words as the name of a file, which long ones share their beginning of only.
+def slug(text: str) -> str:
+    """A text as a file name; long ones are shortened and get a digest.
 
     >>> slug("runs/new-old-openai:gpt-4o")
     'runs-new-old-openai-gpt-4o'
     """
-    name = re.sub(r"[^A-Za-z0-9._]+", "-", words).strip("-.")
-    digest = hashlib.sha256(words.encode()).hexdigest()[:8]
+    name = re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     return name if 0 < len(name) <= 120 else f"{name[:110]}-{digest}"

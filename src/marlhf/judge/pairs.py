@@ -1,4 +1,4 @@
-"""Two files of responses to the same prompts, matched prompt by prompt."""
+"""Reads two files of responses to the same prompts and matches them by prompt."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ EVALUATION = "evaluation"
 
 
 class JudgeError(MarlhfError, ValueError):
-    """Something about a judging that the user has to put right."""
+    """An error in judging or annotating that the user has to fix."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """What one model wrote, and what it was scored."""
+    """A response of one model, with its scores."""
 
     text: str
     scores: Mapping[str, float] = field(default_factory=dict)
@@ -39,12 +39,12 @@ class Pair:
     a: Response
     b: Response
     reference: str = ""
-    """Text that the answer should rest on, where the data has any."""
+    """Text that the answer should be based on, if the data has any."""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """What there is to judge; `only_a` and `only_b` count prompts without a counterpart."""
+    """The pairs to judge; `only_a` and `only_b` count prompts that only one side answered."""
 
     name_a: str
     name_b: str
@@ -54,10 +54,10 @@ class Pairs:
 
 
 def read_pairs(a: Path | str, b: Path | str, limit: int | None = None) -> Pairs:
-    """The prompts that A and B both answered, in A's order; of a repeated prompt the first.
+    """Match the prompts that A and B both answered, in A's order; of a repeated prompt the first.
 
-    Each is a JSON-lines file with `prompt` and `response`, or a run folder: of that the file
-    in `evaluation/`, else the last step of `samples.jsonl`.
+    Each is a JSON-lines file with `prompt` and `response`, or a run folder: then the file in its
+    `evaluation/`, else the last step of its `samples.jsonl`.
     """
     files = find_responses(Path(a)), find_responses(Path(b))
     if files[0].resolve() == files[1].resolve():
@@ -76,7 +76,7 @@ def read_pairs(a: Path | str, b: Path | str, limit: int | None = None) -> Pairs:
 
 
 def short_names(paths: Sequence[Path | str]) -> list[str]:
-    """The shortest ends of some paths that tell them all apart."""
+    """The shortest endings of some paths that are all different."""
     ends = [(p.resolve().with_suffix("") if p.is_file() else p.resolve()) for p in map(Path, paths)]
     for count in range(1, max(len(end.parts) for end in ends) + 1):
         names = ["/".join(end.parts[-count:]) for end in ends]
@@ -86,14 +86,14 @@ def short_names(paths: Sequence[Path | str]) -> list[str]:
 
 
 def prompt_text(prompt: Text) -> str:
-    """A prompt as a person reads it: a chat as one line a turn, after who speaks."""
+    """A prompt as one text; in a chat each turn begins with its role."""
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
 
 
 def find_responses(path: Path) -> Path:
-    """The file of responses that a path stands for."""
+    """The file of responses that a path refers to."""
     if path.is_file():
         return path
     if not path.is_dir():

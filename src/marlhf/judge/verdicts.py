@@ -1,7 +1,7 @@
-"""Verdicts of any judge, on disk and counted: no torch, no network.
+"""Writes, reads and counts verdicts of any judge: no torch, no network.
 
-A verdict file has one JSON object a line: `prompt`, `response_a`, `response_b` and `verdict` (`a`,
-`b` or `tie`), and who said so in `judge`. A model, a score and a person write the same.
+A verdict file has one JSON object per line: `prompt`, `response_a`, `response_b`, `verdict` (`a`,
+`b` or `tie`) and `judge`. The format is the same for models, scores and people.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from marlhf.data.rows import Text
 
 FOLDER = "judged"
-"""Where verdicts lie in a run folder: the report looks here."""
+"""The folder of verdicts in a run folder, which the report reads."""
 Verdict = Literal["a", "b", "tie"]
 VERDICTS: tuple[Verdict, ...] = ("a", "tie", "b")
-TURNED: dict[str, Verdict] = {"a": "b", "b": "a", "tie": "tie"}
+REVERSED: dict[str, Verdict] = {"a": "b", "b": "a", "tie": "tie"}
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """One pair, judged."""
+    """The verdict on one pair."""
 
     prompt: Text
     response_a: str
     response_b: str
     verdict: Verdict
     orders: tuple[Verdict, ...] = ()
-    """What was said in each order that was asked."""
+    """The verdict in each order that was asked."""
     dimensions: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Numbers for (a, b), averaged over the orders."""
 
@@ -47,7 +47,7 @@ def share_with_bounds(count: int, total: int) -> dict[str, float]:
 
 
 def summarise(judgements: Sequence[Judgement]) -> dict[str, Any]:
-    """Win, tie and loss of A with intervals; dimensions; how often the orders disagreed."""
+    """Win, tie and loss of A with intervals, the dimensions, and how often the orders disagreed."""
     total = len(judgements)
     counts = {v: sum(j.verdict == v for j in judgements) for v in VERDICTS}
     found: dict[str, Any] = {"pairs": total}
@@ -77,7 +77,7 @@ def _columns(values: Sequence[tuple[float, float] | None]) -> tuple[list[float],
 def write_verdicts(
     file: Path, judgements: Sequence[Judgement], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write the verdicts and, beside them, their summary, which is returned."""
+    """Write the verdicts, and beside them their summary, which is returned."""
     lines = [
         json.dumps({**about, **_plain(judgement)}, ensure_ascii=False) + "\n"
         for judgement in judgements
@@ -108,32 +108,32 @@ def replace_file(file: Path, words: str) -> None:
 
 
 def read_verdicts(file: Path) -> list[tuple[str, str, Verdict]]:
-    """(judge, pair, verdict) a line, the later one where a judge spoke twice.
+    """(judge, pair, verdict) per line; of repeated verdicts of a judge the last.
 
-    A pair is named by its texts, so that A against B and B against A are the same pair, with
-    the verdict turned round; or by `pair`, where a file has names and no texts.
+    A pair is identified by its texts, so that A against B and B against A are the same pair with
+    the verdict reversed; or by `pair`, if a file has ids instead of texts.
     """
     found: dict[tuple[str, str], Verdict] = {}
     for count, row in enumerate(read_lines(file), start=1):
-        said = row.get("verdict")
-        if said not in TURNED:
+        verdict = row.get("verdict")
+        if verdict not in REVERSED:
             raise JudgeError(
-                f"Verdict {count} of {file} is {said!r}. Write a, b or tie; leave out what was "
-                "not judged."
+                f"Verdict {count} of {file} is {verdict!r}. Write a, b or tie; leave out pairs "
+                "that were not judged."
             )
-        pair, turned = _name(row, file, count)
-        verdict = TURNED[said]
-        found[str(row.get("judge") or file.stem), pair] = verdict if turned else TURNED[verdict]
+        pair, reverse = _pair_id(row, file, count)
+        judge = str(row.get("judge") or file.stem)
+        found[judge, pair] = REVERSED[verdict] if reverse else verdict
     return [(*key, verdict) for key, verdict in found.items()]
 
 
-def _name(row: Mapping[str, Any], file: Path, count: int) -> tuple[str, bool]:
+def _pair_id(row: Mapping[str, Any], file: Path, count: int) -> tuple[str, bool]:
     if {"prompt", "response_a", "response_b"} <= row.keys():
         a, b = str(row["response_a"]), str(row["response_b"])
         return json.dumps([row["prompt"], *sorted((a, b))], sort_keys=True), a > b
     if "pair" in row:
         return str(row["pair"]), False
     raise JudgeError(
-        f"Verdict {count} of {file} does not say on what: it needs `prompt`, `response_a` and "
-        "`response_b`, or a `pair` to name them."
+        f"Verdict {count} of {file} names no pair: it needs `prompt`, `response_a` and "
+        "`response_b`, or `pair`."
     )

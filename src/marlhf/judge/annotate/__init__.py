@@ -1,4 +1,4 @@
-"""People compare responses of two or more models on a local web page.
+"""A local web page on which people compare responses of two or more models.
 
 >>> from marlhf.judge.annotate import annotate
 >>> annotate(["runs/macro", "runs/ppo"], task="tldr")  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""What people said, as files: verdicts that agreement and the report read, and the whole log."""
+"""Exports votes: verdict files for agreement and the report, and the full log as CSV."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ COLUMNS = ("time", "annotator", "a", "b", "pair", "left", "choice", "verdict", "
 
 
 def export(store: Store, folder: Path | str | None = None) -> list[dict[str, Any]]:
-    """Write a verdict file for each annotator and two runs, and every event as CSV.
+    """Write a verdict file per annotator and pair of runs, and every event as CSV.
 
-    All go to `folder`, else beside the database. Returns the summaries, as `judge` does.
+    The files go to `folder`, else beside the database. Returns the summaries, as `judge` does.
     """
     store.refresh()
     folder = Path(folder or store.path.parent)
@@ -37,7 +37,7 @@ def export(store: Store, folder: Path | str | None = None) -> list[dict[str, Any
                     summary = write_verdicts(file, judgements, about)
                     more = {"path": str(file), "without_verdict": total - len(judgements)}
                     found.append(summary | more)
-                else:  # all undone: what was written before holds no more
+                else:  # every vote was undone: an earlier export is out of date
                     file.unlink(missing_ok=True)
                     file.with_suffix(".json").unlink(missing_ok=True)
         replace_file(folder / f"{store.path.stem}.csv", _table(store))
@@ -50,7 +50,7 @@ def export(store: Store, folder: Path | str | None = None) -> list[dict[str, Any
 
 
 def describe(store: Store) -> list[str]:
-    """Who voted how often. Not for whom: whoever stops half-way goes on without knowing."""
+    """How often each annotator voted. Not for which run: annotators must stay blind."""
     lines: list[str] = []
     for name in store.annotators():
         state = store.state(name)
@@ -60,10 +60,10 @@ def describe(store: Store) -> list[str]:
 
 
 def _judgements(store: Store, annotator: str, runs: Comparison) -> list[Judgement]:
-    """A judgement for each pair with a vote.
+    """One judgement per pair with a vote.
 
-    The same text twice is a tie once the annotator has come as far as its place in the order:
-    as many such ties, then, as go with the votes, be they few or all.
+    A pair of equal texts is a tie, but it is never shown. It counts once the annotator has passed
+    its place in the order, so that ties have the same share whether votes are few or complete.
     """
     last = {event.pair: event for event in store.standing(annotator)}
     votes = {pair: event for pair, event in last.items() if event.verdict}
@@ -83,7 +83,7 @@ def _judgements(store: Store, annotator: str, runs: Comparison) -> list[Judgemen
 
 
 def _file_name(runs: Comparison, annotator: str, task: str) -> str:
-    """Two names that differ only in signs that no file name holds are two files."""
+    """Names that differ only in characters that file names cannot hold get a digest."""
     plain = annotator.isascii() and annotator.isalnum()
     mark = "" if plain else f"-{hashlib.sha256(annotator.encode()).hexdigest()[:8]}"
     return slug(f"{runs.a}-{runs.b}-person-{annotator}{mark}-{task}")
@@ -106,5 +106,5 @@ def _table(store: Store) -> str:
 
 def _row(event: Event, runs: Comparison, counts: bool) -> list[str]:
     left = runs.a if event.left_run == "a" else runs.b
-    said = [event.kind, event.verdict or "", "yes" if counts else "no"]
-    return [event.time, event.annotator, *runs, event.pair, left, *said]
+    vote = [event.kind, event.verdict or "", "yes" if counts else "no"]
+    return [event.time, event.annotator, *runs, event.pair, left, *vote]

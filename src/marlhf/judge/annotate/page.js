@@ -1,16 +1,16 @@
-// The page: asks for the next pair, shows it as text, sends what was said, and goes on.
-// Nothing here ever becomes HTML: text is set as text. Each action has a name of its own, so that
-// one which is sent again, because the server did not answer, counts once.
+// The page: requests the next pair, shows it as text and sends the vote.
+// Nothing here ever becomes HTML: text is set as text. Each action has an id, so that one that is sent
+// again because the server did not answer counts once.
 "use strict";
 
-const PAUSE = 200; // ms in which a new pair takes no vote: a double tap is not a second opinion
-const AGAIN = 1000; // ms between tries while the server does not answer
-const PATIENCE = 20000; // ms until no answer is one
-const SAID = { // on a wide page and on a narrow one, where the sides lie below one another
+const PAUSE = 200; // ms in which a new pair accepts no vote: a double tap must not vote twice
+const AGAIN = 1000; // ms between attempts while the server does not answer
+const TIMEOUT = 20000; // ms until a request is given up and repeated
+const CONFIRMATION = { // on a wide page, and on a narrow one, where one side is below the other
   left: ["Left was better", "First"],
   tie: ["A tie", "Tie"],
   right: ["Right was better", "Second"],
-  skip: ["Skipped: it comes again at the end", "Skipped"],
+  skip: ["Skipped: it is shown again at the end", "Skipped"],
 };
 const KEYS = { 1: "left", 2: "tie", 3: "right", s: "skip" };
 
@@ -21,10 +21,10 @@ let pair = null;
 let guide = null;
 let canUndo = false;
 
-// What the browser remembers, if it may: the name, and an action that was not answered yet.
+// What the browser stores, if it may: the name, and an action without an answer yet.
 const memory = {
   get: (kind, key) => { try { return kind.getItem(key); } catch { return null; } },
-  set: (kind, key, value) => { try { kind.setItem(key, value); } catch { /* then it does not */ } },
+  set: (kind, key, value) => { try { kind.setItem(key, value); } catch { /* storage is disabled */ } },
   drop: (kind, key) => { try { kind.removeItem(key); } catch { /* nothing was there */ } },
 };
 
@@ -35,9 +35,9 @@ function setState(state) {
   }
 }
 
-function notice(words) {
-  at("notice").textContent = words;
-  at("notice").hidden = !words;
+function notice(message) {
+  at("notice").textContent = message;
+  at("notice").hidden = !message;
 }
 
 function show(id) {
@@ -46,23 +46,23 @@ function show(id) {
 
 const wait = (ms) => new Promise((done) => setTimeout(done, ms));
 
-// An answer of the server, waiting for one as long as it takes; its own words where it refuses.
+// The server's answer, repeating the request until there is one; its own message if it refuses.
 async function ask(path, body) {
   for (;;) {
     try {
-      const told = body === undefined ? {} : {
+      const options = body === undefined ? {} : {
         method: "POST", body, headers: { "Content-Type": "application/json" },
       };
-      const patience = AbortSignal.timeout(PATIENCE);
-      const reply = await fetch(path, { cache: "no-store", signal: patience, ...told });
+      const signal = AbortSignal.timeout(TIMEOUT);
+      const reply = await fetch(path, { cache: "no-store", signal, ...options });
       if (reply.status < 500) {
         const data = await reply.json();
         notice("");
         return { ok: reply.ok, status: reply.status, data };
       }
-    } catch { /* no answer, or half of one */ }
+    } catch { /* no answer, or an incomplete one */ }
     notice(body === undefined
-      ? "The server does not answer. This page goes on as soon as it does."
+      ? "The server does not answer. This page continues as soon as it does."
       : "The server does not answer. Your vote is kept here and sent as soon as it does.");
     await wait(AGAIN);
   }
@@ -74,26 +74,26 @@ function actionName() {
 }
 
 // Send a vote or an undo and show what comes next.
-async function send(path, fields, said) {
+async function send(path, fields, confirmation) {
   setState("sending");
   const body = JSON.stringify({ annotator: who, action: actionName(), ...fields });
   memory.set(sessionStorage, "unsent", JSON.stringify({ path, body }));
-  await deliver(path, body, said);
+  await deliver(path, body, confirmation);
 }
 
-async function deliver(path, body, said) {
+async function deliver(path, body, confirmation) {
   const reply = await ask(path, body);
   memory.drop(sessionStorage, "unsent");
   if (reply.ok) {
     render(reply.data);
-    at("said").textContent = said;
+    at("confirmation").textContent = confirmation;
   } else {
     await load();
     notice(reply.data.error);
   }
 }
 
-// Where this annotator is, from the server, which knows.
+// Load this annotator's progress from the server.
 async function load() {
   setState("loading");
   const reply = await ask(`/api/next?annotator=${encodeURIComponent(who)}`);
@@ -114,7 +114,7 @@ function render(state) {
   at("progress").textContent = `${state.done} of ${state.total} compared${later}`;
   at("bar").max = state.total;
   at("bar").value = state.done;
-  at("said").textContent = "";
+  at("confirmation").textContent = "";
   renderTurns(pair.prompt);
   at("reference-part").hidden = !pair.reference;
   at("reference").textContent = pair.reference;
@@ -151,7 +151,7 @@ function renderTurns(turns) {
   }));
 }
 
-// Long prompts and references begin folded; a conversation shows its end, which is asked about.
+// Long prompts and references are folded at first; a conversation shows its end.
 function fold() {
   for (const button of document.querySelectorAll(".more")) {
     const box = at(button.getAttribute("aria-controls"));
@@ -189,12 +189,12 @@ function welcome() {
 
 function vote(choice) {
   if (document.body.dataset.state !== "ready" || !pair) return;
-  send("/api/vote", { pair: pair.id, vote: choice }, SAID[choice][narrow.matches ? 1 : 0]);
+  send("/api/vote", { pair: pair.id, vote: choice }, CONFIRMATION[choice][narrow.matches ? 1 : 0]);
 }
 
 function undo() {
   if (!canUndo || !["ready", "end"].includes(document.body.dataset.state)) return;
-  send("/api/undo", {}, "Taken back");
+  send("/api/undo", {}, "Undone");
 }
 
 function leave() {

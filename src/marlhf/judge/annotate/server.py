@@ -1,7 +1,7 @@
-"""The page's server: a few files, three requests, and nobody let in who should not be.
+"""The web server of the annotation page: static files, a JSON API, and access control.
 
-Names of runs never leave it. Nothing is fetched from elsewhere, and the content policy forbids it;
-text goes out as JSON and is shown as text.
+Names of runs never leave the server. The page loads nothing from other sites, and its content
+security policy forbids it; responses are sent as JSON and shown as text.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LOCAL_NAMES = ("127.0.0.1", "localhost", "::1")
 
 
 class Action(BaseModel):
-    """What every change says: who, and a name of its own, so that sent twice it counts once."""
+    """Fields of every change: the annotator, and an id so that a repeated request counts once."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     annotator: str = Field(max_length=200)
@@ -63,12 +63,12 @@ class Vote(Action):
 
 
 def make_app(store: Store, token: str | None = None) -> FastAPI:
-    """The page for these votes; with a token, for those who have the address that holds it."""
+    """The page for these votes; with a token, only for those who have the address with it."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
 
     @app.middleware("http")
-    async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
-        response = _refusal(request, token) or await go_on(request)
+    async def guard(request: Request, handle: Callable[[Request], Awaitable[Response]]) -> Response:
+        response = _refusal(request, token) or await handle(request)
         response.headers.update(HEADERS)
         return response
 
@@ -85,29 +85,29 @@ def make_app(store: Store, token: str | None = None) -> FastAPI:
 
     @app.post("/api/vote")
     def vote(body: Annotated[bytes, Depends(_body)]) -> dict[str, Any]:
-        told = _parsed(Vote, body)
-        return _shown(store, store.vote(told.annotator, told.pair, told.vote, told.action))
+        sent = _parsed(Vote, body)
+        return _shown(store, store.vote(sent.annotator, sent.pair, sent.vote, sent.action))
 
     @app.post("/api/undo")
     def undo(body: Annotated[bytes, Depends(_body)]) -> dict[str, Any]:
-        told = _parsed(Action, body)
-        return _shown(store, store.undo(told.annotator, told.action))
+        sent = _parsed(Action, body)
+        return _shown(store, store.undo(sent.annotator, sent.action))
 
     @app.exception_handler(VoteError)
     def wrong(request: Request, error: VoteError) -> Response:
-        return _say(404 if isinstance(error, NoPair) else 400, str(error))
+        return _error(404 if isinstance(error, NoPair) else 400, str(error))
 
     @app.exception_handler(sqlite3.Error)
     def unwritten(request: Request, error: sqlite3.Error) -> Response:
-        return _say(503, f"The votes cannot be reached now: {error}. Nothing was stored.")
+        return _error(503, f"The database is not available now: {error}. Nothing was stored.")
 
     @app.exception_handler(AnyHTTPException)
     def refused(request: Request, error: AnyHTTPException) -> Response:
-        return _say(error.status_code, f"{error.detail}.".replace("..", "."))
+        return _error(error.status_code, f"{error.detail}.".replace("..", "."))
 
     @app.exception_handler(RequestValidationError)
     def unreadable(request: Request, error: RequestValidationError) -> Response:
-        return _say(400, "There is no name. Say who votes.")
+        return _error(400, "There is no name. Enter your name.")
 
     return app
 
@@ -115,19 +115,19 @@ def make_app(store: Store, token: str | None = None) -> FastAPI:
 def serve(
     store: Store, host: str, port: int, token: str | None, say: Callable[[str], None]
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM; says the address as soon as it answers."""
+    """Serve until Ctrl-C or SIGTERM; prints the address once the server is up."""
     listener = listen(host, port)
     config = uvicorn.Config(
         make_app(store, token),
         log_level="warning",
-        access_log=False,  # it would show the token
+        access_log=False,  # it would contain the token
         lifespan="off",
         ws="none",
         server_header=False,
         timeout_graceful_shutdown=10,
     )
     server, where = uvicorn.Server(config), address(listener, token)
-    # In a thread, so that it also works where a loop runs already, as in a notebook.
+    # In a thread, so that it also works inside a running event loop, as in a notebook.
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     say(f"Open {where} in a browser. Ctrl-C ends it.")
@@ -141,7 +141,7 @@ def serve(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections already; they wait until the server is up."""
+    """A listening socket; connections wait until the server is up."""
     try:
         [(family, kind, proto, _, place), *_] = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -164,7 +164,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address(listener: socket.socket, token: str | None) -> str:
-    """What to type into a browser; for all interfaces, the one that others most likely reach."""
+    """The URL of the page; if it listens on all interfaces, of the one others most likely use."""
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = _own_address()
@@ -175,7 +175,7 @@ def address(listener: socket.socket, token: str | None) -> str:
 def _own_address() -> str:
     probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
-        probe.connect(("10.255.255.255", 1))  # sends nothing: it only picks an interface
+        probe.connect(("10.255.255.255", 1))  # sends nothing: it only selects an interface
         return probe.getsockname()[0]
     except OSError:
         return socket.gethostname()
@@ -184,29 +184,29 @@ def _own_address() -> str:
 
 
 def _refusal(request: Request, token: str | None) -> Response | None:
-    """Why a request is not answered: another site's, or without the token."""
+    """An error for requests from other sites or without the token, else None."""
     host = request.headers.get("host", "")
     if token is None and _host_name(host) not in LOCAL_NAMES:
-        # A foreign name that leads here would let a foreign page read and vote.
-        return _say(403, "This page is for this machine only. Open it at 127.0.0.1.")
+        # DNS rebinding: another site's name that resolves to this machine could read and vote.
+        return _error(403, "This page is for this machine only. Open it at 127.0.0.1.")
     site = request.headers.get("sec-fetch-site")
     origin = request.headers.get("origin")
     foreign = (
         site not in ("same-origin", "none") if site else bool(origin) and _place(origin) != host
     )
     if foreign and request.method != "GET":
-        return _say(403, "Votes are taken from this page only, not from another site.")
+        return _error(403, "Votes are accepted from this page only, not from another site.")
     if token is None:
         return None
     cookie = f"marlhf_{(request.scope.get('server') or ('', 0))[1]}"
     given = request.query_params.get("token")
     if request.url.path == "/" and given is not None and _same(given, token):
-        # Off to an address without it, which can be shown, shared and bookmarked safely.
+        # Redirect to an address without the token, which is safe to show, share and bookmark.
         answer = RedirectResponse("/", status_code=303)
         answer.set_cookie(cookie, token, max_age=30 * 86400, httponly=True, samesite="lax")
         return answer
     if not _same(request.cookies.get(cookie, ""), token):
-        return _say(401, "Open the address with the token that the command printed.")
+        return _error(401, "Open the address with the token that the command printed.")
     return None
 
 
@@ -229,14 +229,14 @@ def _place(origin: str | None) -> str:
 
 
 async def _body(request: Request) -> bytes:
-    """A small JSON body. Its type keeps forms of other sites out; its size is counted as read."""
+    """A small JSON body. Forms of other sites cannot send this content type without a preflight."""
     if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
         raise HTTPException(415, "Send JSON, as application/json")
     body = b""
     async for chunk in request.stream():
         body += chunk
         if len(body) > LONGEST_BODY:
-            raise HTTPException(413, f"More than {LONGEST_BODY} bytes are no vote")
+            raise HTTPException(413, f"A vote has at most {LONGEST_BODY} bytes")
     return body
 
 
@@ -276,5 +276,5 @@ def _sender(file: Path, kind: str) -> Callable[[], Response]:
     return send
 
 
-def _say(status: int, words: str) -> JSONResponse:
-    return JSONResponse({"error": words}, status_code=status)
+def _error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": message}, status_code=status)

@@ -1,4 +1,4 @@
-"""One sitting: from runs to a page, and from votes to verdicts."""
+"""An annotation session: from runs to a page, and from votes to verdicts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def open_votes(
     seed: int | None = None,
     database: Path | str | None = None,
 ) -> Store:
-    """The votes on these runs, new or as they were left.
+    """Open the votes on these runs, or create a new database.
 
-    They lie in `database`, else in `judged/` of the first run's folder. Of every two runs the
-    first `limit` prompts that both answered are asked.
+    They are in `database`, else in `judged/` of the first run's folder. For every two runs the
+    first `limit` prompts that both answered are shown.
     """
     find_criteria(task)
     comparisons = read_items(paths)
@@ -40,12 +40,12 @@ def open_votes(
     try:
         if store.task != task:
             raise JudgeError(
-                f"{file} holds votes by the criteria of {store.task}. Give --task {store.task}, or "
+                f"{file} has votes by the criteria of {store.task}. Give --task {store.task}, or "
                 "another --database."
             )
         if seed is not None and store.seed != seed:
             raise JudgeError(
-                f"{file} was begun with another seed, which decides what is shown where. Leave out "
+                f"{file} was created with another seed, which decides order and sides. Leave out "
                 "--seed, or give another --database."
             )
         store.take(comparisons, limit)
@@ -77,9 +77,9 @@ def annotate(
     store = open_votes(paths, task=task, limit=limit, seed=seed, database=database)
     try:
         same = sum(item.same for item in store.items.values())
-        alike = f"; {same} with the same text twice are ties, not asked" if same else ""
-        say(f"Pairs to compare: {len(store.shown)}{alike}")
-        say(f"Votes are kept in {store.path}")
+        ties = f"; {same} with equal texts are ties and not shown" if same else ""
+        say(f"Pairs to compare: {len(store.shown)}{ties}")
+        say(f"Votes are stored in {store.path}")
         server.serve(store, host, port, None if host in LOCAL else store.token, say)
         return _finish(store, output, say)
     finally:
@@ -94,7 +94,7 @@ def export_votes(
     output: Path | str | None = None,
     say: Say = lambda line: None,
 ) -> list[dict[str, Any]]:
-    """Write the verdicts there are, without a page; also where the runs have changed since."""
+    """Write the verdicts so far, without a page; works even if the runs have changed since."""
     find_criteria(task)
     store = Store(Path(database or _default(paths[0], read_items(paths), task)))
     try:
@@ -104,14 +104,14 @@ def export_votes(
 
 
 def _finish(store: Store, output: Path | str | None, say: Say) -> list[dict[str, Any]]:
-    """Write what there is and say where it lies."""
-    found = export(store, output) if store.annotators() else []
+    """Write the verdicts and say where they are."""
+    summaries = export(store, output) if store.annotators() else []
     for line in describe(store):
         say(line)
-    if found:
-        folder = Path(found[0]["path"]).parent
+    if summaries:
+        folder = Path(summaries[0]["path"]).parent
         say(f"Verdicts are in {folder}, for `marlhf agreement` and `marlhf report`")
-    return found
+    return summaries
 
 
 def _default(first: Path | str, comparisons: Sequence[Sequence[Item]], task: str) -> Path:

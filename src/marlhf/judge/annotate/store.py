@@ -1,7 +1,7 @@
-"""Votes in SQLite: a log that only grows, a transaction an event, on disk before it is answered.
+"""Votes in SQLite: an append-only log; each event is on disk before the request is answered.
 
-An undo is an event of its own, so that nothing is ever deleted. The pairs are kept with the
-votes: what people said can be exported even when the runs are gone.
+An undo is an event too, so nothing is ever deleted. The pairs are stored with the votes, so that
+votes can be exported even if the runs are gone.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ CREATE INDEX of_annotator ON events (annotator, number);
 
 
 class VoteError(MarlhfError, ValueError):
-    """A request that stores nothing, with what is wrong with it."""
+    """An invalid request; nothing is stored."""
 
 
 class NoPair(VoteError):
-    """A vote on something that is not asked here."""
+    """A vote on a pair that is not shown here."""
 
 
 class Event(NamedTuple):
-    """A line of the log."""
+    """A row of the log."""
 
     number: int
     time: str
@@ -67,7 +67,7 @@ class Event(NamedTuple):
 
     @property
     def verdict(self) -> Verdict | None:
-        """What a vote says of the runs, wherever they stood."""
+        """The vote in terms of runs instead of sides."""
         if self.kind not in CHOICES:
             return None
         if self.kind == "tie":
@@ -77,7 +77,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class State:
-    """How far an annotator is; `left`, `tie` and `right` count votes by side, not by run."""
+    """An annotator's progress; `left`, `tie` and `right` count votes by side, not by run."""
 
     annotator: str
     done: int
@@ -88,16 +88,18 @@ class State:
     right: int
     can_undo: bool
     pair: str | None
-    """What to ask next, None at the end."""
+    """The next pair, None at the end."""
 
 
 class Store:
-    """The votes on some pairs. Safe to use from several threads, and to kill at any time."""
+    """The votes on some pairs. Thread-safe, and safe to kill at any time."""
 
     def __init__(self, path: Path) -> None:
-        """Open the votes there are."""
+        """Open an existing database."""
         if not path.is_file():
-            raise JudgeError(f"There are no votes in {path}. Vote first, or name another file.")
+            raise JudgeError(
+                f"There are no votes in {path}. Vote first, or give another --database."
+            )
         self.path = path
         self._lock = threading.Lock()
         with _explained(path):
@@ -107,26 +109,26 @@ class Store:
             self._db.execute("PRAGMA synchronous = FULL")  # a commit waits for the disk
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version != VERSION:
-                raise sqlite3.DatabaseError("it holds no votes of this version")
+                raise sqlite3.DatabaseError("it is not a database of votes of this version")
             about = dict(self._db.execute("SELECT name, value FROM about"))
         self.task: str = about["task"]
         self.seed = int(about["seed"])
         self.token: str = about["token"]
-        """What the address holds where the page is not only for this machine."""
+        """Part of the address if the page is not only for this machine."""
         self.items: dict[str, Item] = {}
         self._places: dict[str, int] = {}
         self.refresh()
         self.shown = _shuffled(self.items)
-        """The ids of what is asked, in order."""
+        """The ids of the pairs that are shown, in order."""
 
     @classmethod
     def create(cls, path: Path, task: str, seed: int | None) -> Store:
-        """A new database where there is none yet; without a seed one is drawn."""
+        """Create a new database; without a seed one is drawn."""
         seed = secrets.randbits(63) if seed is None else seed
         about = {"task": task, "seed": str(seed), "token": secrets.token_urlsafe(18)}
         with _explained(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch(mode=0o600)  # it holds the token
+            path.touch(mode=0o600)  # it contains the token
             db = sqlite3.connect(path, timeout=60, isolation_level=None)
             values = [f"('{name}', '{value}')" for name, value in about.items()]
             db.executescript(
@@ -137,17 +139,17 @@ class Store:
         return cls(path)
 
     def take(self, comparisons: Sequence[Sequence[Item]], limit: int | None = None) -> None:
-        """Ask these pairs, of every two runs the first so many; new ones are added.
+        """Show these pairs, the first `limit` of every two runs; new pairs are added.
 
-        A pair that is gone means that the votes are on other responses: they are refused.
+        If a stored pair is missing, the votes are on other responses: an error.
         """
         named = [{item.name(self.seed): item for item in items} for items in comparisons]
         current = {name for items in named for name in items}
         if gone := [name for name in self.items if name not in current]:
             raise JudgeError(
-                f"{self.path} holds votes on other responses: {len(gone)} of its "
-                f"{len(self.items)} pairs are not among those of these runs. Give another "
-                "--database for these; --export still writes the votes that it holds."
+                f"{self.path} has votes on other responses: {len(gone)} of its {len(self.items)} "
+                "pairs are not in these runs. Give another --database for these; --export still "
+                "writes the stored votes."
             )
         asked = {name: items[name] for items in named for name in list(items)[:limit]}
         with self._change() as db:
@@ -163,7 +165,7 @@ class Store:
         self.shown = _shuffled(asked)
 
     def refresh(self) -> None:
-        """The pairs in the order in which they came; another process may have added some."""
+        """Read the pairs in the order of insertion; another process may have added some."""
         rows = self._db.execute(
             "SELECT id, a, b, prompt, reference, response_a, response_b FROM pairs ORDER BY number"
         )
@@ -177,14 +179,14 @@ class Store:
                 self._places[name] = counts[item.runs] = counts.get(item.runs, -1) + 1
 
     def vote(self, annotator: str, pair: str, choice: str, action: str | None = None) -> State:
-        """Store a vote (`left`, `tie`, `right`) or a `skip`; where it was voted before, anew.
+        """Store a vote (`left`, `tie`, `right`) or a `skip`; a later vote replaces an earlier one.
 
-        `action` names the request: sent twice, it counts once.
+        `action` is the id of the request: sent twice, it counts once.
         """
         if choice not in (*CHOICES, "skip"):
-            raise VoteError(f"There is no vote {choice!r}. Say left, tie, right or skip.")
+            raise VoteError(f"There is no vote {choice!r}. Choose left, tie, right or skip.")
         if pair not in self._places or pair not in self.shown:
-            raise NoPair("This pair is not among those that are compared here. Reload the page.")
+            raise NoPair("This pair is not among those compared here. Reload the page.")
         with self._change() as db:
             name = self._name(annotator)
             if not self._known(action):
@@ -192,7 +194,7 @@ class Store:
             return self._state(name)
 
     def undo(self, annotator: str, action: str | None = None) -> State:
-        """Take back this annotator's last vote or skip, which is asked again at once."""
+        """Undo this annotator's last vote or skip; that pair is shown again next."""
         with self._change() as db:
             name = self._name(annotator)
             last = next((e for e in reversed(self._standing(name)) if e.pair in self.shown), None)
@@ -214,7 +216,7 @@ class Store:
         return item.response_b, item.response_a
 
     def events(self) -> list[Event]:
-        """All that ever happened."""
+        """The full log."""
         with self._lock:
             return self._events("ORDER BY number")
 
@@ -223,7 +225,7 @@ class Store:
             return self._annotators()
 
     def standing(self, annotator: str) -> list[Event]:
-        """What this annotator said and did not undo; of a pair the last counts."""
+        """The events of this annotator that were not undone; of a pair the last counts."""
         with self._lock:
             return self._standing(annotator)
 
@@ -286,7 +288,7 @@ class Store:
 
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
-        """A transaction: on disk when it ends, or not there at all."""
+        """A transaction: on disk when it ends, or rolled back."""
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -299,17 +301,17 @@ class Store:
 
 
 def _shuffled(items: Mapping[str, Item]) -> dict[str, None]:
-    """The same order for everyone: people who stop early have then judged the same pairs."""
+    """The same order for everyone, so that people who stop early have judged the same pairs."""
     return dict.fromkeys(sorted(name for name, item in items.items() if not item.same))
 
 
 def clean_name(name: str) -> str:
-    """A name without needless space; one that no file or table could hold is refused."""
+    """A name with normalised spaces; names that do not fit a file or table are refused."""
     clean = " ".join(unicodedata.normalize("NFC", name).split())
     if not clean:
-        raise VoteError("There is no name. Say who votes.")
+        raise VoteError("There is no name. Enter your name.")
     if len(clean) > LONGEST_NAME:
-        raise VoteError(f"The name is longer than {LONGEST_NAME} characters. Take a shorter one.")
+        raise VoteError(f"The name is longer than {LONGEST_NAME} characters. Choose a shorter one.")
     letters = [unicodedata.category(c)[0] in "LMN" for c in clean]
     if (
         unicodedata.category(clean[0])[0] == "M"
@@ -317,7 +319,7 @@ def clean_name(name: str) -> str:
         or not all(letter or c in NAME_SIGNS for letter, c in zip(letters, clean))
     ):
         raise VoteError(
-            f"The name may hold letters, digits, spaces and {NAME_SIGNS.strip()}, and begins with "
+            f"A name may contain letters, digits, spaces and {NAME_SIGNS.strip()}, and begins with "
             "a letter or a digit."
         )
     return clean
@@ -346,5 +348,5 @@ def _explained(path: Path) -> Iterator[Any]:
         yield
     except (sqlite3.Error, OSError) as error:
         raise JudgeError(
-            f"Cannot keep votes in {path}: {error}. Give another --database."
+            f"Cannot store votes in {path}: {error}. Give another --database."
         ) from error

@@ -1,7 +1,7 @@
-"""What people are asked: the pairs of all runs, their shuffled order, and who stands on the left.
+"""The pairs of all runs, their shuffled order, and which run is on the left.
 
-All of it follows from a seed, so that a reload and a restart show the same. Nobody who looks at
-the page can work it out: unless it is given, the seed is drawn, and stays in the database.
+All of it follows from a seed, so that a reload or restart shows the same. Annotators cannot derive
+it: unless given, the seed is random and stays in the database.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Guide:
-    """What one task asks of a person: a question, and what to look at."""
+    """The question and the criteria that one task shows to people."""
 
     question: str
     criteria: dict[str, str]
     from_end: bool = False
-    """Whether a long prompt is first shown by its end, as a conversation is."""
+    """Whether a long prompt is scrolled to its end, as for a conversation."""
 
 
 GUIDES = {
@@ -59,7 +59,7 @@ GUIDES = {
         },
     ),
 }
-"""For people; `marlhf judge` asks models the same in its own words."""
+"""For people; `marlhf judge` has the same criteria worded for models."""
 
 
 class Comparison(NamedTuple):
@@ -81,19 +81,19 @@ class Item:
 
     @property
     def same(self) -> bool:
-        """Nothing to ask: a tie, as for every judge."""
+        """Equal texts are a tie for every judge and need no vote."""
         return self.response_a == self.response_b
 
     def name(self, seed: int) -> str:
-        """How the page calls it. A keyed digest: it says nothing, and sorting by it shuffles."""
+        """Its id on the page. A keyed digest: it reveals nothing, and sorting by it shuffles."""
         content = [*self.runs, self.prompt, self.reference, self.response_a, self.response_b]
         return _digest(seed, content).hex()
 
 
 def read_items(paths: Sequence[Path | str]) -> list[list[Item]]:
-    """The pairs of every two runs, a list for each two, in the order of the first one's file."""
+    """The pairs of every two runs, one list per two runs, in the order of the first file."""
     if len(paths) < 2:
-        raise JudgeError("There is nothing to compare. Give two runs or more.")
+        raise JudgeError("There is nothing to compare. Give two or more runs.")
     found: list[list[Item]] = []
     for (a, name_a), (b, name_b) in combinations(zip(paths, short_names(paths)), 2):
         runs = Comparison(name_a, name_b)
@@ -101,8 +101,8 @@ def read_items(paths: Sequence[Path | str]) -> list[list[Item]]:
         found.append([Item(runs, p.prompt, p.reference, p.a.text, p.b.text) for p in pairs])
     if all(item.same for items in found for item in items):
         raise JudgeError(
-            "The runs answer every prompt that they share with the same text, so there is nothing "
-            "to ask. Give runs that differ."
+            "The runs answer every shared prompt with the same text, so there is nothing to "
+            "compare. Give runs that differ."
         )
     return found
 
@@ -110,8 +110,8 @@ def read_items(paths: Sequence[Path | str]) -> list[list[Item]]:
 def a_is_left(seed: int, annotator: str, runs: Comparison, place: int) -> bool:
     """Whether this annotator sees the first run on the left.
 
-    Of each two pairs that follow one another (by `place` among those of these runs), one has it
-    on the left and one on the right, which is a coin's matter: half of them, whatever the coin.
+    Of every two consecutive pairs (by `place` among those of these runs) one has it on the left
+    and one on the right; a coin decides which. So it is on the left in exactly half of the pairs.
     """
     coin = _digest(seed, [annotator.casefold(), *runs, place // 2])[0] % 2
     return (coin + place) % 2 == 0

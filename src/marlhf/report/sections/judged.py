@@ -11,7 +11,7 @@ from typing import Any
 from marlhf.intervals import Interval
 from marlhf.judge.agreement import compare, read_votes
 from marlhf.judge.pairs import JudgeError, read_lines
-from marlhf.judge.verdicts import FOLDER, TURNED, share_with_bounds
+from marlhf.judge.verdicts import FOLDER, REVERSED, share_with_bounds
 from marlhf.report.bars import stacked_bars
 from marlhf.report.dots import Dot, dot_rows
 from marlhf.report.groups import Group
@@ -100,7 +100,7 @@ def _majority(files: Sequence[Path]) -> list[str]:
             return []
         for row in rows:
             pair = json.dumps([row.get(key) for key in ("prompt", "response_a", "response_b")])
-            if row.get("verdict") in TURNED:
+            if row.get("verdict") in REVERSED:
                 said.setdefault(pair, Counter())[row["verdict"]] += 1
     verdicts: list[str] = []
     for counts in said.values():
