@@ -290,8 +290,10 @@ def pack_rows(model: nn.Module) -> None:
 def _packed_passes(model: nn.Module) -> GraphedPasses | None:
     """What runs a model's packed passes, once a first small pass has shown that they are right."""
     passes = _PACKED.get(model)
+    if passes is None:
+        return None
     kind = next(model.parameters()).device.type
-    if passes is None or (kind == "cuda" and not torch.is_autocast_enabled(kind)):
+    if kind == "cuda" and not torch.is_autocast_enabled(kind):
         return None  # the attention kernel knows no float32
     if not passes.checked:
         passes.checked = True
