@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset, DatasetDict
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import (
     AutoModelForCausalLM,
@@ -22,6 +22,7 @@ from conftest import assert_close, read_lines  # tests/train
 from marlhf import (
     DPOConfig,
     DPOTrainer,
+    LoRA,
     MacroPPOTrainer,
     NGram,
     PPOConfig,
@@ -403,6 +404,45 @@ def test_an_adapter_leaves_the_object_that_was_given_as_it_was(trainer):
     again = trainer("sft", model=tiny_model(), **given)  # finished: nothing to do
     again.train()
     assert same(weights(again.model), weights(made.model))
+
+
+def test_the_trained_critic_is_saved_and_exposed(trainer):
+    made = trainer(name="critic")
+    with pytest.raises(RunError, match=r"Call train\(\) first"):
+        _ = made.value_model
+    made.train()
+    folder = Path(made.args.output_dir) / "critic"
+    plain = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokens = torch.tensor([[5, 6, 7]])
+    assert plain(tokens).logits.shape == (1, 1)
+    torch.testing.assert_close(made.value_model(tokens).logits, plain(tokens).logits)
+    given = AutoModelForSequenceClassification.from_pretrained(folder)
+    before = weights(given)
+    again = trainer(name="given", value_model=given)
+    again.train()
+    assert again.value_model is given
+    assert not same(before, weights(given))
+    saved = AutoModelForSequenceClassification.from_pretrained(
+        Path(again.args.output_dir) / "critic"
+    )
+    assert same(weights(saved), weights(given))
+
+
+def test_with_lora_the_model_keeps_its_adapter_unless_it_is_merged(trainer):
+    kept = trainer(name="kept", peft_config=LoraConfig(r=4))
+    merged = trainer(name="merged", settings={"lora": LoRA(r=4)})
+    for made in (kept, merged):
+        made.train()
+    assert isinstance(kept.model, PeftModel)
+    assert isinstance(kept.value_model, PeftModel)
+    assert not isinstance(merged.model, PeftModel)
+    tokens = torch.tensor([[5, 6, 7]])
+    plain = AutoModelForCausalLM.from_pretrained(Path(kept.args.output_dir) / "model")
+    torch.testing.assert_close(kept.model(tokens).logits, plain(tokens).logits)
+    plain = AutoModelForSequenceClassification.from_pretrained(
+        Path(kept.args.output_dir) / "critic"
+    )
+    torch.testing.assert_close(kept.value_model(tokens).logits, plain(tokens).logits)
 
 
 def test_resuming_is_asked_for_or_refused(trainer):

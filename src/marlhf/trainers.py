@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -20,6 +22,7 @@ from marlhf.configs.stage import StageConfig
 from marlhf.data import DataConfig, Row, rows_from_records
 from marlhf.data.splits import held_out
 from marlhf.errors import SettingError
+from marlhf.models.adapter_files import adapter_base, find_adapter, import_peft
 from marlhf.models.base import Model, Tokenizer
 from marlhf.models.load import load_policy, load_scalar, load_tokenizer
 from marlhf.runs.write import Onlooker, RunError, RunFolder
@@ -149,7 +152,8 @@ class Trainer:
     def model(self) -> Model:
         """The model: the one given, which trains in place, or the one that training left.
 
-        With LoRA an object that was given stays as it was, and the trained model is another.
+        With LoRA an object that was given stays as it was, and the trained model is another: a
+        PeftModel, or with `lora.merge` a plain model.
         """
         if self._given is not None and not self._adapted:
             return self._given
@@ -157,8 +161,25 @@ class Trainer:
             folder = self._folder().model
             if self._given is not None and not folder.is_dir():
                 return self._given
-            self._trained_model = self._load(str(folder) if folder.is_dir() else self.args.model)
+            trained = folder.is_dir()
+            self._trained_model = (
+                self._load_trained(folder) if trained else self._load(self.args.model)
+            )
         return self._trained_model
+
+    def _load_trained(self, folder: Path, *, scalar: bool = False) -> Model:
+        """What training saved. An adapter stays one, as in TRL, unless `lora.merge` merges it."""
+        load = load_scalar if scalar or self.scalar else load_policy
+        adapter = find_adapter(folder)
+        merge = self.args.lora is not None and self.args.lora.merge
+        if adapter is None or merge:
+            return load(str(folder))
+        source = adapter_base(adapter) if scalar or self._given is None else deepcopy(self._given)
+        with warnings.catch_warnings():
+            # A copy of an object that was given still has the layers that training put into it,
+            # switched off; peft warns of them.
+            warnings.simplefilter("ignore", UserWarning)
+            return import_peft().PeftModel.from_pretrained(load(source), str(adapter))
 
     @property
     def _adapted(self) -> bool:
@@ -407,6 +428,17 @@ class MacroPPOTrainer(Trainer):
             ref_model=reference,
             critic_model=critic,
         )
+
+    @property
+    def value_model(self) -> Model:
+        """The critic: the one given, which trains in place, or the one that training left."""
+        given = self.objects.critic_model
+        if given is not None and not self._adapted:
+            return given
+        folder = self._trained().with_name("critic")
+        if not folder.is_dir():
+            raise AttributeError(f"{type(self).__name__} has no critic in {folder.parent}.")
+        return self._load_trained(folder, scalar=True)
 
 
 class RLOOTrainer(MacroPPOTrainer):

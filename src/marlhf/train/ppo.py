@@ -140,6 +140,7 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
                 loop.verdict = evaluation(step, state.kl.coef)
             if loop.must_save:
                 loop.save(**state.to_json())
+        loop.keep_model(models.critic, "critic")
         next_step = f"marlhf report {run.path.parent} -o {run.path.parent / 'report.html'}"
         return loop.close(models.policy, evaluation.latest | {"steps": loop.step}, next_step)
 
