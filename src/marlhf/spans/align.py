@@ -1,8 +1,8 @@
-"""Which characters each sampled token stands for, exactly, whatever the tokenizer does.
+"""Which characters each sampled token covers, exactly, for any tokenizer.
 
-Nothing is tokenised again: the text is put together from the bytes of the very tokens that were
-sampled, so that text and tokens cannot disagree. Each token has one anchor, its first character
-that is not white space, and lies in a phrase when its anchor does.
+Nothing is tokenised again: the text is built from the bytes of the tokens that were sampled, so
+text and tokens cannot disagree. Each token has one anchor, its first character that is not white
+space, and lies in a phrase when its anchor does.
 
 Axes: B rows, S spans.
 """
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROW_END = b"\n"
-"""Between rows: a whole character by itself, so that half a character never runs into a row."""
+"""Between rows, so that a character cut off at the end of one does not run into the next."""
 SPACES = [c for c in range(0x3001) if chr(c).isspace()]
 BREAKS = [10, 11, 12, 13, 28, 29, 30, 0x85, 0x2028, 0x2029]  # as str.splitlines has them
 
 
 def _table(characters: Sequence[int]) -> np.ndarray:
-    """True for these characters, in a table whose last entry stands for all beyond."""
+    """True for these characters, in a table whose last entry is for all characters beyond it."""
     table = np.zeros(0x3002, dtype=bool)
     table[list(characters)] = True
     return table
@@ -52,10 +52,10 @@ class Aligned:
         return (self.anchors[begin:end] - self.text_begins[i]).tolist()
 
     def token_spans(self, phrases: Sequence[Sequence[int]]) -> np.ndarray:
-        """Phrases of characters as spans of tokens: [B, S, 2], filled up with (0, 0).
+        """Phrases of characters as spans of tokens: [B, S, 2], padded with (0, 0).
 
-        `phrases`: for each row begin, end, begin, end, ... in one list. Of the spans only those
-        are kept that a rule can use: of two tokens or more, or in no other.
+        `phrases`: for each row begin, end, begin, end, ... in one list. Only spans that a rule can
+        use are kept: those of two tokens or more, and those that lie in no other.
         """
         counts = np.array([len(row) // 2 for row in phrases], dtype=np.int64)
         of_row = np.repeat(np.arange(len(phrases)), counts)
@@ -103,7 +103,7 @@ class TokenBytes:
             [table[i] if i < known else b"" for i in response] + [ROW_END] for response in responses
         ]
         flat = list(chain.from_iterable(pieces))
-        # A byte that is no text becomes one character, so that every byte has its character.
+        # Each byte that is not valid UTF-8 becomes one character, so that every byte has one.
         text = b"".join(flat).decode("utf-8", errors="surrogateescape")
         points = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
         escaped = (points >= 0xDC80) & (points <= 0xDCFF)
@@ -132,11 +132,11 @@ def _anchors(
     ends: np.ndarray,
     row_ends: np.ndarray,
 ) -> np.ndarray:
-    """One character a token, never further left than that of the token before.
+    """One character per token, never to the left of the previous token's.
 
-    White space before a word goes with the word, a line break stands for itself. A token without
-    text goes with the one before it, but after the last text of a row with none: an end token
-    then joins the last action instead of making the last word longer.
+    White space before a word belongs to the word; a line break is an anchor itself. A token without
+    text has the anchor of the token before it, but after the last text of its row the end of the
+    text: an end token then lies in no phrase and joins the last action.
     """
     count = len(points)
     code = np.minimum(points, len(IS_SPACE) - 1)
@@ -156,6 +156,6 @@ def _anchors(
 
 
 def _next(marked: np.ndarray) -> np.ndarray:
-    """The first marked place at or after each; their number where there is none."""
-    place = np.where(marked, np.arange(len(marked)), len(marked))
-    return np.minimum.accumulate(place[::-1])[::-1]
+    """The first marked position at or after each; the number of positions where there is none."""
+    position = np.where(marked, np.arange(len(marked)), len(marked))
+    return np.minimum.accumulate(position[::-1])[::-1]

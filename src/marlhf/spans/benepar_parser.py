@@ -36,7 +36,7 @@ class BeneparParser:
         sentences = split_sentences(text)
         given = [self.sentence(words=[word.text for word in words]) for words in sentences]
         trees = self.parser.parse_sents(given) if given else ()
-        found: list[Phrase] = []
+        phrases: list[Phrase] = []
         for words, tree in zip(sentences, trees, strict=True):
-            found += tree_phrases(tree, [(word.begin, word.end) for word in words])
-        return found
+            phrases += tree_phrases(tree, [(word.begin, word.end) for word in words])
+        return phrases

@@ -2,8 +2,8 @@
 
 Words get a kind from lists, endings and their neighbours (`lexicon`, `tagging`); noun, verb and
 prepositional groups are then read from left to right, and each takes what follows as far as it
-belongs to it. It never fails: what fits nowhere stays a word by itself. Phrases of two to four
-words are what macro actions are made of, so these are what it takes care to get right.
+belongs to it. It never fails: a word that fits nowhere stays alone. Macro actions are made of
+phrases of two to four words, so those matter most.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEPT = frozenset(
 )
 """Prepositions that rather belong to an object than to its verb."""
 DEEPEST = 40
-"""Groups within groups; beyond that words stand alone, however long a sentence runs on."""
+"""How deep groups may nest. Deeper words stay alone, so that no sentence overflows the stack."""
 
 LONGEST = 24
 """Words looked at for a noun, so that time stays in proportion to length."""
@@ -53,14 +53,14 @@ def _parse_sentence(words: Sequence[Word]) -> list[Phrase]:
     lower = [text.lower().replace("\u2019", "'") for text in written]
     reader = _Reader(tag(lower, written), lower)
     reader.read()
-    found = [Phrase(words[0].begin, words[-1].end, "S")]
-    found += [Phrase(words[a].begin, words[b - 1].end, label) for a, b, label in reader.found]
-    found += [Phrase(word.begin, word.end) for word in words]
-    return nested(found)
+    phrases = [Phrase(words[0].begin, words[-1].end, "S")]
+    phrases += [Phrase(words[a].begin, words[b - 1].end, label) for a, b, label in reader.groups]
+    phrases += [Phrase(word.begin, word.end) for word in words]
+    return nested(phrases)
 
 
 def _bounded(method: Callable[..., int]) -> Callable[..., int]:
-    """Steps over a word where groups lie too deep within each other."""
+    """Skip a word where groups nest too deep."""
 
     @wraps(method)
     def guarded(self: _Reader, i: int, *args: Any) -> int:
@@ -81,12 +81,12 @@ class _Reader:
         self.tags = tags + ".."  # so that looking ahead is always possible
         self.words = [*words, "", ""]
         self.count = len(words)
-        self.found: list[tuple[int, int, str]] = []
+        self.groups: list[tuple[int, int, str]] = []
         self.depth = 0
 
     def add(self, begin: int, end: int, label: str) -> None:
         if end - begin > 1:
-            self.found.append((begin, end, label))
+            self.groups.append((begin, end, label))
 
     def read(self) -> None:
         i = 0
@@ -115,7 +115,7 @@ class _Reader:
         return end
 
     def verb_at(self, i: int) -> bool:
-        """Whether a finite verb stands here, adverbs aside."""
+        """Whether a finite verb follows, after any adverbs."""
         while self.tags[i] in "RX":
             i += 1
         return self.tags[i] in "MVK"
@@ -298,7 +298,7 @@ class _Reader:
         return end
 
     def joined(self, i: int) -> int:
-        """Where `and` or a comma goes on with another noun phrase of the same kind; 0 if not."""
+        """Where another noun phrase follows after `and` or a comma; 0 if none does."""
         tags, at = self.tags, i + 1
         if tags[i] == "," and tags[at] == "C":
             at += 1

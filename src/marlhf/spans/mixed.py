@@ -28,12 +28,12 @@ class MixedParser:
         return [self.parse(text) for text in texts]
 
     def parse(self, text: str) -> list[Phrase]:
-        found: list[Phrase] = []
+        phrases: list[Phrase] = []
         for begin, end, program in _parts(text):
             part = text[begin:end]
-            phrases = self.python.parse(part) if program else parse_english(part)
-            found += [Phrase(begin + a, begin + b, label) for a, b, label in phrases]
-        return found
+            parsed = self.python.parse(part) if program else parse_english(part)
+            phrases += [Phrase(begin + a, begin + b, label) for a, b, label in parsed]
+        return phrases
 
 
 def looks_like_code(text: str) -> bool:

@@ -22,7 +22,7 @@ MODEL_PARSERS: dict[str, Callable[[str], Parser]] = {
     "stanza": StanzaParser,
     "benepar": BeneparParser,
 }
-"""Parsers with trained models, which stand behind a colon."""
+"""Parsers with trained models, which are named after a colon."""
 NAMES = (*PARSERS, "spacy:NAME", "stanza:LANGUAGE", "benepar:NAME")
 
 

@@ -13,7 +13,7 @@ from marlhf.errors import MarlhfError
 
 
 class ParserError(MarlhfError, ValueError):
-    """A parser that is not there, or cannot be used as asked."""
+    """A parser that does not exist or is not installed."""
 
 
 class Phrase(NamedTuple):

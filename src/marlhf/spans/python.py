@@ -32,15 +32,15 @@ class PythonParser:
     def parse(self, text: str) -> list[Phrase]:
         source = text.encode("utf-8", errors="surrogatepass")
         place = _characters(text, source)
-        found: list[Phrase] = []
+        phrases: list[Phrase] = []
         for node in _walk(self.parser.parse(source)):
             begin, end = place[node.start_byte], place[node.end_byte]
             leaf = not node.child_count
-            found.append(Phrase(begin, end, "" if leaf and node.type not in PROSE else node.type))
+            phrases.append(Phrase(begin, end, "" if leaf and node.type not in PROSE else node.type))
             if leaf and node.type in PROSE:
                 inner = parse_english(text[begin:end])
-                found += [Phrase(begin + a, begin + b, label) for a, b, label in inner]
-        return nested(found)
+                phrases += [Phrase(begin + a, begin + b, label) for a, b, label in inner]
+        return nested(phrases)
 
 
 def _walk(tree: Any) -> Any:

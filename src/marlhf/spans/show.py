@@ -1,4 +1,4 @@
-"""A text with its macro actions marked, for people to see what a rule does."""
+"""A text with its macro actions marked, to see what a rule does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cut_text(
     if not text:
         raise DataError("The text is empty.")
     if isinstance(rule, Perplexity) and model is None:
-        raise DataError("A perplexity rule asks a reference model: give --model.")
+        raise DataError("A perplexity rule needs a reference model: give --model.")
     tok = load_tokenizer(model or tokenizer)
     encoded = tok(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
@@ -38,8 +38,8 @@ def cut_text(
     spans = None
     if isinstance(rule, Constituents):
         aligned = TokenBytes.of(tok).align([ids])
-        found = parse_flat(build_parser(rule.parser), aligned.texts)
-        spans = torch.from_numpy(aligned.token_spans(found))
+        phrases = parse_flat(build_parser(rule.parser), aligned.texts)
+        spans = torch.from_numpy(aligned.token_spans(phrases))
     ref_logprobs = None
     if model is not None:
         before = tok.eos_token_id if tok.bos_token_id is None else tok.bos_token_id
@@ -55,8 +55,8 @@ def cut_text(
         seeds=torch.tensor([seed]),
     ).validate()
     starts = apply_segmenter(rule, responses).starts[0].tolist()
-    # Each character goes to one token: bytes of one character would otherwise repeat it, and
-    # white space that no token has would be lost.
+    # Each character is shown with one token: where several tokens make up a character it would
+    # otherwise repeat, and white space that no token has would be lost.
     ends = [*accumulate((end for _, end in offsets[:-1]), max), len(text)]
     pieces = [text[a:b] for a, b in zip([0, *ends], ends)]
     actions: list[list[str]] = []

@@ -24,8 +24,8 @@ class Word(NamedTuple):
 def constituents(words: Sequence[Word]) -> list[Phrase]:
     """The phrases of one sentence.
 
-    A word and all that depends on it is a phrase, as ever. To these come the ones that a tree of
-    constituents has and dependencies do not spell out: the noun phrase without what follows its
+    A word and all that depends on it is a phrase. Added to these are phrases that a constituency
+    tree has and dependencies do not spell out: the noun phrase without what follows its
     noun, the verb phrase without its subject, the clause without its conjunction, and the first
     of several that are joined by `and`.
     """
@@ -40,11 +40,11 @@ def constituents(words: Sequence[Word]) -> list[Phrase]:
             at, steps = words[at].head, steps + 1
             first[at], last[at] = min(first[at], i), max(last[at], i)
 
-    found: list[Phrase] = [Phrase(words[0].begin, words[-1].end, "S")] if words else []
+    phrases: list[Phrase] = [Phrase(words[0].begin, words[-1].end, "S")] if words else []
 
     def add(begin: int, end: int, label: str) -> None:
         if end > begin:
-            found.append(Phrase(words[begin].begin, words[end].end, label))
+            phrases.append(Phrase(words[begin].begin, words[end].end, label))
 
     for i, word in enumerate(words):
         label = LABELS.get(word.tag, "XP")
@@ -74,8 +74,8 @@ def constituents(words: Sequence[Word]) -> list[Phrase]:
             add(i, stop, "VP")
         if label == "NP":
             add(first[i], i, "NP")
-    found.extend(Phrase(word.begin, word.end) for word in words)
-    return nested(found)
+    phrases.extend(Phrase(word.begin, word.end) for word in words)
+    return nested(phrases)
 
 
 class SpacyParser:
@@ -108,7 +108,7 @@ class SpacyParser:
 
 
 def _words(sentence: Any) -> list[Word]:
-    """White space is a token to spaCy, but no word."""
+    """The words of a sentence, without spaCy's tokens of white space."""
     tokens = [token for token in sentence if not token.is_space]
     place = {token.i: at for at, token in enumerate(tokens)}
     return [

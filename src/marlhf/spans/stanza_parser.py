@@ -23,7 +23,7 @@ class StanzaParser:
             self.pipeline: Any = stanza.Pipeline(
                 language,
                 processors="tokenize,pos,constituency",
-                download_method=None,  # what is not here is asked for, never fetched unseen
+                download_method=None,  # no silent downloads
                 use_gpu=False,
                 verbose=False,
             )
@@ -37,11 +37,11 @@ class StanzaParser:
         return [self.parse(text) for text in texts]
 
     def parse(self, text: str) -> list[Phrase]:
-        found: list[Phrase] = []
+        phrases: list[Phrase] = []
         for sentence in self.pipeline(text).sentences if text.strip() else ():
-            # Words of one token (`don't`) share its characters; the first of them stands for it.
+            # Words of one token (`don't`) share its characters.
             places = [
                 (token.start_char, token.end_char) for token in sentence.tokens for _ in token.words
             ]
-            found += tree_phrases(sentence.constituency, places)
-        return found
+            phrases += tree_phrases(sentence.constituency, places)
+        return phrases

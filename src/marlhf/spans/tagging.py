@@ -1,4 +1,4 @@
-"""What each English word is where it stands: its kind by itself, corrected by its neighbours."""
+"""Part of speech of each English word: by the word alone, then corrected by its neighbours."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ THIRD_PERSON = frozenset(["it", "that", "this", "who", "which"])
 ALONE = (
     "many few most all some any each both this these those several such another enough either more"
 )
-"""Words that stand before a noun or for one."""
+"""Words that precede a noun or replace one."""
 BE_OR_HAVE = frozenset(["is", "are", "was", "were", "be", "has", "have", "had", "'s"])
 
 
 def tag(words: Sequence[str], written: Sequence[str]) -> str:
     """One letter a word, see `lexicon`; `,` for marks within a sentence and `.` for its end."""
-    written = [*words[:1], *written[1:]]  # the first has a capital whatever it is
-    tags = [*map(kind, words, written), "."]  # the end stands both after the last and before 0
+    written = [*words[:1], *written[1:]]  # the first has a capital in any case
+    tags = [*map(kind, words, written), "."]  # index -1, before the first word, is the end as well
     for i, word in enumerate(words):
         if rule := BY_WORD.get(word) or BY_KIND.get(tags[i]):
             tags[i] = rule(tags, words, i)

@@ -46,12 +46,12 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int | None = None) -> V
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Each token's own text, white space as it stands; bytes that are no text become `\ufffd`."""
+    """Each token's own text with its white space; bytes that are no text become `\ufffd`."""
     return [token.decode("utf-8", errors="replace") for token in token_bytes(tokenizer)]
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
-    """What each token writes, in UTF-8: a character may be divided over several."""
+    """The UTF-8 bytes of each token; a character may span several tokens."""
     ids = tokenizer.get_vocab()
     tokens = [""] * (max(ids.values()) + 1)  # ids may leave gaps
     for token, i in ids.items():
@@ -63,16 +63,16 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Every token that is a mark and no text: the named ones, and those of chat templates."""
+    """Every token that is not text: BOS, EOS and the like, and those of chat templates."""
     added = tokenizer.added_tokens_decoder.items()
     named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids)
     return dict(named) | {token.content: i for i, token in added if token.special}
 
 
 def _reader(tokens: list[str]) -> Callable[[str], bytes]:
-    """How this vocabulary writes text: by how many of its tokens begin.
+    """How this vocabulary encodes text, judged by how its tokens begin.
 
-    Counted and not just found, for each mark is also a character that another kind may contain.
+    Counted, since each mark is also a character that other kinds of vocabulary may contain.
     """
     spaces = sum(t.startswith(SPACE_MARK) for t in tokens)
     byte_spaces = sum(t.startswith(BYTE_SPACE) for t in tokens)
@@ -89,18 +89,18 @@ def _byte_level(token: str) -> bytes:
 
 
 def _metaspace(token: str) -> bytes:
-    if found := BYTE_TOKEN.fullmatch(token):
-        return bytes([int(found[1], 16)])
+    if byte := BYTE_TOKEN.fullmatch(token):
+        return bytes([int(byte[1], 16)])
     return token.replace(SPACE_MARK, " ").encode()
 
 
 def _word_piece(token: str) -> bytes:
-    """WordPiece forgets white space, so that marks such as commas are words of their own."""
+    """WordPiece drops white space, so punctuation becomes words of its own."""
     return (token[2:] if token.startswith("##") else f" {token}").encode()
 
 
 def _byte_table() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes, and back."""
+    """The byte of each of GPT-2's printable characters."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}

@@ -1,4 +1,4 @@
-"""Words and sentences of English text, with their places in it. Contractions are two words."""
+"""Words and sentences of English text, with their positions. Contractions are two words."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Word(NamedTuple):
 
 
 def split_sentences(text: str) -> list[list[Word]]:
-    """The words of each sentence. Every line ends one, so that lists are not run together."""
+    """The words of each sentence. A line break ends one, so the items of a list stay apart."""
     sentences: list[list[Word]] = []
     place = 0
     for line in text.splitlines(keepends=True):
@@ -54,14 +54,14 @@ def _split_line(line: str, place: int, sentences: list[list[Word]]) -> None:
     ended = False
     for match in WORD.finditer(line, at):
         begin, end = match.span()
-        found = match[0]
-        if ended and not (found in CLOSING and line[begin - 1 : begin].strip()):
+        word = match[0]
+        if ended and not (word in CLOSING and line[begin - 1 : begin].strip()):
             if begin == 0 or line[begin - 1].isspace():
                 sentences.append(words)
                 words = []
             ended = False
-        words.append(Word(place + begin, place + end, found))
-        if STOP.search(found) and not found[0].isalnum():
+        words.append(Word(place + begin, place + end, word))
+        if STOP.search(word) and not word[0].isalnum():
             ended = True
     if words:
         sentences.append(words)

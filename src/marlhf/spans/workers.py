@@ -1,8 +1,8 @@
 """Parsing on other processes, while this one has the GPU score.
 
-Workers are programs of their own, `python -m marlhf.spans.workers english`, that read texts and
-write spans as lines of JSON. So they never import what the main program is, hold no part of its
-memory, see no GPU, and end by themselves when whoever started them is gone.
+Workers are separate programs, `python -m marlhf.spans.workers english`, that read texts and write
+spans as lines of JSON. So they never import the main program, share none of its memory, see no GPU,
+and end by themselves when the main program is gone.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from marlhf.spans.phrases import Parser, ParserError
 Flat = list[list[int]]
 """For each text begin, end, begin, end, ... of its phrases, as a tree is walked."""
 SMALL = 20_000
-"""Characters that are sooner parsed here than sent away."""
+"""Fewer characters than this are parsed faster here than by workers."""
 MOST = 4
-"""Workers of one process. Parsing is to be done before scoring is, and no sooner."""
+"""The most workers per process. More would not help: scoring takes longer than parsing."""
 
 
 def parse_flat(parser: Parser, texts: Sequence[str]) -> Flat:
-    """Phrases without their labels, as they travel."""
+    """Phrases without their labels."""
     return [[x for p in phrases for x in (p.begin, p.end)] for phrases in parser(texts)]
 
 
@@ -38,20 +38,20 @@ class ParserPool:
 
     def __init__(self, name: str, workers: int | None = None) -> None:
         self.name = name
-        self.parser = build_parser(name)  # a missing package or model is known at once
+        self.parser = build_parser(name)  # a missing package or model is an error now
         self.count = spare_processors() if workers is None else workers
         self._workers: list[subprocess.Popen[str]] = []
-        self._threads: list[ThreadPoolExecutor] = []  # one a worker, which does one thing at a time
+        self._threads: list[ThreadPoolExecutor] = []  # one per worker
         self._close = weakref.finalize(self, _close, self._workers)
 
     def submit(self, texts: Sequence[str]) -> Callable[[], Flat]:
-        """Begin to parse; call what comes back for the spans."""
+        """Start to parse. The function that is returned waits for the spans."""
         if not self.count or sum(map(len, texts)) < SMALL:
             return lambda: parse_flat(self.parser, texts)
         self._start()
-        # Every third of the texts to each of three: all have as much to do.
+        # Texts are dealt out in turn, so that all workers have about as much to do.
         parts = [
-            thread.submit(_ask, worker, texts[i :: self.count])
+            thread.submit(_request, worker, texts[i :: self.count])
             for i, (worker, thread) in enumerate(zip(self._workers, self._threads))
         ]
         return lambda: _collect(parts, len(texts))
@@ -62,7 +62,7 @@ class ParserPool:
         for thread in self._threads:
             thread.shutdown(wait=False, cancel_futures=True)
         self._threads.clear()
-        self.count = 0  # what comes after is parsed here
+        self.count = 0  # later texts are parsed here
 
     def _start(self) -> None:
         if self._workers:
@@ -90,18 +90,18 @@ def spare_processors() -> int:
 
 
 def serve(name: str) -> None:
-    """Answer each line of texts by a line of spans, until there are no more."""
+    """Read lines of texts and write a line of spans for each, until the input ends."""
     parser = build_parser(name)
     for line in sys.stdin:
         answer: dict[str, Any]
         try:
             answer = {"spans": parse_flat(parser, json.loads(line))}
-        except Exception as error:  # told to whoever asked, who stops
+        except Exception as error:  # the main program raises it
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
 
 
-def _ask(worker: subprocess.Popen[str], texts: Sequence[str]) -> Flat:
+def _request(worker: subprocess.Popen[str], texts: Sequence[str]) -> Flat:
     assert worker.stdin is not None
     assert worker.stdout is not None
     try:
@@ -122,10 +122,10 @@ def _ask(worker: subprocess.Popen[str], texts: Sequence[str]) -> Flat:
 
 
 def _collect(parts: Sequence[Future[Flat]], count: int) -> Flat:
-    found: Flat = [[]] * count
+    spans: Flat = [[]] * count
     for i, part in enumerate(parts):
-        found[i :: len(parts)] = part.result()
-    return found
+        spans[i :: len(parts)] = part.result()
+    return spans
 
 
 def _close(workers: list[subprocess.Popen[str]]) -> None:
