@@ -24,7 +24,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from marlhf.models.adapters import FrozenBase, LoRA, frozen_dtype
+from marlhf.configs.model import LoRA
+from marlhf.models.adapters import FrozenBaseModel, frozen_dtype
 from marlhf.models.base import autocast
 from marlhf.models.forward import Sequences, final_scores, token_stats, token_values
 
@@ -129,17 +130,22 @@ def full(args: argparse.Namespace, device: torch.device) -> Four:
 
 def separate(args: argparse.Namespace, device: torch.device) -> Four:
     lora, matrices = LoRA(r=args.r), frozen_dtype(device, "bfloat16")
-    one = FrozenBase(language(args, device), matrices=matrices)
-    two = FrozenBase(scalar(args, device), matrices=matrices)
-    views = one.language(lora), one.reference(), two.scalar(lora), two.frozen_scalar()
+    one = FrozenBaseModel(language(args, device), linear_dtype=matrices)
+    two = FrozenBaseModel(scalar(args, device), linear_dtype=matrices)
+    views = (
+        one.language_model(lora),
+        one.plain_language_model(),
+        two.scalar_model(lora),
+        two.plain_scalar_model(),
+    )
     return tuple(view.to(device) for view in views)  # pyright: ignore[reportReturnType]
 
 
 def shared(args: argparse.Namespace, device: torch.device) -> Four:
     lora = LoRA(r=args.r, shared_base=True)
-    base = FrozenBase(language(args, device), matrices=frozen_dtype(device, "bfloat16"))
-    reward = base.scalar(lora, "reward", trainable=False)
-    views = base.language(lora), base.reference(), base.scalar(lora), reward
+    base = FrozenBaseModel(language(args, device), linear_dtype=frozen_dtype(device, "bfloat16"))
+    reward = base.scalar_model(lora, "reward", trainable=False)
+    views = base.language_model(lora), base.plain_language_model(), base.scalar_model(lora), reward
     return tuple(view.to(device) for view in views)  # pyright: ignore[reportReturnType]
 
 

@@ -33,9 +33,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from marlhf.configs.model import LoRA
 from marlhf.core import NGram, Perplexity, RandomNGram, Vocabulary
 from marlhf.data import Row
-from marlhf.models.adapters import FrozenBase, LoRA, frozen_dtype, store_matrices
+from marlhf.models.adapters import FrozenBaseModel, cast_linear_layers, frozen_dtype
 from marlhf.models.compile import compile_blocks
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.reward import RewardModel, Rewards
@@ -222,16 +223,23 @@ def build_four(shape: Shape, device: torch.device, checkpointing: bool) -> tuple
     if shape.lora:
         lora = LoRA(shared_base=True)
         dtype = frozen_dtype(device, "auto")
-        base = FrozenBase(random_model(shape, device, False, checkpointing), matrices=dtype)
-        reward = base.scalar(lora, "reward", trainable=False)
-        views = base.language(lora), base.reference(), base.scalar(lora), reward
+        base = FrozenBaseModel(
+            random_model(shape, device, False, checkpointing), linear_dtype=dtype
+        )
+        reward = base.scalar_model(lora, "reward", trainable=False)
+        views = (
+            base.language_model(lora),
+            base.plain_language_model(),
+            base.scalar_model(lora),
+            reward,
+        )
         return tuple(view.to(device) for view in views)
     policy, reference = (random_model(shape, device, False, checkpointing) for _ in range(2))
     reference.requires_grad_(False).load_state_dict(policy.state_dict())
     critic, reward = (random_model(shape, device, True, checkpointing) for _ in range(2))
     if (dtype := frozen_dtype(device, "auto")) is not None:
         for frozen in (reference, reward):
-            store_matrices(frozen.requires_grad_(False), dtype)
+            cast_linear_layers(frozen.requires_grad_(False), dtype)
     return policy, reference, critic, reward
 
 

@@ -7,16 +7,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from marlhf.models.adapter_files import (
-    adapter_base,
-    find_adapter,
-    is_scalar_adapter,
-    merge_adapter,
+from marlhf.configs.model import LoRA
+from marlhf.models.adapter_config import quantization, to_peft
+from marlhf.models.adapter_files import adapter_base, find_adapter, is_scalar_adapter, merge_adapter
+from marlhf.models.adapters import (
+    FrozenBaseModel,
+    frozen_dtype,
     merged_tensors,
     save_adapter,
     save_merged,
 )
-from marlhf.models.adapters import FrozenBase, LoRA, frozen_dtype, quantization, to_peft
 from marlhf.models.base import ModelError
 from marlhf.models.forward import Sequences, final_scores, token_stats, token_values
 from marlhf.models.load import load_policy, load_scalar
@@ -52,11 +52,11 @@ def logprobs(model):
 def saved(tmp_path, small):
     """A small Llama in a folder, and what stands on it: three views, their adapters saved."""
     small("llama").save_pretrained(tmp_path / "base")
-    base = FrozenBase(small("llama"), str(tmp_path / "base"))
+    base = FrozenBaseModel(small("llama"), str(tmp_path / "base"))
     views = {
-        "policy": base.language(LoRA(r=4)),
-        "critic": base.scalar(LoRA(r=2), "critic"),
-        "reward": base.scalar(LoRA(r=3), "reward"),
+        "policy": base.language_model(LoRA(r=4)),
+        "critic": base.scalar_model(LoRA(r=2), "critic"),
+        "reward": base.scalar_model(LoRA(r=3), "reward"),
     }
     randomise(*views.values())
     for name, view in views.items():
@@ -80,9 +80,9 @@ def test_views_of_one_base_equal_separate_models(tmp_path, small, name, checkpoi
     module = small(name)
     if checkpointing:
         module.gradient_checkpointing_enable()
-    base = FrozenBase(module)
-    policy, reference = base.language(LoRA(r=4), seed=1), base.reference()
-    critic, reward = base.scalar(LoRA(r=4), "critic"), base.scalar(LoRA(r=3), "reward")
+    base = FrozenBaseModel(module)
+    policy, reference = base.language_model(LoRA(r=4), seed=1), base.plain_language_model()
+    critic, reward = base.scalar_model(LoRA(r=4), "critic"), base.scalar_model(LoRA(r=3), "reward")
     randomise(policy, critic, reward)
     policy.train()
     assert module.is_gradient_checkpointing == checkpointing
@@ -124,9 +124,9 @@ def test_a_fresh_adapter_changes_nothing_and_its_seed_is_its_own(small):
     plain, state = small("llama"), torch.get_rng_state()
     adapters = []
     for seed in (1, 1, 2):
-        base = FrozenBase(small("llama"))
-        view = base.language(LoRA(r=4), seed=seed)
-        base.scalar(LoRA(), seed=seed)
+        base = FrozenBaseModel(small("llama"))
+        view = base.language_model(LoRA(r=4), seed=seed)
+        base.scalar_model(LoRA(), seed=seed)
         assert torch.equal(logprobs(view), logprobs(plain))
         adapters.append(view.adapter_tensors())
     assert same_bits(adapters[0], adapters[1])
@@ -136,14 +136,14 @@ def test_a_fresh_adapter_changes_nothing_and_its_seed_is_its_own(small):
 
 def test_a_fresh_shared_critic_is_the_one_that_load_scalar_makes(tmp_path, small):
     small("qwen2").save_pretrained(tmp_path)
-    critic = FrozenBase(load_policy(str(tmp_path))).scalar(LoRA(), seed=3)
+    critic = FrozenBaseModel(load_policy(str(tmp_path))).scalar_model(LoRA(), seed=3)
     alone = load_scalar(str(tmp_path), seed=3)
     assert torch.equal(token_values(critic, BATCH), token_values(alone, BATCH))
 
 
 def test_a_step_changes_only_the_views_own_weights(small):
-    base = FrozenBase(small("llama"))
-    views = {"policy": base.language(LoRA(r=2)), "critic": base.scalar(LoRA(r=2))}
+    base = FrozenBaseModel(small("llama"))
+    views = {"policy": base.language_model(LoRA(r=2)), "critic": base.scalar_model(LoRA(r=2))}
     randomise(*views.values())
     for name, other in (("policy", "critic"), ("critic", "policy")):
         before, mine = bits(base.module), bits(views[name])
@@ -163,13 +163,13 @@ def test_a_step_changes_only_the_views_own_weights(small):
 
 
 def test_a_view_lists_what_it_trains_and_no_more(small):
-    base = FrozenBase(small("llama"))
-    policy, critic = base.language(LoRA(r=2)), base.scalar(LoRA(r=2))
-    reward = base.scalar(LoRA(r=2), "reward", trainable=False)
+    base = FrozenBaseModel(small("llama"))
+    policy, critic = base.language_model(LoRA(r=2)), base.scalar_model(LoRA(r=2))
+    reward = base.scalar_model(LoRA(r=2), "reward", trainable=False)
     layers = 2 * 7
     assert len(list(policy.named_parameters())) == 2 * layers
     assert len(list(critic.named_parameters())) == 2 * layers + 1
-    assert not list(base.reference().parameters())
+    assert not list(base.plain_language_model().parameters())
     assert all(p.requires_grad for v in (policy, critic) for p in v.parameters())
     assert not any(p.requires_grad for p in reward.parameters())
     mine = {*policy.parameters(), *critic.parameters()} - {*critic.score.parameters()}
@@ -177,8 +177,8 @@ def test_a_view_lists_what_it_trains_and_no_more(small):
 
 
 def test_an_error_inside_a_pass_leaves_the_base_as_it_was(small):
-    base = FrozenBase(small("llama"))
-    policy, reference = base.language(LoRA(r=2)), base.reference()
+    base = FrozenBaseModel(small("llama"))
+    policy, reference = base.language_model(LoRA(r=2)), base.plain_language_model()
     randomise(policy)
     before = logprobs(reference)
     with pytest.raises(IndexError):
@@ -189,7 +189,7 @@ def test_an_error_inside_a_pass_leaves_the_base_as_it_was(small):
 
 @torch.no_grad()
 def test_a_policy_decodes_with_a_cache(small):
-    policy = FrozenBase(small("llama")).language(LoRA(r=4))
+    policy = FrozenBaseModel(small("llama")).language_model(LoRA(r=4))
     randomise(policy)
     ids = torch.arange(3, 13)[None]
     first = policy.eval()(input_ids=ids[:, :6], use_cache=True)
@@ -202,8 +202,8 @@ def test_a_policy_decodes_with_a_cache(small):
 @torch.no_grad()
 @pytest.mark.parametrize("name", SOME)
 def test_a_merged_model_needs_no_peft(tmp_path, small, name):
-    base = FrozenBase(small(name))
-    policy, critic = base.language(LoRA(r=4)), base.scalar(LoRA(r=4, use_rslora=True))
+    base = FrozenBaseModel(small(name))
+    policy, critic = base.language_model(LoRA(r=4)), base.scalar_model(LoRA(r=4, use_rslora=True))
     randomise(policy, critic)
     before = bits(base.module)
     save_merged(policy, tmp_path / "policy")
@@ -227,12 +227,14 @@ def test_a_merged_model_needs_no_peft(tmp_path, small, name):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt-neox"])
 def test_one_adapter_on_a_classifier_trains_its_head_and_comes_back(tmp_path, small, name):
     small(name).save_pretrained(tmp_path / "base")
-    base = FrozenBase(load_scalar(str(tmp_path / "base"), seed=2), str(tmp_path / "base"))
-    model = base.scalar(LoRA(r=4), "default")
+    base = FrozenBaseModel(load_scalar(str(tmp_path / "base"), seed=2), str(tmp_path / "base"))
+    model = base.scalar_model(LoRA(r=4), "default")
     randomise(model)
     assert model.score.weight.requires_grad
     untrained = load_scalar(str(tmp_path / "base"), seed=2)
-    assert torch.equal(final_scores(base.frozen_scalar(), BATCH), final_scores(untrained, BATCH))
+    assert torch.equal(
+        final_scores(base.plain_scalar_model(), BATCH), final_scores(untrained, BATCH)
+    )
     model.save_pretrained(tmp_path / "reward")
     scores = final_scores(model, BATCH)
     merged = load_scalar(str(tmp_path / "reward"))
@@ -244,8 +246,8 @@ def test_one_adapter_on_a_classifier_trains_its_head_and_comes_back(tmp_path, sm
     adapter = find_adapter(tmp_path / "reward")
     assert adapter == tmp_path / "reward" / "adapter"
     assert is_scalar_adapter(adapter)
-    shared = FrozenBase(load_policy(str(tmp_path / "base")), str(tmp_path / "base"))
-    again = shared.scalar(adapter, "reward", trainable=False)
+    shared = FrozenBaseModel(load_policy(str(tmp_path / "base")), str(tmp_path / "base"))
+    again = shared.scalar_model(adapter, "reward", trainable=False)
     assert torch.equal(final_scores(again, BATCH), scores)
 
 
@@ -260,11 +262,13 @@ def test_adapters_alone_load_in_plain_peft_and_go_on_here(saved, small):
     assert not (folder / "alone" / "config.json").exists()
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(folder / "alone")
     assert torch.equal(logprobs(loaded), expected)
-    other = FrozenBase(small("llama"))  # the weights decide, wherever they came from
-    again = other.language(folder / "alone")
+    other = FrozenBaseModel(small("llama"))  # the weights decide, wherever they came from
+    again = other.language_model(folder / "alone")
     assert torch.equal(logprobs(again), expected)
     assert all(p.requires_grad for p in again.parameters())
-    critic = other.scalar(folder / "alone", "critic", seed=3)  # starts as a reader like the policy
+    critic = other.scalar_model(
+        folder / "alone", "critic", seed=3
+    )  # starts as a reader like the policy
     assert torch.equal(
         critic.base_model(BATCH.ids).last_hidden_state,
         again.base_model(BATCH.ids).last_hidden_state,
@@ -274,8 +278,8 @@ def test_adapters_alone_load_in_plain_peft_and_go_on_here(saved, small):
 @torch.no_grad()
 @pytest.mark.parametrize("name", SOME)
 def test_an_adapter_merges_into_its_base(tmp_path, small, name):
-    base = FrozenBase(small(name), str(tmp_path / "base"))
-    policy, reward = base.language(LoRA(r=4)), base.scalar(LoRA(r=4), "reward")
+    base = FrozenBaseModel(small(name), str(tmp_path / "base"))
+    policy, reward = base.language_model(LoRA(r=4)), base.scalar_model(LoRA(r=4), "reward")
     randomise(policy, reward)
     save_adapter(policy, tmp_path / "policy")
     save_adapter(reward, tmp_path / "reward")
@@ -301,24 +305,24 @@ def test_an_adapter_of_another_base_is_refused(saved, small):
     _, _, folder = saved
     adapter = folder / "reward" / "adapter"
     with pytest.raises(ModelError, match=r"base, not on elsewhere.*shared_base: false"):
-        FrozenBase(small("llama", seed=1), "elsewhere").scalar(adapter)
+        FrozenBaseModel(small("llama", seed=1), "elsewhere").scalar_model(adapter)
     with pytest.raises(ModelError, match="has changed since"):
-        FrozenBase(small("llama", seed=1), str(folder / "base")).scalar(adapter)
+        FrozenBaseModel(small("llama", seed=1), str(folder / "base")).scalar_model(adapter)
     (adapter / "base.json").unlink()  # an adapter by peft alone: only a name to go by
-    FrozenBase(small("llama", seed=1), str(folder / "base")).scalar(adapter)
+    FrozenBaseModel(small("llama", seed=1), str(folder / "base")).scalar_model(adapter)
     with pytest.raises(ModelError, match="not on elsewhere"):
-        FrozenBase(small("llama"), "elsewhere").scalar(adapter)
+        FrozenBaseModel(small("llama"), "elsewhere").scalar_model(adapter)
 
 
 def test_damaged_and_unfit_adapters_are_refused_with_a_sentence(saved, small):
     _, _, folder = saved
     adapter = folder / "reward" / "adapter"
     with pytest.raises(ModelError, match="cannot write"):
-        FrozenBase(small("llama")).language(adapter)
+        FrozenBaseModel(small("llama")).language_model(adapter)
     settings = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(settings | {"r": 5}))
     with pytest.raises(ModelError, match="not those that its adapter_config"):
-        FrozenBase(small("llama")).scalar(adapter)
+        FrozenBaseModel(small("llama")).scalar_model(adapter)
     with pytest.raises(ModelError, match="does not fit its base"):
         merge_adapter(small("llama", scalar=True), adapter)
     with pytest.raises(ModelError, match="does not fit its base"):
@@ -356,9 +360,9 @@ def test_a_users_own_config_holds_but_for_dropout(small):
     assert own.lora_dropout == 0.05
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        base = FrozenBase(small("llama"))
-        view = base.language(peft.LoraConfig(r=3, target_modules=["q_proj"]))
-        base.scalar(peft.LoraConfig(task_type="CAUSAL_LM"))
+        base = FrozenBaseModel(small("llama"))
+        view = base.language_model(peft.LoraConfig(r=3, target_modules=["q_proj"]))
+        base.scalar_model(peft.LoraConfig(task_type="CAUSAL_LM"))
     assert [p.shape for p in view.parameters()] == [(3, 32), (32, 3)] * 2
 
 
@@ -381,13 +385,13 @@ def test_other_adapters_and_other_layers_are_refused(small):
     with pytest.raises(ModelError, match=r"must be a peft.LoraConfig; got a IA3Config"):
         to_peft(peft.IA3Config(), "language")
     with pytest.raises(ModelError, match=r"choose from: .*q_proj.*up_proj"):
-        FrozenBase(small("llama")).language(LoRA(target_modules=("query",)))
+        FrozenBaseModel(small("llama")).language_model(LoRA(target_modules=("query",)))
     adapted = peft.get_peft_model(small("llama"), peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ModelError, match="already has adapters"):
-        FrozenBase(adapted)
+        FrozenBaseModel(adapted)
     for name in ("lm_head", "embed_tokens"):
         with pytest.raises(ModelError, match=f"reach .*{name}"):
-            FrozenBase(small("llama")).language(LoRA(target_modules=(name, "q_proj")))
+            FrozenBaseModel(small("llama")).language_model(LoRA(target_modules=(name, "q_proj")))
 
 
 def test_settings_are_checked():
@@ -399,7 +403,7 @@ def test_settings_are_checked():
 def test_without_peft_there_is_a_sentence(monkeypatch, small):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ModelError, match=r"pip install 'marlhf\[lora\]'"):
-        FrozenBase(small("llama")).language(LoRA())
+        FrozenBaseModel(small("llama")).language_model(LoRA())
 
 
 def test_without_bitsandbytes_there_is_a_sentence(monkeypatch):
@@ -415,8 +419,8 @@ def test_matrices_in_bfloat16_change_no_bit_under_autocast(small, name):
     assert frozen_dtype(device, "auto") is None
     found = []
     for matrices in (None, frozen_dtype(device, "bfloat16")):
-        base = FrozenBase(small(name), matrices=matrices)
-        views = base.language(LoRA(r=4)), base.scalar(LoRA(r=4))
+        base = FrozenBaseModel(small(name), linear_dtype=matrices)
+        views = base.language_model(LoRA(r=4)), base.scalar_model(LoRA(r=4))
         randomise(*views)
         assert {p.dtype for view in views for p in view.parameters()} == {torch.float32}
         assert base.module.get_input_embeddings().weight.dtype == torch.float32
@@ -424,7 +428,7 @@ def test_matrices_in_bfloat16_change_no_bit_under_autocast(small, name):
             out = logprobs(views[0]), token_values(views[1], BATCH)
         sum(x.sum() for x in out).backward()
         found.append([*out, *(p.grad for view in views for p in view.parameters())])
-    stored = {layer.get_base_layer().weight.dtype for _, layer in base.layers()}
+    stored = {layer.get_base_layer().weight.dtype for _, layer in base.adapted_layers()}
     assert stored == {torch.bfloat16}
     for plain, half in zip(*found):
         torch.testing.assert_close(plain, half, rtol=0, atol=0)
@@ -432,15 +436,15 @@ def test_matrices_in_bfloat16_change_no_bit_under_autocast(small, name):
 
 @torch.no_grad()
 def test_what_is_merged_into_bfloat16_keeps_small_changes(tmp_path, small):
-    base = FrozenBase(small("llama"), matrices=torch.bfloat16)
-    policy = base.language(LoRA(r=4))
+    base = FrozenBaseModel(small("llama"), linear_dtype=torch.bfloat16)
+    policy = base.language_model(LoRA(r=4))
     randomise(policy)
     for parameter in policy.parameters():
         parameter *= 0.01
     save_merged(policy, tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert plain.dtype == torch.float32
-    path, layer = next(base.layers())
+    path, layer = next(base.adapted_layers())
     change = plain.get_parameter(f"{path}.weight") - layer.get_base_layer().weight.float()
     torch.testing.assert_close(change, layer.get_delta_weight("policy"), rtol=1e-2, atol=1e-7)
 
@@ -451,8 +455,8 @@ def test_a_quantised_base_is_trained_on_and_merged_in_floats(tmp_path, small, ki
     small("llama", hidden_size=64, intermediate_size=64).save_pretrained(tmp_path / "base")
     options = {"dtype": torch.float32, "quantization_config": quantization(LoRA(quantize=kind))}
     module = AutoModelForCausalLM.from_pretrained(tmp_path / "base", **options)
-    base = FrozenBase(module, str(tmp_path / "base"), matrices=torch.bfloat16)
-    policy, critic = base.language(LoRA(r=4)), base.scalar(LoRA(r=4))
+    base = FrozenBaseModel(module, str(tmp_path / "base"), linear_dtype=torch.bfloat16)
+    policy, critic = base.language_model(LoRA(r=4)), base.scalar_model(LoRA(r=4))
     randomise(policy, critic)
     before = logprobs(policy)
     (before.sum() + token_values(critic, BATCH).sum()).backward()
@@ -462,6 +466,8 @@ def test_a_quantised_base_is_trained_on_and_merged_in_floats(tmp_path, small, ki
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     assert plain.dtype == torch.float32
     assert (logprobs(plain) - before).abs().max() < 0.2
-    assert (logprobs(base.reference()) - before).abs().max() > 0.2
-    again = base.language(tmp_path / "policy" / "adapter", "again")  # no digest: the name decides
+    assert (logprobs(base.plain_language_model()) - before).abs().max() > 0.2
+    again = base.language_model(
+        tmp_path / "policy" / "adapter", "again"
+    )  # no digest: the name decides
     assert torch.equal(logprobs(again), before)

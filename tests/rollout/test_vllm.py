@@ -24,8 +24,9 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from marlhf.configs.model import LoRA
 from marlhf.data import DataConfig
-from marlhf.models.adapters import FrozenBase, LoRA
+from marlhf.models.adapters import FrozenBaseModel
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import load_policy
 from marlhf.models.tiny import tiny_tokenizer
@@ -298,7 +299,7 @@ def test_a_checkpoint_loaded_before_the_first_rollout_counts(engine, small):
 
 
 def test_an_adapter_is_merged(engine, small):
-    policy = FrozenBase(small("llama-tied")).language(LoRA(r=4))
+    policy = FrozenBaseModel(small("llama-tied")).language_model(LoRA(r=4))
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
@@ -546,7 +547,8 @@ STARTS = 420
 REAL = """
 import json, sys, time, torch
 from transformers import AutoModelForCausalLM
-from marlhf.models.adapters import FrozenBase, LoRA
+from marlhf.configs.model import LoRA
+from marlhf.models.adapters import FrozenBaseModel
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine
@@ -589,7 +591,7 @@ often = exact * 3000 >= 5
 expected = (exact * 3000)[often]
 found["chi_square"] = [float(((counts[often] - expected) ** 2 / expected).sum()), int(often.sum())]
 try:
-    view = FrozenBase(policy).language(LoRA(r=4))
+    view = FrozenBaseModel(policy).language_model(LoRA(r=4))
 except ValueError:  # no peft there
     found["adapter"] = None
 else:

@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from conftest import assert_close, read_lines
+from marlhf.configs.model import LoRA
 from marlhf.data import DataConfig, Row
-from marlhf.models.adapters import LanguageView, LoRA, ScalarView
+from marlhf.models.adapters import AdaptedLanguageModel, AdaptedScalarModel
 from marlhf.models.base import ModelError
 from marlhf.models.forward import Sequences, final_scores, token_stats
 from marlhf.models.load import load_policy, load_scalar
@@ -31,7 +32,7 @@ from marlhf.train import dpo, held_out, ppo, reward, rloo, sft
 from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.distributed import World
 from marlhf.train.loop import Loop
-from marlhf.train.lora import load_trained_policy
+from marlhf.train.model_loader import load_trained_policy
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 
 peft = pytest.importorskip("peft")
@@ -169,7 +170,8 @@ def test_every_stage_trains_its_adapters_and_nothing_else(made, stage, by):
     start = load_policy(run.config.model)
     for name, view in run.models.items():
         assert isinstance(
-            view, ScalarView if name == "critic" or stage == "reward" else LanguageView
+            view,
+            AdaptedScalarModel if name == "critic" or stage == "reward" else AdaptedLanguageModel,
         )
         layers = {n.split(".")[-3] for n, _ in view.named_parameters() if "lora_B" in n}
         assert (layers == {"q_proj", "down_proj"}) == (by == "peft")
@@ -449,7 +451,7 @@ def test_what_is_missing_is_told_before_a_model_loads(tmp_path, monkeypatch):
 
 def test_bits_are_not_saved_in_silence(monkeypatch, tmp_path):
     """A model that cannot be quantised must not pass for one that is."""
-    monkeypatch.setattr("marlhf.train.lora.quantization", lambda lora: None)
+    monkeypatch.setattr("marlhf.train.model_loader.quantization", lambda lora: None)
     config = settings("sft", tmp_path / "run", model="tiny", lora=LoRA(quantize="4bit"))
     with pytest.raises(RunError, match=r"tiny does not\. Leave out quantize"):
         load_trained_policy(config, NO_OBJECTS, World(torch.device("cpu")))

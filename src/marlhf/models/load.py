@@ -1,13 +1,13 @@
 """Models and tokenizers from a folder, the hub, a GGUF file, or built in code (`tiny`).
 
 Weights are float32, the master copy that the optimiser works on; bfloat16 is what autocast
-computes in (`compute_dtype`). Dropout is always off: PPO compares log-probs of two passes.
+computes in. Dropout is always off: PPO compares log-probs of two passes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
+import copy
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,20 +25,22 @@ from transformers import (
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+from marlhf.models.adapter_files import adapter_base, is_scalar_adapter, merge_adapter
 from marlhf.models.base import Model, ModelError, Tokenizer, quiet_transformers
+from marlhf.models.heads import init_scalar_head
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
 
 SCALAR = "ForSequenceClassification"
-"""How transformers' classes with a scalar head are called."""
+"""How the names of transformers' classes with a scalar head end."""
 
 
 def load_tokenizer(path: str | Tokenizer, *, trust_remote_code: bool = False) -> Tokenizer:
-    """A tokenizer that is sure to have an EOS and something to pad with."""
+    """A tokenizer that has an EOS and a padding token, and pads on the left."""
     if not isinstance(path, str):
         return _with_ends(path, "that was given")
     if path == "tiny":
         return tiny_tokenizer()
-    if (base := _adapter_base(path)) is not None and not (
+    if (base := adapter_base(path)) is not None and not (
         Path(path) / "tokenizer_config.json"
     ).is_file():
         return load_tokenizer(base, trust_remote_code=trust_remote_code)
@@ -80,7 +82,7 @@ def load_policy(
     """A causal language model in float32, ready to train."""
     if not isinstance(path, str):
         return _given(path, checkpointing)
-    if (base := _adapter_base(path)) is not None:
+    if (base := adapter_base(path)) is not None:
         plain = load_policy(base, seed=seed, trust_remote_code=trust_remote_code)
         return _merged(plain, path, checkpointing)
     if path == "tiny":
@@ -117,7 +119,7 @@ def load_scalar(
     quantization: Any = None,
     device: torch.device | None = None,
 ) -> Model:
-    """A model with one number a token: a reward model or a critic.
+    """A model with one number per token: a reward model or a critic.
 
     This is transformers' own sequence classifier with one label, so it saves and loads without
     marlhf. From a language model the head starts fresh, its scale such that scores are about 1.
@@ -134,28 +136,23 @@ def load_scalar(
                 "model has one. Load it with num_labels=1."
             )
         return _given(path, checkpointing)
-    if (base := _adapter_base(path)) is not None:
+    if (base := adapter_base(path)) is not None:
         scalar = load_scalar(base, seed=seed, trust_remote_code=trust_remote_code)
         return _merged(scalar, path, checkpointing)
     if path == "tiny" or _gguf(path):
-        backbone = load_policy(path, seed=seed, trust_remote_code=trust_remote_code)
-        config = backbone.config
+        language_model = load_policy(path, seed=seed, trust_remote_code=trust_remote_code)
+        return _ready(with_scalar_head(language_model, seed), checkpointing)
+    with _explained(path, "model"):
+        config = _config(path, trust_remote_code)
+        fresh = not _has_scalar(config)
+        if not fresh and config.num_labels != 1:
+            raise ModelError(
+                f"{path} classifies into {config.num_labels} labels; a reward model has one. "
+                "Take a reward model, or the language model that it was made from."
+            )
         config.num_labels = 1
-        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-        model.base_model.load_state_dict(backbone.base_model.state_dict())
-        fresh, missing = True, set[str]()
-    else:
-        with _explained(path, "model"):
-            config = _config(path, trust_remote_code)
-            fresh = not _has_scalar(config)
-            if not fresh and config.num_labels != 1:
-                raise ModelError(
-                    f"{path} classifies into {config.num_labels} labels; a reward model has one. "
-                    "Take a reward model, or the language model that it was made from."
-                )
-            config.num_labels = 1
-            auto = AutoModelForSequenceClassification
-            model, missing = _load(auto, path, config, trust_remote_code, quantization, device)
+        auto = AutoModelForSequenceClassification
+        model, missing = _load(auto, path, config, trust_remote_code, quantization, device)
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
         raise ModelError(
@@ -164,19 +161,26 @@ def load_scalar(
         )
     _check_whole(path, model, missing - {"score.weight"} if fresh else missing)
     if fresh:
-        generator = torch.Generator().manual_seed(seed)
-        scale = 1 / math.sqrt(head.in_features + 1)
-        with torch.no_grad():
-            head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * scale)
+        init_scalar_head(head, seed)
     return _ready(model, checkpointing)
 
 
+def with_scalar_head(language_model: Model, seed: int) -> Model:
+    """A copy of a language model in float32, with a fresh scalar head instead of its own."""
+    config = copy.deepcopy(language_model.config)
+    config.num_labels = 1
+    model: Any = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    model.base_model.load_state_dict(language_model.base_model.state_dict())
+    init_scalar_head(model.score, seed)
+    return model
+
+
 def is_scalar(path: str, *, trust_remote_code: bool = False) -> bool:
-    """Whether a model comes with a scalar head, so that `load_scalar` has none to make up."""
+    """Whether a model has a scalar head, so that `load_scalar` need not make a fresh one."""
     if path == "tiny" or _gguf(path):
         return False
-    if _adapter_base(path) is not None:
-        return _adapters().is_scalar_adapter(path)
+    if adapter_base(path) is not None:
+        return is_scalar_adapter(path)
     with _explained(path, "model"):
         return _has_scalar(_config(path, trust_remote_code))
 
@@ -276,20 +280,9 @@ def _silent(config: Any) -> Any:
     return config
 
 
-def _adapters() -> Any:
-    from marlhf.models import adapter_files  # which needs this module
-
-    return adapter_files
-
-
-def _adapter_base(path: str) -> str | None:
-    """What a saved adapter stands on; None for anything else."""
-    return _adapters().adapter_base(path)
-
-
 def _merged(base: Model, path: str, checkpointing: bool) -> Model:
-    merged = _adapters().merge_adapter(base, path)
-    return _ready(merged.requires_grad_(True), checkpointing)  # peft freezes what it is given
+    merged = merge_adapter(base, path)
+    return _ready(merged.requires_grad_(True), checkpointing)  # peft has frozen it
 
 
 def _given(model: Model, checkpointing: bool) -> Model:

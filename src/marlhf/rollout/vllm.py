@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from marlhf.data.collate import token_budget_batches
 from marlhf.errors import MarlhfError
-from marlhf.models.adapter_files import merged_tensors
-from marlhf.models.adapters import View
+from marlhf.models.adapters import AdaptedModel, merged_tensors
 from marlhf.models.base import Model, Precision, autocast, computes_in_bfloat16
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.rollout.engine import Rollout, Sampling
@@ -141,7 +140,9 @@ class VLLM(ABC):
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         """The policy's weights in the type in which vLLM computes."""
         model, dtype = self.policy, self._dtype(self.policy)
-        plain = merged_tensors(model) if isinstance(model, View) else model.state_dict().items()
+        plain = (
+            merged_tensors(model) if isinstance(model, AdaptedModel) else model.state_dict().items()
+        )
         for name, tensor in plain:
             if name not in self.skipped:
                 yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -323,14 +324,14 @@ def _import_vllm() -> Any:
 
 def _tied_names(policy: Model) -> set[str]:
     """The second names of tied weights."""
-    module = policy.module if isinstance(policy, View) else policy
+    module = policy.module if isinstance(policy, AdaptedModel) else policy
     all_names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return all_names - {name for name, _ in module.named_parameters()}
 
 
 def _write_config(policy: Model, folder: str) -> None:
     """Write what vLLM needs to build the model before it gets the weights."""
-    module = policy.module if isinstance(policy, View) else policy
+    module = policy.module if isinstance(policy, AdaptedModel) else policy
     config = copy.deepcopy(module.config)
     config.architectures = [type(module).__name__]
     config.__dict__.pop("quantization_config", None)  # adapters are sent merged

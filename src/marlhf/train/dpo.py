@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from marlhf.core import dpo_loss
-from marlhf.models.adapters import View
+from marlhf.models.adapters import AdaptedModel
 from marlhf.models.base import Model, Tokenizer, autocast
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import check_vocabulary, load_policy, load_tokenizer, same_tokenizer
@@ -29,7 +29,7 @@ from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.distributed import World, start
 from marlhf.train.dpo_config import DPOConfig
 from marlhf.train.loop import Loop, open_run
-from marlhf.train.lora import load_trained_policy
+from marlhf.train.model_loader import load_trained_policy
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import apply_update, check_finite, make_optimizer
 from marlhf.train.progress import say
@@ -275,7 +275,7 @@ def reference_logprobs(
 def fingerprint(reference: Model, rows: list[Example]) -> str:
     """What the log-probs depend on: the reference's weights and the tokens of the pairs."""
     digest = hashlib.sha256()
-    base = reference.base.digest if isinstance(reference, View) else ""
+    base = reference.base.digest if isinstance(reference, AdaptedModel) else ""
     digest.update(f"base {base}".encode())
     for name, p in reference.named_parameters():
         weights = p.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()

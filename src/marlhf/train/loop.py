@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from marlhf.configs.stage import StageConfig
-from marlhf.models.adapters import View
+from marlhf.models.adapters import AdaptedModel
 from marlhf.models.base import Model, Tokenizer
 from marlhf.runs.write import Onlooker, RunError, RunFolder, Stopped
 from marlhf.train.callbacks import Callbacks
@@ -205,7 +205,7 @@ class Loop:
 
     def _bases(self) -> dict[str, str | None]:
         """What adapters stand on, by its weights: checkpoints hold only what trains."""
-        views = {name: m for name, m in self.models.items() if isinstance(m, View)}
+        views = {name: m for name, m in self.models.items() if isinstance(m, AdaptedModel)}
         return {name: view.base.digest for name, view in views.items()}
 
     def keep_model(self, model: Model, name: str = "model") -> None:

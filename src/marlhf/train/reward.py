@@ -14,7 +14,7 @@ from marlhf.models.forward import Sequences, final_scores
 from marlhf.models.load import check_vocabulary, load_tokenizer
 from marlhf.train.distributed import World, start
 from marlhf.train.loop import Loop, open_run
-from marlhf.train.lora import load_trained_scalar
+from marlhf.train.model_loader import load_trained_scalar
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import apply_update, check_finite, make_optimizer
 from marlhf.train.reward_config import RewardConfig
