@@ -17,7 +17,7 @@ ROOTS = STYLE[STYLE.index(":root") : STYLE.index("* { box-sizing")]
 
 
 def curve(groups: Sequence[Group], key: str, name: str, *, pace: Sequence[float] = ()) -> str:
-    """A number over steps; over seconds where `pace` gives each group's seconds a step."""
+    """A number over steps; over seconds where `pace` gives each group's seconds per step."""
     series: list[Series] = []
     for i, group in enumerate(groups):
         unit = pace[i] if pace else 1.0
@@ -32,13 +32,13 @@ def curve(groups: Sequence[Group], key: str, name: str, *, pace: Sequence[float]
 
 
 def frontier(groups: Sequence[Group]) -> str:
-    """Score against KL, an evaluation a point."""
+    """Score against KL, one point per evaluation."""
     series: list[Series] = []
     for group in groups:
         kl = {p.step: p.mean for p in group.curve("eval/kl")}
         points = [(kl[p.step], p.mean) for p in group.curve("eval/score") if p.step in kl]
         series.append(Series(group.label, points, group.colour, dash=group.dash))
-    drawn = line_chart(series, x_label="KL (nats a response)", y_label="score", size=LARGE)
+    drawn = line_chart(series, x_label="KL (nats per response)", y_label="score", size=LARGE)
     return standalone(drawn, groups, "score")
 
 

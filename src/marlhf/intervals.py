@@ -4,7 +4,7 @@ Numbers that are independent, such as scores of prompts, have `interval`. Number
 on several prompts have `mean_over_seeds` and `CurveBootstrap`: both the seeds and the prompts are
 resampled with replacement. All settings share the resampled prompts, so that how hard a prompt is
 cancels out of their differences. With one seed the interval is over prompts alone; with fewer than
-five it is too narrow, and whoever shows it should say so.
+five it is too narrow, and the report says so.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def test_verdicts_flow_into_agreement_and_report_as_a_judge_s_do(make_run, tmp_p
     assert found[0]["loss"] == by_score["loss"]
     html = judged([read_run(run)])
     assert "new against old, by person:Ann (hh)" in html
-    assert "How far the judges agree" in html
+    assert "How much the judges agree" in html
 
 
 def test_the_other_way_round_is_the_same_pair(files, tmp_path):

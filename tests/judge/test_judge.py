@@ -517,4 +517,4 @@ def test_the_report_shows_wins_and_agreement(make_run, tmp_path):
     assert html.count("&lt;i&gt;old, by scores:") >= 4
     assert "<i>old" not in html
     assert "Win, tie and loss" in html
-    assert "How far the judges agree" in html
+    assert "How much the judges agree" in html

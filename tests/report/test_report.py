@@ -109,9 +109,9 @@ def test_a_run_has_one_colour_in_all_figures(report, demo):
 def test_score_never_stands_without_kl_and_length(report, demo):
     learning = re.search(r'<section id="learning">.*?</section>', report(demo), re.DOTALL)
     assert learning is not None
-    for title in ("Score", "KL (nats a response)", "Length (tokens)"):
+    for title in ("Score", "KL (nats per response)", "Length (tokens)"):
         assert learning[0].count(f"<b>{title}</b>") == 2  # over steps and over seconds
-    for title in ("Gold score", "Repetition", "Wins against SFT"):
+    for title in ("Gold score", "Repetition", "Win rate against SFT"):
         assert learning[0].count(f"<b>{title}</b>") == 1
 
 

@@ -111,7 +111,7 @@ def test_the_figure_carries_score_kl_and_length_of_each_value(sweep):
         ["1", "1.05", "1", "1.1", "2"],
         ["\u221e", "2.05", "2", "2.1", "2"],
     ]
-    assert [row[2] for row in _csv(html, "KL (nats a response)")[1:]] == ["2", "2"]
+    assert [row[2] for row in _csv(html, "KL (nats per response)")[1:]] == ["2", "2"]
     assert [row[2] for row in _csv(html, "Length (tokens)")[1:]] == ["40", "40"]
 
 

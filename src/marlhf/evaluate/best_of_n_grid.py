@@ -47,7 +47,7 @@ def kl_bound(n: int) -> float:
 
 @dataclass(frozen=True)
 class Grid:
-    """Samples of each temperature, a line a prompt, and the n's to look at."""
+    """Samples of each temperature, one line per prompt, and the n's to look at."""
 
     ns: list[int]
     lines: dict[float, list[Line]]
@@ -62,7 +62,7 @@ class Grid:
 
 
 def grid_table(found: Grid) -> str:
-    """What `marlhf best-of-n` prints: a row a temperature, a column an n."""
+    """What `marlhf best-of-n` prints: one row per temperature, one column per n."""
     rows = [[f"{heat:g}", *(found.cell(heat, n).text() for n in found.ns)] for heat in found.lines]
     return text_table(["temperature", *(f"best of {n}" for n in found.ns)], rows)
 

@@ -63,7 +63,7 @@ def read_evaluations(folder: Path) -> dict[str, list[Line]]:
 
 
 def summary_table(found: Sequence[tuple[str, Summary]]) -> str:
-    """What `marlhf evaluate` prints: a row a model."""
+    """What `marlhf evaluate` prints: one row per model."""
     judges = list(dict.fromkeys(name for _, each in found for name in each.scores))
     rows: list[list[str]] = []
     for name, each in found:

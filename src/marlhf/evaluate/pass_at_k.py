@@ -46,7 +46,7 @@ class Question(AnyQuestion):
             raise SettingError(f"Give one k or more, each at least 1; got {list(self.k)}.")
         if self.samples < max(self.k):
             raise SettingError(
-                f"pass@{max(self.k)} needs at least {max(self.k)} samples a problem, and there "
+                f"pass@{max(self.k)} needs at least {max(self.k)} samples per problem, and there "
                 f"would be {self.samples}. Raise --samples."
             )
 

@@ -23,14 +23,14 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     0.5
     """
     if not 1 <= k <= samples:
-        raise SettingError(f"pass@{k} needs at least {k} samples a problem; there are {samples}.")
+        raise SettingError(f"pass@{k} needs at least {k} samples per problem; there are {samples}.")
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def summarise(problems: Sequence[Mapping[str, Any]], ks: Sequence[int]) -> list[dict[str, Any]]:
-    """A row a difficulty, and one of all: problems, pass@k with intervals, how samples ended.
+    """One row per difficulty, and one for all: problems, pass@k with intervals, how samples ended.
 
-    Each problem has `difficulty` and `results`, a word a sample.
+    Each problem has `difficulty` and `results`, one word per sample.
     """
     found = {problem["difficulty"] for problem in problems} - {""}
     known = [name for name in DIFFICULTIES if name in found]

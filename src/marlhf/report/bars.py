@@ -1,4 +1,4 @@
-"""Bars cut into parts: where the seconds went, and who won."""
+"""Stacked bars: seconds by phase, and wins, ties and losses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from marlhf.report.charts import BOTTOM, LARGE, TOP, Axis, frame, shorten, svg
 from marlhf.report.page import text
 
 PALE = {"var(--t2)", "var(--t3)", "var(--t4)"}
-"""Greys on which numbers are dark."""
+"""Greys light enough for dark numbers."""
 
 
 def stacked_bars(
@@ -17,9 +17,9 @@ def stacked_bars(
     x_label: str,
     inside: bool = False,
 ) -> str:
-    """One horizontal bar a row, made of (part, value, colour), its name above it.
+    """One horizontal bar per row, made of (part, value, colour), with its name above it.
 
-    The number of each part stands in it where `inside` and where it fits, else the sum at its end.
+    With `inside`, each part shows its number where it fits; else the sum is shown at the end.
     """
     totals = [sum(value for _, value, _ in parts) for _, parts in rows]
     height = TOP + BOTTOM + 44 * len(rows)

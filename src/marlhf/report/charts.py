@@ -16,7 +16,7 @@ from marlhf.report.page import num, text
 
 WIDTH, HEIGHT = 340, 224
 SMALL = (280, 200)
-"""(width, height) of a figure that stands with three others in a row."""
+"""(width, height) of a figure that shares a row with three others."""
 LARGE = (460, 290)
 LEFT, RIGHT, TOP, BOTTOM = 50, 12, 10, 40
 MAX_MARKS = 40
@@ -36,7 +36,7 @@ class Series:
     band: Sequence[tuple[float, float, float]] = ()
     dash: str = ""
     notes: Sequence[str] = field(default=())
-    """A tooltip a point, in place of its coordinates."""
+    """One tooltip per point, in place of its coordinates."""
     raw: Sequence[tuple[float, float]] = ()
     """What a smoothed line was made from, drawn faintly behind it."""
 

@@ -68,7 +68,7 @@ def dot_rows(
     is_share: bool = False,
     width: int = 340,
 ) -> str:
-    """A row a dot, its name above it and its number at the end; `zero` draws a line there."""
+    """One row per dot, its name above it and its number at the end; `zero` draws a line at zero."""
     dots = [dot.within(0.0, 1.0) for dot in dots] if is_share else dots
     height = TOP + BOTTOM + ROW * len(dots)
     values = [number for dot in dots for number in dot.numbers]

@@ -1,4 +1,4 @@
-"""Runs that differ only in their seed, taken together, and what the report asks of them."""
+"""Groups of runs that differ only in their seed, and the numbers the report reads from them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Group:
 
     @property
     def num_seeds(self) -> int:
-        """The same seed run twice is no second seed."""
+        """The same seed run twice counts once."""
         return len({i if run.seed is None else f"{run.seed}" for i, run in enumerate(self.runs)})
 
     def curve(self, key: str) -> list[Point]:
@@ -134,7 +134,7 @@ def labelled(groups: Sequence[Group]) -> list[tuple[str, Group, Path]]:
 
 
 def same_prompts(a: Group, b: Group) -> bool:
-    """Whether two groups answered the same held-out prompts, so that pairing means something."""
+    """Whether two groups were evaluated on the same prompts, so that these can be paired."""
     counts = {len(run.evaluations[-1].scores) for run in a.runs + b.runs if run.evaluations}
     if len(counts) != 1:
         return False
@@ -151,7 +151,7 @@ def same_prompts(a: Group, b: Group) -> bool:
 def group_runs(runs: list[Run]) -> list[Group]:
     """Seeds together, policies before the models behind them, the token-level baseline first.
 
-    Runs without a config stand alone: nothing says what they share.
+    A run without a config is a group of its own: nothing says what it shares with others.
     """
     together: dict[str, list[Run]] = {}
     settings_of: dict[str, dict[str, Any]] = {}
@@ -172,7 +172,7 @@ def group_runs(runs: list[Run]) -> list[Group]:
 def _place(runs: list[Run], picked: dict[str, Any]) -> tuple[Any, ...]:
     """Policies first, single tokens first among them, and longer n-grams after shorter.
 
-    Of several with single tokens the one with most seeds is what others are measured against.
+    Of several with single tokens, the one with most seeds is the baseline.
     """
     run, n = runs[0], picked.get("segmenter.n")
     size = float(n) if isinstance(n, (int, float)) and not isinstance(n, bool) else math.inf
@@ -190,7 +190,7 @@ def is_token_level(config: dict[str, Any]) -> bool:
 
 
 def describe_segmenter(config: dict[str, Any]) -> str:
-    """A segmenter in a few words, for tables: what is off, or as usual, goes without saying."""
+    """A segmenter in a few words, for tables; settings that are off or standard are left out."""
     segmenter = config.get("segmenter")
     if not isinstance(segmenter, dict):
         return str(segmenter) if segmenter else ""
@@ -201,8 +201,8 @@ def describe_segmenter(config: dict[str, Any]) -> str:
         n = segmenter.get("n", 5)
         return "whole response (n = inf)" if n == math.inf else f"n-gram, n = {n}"
     off = (None, False)
-    said = {k: v for k, v in segmenter.items() if k != "type" and not any(v is x for x in off)}
-    rest = ", ".join(f"{k} = {v}" for k, v in said.items() if (k, v) != ("parser", "english"))
+    shown = {k: v for k, v in segmenter.items() if k != "type" and not any(v is x for x in off)}
+    rest = ", ".join(f"{k} = {v}" for k, v in shown.items() if (k, v) != ("parser", "english"))
     return f"{kind}, {rest}" if rest else kind
 
 
@@ -223,7 +223,7 @@ def setting_text(value: Any) -> str:
 
 
 def differences(groups: Sequence[Group]) -> list[tuple[str, list[str | None]]]:
-    """The settings that are not the same in all groups: (name, one value a group)."""
+    """The settings that are not the same in all groups: (name, one value per group)."""
     if len(groups) < 2 or not all(group.config for group in groups):
         return []
     return differing([group.chosen for group in groups])
@@ -255,9 +255,9 @@ def unlike(groups: Sequence[Group]) -> list[str]:
 
 
 def _labels(groups: list[list[Run]], picks: list[dict[str, Any]]) -> list[str]:
-    """One name a group: the runs' own without the seed's number.
+    """One name per group: that of its runs without the number of the seed.
 
-    Where that is not enough, as in a sweep, what they differ in is their name; else the folder.
+    Where names repeat, as in a sweep, groups are named by what they differ in, else by folder.
     """
     labels = [_shared_name(seeds) for seeds in groups]
     kinds = [(label, seeds[0].stage) for label, seeds in zip(labels, groups)]
@@ -267,8 +267,8 @@ def _labels(groups: list[list[Run]], picks: list[dict[str, Any]]) -> list[str]:
         alone = policies == {label} and len({kinds[i] for i in places}) == 1
         words = [_picked_words(picks[i], [picks[j] for j in places]) for i in places]
         if "" not in words and len(set(words)) == len(words):
-            for i, said in zip(places, words):
-                labels[i] = said if alone else f"{label}, {said}"
+            for i, name in zip(places, words):
+                labels[i] = name if alone else f"{label}, {name}"
     for style in ("folder", "number"):
         repeated = {label for label in labels if labels.count(label) > 1}
         for i, label in enumerate(labels):
@@ -286,21 +286,21 @@ def _home(seeds: list[Run]) -> str:
 
 
 def _picked_words(picked: dict[str, Any], among: list[dict[str, Any]]) -> str:
-    """What sets one apart in a few words, such as n=5; nothing where it would take many."""
+    """What sets a group apart in a few words, such as n=5; empty where that takes many."""
     keys = [key for key, _ in differing(among)]
     keys.sort(key=lambda key: not key.startswith("segmenter."))
-    said: list[str] = []
+    parts: list[str] = []
     if "segmenter.type" in keys:
         keys = [key for key in keys if not key.startswith("segmenter.")]
-        said.append(describe_segmenter(unflatten(picked)))
-    if not 0 < len(keys) + len(said) <= 3:
+        parts.append(describe_segmenter(unflatten(picked)))
+    if not 0 < len(keys) + len(parts) <= 3:
         return ""
     shorts = [key.rpartition(".")[2] for key in keys]
     for key, short in zip(keys, shorts):
         name = key if shorts.count(short) > 1 else short
         value = setting_text(picked[key]) if key in picked else "none"
-        said.append(f"{name}={value.removeprefix('.')}")
-    return ", ".join(said) if all(len(each) <= 40 for each in said) else ""
+        parts.append(f"{name}={value.removeprefix('.')}")
+    return ", ".join(parts) if all(len(each) <= 40 for each in parts) else ""
 
 
 def unflatten(picked: dict[str, Any]) -> dict[str, Any]:

@@ -11,33 +11,33 @@ from marlhf.report.page import Cell, figure, grid, num, section, text
 
 
 def best_of_n(groups: Sequence[Group]) -> str:
-    """A heat map a run: the mean best score at each temperature and n."""
+    """One heat map per run: the mean best score at each temperature and n."""
     figures = [
-        _heat_figure(f"{label}, {name}", found)
+        _heat_figure(f"{label}, {name}", samples)
         for label, _, folder in labelled(groups)
-        for name, found in read_grids(folder).items()
+        for name, samples in read_grids(folder).items()
     ]
     return section(
         "best_of_n",
         "Best of n",
         "The mean score of the best of n samples, by the reward model that chose it: rows are "
-        "temperatures, the stronger the colour the higher. Choosing among n moves a model by at "
+        "temperatures, darker is higher. Choosing among n moves a model by at "
         "most log n &minus; (n &minus; 1)/n nats: 0.6 for 4, 1.8 for 16, 2.5 for 32.",
         grid(figures, "two"),
     )
 
 
-def _heat_figure(title: str, found: Grid) -> str:
-    cells = {(t, n): found.cell(t, n) for t in found.lines for n in found.ns}
+def _heat_figure(title: str, samples: Grid) -> str:
+    cells = {(t, n): samples.cell(t, n) for t in samples.lines for n in samples.ns}
     rows: list[list[Cell]] = [
-        [t, n, *value[:3], found.length(t, n), kl_bound(n)] for (t, n), value in cells.items()
+        [t, n, *value[:3], samples.length(t, n), kl_bound(n)] for (t, n), value in cells.items()
     ]
     return figure(
         title,
         heat_map(
-            [f"{t:g}" for t in found.lines],
-            [str(n) for n in found.ns],
-            [[cells[t, n].mean for n in found.ns] for t in found.lines],
+            [f"{t:g}" for t in samples.lines],
+            [str(n) for n in samples.ns],
+            [[cells[t, n].mean for n in samples.ns] for t in samples.lines],
             x_label="n",
             y_label="temperature",
         ),

@@ -63,7 +63,7 @@ def _frontier_figure(policies: list[Group], title: str, key: str) -> str:
         return ""
     return figure(
         title,
-        line_chart(lines, x_label="KL (nats a response)", y_label=title, size=LARGE),
+        line_chart(lines, x_label="KL (nats per response)", y_label=title, size=LARGE),
         file=title,
         key=legend_of(lines),
         header=["run", "step", "eval/kl", key],

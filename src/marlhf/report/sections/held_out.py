@@ -34,20 +34,20 @@ MAX_FIGURES = 12
 
 
 def held_out(groups: Sequence[Group]) -> str:
-    """A row a run and sampling; and how the scores of each judge are distributed."""
-    found = [
+    """One row per run and sampling, and the distribution of each judge's scores."""
+    evaluations = [
         (label, group.colour, name, lines)
         for label, group, folder in labelled(groups)
         for name, lines in read_evaluations(folder).items()
     ]
-    if not found:
+    if not evaluations:
         return ""
-    summaries = [summarise(lines) for *_, lines in found]
+    summaries = [summarise(lines) for *_, lines in evaluations]
     judges = list(dict.fromkeys(name for each in summaries for name in each.scores))
     header = ["Run", "Sampling", "Prompts", *map(text, judges), *(m[0] for m in MEASURES)]
     cells: list[list[str]] = []
     data: list[list[Cell]] = []
-    for (label, colour, name, _), each in zip(found, summaries):
+    for (label, colour, name, _), each in zip(evaluations, summaries):
         scores = [each.scores.get(judge) for judge in judges]
         scored = [interval_cell(score, bold=True) for score in scores]
         row = [chip(label, colour), _sampling_cell(name), str(each.prompts), *scored]
@@ -59,14 +59,14 @@ def held_out(groups: Sequence[Group]) -> str:
         data.append([label, name, each.prompts, *flat, *means])
     names = [x for judge in judges for x in (judge, f"{judge} low", f"{judge} high")]
     names = ["run", "sampling", "prompts", *names, *(key for _, key in MEASURES)]
-    samplings = list(dict.fromkeys(name for _, _, name, _ in found))
-    figures = [_distribution(found, name, judge) for name in samplings for judge in judges]
+    samplings = list(dict.fromkeys(name for _, _, name, _ in evaluations))
+    figures = [_distribution(evaluations, name, judge) for name in samplings for judge in judges]
     return section(
         "held_out",
         "Scores of held-out responses",
         "From the evaluation files of each run: raw scores of each reward model with 95% intervals "
-        "over prompts, KL to the reference in nats a response, length in tokens. Compare rows of "
-        "the same sampling: temperature, most new tokens and seed.",
+        "over prompts, KL to the reference in nats per response, length in tokens. Compare rows of "
+        "the same sampling: temperature, token limit and seed.",
         table(header, cells, csv=csv_link("evaluations", names, data), words=2),
         grid([each for each in figures if each][:MAX_FIGURES]),
     )
@@ -77,10 +77,12 @@ def _sampling_cell(name: str) -> str:
     return text(words) + (f"<small>{text(name)}</small>" if words != name else "")
 
 
-def _distribution(found: Sequence[tuple[str, str, str, list[Line]]], name: str, judge: str) -> str:
+def _distribution(
+    evaluations: Sequence[tuple[str, str, str, list[Line]]], name: str, judge: str
+) -> str:
     series = [
         (label, [x for x in scores_of(lines, judge) if math.isfinite(x)], colour)
-        for label, colour, sampling, lines in found
+        for label, colour, sampling, lines in evaluations
         if sampling == name
     ]
     series = [each for each in series if each[1]]

@@ -1,4 +1,4 @@
-"""What judges said of the runs: the report's bars of wins, ties and losses."""
+"""Verdicts of judges on the runs: wins, ties and losses."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from marlhf.runs.read import Run, number
 
 PARTS = ("win", "tie", "loss")
 UNKNOWN = {"a": "var(--t0)", "b": "var(--t2)"}
-"""Colours of sides that are no run of the report."""
+"""Colours of sides that are not a run of the report."""
 PERSON = "person:"
-"""How the name of a judge begins who is one of the people."""
+"""Prefix of the names of judges who are people."""
 MAX_FIGURES = 6
 
 
 def judged(runs: Sequence[Run], groups: Sequence[Group] = ()) -> str:
-    """Win, tie and loss by judge; dimension scores; how far the judges agree."""
+    """Win, tie and loss by judge; dimension scores; how much the judges agree."""
     colours = _colours(groups)
     found = [each for run in runs for each in _with_majority(_summaries(run.path / FOLDER))]
     if not found:
@@ -48,7 +48,7 @@ def judged(runs: Sequence[Run], groups: Sequence[Group] = ()) -> str:
         "judged",
         "Judged in pairs",
         "Two responses to the same prompt, and which is better: shares of the first-named run, "
-        "with 95% intervals over prompts. Read them with how far the judges agree.",
+        "with 95% intervals over prompts. Read them together with how much the judges agree.",
         f'<div class="beside">{_bars(found, colours)}<div>{_shares(found)}</div></div>',
         _dimensions(found, colours),
         _agreement(runs),
@@ -56,7 +56,7 @@ def judged(runs: Sequence[Run], groups: Sequence[Group] = ()) -> str:
 
 
 def _summaries(folder: Path) -> list[dict[str, Any]]:
-    """Summaries that are whole; others are left out."""
+    """Summaries that are complete; others are left out."""
     found = []
     for file in sorted(folder.glob("*.json")):
         try:
@@ -72,7 +72,7 @@ def _summaries(folder: Path) -> list[dict[str, Any]]:
 
 
 def _with_majority(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Where several people judged the same two runs, what most of them said of each pair, too."""
+    """Adds the majority verdict where several people judged the same two runs."""
     together: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for summary in found:
         if str(summary["judge"]).startswith(PERSON):
@@ -84,15 +84,15 @@ def _with_majority(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if verdicts:
             about = {"a": a, "b": b, "task": task, "judge": f"most of {len(each)} people"}
             about |= {"pairs": len(verdicts), "dimensions": {}}
-            for part, said in (("win", "a"), ("tie", "tie"), ("loss", "b")):
-                about[part] = share_with_bounds(verdicts.count(said), len(verdicts))
+            for part, verdict in (("win", "a"), ("tie", "tie"), ("loss", "b")):
+                about[part] = share_with_bounds(verdicts.count(verdict), len(verdicts))
             added.append(about)
     return found + added
 
 
 def _majority(files: Sequence[Path]) -> list[str]:
-    """One verdict a pair that any of them judged; a tie where no verdict leads."""
-    said: dict[str, Counter[str]] = {}
+    """The majority verdict on each pair that anyone judged; a tie where no verdict leads."""
+    votes: dict[str, Counter[str]] = {}
     for file in files:
         try:
             rows = read_lines(file)
@@ -101,9 +101,9 @@ def _majority(files: Sequence[Path]) -> list[str]:
         for row in rows:
             pair = json.dumps([row.get(key) for key in ("prompt", "response_a", "response_b")])
             if row.get("verdict") in REVERSED:
-                said.setdefault(pair, Counter())[row["verdict"]] += 1
+                votes.setdefault(pair, Counter())[row["verdict"]] += 1
     verdicts: list[str] = []
-    for counts in said.values():
+    for counts in votes.values():
         (first, most), *rest = counts.most_common()
         verdicts.append("tie" if rest and rest[0][1] == most else first)
     return verdicts
@@ -230,7 +230,7 @@ def _agreement(runs: Sequence[Run]) -> str:
         else ""
     )
     return (
-        "<h3>How far the judges agree</h3>"
+        "<h3>How much the judges agree</h3>"
         + table(
             ["Judge", "Other judge", "Pairs", "Agreement", "Cohen's kappa"],
             rows,

@@ -11,11 +11,11 @@ def learning(policies: list[Group]) -> str:
     """Score beside gold, KL, length and repetition, over steps and over seconds."""
     measures = [
         ("Score", ("eval/score", "rl/score")),
-        ("KL (nats a response)", ("eval/kl", "rl/kl")),
+        ("KL (nats per response)", ("eval/kl", "rl/kl")),
         ("Length (tokens)", ("eval/length", "rl/length")),
         ("Gold score", ("eval/gold",)),
         ("Repetition", ("eval/repetition",)),
-        ("Wins against SFT", ("eval/win_rate",)),
+        ("Win rate against SFT", ("eval/win_rate",)),
     ]
     by_step, by_time = (
         [curve_figure(title, policies, keys, x=x) for title, keys in measures[:count]]
@@ -28,7 +28,7 @@ def learning(policies: list[Group]) -> str:
         "learning",
         "Learning",
         f"Higher score at the same KL and length is better; a score that rises only with KL, "
-        f"length or repetition was bought with them. On {source}{bands}.",
+        f"length or repetition comes from them. On {source}{bands}.",
         "<h3>Over steps</h3>" if any(by_step) else "",
         grid(by_step),
         "<h3>Over seconds</h3>" if any(by_time) else "",

@@ -24,7 +24,7 @@ from marlhf.runs.read import Run
 
 
 def problems(groups: Sequence[Group]) -> str:
-    """A row a run and difficulty: pass@k with its interval, and how the samples ended."""
+    """One row per run and difficulty: pass@k with its interval, and how the samples ended."""
     measured = [
         (group, run, found)
         for group in groups

@@ -1,4 +1,4 @@
-"""Prompt by prompt: how scores are spread, and how each prompt moved."""
+"""Prompt by prompt: the distribution of scores, and how each prompt changed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MAX_ROWS = 1000
 MAX_SHIFTS = 12
 MAX_RIDGES = 12
 BEST = 8
-"""The paper sets best-of-8 of the SFT model beside what training did."""
+"""The paper compares training with best-of-8 of the SFT model."""
 
 
 def prompts(policies: list[Group], others: list[Group]) -> str:
-    """Where the mean came from: all prompts a little, or some a lot."""
+    """Where the change of the mean comes from: all prompts a little, or some a lot."""
     figures = [
         _distribution_figure(policies, "Score", "scores"),
         _distribution_figure(policies, "Gold score", "gold"),
@@ -83,9 +83,9 @@ def _shift_figure(
 def _best_figure(group: Group) -> str:
     """One sample against the best of 8, at the temperature nearest to 1 of a run's first grid."""
     for run in group.runs:
-        for found in read_grids(run.path).values():
-            heat = min(found.lines, key=lambda each: abs(each - 1))
-            lines = [line for line in found.lines[heat] if len(line["scores"]) >= BEST]
+        for samples in read_grids(run.path).values():
+            temperature = min(samples.lines, key=lambda each: abs(each - 1))
+            lines = [line for line in samples.lines[temperature] if len(line["scores"]) >= BEST]
             if not lines:
                 continue
             keys = [str(line["key"]) for line in lines]
@@ -93,7 +93,7 @@ def _best_figure(group: Group) -> str:
             best = [expected_best(line["scores"], BEST) for line in lines]
             title = f"{group.label} \u2192 its best of {BEST}"
             names = f"{group.label}, one sample", f"{group.label}, best of {BEST}"
-            note = f" At temperature {heat:g}; raw scores of the model that chose."
+            note = f" At temperature {temperature:g}; raw scores of the model that chose."
             return _cloud(title, names, group.colour, keys, one, best, note)
     return ""
 

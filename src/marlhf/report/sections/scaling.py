@@ -28,7 +28,7 @@ def size_text(count: int) -> str:
 
 
 def scaling(policies: Sequence[Group]) -> str:
-    """A line for each way of training, a place for each size."""
+    """One line per method, one place per size."""
     sized = [
         (count, group)
         for group in policies

@@ -21,8 +21,7 @@ def settings(groups: list[Group]) -> str:
     return section(
         "settings",
         "Settings that differ",
-        "Whatever is not in this table was the same in all runs of the stage, "
-        "seeds and folders aside.",
+        "All other settings were the same in all runs of the stage, seeds and folders aside.",
         *parts,
     )
 

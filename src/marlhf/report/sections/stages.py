@@ -15,7 +15,7 @@ STAGE_NAMES = {
 
 
 def stages(groups: list[Group], *, with_table: bool) -> str:
-    """The SFT and reward models that the policies stand on, and DPO, which has no score."""
+    """The SFT and reward models that the policies started from, and DPO, which has no score."""
     sft = [group for group in groups if group.stage == "sft"]
     reward = [group for group in groups if group.stage == "reward"]
     dpo = [group for group in groups if group.stage == "dpo"]
@@ -33,16 +33,16 @@ def stages(groups: list[Group], *, with_table: bool) -> str:
     ]
     return section(
         "stages",
-        "The models behind",
-        "A policy is only as good as the reward model it climbs: held-out accuracy is the share of "
-        "unseen pairs whose preferred response it scores higher (50% is a coin).",
+        "SFT, reward and DPO models",
+        "A policy is only as good as its reward model: held-out accuracy is the share of "
+        "unseen pairs whose preferred response it scores higher (50% is chance).",
         stage_table(groups) if with_table else "",
         grid(figures),
     )
 
 
 def stage_table(groups: list[Group]) -> str:
-    """The models behind the policies: what each training of them ended at."""
+    """The last numbers of each training of them."""
     measures = [
         ("Loss", ("sft/loss", "reward/loss", "dpo/loss"), num),
         ("Held-out loss", ("eval/loss",), num),

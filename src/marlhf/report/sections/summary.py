@@ -43,7 +43,7 @@ def summary(policies: list[Group], others: list[Group], runs: list[Run]) -> str:
     lead = (
         f"Each row is one setting after its last evaluation on held-out prompts; bars and brackets "
         f"are 95% intervals over {_over(policies)}, small dots are seeds. Read score only "
-        f"together with KL (nats a response, from the model it began with) and length (tokens)."
+        f"together with KL (nats per response, from the model it began with) and length (tokens)."
     )
     above = f'<p class="verdict">{sentence}</p>' if sentence else ""
     return above + section(
@@ -79,7 +79,11 @@ def _over(policies: list[Group]) -> str:
 def _headline(policies: list[Group]) -> list[str]:
     """Score, KL and length of every setting on one screen, the model before RL first."""
     figures: list[str] = []
-    for title, field in (("Score", "score"), ("KL (nats a response)", "kl"), ("Length", "length")):
+    for title, field in (
+        ("Score", "score"),
+        ("KL (nats per response)", "kl"),
+        ("Length", "length"),
+    ):
         dots: list[Dot] = []
         before = [measure_start(group, field) for group in policies]
         if known := [each for each in before if math.isfinite(each.mean)]:
@@ -111,7 +115,7 @@ def _policy_table(policies: list[Group]) -> str:
         ("KL", "eval/kl", num),
         ("Length", "eval/length", num),
         ("Repetition", "eval/repetition", percent),
-        ("Wins against SFT", "eval/win_rate", percent),
+        ("Win rate against SFT", "eval/win_rate", percent),
     ]
     measures = [m for m in measures if any(group.finals(m[1]) for group in policies)]
     header = ["Run", "Score", *(m[0] for m in measures), "Steps", "Time"]

@@ -1,7 +1,8 @@
 """Sweeps: what one setting does to score, KL and length, all else being the same.
 
-Nothing is declared: wherever runs differ in one setting alone, seeds aside, there is a figure. In
-a product of settings each has its own figure, with a line for each choice of the others.
+Nothing is declared: there is a figure for every setting in which some runs differ and nothing
+else, seeds aside. In a grid of settings each has its own figure, with one line per choice of the
+others.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from marlhf.report.groups import (
 from marlhf.report.page import Cell, figure, grid, section, text
 
 RULE = "segmenter"
-"""The termination rule as a whole: its kind and whatever belongs to it."""
+"""The termination rule as a whole: its type and all its settings."""
 TITLES = {
     RULE: "By termination rule",
     "segmenter.n": "By n, the tokens of a macro action",
@@ -38,7 +39,7 @@ TITLES = {
 MEASURES = (
     ("Score", "score", False),
     ("Gold score", "gold", False),
-    ("KL (nats a response)", "kl", False),
+    ("KL (nats per response)", "kl", False),
     ("Length (tokens)", "length", False),
     ("Repetition", "repetition", True),
 )
@@ -137,13 +138,13 @@ def value_text(value: Any) -> str:
 
 
 def _names(shared: list[dict[str, Any]]) -> list[str]:
-    """What tells lines apart: the settings in which they differ from one another.
+    """Names that tell lines apart: the settings in which they differ.
 
-    The rule comes first, and what only goes along with the settings before it is left out.
+    The rule comes first; a setting that tells no further lines apart is left out.
     """
     rows: list[tuple[str, list[str | None]]] = []
     for key, values in sorted(differing(shared), key=lambda row: not row[0].startswith(RULE)):
-        known = list(zip(*(told for _, told in rows))) if rows else [()] * len(values)
+        known = list(zip(*(named for _, named in rows))) if rows else [()] * len(values)
         if len(set(zip(known, values))) > len(set(known)):
             rows.append((key, values))
     if not rows:
@@ -158,7 +159,7 @@ def _names(shared: list[dict[str, Any]]) -> list[str]:
 
 
 def sweeps(policies: list[Group]) -> str:
-    """Figures of score with gold, KL, length and repetition beside it, a sweep each."""
+    """One row of figures per sweep: score, gold score, KL, length and repetition."""
     scored = [group for group in policies if math.isfinite(final_score(group).mean)]
     parts: list[str] = []
     for sweep in find_sweeps(scored):
@@ -173,9 +174,9 @@ def sweeps(policies: list[Group]) -> str:
     return section(
         "sweeps",
         "One setting at a time",
-        "Runs that differ in one setting alone, after their last evaluation. Large dots are means "
+        "Runs that differ only in one setting, after their last evaluation. Large dots are means "
         "with 95% intervals over seeds and prompts (over prompts where there is one seed), small "
-        "ones the seeds. A higher score counts only where KL and length did not rise with it.",
+        "ones the seeds. A higher score counts only where KL and length did not rise too.",
         *parts,
     )
 

@@ -1,4 +1,4 @@
-"""Scores by the temperature of sampling, from what `evaluate` and `best-of-n` left behind."""
+"""Scores by the temperature of sampling, from what `evaluate` and `best-of-n` wrote."""
 
 from __future__ import annotations
 
@@ -20,29 +20,35 @@ MAX_FIGURES = 24
 
 
 def temperatures(groups: Sequence[Group]) -> str:
-    """A line a run: score by each judge with KL, length and repetition beside it."""
+    """One line per run: score by each judge, with KL, length and repetition."""
     lines = labelled(groups)
-    asked: dict[str, list[tuple[str, str, dict[float, Summary]]]] = {}
+    by_sampling: dict[str, list[tuple[str, str, dict[float, Summary]]]] = {}
     for label, group, folder in lines:
         by_rest: dict[str, dict[float, Summary]] = {}
-        for name, found in read_evaluations(folder).items():
+        for name, lines_read in read_evaluations(folder).items():
             if (split := split_name(name)) is not None:
-                by_rest.setdefault(split[1], {})[split[0]] = summarise(found)
-        for rest, heats in by_rest.items():
-            asked.setdefault(rest, []).append((label, group.colour, heats))
+                by_rest.setdefault(split[1], {})[split[0]] = summarise(lines_read)
+        for rest, summaries in by_rest.items():
+            by_sampling.setdefault(rest, []).append((label, group.colour, summaries))
     figures: list[str] = []
-    for rest, runs in asked.items():
-        judges = dict.fromkeys(j for *_, heats in runs for s in heats.values() for j in s.scores)
+    for rest, runs in by_sampling.items():
+        judges = dict.fromkeys(
+            j for *_, summaries in runs for s in summaries.values() for j in s.scores
+        )
         for judge in judges:
             picked = [
-                (label, colour, {t: s.scores[judge] for t, s in heats.items() if judge in s.scores})
-                for label, colour, heats in runs
+                (
+                    label,
+                    colour,
+                    {t: s.scores[judge] for t, s in summaries.items() if judge in s.scores},
+                )
+                for label, colour, summaries in runs
             ]
             figures.append(_figure(f"Score by {judge}, {_rest_words(rest)}", picked))
         for title, key, is_share in MEASURES:
             picked = [
-                (label, colour, {t: s.measures[key] for t, s in heats.items()})
-                for label, colour, heats in runs
+                (label, colour, {t: s.measures[key] for t, s in summaries.items()})
+                for label, colour, summaries in runs
             ]
             figures.append(_figure(f"{title}, {_rest_words(rest)}", picked, is_share))
     if not any(figures):  # the mean of what was sampled for best of n says the same
@@ -50,7 +56,7 @@ def temperatures(groups: Sequence[Group]) -> str:
     return section(
         "temperatures",
         "By temperature of sampling",
-        "The same models, asked at several temperatures; bars are 95% intervals over prompts.",
+        "The same models sampled at several temperatures; bars are 95% intervals over prompts.",
         grid([each for each in figures if each][:MAX_FIGURES]),
     )
 
@@ -70,30 +76,30 @@ def _rest_words(rest: str) -> str:
 
 
 def _from_grids(lines: Sequence[tuple[str, Group, Path]]) -> list[str]:
-    found: dict[str, list[tuple[str, str, dict[float, Interval]]]] = {}
+    by_grid: dict[str, list[tuple[str, str, dict[float, Interval]]]] = {}
     for label, group, folder in lines:
-        for name, heats in read_grids(folder).items():
-            means = {heat: heats.cell(heat, 1) for heat in heats.lines}
-            found.setdefault(name, []).append((label, group.colour, means))
-    return [_figure(f"Score, {name}", runs) for name, runs in found.items()]
+        for name, samples in read_grids(folder).items():
+            means = {t: samples.cell(t, 1) for t in samples.lines}
+            by_grid.setdefault(name, []).append((label, group.colour, means))
+    return [_figure(f"Score, {name}", runs) for name, runs in by_grid.items()]
 
 
 def _figure(
     title: str, runs: Sequence[tuple[str, str, dict[float, Interval]]], is_share: bool = False
 ) -> str:
-    heats = sorted({heat for *_, values in runs for heat in values})
+    temperatures = sorted({t for *_, values in runs for t in values})
     trails: list[Trail] = []
     rows: list[list[Cell]] = []
     for label, colour, values in runs:
         known = [(t, v) for t, v in sorted(values.items()) if math.isfinite(v.mean)]
-        dots = [(heats.index(t), Dot(f"{label}, {t:g}", v, colour)) for t, v in known]
+        dots = [(temperatures.index(t), Dot(f"{label}, {t:g}", v, colour)) for t, v in known]
         rows += [[label, t, *v[:3]] for t, v in known]
         if dots:
             trails.append(Trail(label, colour, dots))
     if not any(len(trail.dots) > 1 for trail in trails):
         return ""
     name = title.partition(",")[0]
-    places = [f"{heat:g}" for heat in heats]
+    places = [f"{t:g}" for t in temperatures]
     return figure(
         title,
         sweep_chart(trails, places, x_label="temperature", y_label=name, is_share=is_share),

@@ -37,9 +37,9 @@ def timing(policies: list[Group]) -> str:
         return ""
     keys = dict.fromkeys((phase, colour) for _, parts in bars for phase, _, colour in parts)
     chart = figure(
-        "Seconds a step",
-        stacked_bars(bars, x_label="mean seconds a step"),
-        file="seconds a step",
+        "Seconds per step",
+        stacked_bars(bars, x_label="mean seconds per step"),
+        file="seconds per step",
         key=legend([(*each, "") for each in keys]),
         header=["run", "phase", "seconds"],
         rows=rows,
@@ -47,27 +47,27 @@ def timing(policies: list[Group]) -> str:
     return section(
         "timing",
         "Time",
-        "Each bar is the mean step, cut into its phases: writing responses, scoring them, and "
+        "Each bar is the mean step, split into its phases: sampling responses, scoring them, and "
         "updating the models.",
         grid([chart, _speed_figure(policies)], "two"),
     )
 
 
 def _speed_figure(policies: list[Group]) -> str:
-    """Responses a second, as recorded or else from the batch and the step's seconds."""
+    """Responses per second, as recorded or else from the batch and the step's seconds."""
     bars: list[tuple[str, list[tuple[str, float, str]]]] = []
     for group in policies:
         rate = group.mean("time/samples_per_second")
         if not math.isfinite(rate):
             rate = number(group.config.get("batch_size")) / (group.mean("time/step") or math.nan)
         if math.isfinite(rate) and rate > 0:
-            bars.append((group.label, [("responses a second", rate, group.colour)]))
+            bars.append((group.label, [("responses per second", rate, group.colour)]))
     if not bars:
         return ""
     return figure(
-        "Responses a second",
-        stacked_bars(bars, x_label="responses a second"),
-        file="responses a second",
-        header=["run", "responses a second"],
+        "Responses per second",
+        stacked_bars(bars, x_label="responses per second"),
+        file="responses per second",
+        header=["run", "responses per second"],
         rows=[[label, parts[0][1]] for label, parts in bars],
     )

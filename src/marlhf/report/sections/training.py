@@ -8,7 +8,7 @@ from marlhf.report.page import grid, section
 
 
 def training(policies: list[Group]) -> str:
-    """What the optimiser saw, batch by batch."""
+    """Numbers of the training batches."""
     measures = [
         ("L2 norm of advantages", ("rl/advantage_norm",)),
         ("L2 norm of Q-values", ("rl/q_norm",)),
@@ -17,15 +17,15 @@ def training(policies: list[Group]) -> str:
         ("Value loss", ("rl/value_loss",)),
         ("Entropy", ("rl/entropy",)),
         ("Share of clipped ratios", ("rl/clip_fraction",)),
-        ("Tokens a macro action", ("rl/macro_length",)),
-        ("Variance the critic foresaw", ("rl/explained_variance",)),
-        ("Responses that end by themselves", ("eval/ended", "rl/ended")),
+        ("Tokens per macro action", ("rl/macro_length",)),
+        ("Explained variance of the critic", ("rl/explained_variance",)),
+        ("EOS rate", ("eval/ended", "rl/ended")),
     ]
     return section(
         "training",
         "Inside training",
         "Signs of health: norms and losses that settle, entropy that falls slowly, few clipped "
-        "ratios. Lower norms of advantages and Q-values mean calmer updates, where the rewards are "
-        "of one size. Responses that no longer end are a sign of reward hacking.",
+        "ratios. Lower norms of advantages and Q-values mean smaller updates, where rewards are "
+        "on the same scale. A falling EOS rate is a sign of reward hacking.",
         grid([curve_figure(title, policies, keys) for title, keys in measures]),
     )
