@@ -524,11 +524,12 @@ def test_time_is_expected_from_steps_where_nothing_is_finished(recipe, monkeypat
     state = sweep_state.SweepState(plan)
     assert expected_seconds(second, plan.runs, state, []) is None
     first.folder.mkdir(parents=True)
-    row = {"kind": "train", "step": 25, "seconds": 20.0}
-    (first.folder / "metrics.jsonl").write_text(json.dumps(row) + '\n{"kind": "tra')
+    rows = [{"kind": "train", "step": step, "seconds": step * 0.8} for step in (5, 25)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (first.folder / "metrics.jsonl").write_text(text + '{"kind": "tra')
     job = jobs.Job(first, Forked.__new__(Forked), 0, Path("log"), 0, time.monotonic() - 30)
-    # 10 seconds to load, 20 for a quarter of the steps
+    # 10 seconds to load, 0.8 for each of 100 steps
     assert expected_seconds(second, plan.runs, state, [job]) == pytest.approx(90, abs=1)
     state.runs["seed=1/sft"] |= {"state": "finished", "seconds": 60.0}
-    # of the first three quarters are left
+    # three quarters of the first are left
     assert expected_seconds(first, plan.runs, state, []) == pytest.approx(45)

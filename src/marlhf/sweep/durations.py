@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from marlhf.sweep.jobs import TAIL, Job, tail
+from marlhf.sweep.jobs import Job, tail
 from marlhf.sweep.plan import Training
 from marlhf.sweep.sweep_state import SweepState
+
+RECENT = 1 << 15
+"""Bytes at the end of metrics.jsonl that tell how fast a training is now: a dozen steps or more."""
 
 
 def expected_seconds(
@@ -18,19 +21,20 @@ def expected_seconds(
 ) -> float | None:
     """Seconds that are left of a training, judged by others of its kind; None where none ran.
 
-    Those that are finished count first. While there are none, those that are running say how fast
-    they are. Where both give their number of steps, time is taken to grow with it.
+    Those that are running count first, by their present pace: it depends on how many share the
+    machine. Else those that are finished. Time is taken to grow with the number of steps, where
+    both give it.
     """
     alike = [other for other in trainings if other.kind == training.kind]
     known = [
-        seconds * _scale(training, other)
-        for other in alike
-        if (seconds := state.seconds(other)) is not None and state.is_finished(other.folder)
-    ]
-    known = known or [
         seconds * _scale(training, job.training)
         for job in running
         if job.training in alike and (seconds := _projected(job)) is not None
+    ]
+    known = known or [
+        seconds * _scale(training, other)
+        for other in alike
+        if (seconds := state.seconds(other)) is not None and state.is_finished(other.folder)
     ]
     return statistics.median(known) * _share_left(training) if known else None
 
@@ -41,32 +45,33 @@ def _scale(training: Training, other: Training) -> float:
 
 
 def _projected(job: Job) -> float | None:
-    """All the seconds of a running training, if the rest goes on at its pace."""
-    total, row = job.training.config.num_steps, _last_row(job.training.folder)
-    if not total or not row.get("step"):
+    """All the seconds of a running training at its pace: loading, then every step."""
+    total, rows = job.training.config.num_steps, _last_rows(job.training.folder)
+    if not total or len(rows) < 2 or rows[0]["step"] == rows[-1]["step"]:
         return None
-    trained = min(float(row.get("seconds") or 0.0), job.seconds)
-    loading = job.seconds - trained
-    return loading + trained * total / row["step"]
+    loading = max(0.0, job.seconds - rows[-1]["seconds"])
+    pace = (rows[-1]["seconds"] - rows[0]["seconds"]) / (rows[-1]["step"] - rows[0]["step"])
+    return loading + pace * total
 
 
 def _share_left(training: Training) -> float:
     """What is left of a training that was stopped, as a share of the whole."""
-    total, row = training.config.num_steps, _last_row(training.folder)
-    return max(0.0, 1.0 - row.get("step", 0) / total) if total else 1.0
+    total, rows = training.config.num_steps, _last_rows(training.folder)
+    return max(0.0, 1.0 - rows[-1]["step"] / total) if total and rows else 1.0
 
 
-def _last_row(folder: Path) -> dict[str, Any]:
-    """The last complete line of metrics.jsonl; empty before the first."""
+def _last_rows(folder: Path) -> list[dict[str, Any]]:
+    """The last complete lines of metrics.jsonl; none before the first."""
     try:
-        lines = tail(folder / "metrics.jsonl", TAIL)
+        lines = tail(folder / "metrics.jsonl", RECENT)
     except OSError:
-        return {}
-    for line in reversed(lines):
+        return []
+    rows: list[dict[str, Any]] = []
+    for line in lines:  # the first and the last may be torn
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict):
-            return row
-    return {}
+        if isinstance(row, dict) and {"step", "seconds"} <= row.keys():
+            rows.append(row)
+    return rows
