@@ -22,6 +22,9 @@ from marlhf.train.progress import console
 
 POLL = 0.1
 """Seconds between looks at the processes."""
+RECONSIDER = 5.0
+"""Seconds after which a training that seemed too long is looked at again: others may have sped up
+since there are fewer of them."""
 SAVING = 60.0
 """Seconds that trainings have to save after the deadline."""
 
@@ -40,8 +43,8 @@ class Schedule:
     waiting: list[Training] = field(default_factory=list)
     running: list[Job] = field(default_factory=list)
     failed: set[Path] = field(default_factory=set)
-    too_long: set[Path] = field(default_factory=set)
-    """Trainings that were left out because the deadline is too near."""
+    too_long: dict[Path, float] = field(default_factory=dict)
+    """Trainings that the deadline is too near for, and when that was found."""
 
     def run(self) -> None:
         """Work until all is finished, has failed, or the deadline has come."""
@@ -83,9 +86,12 @@ class Schedule:
 
     def _next(self) -> Training | None:
         """The first training whose models are there and which the deadline leaves time for."""
-        left = self.deadline - time.monotonic()
+        now = time.monotonic()
+        left = self.deadline - now
         for training in self.waiting if left > 0 else ():
             if not all(map(self.state.is_finished, training.needs)):
+                continue
+            if now < self.too_long.get(training.folder, -math.inf) + RECONSIDER:
                 continue
             if left == math.inf:
                 return training
@@ -93,9 +99,9 @@ class Schedule:
             if seconds is None or seconds <= left:
                 return training
             if training.folder not in self.too_long:
-                self.too_long.add(training.folder)
                 name = self.state.short(training.folder)
                 self.notice(f"{name} waits: {seconds:.0f} s expected, {left:.0f} s left")
+            self.too_long[training.folder] = now
         return None
 
     def _start(self, training: Training) -> None:
