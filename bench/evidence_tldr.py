@@ -65,7 +65,7 @@ def main() -> None:
 
 def work(args: argparse.Namespace) -> int:
     """One job, in this process."""
-    from marlhf.runs.write import Stopped
+    from marlhf.train.interrupts import Stopped
 
     settings = replace(read(args.out), token_budget=args.token_budget)
     [job] = [job for job in all_jobs(settings) if job.name == args.job]

@@ -17,8 +17,8 @@ import yaml
 from marlhf import cli
 from marlhf.config import ConfigError
 from marlhf.report.groups import group_runs
+from marlhf.runs.layout import RunError
 from marlhf.runs.read import find_runs
-from marlhf.runs.write import RunError
 from marlhf.sweep import describe, describe_plan, jobs, make_plan, schedule, sweep, sweep_state
 from marlhf.sweep.durations import expected_seconds
 from marlhf.sweep.plan import split_values

@@ -39,7 +39,7 @@ from marlhf.data import DataError, toy
 from marlhf.models.load import load_policy, load_scalar
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
 from marlhf.reward import RewardError
-from marlhf.runs.write import RunError
+from marlhf.runs.layout import RunError
 
 ROWS = [
     {"prompt": r.prompt, "chosen": r.chosen, "rejected": r.rejected, "wanted": 20}

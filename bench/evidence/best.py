@@ -12,7 +12,7 @@ from marlhf.data import Row, encode_response, fit_prompts
 from marlhf.evaluate.best_of_n import best_of_n
 from marlhf.evaluate.eval_plan import Question
 from marlhf.rollout.repetition import repetition
-from marlhf.runs.jsonl import write_lines
+from marlhf.runs.jsonl import write_jsonl
 
 NS = (1, 2, 4, 8)
 
@@ -56,4 +56,4 @@ def best_of_eight(settings: Settings, folder: Path, seed: int) -> None:
         }
         for line, score, ids in zip(lines, scores, responses)
     ]
-    write_lines(folder / "evaluation" / "best.jsonl", found)
+    write_jsonl(folder / "evaluation" / "best.jsonl", found)

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-import yaml
 from transformers.trainer_utils import TrainOutput
 
 from marlhf.configs.stage import StageConfig
@@ -26,7 +25,8 @@ from marlhf.models.adapter_config import import_peft
 from marlhf.models.adapter_files import adapter_base, find_adapter
 from marlhf.models.base import Model, Tokenizer
 from marlhf.models.load import load_policy, load_scalar, load_tokenizer
-from marlhf.runs.write import Onlooker, RunError, RunFolder
+from marlhf.runs.layout import RunError, read_config
+from marlhf.runs.write import ReadOnlyRunFolder, RunFolder
 from marlhf.train import dpo, ppo, reward, rloo, sft
 from marlhf.train.card import push, write_card
 from marlhf.train.checkpoint import list_checkpoints
@@ -260,8 +260,7 @@ class Trainer:
             return
         given = (self._given, self.objects.ref_model, self.objects.critic_model)
         name = f"{GIVEN} {', '.join(by_weights(model) for model in given if model is not None)}"
-        there = before.path / "config.yaml"
-        told = yaml.safe_load(there.read_text("utf-8"))["model"] if there.is_file() else ""
+        told = read_config(before.path).get("model", "")
         if told != name and told.startswith(GIVEN):
             if not before.finished:
                 raise RunError(
@@ -292,7 +291,7 @@ class Trainer:
         return load_scalar(path) if self.scalar else load_policy(path)
 
     def _folder(self) -> RunFolder:
-        return Onlooker(self.args.output_dir, self.stage, self.args)
+        return ReadOnlyRunFolder(self.args.output_dir, self.stage, self.args)
 
     def _trained(self) -> Path:
         folder = self._folder().model

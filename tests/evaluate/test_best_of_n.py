@@ -25,7 +25,7 @@ from marlhf.evaluate.eval_plan import EvaluationError, Question
 from marlhf.evaluate.sampling import Writer
 from marlhf.report.sections.best_of_n import heat_map
 from marlhf.report.write import write_report
-from marlhf.runs.jsonl import append_lines
+from marlhf.runs.jsonl import append_jsonl
 
 FEW = Question(prompts=3, device="cpu")
 
@@ -155,7 +155,7 @@ def test_damaged_lines_are_left_out_of_the_report(tmp_path):
     file = tmp_path / "best_of_n" / "t0.5-m8-s0-reward.jsonl"
     good = {"setting": "s", "key": "1", "scores": [1.0, 2.0], "lengths": [3, 4]}
     bad = [{"scores": "x"}, {"scores": [1.0]}, {"scores": [None, 1.0]}, {"lengths": [1]}]
-    append_lines(file, [good | each | {"key": str(i)} for i, each in enumerate([*bad, {}])])
+    append_jsonl(file, [good | each | {"key": str(i)} for i, each in enumerate([*bad, {}])])
     assert [line["key"] for line in read_grids(tmp_path)["m8-s0-reward"].lines[0.5]] == ["4"]
 
 

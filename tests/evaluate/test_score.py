@@ -21,7 +21,8 @@ from marlhf.evaluate.score import distinct, evaluate
 from marlhf.models.base import ModelError
 from marlhf.models.load import load_policy, load_tokenizer
 from marlhf.report.write import write_report
-from marlhf.runs.jsonl import FileError, append_lines, read_lines
+from marlhf.runs.jsonl import append_jsonl, read_keyed
+from marlhf.runs.layout import RunError
 
 FEW = Question(prompts=5, device="cpu")
 
@@ -108,7 +109,7 @@ def test_weights_that_changed_are_asked_anew(finished, save_model):
     save_model(finished / "ppo/model", noise=0.2)
     [after] = evaluate([finished / "ppo"], FEW)
     assert [x["response"] for x in before.lines] != [x["response"] for x in after.lines]
-    assert len(read_lines(after.file)) == 5
+    assert len(read_keyed(after.file)) == 5
 
 
 def test_reward_functions_score_too(finished, tmp_path, monkeypatch):
@@ -179,8 +180,8 @@ def test_the_best_policy_of_a_run_can_be_asked(finished):
 
 def test_a_folder_that_cannot_be_written_to_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileError, match="Cannot write"):
-        append_lines(tmp_path / "file" / "a.jsonl", [])
+    with pytest.raises(RunError, match="Cannot write"):
+        append_jsonl(tmp_path / "file" / "a.jsonl", [])
 
 
 @pytest.mark.parametrize(
@@ -233,12 +234,12 @@ def test_distinct_by_hand():
 
 def test_lines_survive_a_torn_end(tmp_path):
     file = tmp_path / "a.jsonl"
-    append_lines(file, [{"setting": "s", "key": "1"}, {"setting": "s", "key": "2", "x": 1}])
+    append_jsonl(file, [{"setting": "s", "key": "1"}, {"setting": "s", "key": "2", "x": 1}])
     file.write_text(file.read_text() + '{"setting": "s", "ke')
-    append_lines(file, [{"setting": "s", "key": "2", "x": 2}])
-    assert list(read_lines(file)) == ["1", "2"]
-    assert read_lines(file, "s")["2"]["x"] == 2
-    assert read_lines(file, "other") == {}
+    append_jsonl(file, [{"setting": "s", "key": "2", "x": 2}])
+    assert list(read_keyed(file)) == ["1", "2"]
+    assert read_keyed(file, "s")["2"]["x"] == 2
+    assert read_keyed(file, "other") == {}
 
 
 def test_the_report_shows_what_is_there(finished, tmp_path):

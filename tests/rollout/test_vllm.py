@@ -36,7 +36,8 @@ from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.sample import truncate
 from marlhf.rollout.vllm import RolloutError, VLLMEngine
 from marlhf.rollout.vllm_server import VLLMServer
-from marlhf.runs.write import RunError, RunFolder
+from marlhf.runs.layout import RunError
+from marlhf.runs.write import RunFolder
 from marlhf.train.distributed import World
 from marlhf.train.loop import Loop
 from marlhf.train.objects import GivenObjects

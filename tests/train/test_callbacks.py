@@ -12,7 +12,7 @@ from transformers import (
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
-from marlhf.runs.write import RunError
+from marlhf.runs.layout import RunError
 from marlhf.train.callbacks import Callbacks
 from marlhf.train.sft import SFTConfig
 

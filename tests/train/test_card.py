@@ -9,7 +9,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 
 from marlhf.core import NGram, Words
 from marlhf.data import DataConfig
-from marlhf.runs.write import RunError, RunFolder
+from marlhf.runs.layout import RunError
+from marlhf.runs.write import RunFolder
 from marlhf.train.card import push, write_card
 
 

@@ -15,9 +15,11 @@ from conftest import TOY, assert_close, read_lines
 from marlhf.data import Row
 from marlhf.models.load import load_policy, load_tokenizer
 from marlhf.models.tiny import tiny_tokenizer
-from marlhf.runs.write import RunError, RunFolder, Stopped
+from marlhf.runs.layout import RunError
+from marlhf.runs.write import RunFolder
 from marlhf.train import dpo
 from marlhf.train.distributed import World
+from marlhf.train.interrupts import Stopped
 from marlhf.train.objects import GivenObjects
 from marlhf.train.stage import Example, load_examples
 

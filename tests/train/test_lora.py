@@ -26,7 +26,8 @@ from marlhf.models.forward import Sequences, final_scores, token_stats
 from marlhf.models.load import load_policy, load_scalar
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
-from marlhf.runs.write import RunError, RunFolder
+from marlhf.runs.layout import RunError
+from marlhf.runs.write import RunFolder
 from marlhf.settings import to_raw
 from marlhf.train import dpo, held_out, ppo, reward, rloo, sft
 from marlhf.train.checkpoint import list_checkpoints

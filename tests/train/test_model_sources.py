@@ -9,7 +9,7 @@ import torch
 
 from marlhf.configs.model import LoRA
 from marlhf.models.tiny import tiny_tokenizer
-from marlhf.runs.write import RunError
+from marlhf.runs.layout import RunError
 from marlhf.train.dpo_config import DPOConfig
 from marlhf.train.model_sources import (
     OnBase,

@@ -13,7 +13,7 @@ from marlhf.models.forward import Sequences, token_values
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine
-from marlhf.runs.write import RunError
+from marlhf.runs.layout import RunError
 from marlhf.train import experience, ppo
 from marlhf.train.distributed import start
 from marlhf.train.objects import NO_OBJECTS

@@ -20,9 +20,11 @@ from conftest import TOY, read_lines
 from marlhf.configs.guards import Guards
 from marlhf.core import RandomNGram
 from marlhf.reward import RewardModel
-from marlhf.runs.write import RunError, RunFolder, Stopped
+from marlhf.runs.layout import RunError
+from marlhf.runs.write import RunFolder
 from marlhf.settings import to_raw
 from marlhf.train import checkpoint, ppo, reward, sft
+from marlhf.train.interrupts import Stopped
 
 SHORT = {"data": TOY, "batch_size": 8, "num_steps": 4, "eval_every": 2, "save_every": 1}
 
@@ -383,7 +385,7 @@ def test_a_full_disk_in_other_words_is_a_sentence_too(ppo_config, monkeypatch):
 
 def test_a_folder_that_vanishes_or_cannot_be_is_a_sentence(ppo_config, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"Cannot write to .*choose another output_dir"):
+    with pytest.raises(RunError, match=r"Cannot write to .*choose another folder"):
         ppo.train(ppo_config("file/inside"))
     config = ppo_config("gone", num_steps=2)
     real = RunFolder.log

@@ -17,10 +17,11 @@ from marlhf.models.forward import Sequences
 from marlhf.models.load import load_policy
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
-from marlhf.runs.write import RunFolder, Stopped
+from marlhf.runs.write import RunFolder
 from marlhf.train import rloo
 from marlhf.train.distributed import World
 from marlhf.train.experience import Credit, Experience
+from marlhf.train.interrupts import Stopped
 from marlhf.train.objects import GivenObjects
 
 HERE = World(torch.device("cpu"))

@@ -18,7 +18,7 @@ from marlhf.data import Counts, DataConfig, Loaded, Row
 from marlhf.models.load import load_policy, load_tokenizer
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
-from marlhf.runs.write import RunError
+from marlhf.runs.layout import RunError
 from marlhf.train import ppo, reward, sft
 from marlhf.train.distributed import World
 from marlhf.train.stage import Example, batch_rows, each_prompt_once, load_examples

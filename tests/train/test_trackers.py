@@ -5,7 +5,7 @@ import types
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from marlhf.runs.write import RunError
+from marlhf.runs.layout import RunError
 from marlhf.settings import to_raw
 from marlhf.train.trackers import Trackers, tracker_names
 

@@ -37,7 +37,7 @@ from marlhf.evaluate.sampling import (
 )
 from marlhf.models.base import pick_device
 from marlhf.models.load import load_tokenizer
-from marlhf.runs.jsonl import Line, append_lines, read_lines, write_lines
+from marlhf.runs.jsonl import Line, append_jsonl, read_keyed, write_jsonl
 
 ROWS = 512
 """Responses sampled and judged at once: about what a stop can cost."""
@@ -70,14 +70,14 @@ def best_of_n(
         setting = setting_of(subject, warm, question.seed, [(j.stamp, j.weight) for j in judges])
         names = "+".join(judge.name.replace("/", "_").replace(":", "_") for judge in judges)
         file = subject.folder / BEST / f"{file_name(warm, question.seed)}-{names}.jsonl"
-        known = read_lines(file, setting)
+        known = read_keyed(file, setting)
         left = [p for p in prompts if _count(known, p) < max(ns)]
         notice(f"temperature {heat:g}: {len(prompts) - len(left)} of {len(prompts)} prompts")
         if left:
             writer = writer or Writer(subject, warm, tokenizer, bench.device)
             writer.plan = warm
             _sample(left, max(ns), known, writer, judges, bench, question.seed, setting, file)
-            write_lines(file, known.values())
+            write_jsonl(file, known.values())
         while bench.warnings:
             notice(bench.warnings.pop())
         found[heat] = [known[key_of(p.row)] for p in prompts]
@@ -121,7 +121,7 @@ def _sample(
             if line["best"] is None or total > line["best"]["score"]:
                 text = decode(writer.tokenizer, ids)
                 line["best"] = {"number": number, "score": total, "response": text, "ended": end}
-        append_lines(file, [known[key_of(p.row)] for p in chunk])
+        append_jsonl(file, [known[key_of(p.row)] for p in chunk])
 
 
 def _empty(setting: str, key: str, prompt: Encoded) -> Line:
@@ -153,5 +153,5 @@ def export(grid: Grid, file: Path) -> tuple[float, int, int]:
             "No best response ended by itself, so there is nothing to export. Raise "
             "--max-new-tokens."
         )
-    write_lines(file, rows)
+    write_jsonl(file, rows)
     return heat, len(rows), len(grid.lines[heat]) - len(rows)

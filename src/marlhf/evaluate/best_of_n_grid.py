@@ -9,7 +9,7 @@ from pathlib import Path
 
 from marlhf.errors import SettingError
 from marlhf.intervals import Interval, interval, mean
-from marlhf.runs.jsonl import Line, read_lines
+from marlhf.runs.jsonl import Line, read_keyed
 from marlhf.runs.read import number
 from marlhf.text_table import text_table
 
@@ -72,7 +72,7 @@ def read_grids(folder: Path) -> dict[str, Grid]:
     found: dict[str, dict[float, list[Line]]] = {}
     for file in sorted((folder / BEST).glob("t[0-9]*-*.jsonl")):
         heat, _, rest = file.stem[1:].partition("-")
-        lines = [line for line in read_lines(file).values() if _whole(line)]
+        lines = [line for line in read_keyed(file).values() if _whole(line)]
         if lines:
             found.setdefault(rest, {})[float(heat)] = lines
     grids: dict[str, Grid] = {}

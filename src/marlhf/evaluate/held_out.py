@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from marlhf.intervals import NO_INTERVAL, Interval, interval
-from marlhf.runs.jsonl import Line, read_lines
+from marlhf.runs.jsonl import Line, read_keyed
 from marlhf.runs.read import number
 from marlhf.text_table import text_table
 
@@ -56,7 +56,7 @@ def read_evaluations(folder: Path) -> dict[str, list[Line]]:
     """The lines of each file that `marlhf evaluate` left in a run folder, by the file's name."""
     found: dict[str, list[Line]] = {}
     for file in sorted((folder / FOLDER).glob("*.jsonl")):
-        lines = [x for x in read_lines(file).values() if isinstance(x.get("scores"), dict)]
+        lines = [x for x in read_keyed(file).values() if isinstance(x.get("scores"), dict)]
         if lines:
             found[file.stem] = lines
     return found

@@ -22,7 +22,7 @@ from marlhf.evaluate.sampling import Writer, key_of, load_prompts, seed_of
 from marlhf.models.base import pick_device
 from marlhf.models.load import load_tokenizer
 from marlhf.reward.code import UnitTests
-from marlhf.runs.jsonl import Line, append_lines, read_lines
+from marlhf.runs.jsonl import Line, append_jsonl, read_keyed
 
 LINES = "pass_at_k.jsonl"
 CHUNK = 16
@@ -70,7 +70,7 @@ def measure(
     limits = (judge.seconds, judge.memory_mb, judge.max_tests)
     setting = setting_of(subject, plan, question.seed, *limits)
     file = subject.folder / LINES
-    known = read_lines(file, setting)
+    known = read_keyed(file, setting)
     left = [p for p in problems if len(_results(known, p)) < question.samples]
     progress(len(problems) - len(left), len(problems))
     if left:
@@ -78,7 +78,7 @@ def measure(
         for start in range(0, len(left), CHUNK):
             chunk = left[start : start + CHUNK]
             new = _ask(chunk, known, question, writer, judge, setting)
-            append_lines(file, new)
+            append_jsonl(file, new)
             known |= {line["key"]: line for line in new}
             progress(len(problems) - len(left) + start + len(chunk), len(problems))
     return _write(subject, plan, question, problems, known, setting, judge)

@@ -41,7 +41,7 @@ from marlhf.evaluate.sampling import (
 from marlhf.models.base import Model, Tokenizer, pick_device
 from marlhf.models.load import load_tokenizer
 from marlhf.rollout.repetition import repetition
-from marlhf.runs.jsonl import Line, append_lines, read_lines, write_lines
+from marlhf.runs.jsonl import Line, append_jsonl, read_keyed, write_jsonl
 
 CHUNK = 256
 """Prompts asked and judged at once: what a stop can cost."""
@@ -87,7 +87,7 @@ def _evaluate(
     tied = None if plan.reference is None else stamp(plan.reference)
     setting = setting_of(subject, plan, question.seed, tied)
     file = subject.folder / FOLDER / f"{file_name(plan, question.seed)}.jsonl"
-    known = read_lines(file, setting)
+    known = read_keyed(file, setting)
     left = [p for p in prompts if not _complete(known.get(key_of(p.row)), judges)]
     notice(f"{subject.name}: {len(prompts) - len(left)} of {len(prompts)} prompts are there")
     if left:
@@ -101,11 +101,11 @@ def _evaluate(
                 known |= _ask(new, writer, reference, question.seed, setting)
             lines = [known[key_of(p.row)] for p in chunk]
             _judge(lines, chunk, judges, plan, tokenizer, bench)
-            append_lines(file, lines)
+            append_jsonl(file, lines)
             done = len(prompts) - len(left) + start + len(chunk)
             notice(f"{subject.name}: {done} of {len(prompts)} prompts")
         _forget_others(known, judges)
-        write_lines(file, known.values())
+        write_jsonl(file, known.values())
     return Scored(subject.name, file, [known[key_of(p.row)] for p in prompts])
 
 

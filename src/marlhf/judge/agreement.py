@@ -13,7 +13,8 @@ import numpy as np
 
 from marlhf.intervals import Floats, Interval, bootstrap, wilson
 from marlhf.judge.pairs import JudgeError
-from marlhf.judge.verdicts import FOLDER, VERDICTS, read_verdicts
+from marlhf.judge.verdicts import VERDICTS, read_verdicts
+from marlhf.runs.layout import JUDGED
 from marlhf.text_table import text_table
 
 Votes = dict[str, dict[str, str]]
@@ -154,7 +155,7 @@ def _shown(kappa: Interval) -> str:
 def _files(paths: Sequence[Path | str]) -> list[Path]:
     files: dict[Path, Path] = {}
     for path in map(Path, paths):
-        folder = path / FOLDER if (path / FOLDER).is_dir() else path
+        folder = path / JUDGED if (path / JUDGED).is_dir() else path
         inside = sorted(folder.glob("*.jsonl")) if folder.is_dir() else [path]
         if not inside:
             raise JudgeError(f"{path} has no verdicts. Run `marlhf judge` first.")

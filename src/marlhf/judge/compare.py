@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from marlhf.judge.client import Cache, OpenAIJudge
 from marlhf.judge.criteria import Answer, Question, find_criteria, slug
 from marlhf.judge.pairs import JudgeError, Pair, home, prompt_text, read_pairs
-from marlhf.judge.verdicts import FOLDER, Judgement, Verdict, write_verdicts
+from marlhf.judge.verdicts import Judgement, Verdict, write_verdicts
+from marlhf.runs.layout import JUDGED
 
 CACHE = "replies.sqlite"
 SWAPPED: dict[str, Verdict] = {"first": "b", "second": "a", "tie": "tie"}
@@ -83,7 +84,7 @@ def judge(
     criteria = find_criteria(task)
     pairs = read_pairs(a, b, limit)
     file_name = slug(f"{pairs.name_a}-{pairs.name_b}-{by}-{task}-{order}")
-    file = Path(output or home(Path(a)) / FOLDER / f"{file_name}.jsonl")
+    file = Path(output or home(Path(a)) / JUDGED / f"{file_name}.jsonl")
     if file.suffix != ".jsonl":
         raise JudgeError(f"Verdicts are written to a .jsonl file, not to {file}. Give another -o.")
     # A score does not depend on the other response, so one order is enough.

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from marlhf.errors import MarlhfError
+from marlhf.runs.jsonl import read_jsonl
+from marlhf.runs.layout import EVALUATION, SAMPLES, is_run
 from marlhf.runs.read import number
 
 if TYPE_CHECKING:  # the report reads verdicts without torch
     from marlhf.data.rows import Message, Text
-
-EVALUATION = "evaluation"
-"""The folder of a run that `marlhf evaluate` writes responses to."""
 
 
 class JudgeError(MarlhfError, ValueError):
@@ -99,17 +98,17 @@ def find_responses(path: Path) -> Path:
     if not path.is_dir():
         raise JudgeError(f"There is no file or folder {path}. Give a run or a JSON-lines file.")
     inner = path / EVALUATION if (path / EVALUATION).is_dir() else path
-    files = sorted(f for f in inner.glob("*.jsonl") if inner != path or not _is_run(path))
+    files = sorted(f for f in inner.glob("*.jsonl") if inner != path or not is_run(path))
     files = [file for file in files if _has_responses(file)]
     if len(files) == 1:
         return files[0]
     if files:
         names = ", ".join(str(file) for file in files)
         raise JudgeError(f"{path} has several files of responses: {names}. Name one of them.")
-    if (path / "samples.jsonl").is_file():
-        return path / "samples.jsonl"
+    if (path / SAMPLES).is_file():
+        return path / SAMPLES
     raise JudgeError(
-        f"{path} has no responses: neither {EVALUATION}/*.jsonl nor samples.jsonl. "
+        f"{path} has no responses: neither {EVALUATION}/*.jsonl nor {SAMPLES}. "
         "Run `marlhf evaluate` on it first."
     )
 
@@ -117,30 +116,20 @@ def find_responses(path: Path) -> Path:
 def home(path: Path) -> Path:
     """The run folder that a path belongs to, else the folder it lies in."""
     folder = path if path.is_dir() else path.parent
-    return folder.parent if folder.name == EVALUATION and _is_run(folder.parent) else folder
+    return folder.parent if folder.name == EVALUATION and is_run(folder.parent) else folder
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file; a last line that a kill has torn is left out."""
+    if not file.is_file():
+        raise JudgeError(f"Cannot read {file}: there is no such file.")
     try:
-        lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = read_jsonl(file)
     except OSError as error:
         raise JudgeError(f"Cannot read {file}: {error.strerror}.") from error
-    rows = []
-    for count, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line) if line.strip() else None
-        except (ValueError, RecursionError) as error:
-            if count == len(lines):
-                continue
-            raise JudgeError(f"Line {count} of {file} is not JSON ({error}). Mend it.") from error
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
-
-
-def _is_run(folder: Path) -> bool:
-    return (folder / "run.json").is_file() or (folder / "metrics.jsonl").is_file()
+    for count, fault in lines.broken.items():
+        raise JudgeError(f"Line {count} of {file} is not JSON ({fault}). Correct it.")
+    return lines.rows
 
 
 def _has_responses(file: Path) -> bool:

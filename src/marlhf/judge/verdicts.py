@@ -7,7 +7,6 @@ A verdict file has one JSON object per line: `prompt`, `response_a`, `response_b
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from marlhf.intervals import interval, wilson
 from marlhf.judge.pairs import JudgeError, read_lines
+from marlhf.runs.atomic import write_json
+from marlhf.runs.jsonl import write_jsonl
 
 if TYPE_CHECKING:
     from marlhf.data.rows import Text
 
-FOLDER = "judged"
-"""The folder of verdicts in a run folder, which the report reads."""
 Verdict = Literal["a", "b", "tie"]
 VERDICTS: tuple[Verdict, ...] = ("a", "tie", "b")
 REVERSED: dict[str, Verdict] = {"a": "b", "b": "a", "tie": "tie"}
@@ -78,14 +77,9 @@ def write_verdicts(
     file: Path, judgements: Sequence[Judgement], about: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Write the verdicts, and beside them their summary, which is returned."""
-    lines = [
-        json.dumps({**about, **_plain(judgement)}, ensure_ascii=False) + "\n"
-        for judgement in judgements
-    ]
     found = {**about, **summarise(judgements), "file": file.name}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(file, "".join(lines))
-    replace_file(file.with_suffix(".json"), json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    write_jsonl(file, [{**about, **_plain(judgement)} for judgement in judgements])
+    write_json(file.with_suffix(".json"), found)
     return found
 
 
@@ -98,13 +92,6 @@ def _plain(judgement: Judgement) -> dict[str, Any]:
         "orders": list(judgement.orders),
         "dimensions": {name: list(values) for name, values in judgement.dimensions.items()},
     }
-
-
-def replace_file(file: Path, words: str) -> None:
-    """Whole or not at all: a kill leaves the file that was there."""
-    new = file.with_name(f".{file.name}.{os.getpid()}")
-    new.write_text(words, encoding="utf-8")
-    new.replace(file)
 
 
 def read_verdicts(file: Path) -> list[tuple[str, str, Verdict]]:

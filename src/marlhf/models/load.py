@@ -29,6 +29,7 @@ from marlhf.models.adapter_files import adapter_base, is_scalar_adapter, merge_a
 from marlhf.models.base import Model, ModelError, Tokenizer, quiet_transformers
 from marlhf.models.heads import init_scalar_head
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
+from marlhf.runs.layout import is_run
 
 SCALAR = "ForSequenceClassification"
 """How the names of transformers' classes with a scalar head end."""
@@ -336,7 +337,7 @@ def _explained(path: str, what: str) -> Iterator[None]:
         inner = Path(path) / "model"
         if (inner / "config.json").is_file():
             hint = f"It is the folder of a run; its model is {inner}."
-        elif not Path(path).exists() and Path(path).parent.joinpath("run.json").is_file():
+        elif not Path(path).exists() and is_run(Path(path).parent):
             raise ModelError(
                 f"There is no {path}: the run {Path(path).parent} is not finished. Finish it "
                 "first, by the command that began it."

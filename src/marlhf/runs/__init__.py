@@ -1,1 +1,8 @@
-"""A run is a folder. Everything that knows its format is here: writing, reading, locks, lineage."""
+"""A run is a folder. The only package that knows its format.
+
+layout.py   names of the files, and how to recognise a run
+write.py    the folder of a run that is training
+read.py     a run as its folder recorded it
+jsonl.py    JSON lines; atomic.py whole files and folders; lock.py one process per folder
+lineage.py  the runs whose models a run began with
+"""

@@ -1,71 +1,86 @@
-"""Files of JSON lines that grow while something is measured, and outlive whatever stops it."""
+"""JSON lines: files that grow while something is measured, and that a kill cannot spoil."""
 
 from __future__ import annotations
 
-import contextlib
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from marlhf.errors import MarlhfError
+from marlhf.runs.atomic import encode_json, explain_disk_errors, write_bytes
 
 Line = dict[str, Any]
 
 
-class FileError(MarlhfError, ValueError):
-    """A file that cannot be written, with what to do about it."""
+class Lines(NamedTuple):
+    """The objects of a file, and what in it could not be read."""
+
+    rows: list[Line]
+    broken: dict[int, str]
+    """Number (from 1) and fault of each line that is not JSON."""
+    torn: bool
+    """Whether the last line breaks off, as a kill leaves it; it is not among the broken."""
+
+    @property
+    def num_unread(self) -> int:
+        return len(self.broken) + self.torn
 
 
-def read_lines(file: Path, setting: str | None = None) -> dict[str, Line]:
-    """The last line of each prompt, by its key, of one setting: that of the last line if None.
+def read_jsonl(file: Path) -> Lines:
+    """Every object in a file; none where there is no file."""
+    rows: list[Line] = []
+    broken: dict[int, str] = {}
+    if not file.is_file():
+        return Lines(rows, broken, torn=False)
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for number, text in enumerate(lines, start=1):
+            try:
+                row = json.loads(text) if text.strip() else None
+            except (ValueError, RecursionError) as error:
+                if not text.endswith("\n"):
+                    return Lines(rows, broken, torn=True)
+                broken[number] = str(error)
+                continue
+            if isinstance(row, dict):
+                rows.append(row)
+    return Lines(rows, broken, torn=False)
 
-    A killed process leaves its last line torn; that one is left out.
-    """
-    found: list[Line] = []
-    if file.is_file():
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            for text in lines:
-                try:
-                    line = json.loads(text)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(line, dict) and {"setting", "key"} <= line.keys():
-                    found.append(line)
+
+def read_keyed(file: Path, setting: str | None = None) -> dict[str, Line]:
+    """The last line of each prompt, by its key, under one setting: the last line's if None."""
+    rows = [row for row in read_jsonl(file).rows if {"setting", "key"} <= row.keys()]
     if setting is None:
-        setting = found[-1]["setting"] if found else ""
-    return {line["key"]: line for line in found if line["setting"] == setting}
+        setting = rows[-1]["setting"] if rows else ""
+    return {row["key"]: row for row in rows if row["setting"] == setting}
 
 
-def append_lines(file: Path, lines: Iterable[Line]) -> None:
-    with _explained(file), file.open("ab+") as out:
-        torn = False
-        if out.tell():
-            out.seek(-1, os.SEEK_END)
-            torn = out.read(1) != b"\n"
-        out.write((b"\n" if torn else b"") + _encode(lines))
-
-
-def write_lines(file: Path, lines: Iterable[Line]) -> None:
-    """Replace the file in one go: there is always either the old or the new one."""
-    new = file.with_name(f"{file.name}.new")
-    with _explained(file):
-        new.write_bytes(_encode(lines))
-        new.replace(file)
-
-
-def _encode(lines: Iterable[Line]) -> bytes:
-    return "".join(json.dumps(line) + "\n" for line in lines).encode()
-
-
-@contextlib.contextmanager
-def _explained(file: Path) -> Iterator[None]:
-    try:
+def append_jsonl(file: Path, rows: Iterable[Line]) -> None:
+    """Add lines at the end; a line that a kill tore stays a line of its own."""
+    with explain_disk_errors(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise FileError(
-            f"Cannot write {file}: {error.strerror}. Make room or give a folder that may be "
-            "written to; the same command goes on from there."
-        ) from error
+        with file.open("ab+") as out:
+            torn = False
+            if out.tell():
+                out.seek(-1, os.SEEK_END)
+                torn = out.read(1) != b"\n"
+            out.write((b"\n" if torn else b"") + _encode(rows))
+
+
+def write_jsonl(file: Path, rows: Iterable[Line]) -> None:
+    """Replace a file in one step."""
+    write_bytes(file, _encode(rows))
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN or infinity; they become null."""
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _encode(rows: Iterable[Line]) -> bytes:
+    return b"".join(encode_json(finite(row)) + b"\n" for row in rows)

@@ -15,10 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from marlhf.configs.rl import RLConfig
 from marlhf.fields import settings_with
+from marlhf.runs.layout import CONFIG, MODEL, is_run, read_config, read_state
 from marlhf.runs.read import Run
 from marlhf.settings import flatten
 
@@ -56,7 +55,7 @@ def _chosen(config: dict[str, Any], folder: Path, seen: set[Path]) -> Iterator[t
         else:
             yield key, value
     for stage, origin in behind:
-        for key, value in _chosen(_config_of(origin), origin, seen):
+        for key, value in _chosen(read_config(origin), origin, seen):
             name = key if key.split(".")[0] in ("sft", "reward") else f"{stage}.{key}"
             yield name, value
 
@@ -71,25 +70,13 @@ def origin_of(config: dict[str, Any], folder: Path, value: str) -> Path | None:
         places.insert(0, folder / os.path.relpath(value, output))
     for place in places:
         for candidate in (place, place.parent):
-            if (candidate / "config.yaml").is_file() and (candidate / "run.json").is_file():
+            if is_run(candidate) and (candidate / CONFIG).is_file():
                 return candidate.resolve()
     return None
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load((folder / "config.yaml").read_text("utf-8", errors="replace"))
-    except (OSError, yaml.YAMLError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _stage_of(folder: Path) -> str:
-    try:
-        about = json.loads((folder / "run.json").read_text("utf-8", errors="replace"))
-    except (OSError, ValueError):
-        return folder.name
-    stage = about.get("stage") if isinstance(about, dict) else None
+    stage = read_state(folder).get("stage")
     return stage if isinstance(stage, str) else folder.name
 
 
@@ -99,10 +86,10 @@ def num_parameters(run: Run) -> int | None:
     An unfinished run has no weights yet, and one with LoRA may have kept the adapter alone: then
     the model that it began with is counted.
     """
-    folders = [run.path / "model"]
+    folders = [run.path / MODEL]
     start = run.config.get("model")
     if isinstance(start, str) and (origin := origin_of(run.config, run.path, start)):
-        folders.append(origin / "model")
+        folders.append(origin / MODEL)
     elif isinstance(start, str) and "/" in start and "\0" not in start:
         folders.append(Path(start))
     for folder in folders:

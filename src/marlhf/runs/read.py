@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -10,14 +9,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from marlhf.errors import MarlhfError
+from marlhf.runs.jsonl import read_jsonl
+from marlhf.runs.layout import (
+    BEST,
+    CHECKPOINTS,
+    CONFIG,
+    EVAL,
+    METRICS,
+    MODEL,
+    SAMPLES,
+    STATE,
+    is_run,
+    read_config,
+    read_state,
+)
 from marlhf.runs.stage_facts import NOT_RL, facts_of, order_of
 
 Row = dict[str, Any]
 
-SKIPPED_FOLDERS = {"checkpoints", "model", "best", "critic"}
+SKIPPED_FOLDERS = {CHECKPOINTS, MODEL, BEST, "critic"}
 MAX_MAGNITUDE = 1e30
 """Beyond this a number is a divergence, not a measurement: it is treated as missing."""
 
@@ -136,18 +147,21 @@ def read_run(path: Path | str) -> Run:
     path = Path(path)
     if not path.is_dir():
         raise NoRuns(f"There is no folder {path}. Give the folder of a run.")
-    if not _is_run(path):
+    if not is_run(path):
         raise NoRuns(
             f"{path} is not a run: it has neither run.json nor metrics.jsonl. "
             "Give the `output_dir` of a training."
         )
     problems: list[str] = []
-    about = _read_about(path / "run.json", problems)
-    metrics = [_current_names(row) for row in _read_lines(path / "metrics.jsonl", problems)]
+    about, config = read_state(path), read_config(path)
+    for name, found in ((STATE, about), (CONFIG, config)):
+        if not found and (path / name).is_file():
+            problems.append(f"{name} is damaged and was left out")
+    metrics = [_current_names(row) for row in _read_rows(path / METRICS, problems)]
     train = _by_step(row for row in metrics if row.get("kind", "train") == "train")
     evaluations = [
         evaluation
-        for row in _by_step(_read_lines(path / "eval.jsonl", problems))
+        for row in _by_step(_read_rows(path / EVAL, problems))
         if (evaluation := _evaluation(row)) is not None
     ]
     evals = _by_step(row for row in metrics if row.get("kind") == "eval")
@@ -165,22 +179,18 @@ def read_run(path: Path | str) -> Run:
         note=_words(about, "note"),
         summary=summary if isinstance(summary, dict) else {},
         about=about,
-        config=_read_config(path / "config.yaml", problems),
+        config=config,
         train=train,
         evals=_merge(evals, evaluations, train),
         evaluations=evaluations,
-        samples=_read_lines(path / "samples.jsonl", problems),
+        samples=_read_rows(path / SAMPLES, problems),
         problems=problems,
     )
 
 
-def _is_run(folder: Path) -> bool:
-    return (folder / "run.json").is_file() or (folder / "metrics.jsonl").is_file()
-
-
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
     """The run folders at and below `folder`; one that has metrics of its own is not searched."""
-    if (folder / "metrics.jsonl").is_file():
+    if (folder / METRICS).is_file():
         yield folder
         return
     inner: list[Path] = []
@@ -191,19 +201,8 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
                 inner += _run_folders(child, depth - 1)
     if inner:
         yield from inner
-    elif _is_run(folder):
+    elif is_run(folder):
         yield folder
-
-
-def _read_about(path: Path, problems: list[str]) -> Row:
-    if not path.is_file():
-        return {}
-    try:
-        about = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except ValueError:
-        problems.append("run.json is damaged and was left out")
-        return {}
-    return about if isinstance(about, dict) else {}
 
 
 def _words(about: Row, key: str) -> str:
@@ -211,36 +210,13 @@ def _words(about: Row, key: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _read_config(path: Path, problems: list[str]) -> Row:
-    if not path.is_file():
-        return {}
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
-    except yaml.YAMLError:
-        problems.append("config.yaml is damaged and was left out")
-        return {}
-    return config if isinstance(config, dict) else {}
-
-
-def _read_lines(path: Path, problems: list[str]) -> list[Row]:
-    """The objects of a JSON-lines file. A killed run leaves its last line torn: no error."""
-    rows: list[Row] = []
-    broken = 0
-    if not path.is_file():
-        return rows
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                row = json.loads(line) if line.strip() else None
-            except (ValueError, RecursionError):
-                broken += 1
-                continue
-            if isinstance(row, dict):
-                rows.append(row)
-    if broken:
-        plural = "line" if broken == 1 else "lines"
-        problems.append(f"{broken} broken {plural} of {path.name} left out")
-    return rows
+def _read_rows(file: Path, problems: list[str]) -> list[Row]:
+    """The objects of a JSON-lines file; lines that are not JSON are counted."""
+    lines = read_jsonl(file)
+    if lines.num_unread:
+        plural = "line" if lines.num_unread == 1 else "lines"
+        problems.append(f"{lines.num_unread} broken {plural} of {file.name} left out")
+    return lines.rows
 
 
 def _current_names(row: Row) -> Row:

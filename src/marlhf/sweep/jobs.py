@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import yaml
 
-from marlhf.runs.write import explained_writes, write_whole
+from marlhf.runs.atomic import explain_disk_errors, write_text
 from marlhf.settings import to_raw
 from marlhf.sweep.plan import Training
 
@@ -101,9 +101,8 @@ def start_job(training: Training, slot: int, jobs: int, lock: int | None) -> Job
     folder, raw = training.folder.parent, to_raw(training.config)
     recipe = folder / f"{training.folder.name}.yaml"
     log = folder / f"{training.folder.name}.log"
-    with explained_writes(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(recipe, yaml.safe_dump(raw, sort_keys=False, allow_unicode=True))
+    write_text(recipe, yaml.safe_dump(raw, sort_keys=False, allow_unicode=True))
+    with explain_disk_errors(folder):
         log.touch()
     offset = log.stat().st_size
     environment = os.environ | job_environment(slot, jobs, training.config.device)

@@ -27,6 +27,7 @@ import yaml
 from marlhf.config import ConfigError, Stage, load_recipe
 from marlhf.configs.rl import RLConfig
 from marlhf.fields import settings_with
+from marlhf.runs.layout import CONFIG, read_config, read_state
 from marlhf.settings import flatten, to_raw
 
 MAY_CHANGE = settings_with(RLConfig, "may_change")
@@ -355,13 +356,10 @@ def _same(
 def _known(root: Path) -> dict[str, Path]:
     """Runs that are there already, by what they learn."""
     found: dict[str, Path] = {}
-    for file in sorted([*root.glob("*/config.yaml"), *root.glob("*/*/config.yaml")]):
-        try:
-            raw = yaml.safe_load(file.read_text(encoding="utf-8"))
-            about = json.loads((file.parent / "run.json").read_text(encoding="utf-8"))
-            found.setdefault(identity(about["stage"], raw), file.parent)
-        except (OSError, ValueError, KeyError, AttributeError, TypeError, yaml.YAMLError):
-            continue  # not a whole run: its own stage will say so
+    for file in sorted([*root.glob(f"*/{CONFIG}"), *root.glob(f"*/*/{CONFIG}")]):
+        config, state = read_config(file.parent), read_state(file.parent)
+        if config and "stage" in state:  # else it is damaged, and its own stage will say so
+            found.setdefault(identity(state["stage"], config), file.parent)
     return found
 
 

@@ -12,12 +12,13 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
+from marlhf.runs.layout import is_finished
 from marlhf.runs.read import read_run
 from marlhf.sweep import jobs as processes
 from marlhf.sweep.durations import expected_seconds
 from marlhf.sweep.jobs import Job
 from marlhf.sweep.plan import Plan, Training
-from marlhf.sweep.sweep_state import SweepState, finished
+from marlhf.sweep.sweep_state import SweepState
 from marlhf.train.progress import console
 
 POLL = 0.1
@@ -117,7 +118,7 @@ class Schedule:
         """Note how a process has ended."""
         self.running.remove(job)
         training, name = job.training, self.state.short(job.training.folder)
-        if job.process.poll() == 0 and finished(training.folder):
+        if job.process.poll() == 0 and is_finished(training.folder):
             self.state.mark(training, "finished", seconds=job.seconds)
             numbers = processes.main_numbers(read_run(training.folder).summary)
             said = f"finished in {job.seconds:.0f} s  {numbers}".rstrip()
@@ -133,7 +134,7 @@ class Schedule:
         """Ask all trainings to save; the same command resumes them."""
         processes.stop(self.running, patience)
         for job in self.running:
-            ended = finished(job.training.folder)
+            ended = is_finished(job.training.folder)
             state = "finished" if ended else "stopped"
             self.state.mark(job.training, state, seconds=job.seconds)
         self.running.clear()

@@ -6,7 +6,6 @@ It is a record for readers: whether a run is finished is read from the run's own
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import time
@@ -17,7 +16,9 @@ from typing import Any
 import yaml
 
 from marlhf.config import PRESETS
-from marlhf.runs.write import RunError, explained_writes, write_whole
+from marlhf.runs.atomic import explain_disk_errors, write_json
+from marlhf.runs.layout import RunError, is_finished, read_object
+from marlhf.runs.lock import FolderInUse, lock_folder
 from marlhf.sweep.plan import MAY_CHANGE, Plan, Training
 
 NAME = "sweep.json"
@@ -42,10 +43,10 @@ class SweepState:
             self.points[point.name] = entry
         for name, entry in self.runs.items():
             if entry["state"] == "running":  # when the sweep was killed
-                entry["state"] = "finished" if finished(plan.root / name) else "stopped"
+                entry["state"] = "finished" if is_finished(plan.root / name) else "stopped"
         for run in plan.runs:
             old = self.runs.get(self.short(run.folder), {})
-            state = "finished" if finished(run.folder) else "waiting"
+            state = "finished" if is_finished(run.folder) else "waiting"
             self.runs[self.short(run.folder)] = old | {"stage": run.stage, "state": state}
         self.axes = {
             **before.get("axes", {}),
@@ -90,9 +91,7 @@ class SweepState:
             "runs": self.runs,
             "settings": self.plan.settings,
         }
-        text = json.dumps(_plain(whole), indent=2, allow_nan=False) + "\n"
-        with explained_writes(self.root):
-            write_whole(self.root / NAME, text)
+        write_json(self.root / NAME, _plain(whole))
 
     def _state_of(self, point: dict[str, Any]) -> str:
         states = [self.runs[name]["state"] for name in point["runs"]]
@@ -102,49 +101,31 @@ class SweepState:
         return "finished" if set(states) == {"finished"} else "waiting"
 
 
-def finished(folder: Path) -> bool:
-    """Whether a run is over and its model there."""
-    try:
-        about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    ended = isinstance(about, dict) and about.get("status") == "finished"
-    return ended and (folder / "model").is_dir()
-
-
 @contextlib.contextmanager
 def locked(root: Path, say: Callable[[str], None]) -> Iterator[int | None]:
     """Keep other sweeps out of the folder. Processes that are given the lock hold it, too."""
-    with explained_writes(root):
+    with explain_disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
-    try:
-        import fcntl
-    except ImportError:  # Windows, where runs go unlocked
-        yield None
-        return
-    descriptor = os.open(root, os.O_RDONLY)
-    end, told = time.monotonic() + PATIENCE, False
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise RunError(
-                        f"Another process is sweeping in {root}. Wait until it ends, stop it, or "
-                        "choose another output_dir."
-                    ) from None
-                if not told:
-                    say(f"waiting for other processes in {root} to end")
-                told = True
-                time.sleep(0.2)
-                continue
-            except OSError:  # a file system without locks
-                pass
+    deadline, announced = time.monotonic() + PATIENCE, False
+    while True:
+        try:
+            descriptor = lock_folder(root)
             break
+        except FolderInUse:
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"Another process is sweeping in {root}. Wait until it ends, stop it, or "
+                    "choose another output_dir."
+                ) from None
+        if not announced:
+            say(f"waiting for other processes in {root} to end")
+        announced = True
+        time.sleep(0.2)
+    try:
         yield descriptor
     finally:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def _read(root: Path) -> dict[str, Any]:
@@ -157,12 +138,12 @@ def _read(root: Path) -> dict[str, Any]:
                 f"{root} is not empty and holds no sweep. Choose another output_dir for it."
             )
         return {}
+    found = read_object(file)
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
         assert isinstance(found["axes"], dict)
         assert isinstance(found["settings"], dict)
         assert all(name in found["runs"] for point in found["points"] for name in point["runs"])
-    except (OSError, ValueError, AssertionError, KeyError, TypeError):
+    except (AssertionError, KeyError, TypeError):
         raise RunError(
             f"{file} is damaged, so it cannot be told which sweep is there. Put the file back, "
             "delete the folder, or choose another output_dir."

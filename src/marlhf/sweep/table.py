@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from marlhf.runs.layout import is_finished
 from marlhf.sweep.plan import Plan, Training
 from marlhf.sweep.run import Sweep
-from marlhf.sweep.sweep_state import finished
 from marlhf.text_table import text_table
 
 
 def describe_plan(plan: Plan) -> list[str]:
     """What `--dry-run` tells: the points, and what is left to train for each."""
     width = max(len(point.name) for point in plan.points)
-    known: set[Path] = {run.folder for run in plan.runs if finished(run.folder)}
+    known: set[Path] = {run.folder for run in plan.runs if is_finished(run.folder)}
     left = len(plan.runs) - len(known)
     lines = [
         f"{len(plan.points)} points in {plan.root}: {len(plan.runs)} trainings, {left} of them left"

@@ -16,7 +16,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from marlhf.runs.write import RunError
+from marlhf.runs.layout import RunError
 from marlhf.train.progress import warn
 
 Callback = TrainerCallback | type[TrainerCallback]

@@ -20,8 +20,11 @@ from marlhf._version import __version__
 from marlhf.data.load import PUBLISHED, is_hub_name
 from marlhf.fields import settings_with
 from marlhf.models.load import SCALAR
+from marlhf.runs.atomic import write_text
+from marlhf.runs.jsonl import read_jsonl
+from marlhf.runs.layout import METRICS, RunError, read_config
 from marlhf.runs.stage_facts import facts_of
-from marlhf.runs.write import RunError, RunFolder, explained_writes, write_whole
+from marlhf.runs.write import RunFolder
 
 LABELS = {
     "eval/score": "score",
@@ -89,8 +92,7 @@ def write_card(
         "## Versions",
         "\n".join(f"- {package} {number}" for package, number in _versions(loading.adapter)),
     ]
-    with explained_writes(folder):
-        write_whole(folder / "README.md", "\n\n".join(parts) + "\n")
+    write_text(folder / "README.md", "\n\n".join(parts) + "\n")
     return folder / "README.md"
 
 
@@ -295,13 +297,8 @@ def _versions(adapter: bool) -> Iterator[tuple[str, str]]:
 def _origin(name: str) -> str:
     """What training began with, followed back through runs that started from runs."""
     for _ in range(10):
-        config = Path(name).expanduser().parent / "config.yaml"
-        if not name or not Path(name).expanduser().is_dir() or not config.is_file():
-            break
-        try:
-            before = yaml.safe_load(config.read_text(encoding="utf-8"))["model"]
-        except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-            break
+        folder = Path(name).expanduser()
+        before = read_config(folder.parent).get("model") if name and folder.is_dir() else None
         if not before or not isinstance(before, str):
             break
         name = before
@@ -317,12 +314,8 @@ def _dataset(data: Mapping[str, Any]) -> str:
 
 def _before(run: RunFolder) -> dict[str, Any]:
     """The evaluation before the first step."""
-    try:
-        lines = (run.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        found = [json.loads(line) for line in lines[:5]]
-    except (OSError, ValueError):
-        return {}
-    return next((line for line in found if line["kind"] == "eval" and line["step"] == 0), {})
+    rows = read_jsonl(run.path / METRICS).rows
+    return next((row for row in rows if row.get("kind") == "eval" and row.get("step") == 0), {})
 
 
 def _is_macro(segmenter: Any) -> bool:

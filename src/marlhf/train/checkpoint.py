@@ -30,7 +30,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from marlhf.errors import MarlhfError
-from marlhf.runs.write import RunError, RunFolder, explained_writes, replace_folder
+from marlhf.runs.atomic import explain_disk_errors, replace_folder
+from marlhf.runs.layout import RunError
+from marlhf.runs.write import RunFolder
 from marlhf.train.distributed import World
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -57,7 +59,7 @@ def save_checkpoint(
     world.reshard(models.values())  # an evaluation may have left weights gathered
     full_state = state | {"step": step, "seconds": run.seconds, "rng": _rng()}
     full_state["optimizers"] = {name: _progress(models[name], o) for name, o in optimizers.items()}
-    with explained_writes(run.path, temporary):
+    with explain_disk_errors(run.path, temporary):
         if world.main:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)

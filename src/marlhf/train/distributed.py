@@ -34,7 +34,7 @@ from marlhf.data.collate import Micro, SingleProcess, pad_right, token_budget_ba
 from marlhf.models.base import Model, Precision, computes_in_bfloat16, pick_device
 from marlhf.models.compile import compile_blocks
 from marlhf.rollout.engine import Rollout
-from marlhf.runs.write import RunError
+from marlhf.runs.layout import RunError
 from marlhf.train import progress
 
 BUCKET = 1 << 25

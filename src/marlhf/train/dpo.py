@@ -24,7 +24,9 @@ from marlhf.models.adapters import AdaptedModel
 from marlhf.models.base import Model, Tokenizer, autocast
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import check_vocabulary, load_policy, load_tokenizer, same_tokenizer
-from marlhf.runs.write import RunError, RunFolder, explained_writes
+from marlhf.runs.atomic import explain_disk_errors, replacing
+from marlhf.runs.layout import RunError
+from marlhf.runs.write import RunFolder
 from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.distributed import World, start
 from marlhf.train.dpo_config import DPOConfig
@@ -308,8 +310,6 @@ def _read(run: RunFolder, key: str) -> list[Tensor] | None:
 
 def _write(run: RunFolder, key: str, known: list[Tensor]) -> None:
     path = run.path / KEPT
-    temporary = path.with_name(f".{KEPT}.new")
     tensors = {name: x.cpu() for name, x in zip(("train", "held_out"), known)}
-    with explained_writes(run.path):
+    with explain_disk_errors(run.path), replacing(path) as temporary:
         save_file(tensors, temporary, metadata={"key": key})
-        temporary.replace(path)

@@ -13,7 +13,7 @@ from marlhf.data.encode import decode
 from marlhf.data.toy import gold_score
 from marlhf.models.base import Tokenizer
 from marlhf.rollout.repetition import repetition
-from marlhf.runs.write import RunError
+from marlhf.runs.layout import SAMPLES, RunError
 from marlhf.train.experience import Credit, Experience, rollout_and_score
 from marlhf.train.loop import Loop
 from marlhf.train.optim import check_finite
@@ -161,7 +161,7 @@ class HeldOutEvaluation:
         starts, advantages = credit.segments.starts.tolist(), credit.advantages.tolist()
         for i, row in enumerate(tokens[: self.config.log_samples]):
             self.loop.run.append(
-                "samples.jsonl",
+                SAMPLES,
                 {
                     "step": step,
                     "index": i,

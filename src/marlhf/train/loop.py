@@ -23,12 +23,14 @@ from torch.optim import Optimizer
 
 from marlhf.configs.stage import StageConfig
 from marlhf.models.adapters import AdaptedModel
-from marlhf.models.base import Model, Tokenizer
-from marlhf.runs.write import Onlooker, RunError, RunFolder, Stopped
+from marlhf.models.base import Model, Tokenizer, quiet_transformers
+from marlhf.runs.layout import MODEL, RunError
+from marlhf.runs.write import ReadOnlyRunFolder, RunFolder
 from marlhf.train.callbacks import Callbacks
 from marlhf.train.card import push, write_card
 from marlhf.train.checkpoint import load_latest, save_checkpoint
 from marlhf.train.distributed import World
+from marlhf.train.interrupts import Stopped
 from marlhf.train.objects import GivenObjects
 from marlhf.train.progress import Steps, format_numbers, say, warn
 from marlhf.train.stage import due, finish, record_outcome
@@ -43,7 +45,7 @@ def open_run(config: StageConfig, stage: str, world: World) -> RunFolder:
             run = RunFolder(config.output_dir, stage, config)
     with world.raise_on_all_ranks():
         if run is None:
-            run = Onlooker(config.output_dir, stage, config)
+            run = ReadOnlyRunFolder(config.output_dir, stage, config)
     assert run is not None
     if run.finished:
         say(f"{run.path.name} is finished: {run.model}")
@@ -208,10 +210,18 @@ class Loop:
         views = {name: m for name, m in self.models.items() if isinstance(m, AdaptedModel)}
         return {name: view.base.digest for name, view in views.items()}
 
-    def keep_model(self, model: Model, name: str = "model") -> None:
+    def keep_model(self, model: Model, name: str = MODEL) -> None:
         """The model as plain files that load without marlhf."""
         state = self.world.full_state_dict(model)
-        self.run.save_model(model, self.tokenizer, name, state)
+        # Where no process holds all weights, those collected from all of them are saved.
+        options = {} if state is None else {"state_dict": state}
+
+        def save(folder: Path) -> None:
+            with quiet_transformers():
+                model.save_pretrained(folder, **options)
+                self.tokenizer.save_pretrained(folder)
+
+        self.run.save_model(save, name)
         self.world.wait()
 
     def close(self, model: Model, summary: dict[str, Any], next_step: str) -> Path:

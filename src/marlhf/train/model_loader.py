@@ -15,7 +15,7 @@ from marlhf.models.adapter_config import Task, import_peft, quantization
 from marlhf.models.adapters import FrozenBaseModel, cast_linear_layers, frozen_dtype
 from marlhf.models.base import Model
 from marlhf.models.load import load_policy, load_scalar, with_scalar_head
-from marlhf.runs.write import RunError
+from marlhf.runs.layout import RunError
 from marlhf.train.distributed import World
 from marlhf.train.model_sources import OnBase, Source, WholeModel, policy_source, scalar_source
 from marlhf.train.objects import GivenObjects

@@ -21,7 +21,7 @@ from marlhf.models.adapter_files import adapter_base, find_adapter, is_scalar_ad
 from marlhf.models.adapters import AdapterInit
 from marlhf.models.base import Model, Tokenizer
 from marlhf.models.load import is_scalar, load_tokenizer, same_tokenizer
-from marlhf.runs.write import RunError
+from marlhf.runs.layout import RunError
 from marlhf.train.objects import GivenObjects
 from marlhf.train.progress import warn
 

@@ -19,7 +19,7 @@ from marlhf.rollout.engine import Engine
 from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.vllm import VLLMEngine
 from marlhf.rollout.vllm_server import VLLMServer
-from marlhf.runs.write import RunError
+from marlhf.runs.layout import RunError
 from marlhf.spans import vocabulary
 from marlhf.train.distributed import World
 from marlhf.train.model_loader import load_sources

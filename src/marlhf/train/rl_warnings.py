@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from marlhf.configs.rl import RLConfig
 from marlhf.core import NGram, masked_mean
-from marlhf.runs.write import RunError
+from marlhf.runs.layout import RunError
 from marlhf.train.experience import Experience
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.progress import warn

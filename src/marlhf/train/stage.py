@@ -20,8 +20,10 @@ from marlhf.data import DataError, Loaded, Row, encode_response, fit_prompts, lo
 from marlhf.data.counts import Counts
 from marlhf.models.base import Model, Tokenizer
 from marlhf.reward import RewardError
-from marlhf.runs.write import Interrupts, RunError, RunFolder, Stopped
+from marlhf.runs.layout import METRICS, RunError
+from marlhf.runs.write import RunFolder
 from marlhf.train.checkpoint import list_checkpoints
+from marlhf.train.interrupts import Interrupts, Stopped
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import Diverged
 from marlhf.train.progress import say, warn
@@ -170,7 +172,7 @@ def record_outcome(run: RunFolder) -> Iterator[Interrupts]:
         with Interrupts() as interrupts:
             yield interrupts
     except Diverged as error:
-        if not run.learnt:
+        if not run.has_progress:
             note = (
                 f"{error} before the first step. Look at the weights of the models that this run "
                 "starts from."
@@ -225,7 +227,7 @@ def finish(run: RunFolder, summary: dict[str, Any], next_step: str = "") -> Path
         if isinstance(value, float) and math.isfinite(value)
     )
     say(f"{run.path.name} finished in {run.state['seconds']:.0f} s  {numbers}", style="bold green")
-    say(f"  model   {run.model}\n  metrics {run.path / 'metrics.jsonl'}")
+    say(f"  model   {run.model}\n  metrics {run.path / METRICS}")
     gpu = None
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from marlhf.errors import SettingError
-from marlhf.runs.write import RunError, explained_writes, write_whole
+from marlhf.runs.atomic import write_text
+from marlhf.runs.layout import RunError
 from marlhf.train.progress import warn
 
 NEEDS = {
@@ -199,9 +200,7 @@ def _identity(path: Path, name: str, done: int) -> str:
         return file.read_text(encoding="utf-8").strip()
     plain = re.sub(r"[^\w-]+", "-", name, flags=re.ASCII).strip("-") or "run"
     identity = f"{plain[:48]}-{secrets.token_hex(4)}"
-    with explained_writes(path):
-        path.mkdir(parents=True, exist_ok=True)
-        write_whole(file, f"{identity}\n")
+    write_text(file, f"{identity}\n")
     return identity
 
 

@@ -12,7 +12,8 @@ from marlhf.judge.annotate.store import Event, Store
 from marlhf.judge.annotate.tasks import Comparison
 from marlhf.judge.criteria import slug
 from marlhf.judge.pairs import JudgeError
-from marlhf.judge.verdicts import Judgement, replace_file, write_verdicts
+from marlhf.judge.verdicts import Judgement, write_verdicts
+from marlhf.runs.atomic import write_text
 
 COLUMNS = ("time", "annotator", "a", "b", "pair", "left", "choice", "verdict", "counts")
 
@@ -40,7 +41,7 @@ def export(store: Store, folder: Path | str | None = None) -> list[dict[str, Any
                 else:  # every vote was undone: an earlier export is out of date
                     file.unlink(missing_ok=True)
                     file.with_suffix(".json").unlink(missing_ok=True)
-        replace_file(folder / f"{store.path.stem}.csv", _table(store))
+        write_text(folder / f"{store.path.stem}.csv", _table(store))
     except OSError as error:
         raise JudgeError(
             f"Cannot write votes to {folder}: {error.strerror}. Give another -o; the votes are "

@@ -11,7 +11,7 @@ from marlhf.judge.annotate.store import Store
 from marlhf.judge.annotate.tasks import Item, read_items
 from marlhf.judge.criteria import find_criteria, slug
 from marlhf.judge.pairs import JudgeError, home
-from marlhf.judge.verdicts import FOLDER
+from marlhf.runs.layout import JUDGED
 
 PORT = 8123
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -116,4 +116,4 @@ def _finish(store: Store, output: Path | str | None, say: Say) -> list[dict[str,
 
 def _default(first: Path | str, comparisons: Sequence[Sequence[Item]], task: str) -> Path:
     names = dict.fromkeys(name for items in comparisons for name in items[0].runs)
-    return home(Path(first)) / FOLDER / f"{slug('-'.join([*names, 'people', task]))}.sqlite"
+    return home(Path(first)) / JUDGED / f"{slug('-'.join([*names, 'people', task]))}.sqlite"

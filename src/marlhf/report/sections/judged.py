@@ -11,7 +11,7 @@ from typing import Any
 from marlhf.intervals import Interval
 from marlhf.judge.agreement import compare, read_votes
 from marlhf.judge.pairs import JudgeError, read_lines
-from marlhf.judge.verdicts import FOLDER, REVERSED, share_with_bounds
+from marlhf.judge.verdicts import REVERSED, share_with_bounds
 from marlhf.report.bars import stacked_bars
 from marlhf.report.dots import Dot, dot_rows
 from marlhf.report.groups import Group
@@ -28,6 +28,7 @@ from marlhf.report.page import (
     table,
     text,
 )
+from marlhf.runs.layout import JUDGED
 from marlhf.runs.read import Run, number
 
 PARTS = ("win", "tie", "loss")
@@ -41,7 +42,7 @@ MAX_FIGURES = 6
 def judged(runs: Sequence[Run], groups: Sequence[Group] = ()) -> str:
     """Win, tie and loss by judge; dimension scores; how much the judges agree."""
     colours = _colours(groups)
-    found = [each for run in runs for each in _with_majority(_summaries(run.path / FOLDER))]
+    found = [each for run in runs for each in _with_majority(_summaries(run.path / JUDGED))]
     if not found:
         return ""
     return section(
@@ -208,7 +209,7 @@ def _dimension_figure(summary: dict[str, Any], colours: dict[str, str]) -> str:
 
 
 def _agreement(runs: Sequence[Run]) -> str:
-    folders = [run.path / FOLDER for run in runs if any((run.path / FOLDER).glob("*.jsonl"))]
+    folders = [run.path / JUDGED for run in runs if any((run.path / JUDGED).glob("*.jsonl"))]
     try:
         found = compare(read_votes(folders))
     except JudgeError:  # one judge, no shared pair, or a damaged file: nothing to show

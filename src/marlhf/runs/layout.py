@@ -1,0 +1,76 @@
+"""The names of the files in a run folder, and what identifies one.
+
+config.yaml      the resolved config
+run.json         the state: stage, status, seconds, summary
+metrics.jsonl    one line per step, one per evaluation
+eval.jsonl       every held-out prompt's numbers, one line per evaluation
+samples.jsonl    held-out prompts with their responses
+checkpoints/     what a killed run resumes from
+model/           the result, as `save_pretrained` writes it
+best/            the policy of the best evaluation, where it is kept
+evaluation/      responses and scores of `marlhf evaluate`, one file per setting
+best_of_n/       samples of `marlhf best-of-n`, one file per setting
+pass_at_k.jsonl  results of `marlhf pass-at-k`, one line per problem
+pass_at_k.json   their summary
+judged/          verdicts of `marlhf judge` and `marlhf annotate`
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from marlhf.errors import MarlhfError
+
+CONFIG = "config.yaml"
+STATE = "run.json"
+METRICS = "metrics.jsonl"
+EVAL = "eval.jsonl"
+SAMPLES = "samples.jsonl"
+CHECKPOINTS = "checkpoints"
+MODEL = "model"
+BEST = "best"
+EVALUATION = "evaluation"
+BEST_OF_N = "best_of_n"
+PASS_AT_K_LINES = "pass_at_k.jsonl"
+PASS_AT_K = "pass_at_k.json"
+JUDGED = "judged"
+
+
+class RunError(MarlhfError, RuntimeError):
+    """A run that cannot start or resume, with what to do about it."""
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / STATE).is_file() or (folder / METRICS).is_file()
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run in a folder is over and its model there."""
+    return read_state(folder).get("status") == "finished" and (folder / MODEL).is_dir()
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What run.json says; nothing where it is missing or damaged."""
+    return read_object(folder / STATE)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The settings of a run; nothing where config.yaml is missing or damaged."""
+    try:
+        config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; an empty one where the file is missing or damaged."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
