@@ -417,9 +417,9 @@ def _small(results: Results, task: str) -> str:
         for label, path in named:
             found = read_summary(path)
             if found:
-                whole = found["rows"][-1]
-                cells = [_share(*whole[f"pass@{k}"]) for k in found["k"]]
-                rows.append([label, str(whole["problems"]), *cells, *_ends(path)])
+                whole = found.rows[-1]
+                cells = [_share(*whole.pass_at[k][:3]) for k in found.ks]
+                rows.append([label, str(whole.problems), *cells, *_ends(path)])
         header = ["", "problems", "pass@1", "pass@5", "held-out reward", "KL"]
     else:
         sft = results.answers(folder / "sft")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from marlhf.errors import SettingError
-from marlhf.intervals import bootstrap_mean
+from marlhf.intervals import Interval, bootstrap_mean
 
 SUMMARY = "pass_at_k.json"
 ALL = "all"
@@ -48,10 +49,47 @@ def summarise(problems: Sequence[Mapping[str, Any]], ks: Sequence[int]) -> list[
     return rows
 
 
-def read_summary(folder: Path) -> dict[str, Any]:
-    """What was measured in a run folder; nothing where it was not, or is damaged."""
+@dataclass(frozen=True)
+class PassRate:
+    """The problems of one difficulty, or all of them."""
+
+    difficulty: str
+    problems: int
+    pass_at: dict[int, Interval]
+    """By k."""
+    results: dict[str, float]
+    """How the samples ended, as shares."""
+
+
+@dataclass(frozen=True)
+class PassRates:
+    """What `marlhf pass-at-k` measured of a run."""
+
+    samples: int
+    """Per problem."""
+    rows: list[PassRate]
+
+    @property
+    def ks(self) -> list[int]:
+        return sorted({k for row in self.rows for k in row.pass_at})
+
+
+def read_summary(folder: Path) -> PassRates | None:
+    """What was measured in a run folder; None where it was not, or the file is damaged."""
     try:
-        found = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) and found.get("rows") else {}
+        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        rows = [_read_row(row) for row in summary["rows"]]
+        return PassRates(int(summary["samples"]), rows) if rows else None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def _read_row(row: Mapping[str, Any]) -> PassRate:
+    problems = int(row["problems"])
+    pass_at: dict[int, Interval] = {}
+    for key, value in row.items():
+        if key.startswith("pass@"):
+            mean, low, high = map(float, value)
+            pass_at[int(key.removeprefix("pass@"))] = Interval(mean, low, high, problems)
+    results = {str(end): float(share) for end, share in row["results"].items()}
+    return PassRate(str(row["difficulty"]), problems, pass_at, results)
