@@ -443,6 +443,11 @@ def test_with_lora_the_model_keeps_its_adapter_unless_it_is_merged(trainer):
         Path(kept.args.output_dir) / "critic"
     )
     torch.testing.assert_close(kept.value_model(tokens).logits, plain(tokens).logits)
+    given = {"model": tiny_model(), "processing_class": tiny_tokenizer()}
+    made = trainer(name="object", peft_config=LoraConfig(r=4), **given)
+    made.train()
+    assert isinstance(made.model, PeftModel)
+    assert made.value_model(tokens).logits.shape == (1, 1)
 
 
 def test_resuming_is_asked_for_or_refused(trainer):

@@ -173,9 +173,11 @@ class Trainer:
         load = load_scalar if scalar or self.scalar else load_policy
         adapter = find_adapter(folder)
         merge = self.args.lora is not None and self.args.lora.merge
-        if adapter is None or merge:
+        # The critic's base is a policy object's backbone with a head, which is on no disk.
+        baseless = scalar and self._given is not None
+        if adapter is None or merge or baseless:
             return load(str(folder))
-        source = adapter_base(adapter) if scalar or self._given is None else deepcopy(self._given)
+        source = adapter_base(adapter) if self._given is None else deepcopy(self._given)
         with warnings.catch_warnings():
             # A copy of an object that was given still has the layers that training put into it,
             # switched off; peft warns of them.
