@@ -1,6 +1,7 @@
 """The Python API as someone who comes from TRL uses it."""
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -221,6 +222,10 @@ def raises(completions, **_):
     raise KeyError("no such word")
 
 
+def leaves(completions, **_):
+    sys.exit(3)
+
+
 def nans(completions, **_):
     return [0.0, float("nan"), *[0.0] * (len(completions) - 2)]
 
@@ -242,6 +247,7 @@ def hangs(completions, **_):
     ("fault", "says"),
     [
         (raises, "raised KeyError: 'no such word'"),
+        (leaves, "raised SystemExit: 3 (test_trainers.py, line"),
         (nans, "returned nan for\n  prompt:"),
         (nones, "No reward applies to this sample"),
         (short, "returned 3 values for 4 completions"),

@@ -148,3 +148,16 @@ def test_bfloat16_is_summed_in_float32():
     total = segments.sum(torch.full((1, 512), 1.0 + 2**-7).bfloat16())
     assert total.dtype == torch.float32
     assert math.isclose(total[0, 0].item(), 512 * (1 + 2**-7))
+
+
+@pytest.mark.parametrize(
+    ("starts", "says"),
+    [
+        (torch.ones(1, 3).bool().numpy(), r"got numpy\.ndarray\. Return torch\.as_tensor\(starts"),
+        ([[True, False, False]], r"got builtins\.list"),
+        (torch.ones(1, 3).int(), r"got torch\.int32\. Return starts\.bool\(\)"),
+    ],
+)
+def test_starts_that_are_no_bool_tensor_say_what_they_are(starts, says):
+    with pytest.raises(ValueError, match=says):
+        Segments.from_starts(starts, torch.ones(1, 3).bool())

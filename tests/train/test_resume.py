@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from conftest import TOY, read_lines
 from marlhf.configs.guards import Guards
@@ -406,9 +406,20 @@ def test_weights_that_are_no_numbers_from_the_start(ppo_config, parents, tmp_pat
     model.save_pretrained(tmp_path / "inf")
     critic = str(parents / "reward" / "model")
     config = ppo_config(reward_model=str(tmp_path / "inf"), critic_model=critic)
-    with pytest.raises(RunError, match=r"The held-out scores has 6 of 6 .* before the first step"):
+    problem = r"Before the first step 6 of 6 values of the held-out scores .* the reward model"
+    with pytest.raises(RunError, match=problem):
         ppo.train(config)
     assert not (Path(config.output_dir) / "model").exists()
+
+
+def test_a_model_that_starts_with_nan_is_named(ppo_config, parents, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(parents / "sft" / "model")
+    model.model.norm.weight.data.fill_(float("nan"))
+    shutil.copytree(parents / "sft" / "model", tmp_path / "nan")
+    model.save_pretrained(tmp_path / "nan")
+    config = ppo_config(model=str(tmp_path / "nan"))
+    with pytest.raises(RunError, match=r"The policy starts with weights .* first in .*norm"):
+        ppo.train(config)
 
 
 def test_a_last_update_that_ruins_the_model_is_not_saved(tmp_path):

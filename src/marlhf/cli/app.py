@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +39,9 @@ Split = Annotated[str | None, typer.Option(help="All of a split, such as test.")
 Like = Annotated[str | None, typer.Option(help="A run to take from what RUN lacks.")]
 SampleSeed = Annotated[int, typer.Option(help="Of the samples.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda ...")]
+
+RANK_DELAY = 2.0
+"""Seconds that ranks other than 0 wait before they print an error."""
 
 
 class Several(typer.core.TyperCommand):
@@ -81,11 +85,21 @@ def main() -> None:
         fail(str(error), error.exit_status)
 
 
+def main_rank() -> bool:
+    """Whether this process prints and writes reports: of several under torchrun, rank 0."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def tell(words: str) -> None:
     typer.secho(words, err=True)
 
 
 def fail(message: str, status: int) -> None:
+    if not main_rank():
+        # Under torchrun most errors are those of all ranks. Rank 0 prints them, and torchrun ends
+        # the others at once; what is still here after a while has an error of its own.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(RANK_DELAY)
     typer.secho(message, fg="red", err=True)
     sys.exit(status)
 

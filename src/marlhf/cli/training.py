@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from marlhf.cli.app import Overrides, Recipe, StageName, app, fail, write_report_of
+from marlhf.cli.app import (
+    Overrides,
+    Recipe,
+    StageName,
+    app,
+    fail,
+    main_rank,
+    write_report_of,
+)
 
 LEFT = 75
 """Exit status of a sweep that its deadline ended: try again later, as in sysexits.h."""
@@ -51,10 +58,11 @@ def run_all(recipe: Recipe, overrides: Overrides = None) -> None:
 
     stages = load_recipe(recipe, overrides)
     for number, stage in enumerate(stages, start=1):
-        typer.secho(f"[{number}/{len(stages)}] {stage.name}", bold=True, err=True)
+        if main_rank():
+            typer.secho(f"[{number}/{len(stages)}] {stage.name}", bold=True, err=True)
         _train(stage.kind, stage.config)
     root = Path(stages[0].config.output_dir).parent
-    if os.environ.get("RANK", "0") == "0":  # of several processes, one writes
+    if main_rank():
         write_report_of([root], root / "report.html")
 
 

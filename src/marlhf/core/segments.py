@@ -51,9 +51,17 @@ class Segments:
         action of its own, as the authors' code does.
         """
         check_tokens(mask)
-        kind = getattr(starts, "dtype", type(starts).__name__)
-        if kind != torch.bool:
-            raise ValueError(f"A segmenter must return a bool tensor [B, T], got {kind}.")
+        if not isinstance(starts, Tensor):
+            kind = f"{type(starts).__module__}.{type(starts).__name__}"
+            raise ValueError(
+                f"A segmenter must return a bool tensor [B, T], got {kind}. Return "
+                "torch.as_tensor(starts, device=responses.mask.device)."
+            )
+        if starts.dtype != torch.bool:
+            raise ValueError(
+                f"A segmenter must return a bool tensor [B, T], got {starts.dtype}. Return "
+                "starts.bool()."
+            )
         if starts.shape != mask.shape:
             raise ValueError(
                 f"A segmenter must return the shape of the mask, {list(mask.shape)}, "

@@ -161,7 +161,7 @@ class RewardFunction:
             returned = self._call(arguments, self.timeout)
         except RewardError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             seconds = time.perf_counter() - start
             at = self._culprit(arguments, len(rows), error) if seconds < SEARCH_SECONDS else None
             raise RewardError(self._raised(error, at, rows, texts)) from error
@@ -221,12 +221,14 @@ class RewardFunction:
             )
         if "error" in outcome:
             error = outcome["error"]
-            if isinstance(error, Exception):
+            if isinstance(error, (Exception, SystemExit)):
                 raise error
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         return outcome["value"]
 
-    def _culprit(self, arguments: Mapping[str, Any], count: int, error: Exception) -> int | None:
+    def _culprit(
+        self, arguments: Mapping[str, Any], count: int, error: BaseException
+    ) -> int | None:
         """The first row that raises the same error alone; None if none does within the limit."""
         end = time.perf_counter() + SEARCH_SECONDS
         for i in range(count):
@@ -238,13 +240,13 @@ class RewardFunction:
                 self._call(alone, None if self.timeout is None else left)
             except RewardError:
                 return None
-            except Exception as raised:
+            except (Exception, SystemExit) as raised:
                 if type(raised) is type(error):
                     return i
         return None
 
     def _raised(
-        self, error: Exception, at: int | None, rows: Sequence[Row], texts: Sequence[str]
+        self, error: BaseException, at: int | None, rows: Sequence[Row], texts: Sequence[str]
     ) -> str:
         sample = (
             f"The sample that caused it:\n{show_sample(rows[at], texts[at])}"

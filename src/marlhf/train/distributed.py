@@ -16,9 +16,13 @@ import atexit
 import contextlib
 import os
 import platform
+import re
+import signal
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +43,10 @@ from marlhf.train import progress
 
 BUCKET = 1 << 25
 """How many gradient values one all-reduce sums: large enough to use the network well."""
+_PIDS: list[tuple[str, int]] = []
+"""Host and process id of each rank, to say which one was killed."""
+_CONNECTION_LOST = re.compile("Connection (closed|reset) by peer|Connection refused|Broken pipe")
+"""How gloo says that another rank is gone."""
 TIMEOUT = timedelta(hours=2)
 """How long a rank waits for the others: a reward function may take long on one of them."""
 
@@ -250,9 +258,43 @@ def start(device: str = "auto", parallel: Parallel = "data") -> World:
     if not dist.is_initialized():
         dist.init_process_group("nccl" if where.type == "cuda" else "gloo", timeout=TIMEOUT)
         atexit.register(dist.destroy_process_group)
+        _PIDS.extend([("", 0)] * size)
+        dist.all_gather_object(_PIDS, (platform.node(), os.getpid()))
     rank = dist.get_rank()
     progress.console.quiet = rank > 0
     return World(where, rank, size, sharded=parallel == "fsdp")
+
+
+def describe_lost_rank(error: Exception) -> str:
+    """Which process was killed, where that made a collective call fail here; else nothing."""
+    if not isinstance(error, dist.DistError) and not _CONNECTION_LOST.search(str(error)):
+        return ""
+    if len(_PIDS) < 2:
+        return ""
+    # torchrun sends SIGTERM to the others about now. This one is ending, and has yet to say why.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    here = {rank: pid for rank, (host, pid) in enumerate(_PIDS) if host == platform.node()}
+    dead: list[int] = []
+    deadline = time.monotonic() + 2  # its connections close a moment before it is gone
+    while not dead and time.monotonic() < deadline:
+        dead = [rank for rank, pid in here.items() if _dead(pid)]
+        time.sleep(0.05)
+    which = f"Process {dead[0]}" if dead else "Another process"
+    return (
+        f"{which} of {len(_PIDS)} was killed, often for lack of memory. Run the same command "
+        "again: it resumes from the last checkpoint."
+    )
+
+
+def _dead(pid: int) -> bool:
+    """Gone, or a zombie that its parent has not noticed yet."""
+    try:
+        os.kill(pid, 0)
+        return ") Z" in Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except ProcessLookupError:
+        return True
+    except OSError:  # no /proc, or another user's
+        return False
 
 
 def gather_rollout(world: World, rollout: Rollout | None, share: list[int], rows: int) -> Rollout:

@@ -114,7 +114,7 @@ class Loop:
         return state
 
     def __enter__(self) -> Loop:
-        self._interrupts = self._stack.enter_context(record_outcome(self.run))
+        self._interrupts = self._stack.enter_context(record_outcome(self.run, self.models))
         try:
             self.trackers = Trackers(
                 self.config.report_to if self.world.main else (),

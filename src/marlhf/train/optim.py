@@ -61,7 +61,7 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
     if wrong.any():
         name, tensor = named[int(wrong.int().argmax())]
         count = int((~torch.isfinite(tensor)).sum())
-        raise Diverged(f"{name} has {count} of {tensor.numel()} numbers NaN or infinite")
+        raise Diverged(f"{count} of {tensor.numel()} values of {name} are NaN or infinite")
 
 
 def _bad(x: Tensor) -> bool:

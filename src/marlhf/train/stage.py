@@ -8,21 +8,24 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from marlhf.configs.stage import StageConfig
 from marlhf.data import DataError, Loaded, Row, encode_response, fit_prompts, load_data
 from marlhf.data.counts import Counts
+from marlhf.errors import MarlhfError
 from marlhf.models.base import Model, Tokenizer
-from marlhf.reward import RewardError
 from marlhf.runs.layout import METRICS, RunError
 from marlhf.runs.write import RunFolder
 from marlhf.train.checkpoint import list_checkpoints
+from marlhf.train.distributed import describe_lost_rank
 from marlhf.train.interrupts import Interrupts, Stopped
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import Diverged
@@ -166,33 +169,50 @@ def due(step: int, every: int, total: int) -> bool:
 
 
 @contextlib.contextmanager
-def record_outcome(run: RunFolder) -> Iterator[Interrupts]:
-    """Whatever ends the loop, the folder says so and the user learns how to go on."""
+def record_outcome(run: RunFolder, models: Mapping[str, nn.Module]) -> Iterator[Interrupts]:
+    """However the loop ends, run.json records it, and errors say how to resume."""
     try:
         with Interrupts() as interrupts:
             yield interrupts
     except Diverged as error:
-        if not run.has_progress:
-            note = (
-                f"{error} before the first step. Look at the weights of the models that this run "
-                "starts from."
-            )
-            run.finish("failed", note=note)
-            raise RunError(f"{note[0].upper()}{note[1:]}") from error
-        saved = list_checkpoints(run)
-        note = f"Training diverged: {error}."
+        if run.has_progress:
+            note, advice = f"Training diverged: {error}.", _after_divergence(run)
+        else:
+            note, advice = _explain_bad_start(error, models), ""
         run.finish("failed", note=note)
-        last = f"The last good checkpoint is {saved[-1]}. " if saved else ""
-        raise RunError(
-            f"{note} {last}Try a lower learning rate, or a higher kl_coef, in a new output_dir."
-        ) from error
+        raise RunError(f"{note} {advice}".strip()) from error
     except (Stopped, KeyboardInterrupt):
         run.finish("stopped")
         raise
     except Exception as error:
-        explained = isinstance(error, (RunError, RewardError))
+        if lost := describe_lost_rank(error):
+            run.finish("failed", note=lost)
+            raise RunError(lost) from error
+        explained = isinstance(error, MarlhfError)
         run.finish("failed", note=str(error) if explained else "")
         raise
+
+
+def _after_divergence(run: RunFolder) -> str:
+    saved = list_checkpoints(run)
+    last = f"The last good checkpoint is {saved[-1]}. " if saved else ""
+    return f"{last}Try a lower learning rate, or a higher kl_coef, in a new output_dir."
+
+
+def _explain_bad_start(error: Diverged, models: Mapping[str, nn.Module]) -> str:
+    """Values that are not finite before anything was learnt come from the weights of a model."""
+    for name, model in models.items():
+        for parameter, p in model.named_parameters():
+            local = p.to_local() if isinstance(p, DTensor) else p
+            if not local.isfinite().all():
+                return (
+                    f"The {name} starts with weights that are NaN or infinite, first in "
+                    f"{parameter}: {error}. Train that model again, or download it again."
+                )
+    return (
+        f"Before the first step {error}. The models that train have finite weights: look at those "
+        "of the reward model and of the reference."
+    )
 
 
 def peak_memory() -> float:
