@@ -24,15 +24,36 @@ from marlhf.intervals import (
     quantiles,
     score_at_kl,
     share_improved,
+    t_quantile,
     thin,
     wilson,
 )
 
 
 def test_interval_by_hand():
-    # mean 2; deviations -1, 0, 1 and a missing one: s^2 = 2 / 2 = 1; 1.96 / sqrt(3) = 1.1316
+    # mean 2; deviations -1, 0, 1 and a missing one: s^2 = 2 / 2 = 1. Student's t of two degrees
+    # of freedom is 4.3027 at 97.5%: 4.3027 / sqrt(3) = 2.4841
     found = interval([1.0, 2.0, 3.0, math.nan])
-    assert found == pytest.approx((2.0, 0.8684, 3.1316, 3), abs=1e-4)
+    assert found == pytest.approx((2.0, -0.4841, 4.4841, 3), abs=1e-4)
+
+
+def test_t_quantiles_of_the_tables():
+    known = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 9: 2.2622, 30: 2.0423, 120: 1.9799}
+    assert {df: round(t_quantile(df), 4) for df in known} == known
+    assert t_quantile(10**9) == pytest.approx(1.959963984540054)
+
+
+def test_t_quantiles_are_scipy_s():
+    stats = pytest.importorskip("scipy.stats")
+    for df in [*range(1, 60), 99, 100, 101, 500, 999, 1000, 1001, 1002, 5000, 10**6]:
+        assert t_quantile(df) == pytest.approx(stats.t.ppf(0.975, df), rel=1e-6)
+
+
+def test_small_samples_are_covered_as_often_as_promised():
+    """With 1.96 in place of Student's t only 85% of intervals of four numbers hold the mean."""
+    draw = np.random.default_rng(0)
+    found = [interval(row) for row in draw.normal(size=(4000, 4))]
+    assert np.mean([each.low <= 0 <= each.high for each in found]) == pytest.approx(0.95, abs=0.015)
 
 
 def test_one_value_has_no_interval_and_none_has_no_mean():

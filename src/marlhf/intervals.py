@@ -60,7 +60,7 @@ def mean(values: Sequence[float] | Floats) -> float:
 
 
 def interval(values: Sequence[float] | Floats) -> Interval:
-    """The mean and its normal 95% interval, mean +- 1.96 s / sqrt(n), over finite values.
+    """The mean of the finite values with Student's 95% interval, mean +- t s / sqrt(n).
 
     The interval is about the prompts that were drawn, not about the seed of the training:
     another training may fall outside it. NaN bounds below two values.
@@ -73,8 +73,41 @@ def interval(values: Sequence[float] | Floats) -> Interval:
     middle = float(finite.mean())
     if count == 1:
         return Interval(middle, math.nan, math.nan, 1)
-    half = 1.96 * float(finite.std(ddof=1)) / math.sqrt(count)
+    half = t_quantile(count - 1) * float(finite.std(ddof=1)) / math.sqrt(count)
     return Interval(middle, middle - half, middle + half, count)
+
+
+@lru_cache(maxsize=4096)
+def t_quantile(df: int) -> float:
+    """The 97.5% point of Student's t with `df` degrees of freedom.
+
+    With few numbers it is far above the normal 1.96: an interval of four numbers made with 1.96
+    holds the mean in 85% of cases only.
+
+    >>> [round(t_quantile(df), 3) for df in (1, 3, 10, 100)]
+    [12.706, 3.182, 2.228, 1.984]
+    """
+    if df > 1000:  # the first terms of the expansion around the normal are exact to 1e-8 here
+        return Z + (Z**3 + Z) / (4 * df) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * df**2)
+    low, high = 1.9, 12.8
+    for _ in range(60):  # bisection down to rounding
+        middle = (low + high) / 2
+        low, high = (low, middle) if _t_within(middle, df) > 0.95 else (middle, high)
+    return high
+
+
+def _t_within(t: float, df: int) -> float:
+    """P(|T| < t), as a finite series for whole degrees of freedom (Abramowitz, Stegun 26.7.3-4)."""
+    angle = math.atan(t / math.sqrt(df))
+    cos_squared = math.cos(angle) ** 2
+    is_odd = df % 2
+    term = total = math.cos(angle) if is_odd else 1.0
+    for i in range(2 + is_odd, df, 2):
+        term *= cos_squared * (i - 1) / i
+        total += term
+    if is_odd:
+        return 2 / math.pi * (angle + (math.sin(angle) * total if df > 1 else 0.0))
+    return math.sin(angle) * total
 
 
 def paired_difference(before: Sequence[float], after: Sequence[float]) -> Interval:

@@ -220,11 +220,11 @@ def test_means_and_intervals_by_hand():
     lines = [{"scores": {"a": x}, "kl": None, "length": 4, "ended": x > 2} for x in (1.0, 2.0, 6.0)]
     found = summarise(lines)
     # mean 3, variance ((-2)^2 + (-1)^2 + 3^2) / 2 = 7
-    half = 1.96 * math.sqrt(7 / 3)
-    assert found.scores["a"] == pytest.approx((3.0, 3.0 - half, 3.0 + half, 3))
+    half = 4.302653 * math.sqrt(7 / 3)  # Student's t of two degrees of freedom
+    assert found.scores["a"] == pytest.approx((3.0, 3.0 - half, 3.0 + half, 3), rel=1e-6)
     assert found.measures["ended"].mean == pytest.approx(1 / 3)
     assert math.isnan(found.measures["kl"].mean)
-    assert "3.000 [0.006, 5.994]" in summary_table([("mine", found)])
+    assert "3.000 [-3.572, 9.572]" in summary_table([("mine", found)])
 
 
 def test_distinct_by_hand():

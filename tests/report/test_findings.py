@@ -142,8 +142,8 @@ def test_a_stopped_run_is_named(make_run):
 def test_the_interval_is_over_prompts(make_run):
     evaluation = {"step": 10, "scores": [1.0, 2.0, 3.0]}
     (group,) = group_runs([read_run(make_run("a", evaluations=[evaluation]))])
-    assert final_score(group) == pytest.approx((2.0, 0.8684, 3.1316, 3), abs=1e-4)
-    assert "2.00 [0.87, 3.13]" in verdict([group], [])
+    assert final_score(group) == pytest.approx((2.0, -0.4841, 4.4841, 3), abs=1e-4)
+    assert "2.00 [\u22120.48, 4.48]" in verdict([group], [])
 
 
 def test_the_verdict_never_gives_a_score_without_kl_and_length(group):
