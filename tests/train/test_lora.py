@@ -233,7 +233,7 @@ def test_the_engine_samples_from_the_adapted_policy(made, stage):
     run = made(stage, "lora")
     assert not [line for line in run.warnings if "plain loop" in line]  # it copes with adapters
     lines = [x for x in read_lines(run.path) if x["kind"] == "train"]
-    gaps = [x[f"{stage}/logprob_gap"] for x in lines]
+    gaps = [x["rl/logprob_gap"] for x in lines]
     assert len(gaps) == 3
     assert max(gaps) < 1e-4
 

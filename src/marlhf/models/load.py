@@ -27,6 +27,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from marlhf.models.adapter_files import adapter_base, is_scalar_adapter, merge_adapter
 from marlhf.models.base import Model, ModelError, Tokenizer, quiet_transformers
+from marlhf.models.dropout import disable_dropout
 from marlhf.models.heads import init_scalar_head
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
 from marlhf.runs.layout import is_run
@@ -82,7 +83,7 @@ def load_policy(
 ) -> Model:
     """A causal language model in float32, ready to train."""
     if not isinstance(path, str):
-        return _given(path, checkpointing)
+        return _ready(path.float(), checkpointing)
     if (base := adapter_base(path)) is not None:
         plain = load_policy(base, seed=seed, trust_remote_code=trust_remote_code)
         return _merged(plain, path, checkpointing)
@@ -136,7 +137,7 @@ def load_scalar(
                 f"The {type(path).__name__} given has {path.score.out_features} labels; a reward "
                 "model has one. Load it with num_labels=1."
             )
-        return _given(path, checkpointing)
+        return _ready(path.float(), checkpointing)
     if (base := adapter_base(path)) is not None:
         scalar = load_scalar(base, seed=seed, trust_remote_code=trust_remote_code)
         return _merged(scalar, path, checkpointing)
@@ -247,7 +248,7 @@ def _load_gguf(path: str) -> Model:
     loaded, found = auto.from_pretrained(**options, dtype=torch.float32, output_loading_info=True)
     _check_whole(path, loaded, set(found["missing_keys"]))
     # A model read from GGUF counts as quantised and cannot be saved; a fresh one can.
-    config = _silent(loaded.config)
+    config = loaded.config
     config.__dict__.pop("quantization_config", None)
     model = auto.from_config(config, dtype=torch.float32)
     model.load_state_dict(loaded.state_dict())
@@ -265,20 +266,11 @@ def _check_whole(path: str, model: Model, missing: set[str]) -> None:
 
 
 def _config(path: str, trust_remote_code: bool) -> Any:
-    return _silent(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+    return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
 def _has_scalar(config: Any) -> bool:
     return any(SCALAR in kind for kind in config.architectures or ())
-
-
-def _silent(config: Any) -> Any:
-    """The config with every dropout in it at 0."""
-    for part in (config, config.get_text_config()):
-        for name in part.to_dict():
-            if name.endswith(("dropout", "pdrop", "dropout_prob")):
-                setattr(part, name, 0.0)
-    return config
 
 
 def _merged(base: Model, path: str, checkpointing: bool) -> Model:
@@ -286,22 +278,12 @@ def _merged(base: Model, path: str, checkpointing: bool) -> Model:
     return _ready(merged.requires_grad_(True), checkpointing)  # peft has frozen it
 
 
-def _given(model: Model, checkpointing: bool) -> Model:
-    """A user's own model: float32 masters, and no dropout in the modules it has built."""
-    _silent(model.config)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif isinstance(vars(module).get("attention_dropout"), float):
-            cast(Any, module).attention_dropout = 0.0
-    return _ready(model.float(), checkpointing)
-
-
 def _ready(model: Model, checkpointing: bool) -> Model:
+    disable_dropout(model)
     model.config.use_cache = not checkpointing
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()  # dropout is 0; gradient checkpointing only works in this mode
+    return model.train()  # gradient checkpointing only works in this mode
 
 
 def _gguf_end(path: str) -> int | None:
