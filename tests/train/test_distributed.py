@@ -246,7 +246,7 @@ def test_a_signal_to_torchrun_saves(tmp_path):
     _, errors = process.communicate(timeout=60)
     state = json.loads((tmp_path / "run" / "run.json").read_text())
     assert state["status"] == "stopped"
-    assert "The same command goes on." in errors
+    assert "The same command resumes it." in errors
     [folder] = (tmp_path / "run" / "checkpoints").iterdir()
     assert len(list((folder / "sharded").glob("*.safetensors"))) == 2
 

@@ -61,8 +61,12 @@ def encode_json(value: Any, indent: int | None = None) -> bytes:
 
 def replace_folder(temporary: Path, final: Path) -> None:
     """Move a complete folder to its place, with everything on disk before its name is."""
+    umask = os.umask(0)
+    os.umask(umask)
     for file in temporary.rglob("*"):
         if file.is_file():
+            # safetensors makes files that only their owner can read, whatever the umask.
+            file.chmod(0o666 & ~umask)
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
     # A folder cannot replace one that is not empty: the old one steps aside first.

@@ -1,4 +1,4 @@
-"""What surrounds the steps of every stage: resuming, the bar, Ctrl-C, metrics, callbacks, saving.
+"""What surrounds the steps of every stage: resume, progress, Ctrl-C, metrics, callbacks, saving.
 
 loop = Loop(run, config, world, total, models=..., optimizers=..., ...)
 loop.resume()
@@ -38,7 +38,10 @@ from marlhf.train.trackers import Trackers
 
 
 def open_run(config: StageConfig, stage: str, world: World) -> RunFolder:
-    """The run's folder: the main process's to write to, the others' to look at."""
+    """The run's folder, which rank 0 writes and the others only read.
+
+    Rank 0 comes first: it may have to create the folder, or refuse what is in it.
+    """
     run: RunFolder | None = None
     with world.raise_on_all_ranks():
         if world.main:
@@ -73,7 +76,7 @@ class Loop:
         self.models, self.optimizers, self.tokenizer = models, optimizers, tokenizer
         self.step = self.done = 0
         self.verdict = ""
-        """Why to end before the last step, if anything says so."""
+        """Why to stop before the last step, if a guard or a callback says so."""
         model = next(iter(models.values()))
         self.callbacks = Callbacks(
             objects.callbacks,
@@ -88,7 +91,7 @@ class Loop:
         )
         self.rows = {"training": rows[0], "held-out": rows[1]}
         self._stack = contextlib.ExitStack()
-        self._asked = False
+        self._stopping = False  # a signal has reached some rank
 
     def resume(self) -> dict[str, Any] | None:
         """Resume from the last complete checkpoint, if there is one; returns its state."""
@@ -102,9 +105,9 @@ class Loop:
             return None
         if state["bases"] != self._bases():
             raise RunError(
-                f"The model that the adapters of {self.run.path} stand on has changed since step "
-                f"{state['step']}, and they mean nothing on another. Put that model back, or "
-                "choose another output_dir."
+                f"The base model of the adapters in {self.run.path} has changed since step "
+                f"{state['step']}, and they only fit the one they were trained on. Put that model "
+                "back, or choose another output_dir."
             )
         self.run.rewind(state["step"], state["seconds"])
         self.step = self.done = state["step"]
@@ -141,30 +144,35 @@ class Loop:
         self._stack.__exit__(kind, error, trace)
 
     def __iter__(self) -> Iterator[int]:
-        """Step by step, until the last, a verdict, a callback's word or Ctrl-C."""
+        """The numbers of the steps, until the last one, a verdict, a callback or a signal."""
         self.check("before the first step")
-        over = self.verdict or self.callbacks.should_stop  # already so at the last checkpoint
-        for step in range(self.done + 1, (self.done if over else self.total) + 1):
+        if self.verdict or self.callbacks.should_stop:  # so at the checkpoint that was resumed
+            return
+        for step in range(self.done + 1, self.total + 1):
             self.step = step
-            self._asked = False
+            self._stopping = False
             self.callbacks.step_begin(step)
             yield step
-            if self._asked:
-                self._interrupts.asked = self._interrupts.asked or "a signal"
-                self._interrupts.check(f"saved at step {step} in {self.run.path}")
+            # The stage has called `must_save`, which agreed on this with all ranks, and `save`.
+            if self._stopping:
+                self._stop(f"saved at step {step} in {self.run.path}")
             if self.world.any(self.callbacks.should_stop) and not self.verdict:
                 self.verdict = f"Stopped by a callback after step {step}."
             if self.verdict:
                 break
 
     def check(self, where: str) -> None:
-        """End here if that was asked for, on any process."""
-        if self.world.any(bool(self._interrupts.asked)):
-            self._interrupts.asked = self._interrupts.asked or "a signal"
-            self._interrupts.check(where)
+        """End here if a signal came, on any rank."""
+        if self.world.any(bool(self._interrupts.received)):
+            self._stop(where)
+
+    def _stop(self, where: str) -> None:
+        """All ranks stop, also those that the signal did not reach."""
+        self._interrupts.received = self._interrupts.received or "a signal"
+        self._interrupts.check(where)
 
     def log(self, numbers: dict[str, float], show: Sequence[str] = ()) -> None:
-        """The step is taken: its numbers to the folder, the bar, trackers and callbacks."""
+        """The metrics of a step that is done: to the folder, the bar, trackers and callbacks."""
         self.callbacks.step_end(self.step)
         self.run.log("train", self.step, numbers)
         self._bar.advance(self.step, {key: numbers[key] for key in show})
@@ -184,29 +192,33 @@ class Loop:
 
     @property
     def must_save(self) -> bool:
-        """Whether it is time to, or the run is about to end for now."""
-        self._asked = self.world.any(bool(self._interrupts.asked))
+        """Whether a checkpoint is due, or the run stops after this step.
+
+        Saving is a collective call, so the ranks must agree on it: signals and callbacks may have
+        reached only one of them.
+        """
+        self._stopping = self.world.any(bool(self._interrupts.received))
         wanted = due(self.step, self.config.save_every, 0) or bool(self.verdict)
-        return self._asked or self.world.any(wanted or self.callbacks.should_save)
+        return self._stopping or self.world.any(wanted or self.callbacks.should_save)
 
     def save(self, **state: Any) -> None:
-        """A checkpoint of this step."""
-        whole = state | {"verdict": self.verdict, "callbacks": self.callbacks.state()}
-        whole["bases"] = self._bases()
+        """Write a checkpoint of this step."""
+        state = state | {"verdict": self.verdict, "callbacks": self.callbacks.state()}
+        state["bases"] = self._bases()
         folder = save_checkpoint(
             self.run,
             self.step,
             world=self.world,
             models=self.models,
             optimizers=self.optimizers,
-            state=whole,
+            state=state,
             keep=self.config.keep_checkpoints,
         )
         say(f"{self.run.path.name} {self.step}/{self.total}  saved {folder}")
         self.callbacks.save(self.step)
 
     def _bases(self) -> dict[str, str | None]:
-        """What adapters stand on, by its weights: checkpoints hold only what trains."""
+        """Digests of the frozen models under adapters: checkpoints hold the adapters only."""
         views = {name: m for name, m in self.models.items() if isinstance(m, AdaptedModel)}
         return {name: view.base.digest for name, view in views.items()}
 
@@ -225,7 +237,7 @@ class Loop:
         self.world.wait()
 
     def close(self, model: Model, summary: dict[str, Any], next_step: str) -> Path:
-        """Keep the model, end the run, and say where things are."""
+        """Save the model, end the run, and say where things are."""
         if self.verdict:
             warn(self.verdict)
             self.run.state["note"] = self.verdict
@@ -239,7 +251,7 @@ class Loop:
 
 
 def publish(run: RunFolder, config: StageConfig, rows: Mapping[str, int] | None = None) -> None:
-    """Write the model's card, and upload both where that is asked for."""
+    """Write the model's card, and upload both with `push_to_hub`."""
     name = config.hub_model_id or run.path.name
     write_card(run, rows=rows, repo_id=name if config.push_to_hub else "")
     if config.push_to_hub:
