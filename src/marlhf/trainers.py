@@ -21,6 +21,7 @@ from marlhf.configs.stage import StageConfig
 from marlhf.data import DataConfig, Row, rows_from_records
 from marlhf.data.splits import held_out
 from marlhf.errors import SettingError
+from marlhf.model_card import push, write_card
 from marlhf.models.adapter_config import import_peft
 from marlhf.models.adapter_files import adapter_base, find_adapter
 from marlhf.models.base import Model, Tokenizer
@@ -28,7 +29,6 @@ from marlhf.models.load import load_policy, load_scalar, load_tokenizer
 from marlhf.runs.layout import RunError, read_config
 from marlhf.runs.write import ReadOnlyRunFolder, RunFolder
 from marlhf.train import dpo, ppo, reward, rloo, sft
-from marlhf.train.card import push, write_card
 from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.dpo_config import DPOConfig
 from marlhf.train.objects import GivenObjects

@@ -22,12 +22,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from marlhf.configs.stage import StageConfig
+from marlhf.model_card import push, write_card
 from marlhf.models.adapters import AdaptedModel
 from marlhf.models.base import Model, Tokenizer, quiet_transformers
 from marlhf.runs.layout import MODEL, RunError
 from marlhf.runs.write import ReadOnlyRunFolder, RunFolder
 from marlhf.train.callbacks import Callbacks
-from marlhf.train.card import push, write_card
 from marlhf.train.checkpoint import load_latest, save_checkpoint
 from marlhf.train.distributed import World
 from marlhf.train.interrupts import Stopped

@@ -9,9 +9,9 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 
 from marlhf.core import NGram, Words
 from marlhf.data import DataConfig
+from marlhf.model_card import push, write_card
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
-from marlhf.train.card import push, write_card
 
 
 @dataclass
