@@ -239,6 +239,19 @@ class Mine:
         return responses.mask
 
 
+def test_nothing_is_run_while_a_recipe_is_refused(write, tmp_path):
+    """Neither a constructor of Python's own nor a module of the user's."""
+    touched = tmp_path / "touched"
+    (tmp_path / "own_rule.py").write_text(f"open({str(touched)!r}, 'w')\n")
+    run = f'segmenter: {{type: "subprocess:Popen", args: [touch, {touched}]}}'
+    with pytest.raises(ConfigError, match="part of Python itself"):
+        load_recipe(write(PIPELINE.replace("segmenter: {type: ngram, n: 1}", run)))
+    own = 'segmenter: {type: "own_rule:Mine"}, batch_size: many'
+    with pytest.raises(ConfigError, match="batch_size"):
+        load_recipe(write(PIPELINE.replace("segmenter: {type: ngram, n: 1}", own)))
+    assert not touched.exists()
+
+
 def test_a_rule_of_ones_own_by_name():
     sys.modules["my_rules"] = sys.modules[__name__]
     assert build_segmenter({"type": "my_rules:Mine", "nats": 1}) == Mine(1.0)

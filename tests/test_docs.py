@@ -17,13 +17,14 @@ import yaml
 
 from marlhf import core
 from marlhf.cli import app, main
-from marlhf.config import KINDS, kind_class, load_recipe, load_stage
+from marlhf.config import kind_class, load_recipe, load_stage
 from marlhf.settings import SEGMENTERS, describe
+from marlhf.train.stages import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RECIPE_KEYS = {"output_dir", "defaults", "stages", "like", "kind", "extends", "preset", "type"}
-TRAINING = ("run", *KINDS)
+TRAINING = ("run", *METHODS)
 FENCE = re.compile(r"^(<!-- not run: .+? -->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
@@ -80,7 +81,7 @@ def first_column(page: Path, first: str) -> list[str]:
 
 
 def known_settings() -> set[str]:
-    names = {name for kind in KINDS for name, *_ in describe(kind_class(kind))}
+    names = {name for kind in METHODS for name, *_ in describe(kind_class(kind))}
     rules = [getattr(core, rule) for rule in SEGMENTERS.values()]
     return names | {field.name for rule in rules for field in dataclasses.fields(rule)}
 

@@ -17,18 +17,21 @@ sweep train it before others.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import importlib
-import os
 import re
-import sys
-import typing
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from marlhf.build import (
+    at,
+    build,
+    build_segmenter,
+    field_names,
+    make_segmenter,
+    raise_problems,
+    unknown,
+)
+from marlhf.configs.stage import StageConfig
 from marlhf.recipe_files import (
     ConfigError,
     Raw,
@@ -38,20 +41,20 @@ from marlhf.recipe_files import (
     read_override,
     read_recipe,
 )
-from marlhf.settings import SEGMENTERS, dataclass_in
+from marlhf.train.stages import METHODS
 
-KINDS = {
-    "sft": "marlhf.train.sft:SFTConfig",
-    "reward": "marlhf.train.reward:RewardConfig",
-    "ppo": "marlhf.train.ppo:PPOConfig",
-    "rloo": "marlhf.train.rloo:RLOOConfig",
-    "dpo": "marlhf.train.dpo:DPOConfig",
-}
-PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {},
-    "official": {"pooling": "mean", "score_clip": 2.5, "split_last": True},
-}
-"""`paper` is the default. `official` is what the authors' code does, for comparison."""
+__all__ = [
+    "ConfigError",
+    "Stage",
+    "build_segmenter",
+    "check_recipe",
+    "check_stage",
+    "kind_class",
+    "load_config",
+    "load_recipe",
+    "load_stage",
+    "make_segmenters",
+]
 
 T = TypeVar("T")
 
@@ -65,10 +68,46 @@ class Stage:
     config: Any
     priority: float = 0.0
     """Where several are trained at a time, those of a higher one begin first."""
+    where: str = ""
+    """Its place in the recipe."""
 
 
 def load_recipe(recipe: Path | str, overrides: list[str] | None = None) -> list[Stage]:
     """All stages of a recipe, in order. `ppo.kl_coef=0.1` overrides one stage, `seed=1` all."""
+    return make_segmenters(_read_stages(recipe, overrides, rules=True))
+
+
+def load_stage(
+    recipe: Path | str, kind: str, overrides: list[str] | None = None, name: str | None = None
+) -> Stage:
+    """One stage: a flat recipe of that kind, or the stage called `name` (or the kind) in it."""
+    return make_segmenters([_read_stage(recipe, kind, overrides, name, rules=True)])[0]
+
+
+def make_segmenters(stages: list[Stage]) -> list[Stage]:
+    """Checked stages with their rules, which takes torch and may import the user's own modules."""
+    problems: list[str] = []
+    made: list[Stage] = []
+    for stage in stages:
+        config = make_segmenter(stage.config, at(stage.where, "segmenter"), problems)
+        made.append(replace(stage, config=config))
+    raise_problems(problems)
+    return made
+
+
+def check_recipe(recipe: Path | str, overrides: list[str] | None = None) -> list[Stage]:
+    """All stages of a recipe, validated. Neither torch nor what the recipe names is imported."""
+    return _read_stages(recipe, overrides, rules=False)
+
+
+def check_stage(
+    recipe: Path | str, kind: str, overrides: list[str] | None = None, name: str | None = None
+) -> Stage:
+    """One stage, validated as `check_recipe` does."""
+    return _read_stage(recipe, kind, overrides, name, rules=False)
+
+
+def _read_stages(recipe: Path | str, overrides: list[str] | None, rules: bool) -> list[Stage]:
     path = find_recipe(recipe)
     raw = read_recipe(path)
     if "stages" not in raw:
@@ -94,23 +133,23 @@ def load_recipe(recipe: Path | str, overrides: list[str] | None = None) -> list[
         known = [n for n, s in stages.items() if first in _stage_keys(n, s)]
         if not known:
             every = {key for n, s in stages.items() for key in _stage_keys(n, s)}
-            problems.append(_unknown(key, first, {*every, *stages}))
+            problems.append(unknown(key, first, {*every, *stages}))
         for name in known:
             assign(stages[name], key, value)
     _check_references(stages, problems)
     for name, stage in stages.items():
         stage["output_dir"] = str(root / name)
     built = [
-        _build_stage(name, stage, f"stages.{name}", problems) for name, stage in stages.items()
+        _build_stage(name, stage, f"stages.{name}", problems, rules)
+        for name, stage in stages.items()
     ]
-    _raise(problems, path)
+    raise_problems(problems, path)
     return [stage for stage in built if stage]
 
 
-def load_stage(
-    recipe: Path | str, kind: str, overrides: list[str] | None = None, name: str | None = None
+def _read_stage(
+    recipe: Path | str, kind: str, overrides: list[str] | None, name: str | None, rules: bool
 ) -> Stage:
-    """One stage: a flat recipe of that kind, or the stage called `name` (or the kind) in it."""
     path = find_recipe(recipe)
     raw = read_recipe(path)
     problems: list[str] = []
@@ -134,8 +173,8 @@ def load_stage(
         assign(stage, key, value)
     if stages:
         _check_references(stages | {name: stage}, problems)
-    built = _build_stage(name, stage, where, problems)
-    _raise(problems, path)
+    built = _build_stage(name, stage, where, problems, rules)
+    raise_problems(problems, path)
     assert built
     return built
 
@@ -147,25 +186,18 @@ def load_config(cls: type[T], recipe: Path | str, overrides: list[str] | None = 
     for key, value in map(read_override, overrides or []):
         assign(raw, key, value)
     problems: list[str] = []
-    config = _build(cls, raw, "", problems)
-    _raise(problems, path)
+    config = build(cls, raw, "", problems, rules=True)
+    raise_problems(problems, path)
+    config = make_segmenter(config, "segmenter", problems)
+    raise_problems(problems, path)
     return config
 
 
-def build_segmenter(raw: Any, where: str = "segmenter") -> Any:
-    """A segmenter from `{type: ngram, n: 5}`, `ngram`, or `{type: my_module:MyRule, ...}`."""
-    problems: list[str] = []
-    built = _segmenter(raw, where, problems)
-    _raise(problems)
-    return built
-
-
-def kind_class(kind: str) -> type:
+def kind_class(kind: str) -> type[StageConfig]:
     """The dataclass of a kind of stage."""
-    if kind not in KINDS:
-        raise ConfigError(_unknown(kind, kind, KINDS))
-    module, _, name = KINDS[kind].partition(":")
-    return getattr(importlib.import_module(module), name)
+    if kind not in METHODS:
+        raise ConfigError(unknown("kind", kind, METHODS))
+    return METHODS[kind].config
 
 
 def _stage_names(raw: Raw, path: Path) -> list[str]:
@@ -189,7 +221,7 @@ def _stage_names(raw: Raw, path: Path) -> list[str]:
 def _stages(raw: Raw, path: Path, problems: list[str]) -> tuple[dict[str, Raw], Path]:
     """Each stage's own mapping over the defaults and what it is `like`."""
     known = {"output_dir", "defaults", "stages"}
-    problems += [_unknown(key, key, known) for key in raw if key not in known]
+    problems += [unknown(key, key, known) for key in raw if key not in known]
     stages = {str(name): stage for name, stage in raw["stages"].items()}
 
     def resolve(name: str, seen: tuple[str, ...] = ()) -> Raw:
@@ -200,7 +232,7 @@ def _stages(raw: Raw, path: Path, problems: list[str]) -> tuple[dict[str, Raw], 
         if like is None:
             return {"kind": name, **merge(raw.get("defaults") or {}, stage)}
         if like not in stages:
-            raise ConfigError(_unknown(f"stages.{name}.like", str(like), stages))
+            raise ConfigError(unknown(f"stages.{name}.like", str(like), stages))
         own = {k: v for k, v in stage.items() if k != "like"}
         return merge(resolve(like, (*seen, name)), own)
 
@@ -217,27 +249,27 @@ def _check_references(stages: dict[str, Raw], problems: list[str]) -> None:
                 if not isinstance(value, str) or not value.startswith("@"):
                     continue
                 if value[1:] not in stages:
-                    problems.append(_unknown(place, value[1:], stages))
+                    problems.append(unknown(place, value[1:], stages))
                 elif names.index(value[1:]) >= names.index(name):
                     problems.append(f"{place}: stage {value[1:]!r} does not come before {name!r}.")
 
 
-def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage | None:
+def _build_stage(name: str, raw: Raw, where: str, problems: list[str], rules: bool) -> Stage | None:
     raw = dict(raw)
     kind = raw.pop("kind", name)
     preset = raw.pop("preset", "paper")
     priority = raw.pop("priority", 0.0)
     if isinstance(priority, bool) or not isinstance(priority, (int, float)):
-        problems.append(f"{_at(where, 'priority')}: must be a number (got {priority!r})")
+        problems.append(f"{at(where, 'priority')}: must be a number (got {priority!r})")
         return None
-    if kind not in KINDS:
-        problems.append(_unknown(_at(where, "kind"), str(kind), KINDS))
+    if kind not in METHODS:
+        problems.append(unknown(at(where, "kind"), str(kind), METHODS))
         return None
-    if preset not in PRESETS:
-        problems.append(_unknown(_at(where, "preset"), str(preset), PRESETS))
-        return None
-    if preset != "paper" and kind != "ppo":
-        problems.append(f"{_at(where, 'preset')}: only ppo has presets.")
+    config_class = METHODS[kind].config
+    presets = {"paper": {}, **config_class.presets}
+    if preset not in presets:
+        none = "" if config_class.presets else f" {kind} has no other presets."
+        problems.append(unknown(at(where, "preset"), str(preset), presets) + none)
         return None
     root = Path(str(raw.get("output_dir", "runs/stage"))).parent
     for key, value in raw.items():
@@ -248,119 +280,13 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage 
                 str(root / x[1:] / "model") if isinstance(x, str) and x.startswith("@") else x
                 for x in value
             ]
-    problems += [
-        f"{_at(where, key)}: Field required" for key in _required(kind, raw) if not raw.get(key)
-    ]
-    config = _build(kind_class(kind), merge(PRESETS[preset], raw), where, problems)
-    return None if config is None else Stage(name, kind, config, priority)
-
-
-def _required(kind: str, raw: Raw) -> list[str]:
-    """What a recipe must say, and Python may give as objects instead."""
-    samples = kind in ("ppo", "rloo")
-    return ["model", "output_dir"] + ["reward_model"] * (samples and not raw.get("reward_funcs"))
-
-
-def _build(cls: type[T], raw: Any, where: str, problems: list[str]) -> T:
-    """Validate with pydantic, after naming unknown keys ourselves with the nearest known one."""
-    from pydantic import TypeAdapter, ValidationError
-
-    before = len(problems)
-    raw = _walk(cls, raw, where, problems)
-    built = None
-    try:
-        built = TypeAdapter(cls).validate_python(raw)
-    except ValidationError as error:
-        for one in error.errors(include_url=False):
-            place = where
-            for part in one["loc"]:
-                place = _at(place, str(part))
-            whole = one["type"] == "missing" or isinstance(one["input"], dict)
-            given = "" if whole else f" (got {one['input']!r})"  # a mapping may hold secrets
-            message = one["msg"].removeprefix("Value error, ")
-            problems.append(f"{place or 'recipe'}: {message}{given}")
-    return typing.cast(T, built if len(problems) == before else None)
-
-
-def _walk(cls: type, raw: Any, where: str, problems: list[str]) -> Any:
-    """Report unknown keys at every level, and build segmenters, which have a `type`."""
-    if not isinstance(raw, dict):
-        return raw
-    hints = typing.get_type_hints(cls)
-    known = _names(cls)
-    checked = {}
-    for key, value in raw.items():
-        place = _at(where, key)
-        if key not in known:
-            problems.append(_unknown(place, key, known))
-            continue
-        inner = dataclass_in(hints[key])
-        if key == "segmenter":
-            before = len(problems)
-            value = _segmenter(value, place, problems)
-            if len(problems) > before:
-                continue  # said already; the default stands in
-        elif inner is not None and isinstance(value, dict):
-            value = _walk(inner, value, place, problems)
-        checked[key] = value
-    return checked
-
-
-def _segmenter(raw: Any, where: str, problems: list[str]) -> Any:
-    raw = {"type": raw} if isinstance(raw, str) else raw
-    if not isinstance(raw, dict):
-        if not callable(raw):
-            problems.append(f"{where}: write {{type: ngram, n: 5}} or the like (got {raw!r})")
-        return raw
-    name, rest = str(raw.get("type", "ngram")), {k: v for k, v in raw.items() if k != "type"}
-    if ":" in name:
-        try:
-            cls = _import(name)
-            if not dataclasses.is_dataclass(cls):
-                if not isinstance(cls, type) and not rest:
-                    return cls
-                return cls(**rest) if isinstance(cls, type) else partial(cls, **rest)
-        except (ImportError, AttributeError, TypeError) as error:
-            problems.append(f"{where}.type: cannot use {name}: {error}")
-            return None
-    elif name in SEGMENTERS:
-        cls = getattr(importlib.import_module("marlhf.core"), SEGMENTERS[name])
-    else:
-        problems.append(_unknown(f"{where}.type", name, SEGMENTERS))
-        return None
-    return _build(typing.cast(type, cls), rest, where, problems)
-
-
-def _import(name: str) -> Any:
-    """`module:Name`, from the folder of the command as well as from what is installed."""
-    module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    return getattr(importlib.import_module(module), attribute)
+    missing = [key for key in config_class.required(raw) if not raw.get(key)]
+    problems += [f"{at(where, key)}: Field required" for key in missing]
+    config = build(config_class, merge(presets[preset], raw), where, problems, rules=rules)
+    return None if config is None else Stage(name, kind, config, priority, where)
 
 
 def _stage_keys(name: str, stage: Raw) -> set[str]:
     """What may be set in a stage."""
-    kind = str(stage.get("kind", name))
-    return _names(kind_class(kind)) | ({"preset"} if kind == "ppo" else set())
-
-
-def _names(cls: type) -> set[str]:
-    return {f.name for f in dataclasses.fields(cls)}
-
-
-def _unknown(place: str, name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
-    hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(sorted(known))}."
-    return f"{place}: unknown name {name!r}. {hint}"
-
-
-def _at(where: str, key: str) -> str:
-    return f"{where}.{key}" if where else key
-
-
-def _raise(problems: list[str], path: Path | None = None) -> None:
-    if problems:
-        head = f"{path}: " if path else ""
-        count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
-        raise ConfigError("\n  ".join([f"{head}{count}", *problems]))
+    config = kind_class(str(stage.get("kind", name)))
+    return field_names(config) | ({"preset"} if config.presets else set())

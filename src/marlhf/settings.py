@@ -31,6 +31,16 @@ SEGMENTERS = {
 """Rules by the name that recipes call them by; classes of `marlhf.core`."""
 
 
+class SegmenterSpec:
+    """A segmenter by its name and settings, before the rule itself is made or imported."""
+
+    def __init__(self, type: str, settings: dict[str, Any]) -> None:
+        self.type, self.settings = type, settings
+
+    def __call__(self, *_: Any) -> Any:
+        raise AssertionError(f"the segmenter {self.type} has not been made yet")
+
+
 def flatten(raw: Any, where: str = "") -> dict[str, Any]:
     """Nested settings under dotted names.
 
@@ -47,6 +57,8 @@ def flatten(raw: Any, where: str = "") -> dict[str, Any]:
 
 def to_raw(config: Any) -> Any:
     """A config as plain data for YAML and JSON; secrets are left out by name."""
+    if isinstance(config, SegmenterSpec):
+        return {"type": config.type, **config.settings}
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
         fields = {k: _hide(k, to_raw(v)) for k, v in fields.items()}

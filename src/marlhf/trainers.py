@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 from transformers.trainer_utils import TrainOutput
 
-from marlhf.configs.stage import StageConfig
 from marlhf.data import DataConfig, Row, rows_from_records
 from marlhf.data.splits import held_out
 from marlhf.errors import SettingError
@@ -26,17 +25,14 @@ from marlhf.models.adapter_config import import_peft
 from marlhf.models.adapter_files import adapter_base, find_adapter
 from marlhf.models.base import Model, Tokenizer
 from marlhf.models.load import load_policy, load_scalar, load_tokenizer
+from marlhf.runs.stage_facts import facts_of
 from marlhf.runs.layout import RunError, read_config
 from marlhf.runs.write import ReadOnlyRunFolder, RunFolder
-from marlhf.train import dpo, ppo, reward, rloo, sft
 from marlhf.train.checkpoint import list_checkpoints
-from marlhf.train.dpo_config import DPOConfig
 from marlhf.train.objects import GivenObjects
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.progress import say, warn
-from marlhf.train.reward_config import RewardConfig
-from marlhf.train.rloo_config import RLOOConfig
-from marlhf.train.sft_config import SFTConfig
+from marlhf.train.stages import METHODS
 from marlhf.trainer_inputs import (
     GIVEN,
     Dataset,
@@ -62,11 +58,8 @@ ELSEWHERE = {
 class Trainer:
     """What all trainers share: from objects to a config and parts, and the model afterwards."""
 
-    stage: ClassVar[str]
-    loop: ClassVar[Callable[[Any, GivenObjects], Path]]
-    config_class: ClassVar[type[StageConfig]]
-    needs: ClassVar[tuple[str, ...]]
-    scalar: ClassVar[bool] = False
+    stage: str
+    """The method's name in `marlhf.train.stages`."""
 
     def __init__(
         self,
@@ -141,7 +134,7 @@ class Trainer:
         if self.objects.train_rows is None and self.args.data == DataConfig(source="toy"):
             warn("no train_dataset is given, so this trains on the built-in toy task.")
         self._name_models(before)
-        type(self).loop(self.args, self.objects)
+        METHODS[self.stage].train(self.args, self.objects)
         self._trained_model = None
         if before.finished and self._given is not None and not self._adapted:  # nothing to train
             self._given.load_state_dict(self._load(str(before.model)).state_dict())
@@ -185,6 +178,11 @@ class Trainer:
             return import_peft().PeftModel.from_pretrained(load(source), str(adapter))
 
     @property
+    def scalar(self) -> bool:
+        """Whether it trains a reward model, which gives numbers."""
+        return not facts_of(self.stage).writes_text
+
+    @property
     def _adapted(self) -> bool:
         return self.objects.peft_config is not None or self.args.lora is not None
 
@@ -216,13 +214,12 @@ class Trainer:
         return push(folder, name, private=hidden, token=token, message=commit_message)
 
     def _arguments(self, args: Any, model: Any) -> Any:
-        if args is None:
-            args = self.config_class()
-        if not isinstance(args, self.config_class):
+        wanted = METHODS[self.stage].config
+        args = wanted() if args is None else args
+        if not isinstance(args, wanted):
             kind = f"{type(args).__module__}.{type(args).__qualname__}"
             raise TypeError(
-                f"{type(self).__name__} takes args of marlhf.{self.config_class.__name__}; got "
-                f"{kind}."
+                f"{type(self).__name__} takes args of marlhf.{wanted.__name__}; got {kind}."
             )
         if args.output_dir:
             return args
@@ -241,11 +238,11 @@ class Trainer:
         self, train: Dataset, evaluation: Dataset | None, tokenizer: Tokenizer | None, args: Any
     ) -> tuple[list[Row], list[Row]]:
         records = to_records(train, tokenizer, "train_dataset")
-        rows, counts = rows_from_records(records, needs=self.needs, name="train_dataset")
+        rows, counts = rows_from_records(records, needs=args.columns, name="train_dataset")
         say(f"train_dataset: {counts}")
         if evaluation is not None:
             records = to_records(evaluation, tokenizer, "eval_dataset")
-            aside, counts = rows_from_records(records, needs=self.needs, name="eval_dataset")
+            aside, counts = rows_from_records(records, needs=args.columns, name="eval_dataset")
             say(f"eval_dataset: {counts}")
             return rows, aside
         rows, aside = held_out(rows, args.data.eval_size, args.data.seed)
@@ -311,8 +308,7 @@ class SFTTrainer(Trainer):
     'runs/tiny-sft'
     """
 
-    stage, loop, config_class = "sft", sft.train, SFTConfig
-    needs = ("prompt", "chosen")
+    stage = "sft"
 
 
 class RewardTrainer(Trainer):
@@ -324,20 +320,18 @@ class RewardTrainer(Trainer):
     'LlamaForSequenceClassification'
     """
 
-    stage, loop, config_class = "reward", reward.train, RewardConfig
-    needs = ("prompt", "chosen", "rejected")
-    scalar = True
+    stage = "reward"
 
 
 class DPOTrainer(Trainer):
     """Direct preference optimisation on `prompt`, `chosen` and `rejected`.
 
+    >>> from marlhf import DPOConfig
     >>> DPOTrainer(model="tiny", args=DPOConfig(beta=0.2)).args.beta
     0.2
     """
 
-    stage, loop, config_class = "dpo", dpo.train, DPOConfig
-    needs = ("prompt", "chosen", "rejected")
+    stage = "dpo"
 
     def __init__(
         self,
@@ -376,8 +370,7 @@ class MacroPPOTrainer(Trainer):
     ('brevity',)
     """
 
-    stage, loop, config_class = "ppo", ppo.train, PPOConfig
-    needs = ("prompt",)
+    stage = "ppo"
 
     def __init__(
         self,
@@ -448,12 +441,13 @@ class RLOOTrainer(MacroPPOTrainer):
 
     >>> def brevity(completions, **_):
     ...     return [-len(completion) / 100 for completion in completions]
+    >>> from marlhf import RLOOConfig
     >>> args = RLOOConfig(num_samples=8)
     >>> RLOOTrainer(model="tiny", reward_funcs=brevity, args=args).args.num_samples
     8
     """
 
-    stage, loop, config_class = "rloo", rloo.train, RLOOConfig
+    stage = "rloo"
 
 
 PPOTrainer = MacroPPOTrainer

@@ -368,6 +368,8 @@ def test_rewards_check_every_function(tokenizer):
 
 
 MODULE = """
+from subprocess import getoutput
+
 limit = 3
 
 def brevity(completions):
@@ -379,6 +381,9 @@ class Brevity:
 
 class Limited:
     def __init__(self, limit): ...
+    def __call__(self, completions): ...
+
+class Plain: ...
 """
 
 
@@ -397,7 +402,6 @@ def here(tmp_path, monkeypatch):
 def test_functions_and_classes_are_imported_from_here(here):
     assert import_function("own_rewards:brevity")(["abc"]) == [-3.0]
     assert import_function("own_rewards:Brevity")(["abc"]) == [-3.0]
-    assert import_function("math:sqrt")(4) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -413,6 +417,10 @@ def test_functions_and_classes_are_imported_from_here(here):
         ("own_rewards:brevty", "Did you mean brevity"),
         ("own_rewards:limit", "which is not callable"),
         ("own_rewards:Limited", "cannot be created without arguments"),
+        ("own_rewards:Plain", "cannot be called. Give the class a __call__"),
+        ("own_rewards:getoutput", "was not written in own_rewards"),
+        ("subprocess:getoutput", "part of Python itself"),
+        ("os:system", "part of Python itself"),
     ],
 )
 def test_what_cannot_be_imported_is_explained(here, name, said):

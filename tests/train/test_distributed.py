@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from marlhf import trainers
-from marlhf.config import KINDS
 from marlhf.core import Constituents, RandomNGram
 from marlhf.data import DataConfig
 from marlhf.rollout import Sampling
+from marlhf.train.stages import METHODS
 
 pytestmark = pytest.mark.distributed
 TRAINERS = {
@@ -50,7 +50,7 @@ OWN = {
     "ppo": RL | {"critic_learning_rate": 1e-3, "num_mini_batches": 2, "segmenter": RandomNGram()},
     "rloo": RL | {"num_samples": 2},
 }
-RUNS = {kind: (kind, {}) for kind in KINDS} | {
+RUNS = {kind: (kind, {}) for kind in METHODS} | {
     "uneven": ("ppo", {"batch_size": 3, "num_mini_batches": 1}),
     "few": ("ppo", {"batch_size": 1, "num_mini_batches": 1, "eval_prompts": 1}),
     "few-pairs": ("reward", {"batch_size": 1}),

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from marlhf.cli.app import Device, MaxNewTokens, Overrides, StageName, app
+from marlhf.train.stages import METHODS
 
 
 @app.command()
@@ -24,7 +25,7 @@ def recipes() -> None:
 
 @app.command()
 def config(
-    kind: Annotated[str, typer.Argument(help="sft, reward, ppo, rloo or dpo.")],
+    kind: Annotated[str, typer.Argument(help=f"One of {', '.join(METHODS)}.")],
     recipe: Annotated[str | None, typer.Argument(help="Show this recipe, resolved.")] = None,
     overrides: Overrides = None,
     stage: StageName = None,

@@ -3,52 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from marlhf.cli.app import (
-    Overrides,
-    Recipe,
-    StageName,
-    app,
-    fail,
-    main_rank,
-    write_report_of,
-)
+from marlhf.cli.app import Overrides, Recipe, StageName, app, fail, main_rank, write_report_of
+from marlhf.train.stages import METHODS
+
+if TYPE_CHECKING:
+    from marlhf.config import Stage
 
 LEFT = 75
 """Exit status of a sweep that its deadline ended: try again later, as in sysexits.h."""
 
 
-@app.command("sft")
-def run_sft(recipe: Recipe, overrides: Overrides = None, stage: StageName = None) -> None:
-    """Supervised fine-tuning on chosen responses."""
-    _run_stage("sft", recipe, overrides, stage)
+def _add_command(kind: str, help_: str) -> None:
+    def command(recipe: Recipe, overrides: Overrides = None, stage: StageName = None) -> None:
+        from marlhf.config import load_stage
+
+        _train(load_stage(recipe, kind, overrides, stage))
+
+    app.command(kind, help=help_)(command)
 
 
-@app.command("reward")
-def run_reward(recipe: Recipe, overrides: Overrides = None, stage: StageName = None) -> None:
-    """Train a reward model on pairs of responses."""
-    _run_stage("reward", recipe, overrides, stage)
-
-
-@app.command("ppo")
-def run_ppo(recipe: Recipe, overrides: Overrides = None, stage: StageName = None) -> None:
-    """PPO over macro actions."""
-    _run_stage("ppo", recipe, overrides, stage)
-
-
-@app.command("rloo")
-def run_rloo(recipe: Recipe, overrides: Overrides = None, stage: StageName = None) -> None:
-    """RLOO and GRPO: several responses a prompt instead of a critic."""
-    _run_stage("rloo", recipe, overrides, stage)
-
-
-@app.command("dpo")
-def run_dpo(recipe: Recipe, overrides: Overrides = None, stage: StageName = None) -> None:
-    """Direct preference optimisation, without a reward model."""
-    _run_stage("dpo", recipe, overrides, stage)
+for name, method in METHODS.items():
+    _add_command(name, method.help)
 
 
 @app.command("run")
@@ -60,7 +39,7 @@ def run_all(recipe: Recipe, overrides: Overrides = None) -> None:
     for number, stage in enumerate(stages, start=1):
         if main_rank():
             typer.secho(f"[{number}/{len(stages)}] {stage.name}", bold=True, err=True)
-        _train(stage.kind, stage.config)
+        _train(stage)
     root = Path(stages[0].config.output_dir).parent
     if main_rank():
         write_report_of([root], root / "report.html")
@@ -102,16 +81,8 @@ def run_sweep(
         fail(f"{len(found.left)} are left; the same command resumes them.", LEFT)
 
 
-def _run_stage(kind: str, recipe: str, overrides: list[str] | None, name: str | None) -> None:
-    from marlhf.config import load_stage
-
-    _train(kind, load_stage(recipe, kind, overrides, name).config)
-
-
-def _train(kind: str, config: object) -> None:
-    import importlib
-
+def _train(stage: Stage) -> None:
     try:
-        importlib.import_module(f"marlhf.train.{kind}").train(config)
+        METHODS[stage.kind].train(stage.config)
     except KeyboardInterrupt:
-        fail("Stopped. The same command goes on from the last checkpoint, if there is one.", 130)
+        fail("Stopped. The same command resumes from the last checkpoint, if there is one.", 130)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -102,6 +102,13 @@ class RLConfig(StageConfig):
     """Keep the policy with the best held-out score in `best/`, beside the last in `model/`."""
     guards: Guards = setting(factory=Guards, may_change=True, tells_apart=True)
     """When to warn of reward hacking, and when to stop."""
+
+    columns = ("prompt",)
+
+    @classmethod
+    def required(cls, raw: Mapping[str, Any]) -> list[str]:
+        scored = bool(raw.get("reward_funcs"))
+        return super().required(raw) + ([] if scored else ["reward_model"])
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from marlhf.configs.model import LoRA, Precision
 from marlhf.configs.schedule import Schedule, learning_rate_at
@@ -75,6 +76,16 @@ class StageConfig:
     """Where to, as `owner/name`; the folder's name under your own unless given."""
     hub_private: bool = setting(False, may_change=True, private=True)
     """Make a new repository there private."""
+
+    columns: ClassVar[tuple[str, ...]] = ("prompt", "chosen")
+    """What a row of its data must have."""
+    presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    """Settings by a name, which recipes give as `preset:`."""
+
+    @classmethod
+    def required(cls, raw: Mapping[str, Any]) -> list[str]:
+        """What a recipe must name; in Python it may be given as objects instead."""
+        return ["model", "output_dir"]
 
     def __post_init__(self) -> None:
         check_settings(self)

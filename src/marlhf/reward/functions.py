@@ -14,17 +14,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import difflib
-import importlib
 import inspect
 import numbers
-import os
-import sys
 import sysconfig
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -36,6 +33,7 @@ from transformers import PreTrainedTokenizerBase
 from marlhf.data import Row
 from marlhf.data.encode import decode
 from marlhf.errors import MarlhfError
+from marlhf.user_code import UserCodeError, import_named
 
 RESERVED = ("prompts", "completions", "completion_ids")
 """Arguments that come from the rollout; columns of these names are ignored."""
@@ -298,50 +296,22 @@ class RewardFunction:
 
 
 def import_function(name: str) -> Callable[..., Any]:
-    """Import `module:name`, from the working directory or from installed packages.
+    """A reward named `module:name`; of a class an object, so that a reward may keep state.
 
-    A class is instantiated, so that a reward may keep state.
-
-    >>> import_function("math:sqrt")(9)
-    3.0
+    >>> type(import_function("marlhf.reward.code:unit_tests")).__name__
+    'UnitTests'
     """
-    module, colon, attribute = name.partition(":")
-    if not colon or not module or not attribute:
-        raise RewardError(f"Cannot read {name!r}. Write module:function, as in my_rewards:brevity.")
-    if module.endswith(".py") or "/" in module:
-        plain = ".".join(Path(module).with_suffix("").parts)
-        raise RewardError(f"{module!r} is a file. Write the module's name: {plain}:{attribute}.")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
     try:
-        loaded = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise RewardError(
-                f"Cannot import {module}, which needs {error.name}: install that first."
-            ) from error
-        raise RewardError(
-            f"There is no module {error.name!r} in this folder, and none is installed. Run the "
-            f"command from the folder that holds {module.split('.')[0]}.py."
-        ) from None
-    except Exception as error:
-        raise RewardError(f"Cannot import {module}: {type(error).__name__}: {error}") from error
+        function = import_named(name)
+    except UserCodeError as error:
+        raise RewardError(str(error)) from error
     try:
-        function: Any = reduce(getattr, attribute.split("."), loaded)
-    except AttributeError:
-        near = difflib.get_close_matches(attribute, dir(loaded), n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise RewardError(f"{loaded.__file__} has no {attribute!r}.{hint}") from None
-    try:
-        function = function() if isinstance(function, type) else function
+        return function() if isinstance(function, type) else function
     except Exception as error:
         raise RewardError(
             f"{name} is a class that cannot be created without arguments ({error}). Name an "
             "object or a function instead."
         ) from error
-    if not callable(function):
-        raise RewardError(f"{name} is {_short(function)}, which is not callable. Name a function.")
-    return function
 
 
 @torch.no_grad()

@@ -15,11 +15,11 @@ from typing import Any
 
 import yaml
 
-from marlhf.config import PRESETS
 from marlhf.runs.atomic import explain_disk_errors, write_json
 from marlhf.runs.layout import RunError, is_finished, read_object
 from marlhf.runs.lock import FolderInUse, lock_folder
 from marlhf.sweep.plan import MAY_CHANGE, Plan, Training
+from marlhf.train.stages import METHODS
 
 NAME = "sweep.json"
 PATIENCE = 60.0
@@ -181,7 +181,8 @@ def _free(setting: str, axes: list[str], plan: Plan) -> bool:
         key = key.removesuffix(".type") if key.endswith(".type") else key  # which clears the rest
         if key == "kind" or setting == key or setting.startswith(f"{key}."):
             return True
-        if key == "preset" and any(setting in preset for preset in PRESETS.values()):
+        presets = [each for m in METHODS.values() for each in m.config.presets.values()]
+        if key == "preset" and any(setting in preset for preset in presets):
             return True
     return False
 

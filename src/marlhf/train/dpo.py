@@ -69,7 +69,7 @@ def train(config: DPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             config.part,
             tokenizer,
             objects,
-            needs=("prompt", "chosen", "rejected"),
+            needs=config.columns,
             max_response_tokens=config.max_response_tokens,
         )
         held_out = held_out[:HELD_OUT]

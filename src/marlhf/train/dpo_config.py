@@ -31,6 +31,8 @@ class DPOConfig(StageConfig):
     part: Literal["reward", "ppo"] = "reward"
     """Which part of the data: the reward model's pairs, or those of PPO's prompts (the paper)."""
 
+    columns = ("prompt", "chosen", "rejected")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.label_smoothing < 0.5:

@@ -43,6 +43,9 @@ class PPOConfig(RLConfig):
     value_clip: float | None = setting(0.2, above=0)
     """How far a value may move in an update; None for no limit."""
 
+    presets = {"official": {"pooling": "mean", "score_clip": 2.5, "split_last": True}}  # noqa: RUF012
+    """`official` is what the authors' code does, for comparison; the defaults are the paper's."""
+
     @property
     def one_update(self) -> bool:
         """Whether each batch makes a single update, so that the old policy is the new one."""

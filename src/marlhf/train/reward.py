@@ -45,7 +45,7 @@ def train(config: RewardConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             "reward",
             tokenizer,
             objects,
-            needs=("prompt", "chosen", "rejected"),
+            needs=config.columns,
             max_response_tokens=config.max_response_tokens,
         )
         check_positions(model, examples + held_out)

@@ -20,3 +20,5 @@ class RewardConfig(StageConfig):
     """Pairs with a longer response are left out."""
     center_coef: float = setting(0.0, least=0)
     """Pull scores towards zero, which the loss itself leaves free; 0.01 is usual."""
+
+    columns = ("prompt", "chosen", "rejected")

@@ -83,7 +83,7 @@ def load_prompts(
 ) -> tuple[list[Example], list[Example]]:
     """Prompts to train on and to evaluate on, each once, and short enough for every model."""
     with models.world.raise_on_all_ranks():
-        loaded = load_examples(config, "ppo", models.tokenizer, objects, needs=("prompt",))
+        loaded = load_examples(config, "ppo", models.tokenizer, objects, needs=config.columns)
         examples, held_out = map(each_prompt_once, loaded)
         readers = {"policy": models.policy, "reference": models.reference, "critic": models.critic}
         for name, scorer, _ in models.reward.parts:

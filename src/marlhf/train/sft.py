@@ -43,7 +43,7 @@ def train(config: SFTConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             "sft",
             tokenizer,
             objects,
-            needs=("prompt", "chosen"),
+            needs=config.columns,
             max_response_tokens=config.max_response_tokens,
         )
         check_positions(model, examples + held_out)

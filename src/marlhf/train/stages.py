@@ -1,0 +1,77 @@
+"""The one table of methods: which settings each takes, and which loop it runs.
+
+A new method is a file with its loop, a file with its config, and one line here; the command line,
+recipes, model cards and Python trainers read this table. It loads without torch: a loop is imported
+when it is about to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from marlhf.configs.stage import StageConfig
+from marlhf.train.dpo_config import DPOConfig
+from marlhf.train.ppo_config import PPOConfig
+from marlhf.train.reward_config import RewardConfig
+from marlhf.train.rloo_config import RLOOConfig
+from marlhf.train.sft_config import SFTConfig
+
+Loop = Callable[..., Path]
+"""`train(config, objects)`: trains, or resumes, and returns the folder of the model."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to train."""
+
+    config: type[StageConfig]
+    loop: Callable[[], Loop]
+    """Imports the loop."""
+    help: str
+    """What `marlhf --help` says about it."""
+
+    def train(self, config: Any, *objects: Any) -> Path:
+        """Train by a config, with Python objects where a trainer was given them."""
+        return self.loop()(config, *objects)
+
+
+def _sft() -> Loop:
+    from marlhf.train.sft import train
+
+    return train
+
+
+def _reward() -> Loop:
+    from marlhf.train.reward import train
+
+    return train
+
+
+def _ppo() -> Loop:
+    from marlhf.train.ppo import train
+
+    return train
+
+
+def _rloo() -> Loop:
+    from marlhf.train.rloo import train
+
+    return train
+
+
+def _dpo() -> Loop:
+    from marlhf.train.dpo import train
+
+    return train
+
+
+METHODS = {
+    "sft": Method(SFTConfig, _sft, "Supervised fine-tuning on chosen responses."),
+    "reward": Method(RewardConfig, _reward, "Train a reward model on pairs of responses."),
+    "ppo": Method(PPOConfig, _ppo, "PPO over macro actions."),
+    "rloo": Method(RLOOConfig, _rloo, "RLOO and GRPO: several responses per prompt, no critic."),
+    "dpo": Method(DPOConfig, _dpo, "Direct preference optimisation, without a reward model."),
+}
