@@ -25,8 +25,8 @@ from marlhf.models.adapter_config import import_peft
 from marlhf.models.adapter_files import adapter_base, find_adapter
 from marlhf.models.base import Model, Tokenizer
 from marlhf.models.load import load_policy, load_scalar, load_tokenizer
-from marlhf.runs.stage_facts import facts_of
 from marlhf.runs.layout import RunError, read_config
+from marlhf.runs.stage_facts import facts_of
 from marlhf.runs.write import ReadOnlyRunFolder, RunFolder
 from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.objects import GivenObjects
