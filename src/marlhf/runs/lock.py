@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from marlhf.errors import MarlhfError
 
-class FolderInUse(RuntimeError):
+
+class FolderInUse(MarlhfError, RuntimeError):
     """Another process holds the lock."""
 
 
