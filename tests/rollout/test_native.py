@@ -2,7 +2,7 @@ import copy
 
 import pytest
 import torch
-from transformers import MambaConfig, MambaForCausalLM
+from transformers import LlamaConfig, MambaConfig, MambaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from marlhf.models.forward import Sequences, keeps_logits, token_stats
@@ -14,18 +14,26 @@ from marlhf.rollout.plain import CHECK_EVERY, PlainEngine
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [0, 3], [20], [1, 1, 4]]
 SEEDS = [11, 12, 13, 14]
 GREEDY = Sampling(max_new_tokens=12, temperature=0)
+both = pytest.mark.parametrize("kind", [NativeEngine, PlainEngine])
 
 
 class Chain(torch.nn.Module):
-    """After each token comes a fixed one; no family, no cache, no `logits_to_keep`."""
+    """After each token comes a fixed one; no attention, no cache, no `logits_to_keep`."""
 
     def __init__(self, follows):
         super().__init__()
         self.logits = torch.nn.Parameter(torch.eye(len(follows))[follows] * 50)
         self.device = torch.device("cpu")
-        self.config = None
+        self.config = LlamaConfig(vocab_size=len(follows))
 
-    def forward(self, input_ids, attention_mask, position_ids, past_key_values, use_cache):
+    def forward(
+        self,
+        input_ids,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        use_cache=False,
+    ):
         return CausalLMOutput(logits=self.logits[input_ids])
 
 
@@ -79,9 +87,10 @@ def test_sampled_responses_follow_the_models_distribution(small):
     assert chi_square(second, exact[2])[0] < 30
 
 
-def test_a_response_ends_at_the_first_eos_and_keeps_it():
+@both
+def test_a_response_ends_at_the_first_eos_and_keeps_it(kind):
     # 2 -> 3 -> 4 -> 5 -> 5 ...; 6 -> 4; 1 -> 1
-    engine = NativeEngine(Chain([1, 1, 3, 4, 5, 5, 4]), end_tokens=[1, 4], pad_id=1)
+    engine = kind(Chain([1, 1, 3, 4, 5, 5, 4]), end_tokens=[1, 4], pad_id=1)
     rollout = engine.generate([[2], [1], [5], [6]], Sampling(10, 0), SEEDS)
     assert rollout.responses == [[3, 4], [1], [5] * 10, [4]]
     assert rollout.ended.tolist() == [True, True, False, True]
@@ -89,10 +98,11 @@ def test_a_response_ends_at_the_first_eos_and_keeps_it():
     assert rollout.logprobs.shape == (4, 10)
 
 
+@both
 @pytest.mark.parametrize("length", [1, 2, CHECK_EVERY, CHECK_EVERY + 1])
-def test_an_eos_at_the_very_last_token_ended_the_response(length):
+def test_an_eos_at_the_very_last_token_ended_the_response(kind, length):
     chain = [*range(1, 12), 11]
-    engine = NativeEngine(Chain(chain), end_tokens=[length], pad_id=0)
+    engine = kind(Chain(chain), end_tokens=[length], pad_id=0)
     [response] = engine.generate([[0]], Sampling(length, 0), [0]).responses
     assert response == list(range(1, length + 1))
     assert engine.generate([[0]], Sampling(length, 0), [0]).ended.tolist() == [True]
@@ -104,7 +114,7 @@ def test_sampling_stops_once_all_have_ended():
     model = Chain([1, 1])
     steps = []
     model.register_forward_hook(lambda *_: steps.append(1))
-    rollout = NativeEngine(model, [1], 0).generate([[0], [0]], Sampling(1000, 0), [1, 2])
+    rollout = PlainEngine(model, [1], 0).generate([[0], [0]], Sampling(1000, 0), [1, 2])
     assert len(steps) == CHECK_EVERY
     assert rollout.logprobs.shape == (2, 1)
 
@@ -132,11 +142,10 @@ def test_the_token_budget_moves_no_row(small):
             torch.testing.assert_close(row, expected, atol=1e-5, rtol=0)
 
 
-def test_a_model_without_logits_to_keep_answers():
+@both
+def test_a_model_without_logits_to_keep_answers(kind):
     assert not keeps_logits(Chain)
-    rollout = NativeEngine(Chain([0, 2, 0]), [0], 0).generate(
-        [[1, 1, 1], [2]], Sampling(5, 0), [1, 2]
-    )
+    rollout = kind(Chain([0, 2, 0]), [0], 0).generate([[1, 1, 1], [2]], Sampling(5, 0), [1, 2])
     assert rollout.responses == [[2, 0], [0]]
 
 

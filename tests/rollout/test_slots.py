@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from marlhf.rollout import Sampling, continuous, kernels
+from marlhf.rollout.check import decoder_error
 from marlhf.rollout.continuous import sample
 from marlhf.rollout.engine import draws
 from marlhf.rollout.llama import LlamaDecoder
 from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.plain import PlainEngine
-from marlhf.rollout.slots import ModuleDecoder, WeightCopies, mismatch
+from marlhf.rollout.slots import ModuleDecoder, WeightCopies
 from marlhf.rollout.state import DecodeState
 
 PROMPTS = [[5 + i % 7, 2 + i, *range(3, 3 + i % 5 * 4)] for i in range(13)]
@@ -43,8 +44,8 @@ def test_llama_and_its_like_are_written_out_and_their_modules_agree(small):
         model = small(family)
         assert LlamaDecoder.fits(model)
         with torch.no_grad():
-            assert mismatch(LlamaDecoder, model, None) < 1e-5
-            assert mismatch(ModuleDecoder, model, None) < 1e-5
+            assert decoder_error(LlamaDecoder, model, None) < 1e-5
+            assert decoder_error(ModuleDecoder, model, None) < 1e-5
 
 
 def test_a_response_depends_on_its_prompt_and_seed_alone(small):
@@ -110,11 +111,11 @@ def test_weights_may_change_between_calls(small):
     [(0.05, 0.9, LlamaDecoder), (0.2, 1e-5, LlamaDecoder), (0.2, 0.02, None), (0.9, 1e-5, None)],
 )
 def test_what_bfloat16_leaves_open_float32_decides(small, monkeypatch, rounded, exact, taken):
-    def found(kind, model, dtype):
+    def error(kind, model, dtype, length):
         assert torch.is_autocast_enabled("cpu") == (dtype is not None)
         return exact if dtype is None else rounded
 
-    monkeypatch.setattr("marlhf.rollout.native.mismatch", found)
+    monkeypatch.setattr("marlhf.rollout.native.decoder_error", error)
     engine = NativeEngine(small("llama"), ENDS, 0, precision="bfloat16")
     expected = (
         pytest.warns(UserWarning, match="off by") if taken is None else contextlib.nullcontext()
@@ -129,7 +130,7 @@ def test_what_bfloat16_leaves_open_float32_decides(small, monkeypatch, rounded, 
 def test_bfloat16_copies_of_weights_give_autocasts_numbers(small, kind):
     model = small("qwen3")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert mismatch(kind, model, torch.bfloat16) < 0.03
+        assert decoder_error(kind, model, torch.bfloat16) < 0.03
         ids = torch.tensor([[5, 6, 7]])
         before = model(ids).logits
         with WeightCopies(model, torch.bfloat16).applied():

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from marlhf.models.base import Model
+from marlhf.rollout.check import LENGTH_DEPENDENT_ROPE
 from marlhf.rollout.kernels import (
     Positions,
     add_norm,
@@ -29,8 +30,6 @@ from marlhf.rollout.kernels import (
 )
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings whose angles depend on the length of the text, so no table can hold them."""
 
 
 class Projection:
@@ -138,7 +137,7 @@ class LlamaDecoder:
         matrices = (m for m in model.modules() if hasattr(m, "weight") and m.weight.ndim == 2)
         return (
             model.config.hidden_act == "silu"
-            and rotary not in LENGTH_DEPENDENT_ROPE
+            and rotary not in LENGTH_DEPENDENT_ROPE  # no table can hold those
             and all(type(m) in (nn.Linear, nn.Embedding) for m in matrices)
             and not any(isinstance(p, DTensor) for p in model.parameters())
         )

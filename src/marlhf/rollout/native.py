@@ -24,11 +24,12 @@ from torch import Tensor, nn
 
 from marlhf.errors import SettingError
 from marlhf.models.base import Model, Precision, autocast
+from marlhf.rollout.check import check_length, check_rotary, decoder_error, plain_error
 from marlhf.rollout.continuous import MIN_SLOTS, DecodeStep, Schedule
 from marlhf.rollout.engine import Rollout, Sampling, draws
 from marlhf.rollout.llama import LlamaDecoder
 from marlhf.rollout.plain import PlainEngine, check_prompts, to_rollout
-from marlhf.rollout.slots import Decoder, ModuleDecoder, forward_parameters, mismatch, sharded
+from marlhf.rollout.slots import Decoder, ModuleDecoder, forward_parameters, sharded
 from marlhf.rollout.state import DecodeState
 
 SIZE_MULTIPLE = 64
@@ -74,7 +75,7 @@ class NativeEngine:
             model, end_tokens, pad_id, token_budget=token_budget, precision=precision
         )
         self.decoder_class: DecoderClass | None = None  # stays None where no decoder works
-        self.checked = False
+        self.checked_length = 0
         self.session: DecodeSession | None = None
 
     def update_weights(self, model: nn.Module) -> None:
@@ -87,12 +88,19 @@ class NativeEngine:
         """Sample one response per prompt; repeat a prompt, with another seed, for several."""
         check_prompts(prompts, seeds)
         with self._sampling():
-            if not self.checked:
-                self.decoder_class, self.checked = self._choose(), True
+            self._check(max(map(len, prompts)) + sampling.max_new_tokens)
             if self.decoder_class is None:
                 return self.plain.generate(prompts, sampling, seeds)
             tokens, logprobs = self._run(self.decoder_class, prompts, sampling, seeds)
             return to_rollout(tokens, logprobs, self.end_tokens)
+
+    def _check(self, longest: int) -> None:
+        """Choose how to sample; again when texts first exceed a window or chunk of the model."""
+        check_rotary(self.model, longest)
+        length = check_length(self.model.config, longest)
+        if length > self.checked_length:
+            self.session = None  # frees its memory
+            self.decoder_class, self.checked_length = self._choose(length), length
 
     def _run(
         self,
@@ -159,43 +167,55 @@ class NativeEngine:
         enabled = torch.is_autocast_enabled(device)
         return torch.get_autocast_dtype(device) if enabled else None
 
-    def _choose(self) -> DecoderClass | None:
-        """The fastest decoder whose logits are those of the model without a cache.
-
-        Families differ in more ways than can be listed, so each decoder is tried.
-        """
-        dtype, cause = self._cache_dtype(), ""
-        candidates = [LlamaDecoder, ModuleDecoder]
-        if not LlamaDecoder.fits(self.model):
-            candidates = [ModuleDecoder]
+    def _choose(self, length: int) -> DecoderClass | None:
+        """The fastest decoder whose logits are right; None for the plain engine."""
+        candidates: list[DecoderClass] = [ModuleDecoder]
+        if LlamaDecoder.fits(self.model):
+            candidates = [LlamaDecoder, ModuleDecoder]
+        fault = ""
         for candidate in candidates:
-            try:
-                error, allowed = self._error(candidate, dtype)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as failure:  # a family may do anything that slots do not support
-                cause = f"{type(failure).__name__}: {failure}"
-                continue
-            if error <= allowed:
+            fault = self._fault(
+                lambda dtype, candidate=candidate: decoder_error(
+                    candidate, self.model, dtype, length
+                )
+            )
+            if not fault:
                 return candidate
-            cause = f"logits were off by {error:.1%}"
+        name, way = type(self.model).__name__, "a plain loop, which is slower"
+        self.plain.one_by_one = False
+        if self._fault(lambda _: plain_error(self.plain, length, together=True)):
+            self.plain.one_by_one = True
+            way = "a plain loop one row at a time, since padding disturbs it, which is much slower"
+            alone = self._fault(lambda _: plain_error(self.plain, length, together=False))
+            if alone:
+                raise SettingError(
+                    f"The native engine cannot sample from a {name} with a key-value cache "
+                    f"({alone}). Set engine: vllm, or use another model."
+                )
         warnings.warn(
-            f"The native engine cannot take over the attention of a {type(self.model).__name__} "
-            f"({cause}). It samples by a plain loop, which is right but slower.",
+            f"The native engine cannot replace the attention of a {name} ({fault}). It samples by "
+            f"{way}.",
             stacklevel=5,
         )
         return None
 
-    def _error(self, candidate: DecoderClass, dtype: torch.dtype | None) -> tuple[float, float]:
-        """A decoder's relative error, and how much is allowed."""
-        if dtype is None:
-            return mismatch(candidate, self.model, None), 1e-3
-        error = mismatch(candidate, self.model, dtype)
-        if 0.1 < error < 0.5:
-            # Either a small mistake or the model's own rounding in bfloat16: float32 tells.
-            with torch.autocast(self.model.device.type, enabled=False):
-                return mismatch(candidate, self.model, None), 1e-3
-        return error, 0.1
+    def _fault(self, error_in: Callable[[torch.dtype | None], float]) -> str:
+        """What is wrong with a way of sampling, given its relative error in a type; "" if nothing.
+
+        In bfloat16 an error between 0.1 and 0.5 is either a small mistake or the model's own
+        rounding: float32 tells which.
+        """
+        dtype = self._cache_dtype()
+        try:
+            error, allowed = error_in(dtype), 1e-3 if dtype is None else 0.1
+            if dtype is not None and 0.1 < error < 0.5:
+                with torch.autocast(self.model.device.type, enabled=False):
+                    error, allowed = error_in(None), 1e-3
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as failure:  # a family may do anything that an engine does not support
+            return f"{type(failure).__name__}: {str(failure).rstrip('.')}"
+        return "" if error <= allowed else f"logits were off by {error:.1%}"
 
 
 class DecodeSession:

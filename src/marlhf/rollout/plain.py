@@ -6,7 +6,7 @@ replace. Axes: B rows, P prompt tokens, R response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ class PlainEngine:
         self.pad_id = pad_id
         self.token_budget = token_budget
         self.precision: Precision = precision
+        self.one_by_one = False  # for families that left padding disturbs
 
     def update_weights(self, model: nn.Module) -> None:
         assert model is self.model, "the plain engine samples from the policy itself"
@@ -55,15 +56,19 @@ class PlainEngine:
         logprobs = torch.zeros(len(prompts), length, device=device)
         training = self.model.training
         self.model.eval()  # gradient checkpointing would disable the cache
+        lengths = [len(p) + length for p in prompts]
+        batches = token_budget_batches(lengths, self.token_budget)
+        if self.one_by_one:
+            batches = [[row] for row in range(len(prompts))]
         try:
-            lengths = [len(p) + length for p in prompts]
-            for batch in token_budget_batches(lengths, self.token_budget):
-                rows = torch.tensor(batch, device=device)
-                drawn, their_logprobs = self._sample(
-                    [prompts[i] for i in batch], sampling, uniform[rows]
-                )
-                tokens[rows, : drawn.shape[1]] = drawn
-                logprobs[rows, : drawn.shape[1]] = their_logprobs
+            with autocast(device, self.precision):
+                for batch in batches:
+                    rows = torch.tensor(batch, device=device)
+                    drawn, their_logprobs = self._sample(
+                        [prompts[i] for i in batch], sampling, uniform[rows]
+                    )
+                    tokens[rows, : drawn.shape[1]] = drawn
+                    logprobs[rows, : drawn.shape[1]] = their_logprobs
         finally:
             self.model.train(training)
         return to_rollout(tokens, logprobs, self.end_tokens)
@@ -72,36 +77,46 @@ class PlainEngine:
         self, prompts: list[Sequence[int]], sampling: Sampling, uniform: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Tokens and log-probs of one batch, [B, up to R]; junk after the end."""
+        ends = torch.tensor(self.end_tokens, device=self.model.device)
+        running = torch.ones(len(prompts), dtype=torch.bool, device=self.model.device)
+        decode = self.decode(prompts, sampling.max_new_tokens)
+        logits = next(decode)
+        tokens, logprobs = [], []
+        for step in range(1, sampling.max_new_tokens + 1):
+            token, logprob = draw(logits, sampling, uniform[:, step - 1])
+            tokens.append(token)
+            logprobs.append(logprob)
+            running &= ~torch.isin(token, ends)
+            ended = step % CHECK_EVERY == 0 and not running.any()
+            if ended or step == sampling.max_new_tokens:
+                break
+            logits = decode.send(token)
+        return torch.stack(tokens, dim=1), torch.stack(logprobs, dim=1)
+
+    def decode(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    ) -> Generator[Tensor, Tensor, None]:
+        """Logits [B, V] after the prompts, then after each token [B] that is sent."""
         device = self.model.device
         ids, attention = (x.to(device) for x in pad_left(prompts, self.pad_id))
-        width = attention.shape[1] + sampling.max_new_tokens
+        width = attention.shape[1]
         # The mask of the longest text, allocated once: each step takes a longer slice of it.
-        mask = torch.ones(len(prompts), width, dtype=torch.int64, device=device)
-        mask[:, : attention.shape[1]] = attention
+        mask = torch.ones(len(prompts), width + max_new_tokens, dtype=torch.int64, device=device)
+        mask[:, :width] = attention
         positions = position_ids(attention)
-        ends = torch.tensor(self.end_tokens, device=device)
-        running = torch.ones(len(prompts), dtype=torch.bool, device=device)
         cache = DynamicCache(config=self.model.config)  # keeps only the window of sliding layers
         last_only = {"logits_to_keep": 1} if keeps_logits(type(self.model)) else {}
-        tokens, logprobs = [], []
-        with autocast(device, self.precision):
-            for step in range(sampling.max_new_tokens):
-                logits = self.model(
-                    input_ids=ids,
-                    attention_mask=mask[:, : attention.shape[1] + step],
-                    position_ids=positions,
-                    past_key_values=cache,
-                    use_cache=True,
-                    **last_only,
-                ).logits[:, -1]
-                token, logprob = draw(logits, sampling, uniform[:, step])
-                tokens.append(token)
-                logprobs.append(logprob)
-                running &= ~torch.isin(token, ends)
-                if (step + 1) % CHECK_EVERY == 0 and not running.any():
-                    break
-                ids, positions = token[:, None], positions[:, -1:] + 1
-        return torch.stack(tokens, dim=1), torch.stack(logprobs, dim=1)
+        for step in range(max_new_tokens):
+            logits = self.model(
+                input_ids=ids,
+                attention_mask=mask[:, : width + step],
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                **last_only,
+            ).logits[:, -1]
+            token = yield logits
+            ids, positions = token[:, None], positions[:, -1:] + 1
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:

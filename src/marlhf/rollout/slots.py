@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, Protocol, cast
 
@@ -235,32 +235,6 @@ def _slot_attention(model: Model, cache: SlotCache) -> Iterator[None]:
     finally:
         config._attn_implementation = before
         _active.reset(token)
-
-
-def mismatch(
-    kind: Callable[[Model, int, int, torch.dtype | None], Decoder],
-    model: Model,
-    dtype: torch.dtype | None,
-) -> float:
-    """How far logits from slots are from those without a cache, relative to their spread.
-
-    Two short prompts in slots 2 and 0, with slot 1 at rest between them.
-    """
-    device, size = model.device, model.config.get_text_config().vocab_size
-    # From all over the vocabulary: its first tokens are often special and untrained, and their
-    # logits in bfloat16 can be little but rounding.
-    ids = (size // 3 + torch.arange(12, device=device).view(2, 6) * 7919) % size
-    slots, last = torch.tensor([2, 0], device=device), torch.tensor([5, 3], device=device)
-    rows = torch.arange(2, device=device)
-    tokens = torch.zeros(3, dtype=torch.int64, device=device)
-    positions = torch.zeros_like(tokens)
-    tokens[slots], positions[slots] = ids[rows, last], last
-    decoder = kind(model, 3, 8, dtype)
-    with decoder.ready():
-        decoder.prefill(ids[:, :5], slots)
-        ours = decoder.step(tokens, positions, None)[slots].float()
-    whole = model(input_ids=ids, use_cache=False).logits[rows, last].float()
-    return float((ours - whole).norm() / (whole - whole.mean()).norm())
 
 
 def forward_parameters(model: Model) -> set[str]:
