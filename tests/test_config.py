@@ -16,11 +16,15 @@ from marlhf.config import (
     load_recipe,
     load_stage,
 )
+from marlhf.configs.rl import RLConfig
 from marlhf.core import NGram, Perplexity, RandomNGram, Words, advantages, losses, segments
 from marlhf.core import rewards as core_rewards
+from marlhf.fields import setting, settings_with
 from marlhf.recipe_files import shipped_recipes
+from marlhf.runs.stage_facts import facts_of
 from marlhf.settings import describe, to_raw
 from marlhf.train.ppo_config import PPOConfig
+from marlhf.train.stages import METHODS, Method
 
 PIPELINE = """
 output_dir: runs/x
@@ -386,3 +390,24 @@ def test_choices_of_configs_are_those_of_the_core():
     hints = typing.get_type_hints(PPOConfig)
     for name, choices in of_core.items():
         assert typing.get_args(hints[name]) == typing.get_args(choices), name
+
+
+def test_a_new_rl_method_is_its_loop_its_config_and_one_line(write, monkeypatch):
+    @dataclass(frozen=True, kw_only=True)
+    class ReinforceConfig(RLConfig):
+        baseline_decay: float = setting(0.9, least=0, most=1, on_card=True)
+
+    seen = []
+    line = Method(ReinforceConfig, lambda: seen.append, "REINFORCE with a running mean.")
+    monkeypatch.setitem(METHODS, "reinforce", line)
+    recipe = write(
+        PIPELINE.replace("  macro: {like: ppo,", "  reinforce: {like: ppo, kind: reinforce,")
+    )
+    stage = load_recipe(recipe, ["reinforce.baseline_decay=0.5"])[-1]
+    METHODS[stage.kind].train(stage.config)
+    assert (seen[0].baseline_decay, stage.kind) == (0.5, "reinforce")
+    assert facts_of("reinforce").samples
+    assert facts_of("reinforce").label == "REINFORCE"
+    assert "baseline_decay" in settings_with(ReinforceConfig, "on_card")
+    with pytest.raises(ConfigError, match="baseline_decay must be at least 0 and at most 1"):
+        load_recipe(recipe, ["reinforce.baseline_decay=2"])
