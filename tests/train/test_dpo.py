@@ -225,7 +225,7 @@ def test_pairs_that_are_alike_teach_nothing(tmp_path):
     ("change", "message"),
     [
         ({"beta": 0.0}, "beta must be positive"),
-        ({"beta": math.nan}, "beta must be positive"),
+        ({"beta": math.nan}, "beta must be finite"),
         ({"label_smoothing": 0.5}, "label_smoothing must be at least 0 and below 0.5"),
         ({"max_response_tokens": 0}, "max_response_tokens must be positive"),
     ],

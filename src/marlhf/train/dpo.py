@@ -35,7 +35,7 @@ from marlhf.train.model_loader import load_trained_policy
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import apply_update, check_finite, make_optimizer
 from marlhf.train.progress import say
-from marlhf.train.reward import accuracy, pair_batches
+from marlhf.train.reward import MAX_HELD_OUT, accuracy, pair_batches
 from marlhf.train.stage import (
     Example,
     batch_rows,
@@ -44,16 +44,14 @@ from marlhf.train.stage import (
     load_examples,
 )
 
-KEPT = "reference.safetensors"
+CACHE = "reference.safetensors"
 """The reference's log-probs, in the run folder."""
 ROUNDING = 1e-3
 """Nats by which two passes over one response may differ."""
-HELD_OUT = 1024
-"""Pairs that evaluations look at, at most."""
 
 
 def train(config: DPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
-    """Train, or go on training; returns the folder of the policy."""
+    """Train, or resume training; returns the folder of the policy."""
     world = start(config.device, config.parallel)
     run = open_run(config, "dpo", world)
     if run.finished:
@@ -72,7 +70,7 @@ def train(config: DPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             needs=config.columns,
             max_response_tokens=config.max_response_tokens,
         )
-        held_out = held_out[:HELD_OUT]
+        held_out = held_out[:MAX_HELD_OUT]
         check_positions(model, examples + held_out)
         reference = load_reference(config, objects, tokenizer, model)
         check_positions(reference, examples + held_out, name="reference")
@@ -84,12 +82,12 @@ def train(config: DPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     optimizer = make_optimizer(model, config.learning_rate, config.weight_decay)
     pad = tokenizer.pad_token_id
     # Before a checkpoint is loaded: the policy is still its own reference.
-    known, held_out_known = reference_logprobs(
+    train_ref, held_out_ref = reference_logprobs(
         reference, model, (pairs, held_out), key, run, pad, config, world
     )
     del reference
     ref_logprobs = torch.full((2, len(examples)), torch.nan, device=world.device)
-    ref_logprobs[:, torch.tensor(used, device=world.device)] = known
+    ref_logprobs[:, torch.tensor(used, device=world.device)] = train_ref
     loop = Loop(
         run,
         config,
@@ -105,7 +103,7 @@ def train(config: DPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     loop.resume()
     with loop:
         if not loop.done:
-            loop.evaluated(evaluate(model, held_out, held_out_known, pad, config, world))
+            loop.evaluated(evaluate(model, held_out, held_out_ref, pad, config, world))
         for step in loop:
             index = batch_rows(step - 1, config, len(examples))
             rows = [examples[i] for i in index]
@@ -117,7 +115,7 @@ def train(config: DPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             chosen, rejected = config.beta * (logprobs - ref)  # implicit rewards, [B] each
             metrics = {
                 "dpo/loss": float(loss),
-                "dpo/accuracy": ordered_rightly(chosen - rejected, config),
+                "dpo/accuracy": ranking_accuracy(chosen - rejected, config),
                 "dpo/margin": float((chosen - rejected).mean()),
                 "dpo/chosen_reward": float(chosen.mean()),
                 "dpo/rejected_reward": float(rejected.mean()),
@@ -126,10 +124,10 @@ def train(config: DPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             }
             loop.log(metrics, show=("dpo/loss", "dpo/accuracy"))
             if loop.must_evaluate:
-                loop.evaluated(evaluate(model, held_out, held_out_known, pad, config, world))
+                loop.evaluated(evaluate(model, held_out, held_out_ref, pad, config, world))
             if loop.must_save:
                 loop.save()
-        final = evaluate(model, held_out, held_out_known, pad, config, world)
+        final = evaluate(model, held_out, held_out_ref, pad, config, world)
         next_step = f"marlhf report {run.path.parent} -o {run.path.parent / 'report.html'}"
         return loop.close(model, {**final, "steps": loop.step}, next_step)
 
@@ -144,16 +142,16 @@ def backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the batch's mean loss, by micro-batches: the loss, and log-probs [2, B]."""
     total = torch.zeros((), device=world.device)
-    found = torch.zeros(2, len(rows), device=world.device)
+    batch_logprobs = torch.zeros(2, len(rows), device=world.device)
     for micro in pair_batches(rows, config.token_budget, world):
-        where = torch.tensor(micro.rows, device=world.device)
         pairs = [rows[i] for i in micro.rows]
         logprobs = pair_logprobs(model, pairs, pad_id, config, world.device)
-        loss = preference_loss(logprobs, ref_logprobs[:, where], config, len(rows)) * micro.weight
+        ref = ref_logprobs[:, micro.rows]
+        loss = preference_loss(logprobs, ref, config, len(rows)) * micro.weight
         loss.backward()
         total += loss.detach()
-        found[:, where] += logprobs.detach() * micro.weight
-    return world.sum(total), world.sum(found)
+        batch_logprobs[:, micro.rows] += logprobs.detach() * micro.weight
+    return world.sum(total), world.sum(batch_logprobs)
 
 
 def evaluate(
@@ -172,7 +170,7 @@ def evaluate(
     chosen, rejected = config.beta * (logprobs - ref_logprobs)
     return {
         "eval/loss": float(preference_loss(logprobs, ref_logprobs, config, len(rows))),
-        "eval/accuracy": ordered_rightly(chosen - rejected, config),
+        "eval/accuracy": ranking_accuracy(chosen - rejected, config),
         "eval/margin": float((chosen - rejected).mean()),
     }
 
@@ -190,10 +188,10 @@ def preference_loss(
     )
 
 
-def ordered_rightly(margins: Tensor, config: DPOConfig) -> float:
-    """Share of pairs with the higher reward on the chosen response; within rounding is a tie.
+def ranking_accuracy(margins: Tensor, config: DPOConfig) -> float:
+    """Share of pairs whose chosen response has the higher reward; within rounding is a tie.
 
-    Before the first step all margins are nothing but rounding, which would look like a verdict.
+    Before the first step margins are rounding and nothing else, which is no accuracy.
     """
     return accuracy(torch.where(margins.abs() < config.beta * ROUNDING, 0.0, margins))
 
@@ -202,13 +200,13 @@ def ordered_rightly(margins: Tensor, config: DPOConfig) -> float:
 def all_logprobs(
     model: Model, rows: list[Example], pad_id: int, config: DPOConfig, world: World
 ) -> Tensor:
-    """Log-probs of whole responses, by all processes together: [2, B]."""
-    found = torch.zeros(2, len(rows), device=world.device)
+    """Log-probs of whole responses, by all ranks together: [2, B]."""
+    logprobs = torch.zeros(2, len(rows), device=world.device)
     for micro in pair_batches(rows, config.token_budget, world) if rows else ():
-        where = torch.tensor(micro.rows, device=world.device)
         pairs = [rows[i] for i in micro.rows]
-        found[:, where] += pair_logprobs(model, pairs, pad_id, config, world.device) * micro.weight
-    return world.sum(found)
+        part = pair_logprobs(model, pairs, pad_id, config, world.device)
+        logprobs[:, micro.rows] += part * micro.weight
+    return world.sum(logprobs)
 
 
 def pair_logprobs(
@@ -254,24 +252,24 @@ def reference_logprobs(
     config: DPOConfig,
     world: World,
 ) -> list[Tensor]:
-    """Log-probs of each set's pairs, [2, B]: those in the run folder, or computed and put there."""
-    known: list[Tensor] | None = None
+    """Log-probs of each set's pairs, [2, B]: from the cache in the run folder, or computed."""
+    cached: list[Tensor] | None = None
     with world.raise_on_all_ranks():
         if world.main:
-            known = _read(run, key)
-    known = world.broadcast(known)
-    if known is None:
+            cached = _read_cache(run, key)
+    logprobs = world.broadcast(cached)
+    if logprobs is None:
         say(f"the reference's log-probs of {sum(map(len, sets))} pairs are computed, once")
         placed = model if reference is model else world.place(reference, config.precision)
-        known = [all_logprobs(placed, rows, pad_id, config, world) for rows in sets]
-        if not all(torch.isfinite(x).all() for x in known):
+        logprobs = [all_logprobs(placed, rows, pad_id, config, world) for rows in sets]
+        if not all(torch.isfinite(x).all() for x in logprobs):
             raise RunError(
-                "The reference's log-probs are not all finite, so no pair can be held against "
-                "them. Look at the weights of the model that it comes from."
+                "The reference's log-probs are not all finite, so no pair can be compared with "
+                "them. Look at the weights of that model."
             )
         if world.main:
-            _write(run, key, known)
-    return [x.to(world.device) for x in known]
+            _write_cache(run, key, logprobs)
+    return [x.to(world.device) for x in logprobs]
 
 
 def fingerprint(reference: Model, rows: list[Example]) -> str:
@@ -287,29 +285,29 @@ def fingerprint(reference: Model, rows: list[Example]) -> str:
     return digest.hexdigest()
 
 
-def _read(run: RunFolder, key: str) -> list[Tensor] | None:
-    """What an earlier sitting kept; None where there is nothing, or nothing that can be used."""
-    path = run.path / KEPT
+def _read_cache(run: RunFolder, key: str) -> list[Tensor] | None:
+    """What an earlier process computed; None where there is nothing, or nothing usable."""
+    path = run.path / CACHE
     if not path.is_file():
         return None
     try:
         with safe_open(path, "pt") as file:
-            of, known = file.metadata()["key"], [file.get_tensor(n) for n in ("train", "held_out")]
+            cached_key = file.metadata()["key"]
+            logprobs = [file.get_tensor(name) for name in ("train", "held_out")]
     except (SafetensorError, OSError):
         return None  # a kill while writing: computed again
-    if of == key:
-        return known
+    if cached_key == key:
+        return logprobs
     if list_checkpoints(run):
         raise RunError(
             f"{path} holds log-probs of another reference, or of other pairs, than this run "
-            "finds now: to go on would be to train towards something else. Put the model and the "
-            "data back as they were, or choose another output_dir."
+            "has now, so resuming would train towards something else. Put the model and the data "
+            "back as they were, or choose another output_dir."
         )
     return None
 
 
-def _write(run: RunFolder, key: str, known: list[Tensor]) -> None:
-    path = run.path / KEPT
-    tensors = {name: x.cpu() for name, x in zip(("train", "held_out"), known)}
-    with explain_disk_errors(run.path), replacing(path) as temporary:
+def _write_cache(run: RunFolder, key: str, logprobs: list[Tensor]) -> None:
+    tensors = {name: x.cpu() for name, x in zip(("train", "held_out"), logprobs)}
+    with explain_disk_errors(run.path), replacing(run.path / CACHE) as temporary:
         save_file(tensors, temporary, metadata={"key": key})

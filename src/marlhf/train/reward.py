@@ -26,9 +26,12 @@ from marlhf.train.stage import (
     load_examples,
 )
 
+MAX_HELD_OUT = 1024
+"""Held-out pairs that an evaluation looks at, at most."""
+
 
 def train(config: RewardConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
-    """Train, or go on training; returns the folder of the model."""
+    """Train, or resume training; returns the folder of the model."""
     world = start(config.device, config.parallel)
     run = open_run(config, "reward", world)
     if run.finished:
@@ -105,37 +108,30 @@ def backward(
         loss = loss * micro.weight
         loss.backward()
         total += loss.detach()
-        where = torch.tensor(micro.rows, device=world.device)
-        margins[where] += (chosen - rejected).detach() * micro.weight
+        margins[micro.rows] += (chosen - rejected).detach() * micro.weight
     return world.sum(total), world.sum(margins)
 
 
 @torch.no_grad()
 def evaluate(
-    model: Model,
-    rows: list[Example],
-    pad_id: int,
-    config: RewardConfig,
-    world: World,
-    limit: int = 1024,
+    model: Model, rows: list[Example], pad_id: int, config: RewardConfig, world: World
 ) -> dict[str, float]:
     """Accuracy and loss on held-out pairs; NaN when there are none."""
-    rows = rows[:limit]
+    rows = rows[:MAX_HELD_OUT]
     if not rows:
         return {"eval/accuracy": float("nan"), "eval/loss": float("nan")}
     scores = torch.zeros(2, len(rows), device=world.device)
     for micro in pair_batches(rows, config.token_budget, world):
         pairs = [rows[i] for i in micro.rows]
-        where = torch.tensor(micro.rows, device=world.device)
-        found = score_pairs(model, pairs, pad_id, config, world.device)
-        scores[:, where] += torch.stack(found) * micro.weight
+        chosen, rejected = score_pairs(model, pairs, pad_id, config, world.device)
+        scores[:, micro.rows] += torch.stack((chosen, rejected)) * micro.weight
     scores = world.sum(scores)
     check_finite([("the held-out scores", scores)])
-    better, worse = scores
+    chosen, rejected = scores
     return {
-        "eval/accuracy": accuracy(better - worse),
-        "eval/loss": float(reward_loss(better, worse)),
-        "eval/margin": float((better - worse).mean()),
+        "eval/accuracy": accuracy(chosen - rejected),
+        "eval/loss": float(reward_loss(chosen, rejected)),
+        "eval/margin": float((chosen - rejected).mean()),
     }
 
 
@@ -152,10 +148,11 @@ def score_pairs(
 
 
 def pair_batches(rows: list[Example], token_budget: int, world: World) -> list[Micro]:
+    """Micro-batches of pairs: half the budget each, as both responses are in one pass."""
     longest = [len(e.prompt) + max(len(e.chosen), len(e.rejected)) for e in rows]
     return world.batches(longest, max(1, token_budget // 2))
 
 
 def accuracy(margins: Tensor) -> float:
-    """Share of pairs ordered rightly; a tie is half right."""
+    """Share of pairs whose chosen response scores higher; a tie counts half."""
     return float(((margins > 0).float() + 0.5 * (margins == 0).float()).mean())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from marlhf.core import sft_loss
 from marlhf.models.base import Model, autocast
@@ -25,9 +27,12 @@ from marlhf.train.stage import (
     load_examples,
 )
 
+MAX_HELD_OUT = 512
+"""Held-out rows that an evaluation looks at, at most."""
+
 
 def train(config: SFTConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
-    """Train, or go on training; returns the folder of the model."""
+    """Train, or resume training; returns the folder of the model."""
     world = start(config.device, config.parallel)
     run = open_run(config, "sft", world)
     if run.finished:
@@ -93,16 +98,10 @@ def train(config: SFTConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
 
 def backward(
     model: Model, rows: list[Example], pad_id: int, config: SFTConfig, world: World
-) -> torch.Tensor:
+) -> Tensor:
     """Gradients of the batch's mean loss, micro-batch by micro-batch; returns the loss."""
-    batch = sequences(rows, pad_id, world.device)
-    num_tokens = sum(batch.lengths)
     total = torch.zeros((), device=world.device)
-    for micro in world.batches(batch.total_lengths, config.token_budget):
-        part = batch.rows(micro.rows)
-        with autocast(world.device, config.precision):
-            logprobs = token_stats(model, part).logprobs
-        loss = sft_loss(logprobs, part.mask, num_tokens=num_tokens) * micro.weight
+    for loss in loss_parts(model, rows, pad_id, config, world):
         loss.backward()
         total += loss.detach()
     return world.sum(total)
@@ -110,28 +109,28 @@ def backward(
 
 @torch.no_grad()
 def evaluate(
-    model: Model,
-    rows: list[Example],
-    pad_id: int,
-    config: SFTConfig,
-    world: World,
-    limit: int = 512,
+    model: Model, rows: list[Example], pad_id: int, config: SFTConfig, world: World
 ) -> float:
     """Mean loss on held-out rows; NaN when there are none."""
-    rows = rows[:limit]
+    rows = rows[:MAX_HELD_OUT]
     if not rows:
         return float("nan")
-    batch = sequences(rows, pad_id, world.device)
     total = torch.zeros((), device=world.device)
-    for micro in world.batches(batch.total_lengths, config.token_budget):
-        part = batch.rows(micro.rows)
-        with autocast(world.device, config.precision):
-            logprobs = token_stats(model, part).logprobs
-        total += sft_loss(logprobs, part.mask, num_tokens=sum(batch.lengths)) * micro.weight
+    for loss in loss_parts(model, rows, pad_id, config, world):
+        total += loss
     total = world.sum(total)
     check_finite([("the held-out loss", total)])
     return float(total)
 
 
-def sequences(rows: list[Example], pad_id: int, device: torch.device) -> Sequences:
-    return Sequences.from_lists([e.prompt for e in rows], [e.chosen for e in rows], pad_id, device)
+def loss_parts(
+    model: Model, rows: list[Example], pad_id: int, config: SFTConfig, world: World
+) -> Iterator[Tensor]:
+    """The loss of each micro-batch of this rank, as a part of the mean over all rows."""
+    prompts, responses = [e.prompt for e in rows], [e.chosen for e in rows]
+    batch = Sequences.from_lists(prompts, responses, pad_id, world.device)
+    for micro in world.batches(batch.total_lengths, config.token_budget):
+        part = batch.rows(micro.rows)
+        with autocast(world.device, config.precision):
+            logprobs = token_stats(model, part).logprobs
+        yield sft_loss(logprobs, part.mask, num_tokens=sum(batch.lengths)) * micro.weight
