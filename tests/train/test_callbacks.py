@@ -226,7 +226,7 @@ def test_a_callback_that_raises_is_named_with_its_event(config, event):
     message = str(caught.value)
     assert f"callback Clumsy failed in {event} at step" in message
     assert "KeyError: 'lost'" in message
-    assert "the same command goes on" in message
+    assert "the same command resumes" in message
     assert isinstance(caught.value.__cause__, KeyError)
 
 

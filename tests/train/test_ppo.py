@@ -297,7 +297,7 @@ def test_the_official_preset_runs(ppo_config):
         ({"num_mini_batches": 3}, "must divide"),
         ({"kl_coef": -1.0}, "kl_coef must be at least 0"),
         ({"num_steps": 0}, "num_steps must be at least 1"),
-        ({"learning_rate": float("nan")}, "learning_rate must be positive; got nan"),
+        ({"learning_rate": float("nan")}, "learning_rate must be finite; got nan"),
         ({"seed": 10**20}, "seed must be below"),
         ({"gamma": 2.0}, "gamma must be at least 0 and at most 1"),
         ({"kl_target": -1.0}, "kl_target must be positive"),

@@ -1,7 +1,7 @@
-"""Transformers' callbacks in our loops.
+"""Runs callbacks of transformers in our loops.
 
-A `TrainerCallback` written for transformers or TRL sees what it saw there: the arguments, the
-state and the control of a trainer, under the names it knows.
+A `TrainerCallback` written for transformers or TRL gets what it gets there: the arguments, the
+state and the control of a trainer, under the same names.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 
 from marlhf.runs.layout import RunError
 from marlhf.train.progress import warn
@@ -25,8 +26,8 @@ Callback = TrainerCallback | type[TrainerCallback]
 class Arguments(TrainingArguments):
     """Our settings under the names that callbacks read.
 
-    Transformers' own class sets up devices, process groups and Accelerate when it is made, which
-    are ours to set up; this one holds the settings and does nothing else.
+    The constructor of transformers' own class sets up devices, process groups and Accelerate,
+    which would interfere with ours; this one only holds the settings.
     """
 
     def __post_init__(self) -> None:
@@ -58,14 +59,14 @@ class Arguments(TrainingArguments):
 
 
 class Callbacks:
-    """Drives callbacks through a run; without any, every method does nothing.
+    """Calls the callbacks of a run; without any, every method does nothing.
 
-    `step_begin`, `step_end`, `log`, `evaluate` and `save` are called where those things have
-    happened, with the step that they belong to. What callbacks ask for in return is in
-    `should_stop`, `should_evaluate` and `should_save`.
+    `step_begin`, `step_end`, `log`, `evaluate` and `save` are called after those events, with the
+    step that they belong to. What callbacks request is in `should_stop`, `should_evaluate` and
+    `should_save`.
 
-    `metric` is the held-out number that early stopping watches, `score` or `eval/score` alike; it
-    is better higher unless its name ends in `loss`.
+    `metric` is the held-out metric for early stopping, with or without `eval/`; higher is better
+    unless its name ends in `loss`.
 
     >>> from transformers import TrainerCallback
     >>> class Enough(TrainerCallback):
@@ -97,7 +98,7 @@ class Callbacks:
         optimizer: Any = None,
         main: bool = True,
     ) -> None:
-        self.callbacks = [_made(callback) for callback in callbacks]
+        self.callbacks = [_instance(callback) for callback in callbacks]
         self.control = TrainerControl()
         if not self.callbacks:
             return
@@ -146,12 +147,12 @@ class Callbacks:
         return self.control.should_log
 
     def train_begin(self, step: int = 0) -> None:
-        """`step` steps were taken in earlier sittings. Comes after `load_state`."""
-        self._reach(step)
+        """`step` steps were taken before this resume. Call it after `load_state`."""
+        self._set_step(step)
         self._call("on_train_begin")
 
     def step_begin(self, step: int) -> None:
-        self._reach(step - 1)
+        self._set_step(step - 1)
         if self.callbacks and (not self._begun or (step - 1) % self._epoch == 0):
             self._begun = True
             self.control.should_epoch_stop = False
@@ -160,33 +161,36 @@ class Callbacks:
         self._call("on_step_begin")
 
     def step_end(self, step: int) -> None:
-        self._reach(step)
+        self._set_step(step)
         self._call("on_step_end")
         if self.callbacks and (step % self._epoch == 0 or step == self.trainer_state.max_steps):
             self._call("on_epoch_end")
         if self.control.should_epoch_stop:
             self.control.should_epoch_stop = False
-            warn("a callback set should_epoch_stop; epochs go on here. Set should_training_stop.")
+            warn(
+                "a callback set should_epoch_stop, which does nothing here. Set "
+                "should_training_stop."
+            )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """What a step measured."""
+        """The metrics of a step."""
         if not self.callbacks:
             return
-        self._reach(step)
+        self._set_step(step)
         self.control.should_log = False
         logs = {**metrics, "epoch": self.trainer_state.epoch}
         self.trainer_state.log_history.append({**logs, "step": step})
         self._call("on_log", logs=logs)
 
     def evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
-        """What an evaluation measured: `eval/score` for us, `eval_score` for transformers."""
+        """The metrics of an evaluation: ours are `eval/score`, transformers' `eval_score`."""
         if not self.callbacks:
             return
-        theirs = {_theirs(name): value for name, value in metrics.items()}
-        self.log(step, theirs)
+        renamed = {name.replace("eval/", "eval_", 1): value for name, value in metrics.items()}
+        self.log(step, renamed)
         self.control.should_evaluate = False
-        self._call("on_evaluate", metrics={**metrics, **theirs})
-        value, best = theirs.get(f"eval_{self.metric}"), self.trainer_state.best_metric
+        self._call("on_evaluate", metrics={**metrics, **renamed})
+        value, best = renamed.get(f"eval_{self.metric}"), self.trainer_state.best_metric
         if value is None or math.isnan(value):
             return
         if best is None or (value > best if self.args.greater_is_better else value < best):
@@ -195,7 +199,7 @@ class Callbacks:
 
     def save(self, step: int) -> None:
         """A checkpoint was written."""
-        self._reach(step)
+        self._set_step(step)
         self.control.should_save = False
         self._call("on_save")
 
@@ -215,23 +219,23 @@ class Callbacks:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on as at the checkpoint. Callbacks that were added or changed since start anew."""
+        """Restore the state of a checkpoint. Callbacks that were added since start afresh."""
         if not self.callbacks or not state:
             return
-        left = list(state["callbacks"])
+        saved = list(state["callbacks"])
         for callback in self.callbacks:
-            match = next((one for one in left if one[0] == type(callback).__name__), None)
+            match = next((one for one in saved if one[0] == type(callback).__name__), None)
             if match is None:
                 continue
-            left.remove(match)
-            # Settings are this run's own; only what the callback has gathered comes back.
+            saved.remove(match)
+            # Only what the callback has gathered is restored: its settings may have changed.
             for name, value in (match[1] or {}).get("attributes", {}).items():
                 setattr(callback, name, value)
         for name in ("log_history", "best_metric", "best_global_step"):
             setattr(self.trainer_state, name, state[name])
         self.control.should_training_stop = state["should_stop"]
 
-    def _reach(self, step: int) -> None:
+    def _set_step(self, step: int) -> None:
         if self.callbacks:
             self.trainer_state.global_step = step
             self.trainer_state.epoch = step / self._epoch
@@ -246,29 +250,27 @@ class Callbacks:
             except Exception as error:
                 raise RunError(
                     f"The callback {type(callback).__name__} failed in {event} at step "
-                    f"{self.trainer_state.global_step}: {type(error).__name__}: {error}. Mend or "
-                    "remove it; the same command goes on from the last checkpoint."
+                    f"{self.trainer_state.global_step}: {type(error).__name__}: {error}. Fix or "
+                    "remove it; the same command resumes from the last checkpoint."
                 ) from error
             if isinstance(answer, TrainerControl):
                 self.control = answer
 
 
-def _made(callback: Any) -> TrainerCallback:
+def _instance(callback: Any) -> TrainerCallback:
     name = callback.__name__ if isinstance(callback, type) else type(callback).__name__
     try:
-        made = callback() if isinstance(callback, type) else callback
+        instance = callback() if isinstance(callback, type) else callback
     except Exception as error:
         raise RunError(
-            f"The callback {name} cannot be made: {error}. Give an object, as in {name}(...)."
+            f"The callback {name} cannot be created: {error}. Pass an object, as in {name}(...)."
         ) from error
-    if not isinstance(made, TrainerCallback):
+    if not isinstance(instance, TrainerCallback):
         raise RunError(f"{name} is no callback. Derive it from transformers.TrainerCallback.")
-    return made
+    return instance
 
 
 def _arguments(config: Any, total_steps: int, metric: str, model: Any) -> Arguments:
-    from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
-
     args = Arguments(
         output_dir=config.output_dir,
         run_name=config.run_name or Path(config.output_dir).name,
@@ -295,10 +297,6 @@ def _arguments(config: Any, total_steps: int, metric: str, model: Any) -> Argume
     )
     args.device = torch.device("cpu") if model is None else next(model.parameters()).device
     return args
-
-
-def _theirs(name: str) -> str:
-    return f"eval_{name.removeprefix('eval/')}" if name.startswith("eval/") else name
 
 
 def _distributed() -> bool:

@@ -1,11 +1,11 @@
 """Direct preference optimisation: a policy from pairs of responses, without a reward model.
 
-The policy's log-probs of a pair are held against a reference's. Those never change, so they are
-computed once and kept in the run folder, and the reference is gone before the first step. It is
-the policy's own start unless another is named, and then there is no second model at all.
+The loss compares the policy's log-probs of a pair with those of a reference. The latter never
+change: they are computed once, before the first step, and cached in the run folder, so the
+reference takes no memory while training. Unless `ref_model` names one, it is the starting policy.
 
 Pairs come from the part of the data that a reward model learns from, unless `part` says otherwise:
-DPO and PPO then know the same preferences, and a difference between them is one of method.
+DPO and PPO then see the same preferences, and a difference between them is one of method.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def reference_logprobs(
             cached = _read_cache(run, key)
     logprobs = world.broadcast(cached)
     if logprobs is None:
-        say(f"the reference's log-probs of {sum(map(len, sets))} pairs are computed, once")
+        say(f"computing the reference's log-probs of {sum(map(len, sets))} pairs, once")
         placed = model if reference is model else world.place(reference, config.precision)
         logprobs = [all_logprobs(placed, rows, pad_id, config, world) for rows in sets]
         if not all(torch.isfinite(x).all() for x in logprobs):

@@ -1,4 +1,4 @@
-"""Evaluation while training: held-out prompts, a fixed seed, every number beside the reward."""
+"""Evaluation on held-out prompts while training, with KL and length beside the score."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class HeldOutEvaluation:
             "eval/length": _mean(sequences.lengths),
             "eval/repetition": _mean([repetition(row) for row in tokens]),
             "eval/ended": float(experience.ended.float().mean()),
-            "eval/win_rate": _wins(scores, self.start_scores),
+            "eval/win_rate": _win_rate(scores, self.start_scores),
         }
         if gold:
             metrics["eval/gold"] = _mean(gold)
@@ -187,19 +187,19 @@ class HeldOutEvaluation:
 
 
 def _pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    """The text each token adds, so that the pieces together are the text."""
+    """The text that each token adds, so that the pieces add up to the text."""
     pieces, before = [], ""
     for n in range(1, len(tokens) + 1):
         text = decode(tokenizer, tokens[:n])
         if text.endswith("\ufffd") and n < len(tokens):
-            pieces.append("")  # half a character: the token that completes it shows it
+            pieces.append("")  # part of a character: the token that completes it shows it
             continue
         pieces.append(text[len(before) :])
         before = text
     return pieces
 
 
-def _wins(scores: list[float], others: list[float]) -> float:
+def _win_rate(scores: list[float], others: list[float]) -> float:
     """Share of prompts on which the score is higher; ties count half."""
     return _mean([float(a > b) + 0.5 * (a == b) for a, b in zip(scores, others)])
 

@@ -1,4 +1,4 @@
-"""Python objects in place of what a config names: how trainers hand theirs to the loops."""
+"""Models, functions and rows that a trainer was given in Python, in place of names in a config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from marlhf.models.base import Model, Tokenizer
 
 @dataclass(frozen=True)
 class GivenObjects:
-    """What is given wins over the config; what is None comes from the config."""
+    """An object takes precedence over the config; where it is None, the config says."""
 
     model: Model | None = None
     tokenizer: Tokenizer | None = None

@@ -1,4 +1,4 @@
-"""Optimiser, schedule, and one update that refuses to apply what is not a number."""
+"""The optimiser, and an update that refuses gradients which are not finite."""
 
 from __future__ import annotations
 

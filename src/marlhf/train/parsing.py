@@ -14,10 +14,9 @@ from marlhf.spans.workers import ParserPool
 
 
 class Parsing:
-    """The parser of a rule that follows constituents.
+    """The parser of a segmenter that needs constituents.
 
-    Every process parses all rows: the parsers give the same spans everywhere, so nothing needs to
-    be sent.
+    Every rank parses all rows: parsers are deterministic, so nothing needs to be sent.
     """
 
     def __init__(
@@ -34,5 +33,5 @@ class Parsing:
 
 
 def open_parsing(rule: Segmenter, tokenizer: Tokenizer) -> Parsing | None:
-    """What a rule needs of a parser, which for most is nothing."""
+    """The parser, where the segmenter needs one."""
     return Parsing(rule, tokenizer) if isinstance(rule, Constituents) else None

@@ -1,4 +1,4 @@
-"""What every stage shares: settings, the order of the data, and an orderly end.
+"""What every stage shares: rows in tokens, the order of batches, and how a run ends.
 
 There is no base trainer: a stage is a loop of its own that calls these.
 """
@@ -51,7 +51,7 @@ def load_examples(
     needs: Sequence[str],
     max_response_tokens: int | None = None,
 ) -> tuple[list[Example], list[Example]]:
-    """Training and held-out rows of a stage, in tokens, with everything left out counted aloud."""
+    """Training and held-out rows of a stage, in tokens. Prints how many are left out, and why."""
     given = objects.train_rows is not None
     if objects.train_rows is not None:
         train_rows, eval_rows = objects.train_rows, objects.eval_rows or []
@@ -115,7 +115,7 @@ def _encode(
 
 
 def each_prompt_once(examples: list[Example]) -> list[Example]:
-    """Preference data often has several pairs to a prompt; a policy need answer it but once."""
+    """Preference data often has several pairs per prompt; a policy needs each prompt once."""
     unique = list({tuple(e.prompt): e for e in reversed(examples)}.values())[::-1]
     if len(unique) < len(examples):
         say(f"{len(examples)} rows have {len(unique)} different prompts; each is used once")
@@ -125,7 +125,7 @@ def each_prompt_once(examples: list[Example]) -> list[Example]:
 def check_positions(
     model: Model, examples: Sequence[Example], new_tokens: int = 0, name: str = "model"
 ) -> None:
-    """Refuse sequences longer than the model was built for, before they fail deep inside."""
+    """Refuse sequences longer than the model has positions, before it fails inside."""
     limit = getattr(model.config, "max_position_embeddings", None)
     longest = max(len(e.prompt) + max(len(e.chosen), len(e.rejected), new_tokens) for e in examples)
     if limit is not None and longest > limit:
@@ -137,14 +137,14 @@ def check_positions(
 
 
 def count_steps(config: StageConfig, num_rows: int) -> int:
-    """Steps of the run; an epoch leaves out what does not fill its last batch."""
-    a_pass = num_rows // config.batch_size
-    if not a_pass:
+    """Steps of the run. An epoch leaves out the rows that do not fill its last batch."""
+    steps_per_epoch = num_rows // config.batch_size
+    if not steps_per_epoch:
         raise RunError(
             f"There are {num_rows} rows for a batch of {config.batch_size}. "
             "Lower batch_size, or give more data."
         )
-    steps = a_pass * config.num_epochs
+    steps = steps_per_epoch * config.num_epochs
     if config.num_steps is not None and config.num_steps > steps:
         warn(
             f"the data gives {steps} steps, not the {config.num_steps} of num_steps: {num_rows} "
@@ -155,16 +155,18 @@ def count_steps(config: StageConfig, num_rows: int) -> int:
 
 
 def batch_rows(step: int, config: StageConfig, num_rows: int) -> list[int]:
-    """Which rows step number `step` takes: a fresh order each epoch, from the seed alone."""
-    a_pass = num_rows // config.batch_size
-    epoch, place = divmod(step, a_pass)
+    """The rows of step number `step`, from 0, in an order that is shuffled every epoch.
+
+    It depends on the seed alone, so a resumed run needs no state to continue with the same rows.
+    """
+    epoch, batch = divmod(step, num_rows // config.batch_size)
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + epoch)
     order = torch.randperm(num_rows, generator=generator)
-    return order[place * config.batch_size : (place + 1) * config.batch_size].tolist()
+    return order[batch * config.batch_size : (batch + 1) * config.batch_size].tolist()
 
 
 def due(step: int, every: int, total: int) -> bool:
-    """Whether something that happens every so often, and at the end, happens at this step."""
+    """Whether something that happens every `every` steps, and at the end, happens now."""
     return step == total or (every > 0 and step % every == 0)
 
 
@@ -216,7 +218,7 @@ def _explain_bad_start(error: Diverged, models: Mapping[str, nn.Module]) -> str:
 
 
 def peak_memory() -> float:
-    """The most that this process has had at once, in GiB: of the GPU, or of RAM without one."""
+    """Peak memory of this process in GiB: of the GPU, or of RAM without one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     import resource  # Windows has none, and no lock on run folders either
@@ -226,7 +228,7 @@ def peak_memory() -> float:
 
 
 def memory_words(peak: float, gpu: float | None) -> str:
-    """What memory was needed, in GiB, and whether there was room to go faster.
+    """Peak memory in words, and whether there was room to go faster.
 
     >>> memory_words(12.8, 139.8)
     "12.8 of the GPU's 140 GiB at most: a larger token_budget would fit, and may be faster"

@@ -1,4 +1,4 @@
-"""Numbers about a step: tensors to the host in one go, and where the time went."""
+"""Metrics of a step: copied to the host at once, and where the time went."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from marlhf.core import masked_mean
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
-    """How much of the returns the critic foresaw: 1 all of it, 0 no better than their mean."""
+    """Share of the variance of returns that values explain: 1 is all, 0 no more than their mean."""
 
     def variance(x: Tensor) -> Tensor:
         return masked_mean((x - masked_mean(x, mask)).square(), mask)

@@ -1,7 +1,10 @@
-"""Metrics in other people's dashboards: TensorBoard, Weights & Biases, Trackio.
+"""Metrics in dashboards: TensorBoard, Weights & Biases, Trackio.
 
-The run folder has everything already; these are copies for those who look elsewhere. So one that
-cannot start is an error before training, and one that fails later costs a warning, never the run.
+The run folder has all metrics already; these are copies. So a dashboard that cannot start is an
+error before training, and one that fails later is a warning and never ends the run.
+
+The reporting callbacks of transformers would not do: they rename metrics (`train/...`), start a new
+run after a resume, leave TensorBoard with the steps of a killed run twice, and raise into the loop.
 """
 
 from __future__ import annotations
@@ -26,22 +29,22 @@ NEEDS = {
     "wandb": ("wandb", "init"),
     "trackio": ("trackio", "init"),
 }
-"""What each is imported from. The name asked for tells the package from a folder of its logs, which
-Python would import as well."""
+"""What to import from where. The attribute tells the package from a folder of its logs, such as
+`wandb/`, which Python would import as well."""
 ID_FILE = "tracker_id"
-"""Where a run folder keeps the name under which dashboards know the run."""
+"""The file in a run folder with the id that dashboards know the run by."""
 
 
 def tracker_names(report_to: str | Sequence[str] | None) -> list[str]:
-    """The trackers that a setting asks for; `all` are those installed, `none` is none.
+    """The trackers named by `report_to`; `all` are those installed, `none` is none.
 
     >>> tracker_names("none"), tracker_names(["tensorboard"])
     ([], ['tensorboard'])
     """
-    asked = [report_to] if isinstance(report_to, str) else list(report_to or ())
-    if asked == ["all"]:
+    given = [report_to] if isinstance(report_to, str) else list(report_to or ())
+    if given == ["all"]:
         return [name for name in NEEDS if _installed(name)]
-    names = [name for name in dict.fromkeys(asked) if name != "none"]
+    names = [name for name in dict.fromkeys(given) if name != "none"]
     for name in names:
         if name not in NEEDS:
             near = difflib.get_close_matches(name.lower(), NEEDS, n=1)
@@ -51,10 +54,10 @@ def tracker_names(report_to: str | Sequence[str] | None) -> list[str]:
 
 
 class Trackers:
-    """The trackers of one run. `done` steps were taken, and reported, in earlier sittings.
+    """The trackers of one run. `done` steps were taken, and reported, before a resume.
 
-    What earlier sittings reported beyond `done` is about to be measured again: TensorBoard forgets
-    it, the others keep it, and wandb takes no step twice.
+    Steps after `done` that were reported before are about to be taken again: TensorBoard drops
+    them, Trackio keeps both, and wandb ignores a step that it has already.
 
     >>> import tempfile
     >>> trackers = Trackers("tensorboard", tempfile.mkdtemp(), name="ppo", config_raw={"seed": 0})
@@ -97,12 +100,12 @@ class Trackers:
                     " Log in with `wandb login`, set WANDB_MODE=offline," if kind == "wandb" else ""
                 )
                 raise RunError(
-                    f"{kind} cannot start: {type(error).__name__}: {error}.{login or ' Mend that'} "
+                    f"{kind} cannot start: {type(error).__name__}: {error}.{login or ' Fix that'} "
                     "or leave it out of report_to."
                 ) from error
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Numbers of a step or an evaluation; what is no number is left out."""
+        """Metrics of a step or an evaluation; what is not a number is left out."""
         if not self._trackers:
             return
         numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, (int, float))}
@@ -121,12 +124,12 @@ class Trackers:
                 del self._trackers[name]
                 warn(
                     f"{name} failed ({type(error).__name__}: {error}) and gets no more metrics; "
-                    "training goes on, and metrics.jsonl has them all."
+                    "training continues, and metrics.jsonl has them all."
                 )
 
 
 class Tracker(Protocol):
-    """What the run needs of a dashboard."""
+    """What every dashboard can do."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -194,7 +197,7 @@ class Trackio:
 
 
 def _identity(path: Path, name: str, done: int) -> str:
-    """The same for all sittings of a run; another for a run that starts again from nothing."""
+    """The id of a run: kept when it is resumed, new when it starts from the beginning."""
     file = path / ID_FILE
     if done and file.is_file():
         return file.read_text(encoding="utf-8").strip()
