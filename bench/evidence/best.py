@@ -10,7 +10,7 @@ from evidence.judges import load_judge
 from evidence.settings import Settings
 from marlhf.data import Row, encode_response, fit_prompts
 from marlhf.evaluate.best_of_n import best_of_n
-from marlhf.evaluate.eval_plan import Question
+from marlhf.evaluate.eval_plan import EvaluationOptions
 from marlhf.rollout.repetition import repetition
 from marlhf.runs.jsonl import write_jsonl
 
@@ -20,7 +20,7 @@ NS = (1, 2, 4, 8)
 @torch.no_grad()
 def best_of_eight(settings: Settings, folder: Path, seed: int) -> None:
     """Grid in the SFT run's folder, as `marlhf best-of-n` leaves it; the best ones in `folder`."""
-    question = Question(
+    question = EvaluationOptions(
         prompts=settings.test_prompts,
         temperature=1.0,
         max_new_tokens=settings.response_tokens,

@@ -129,10 +129,10 @@ def _judge_sft(settings: Settings) -> None:
 
 def _validate(settings: Settings, name: str) -> None:
     """Held-out prompts by the reward model that teaches: what learning rates are chosen by."""
-    from marlhf.evaluate.eval_plan import Question
+    from marlhf.evaluate.eval_plan import EvaluationOptions
     from marlhf.evaluate.score import evaluate
 
-    question = Question(
+    question = EvaluationOptions(
         prompts=settings.eval_prompts,
         temperature=1.0,
         max_new_tokens=settings.response_tokens,
@@ -146,7 +146,7 @@ def _validate(settings: Settings, name: str) -> None:
 
 def _judge(settings: Settings, task: str, name: str) -> None:
     """Test prompts by all reward models, or test problems by their unit tests."""
-    from marlhf.evaluate.eval_plan import Question
+    from marlhf.evaluate.eval_plan import EvaluationOptions
     from marlhf.evaluate.score import evaluate
 
     test: dict[str, Any] = {"source": task, "path": str(settings.data(task, "test"))}
@@ -157,13 +157,13 @@ def _judge(settings: Settings, task: str, name: str) -> None:
         from marlhf.reward.code import unit_tests
 
         tokens = settings.response_tokens * 4
-        asked = pass_at_k.Question(
+        asked = pass_at_k.PassAtKOptions(
             prompts=settings.test_prompts // 2, samples=5, max_new_tokens=tokens, **test
         )
         pass_at_k.measure(folder, asked, unit_tests)
         return
     rewards = ["reward", "gold"] if task == "tldr" else ["reward"]
-    question = Question(
+    question = EvaluationOptions(
         prompts=settings.test_prompts,
         temperature=1.0,
         max_new_tokens=settings.response_tokens * (4 if task == "hh" else 3) // 3,

@@ -21,13 +21,13 @@ from marlhf.evaluate.best_of_n_grid import (
     kl_bound,
     read_grids,
 )
-from marlhf.evaluate.eval_plan import EvaluationError, Question
-from marlhf.evaluate.sampling import Writer
+from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions
+from marlhf.evaluate.sampling import ResponseSampler
 from marlhf.report.sections.best_of_n import heat_map
 from marlhf.report.write import write_report
 from marlhf.runs.jsonl import append_jsonl
 
-FEW = Question(prompts=3, device="cpu")
+FEW = EvaluationOptions(prompts=3, device="cpu")
 
 
 def test_the_estimate_by_hand():
@@ -81,10 +81,10 @@ def test_smaller_n_and_second_calls_sample_nothing(finished, monkeypatch):
     assert found.cell(1.0, 4).mean >= found.cell(1.0, 2).mean
     for line in found.lines[1.0]:
         assert line["best"]["score"] == max(line["scores"])
-    monkeypatch.setattr(Writer, "write", None)
+    monkeypatch.setattr(ResponseSampler, "sample", None)
     again = best_of_n(finished / "ppo", FEW, [1, 3], [0.5, 1.0])
     assert again.lines == found.lines
-    assert list(read_grids(finished / "ppo")["m8-s0-reward"].lines) == [0.5, 1.0]
+    assert list(read_grids(finished / "ppo")["8 tokens, reward"].lines) == [0.5, 1.0]
 
 
 def test_a_larger_n_adds_to_the_samples_there_are(finished):
@@ -136,7 +136,9 @@ def test_the_export_is_data_for_sft(tmp_path):
 
 def test_training_prompts_are_others(finished):
     held_out = best_of_n(finished / "ppo", FEW, [1])
-    trained = best_of_n(finished / "ppo", Question(prompts=3, train=True, device="cpu"), [1])
+    trained = best_of_n(
+        finished / "ppo", EvaluationOptions(prompts=3, train=True, device="cpu"), [1]
+    )
     asked = [{x["prompt"] for x in each.lines[1.0]} for each in (held_out, trained)]
     assert not asked[0] & asked[1]
     rows = load_data(DataConfig(source="toy", limit=200, eval_size=12), "ppo").train
@@ -156,7 +158,7 @@ def test_damaged_lines_are_left_out_of_the_report(tmp_path):
     good = {"setting": "s", "key": "1", "scores": [1.0, 2.0], "lengths": [3, 4]}
     bad = [{"scores": "x"}, {"scores": [1.0]}, {"scores": [None, 1.0]}, {"lengths": [1]}]
     append_jsonl(file, [good | each | {"key": str(i)} for i, each in enumerate([*bad, {}])])
-    assert [line["key"] for line in read_grids(tmp_path)["m8-s0-reward"].lines[0.5]] == ["4"]
+    assert [line["key"] for line in read_grids(tmp_path)["8 tokens, reward"].lines[0.5]] == ["4"]
 
 
 def test_a_heat_map_darkens_with_the_value_and_leaves_gaps():

@@ -11,15 +11,16 @@ import yaml
 from marlhf.data import DataConfig, DataError
 from marlhf.evaluate import pass_at_k as module
 from marlhf.evaluate.eval_plan import EvaluationError
-from marlhf.evaluate.pass_at_k import LINES, Question, measure
+from marlhf.evaluate.pass_at_k import PassAtKOptions, measure
 from marlhf.evaluate.pass_rates import pass_at_k, summarise
 from marlhf.intervals import bootstrap_mean
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
 from marlhf.report.write import write_report
 from marlhf.reward.code import UnitTests, Verdict
+from marlhf.runs.layout import PASS_AT_K_LINES
 from marlhf.settings import to_raw
 
-QUESTION = Question(k=(1, 2), samples=4, device="cpu")
+OPTIONS = PassAtKOptions(k=(1, 2), samples=4, device="cpu")
 
 
 class Judge(UnitTests):
@@ -95,35 +96,35 @@ def test_difficulties_stand_apart_and_together():
 
 
 def test_a_stopped_measurement_goes_on_to_the_same_result(run, monkeypatch):
-    whole = measure(run, QUESTION, Judge())
+    whole = measure(run, OPTIONS, Judge())
     assert whole["rows"][-1]["problems"] > 20
     assert 0 < whole["rows"][-1]["pass@1"][0] < 1
-    lines = (run / LINES).read_text().splitlines()
-    (run / LINES).write_text("\n".join(lines[:7]) + "\n" + lines[7][:20])  # torn by a kill
+    lines = (run / PASS_AT_K_LINES).read_text().splitlines()
+    (run / PASS_AT_K_LINES).write_text("\n".join(lines[:7]) + "\n" + lines[7][:20])  # torn
     judge = Judge()
     monkeypatch.setattr(module, "CHUNK", 5)
-    assert measure(run, QUESTION, judge) == whole
+    assert measure(run, OPTIONS, judge) == whole
     assert len(judge.judged) == 4 * (len(lines) - 7)
     again = Judge()
-    assert measure(run, QUESTION, again) == whole
+    assert measure(run, OPTIONS, again) == whole
     assert again.judged == []
 
 
 def test_more_samples_are_added_to_those_there_are(run):
-    measure(run, QUESTION, Judge())
+    measure(run, OPTIONS, Judge())
     judge = Judge()
-    more = measure(run, replace(QUESTION, samples=6), judge)
+    more = measure(run, replace(OPTIONS, samples=6), judge)
     assert len(judge.judged) == 2 * more["rows"][-1]["problems"]
     fresh = run.parent / "fresh"
     shutil.copytree(run, fresh)
-    (fresh / LINES).unlink()
-    assert measure(fresh, replace(QUESTION, samples=6), Judge())["rows"] == more["rows"]
+    (fresh / PASS_AT_K_LINES).unlink()
+    assert measure(fresh, replace(OPTIONS, samples=6), Judge())["rows"] == more["rows"]
 
 
 def test_another_temperature_is_another_measurement(run):
-    measure(run, replace(QUESTION, prompts=3), Judge())
+    measure(run, replace(OPTIONS, prompts=3), Judge())
     judge = Judge()
-    measure(run, replace(QUESTION, prompts=3, temperature=0.5), judge)
+    measure(run, replace(OPTIONS, prompts=3, temperature=0.5), judge)
     assert len(judge.judged) == 12
 
 
@@ -133,7 +134,7 @@ def test_a_problem_without_a_verdict_is_left_out_and_tried_again(run):
             found = super().judge(responses, tests)
             return [Verdict("sandbox_error"), *found[1:]]
 
-    few = replace(QUESTION, prompts=5)
+    few = replace(OPTIONS, prompts=5)
     found = measure(run, few, Failing())
     assert (found["without_verdict"], found["rows"][-1]["problems"]) == (1, 4)
     judge = Judge()
@@ -146,26 +147,26 @@ def test_other_data_is_asked_whole(run, tmp_path):
     rows = [{"prompt": f"Print {n}.\n", "tests": tests} for n in range(3)]
     file = tmp_path / "mine.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
-    question = Question(k=(1,), samples=1, source="local", path=str(file), device="cpu")
+    question = PassAtKOptions(k=(1,), samples=1, source="local", path=str(file), device="cpu")
     assert measure(run, question, Judge())["rows"][-1]["problems"] == 3
 
 
 def test_what_cannot_be_measured_is_explained(run, tmp_path):
     with pytest.raises(ValueError, match="pass@20 needs at least 20 samples"):
-        Question(k=(20,))
+        PassAtKOptions(k=(20,))
     file = tmp_path / "plain.jsonl"
     file.write_text('{"prompt": "Why?"}')
     with pytest.raises(DataError, match="no held-out problems with tests"):
-        measure(run, Question(path=str(file), device="cpu"), Judge())
+        measure(run, PassAtKOptions(path=str(file), device="cpu"), Judge())
     shutil.rmtree(run / "model")
     with pytest.raises(EvaluationError, match="has no model yet"):
-        measure(run, QUESTION, Judge())
+        measure(run, OPTIONS, Judge())
 
 
 def test_the_report_shows_it(run, tmp_path):
     page = write_report([run], tmp_path / "before.html").read_text()
     assert "Problems solved" not in page
-    found = measure(run, replace(QUESTION, prompts=4), Judge())
+    found = measure(run, replace(OPTIONS, prompts=4), Judge())
     page = write_report([run], tmp_path / "after.html").read_text()
     assert "Problems solved" in page
     assert f"{100 * found['rows'][-1]['pass@2'][0]:.2f}" in page

@@ -14,9 +14,9 @@ import yaml
 
 from marlhf.cli import app
 from marlhf.evaluate import score
-from marlhf.evaluate.eval_plan import EvaluationError, Question, find_subjects, make_plan
-from marlhf.evaluate.held_out import read_evaluations, summarise, summary_table
-from marlhf.evaluate.sampling import Writer, find_judges
+from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions, find_policies, make_plan
+from marlhf.evaluate.held_out import read_scored, summarise, summary_table
+from marlhf.evaluate.sampling import ResponseSampler, find_rewards
 from marlhf.evaluate.score import distinct, evaluate
 from marlhf.models.base import ModelError
 from marlhf.models.load import load_policy, load_tokenizer
@@ -24,7 +24,7 @@ from marlhf.report.write import write_report
 from marlhf.runs.jsonl import append_jsonl, read_keyed
 from marlhf.runs.layout import RunError
 
-FEW = Question(prompts=5, device="cpu")
+FEW = EvaluationOptions(prompts=5, device="cpu")
 
 
 def test_runs_of_every_method_are_asked_the_same(finished):
@@ -42,7 +42,7 @@ def test_runs_of_every_method_are_asked_the_same(finished):
 
 def test_kl_is_the_policys_logprob_less_the_references(finished):
     [found] = evaluate(
-        [finished / "dpo"], Question(prompts=3, like=str(finished / "ppo"), device="cpu")
+        [finished / "dpo"], EvaluationOptions(prompts=3, like=str(finished / "ppo"), device="cpu")
     )
     tokenizer = load_tokenizer(str(finished / "dpo/model"))
     models = [load_policy(str(finished / name / "model")) for name in ("dpo", "sft")]
@@ -60,16 +60,16 @@ def test_kl_is_the_policys_logprob_less_the_references(finished):
 def test_a_second_call_samples_nothing_and_more_prompts_only_add(finished, monkeypatch):
     [first] = evaluate([finished / "ppo"], FEW)
     asked = []
-    write = Writer.write
+    write = ResponseSampler.sample
 
     def count(self, prompts, seeds):
         asked.append(len(prompts))
         return write(self, prompts, seeds)
 
-    monkeypatch.setattr(Writer, "write", count)
+    monkeypatch.setattr(ResponseSampler, "sample", count)
     [again] = evaluate([finished / "ppo"], FEW)
     assert (again.lines, asked) == (first.lines, [])
-    [more] = evaluate([finished / "ppo"], Question(prompts=8, device="cpu"))
+    [more] = evaluate([finished / "ppo"], EvaluationOptions(prompts=8, device="cpu"))
     assert (more.lines[:5], asked) == (first.lines, [3])
 
 
@@ -87,9 +87,9 @@ def test_a_stopped_evaluation_goes_on_to_the_same_end(finished, monkeypatch):
 
 def test_another_reward_model_judges_the_responses_there_are(finished, monkeypatch):
     [first] = evaluate([finished / "ppo"], FEW)
-    monkeypatch.setattr(Writer, "write", None)  # sampling again would fail
+    monkeypatch.setattr(ResponseSampler, "sample", None)  # sampling again would fail
     [both] = evaluate(
-        [finished / "ppo"], Question(5, rewards=(str(finished / "other"),), device="cpu")
+        [finished / "ppo"], EvaluationOptions(5, rewards=(str(finished / "other"),), device="cpu")
     )
     assert set(both.summary.scores) == {"reward", "gold", "other"}
     assert [x["response"] for x in both.lines] == [x["response"] for x in first.lines]
@@ -98,10 +98,10 @@ def test_another_reward_model_judges_the_responses_there_are(finished, monkeypat
 def test_a_reward_model_trained_anew_scores_anew(finished, save_model):
     [before] = evaluate([finished / "ppo"], FEW)
     save_model(finished / "reward/model", scalar=True, seed=3)
-    [after] = evaluate([finished / "ppo"], Question(prompts=2, device="cpu"))
+    [after] = evaluate([finished / "ppo"], EvaluationOptions(prompts=2, device="cpu"))
     assert before.lines[0]["scores"]["reward"] != after.lines[0]["scores"]["reward"]
-    kept = read_evaluations(finished / "ppo")["t1-m8-s0"]
-    assert ["reward" in line["scores"] for line in kept] == [True, True, False, False, False]
+    [kept] = read_scored(finished / "ppo")
+    assert ["reward" in line["scores"] for line in kept.lines] == [True, True, False, False, False]
 
 
 def test_weights_that_changed_are_asked_anew(finished, save_model):
@@ -118,7 +118,7 @@ def test_reward_functions_score_too(finished, tmp_path, monkeypatch):
     )
     (tmp_path / "my_short.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    question = Question(prompts=3, rewards=("my_short:short",), device="cpu")
+    question = EvaluationOptions(prompts=3, rewards=("my_short:short",), device="cpu")
     [found] = evaluate([finished / "ppo"], question)
     assert [line["scores"]["my_short:short"] for line in found.lines] == [-1.0, None, None]
     assert found.summary.scores["my_short:short"].size == 1
@@ -129,8 +129,8 @@ def test_a_plain_model_folder_borrows_what_it_lacks(finished, tmp_path, save_mod
     with pytest.raises(EvaluationError, match="names no reward model"):
         evaluate([folder], FEW)
     with pytest.raises(EvaluationError, match="not a run"):
-        evaluate([folder], Question(5, rewards=(str(finished / "reward"),)))
-    [found] = evaluate([folder], Question(5, like=str(finished / "ppo"), device="cpu"))
+        evaluate([folder], EvaluationOptions(5, rewards=(str(finished / "reward"),)))
+    [found] = evaluate([folder], EvaluationOptions(5, like=str(finished / "ppo"), device="cpu"))
     assert found.file.parent == folder / "evaluation"
     assert found.summary.measures["kl"].mean != 0.0
 
@@ -138,7 +138,7 @@ def test_a_plain_model_folder_borrows_what_it_lacks(finished, tmp_path, save_mod
 def test_other_data_is_asked_whole(finished, tmp_path):
     file = tmp_path / "mine.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"Tell {i}"}) + "\n" for i in range(3)))
-    [found] = evaluate([finished / "ppo"], Question(path=str(file), device="cpu"))
+    [found] = evaluate([finished / "ppo"], EvaluationOptions(path=str(file), device="cpu"))
     assert [line["prompt"] for line in found.lines] == ["Tell 0", "Tell 1", "Tell 2"]
     assert found.file.name == "t1-m8-s0-mine-train.jsonl"
     assert set(found.summary.scores) == {"reward"}  # gold is of the offline task alone
@@ -150,7 +150,7 @@ def test_what_an_answer_is_checked_against_is_kept(finished, tmp_path):
     file = tmp_path / "asked.jsonl"
     lines = [json.dumps({"prompt": f"Say {i}", **more}) for i, more in enumerate(columns)]
     file.write_text("\n".join(lines))
-    [found] = evaluate([finished / "ppo"], Question(path=str(file), device="cpu"))
+    [found] = evaluate([finished / "ppo"], EvaluationOptions(path=str(file), device="cpu"))
     kept = {line["prompt"]: line.get("reference") for line in found.lines}
     assert kept["Say 0"] == "Four."
     assert kept["Say 1"] == "Bees\nThey dance.\n\nWasps\nThey do not."
@@ -159,15 +159,15 @@ def test_what_an_answer_is_checked_against_is_kept(finished, tmp_path):
 
 def test_same_named_judges_are_told_apart(finished):
     shutil.copytree(finished / "other", finished / "more" / "reward")
-    [ppo] = find_subjects([finished / "ppo"])
+    [ppo] = find_policies([finished / "ppo"])
     paths = (str(finished / "reward"), str(finished / "more" / "reward"))
-    names = [j.name for j in find_judges(make_plan(ppo, Question(rewards=paths), None))]
+    names = [j.name for j in find_rewards(make_plan(ppo, EvaluationOptions(rewards=paths), None))]
     assert names == ["runs/reward", "more/reward", "gold"]
 
 
 def test_a_judge_called_gold_is_not_the_true_score(finished, save_model):
     folder = save_model(finished / "gold", scalar=True, seed=5)
-    [found] = evaluate([finished / "ppo"], Question(2, rewards=(folder,), device="cpu"))
+    [found] = evaluate([finished / "ppo"], EvaluationOptions(2, rewards=(folder,), device="cpu"))
     assert list(found.summary.scores) == ["gold", "gold (true)"]
 
 
@@ -175,7 +175,7 @@ def test_the_best_policy_of_a_run_can_be_asked(finished):
     shutil.copytree(finished / "rloo/model", finished / "ppo/best")
     [found] = evaluate([finished / "ppo/best"], FEW)
     assert (found.name, found.file.parents[1]) == ("ppo/best", finished / "ppo/best")
-    assert [each.name for each in find_subjects([finished / "ppo/model"])] == ["ppo"]
+    assert [each.name for each in find_policies([finished / "ppo/model"])] == ["ppo"]
 
 
 def test_a_folder_that_cannot_be_written_to_is_a_sentence(tmp_path):
@@ -208,12 +208,14 @@ def test_nonsense_is_a_sentence(finished, change, question, message):
         config["data"]["eval_size"] = 0
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
     with pytest.raises((EvaluationError, ModelError), match=message):
-        evaluate([folder], Question(**{"prompts": 2, "device": "cpu", **question}))
+        evaluate([folder], EvaluationOptions(**{"prompts": 2, "device": "cpu", **question}))
 
 
 def test_a_reward_model_cannot_be_evaluated(finished):
     with pytest.raises(ModelError, match="cannot write"):
-        evaluate([finished / "reward"], Question(2, like=str(finished / "ppo"), device="cpu"))
+        evaluate(
+            [finished / "reward"], EvaluationOptions(2, like=str(finished / "ppo"), device="cpu")
+        )
 
 
 def test_means_and_intervals_by_hand():

@@ -14,7 +14,7 @@ from marlhf.report.findings import shows_not, verdict
 from marlhf.report.groups import group_runs, unlike
 from marlhf.report.sections.scaling import scaling, size_text
 from marlhf.report.sections.sweeps import find_sweeps, sweeps, value_text
-from marlhf.report.sections.temperatures import split_name, temperatures
+from marlhf.report.sections.temperatures import temperatures
 from marlhf.runs.lineage import chosen, num_parameters
 from marlhf.runs.read import find_runs, read_run
 
@@ -248,7 +248,6 @@ def test_temperatures_come_from_the_files_of_evaluate(make_run):
     rows = _csv(html, "Score by rm, 64 tokens")[1:]
     assert [row[1:3] for row in rows] == [["0.2", "2.5"], ["0.6", "2"], ["1", "1.5"]]
     assert "KL, 64 tokens" in html
-    assert split_name("t0-m8-s1-mine") == (0.0, "m8-s1-mine")
 
 
 def test_best_of_n_samples_stand_in_where_nothing_was_evaluated(make_run):
@@ -257,7 +256,7 @@ def test_best_of_n_samples_stand_in_where_nothing_was_evaluated(make_run):
     for heat in (0.2, 1.0):
         line = {"setting": "x", "key": "k", "scores": [heat, heat + 2], "lengths": [3, 3]}
         (folder / "best_of_n" / f"t{heat:g}-m64-s0-rm.jsonl").write_text(json.dumps(line) + "\n")
-    rows = _csv(temperatures(group_runs([read_run(folder)])), "Score, m64-s0-rm")[1:]
+    rows = _csv(temperatures(group_runs([read_run(folder)])), "Score, 64 tokens, rm")[1:]
     assert [row[1:3] for row in rows] == [["0.2", "1.2"], ["1", "2"]]
 
 

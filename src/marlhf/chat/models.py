@@ -19,7 +19,13 @@ from marlhf.core import Constituents, Perplexity, Responses
 from marlhf.data import DataConfig, DataError, apps, decode, load_data, tldr, webgpt
 from marlhf.data.encode import encode_prompt
 from marlhf.data.rows import Message, Text, after_colon
-from marlhf.evaluate.eval_plan import EvaluationError, Subject, find_subjects, folder_of, located
+from marlhf.evaluate.eval_plan import (
+    EvaluationError,
+    PolicySource,
+    find_policies,
+    folder_of,
+    located,
+)
 from marlhf.evaluate.sampling import seed_of
 from marlhf.models.base import Model, Precision, Tokenizer, autocast
 from marlhf.models.forward import Sequences, token_stats
@@ -68,7 +74,7 @@ class ChatModel:
     """A loaded model with its conversation so far."""
 
     name: str
-    subject: Subject
+    policy: PolicySource
     tokenizer: Tokenizer
     model: Model
     form: str
@@ -80,7 +86,7 @@ class ChatModel:
 
     @property
     def precision(self) -> Precision:
-        return self.subject.config.get("precision") or "auto"
+        return self.policy.config.get("precision") or "auto"
 
     def ask(self, question: str, number: int, seed: int) -> Turn:
         """Answer a question in the context of earlier turns; the caller appends it to `turns`."""
@@ -149,7 +155,7 @@ class ChatModel:
     @torch.no_grad()
     def actions(self, turn: Turn) -> list[str]:
         """The text of each macro action of an answer, by the model's own segmenter."""
-        config = self.subject.config
+        config = self.policy.config
         if not config.get("segmenter"):
             raise EvaluationError("It was not trained with macro actions.")
         segmenter = build_segmenter(config["segmenter"])
@@ -183,10 +189,10 @@ class ChatModel:
         return pieces
 
     def _ref_logprobs(self, turn: Turn) -> torch.Tensor:
-        config, device = self.subject.config, self.model.device
+        config, device = self.policy.config, self.model.device
         reference = self._reference
         if reference is None:
-            path = folder_of(located(config.get("ref_model") or config["model"], self.subject))
+            path = folder_of(located(config.get("ref_model") or config["model"], self.policy))
             remote = bool(config.get("trust_remote_code"))
             loaded = load_policy(path, seed=int(config.get("seed") or 0), trust_remote_code=remote)
             reference = self._reference = loaded.to(device).eval()
@@ -209,36 +215,36 @@ def load_chat_models(
         raise EvaluationError(
             f"There is no form {form!r}. Choose one of: auto, {', '.join(FORMS)}."
         )
-    subjects: dict[str, Subject] = {}
+    policies: dict[str, PolicySource] = {}
     for path in paths:
-        found = [_file_or_hub(str(path))] if _is_not_a_folder(path) else find_subjects([path])
-        for subject in found:
-            subjects.setdefault(subject.model, subject)
-    names = [subject.name for subject in subjects.values()]
+        found = [_file_or_hub(str(path))] if _is_not_a_folder(path) else find_policies([path])
+        for policy in found:
+            policies.setdefault(policy.model, policy)
+    names = [policy.name for policy in policies.values()]
     overrides = {"temperature": temperature, "max_new_tokens": max_new_tokens}
     overrides = {name: value for name, value in overrides.items() if value is not None}
     chat_models: list[ChatModel] = []
-    for subject in subjects.values():
-        remote = bool(subject.config.get("trust_remote_code"))
-        tokenizer = load_tokenizer(subject.model, trust_remote_code=remote)
-        model = load_policy(subject.model, trust_remote_code=remote).to(device).eval()
-        check_vocabulary(model, tokenizer, subject.model)
-        own_form = find_form(subject, tokenizer) if form == "auto" else form
+    for policy in policies.values():
+        remote = bool(policy.config.get("trust_remote_code"))
+        tokenizer = load_tokenizer(policy.model, trust_remote_code=remote)
+        model = load_policy(policy.model, trust_remote_code=remote).to(device).eval()
+        check_vocabulary(model, tokenizer, policy.model)
+        own_form = find_form(policy, tokenizer) if form == "auto" else form
         if own_form == "chat" and not tokenizer.chat_template:
             raise EvaluationError(
-                f"The tokenizer of {subject.model} has no chat template. Choose another --form."
+                f"The tokenizer of {policy.model} has no chat template. Choose another --form."
             )
-        name = subject.name if names.count(subject.name) == 1 else str(subject.folder)
-        sampling = replace(_sampling(subject), **overrides)
-        chat_models.append(ChatModel(name, subject, tokenizer, model, own_form, sampling))
+        name = policy.name if names.count(policy.name) == 1 else str(policy.folder)
+        sampling = replace(_sampling(policy), **overrides)
+        chat_models.append(ChatModel(name, policy, tokenizer, model, own_form, sampling))
     if not chat_models:
         raise EvaluationError("No path was given. Give a run, a model folder or a hub name.")
     return chat_models
 
 
-def find_form(subject: Subject, tokenizer: Tokenizer) -> str:
+def find_form(policy: PolicySource, tokenizer: Tokenizer) -> str:
     """The prompt format that a model was trained on, as far as its run records it."""
-    data: dict[str, Any] = subject.config.get("data") or {}
+    data: dict[str, Any] = policy.config.get("data") or {}
     source = data.get("source")
     if source in FORMS:
         return str(source)
@@ -264,9 +270,9 @@ def _form_of(prompt: Text) -> str:
     return "tldr" if prompt.rstrip().endswith("TL;DR:") else "text"
 
 
-def _sampling(subject: Subject) -> Sampling:
-    raw = dict(subject.config.get("sampling") or {})
-    length = subject.config.get("max_response_tokens") or MAX_NEW_TOKENS
+def _sampling(policy: PolicySource) -> Sampling:
+    raw = dict(policy.config.get("sampling") or {})
+    length = policy.config.get("max_response_tokens") or MAX_NEW_TOKENS
     return Sampling(**{"max_new_tokens": length, **raw})
 
 
@@ -279,10 +285,10 @@ def _is_not_a_folder(path: Path | str) -> bool:
     return not is_path and not (len(parts) == 2 and Path(parts[0]).is_dir())
 
 
-def _file_or_hub(name: str) -> Subject:
+def _file_or_hub(name: str) -> PolicySource:
     if Path(name).is_file() and not name.endswith(".gguf"):
         raise EvaluationError(f"{name} is a file. Give the folder of a run or of a model.")
-    return Subject(Path(name), name, name.rstrip("/").rpartition("/")[2])
+    return PolicySource(Path(name), name, name.rstrip("/").rpartition("/")[2])
 
 
 def _may_need_reference(segmenter: object) -> bool:

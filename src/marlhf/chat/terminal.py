@@ -196,7 +196,7 @@ class Chat:
             raise EvaluationError(f"{file} exists already. Choose another file.")
         lines = [
             {
-                "model": model.subject.model,
+                "model": model.policy.model,
                 "form": model.form,
                 "messages": model.messages(),
                 "sampling": asdict(model.sampling),

@@ -38,14 +38,14 @@ def pass_at_k(
     device: Device = "auto",
 ) -> None:
     """Share of programming problems that k samples solve, by unit tests."""
-    from marlhf.evaluate.pass_at_k import Question, measure
+    from marlhf.evaluate.pass_at_k import PassAtKOptions, measure
     from marlhf.reward.code import UnitTests
 
     ks = tuple(sorted({*(k or (1, 5))}))
-    question = Question(
+    options = PassAtKOptions(
         k=ks,
         samples=max(10, *ks) if samples is None else samples,
-        prompts=prompts or Question.prompts,
+        prompts=prompts or PassAtKOptions.prompts,
         temperature=temperature,
         max_new_tokens=max_new_tokens,
         source=source,
@@ -58,7 +58,7 @@ def pass_at_k(
     def progress(done: int, total: int) -> None:
         tell(f"{done} of {total} problems")
 
-    found = measure(run, question, UnitTests(seconds=seconds), progress)
+    found = measure(run, options, UnitTests(seconds=seconds), progress)
     for row in found["rows"]:
         numbers = [(k, *(100 * x for x in row[f"pass@{k}"])) for k in ks]
         shown = "  ".join(
@@ -90,11 +90,11 @@ def evaluate(
     device: Device = "auto",
 ) -> None:
     """Score responses to held-out prompts, of any model by any reward models."""
-    from marlhf.evaluate.eval_plan import Question
+    from marlhf.evaluate.eval_plan import EvaluationOptions
     from marlhf.evaluate.held_out import summary_table
     from marlhf.evaluate.score import evaluate
 
-    question = Question(
+    options = EvaluationOptions(
         prompts=prompts,
         temperature=temperature,
         max_new_tokens=max_new_tokens,
@@ -107,7 +107,7 @@ def evaluate(
         split=split,
         device=device,
     )
-    found = evaluate(runs, question, tell)
+    found = evaluate(runs, options, tell)
     typer.echo(summary_table([(each.name, each.summary) for each in found]))
     for each in found:
         tell(str(each.file))
@@ -139,9 +139,9 @@ def best_of_n(
     """What the best of n samples scores, at each n and temperature."""
     from marlhf.evaluate import best_of_n as sampler
     from marlhf.evaluate.best_of_n_grid import grid_table
-    from marlhf.evaluate.eval_plan import Question
+    from marlhf.evaluate.eval_plan import EvaluationOptions
 
-    question = Question(
+    options = EvaluationOptions(
         prompts=prompts,
         max_new_tokens=max_new_tokens,
         seed=seed,
@@ -153,7 +153,7 @@ def best_of_n(
         train=train,
         device=device,
     )
-    found = sampler.best_of_n(run, question, n or (4, 8, 16, 32), temperature or (), tell)
+    found = sampler.best_of_n(run, options, n or (4, 8, 16, 32), temperature or (), tell)
     typer.echo(grid_table(found))
     if export is None:
         return

@@ -1,51 +1,53 @@
 """Best of n: what the highest-scored of n samples is worth, at each n and temperature.
 
-The largest n is sampled once a temperature; smaller ones are read from the same samples without
-bias. Scores are kept in `best_of_n/` of the run folder, with the best response of each prompt, so
-the same command goes on after a stop, and a larger n adds to what is there. No torch in the
-estimate.
+The largest n is sampled once per temperature; smaller ones are estimated from the same samples
+without bias. Scores are kept in `best_of_n/` of the run folder, with the best response of each
+prompt, so the same command resumes after a stop, and a larger n adds to what is there.
 """
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from marlhf.data import Encoded, decode
 from marlhf.data.rows import is_blank
-from marlhf.evaluate.best_of_n_grid import BEST, Grid, expected_best
+from marlhf.evaluate.best_of_n_grid import Grid, expected_best
 from marlhf.evaluate.eval_plan import (
     EvaluationError,
-    Question,
-    file_name,
-    find_donor,
-    find_subjects,
+    EvaluationOptions,
+    find_fallback,
+    find_policies,
     make_plan,
+    sampling_settings,
     setting_of,
 )
 from marlhf.evaluate.sampling import (
-    Bench,
-    Judge,
-    Writer,
-    find_judges,
+    ResponseSampler,
+    RewardModelCache,
+    RewardSource,
+    find_rewards,
     key_of,
     load_prompts,
     seed_of,
 )
+from marlhf.intervals import mean
 from marlhf.models.base import pick_device
 from marlhf.models.load import load_tokenizer
-from marlhf.runs.jsonl import Line, append_jsonl, read_keyed, write_jsonl
+from marlhf.runs.evaluations import SamplingSettings, read_sampled
+from marlhf.runs.jsonl import Line, append_jsonl, write_jsonl
+from marlhf.runs.layout import BEST_OF_N
 
 ROWS = 512
-"""Responses sampled and judged at once: about what a stop can cost."""
+"""Responses sampled and scored at once: about what a stop can cost."""
 
 
 def best_of_n(
     path: Path | str,
-    question: Question,
+    options: EvaluationOptions,
     ns: Sequence[int],
     temperatures: Sequence[float] = (),
     notice: Callable[[str], None] = lambda words: None,
@@ -53,34 +55,40 @@ def best_of_n(
     """Sample, score and keep; the grid of mean best scores, and the lines it was made from."""
     if not ns or min(ns) < 1:
         raise EvaluationError(f"Give one n or more, each at least 1; got {list(ns)}.")
-    subjects = find_subjects([path])
-    if len(subjects) > 1:
-        raise EvaluationError(f"{path} holds {len(subjects)} runs. Give the folder of one.")
-    [subject] = subjects
-    donor = find_donor(subjects, question.like)
-    plan = make_plan(subject, replace(question, reference="none"), donor)
-    tokenizer = load_tokenizer(subject.model, trust_remote_code=plan.trust_remote_code)
-    prompts = load_prompts(subject, plan, tokenizer, question.prompts)
-    judges = [judge for judge in find_judges(plan) if judge.weight]
-    bench = Bench(pick_device(question.device))
-    writer: Writer | None = None
+    policies = find_policies([path])
+    if len(policies) > 1:
+        raise EvaluationError(f"{path} holds {len(policies)} runs. Give the folder of one.")
+    [policy] = policies
+    fallback = find_fallback(policies, options.like)
+    plan = make_plan(policy, replace(options, reference="none"), fallback)
+    tokenizer = load_tokenizer(policy.model, trust_remote_code=plan.trust_remote_code)
+    prompts = load_prompts(policy, plan, tokenizer, options.prompts)
+    rewards = [reward for reward in find_rewards(plan) if reward.weight]
+    reward_names = "+".join(re.sub("[/:]", "_", reward.name) for reward in rewards)
+    reward_models = RewardModelCache(pick_device(options.device))
+    sampler: ResponseSampler | None = None
     found: dict[float, list[Line]] = {}
-    for heat in sorted(set(temperatures)) or [plan.sampling.temperature]:
-        warm = make_plan(subject, replace(question, reference="none", temperature=heat), donor)
-        setting = setting_of(subject, warm, question.seed, [(j.stamp, j.weight) for j in judges])
-        names = "+".join(judge.name.replace("/", "_").replace(":", "_") for judge in judges)
-        file = subject.folder / BEST / f"{file_name(warm, question.seed)}-{names}.jsonl"
-        known = read_keyed(file, setting)
+    for temperature in sorted(set(temperatures)) or [plan.sampling.temperature]:
+        plan = replace(plan, sampling=replace(plan.sampling, temperature=temperature))
+        setting = setting_of(policy, plan, options.seed, [(r.digest, r.weight) for r in rewards])
+        settings = sampling_settings(plan, options.seed, reward_names)
+        file = policy.folder / BEST_OF_N / settings.file_name
+        known = read_sampled(file, setting, settings)
         left = [p for p in prompts if _count(known, p) < max(ns)]
-        notice(f"temperature {heat:g}: {len(prompts) - len(left)} of {len(prompts)} prompts")
+        done = len(prompts) - len(left)
+        notice(f"temperature {temperature:g}: {done} of {len(prompts)} prompts")
         if left:
-            writer = writer or Writer(subject, warm, tokenizer, bench.device)
-            writer.plan = warm
-            _sample(left, max(ns), known, writer, judges, bench, question.seed, setting, file)
+            sampler = sampler or ResponseSampler(policy, plan, tokenizer, reward_models.device)
+            sampler.plan = plan
+            for chunk in _chunks(left, max(ns)):
+                lines = [known.get(key_of(p.row)) or _empty(setting, settings, p) for p in chunk]
+                _add_samples(lines, chunk, max(ns), sampler, rewards, reward_models)
+                known |= {line["key"]: line for line in lines}
+                append_jsonl(file, lines)
             write_jsonl(file, known.values())
-        while bench.warnings:
-            notice(bench.warnings.pop())
-        found[heat] = [known[key_of(p.row)] for p in prompts]
+        while reward_models.warnings:
+            notice(reward_models.warnings.pop())
+        found[temperature] = [known[key_of(p.row)] for p in prompts]
     return Grid(sorted(set(ns)), found)
 
 
@@ -89,44 +97,50 @@ def _count(known: Mapping[str, Line], prompt: Encoded) -> int:
     return len(line["scores"]) if line else 0
 
 
-def _sample(
-    left: Sequence[Encoded],
-    n: int,
-    known: dict[str, Line],
-    writer: Writer,
-    judges: Sequence[Judge],
-    bench: Bench,
-    seed: int,
-    setting: str,
-    file: Path,
-) -> None:
-    """Bring every prompt to n samples, some prompts at a time."""
+def _chunks(prompts: Sequence[Encoded], n: int) -> list[Sequence[Encoded]]:
     size = max(1, ROWS // n)
-    for start in range(0, len(left), size):
-        chunk = left[start : start + size]
-        asked = [(p, number) for p in chunk for number in range(_count(known, p), n)]
-        prompts = [p for p, _ in asked]
-        seeds = [seed_of(key_of(p.row), number, seed) for p, number in asked]
-        rollout = writer.write(prompts, seeds)
-        totals = [0.0] * len(asked)
-        for judge in judges:
-            scores = bench.score(judge, writer.plan, writer.tokenizer, prompts, rollout.responses)
-            totals = [t + judge.weight * (s or 0.0) for t, s in zip(totals, scores)]
-        ended = rollout.ended.tolist()
-        for (prompt, number), ids, total, end in zip(asked, rollout.responses, totals, ended):
-            key = key_of(prompt.row)
-            line = known.setdefault(key, _empty(setting, key, prompt))
-            line["scores"].append(total)
-            line["lengths"].append(len(ids))
-            if line["best"] is None or total > line["best"]["score"]:
-                text = decode(writer.tokenizer, ids)
-                line["best"] = {"number": number, "score": total, "response": text, "ended": end}
-        append_jsonl(file, [known[key_of(p.row)] for p in chunk])
+    return [prompts[start : start + size] for start in range(0, len(prompts), size)]
 
 
-def _empty(setting: str, key: str, prompt: Encoded) -> Line:
-    line: Line = {"setting": setting, "key": key, "prompt": prompt.row.prompt}
-    return line | {"scores": [], "lengths": [], "best": None}
+def _empty(setting: str, settings: SamplingSettings, prompt: Encoded) -> Line:
+    return {
+        "setting": setting,
+        "sampling": asdict(settings),
+        "key": key_of(prompt.row),
+        "prompt": prompt.row.prompt,
+        "scores": [],
+        "lengths": [],
+        "best": None,
+    }
+
+
+def _add_samples(
+    lines: Sequence[Line],
+    prompts: Sequence[Encoded],
+    n: int,
+    sampler: ResponseSampler,
+    rewards: Sequence[RewardSource],
+    reward_models: RewardModelCache,
+) -> None:
+    """Bring the line of every prompt to n samples."""
+    missing = [(i, k) for i, line in enumerate(lines) for k in range(len(line["scores"]), n)]
+    repeated = [prompts[i] for i, _ in missing]
+    seeds = [seed_of(lines[i]["key"], k, lines[i]["sampling"]["seed"]) for i, k in missing]
+    rollout = sampler.sample(repeated, seeds)
+    totals = [0.0] * len(missing)
+    for reward in rewards:
+        scores = reward_models.score(
+            reward, sampler.plan, sampler.tokenizer, repeated, rollout.responses
+        )
+        totals = [t + reward.weight * (s or 0.0) for t, s in zip(totals, scores)]
+    ended = rollout.ended.tolist()
+    for (i, k), ids, total, end in zip(missing, rollout.responses, totals, ended):
+        line = lines[i]
+        line["scores"].append(total)
+        line["lengths"].append(len(ids))
+        if line["best"] is None or total > line["best"]["score"]:
+            text = decode(sampler.tokenizer, ids)
+            line["best"] = {"number": k, "score": total, "response": text, "ended": end}
 
 
 def export(grid: Grid, file: Path) -> tuple[float, int, int]:
@@ -136,14 +150,13 @@ def export(grid: Grid, file: Path) -> tuple[float, int, int]:
     were cut off or are empty are left out: they would teach to stop in mid-sentence. Returns the
     temperature, the rows written and the rows left out.
     """
-    most = {heat: min(len(line["scores"]) for line in ls) for heat, ls in grid.lines.items()}
-    means = {
-        heat: math.fsum(expected_best(line["scores"], most[heat]) for line in lines) / len(lines)
-        for heat, lines in grid.lines.items()
-    }
-    heat = max(means, key=lambda each: means[each])
+    means: dict[float, float] = {}
+    for temperature, lines in grid.lines.items():
+        fewest = min(len(line["scores"]) for line in lines)
+        means[temperature] = mean([expected_best(line["scores"], fewest) for line in lines])
+    best_temperature = max(means, key=lambda each: means[each])
     rows: list[dict[str, Any]] = []
-    for line in grid.lines[heat]:
+    for line in grid.lines[best_temperature]:
         best = line["best"]
         if best["ended"] and not is_blank(best["response"]):
             row = {"prompt": line["prompt"], "chosen": best["response"]}
@@ -154,4 +167,4 @@ def export(grid: Grid, file: Path) -> tuple[float, int, int]:
             "--max-new-tokens."
         )
     write_jsonl(file, rows)
-    return heat, len(rows), len(grid.lines[heat]) - len(rows)
+    return best_temperature, len(rows), len(grid.lines[best_temperature]) - len(rows)

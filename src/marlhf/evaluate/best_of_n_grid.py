@@ -9,12 +9,11 @@ from pathlib import Path
 
 from marlhf.errors import SettingError
 from marlhf.intervals import Interval, interval, mean
-from marlhf.runs.jsonl import Line, read_keyed
+from marlhf.runs.evaluations import read_evaluations
+from marlhf.runs.jsonl import Line
+from marlhf.runs.layout import BEST_OF_N
 from marlhf.runs.read import number
 from marlhf.text_table import text_table
-
-BEST = "best_of_n"
-"""Where the files lie in a run folder."""
 
 
 def expected_best(scores: Sequence[float], n: int) -> float:
@@ -63,18 +62,18 @@ class Grid:
 
 def grid_table(found: Grid) -> str:
     """What `marlhf best-of-n` prints: one row per temperature, one column per n."""
-    rows = [[f"{heat:g}", *(found.cell(heat, n).text() for n in found.ns)] for heat in found.lines]
+    rows = [[f"{t:g}", *(found.cell(t, n).text() for n in found.ns)] for t in found.lines]
     return text_table(["temperature", *(f"best of {n}" for n in found.ns)], rows)
 
 
 def read_grids(folder: Path) -> dict[str, Grid]:
-    """What `marlhf best-of-n` left in a run folder: a grid of each judge, length and seed."""
+    """What `marlhf best-of-n` left in a run folder, by all settings but the temperature."""
     found: dict[str, dict[float, list[Line]]] = {}
-    for file in sorted((folder / BEST).glob("t[0-9]*-*.jsonl")):
-        heat, _, rest = file.stem[1:].partition("-")
-        lines = [line for line in read_keyed(file).values() if _whole(line)]
-        if lines:
-            found.setdefault(rest, {})[float(heat)] = lines
+    for file in read_evaluations(folder / BEST_OF_N):
+        lines = [line for line in file.lines if _is_complete(line)]
+        if lines and file.settings is not None:
+            by_temperature = found.setdefault(file.settings.label_without_temperature, {})
+            by_temperature[file.settings.temperature] = lines
     grids: dict[str, Grid] = {}
     for name, lines in found.items():
         most = min(len(line["scores"]) for each in lines.values() for line in each)
@@ -83,8 +82,8 @@ def read_grids(folder: Path) -> dict[str, Grid]:
     return grids
 
 
-def _whole(line: Line) -> bool:
-    """Whether a line has what it takes: a hand-edited one may not."""
+def _is_complete(line: Line) -> bool:
+    """Whether a line has scores and lengths: one edited by hand may not."""
     scores, lengths = line.get("scores"), line.get("lengths")
     if not isinstance(scores, list) or not isinstance(lengths, list):
         return False

@@ -1,7 +1,7 @@
-"""Whose responses are judged, and by what: run folders and plain model folders, made alike.
+"""Which policies are evaluated, on which prompts, with which rewards.
 
 A run says what its data, sampling, reward model and reference are. An SFT run, a DPO run or a plain
-model folder says less; what it lacks comes from another run, so that all are asked the same.
+model folder says less; what it lacks comes from another run, so that all are evaluated alike.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from marlhf.data import DataConfig
 from marlhf.errors import MarlhfError
 from marlhf.rollout import Sampling
+from marlhf.runs.digests import weights_digest
+from marlhf.runs.evaluations import SamplingSettings
+from marlhf.runs.layout import MODEL, is_run
 from marlhf.runs.read import find_runs, read_run
 from marlhf.runs.stage_facts import facts_of
-
-EDGE = 1 << 16
-"""Bytes at each end of a file of weights that tell it from others."""
 
 
 class EvaluationError(MarlhfError, ValueError):
@@ -28,8 +28,8 @@ class EvaluationError(MarlhfError, ValueError):
 
 
 @dataclass(frozen=True)
-class Question:
-    """What to ask, and how; what is None or empty is as in the run."""
+class EvaluationOptions:
+    """What the user chose; what is None or empty is as in the run."""
 
     prompts: int = 2000
     """The first so many of the held-out prompts."""
@@ -41,13 +41,13 @@ class Question:
     reference: str | None = None
     """What KL is measured to; `none` leaves it out."""
     like: str | None = None
-    """A run that lends what others lack."""
+    """A run whose settings are used where another run has none."""
     source: str | None = None
-    """With source, path or split all rows of that data are asked, not the held-out ones."""
+    """With source, path or split all rows of that data are used, not the held-out ones."""
     path: str | None = None
     split: str | None = None
     train: bool = False
-    """Ask prompts of the training part in place of held-out ones."""
+    """Use prompts of the training part instead of held-out ones."""
     device: str = "auto"
 
     def __post_init__(self) -> None:
@@ -58,8 +58,8 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A model to ask, the folder that results go into, and what its run says, if it has one."""
+class PolicySource:
+    """A model that writes responses, the folder for its results, and its run's settings, if any."""
 
     folder: Path
     model: str
@@ -69,8 +69,8 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All that decides what a subject is asked and by what it is judged."""
+class EvaluationPlan:
+    """All that decides the responses of a policy and their scores."""
 
     data: DataConfig
     part: str
@@ -86,18 +86,18 @@ class Plan:
     precision: Any
 
 
-def find_subjects(paths: Sequence[Path | str]) -> list[Subject]:
+def find_policies(paths: Sequence[Path | str]) -> list[PolicySource]:
     """Every policy under `paths`; of a folder of runs those that write text and are finished."""
-    found: dict[str, Subject] = {}
+    found: dict[str, PolicySource] = {}
     for path in map(Path, paths):
-        for subject in _subjects(path):
-            found.setdefault(str(Path(subject.model).resolve()), subject)
+        for policy in _policies(path):
+            found.setdefault(str(Path(policy.model).resolve()), policy)
     if not found:
         raise EvaluationError("No path was given. Give the folder of at least one run.")
     return list(found.values())
 
 
-def _subjects(path: Path) -> list[Subject]:
+def _policies(path: Path) -> list[PolicySource]:
     if not path.is_dir():
         raise EvaluationError(
             f"There is no folder {path}. Give the folder of a run (its `output_dir`), or of a "
@@ -107,155 +107,143 @@ def _subjects(path: Path) -> list[Subject]:
         return [_of_run(path)]
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         if not is_run(path.parent):
-            return [Subject(path, str(path), path.resolve().name)]
-        if path.name == "model":
+            return [PolicySource(path, str(path), path.resolve().name)]
+        if path.name == MODEL:
             return [_of_run(path.parent)]
         run = read_run(path.parent)  # such as its `best/`
-        return [Subject(path, str(path), f"{run.name}/{path.name}", run.stage, run.config)]
+        return [PolicySource(path, str(path), f"{run.name}/{path.name}", run.stage, run.config)]
     runs = [run for run in find_runs([path]) if facts_of(run.stage).writes_text]
-    named = [_of_run(run.path) for run in runs if (run.path / "model").is_dir()]
+    named = [_of_run(run.path) for run in runs if (run.path / MODEL).is_dir()]
     if not named:
         raise EvaluationError(f"{path} holds no finished run whose model writes text.")
     return named
 
 
-def _of_run(folder: Path) -> Subject:
+def _of_run(folder: Path) -> PolicySource:
     run = read_run(folder)
-    if not (folder / "model").is_dir():
+    if not (folder / MODEL).is_dir():
         raise EvaluationError(
             f"{folder} has no model yet: the run is not finished. Finish it first, by the command "
             "that began it."
         )
-    return Subject(folder, str(folder / "model"), run.name, run.stage, run.config)
+    return PolicySource(folder, str(folder / MODEL), run.name, run.stage, run.config)
 
 
-def is_run(folder: Path) -> bool:
-    return (folder / "run.json").is_file() or (folder / "metrics.jsonl").is_file()
-
-
-def find_donor(subjects: Sequence[Subject], like: str | None) -> Subject | None:
-    """Who lends what others lack: the run that was named, else the first that has rewards."""
+def find_fallback(policies: Sequence[PolicySource], like: str | None) -> PolicySource | None:
+    """The run whose settings fill gaps: the one named by --like, else the first with rewards."""
     if like is not None:
-        [donor, *_] = _subjects(Path(like))
-        return donor
-    return next((each for each in subjects if _rewards(each)), None)
+        [fallback, *_] = _policies(Path(like))
+        return fallback
+    return next((each for each in policies if _rewards(each)), None)
 
 
-def make_plan(subject: Subject, question: Question, donor: Subject | None) -> Plan:
-    """The question with all that it leaves open filled in from the run, or else from the donor."""
-    lender = donor or subject
-    sampling = subject.config.get("sampling") or lender.config.get("sampling")
-    if not sampling and (length := subject.config.get("max_response_tokens")):
+def make_plan(
+    policy: PolicySource, options: EvaluationOptions, fallback: PolicySource | None
+) -> EvaluationPlan:
+    """The options, with gaps filled from the policy's run, else from the fallback."""
+    fallback = fallback or policy
+    sampling = policy.config.get("sampling") or fallback.config.get("sampling")
+    if not sampling and (length := policy.config.get("max_response_tokens")):
         sampling = {"max_new_tokens": length}
-    told = {"temperature": question.temperature, "max_new_tokens": question.max_new_tokens}
-    raw = dict(sampling or {}) | {k: v for k, v in told.items() if v is not None}
-    if question.rewards:
-        rewards = tuple((folder_of(path), 1.0) for path in question.rewards)
+    chosen = {"temperature": options.temperature, "max_new_tokens": options.max_new_tokens}
+    raw = dict(sampling or {}) | {k: v for k, v in chosen.items() if v is not None}
+    if options.rewards:
+        rewards = tuple((folder_of(path), 1.0) for path in options.rewards)
     else:
-        rewards = _rewards(subject) or _rewards(lender)
+        rewards = _rewards(policy) or _rewards(fallback)
     if not rewards:
         raise EvaluationError(
-            f"{subject.folder} names no reward model. Give one with --reward PATH, or name a run "
+            f"{policy.folder} names no reward model. Give one with --reward PATH, or name a run "
             "that has one with --like RUN."
         )
-    with_reference = [s for s in (subject, lender) if s.stage and facts_of(s.stage).has_reference]
-    tied = next(iter(with_reference), None)
-    reference = question.reference
-    if reference is None and tied is not None:
-        reference = tied.config.get("ref_model") or tied.config.get("model")
-        reference = reference and located(reference, tied)
-    return Plan(
-        data=_data(subject, lender, question),
-        part=subject.config.get("part") or facts_of(subject.stage).part,
-        all_rows=bool(question.source or question.path or question.split),
-        train=question.train,
-        sampling=_valid(Sampling, raw, subject),
+    with_reference = [s for s in (policy, fallback) if s.stage and facts_of(s.stage).has_reference]
+    against = next(iter(with_reference), None)
+    reference = options.reference
+    if reference is None and against is not None:
+        reference = against.config.get("ref_model") or against.config.get("model")
+        reference = reference and located(reference, against)
+    return EvaluationPlan(
+        data=_data(policy, fallback, options),
+        part=policy.config.get("part") or facts_of(policy.stage).part,
+        all_rows=bool(options.source or options.path or options.split),
+        train=options.train,
+        sampling=_valid(Sampling, raw, policy),
         rewards=rewards,
         reference=None if reference in (None, "", "none") else folder_of(reference),
-        reference_seed=int((tied or subject).config.get("seed") or 0),
-        trust_remote_code=bool(subject.config.get("trust_remote_code")),
-        precision=subject.config.get("precision") or "auto",
+        reference_seed=int((against or policy).config.get("seed") or 0),
+        trust_remote_code=bool(policy.config.get("trust_remote_code")),
+        precision=policy.config.get("precision") or "auto",
     )
 
 
-def _data(subject: Subject, lender: Subject, question: Question) -> DataConfig:
+def _data(policy: PolicySource, fallback: PolicySource, options: EvaluationOptions) -> DataConfig:
     """The run's own data, or other data, of which all rows count."""
-    raw = dict(subject.config.get("data") or lender.config.get("data") or {})
-    told = {"source": question.source, "path": question.path, "split": question.split}
-    told = {name: value for name, value in told.items() if value is not None}
-    if told:
-        if "source" in told or "path" in told:  # another data set altogether
+    raw = dict(policy.config.get("data") or fallback.config.get("data") or {})
+    chosen = {"source": options.source, "path": options.path, "split": options.split}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    if chosen:
+        if "source" in chosen or "path" in chosen:  # another data set altogether
             raw = {k: v for k, v in raw.items() if k in ("max_prompt_tokens", "too_long")}
-        raw |= {**told, "parts": {}, "eval_size": 0, "limit": None}
+        raw |= {**chosen, "parts": {}, "eval_size": 0, "limit": None}
     if not raw:
         raise EvaluationError(
-            f"{subject.folder} is not a run, so it does not say which prompts to ask. Name a run "
+            f"{policy.folder} is not a run, so it does not say which prompts to use. Name a run "
             "that does with --like RUN, or data with --path FILE."
         )
-    return _valid(DataConfig, raw, subject)
+    return _valid(DataConfig, raw, policy)
 
 
-def _valid(kind: Any, raw: dict[str, Any], subject: Subject) -> Any:
+def _valid(kind: Any, raw: dict[str, Any], policy: PolicySource) -> Any:
     """Settings that a run wrote down, which were checked when it began."""
     try:
         return kind(**raw)
     except (TypeError, ValueError) as error:
-        raise EvaluationError(f"{subject.folder}: {error}") from None
+        raise EvaluationError(f"{policy.folder}: {error}") from None
 
 
-def _rewards(subject: Subject) -> tuple[tuple[str, float], ...]:
+def _rewards(policy: PolicySource) -> tuple[tuple[str, float], ...]:
     """What scored a run, and with which weights."""
-    config = subject.config
+    config = policy.config
     named = [config.get("reward_model"), *(config.get("reward_funcs") or ())]
     named = [name for name in named if name]
     weights = config.get("reward_weights") or [1.0] * len(named)
-    return tuple((folder_of(located(n, subject)), float(w)) for n, w in zip(named, weights))
+    return tuple((folder_of(located(n, policy)), float(w)) for n, w in zip(named, weights))
 
 
-def located(path: str, subject: Subject) -> str:
+def located(path: str, policy: PolicySource) -> str:
     """A path of a run's settings; beside the run where both were moved together."""
     if Path(path).exists():
         return path
-    beside = str(Path(subject.config.get("output_dir") or ".").parent) + "/"
-    run = subject.folder if is_run(subject.folder) else subject.folder.parent  # of its `best/`
+    beside = str(Path(policy.config.get("output_dir") or ".").parent) + "/"
+    run = policy.folder if is_run(policy.folder) else policy.folder.parent  # of its `best/`
     moved = run.parent / path.removeprefix(beside)
     return str(moved) if path.startswith(beside) and moved.exists() else path
 
 
 def folder_of(path: str) -> str:
     """A model's folder, where the folder of its run was given."""
-    inner = Path(path) / "model"
+    inner = Path(path) / MODEL
     return str(inner) if is_run(Path(path)) and inner.is_dir() else path
 
 
-def stamp(path: str) -> str:
-    """A short name for a model's weights, the same wherever the folder lies."""
-    digest = hashlib.sha256()
-    files = sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as data:
-            digest.update(data.read(EDGE))
-            data.seek(max(0, size - EDGE))
-            digest.update(data.read())
-    if not files:
-        digest.update(path.encode())
-    return digest.hexdigest()[:12]
-
-
-def setting_of(subject: Subject, plan: Plan, seed: int, *more: object) -> str:
-    """A short name for all that decides a response, and whatever else `more` says."""
+def setting_of(policy: PolicySource, plan: EvaluationPlan, seed: int, *more: object) -> str:
+    """A short name for all that decides a response, and for whatever `more` adds."""
     data = plan.data
-    which = [stamp(subject.model), asdict(plan.sampling), seed, plan.all_rows, plan.train, *more]
+    which = [
+        weights_digest(policy.model),
+        asdict(plan.sampling),
+        seed,
+        plan.all_rows,
+        plan.train,
+        *more,
+    ]
     which += [data.source, data.path, data.split, data.max_prompt_tokens, data.too_long]
     return hashlib.sha256(json.dumps(which, default=str).encode()).hexdigest()[:12]
 
 
-def file_name(plan: Plan, seed: int) -> str:
-    """How a file of responses is called: what a reader would ask first."""
+def sampling_settings(plan: EvaluationPlan, seed: int, rewards: str = "") -> SamplingSettings:
+    """What every line of the evaluation says about how it was sampled."""
     sampling, data = plan.sampling, plan.data
-    words = [f"t{sampling.temperature:g}", f"m{sampling.max_new_tokens}", f"s{seed}"]
-    if plan.all_rows:
-        words.append("-".join(filter(None, (Path(data.path or data.source).stem, data.split))))
-    return "-".join([*words, "train"] if plan.train else words)
+    words = [Path(data.path or data.source).stem, data.split] if plan.all_rows else []
+    prompts = "-".join(filter(None, [*words, "train" if plan.train else ""]))
+    return SamplingSettings(sampling.temperature, sampling.max_new_tokens, seed, prompts, rewards)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from marlhf.intervals import NO_INTERVAL, Interval, interval
-from marlhf.runs.jsonl import Line, read_keyed
+from marlhf.runs.evaluations import EvaluationFile, read_evaluations
+from marlhf.runs.jsonl import Line
+from marlhf.runs.layout import EVALUATION
 from marlhf.runs.read import number
 from marlhf.text_table import text_table
 
-FOLDER = "evaluation"
-"""Where the files lie in a run folder."""
 MEASURES = (
     ("KL", "kl"),
     ("Length", "length"),
@@ -52,13 +51,13 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, bool) else number(value)
 
 
-def read_evaluations(folder: Path) -> dict[str, list[Line]]:
-    """The lines of each file that `marlhf evaluate` left in a run folder, by the file's name."""
-    found: dict[str, list[Line]] = {}
-    for file in sorted((folder / FOLDER).glob("*.jsonl")):
-        lines = [x for x in read_keyed(file).values() if isinstance(x.get("scores"), dict)]
+def read_scored(folder: Path) -> list[EvaluationFile]:
+    """What `marlhf evaluate` left in a run folder: files whose lines have scores by name."""
+    found: list[EvaluationFile] = []
+    for file in read_evaluations(folder / EVALUATION):
+        lines = [line for line in file.lines if isinstance(line.get("scores"), dict)]
         if lines:
-            found[file.stem] = lines
+            found.append(replace(file, lines=lines))
     return found
 
 
@@ -72,17 +71,3 @@ def summary_table(found: Sequence[tuple[str, Summary]]) -> str:
         cells += ["-" if math.isnan(mean) else f"{mean:.3g}" for mean in means]
         rows.append([name, *cells, str(each.prompts)])
     return text_table(["", *judges, *(title.lower() for title, _ in MEASURES), "prompts"], rows)
-
-
-def sampling_words(name: str) -> str:
-    """A file's name in words, as far as it is one that `evaluate` gave.
-
-    >>> sampling_words("t0.8-m64-s0"), sampling_words("mine")
-    ('temperature 0.8, 64 tokens', 'mine')
-    """
-    match = re.match(r"t([\d.e-]+)-m(\d+)-s(\d+)(?:-(.+))?$", name)
-    if match is None:
-        return name
-    heat, tokens, seed, rest = match.groups()
-    words = [f"temperature {heat}", f"{tokens} tokens"] + [f"seed {seed}"] * (seed != "0")
-    return ", ".join([*words, *([rest] if rest else [])])

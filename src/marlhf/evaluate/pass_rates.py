@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from typing import Any
 
 from marlhf.errors import SettingError
 from marlhf.intervals import Interval, bootstrap_mean
+from marlhf.runs.layout import PASS_AT_K, read_object
 
-SUMMARY = "pass_at_k.json"
 ALL = "all"
 DIFFICULTIES = ("introductory", "interview", "competition")
 
@@ -77,10 +76,10 @@ class PassRates:
 def read_summary(folder: Path) -> PassRates | None:
     """What was measured in a run folder; None where it was not, or the file is damaged."""
     try:
-        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        summary = read_object(folder / PASS_AT_K)
         rows = [_read_row(row) for row in summary["rows"]]
         return PassRates(int(summary["samples"]), rows) if rows else None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 

@@ -1,7 +1,7 @@
-"""Asks a model for responses, and judges for scores.
+"""Samples responses from a model, and scores them.
 
 A response depends on its prompt, its number, the seed and the weights alone: neither order nor
-interruptions change any, and models of one tokenizer are asked with the same luck.
+interruptions change any, and models of one tokenizer are sampled with the same random numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from marlhf.data import (
     token_budget_batches,
 )
 from marlhf.data.rows import prompt_key
-from marlhf.evaluate.eval_plan import EvaluationError, Plan, Subject, stamp
+from marlhf.evaluate.eval_plan import EvaluationError, EvaluationPlan, PolicySource
 from marlhf.models.base import Model, Tokenizer, autocast
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import (
@@ -42,6 +42,7 @@ from marlhf.models.load import (
 from marlhf.reward import RewardFunction, RewardModel, import_function
 from marlhf.rollout.engine import Rollout
 from marlhf.rollout.native import NativeEngine
+from marlhf.runs.digests import weights_digest
 
 TOKENS = 1 << 15
 """Padded tokens in a forward pass."""
@@ -51,30 +52,32 @@ GOLD = "marlhf.data.toy:gold_score"
 
 
 @dataclass(frozen=True)
-class Judge:
-    """What scores responses; `stamp` changes when it would score otherwise than before."""
+class RewardSource:
+    """What scores responses; `digest` changes with its weights or its source code."""
 
     name: str
     path: str
-    stamp: str
+    digest: str
     weight: float = 1.0
 
 
-def load_prompts(subject: Subject, plan: Plan, tokenizer: Tokenizer, count: int) -> list[Encoded]:
+def load_prompts(
+    policy: PolicySource, plan: EvaluationPlan, tokenizer: Tokenizer, count: int
+) -> list[Encoded]:
     """The first prompts that fit, each once: held-out ones unless other data was named."""
     part = plan.part if plan.part in plan.data.parts else next(iter(plan.data.parts), "ppo")
     rows = _rows(plan, part)
     rows = list({prompt_key(row): row for row in reversed(rows)}.values())[::-1]
     if not rows:
         raise EvaluationError(
-            f"{subject.folder} holds out no prompts (data.eval_size is {plan.data.eval_size}). "
-            "Name other data with --path FILE: all its prompts are asked."
+            f"{policy.folder} holds out no prompts (data.eval_size is {plan.data.eval_size}). "
+            "Name other data with --path FILE: all its prompts are used."
         )
     fitting, _ = fit_prompts(rows, tokenizer, plan.data.max_prompt_tokens, plan.data.too_long)
     return fitting[:count]
 
 
-def _rows(plan: Plan, part: str) -> list[Row]:
+def _rows(plan: EvaluationPlan, part: str) -> list[Row]:
     loaded = load_data(plan.data, part)
     return loaded.train if plan.all_rows or plan.train else loaded.eval
 
@@ -90,18 +93,20 @@ def seed_of(key: str, number: int, seed: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-class Writer:
-    """A subject's model, loaded to write responses, beside what its KL is measured to."""
+class ResponseSampler:
+    """A policy, loaded to generate responses."""
 
-    def __init__(self, subject: Subject, plan: Plan, tokenizer: Tokenizer, device: torch.device):
+    def __init__(
+        self, policy: PolicySource, plan: EvaluationPlan, tokenizer: Tokenizer, device: torch.device
+    ):
         self.plan, self.tokenizer, self.device = plan, tokenizer, device
         remote = plan.trust_remote_code
-        self.model = load_policy(subject.model, trust_remote_code=remote).to(device).eval()
-        check_vocabulary(self.model, tokenizer, subject.model)
+        self.model = load_policy(policy.model, trust_remote_code=remote).to(device).eval()
+        check_vocabulary(self.model, tokenizer, policy.model)
         ends, pad = end_tokens(self.model, tokenizer), tokenizer.pad_token_id
         self.engine = NativeEngine(self.model, ends, pad, precision=plan.precision)
 
-    def write(self, prompts: Sequence[Encoded], seeds: Sequence[int]) -> Rollout:
+    def sample(self, prompts: Sequence[Encoded], seeds: Sequence[int]) -> Rollout:
         limit = getattr(self.model.config, "max_position_embeddings", None)
         new = self.plan.sampling.max_new_tokens
         longest = max(len(p.prompt_ids) for p in prompts) + new
@@ -114,16 +119,16 @@ class Writer:
 
 
 def load_reference(
-    subject: Subject, plan: Plan, tokenizer: Tokenizer, device: torch.device
+    policy: PolicySource, plan: EvaluationPlan, tokenizer: Tokenizer, device: torch.device
 ) -> Model | None:
-    """What KL is measured to; None where there is none, or where it is the subject itself."""
+    """The model that KL is measured to; None where it is the policy itself, or there is none."""
     path = plan.reference
-    if path is None or stamp(path) == stamp(subject.model):
+    if path is None or weights_digest(path) == weights_digest(policy.model):
         return None
     remote = plan.trust_remote_code
     if not same_tokenizer(tokenizer, load_tokenizer(path, trust_remote_code=remote)):
         raise EvaluationError(
-            f"The tokenizer of the reference {path} is not that of {subject.model}, so there is no "
+            f"The tokenizer of the reference {path} is not that of {policy.model}, so there is no "
             "KL between them. Give another --reference, or --reference none."
         )
     model = load_policy(path, seed=plan.reference_seed, trust_remote_code=remote)
@@ -132,9 +137,13 @@ def load_reference(
 
 @torch.no_grad()
 def kl_to(
-    reference: Model, prompts: Sequence[Encoded], rollout: Rollout, plan: Plan, pad_id: int
+    reference: Model,
+    prompts: Sequence[Encoded],
+    rollout: Rollout,
+    plan: EvaluationPlan,
+    pad_id: int,
 ) -> list[float]:
-    """Log-prob of each response under its writer minus that under the reference, in nats."""
+    """Log-prob of each response under the policy minus that under the reference, in nats."""
     device = reference.device
     whole = Sequences.from_lists([p.prompt_ids for p in prompts], rollout.responses, pad_id, device)
     theirs = torch.zeros(len(prompts), device=device)
@@ -145,41 +154,41 @@ def kl_to(
     return (rollout.logprobs.to(device).sum(dim=1) - theirs).tolist()
 
 
-def find_judges(plan: Plan) -> list[Judge]:
+def find_rewards(plan: EvaluationPlan) -> list[RewardSource]:
     """The plan's rewards under short names; the true score too, which the offline task knows."""
     weights = {path.rstrip("/"): weight for path, weight in plan.rewards}
     parts = {path: path.removesuffix("/model").split("/") for path in weights}
-    judges: list[Judge] = []
+    rewards: list[RewardSource] = []
     for path, weight in weights.items():
         # The last folder's name, with as many before it as tell it from the others.
         sizes = range(1, len(parts[path]) + 1)
         tails = {n: [each[-n:] for each in parts.values()] for n in sizes}
         size = next((n for n in sizes if tails[n].count(parts[path][-n:]) == 1), sizes[-1])
         name = "/".join(parts[path][-size:])
-        judges.append(Judge(name, path, _judge_stamp(path), weight))
+        rewards.append(RewardSource(name, path, _digest(path), weight))
     if plan.data.source == "toy":
-        taken = any(judge.name == "gold" for judge in judges)
-        judges.append(Judge("gold (true)" if taken else "gold", GOLD, "toy", 0.0))
-    return judges
+        taken = any(reward.name == "gold" for reward in rewards)
+        rewards.append(RewardSource("gold (true)" if taken else "gold", GOLD, "toy", 0.0))
+    return rewards
 
 
 def _is_function(path: str) -> bool:
     return ":" in path and not Path(path).exists()
 
 
-def _judge_stamp(path: str) -> str:
+def _digest(path: str) -> str:
     if not _is_function(path):
-        return stamp(path)
+        return weights_digest(path)
     function = import_function(path)
     function = function.func if isinstance(function, partial) else function
-    try:  # an edited function is another judge
+    try:  # an edited function is another reward
         return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]
     except (TypeError, OSError):
         return path
 
 
-class Bench:
-    """Judges, each loaded when it is first asked; reward models stay for the next subject."""
+class RewardModelCache:
+    """Scores responses; a reward model is loaded at its first use and kept for the next policy."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -188,27 +197,27 @@ class Bench:
 
     def score(
         self,
-        judge: Judge,
-        plan: Plan,
+        reward: RewardSource,
+        plan: EvaluationPlan,
         tokenizer: Tokenizer,
         prompts: Sequence[Encoded],
         responses: Sequence[Sequence[int]],
     ) -> list[float | None]:
-        """A number a response; None where a function has none to give."""
+        """One number per response; None where a function returns none."""
         rows, ids = [p.row for p in prompts], [p.prompt_ids for p in prompts]
-        if judge.path == GOLD:
+        if reward.path == GOLD:
             from marlhf.data.toy import gold_score
 
             texts = [decode(tokenizer, response) for response in responses]
             return [gold_score(str(row.prompt), text) for row, text in zip(rows, texts)]
-        if _is_function(judge.path):
-            found = RewardFunction(import_function(judge.path), tokenizer)(ids, responses, rows)
+        if _is_function(reward.path):
+            found = RewardFunction(import_function(reward.path), tokenizer)(ids, responses, rows)
             return [None if math.isnan(x) else x for x in found.tolist()]
-        model, own = self._reward_model(judge.path, plan)
+        model, own = self._reward_model(reward.path, plan)
         scorer = RewardModel(model, own, tokenizer, token_budget=TOKENS, precision=plan.precision)
-        return _finite(scorer(ids, responses), judge)
+        return _finite(scorer(ids, responses), reward)
 
-    def _reward_model(self, path: str, plan: Plan) -> tuple[Model, Tokenizer]:
+    def _reward_model(self, path: str, plan: EvaluationPlan) -> tuple[Model, Tokenizer]:
         if path not in self.loaded:
             remote = plan.trust_remote_code
             if not is_scalar(path, trust_remote_code=remote):
@@ -222,10 +231,10 @@ class Bench:
         return self.loaded[path]
 
 
-def _finite(scores: Tensor, judge: Judge) -> list[float | None]:
+def _finite(scores: Tensor, reward: RewardSource) -> list[float | None]:
     if not bool(scores.isfinite().all()):
         raise EvaluationError(
-            f"The reward model {judge.path} gave a score that is not a number. Its weights are "
+            f"The reward model {reward.path} gave a score that is not a number. Its weights are "
             "damaged, or its training diverged; take another."
         )
     return list(scores.tolist())

@@ -1,14 +1,14 @@
 """Scores of held-out responses, for any model: SFT, PPO, RLOO, DPO, or a plain folder.
 
-Every response is a line of `evaluation/<name>.jsonl` in the run folder, with its scores by each
-judge, KL, length and repetition, so that whatever comes after needs no GPU. The same command goes
-on after a stop; another reward model is asked about the responses there are.
+Every response is a line of a file in `evaluation/` of the run folder, with its settings, its score
+by each reward, KL, length and repetition, so that reports need no GPU. The same command resumes
+after a stop; another reward model scores the responses there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +16,21 @@ import torch
 
 from marlhf.data import Encoded, Row, decode
 from marlhf.evaluate.eval_plan import (
-    Plan,
-    Question,
-    Subject,
-    file_name,
-    find_donor,
-    find_subjects,
+    EvaluationOptions,
+    EvaluationPlan,
+    PolicySource,
+    find_fallback,
+    find_policies,
     make_plan,
+    sampling_settings,
     setting_of,
-    stamp,
 )
-from marlhf.evaluate.held_out import FOLDER, Summary, summarise
+from marlhf.evaluate.held_out import Summary, summarise
 from marlhf.evaluate.sampling import (
-    Bench,
-    Judge,
-    Writer,
-    find_judges,
+    ResponseSampler,
+    RewardModelCache,
+    RewardSource,
+    find_rewards,
     key_of,
     kl_to,
     load_prompts,
@@ -41,17 +40,20 @@ from marlhf.evaluate.sampling import (
 from marlhf.models.base import Model, Tokenizer, pick_device
 from marlhf.models.load import load_tokenizer
 from marlhf.rollout.repetition import repetition
-from marlhf.runs.jsonl import Line, append_jsonl, read_keyed, write_jsonl
+from marlhf.runs.digests import weights_digest
+from marlhf.runs.evaluations import SamplingSettings, read_sampled
+from marlhf.runs.jsonl import Line, append_jsonl, write_jsonl
+from marlhf.runs.layout import EVALUATION
 
 CHUNK = 256
-"""Prompts asked and judged at once: what a stop can cost."""
+"""Prompts sampled and scored at once: what a stop can cost."""
 
 Notice = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Scored:
-    """A subject's answers to the question, and the file that keeps them."""
+class ScoredResponses:
+    """The responses of a policy with their scores, and the file that holds them."""
 
     name: str
     file: Path
@@ -63,74 +65,87 @@ class Scored:
 
 
 def evaluate(
-    paths: Sequence[Path | str], question: Question, notice: Notice = lambda words: None
-) -> list[Scored]:
-    """Ask every policy under `paths` the same, score the answers, and keep them in its folder."""
-    subjects = find_subjects(paths)
-    donor = find_donor(subjects, question.like)
-    plans = [make_plan(subject, question, donor) for subject in subjects]
-    bench = Bench(pick_device(question.device))
-    found: list[Scored] = []
-    for subject, plan in zip(subjects, plans):
-        found.append(_evaluate(subject, plan, question, bench, notice))
-        while bench.warnings:
-            notice(bench.warnings.pop())
+    paths: Sequence[Path | str], options: EvaluationOptions, notice: Notice = lambda words: None
+) -> list[ScoredResponses]:
+    """Sample every policy under `paths` alike, score the responses, and keep them in its folder."""
+    policies = find_policies(paths)
+    fallback = find_fallback(policies, options.like)
+    plans = [make_plan(policy, options, fallback) for policy in policies]
+    reward_models = RewardModelCache(pick_device(options.device))
+    found: list[ScoredResponses] = []
+    for policy, plan in zip(policies, plans):
+        found.append(_evaluate(policy, plan, options, reward_models, notice))
+        while reward_models.warnings:
+            notice(reward_models.warnings.pop())
     return found
 
 
 def _evaluate(
-    subject: Subject, plan: Plan, question: Question, bench: Bench, notice: Notice
-) -> Scored:
-    tokenizer = load_tokenizer(subject.model, trust_remote_code=plan.trust_remote_code)
-    prompts = load_prompts(subject, plan, tokenizer, question.prompts)
-    judges = find_judges(plan)
-    tied = None if plan.reference is None else stamp(plan.reference)
-    setting = setting_of(subject, plan, question.seed, tied)
-    file = subject.folder / FOLDER / f"{file_name(plan, question.seed)}.jsonl"
-    known = read_keyed(file, setting)
-    left = [p for p in prompts if not _complete(known.get(key_of(p.row)), judges)]
-    notice(f"{subject.name}: {len(prompts) - len(left)} of {len(prompts)} prompts are there")
+    policy: PolicySource,
+    plan: EvaluationPlan,
+    options: EvaluationOptions,
+    reward_models: RewardModelCache,
+    notice: Notice,
+) -> ScoredResponses:
+    tokenizer = load_tokenizer(policy.model, trust_remote_code=plan.trust_remote_code)
+    prompts = load_prompts(policy, plan, tokenizer, options.prompts)
+    rewards = find_rewards(plan)
+    reference_id = None if plan.reference is None else weights_digest(plan.reference)
+    setting = setting_of(policy, plan, options.seed, reference_id)
+    settings = sampling_settings(plan, options.seed)
+    file = policy.folder / EVALUATION / settings.file_name
+    known = read_sampled(file, setting, settings)
+    left = [p for p in prompts if not _complete(known.get(key_of(p.row)), rewards)]
+    notice(f"{policy.name}: {len(prompts) - len(left)} of {len(prompts)} prompts are done")
     if left:
-        asks = any(key_of(p.row) not in known for p in left)
-        writer = Writer(subject, plan, tokenizer, bench.device) if asks else None
-        reference = load_reference(subject, plan, tokenizer, bench.device) if asks else None
+        new_prompts = any(key_of(p.row) not in known for p in left)
+        sampler = (
+            ResponseSampler(policy, plan, tokenizer, reward_models.device) if new_prompts else None
+        )
+        reference = (
+            load_reference(policy, plan, tokenizer, reward_models.device) if new_prompts else None
+        )
         for start in range(0, len(left), CHUNK):
             chunk = left[start : start + CHUNK]
-            if writer is not None:
+            if sampler is not None:
                 new = [p for p in chunk if key_of(p.row) not in known]
-                known |= _ask(new, writer, reference, question.seed, setting)
+                known |= _sample(new, sampler, reference, setting, settings)
             lines = [known[key_of(p.row)] for p in chunk]
-            _judge(lines, chunk, judges, plan, tokenizer, bench)
+            _score(lines, chunk, rewards, plan, tokenizer, reward_models)
             append_jsonl(file, lines)
             done = len(prompts) - len(left) + start + len(chunk)
-            notice(f"{subject.name}: {done} of {len(prompts)} prompts")
-        _forget_others(known, judges)
+            notice(f"{policy.name}: {done} of {len(prompts)} prompts")
+        _drop_outdated(known, rewards)
         write_jsonl(file, known.values())
-    return Scored(subject.name, file, [known[key_of(p.row)] for p in prompts])
+    return ScoredResponses(policy.name, file, [known[key_of(p.row)] for p in prompts])
 
 
-def _complete(line: Line | None, judges: Sequence[Judge]) -> bool:
-    return line is not None and all(line["judges"].get(j.name) == j.stamp for j in judges)
+def _complete(line: Line | None, rewards: Sequence[RewardSource]) -> bool:
+    return line is not None and all(line["judges"].get(r.name) == r.digest for r in rewards)
 
 
-def _forget_others(known: dict[str, Line], judges: Sequence[Judge]) -> None:
-    """Drop scores of a reward model that has been trained anew: one name, one judge."""
+def _drop_outdated(known: dict[str, Line], rewards: Sequence[RewardSource]) -> None:
+    """Drop scores of a reward model that has been trained again since."""
     for line in known.values():
-        for judge in judges:
-            if line["judges"].get(judge.name, judge.stamp) != judge.stamp:
-                del line["judges"][judge.name], line["scores"][judge.name]
+        for reward in rewards:
+            if line["judges"].get(reward.name, reward.digest) != reward.digest:
+                del line["judges"][reward.name], line["scores"][reward.name]
 
 
 @torch.no_grad()
-def _ask(
-    prompts: Sequence[Encoded], writer: Writer, reference: Model | None, seed: int, setting: str
+def _sample(
+    prompts: Sequence[Encoded],
+    sampler: ResponseSampler,
+    reference: Model | None,
+    setting: str,
+    settings: SamplingSettings,
 ) -> dict[str, Line]:
-    """A line a prompt: the response and its measures, not yet judged."""
+    """One line per prompt: the response and its measures, not yet scored."""
     if not prompts:
         return {}
     keys = [key_of(p.row) for p in prompts]
-    rollout = writer.write(prompts, [seed_of(key, 0, seed) for key in keys])
-    plan, tokenizer = writer.plan, writer.tokenizer
+    rollout = sampler.sample(prompts, [seed_of(key, 0, settings.seed) for key in keys])
+    plan, tokenizer = sampler.plan, sampler.tokenizer
     kl: list[Any] = [None if plan.reference is None else 0.0] * len(prompts)
     if reference is not None:
         kl = kl_to(reference, prompts, rollout, plan, tokenizer.pad_token_id)
@@ -138,6 +153,7 @@ def _ask(
     for i, (prompt, ids) in enumerate(zip(prompts, rollout.responses)):
         found[keys[i]] = {
             "setting": setting,
+            "sampling": asdict(settings),
             "key": keys[i],
             "prompt": prompt.row.prompt,
             "response": decode(tokenizer, ids),
@@ -168,24 +184,26 @@ def _reference_text(row: Row) -> str:
     return "\n\n".join(f"{title}\n{text}".strip() for title, text in zip(titles, extracts))
 
 
-def _judge(
+def _score(
     lines: Sequence[Line],
     prompts: Sequence[Encoded],
-    judges: Sequence[Judge],
-    plan: Plan,
+    rewards: Sequence[RewardSource],
+    plan: EvaluationPlan,
     tokenizer: Tokenizer,
-    bench: Bench,
+    reward_models: RewardModelCache,
 ) -> None:
-    """Fill in the scores that lines lack, of each judge that has not seen them."""
-    for judge in judges:
-        unseen = [i for i, line in enumerate(lines) if not _complete(line, [judge])]
+    """Fill in the scores that lines lack."""
+    for reward in rewards:
+        unseen = [i for i, line in enumerate(lines) if not _complete(line, [reward])]
         if not unseen:
             continue
-        asked = [prompts[i] for i in unseen]
+        chosen = [prompts[i] for i in unseen]
         responses = [lines[i]["response_ids"] for i in unseen]
-        for i, score in zip(unseen, bench.score(judge, plan, tokenizer, asked, responses)):
-            lines[i]["scores"][judge.name] = score
-            lines[i]["judges"][judge.name] = judge.stamp
+        for i, score in zip(
+            unseen, reward_models.score(reward, plan, tokenizer, chosen, responses)
+        ):
+            lines[i]["scores"][reward.name] = score
+            lines[i]["judges"][reward.name] = reward.digest
 
 
 def distinct(tokens: Sequence[int], n: int) -> float:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from marlhf.evaluate.held_out import (
     MEASURES,
-    read_evaluations,
-    sampling_words,
+    read_scored,
     scores_of,
     summarise,
 )
@@ -27,7 +26,7 @@ from marlhf.report.page import (
     table,
     text,
 )
-from marlhf.runs.jsonl import Line
+from marlhf.runs.evaluations import EvaluationFile
 
 SHARES = ("repetition", "distinct_1", "distinct_2", "ended")
 MAX_FIGURES = 12
@@ -36,31 +35,31 @@ MAX_FIGURES = 12
 def held_out(groups: Sequence[Group]) -> str:
     """One row per run and sampling, and the distribution of each judge's scores."""
     evaluations = [
-        (label, group.colour, name, lines)
+        (label, group.colour, file)
         for label, group, folder in labelled(groups)
-        for name, lines in read_evaluations(folder).items()
+        for file in read_scored(folder)
     ]
     if not evaluations:
         return ""
-    summaries = [summarise(lines) for *_, lines in evaluations]
+    summaries = [summarise(file.lines) for *_, file in evaluations]
     judges = list(dict.fromkeys(name for each in summaries for name in each.scores))
     header = ["Run", "Sampling", "Prompts", *map(text, judges), *(m[0] for m in MEASURES)]
     cells: list[list[str]] = []
     data: list[list[Cell]] = []
-    for (label, colour, name, _), each in zip(evaluations, summaries):
+    for (label, colour, file), each in zip(evaluations, summaries):
         scores = [each.scores.get(judge) for judge in judges]
         scored = [interval_cell(score, bold=True) for score in scores]
-        row = [chip(label, colour), _sampling_cell(name), str(each.prompts), *scored]
+        row = [chip(label, colour), _sampling_cell(file), str(each.prompts), *scored]
         for _, key in MEASURES:
             row.append((percent if key in SHARES else num)(each.measures[key].mean))
         cells.append(row)
         flat = [x for score in scores for x in (score[:3] if score else (None, None, None))]
         means = [each.measures[key].mean for _, key in MEASURES]
-        data.append([label, name, each.prompts, *flat, *means])
+        data.append([label, file.name, each.prompts, *flat, *means])
     names = [x for judge in judges for x in (judge, f"{judge} low", f"{judge} high")]
     names = ["run", "sampling", "prompts", *names, *(key for _, key in MEASURES)]
-    samplings = list(dict.fromkeys(name for _, _, name, _ in evaluations))
-    figures = [_distribution(evaluations, name, judge) for name in samplings for judge in judges]
+    samplings = list(dict.fromkeys(file.label for *_, file in evaluations))
+    figures = [_distribution(evaluations, label, judge) for label in samplings for judge in judges]
     return section(
         "held_out",
         "Scores of held-out responses",
@@ -72,18 +71,18 @@ def held_out(groups: Sequence[Group]) -> str:
     )
 
 
-def _sampling_cell(name: str) -> str:
-    words = sampling_words(name)
-    return text(words) + (f"<small>{text(name)}</small>" if words != name else "")
+def _sampling_cell(file: EvaluationFile) -> str:
+    name = f"<small>{text(file.name)}</small>" if file.label != file.name else ""
+    return text(file.label) + name
 
 
 def _distribution(
-    evaluations: Sequence[tuple[str, str, str, list[Line]]], name: str, judge: str
+    evaluations: Sequence[tuple[str, str, EvaluationFile]], sampling: str, judge: str
 ) -> str:
     series = [
-        (label, [x for x in scores_of(lines, judge) if math.isfinite(x)], colour)
-        for label, colour, sampling, lines in evaluations
-        if sampling == name
+        (label, [x for x in scores_of(file.lines, judge) if math.isfinite(x)], colour)
+        for label, colour, file in evaluations
+        if file.label == sampling
     ]
     series = [each for each in series if each[1]]
     if not series:
@@ -95,9 +94,9 @@ def _distribution(
         for low, high, share in zip(edges, edges[1:], row)
     ]
     return figure(
-        f"Score by {judge}, {sampling_words(name)}",
+        f"Score by {judge}, {sampling}",
         distribution(series, x_label=f"score by {judge}"),
-        file=f"distribution {judge} {name}",
+        file=f"distribution {judge} {sampling}",
         header=["run", "from", "to", "share"],
         rows=rows,
     )

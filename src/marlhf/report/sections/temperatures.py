@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from marlhf.evaluate.best_of_n_grid import read_grids
-from marlhf.evaluate.held_out import Summary, read_evaluations, sampling_words, summarise
+from marlhf.evaluate.held_out import Summary, read_scored, summarise
 from marlhf.intervals import Interval
 from marlhf.report.charts import legend_of
 from marlhf.report.dots import Dot, Trail, sweep_chart
@@ -25,9 +24,10 @@ def temperatures(groups: Sequence[Group]) -> str:
     by_sampling: dict[str, list[tuple[str, str, dict[float, Summary]]]] = {}
     for label, group, folder in lines:
         by_rest: dict[str, dict[float, Summary]] = {}
-        for name, lines_read in read_evaluations(folder).items():
-            if (split := split_name(name)) is not None:
-                by_rest.setdefault(split[1], {})[split[0]] = summarise(lines_read)
+        for file in read_scored(folder):
+            if file.settings is not None:
+                summaries = by_rest.setdefault(file.settings.label_without_temperature, {})
+                summaries[file.settings.temperature] = summarise(file.lines)
         for rest, summaries in by_rest.items():
             by_sampling.setdefault(rest, []).append((label, group.colour, summaries))
     figures: list[str] = []
@@ -44,13 +44,13 @@ def temperatures(groups: Sequence[Group]) -> str:
                 )
                 for label, colour, summaries in runs
             ]
-            figures.append(_figure(f"Score by {judge}, {_rest_words(rest)}", picked))
+            figures.append(_figure(f"Score by {judge}, {rest}", picked))
         for title, key, is_share in MEASURES:
             picked = [
                 (label, colour, {t: s.measures[key] for t, s in summaries.items()})
                 for label, colour, summaries in runs
             ]
-            figures.append(_figure(f"{title}, {_rest_words(rest)}", picked, is_share))
+            figures.append(_figure(f"{title}, {rest}", picked, is_share))
     if not any(figures):  # the mean of what was sampled for best of n says the same
         figures = _from_grids(lines)
     return section(
@@ -59,20 +59,6 @@ def temperatures(groups: Sequence[Group]) -> str:
         "The same models sampled at several temperatures; bars are 95% intervals over prompts.",
         grid([each for each in figures if each][:MAX_FIGURES]),
     )
-
-
-def split_name(name: str) -> tuple[float, str] | None:
-    """Temperature and the rest of a file's name.
-
-    >>> split_name("t0.8-m64-s0")
-    (0.8, 'm64-s0')
-    """
-    match = re.match(r"t(\d+(?:\.\d+)?(?:e-\d+)?)-(.+)$", name)
-    return (float(match[1]), match[2]) if match else None
-
-
-def _rest_words(rest: str) -> str:
-    return sampling_words(f"t0-{rest}").removeprefix("temperature 0, ").removeprefix("t0-")
 
 
 def _from_grids(lines: Sequence[tuple[str, Group, Path]]) -> list[str]:

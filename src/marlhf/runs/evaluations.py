@@ -1,0 +1,100 @@
+"""Files of sampled responses in a run folder, and the settings they were sampled with.
+
+Every line says its settings under `sampling`. The file's name repeats them for people; only files
+of version 0.1, whose lines do not have them, are read by their names.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from marlhf.runs.jsonl import Line, read_keyed
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """All that two evaluations must share to be compared."""
+
+    temperature: float
+    max_new_tokens: int
+    seed: int
+    data: str = ""
+    """Which prompts, where they are not the run's own held-out ones."""
+    rewards: str = ""
+    """What scored the samples, where the best of them was kept."""
+
+    @property
+    def file_name(self) -> str:
+        words = [f"t{self.temperature:g}", f"m{self.max_new_tokens}", f"s{self.seed}"]
+        return "-".join([*words, *filter(None, (self.data, self.rewards))]) + ".jsonl"
+
+    @property
+    def label(self) -> str:
+        return f"temperature {self.temperature:g}, {self.label_without_temperature}"
+
+    @property
+    def label_without_temperature(self) -> str:
+        """What is the same for all temperatures of a sweep.
+
+        >>> SamplingSettings(0.8, 64, seed=1, data="test").label_without_temperature
+        '64 tokens, seed 1, test'
+        """
+        seed = f"seed {self.seed}" if self.seed else ""
+        words = (f"{self.max_new_tokens} tokens", seed, self.data, self.rewards)
+        return ", ".join(filter(None, words))
+
+
+@dataclass(frozen=True)
+class EvaluationFile:
+    """The last line of each prompt; no settings where neither lines nor name have any."""
+
+    name: str
+    settings: SamplingSettings | None
+    lines: list[Line]
+
+    @property
+    def label(self) -> str:
+        return self.name if self.settings is None else self.settings.label
+
+
+def read_evaluations(folder: Path) -> list[EvaluationFile]:
+    """Every file in `evaluation/` or `best_of_n/` of a run that has lines."""
+    found: list[EvaluationFile] = []
+    for file in sorted(folder.glob("*.jsonl")):
+        lines = list(read_keyed(file).values())
+        if lines:
+            settings = _from_line(lines[-1]) or from_name(file.stem)
+            found.append(EvaluationFile(file.stem, settings, lines))
+    return found
+
+
+def read_sampled(file: Path, setting: str, settings: SamplingSettings) -> dict[str, Line]:
+    """What was sampled before under a setting, by prompt; lines of version 0.1 get the settings."""
+    lines = read_keyed(file, setting)
+    return {key: line | {"sampling": asdict(settings)} for key, line in lines.items()}
+
+
+def _from_line(line: Line) -> SamplingSettings | None:
+    written = line.get("sampling")
+    if not isinstance(written, dict):  # version 0.1 wrote none
+        return None
+    names = {field.name for field in fields(SamplingSettings)}
+    try:
+        return SamplingSettings(**{k: v for k, v in written.items() if k in names})
+    except TypeError:  # edited by hand
+        return None
+
+
+def from_name(name: str) -> SamplingSettings | None:
+    """The settings in the name of a file that version 0.1 wrote; None if it has another name.
+
+    >>> from_name("t0.8-m64-s0-test").label, from_name("mine")
+    ('temperature 0.8, 64 tokens, test', None)
+    """
+    match = re.fullmatch(r"t(\d+(?:\.\d+)?(?:e-\d+)?)-m(\d+)-s(\d+)(?:-(.+))?", name)
+    if match is None:
+        return None
+    temperature, tokens, seed, data = match.groups()
+    return SamplingSettings(float(temperature), int(tokens), int(seed), data or "")
