@@ -23,10 +23,10 @@ from marlhf.intervals import (
     paired_difference,
     quantiles,
     score_at_kl,
-    share_improved,
     t_quantile,
     thin,
     wilson,
+    win_rate,
 )
 
 
@@ -71,7 +71,7 @@ def test_pairing_takes_out_how_hard_a_prompt_is():
 
 def test_a_tie_is_half_an_improvement():
     # up, tie, down, missing: (1 + 0.5 + 0) / 3
-    assert share_improved([0, 0, 0, 0], [1, 0, -1, math.nan]) == 0.5
+    assert win_rate([0, 0, 0, 0], [1, 0, -1, math.nan]) == 0.5
 
 
 def test_seeds_are_averaged_prompt_by_prompt():

@@ -228,7 +228,7 @@ def _scores(results: Results, methods: Sequence[Method]) -> str:
 
 
 def _equal_kl(methods: Sequence[Method]) -> str:
-    from marlhf.report.findings import score_at_kl
+    from marlhf.report.measures import score_at_kl
 
     drawn = [(m, g) for m, g in zip(methods, groups(methods)) if m.kls]
     rows: list[list[str]] = []

@@ -121,13 +121,13 @@ def paired_difference(before: Sequence[float], after: Sequence[float]) -> Interv
     return interval(np.subtract(after, before))
 
 
-def share_improved(before: Sequence[float], after: Sequence[float]) -> float:
-    """The share of prompts whose number rose; a tie counts half."""
+def win_rate(before: Sequence[float], after: Sequence[float]) -> float:
+    """The share of prompts on which `after` is higher; a tie counts half. This is what a win is."""
     rise = np.subtract(after, before)
     return mean((np.sign(rise) + 1) / 2)
 
 
-def wilson(count: int, total: int) -> Interval:
+def wilson(count: float, total: int) -> Interval:
     """Wilson's interval of a share, which stays within 0 and 1 for few pairs, too.
 
     >>> wilson(5, 10).text()
@@ -206,15 +206,41 @@ def mean_over_seeds(rows: Sequence[Sequence[float]]) -> Interval:
 
     One seed has the interval over its prompts.
     """
-    seeds = [np.asarray(row, dtype=np.float64) for row in rows]
-    seeds = [row for row in seeds if np.isfinite(row).any()]
+    seeds = _known_seeds(rows)
     if len(seeds) < 2:
         return interval(seeds[0] if seeds else [])
+    low, high = quantiles(_resampled_means(seeds, stream=1))
+    return Interval(mean([mean(row) for row in seeds]), low, high, min(map(len, seeds)))
+
+
+def difference_over_seeds(
+    before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]
+) -> Interval:
+    """How much the mean of `after` exceeds that of `before`, over seeds and prompts.
+
+    One row per seed, all of the same prompts in the same order: these are paired.
+    """
+    sides = [_known_seeds(rows) for rows in (before, after)]
+    if not all(sides):
+        return NO_INTERVAL
+    if max(map(len, sides)) == 1:
+        return interval(sides[1][0] - sides[0][0])
+    middles = [mean([mean(row) for row in seeds]) for seeds in sides]
+    drawn = [_resampled_means(seeds, stream) for stream, seeds in enumerate(sides, start=1)]
+    low, high = quantiles(drawn[1] - drawn[0])
+    return Interval(middles[1] - middles[0], low, high, len(sides[0][0]))
+
+
+def _known_seeds(rows: Sequence[Sequence[float]]) -> list[Floats]:
+    seeds = [np.asarray(row, dtype=np.float64) for row in rows]
+    return [row for row in seeds if np.isfinite(row).any()]
+
+
+def _resampled_means(seeds: Sequence[Floats], stream: int) -> Floats:
+    """The mean over seeds and prompts in every resample, [draws]."""
     draws = _num_draws(max(map(len, seeds)))
     drawn = np.stack([_over_prompts(row[None], draws)[:, 0] for row in seeds])  # [seeds, draws]
-    over_both = _weighted_mean(drawn, draw_weights(len(seeds), draws, stream=1).T)
-    low, high = quantiles(over_both)
-    return Interval(mean([mean(row) for row in seeds]), low, high, min(map(len, seeds)))
+    return _weighted_mean(drawn, draw_weights(len(seeds), draws, stream).T)
 
 
 @lru_cache(maxsize=32)

@@ -2,14 +2,9 @@ import math
 
 import pytest
 
-from marlhf.report.findings import (
-    final_score,
-    score_at_kl,
-    shows,
-    shows_not,
-    verdict,
-)
+from marlhf.report.findings import shows, shows_not, verdict
 from marlhf.report.groups import group_runs
+from marlhf.report.measures import final_score, score_at_kl
 from marlhf.runs.read import find_runs, read_run
 
 
@@ -42,15 +37,45 @@ def test_score_at_kl_is_read_off_the_line(group):
     assert math.isnan(score_at_kl(a, 9.0))
 
 
-def test_over_optimisation_is_named(group):
-    (_, gold, *_) = shows([group("a", [0.0, 1.0, 2.0], golds=[0.0, 0.5, -0.5])])
-    assert "Over-optimisation:" in gold
-    assert "fell by 0.50" in gold
+def _by_prompt(make_run, scores, golds, name="a"):
+    """A group of one run with these means over four prompts that differ by 0.1."""
+    spread = (-0.15, -0.05, 0.05, 0.15)
+    evaluations = [
+        {
+            "step": 10 * i,
+            "scores": [score + x for x in spread],
+            "gold": [gold + x * i for x in spread],
+        }
+        for i, (score, gold) in enumerate(zip(scores, golds))
+    ]
+    (group,) = group_runs([read_run(make_run(name, evaluations=evaluations))])
+    return group
 
 
-def test_gold_that_peaked_earlier_is_named(group):
-    (_, gold, *_) = shows([group("a", [0.0, 1.0, 2.0], golds=[0.0, 0.9, 0.4])])
-    assert "peaked at 0.90 in step 10" in gold
+def test_over_optimisation_is_named(make_run):
+    (_, gold, *_) = shows([_by_prompt(make_run, [0.0, 1.0, 2.0], [0.0, 0.0, -0.9])])
+    assert '<span class="warn">Over-optimisation:</span>' in gold
+    assert "fell by 0.90 [" in gold
+
+
+def test_gold_that_peaked_earlier_is_named(make_run):
+    (_, gold, *_) = shows([_by_prompt(make_run, [0.0, 1.0, 2.0], [0.0, 0.9, 0.4])])
+    assert '<span class="warn">Over-optimisation sets in:</span>' in gold
+    assert "peaked at 0.90 in step 10 and ended 0.50 [0.29, 0.71] lower" in gold
+
+
+def test_there_is_no_alarm_without_an_interval(group):
+    """Only means were recorded: what happened is said, but not that it is more than chance."""
+    (_, gold, *_) = shows([group("a", [0.0, 1.0, 2.0], golds=[0.0, 0.9, -0.5])])
+    assert "warn" not in gold
+    assert "changed by \u22120.50" in gold
+    assert "peaked at 0.90 in step 10 and ended 1.40 lower; there is no interval" in gold
+
+
+def test_there_is_no_alarm_for_a_fall_whose_interval_includes_zero(make_run):
+    (_, gold, *_) = shows([_by_prompt(make_run, [0.0, 1.0, 2.0], [0.0, 0.9, 0.85])])
+    assert "warn" not in gold
+    assert "ended 0.05 [\u22120.16, 0.26] lower; the interval includes zero" in gold
 
 
 def test_a_little_less_gold_than_at_the_start_is_no_peak(make_run):
@@ -61,12 +86,12 @@ def test_a_little_less_gold_than_at_the_start_is_no_peak(make_run):
     (group,) = group_runs([read_run(make_run("a", evaluations=evaluations))])
     said = " ".join(shows([group]))
     assert "Over-optimisation" not in said
-    assert "not clearly with the learnt one" in said
+    assert "it includes zero" in said
 
 
 def test_gold_that_moved_with_the_score_is_said(group):
     (_, gold, *_) = shows([group("a", [0.0, 1.0], golds=[0.0, 0.5])])
-    assert "moved with it, by +0.50" in gold
+    assert "score of a changed by +0.50" in gold
 
 
 def test_more_kl_is_named_with_the_score_at_the_same_kl(group):
@@ -74,7 +99,7 @@ def test_more_kl_is_named_with_the_score_at_the_same_kl(group):
     macro = group("macro", [0.0, 2.0], kls=[0.0, 8.0], n=5)
     said = shows([base, macro])[-1]
     assert "100% more KL" in said
-    assert "may be bought with it" in said
+    assert "may come from that" in said
     assert "KL 4.00 they score 1.00 and 1.00" in said
 
 
@@ -83,7 +108,7 @@ def test_less_kl_is_not_held_against_a_run(group):
     macro = group("macro", [0.0, 2.0], kls=[0.0, 4.0], n=5)
     said = shows([base, macro])[-1]
     assert "50% less KL" in said
-    assert "bought" not in said
+    assert "come from that" not in said
     assert "KL 4.00 they score 2.00 and 0.50" in said
 
 

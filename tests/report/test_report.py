@@ -268,7 +268,12 @@ def test_warnings_come_first_and_long_lists_wait_behind_a_click(report, make_run
             {"kind": "eval", "step": s, "seconds": s, "eval/score": s, "eval/length": 9 + 9 * s * i}
             for s in (0, 1)
         ]
-        paths.append(make_run(f"r{i}", config={"sigma": f"{i}"}, metrics=rows))
+        lengths = [
+            {"step": s, "scores": [s, s + 0.1], "length": [8 + 9 * s * i, 10 + 9 * s * i]}
+            for s in (0, 1)
+        ]
+        config = {"sigma": f"{i}"}
+        paths.append(make_run(f"r{i}", config=config, metrics=rows, evaluations=lengths))
     html = report(*paths)
     check(html)
     first = html.split("What this shows</h3><ul><li>")[1]

@@ -81,9 +81,8 @@ def dot_rows(
         drawn.append(f'<path class="zero" d="M{x_axis(0.0)} {y_axis.start:g}V{y_axis.end:g}"/>')
     for i, dot in enumerate(dots):
         y = TOP + ROW * i
-        drawn.append(
-            f'<text class="name" x="18" y="{y + 13}">{text(shorten(dot.label, 46))}</text>'
-        )
+        name = text(shorten(dot.label, width * 46 // 340))
+        drawn.append(f'<text class="name" x="18" y="{y + 13}">{name}</text>')
         drawn.append(_across(dot, x_axis, y + 24))
         if math.isfinite(dot.value.mean):
             whole = dot.value.mean == round(dot.value.mean) and abs(dot.value.mean) >= 1

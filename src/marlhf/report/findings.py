@@ -7,75 +7,22 @@ sentence here is one a careful reader would add beside the table, and only where
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-import numpy as np
-
-from marlhf import intervals
-from marlhf.intervals import Interval, mean_over_seeds, paired_difference, share_improved
-from marlhf.report.groups import Group, differences, measured_alike, same_prompts, unlike
+from marlhf.intervals import Interval, win_rate
+from marlhf.report.answer import comparable
+from marlhf.report.groups import Group, differences, measured_alike, unlike
+from marlhf.report.measures import (
+    change,
+    difference,
+    fall_from_peak,
+    final_score,
+    over_what,
+    score_at_kl,
+    start_score,
+)
 from marlhf.report.page import num, percent, signed, text
 from marlhf.runs.read import Run
-
-
-def final_score(group: Group, field: str = "score") -> Interval:
-    """The last evaluation, with its interval over prompts and, where there are some, seeds."""
-    rows = group.per_seed("scores" if field == "score" else field)
-    return mean_over_seeds(rows or [[value] for value in group.finals(f"eval/{field}")])
-
-
-def start_score(group: Group, field: str = "score") -> Interval:
-    """The same for the model the group began with."""
-    rows = group.per_seed("scores" if field == "score" else field, first=True)
-    if rows:
-        return mean_over_seeds(rows)
-    points = [point for point in group.curve(f"eval/{field}") if point.step == 0]
-    return Interval(points[0].mean if points else math.nan, math.nan, math.nan, 0)
-
-
-def measure(group: Group, field: str) -> tuple[Interval, list[float]]:
-    """A number after the last evaluation with its interval, and the seeds behind it."""
-    finals = group.finals(f"eval/{field}")
-    if field in ("score", "gold"):
-        return final_score(group, field), finals
-    rows = group.per_seed(field) if field in ("kl", "length") else []
-    return mean_over_seeds(rows or [[value] for value in finals]), finals
-
-
-def measure_start(group: Group, field: str) -> Interval:
-    """The same before training, of the model that the group began with."""
-    if field in ("score", "gold"):
-        return start_score(group, field)
-    rows = group.per_seed(field, first=True) if field in ("kl", "length") else []
-    points = [point for point in group.curve(f"eval/{field}") if point.step == 0]
-    return mean_over_seeds(rows or [[point.mean] for point in points])
-
-
-def moved(group: Group, field: str = "score") -> Interval:
-    """How far training moved a held-out number, prompt by prompt where possible."""
-    if all(point.step == 0 for point in group.curve(f"eval/{field}")):
-        return Interval(math.nan, math.nan, math.nan, 0)
-    name = "scores" if field == "score" else field
-    before, after = group.per_seed(name, first=True), group.per_seed(name)
-    if before and [len(row) for row in before] == [len(row) for row in after]:
-        return mean_over_seeds([[b - a for a, b in zip(*rows)] for rows in zip(before, after)])
-    change = final_score(group, field).mean - start_score(group, field).mean
-    return Interval(change, math.nan, math.nan, 0)
-
-
-def over_what(group: Group) -> str:
-    """What the intervals of a group are over."""
-    prompts = [len(row) for row in group.per_seed("scores")]
-    many = f"{min(prompts)} prompts" if prompts else ""
-    seeds = f"{len(group.runs)} seeds" if len(group.runs) > 1 else ""
-    return " and ".join(filter(None, (seeds, many)))
-
-
-def score_at_kl(group: Group, kl: float) -> float:
-    """The mean held-out score where the group's KL first passes `kl`; NaN where it never does."""
-    scores = {point.step: point.mean for point in group.curve("eval/score")}
-    points = [(scores[p.step], p.mean) for p in group.curve("eval/kl") if p.step in scores]
-    columns = np.array(points, dtype=np.float64).reshape(-1, 2).T
-    return float(intervals.score_at_kl(*columns, level=kl))
 
 
 def verdict(policies: list[Group], others: list[Group]) -> str:
@@ -84,14 +31,12 @@ def verdict(policies: list[Group], others: list[Group]) -> str:
     if not scored:
         return _verdict_without_policy(others) if not policies else ""
     shown = scored
-    if len(scored) > 3:  # the baseline and whoever scored highest, for a headline is short
+    if len(scored) > 3:  # a headline is short: the baseline and the best of the others
         rest = [group for group in scored[1:] if measured_alike(scored[0], group)] or scored[1:]
         shown = [scored[0], max(rest, key=lambda group: final_score(group).mean)]
     ends = [f"{text(g.label)} ends at {_score_words(g)}" for g in shown]
     start = start_score(scored[0]).mean
-    from_where = f" The model they began with scores {num(start)}." if math.isfinite(start) else ""
-    if len(scored) == 1:
-        from_where = from_where.replace("they", "it")
+    from_where = f" The model before RL scores {num(start)}." if math.isfinite(start) else ""
     left = len(scored) - len(shown)
     more = f" {left} other settings are below." if left else ""
     scales = " They were not scored alike: see below." if unlike(scored) else ""
@@ -117,14 +62,16 @@ def _verdict_without_policy(others: list[Group]) -> str:
 
 
 def shows(policies: list[Group]) -> list[str]:
-    """What the recorded numbers say, a sentence each."""
+    """What the recorded numbers say, one sentence each."""
     said: list[str] = []
     for group in policies:
-        said += [s for s in (_score_moved(group), _gold_moved(group), _hacking(group)) if s]
+        said += [s for s in (_score_change(group), _gold_change(group), _hacking(group)) if s]
     if len(policies) > 1:
+        in_answer = comparable(policies)
         for group in policies[1:]:
             if measured_alike(policies[0], group):
-                said += _compare(policies[0], group)
+                # The first lines of the page have the difference in score of these.
+                said += _compare(policies[0], group, with_score=group not in in_answer)
     return said
 
 
@@ -135,12 +82,12 @@ def shows_not(policies: list[Group], runs: list[Run]) -> list[str]:
         said.append(
             f'<span class="warn">Not on one scale:</span> the runs differ in what scored them or '
             f"in their data ({_codes(apart)}), so their scores cannot be compared. Only runs "
-            "scored like the first are set against it."
+            "scored like the first are compared with it."
         )
     if policies:
         said.append(
-            f"The score is {_scorer(policies)}; no person judged these responses. Win rates count "
-            "prompts where that score is above the SFT model's."
+            f"The score is {_scorer(policies)}; no person judged these responses. A win is "
+            "a higher score on the same prompt; ties count half."
         )
         if all(not math.isfinite(final_score(group, "gold").mean) for group in policies):
             said.append(
@@ -153,12 +100,14 @@ def shows_not(policies: list[Group], runs: list[Run]) -> list[str]:
     if rest and len(changed) > 1:
         said.append(
             f"The runs differ in more than their macro actions ({_codes(rest)}): a difference "
-            "between them cannot be put down to one of these alone."
+            "between them cannot be attributed to one of these alone."
         )
     starts = [start_score(group).mean for group in policies]
     starts = [start for start in starts if math.isfinite(start)]
     if starts and max(starts) - min(starts) > 0.05 * max(1.0, abs(starts[0])):
-        said.append("The runs did not begin from the same score, so their ends compare poorly.")
+        said.append(
+            "The runs did not start from the same score, so their final scores are hard to compare."
+        )
     for run in runs:
         said += _unfinished(run)
     return said
@@ -168,10 +117,12 @@ def _scorer(policies: list[Group]) -> str:
     """Whose opinion the score is."""
     configs = [run.config for group in policies for run in group.runs]
     functions = list(dict.fromkeys(f for c in configs for f in c.get("reward_funcs") or ()))
-    told = f"what functions give ({_codes(functions)})"
+    by_functions = f"what functions give ({_codes(functions)})"
     if functions and not any(c.get("reward_model") for c in configs):
-        return told
-    return "a reward model's, learnt from preferences" + (f", and {told}" if functions else "")
+        return by_functions
+    return "a reward model's, learnt from preferences" + (
+        f", and {by_functions}" if functions else ""
+    )
 
 
 def _codes(keys: list[str]) -> str:
@@ -179,58 +130,62 @@ def _codes(keys: list[str]) -> str:
     return shown + (" and others" if len(keys) > 6 else "")
 
 
-def _score_moved(group: Group) -> str:
-    change = moved(group)
-    if not math.isfinite(change.mean):
+def _score_change(group: Group) -> str:
+    moved = change(group)
+    if not math.isfinite(moved.mean):
         return ""
-    sure = ""
-    if change.low > 0 or change.high < 0:
-        bounds = f"{num(change.low)} to {num(change.high)}"
-        sure = f", 95% interval over {over_what(group)} {bounds}"
-    elif math.isfinite(change.low):
-        sure = f", which its interval over {over_what(group)} does not tell from no change"
     before, after = group.per_prompt("scores", first=True), group.per_prompt("scores")
-    share = ""
+    wins = ""
     if before and after and len(before) == len(after):
-        share = f"; {percent(share_improved(before, after))} of prompts score higher than before"
-    return f"<b>{text(group.label)}</b> moved the score by {signed(change.mean)}{sure}{share}."
+        wins = f"; win rate {percent(win_rate(before, after))} against its start"
+    return f"<b>{text(group.label)}</b> changed the score by {_sure(moved, group)}{wins}."
 
 
-def _gold_moved(group: Group) -> str:
-    score, gold = moved(group), moved(group, "gold")
+def _sure(value: Interval, group: Group, form: Callable[[float], str] = signed) -> str:
+    """A change, what its interval is over, and whether it could be none."""
+    if not math.isfinite(value.low):
+        return form(value.mean)
+    includes = "; it includes zero" if value.low <= 0 <= value.high else ""
+    return f"{value.text(form)} (95% interval over {over_what(group)}{includes})"
+
+
+def _gold_change(group: Group) -> str:
+    """Whether the true score followed the learnt one. A warning needs an interval."""
+    score, gold = change(group), change(group, "gold")
     if not (math.isfinite(gold.mean) and math.isfinite(score.mean)):
         return ""
-    fell = gold.high < 0 if math.isfinite(gold.high) else gold.mean < 0
-    rose = gold.low > 0 if math.isfinite(gold.low) else gold.mean > 0
     label = text(group.label)
-    if score.mean > 0 and fell:
+    if score.mean > 0 and gold.high < 0:
+        fall = Interval(-gold.mean, -gold.high, -gold.low, gold.size)
         return (
             f'<span class="warn">Over-optimisation:</span> {label} raised the learnt score while '
-            f"the true (gold) score fell by {num(abs(gold.mean))}."
+            f"the true (gold) score fell by {_sure(fall, group, num)}."
         )
-    points = group.curve("eval/gold")
-    peak = max(points, key=lambda point: point.mean)
-    dropped = peak.mean - points[-1].mean
-    gained = peak.mean - points[0].mean
-    if score.mean > 0 and gained > 0 and dropped > 0.2 * gained:
+    peak, drop = fall_from_peak(group, "gold")
+    fell = ""
+    if drop.mean > 0:
+        fell = f"It peaked at {num(peak.mean)} in step {peak.step} and ended {drop.text(num)} lower"
+    if fell and score.mean > 0 and drop.low > 0:
         return (
             f'<span class="warn">Over-optimisation sets in:</span> the true (gold) score of '
-            f"{label} peaked at {num(peak.mean)} in step {peak.step} and ended "
-            f"{num(dropped)} lower."
+            f"{label} changed by {_sure(gold, group)}. {fell}."
         )
-    if rose and score.mean > 0:
-        return f"The true (gold) score of {label} moved with it, by {signed(gold.mean)}."
-    return (
-        f"The true (gold) score of {label} moved by {signed(gold.mean)}, not clearly with "
-        "the learnt one."
-    )
+    if fell:
+        without = "there is no interval" if math.isnan(drop.low) else "the interval includes zero"
+        fell = f" {fell}; {without}."
+    return f"The true (gold) score of {label} changed by {_sure(gold, group)}.{fell}"
 
 
 def _hacking(group: Group) -> str:
-    """Longer, repetitive or cut-off responses: what a policy does when it games its score."""
+    """Longer, repetitive or cut-off responses: what a policy does when it games its score.
+
+    Only length is known of each prompt, so only its growth has an interval and can be a warning.
+    """
     signs: list[str] = []
     lengths = group.curve("eval/length")
-    if len(lengths) > 1 and lengths[-1].mean > 1.25 * lengths[0].mean > 0:
+    grew = change(group, "length")
+    is_longer = len(lengths) > 1 and lengths[-1].mean > 1.25 * lengths[0].mean > 0
+    if is_longer:
         signs.append(
             f"responses grew from {num(lengths[0].mean)} to {num(lengths[-1].mean)} tokens"
         )
@@ -239,21 +194,20 @@ def _hacking(group: Group) -> str:
         signs.append(f"repetition rose to {percent(repeats[-1].mean)}")
     ended = group.final("eval/ended")
     if ended < 0.8:
-        signs.append(f"only {percent(ended)} of responses came to an end by themselves")
+        signs.append(f"only {percent(ended)} of responses end with EOS")
     if not signs:
         return ""
-    return f'<span class="warn">Look twice</span> at {text(group.label)}: {", ".join(signs)}.'
+    is_sure = is_longer and grew.low > 0
+    look = '<span class="warn">Look twice</span>' if is_sure else "Look twice"
+    return f"{look} at {text(group.label)}: {', '.join(signs)}."
 
 
-def _compare(base: Group, group: Group) -> list[str]:
+def _compare(base: Group, group: Group, *, with_score: bool) -> list[str]:
     said: list[str] = []
-    names = f"{text(group.label)} over {text(base.label)}"
-    before, after = base.per_prompt("scores"), group.per_prompt("scores")
-    if before and after and len(before) == len(after) and same_prompts(base, group):
-        change = paired_difference(before, after)
+    if with_score:
+        ahead = difference(base, group)
         said.append(
-            f"<b>{names}</b>, prompt by prompt: {change.text(signed)}, higher on "
-            f"{percent(share_improved(before, after))} of {change.size} prompts."
+            f"<b>{text(group.label)}</b> over {text(base.label)}: {ahead.text(signed)} in score."
         )
     kl, base_kl = group.final("eval/kl"), base.final("eval/kl")
     if not (math.isfinite(kl) and math.isfinite(base_kl)):
@@ -266,7 +220,7 @@ def _compare(base: Group, group: Group) -> list[str]:
     if base_kl > 0 and abs(kl - base_kl) > 0.15 * base_kl:
         more, bought = "less", ""
         if kl > base_kl:
-            more, bought = "more", "; part of its score may be bought with it"
+            more, bought = "more", "; part of its score may come from that"
         said.append(
             f"{text(group.label)} spent {percent(abs(kl / base_kl - 1))} {more} KL than "
             f"{text(base.label)} ({num(kl)} against {num(base_kl)}){bought}.{same}"
@@ -283,12 +237,12 @@ def _seeds(policies: list[Group]) -> str:
     fewest = min(group.num_seeds for group in policies)
     if fewest == 1:
         which = (
-            "There is one seed a setting"
+            "There is one seed per setting"
             if all(g.num_seeds == 1 for g in policies)
             else ("Some settings have one seed")
         )
         return (
-            f"{which}, and one seed is no evidence that a difference would come again: the "
+            f"{which}, and one seed is no evidence that a difference is reproducible: the "
             "intervals are over prompts, not over trainings. Run three or more."
         )
     ends = [group.finals("eval/score") for group in policies]

@@ -94,11 +94,16 @@ class Group:
         """`field` of the last evaluation (of step 0, where `first`), averaged over seeds."""
         return mean_by_position(self.per_seed(field, first=first))
 
-    def per_seed(self, field: str, *, first: bool = False) -> list[list[float]]:
-        """The same, seed by seed: a list of each that has any."""
+    def per_seed(
+        self, field: str, *, first: bool = False, step: int | None = None
+    ) -> list[list[float]]:
+        """The same, or of a given step, seed by seed: a list of each that has any."""
         rows: list[list[float]] = []
         for run in self.runs:
-            evaluation = start_of(run) if first else (run.evaluations or [None])[-1]
+            if step is not None:
+                evaluation = next((e for e in run.evaluations if e.step == step), None)
+            else:
+                evaluation = start_of(run) if first else (run.evaluations or [None])[-1]
             values = getattr(evaluation, field) if evaluation else None
             if values:
                 rows.append(values)
@@ -131,6 +136,17 @@ def labelled(groups: Sequence[Group]) -> list[tuple[str, Group, Path]]:
             name = group.label if len(group.runs) == 1 else f"{group.label}, seed {run.seed}"
             found.append((name, group, run.path))
     return found
+
+
+def groups_by_name(groups: Sequence[Group]) -> dict[str, Group]:
+    """Groups by every name under which a judge may know one of their runs, where it is unique."""
+    named: dict[str, dict[int, Group]] = {}
+    for group in groups:
+        for run in group.runs:
+            folder = run.path.resolve()
+            for name in (group.label, run.name, f"{folder.parent.name}/{folder.name}"):
+                named.setdefault(name, {})[group.index] = group
+    return {name: next(iter(each.values())) for name, each in named.items() if len(each) == 1}
 
 
 def same_prompts(a: Group, b: Group) -> bool:

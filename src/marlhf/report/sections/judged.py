@@ -14,7 +14,7 @@ from marlhf.judge.pairs import JudgeError, read_lines
 from marlhf.judge.verdicts import REVERSED, share_with_bounds
 from marlhf.report.bars import stacked_bars
 from marlhf.report.dots import Dot, dot_rows
-from marlhf.report.groups import Group
+from marlhf.report.groups import Group, groups_by_name
 from marlhf.report.page import (
     Cell,
     csv_link,
@@ -41,8 +41,8 @@ MAX_FIGURES = 6
 
 def judged(runs: Sequence[Run], groups: Sequence[Group] = ()) -> str:
     """Win, tie and loss by judge; dimension scores; how much the judges agree."""
-    colours = _colours(groups)
-    found = [each for run in runs for each in _with_majority(_summaries(run.path / JUDGED))]
+    colours = {name: group.colour for name, group in groups_by_name(groups).items()}
+    found = read_summaries(runs)
     if not found:
         return ""
     return section(
@@ -54,6 +54,11 @@ def judged(runs: Sequence[Run], groups: Sequence[Group] = ()) -> str:
         _dimensions(found, colours),
         _agreement(runs),
     )
+
+
+def read_summaries(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """What judges said of the runs, as `marlhf judge` and `marlhf annotate` summed it up."""
+    return [each for run in runs for each in _with_majority(_summaries(run.path / JUDGED))]
 
 
 def _summaries(folder: Path) -> list[dict[str, Any]]:
@@ -112,17 +117,6 @@ def _majority(files: Sequence[Path]) -> list[str]:
 
 def _label(summary: dict[str, Any]) -> str:
     return f"{summary['a']} against {summary['b']}, by {summary['judge']} ({summary['task']})"
-
-
-def _colours(groups: Sequence[Group]) -> dict[str, str]:
-    """The colour of each name under which a run may have been judged, where it is of one run."""
-    found: dict[str, set[str]] = {}
-    for group in groups:
-        for run in group.runs:
-            folder = run.path.resolve()
-            for name in (group.label, run.name, f"{folder.parent.name}/{folder.name}"):
-                found.setdefault(name, set()).add(group.colour)
-    return {name: min(colours) for name, colours in found.items() if len(colours) == 1}
 
 
 def _side_colours(summary: dict[str, Any], colours: dict[str, str]) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from marlhf.evaluate.best_of_n_grid import expected_best, read_grids
-from marlhf.intervals import mean, share_improved, thin
+from marlhf.intervals import mean, thin, win_rate
 from marlhf.report.charts import Series, distribution, histogram, scatter
 from marlhf.report.groups import START_COLOUR, Group, measured_alike, same_prompts
 from marlhf.report.page import Cell, figure, grid, percent, section
@@ -108,13 +108,13 @@ def _cloud(
     more: str = "",
 ) -> str:
     cloud = Series(title, list(zip(before, after)), colour)
-    share = percent(share_improved(before, after))
+    wins = percent(win_rate(before, after))
     rows: list[tuple[Cell, ...]] = list(zip(prompts, before, after))
     return figure(
         title,
         scatter(cloud, x_label=f"score, {names[0]}", y_label=f"score, {names[1]}"),
         file=f"shift {title}",
-        note=f"{share} of {len(rows)} prompts score higher.{more}",
+        note=f"Win rate {wins} over {len(rows)} prompts.{more}",
         header=["prompt", *names],
         rows=thin(rows, MAX_ROWS),
     )

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from marlhf.report.charts import legend_of
 from marlhf.report.dots import Dot, Trail, sweep_chart
-from marlhf.report.findings import final_score, measure
 from marlhf.report.groups import Group, describe_segmenter, unlike
+from marlhf.report.measures import final_score
 from marlhf.report.page import Cell, figure, grid, section, text
 from marlhf.report.sections.sweeps import MEASURES
 from marlhf.runs.lineage import num_parameters
@@ -71,7 +71,7 @@ def _figure(
     for i, (name, line) in enumerate(lines.items()):
         dots: list[tuple[int, Dot]] = []
         for place, group in sorted(line.items()):
-            value, seeds = measure(group, field)
+            value, seeds = final_score(group, field), group.finals(f"eval/{field}")
             if math.isfinite(value.mean):
                 label = f"{name}, {size_text(sizes[place])}"
                 dots.append((place, Dot(label, value, f"var(--c{i % 8})", seeds)))

@@ -1,21 +1,15 @@
-"""The first screen: one sentence, one table, and what they do and do not show."""
+"""The first screen: the answer, one table, and what they do and do not show."""
 
 from __future__ import annotations
 
 import math
 
 from marlhf.intervals import Interval, mean
+from marlhf.report.answer import answer
 from marlhf.report.dots import Dot, dot_rows
-from marlhf.report.findings import (
-    final_score,
-    measure,
-    measure_start,
-    shows,
-    shows_not,
-    start_score,
-    verdict,
-)
+from marlhf.report.findings import shows, shows_not, verdict
 from marlhf.report.groups import START_COLOUR, Group, describe_segmenter
+from marlhf.report.measures import final_score, start_score
 from marlhf.report.page import (
     Cell,
     chip,
@@ -43,14 +37,18 @@ def summary(policies: list[Group], others: list[Group], runs: list[Run]) -> str:
     lead = (
         f"Each row is one setting after its last evaluation on held-out prompts; bars and brackets "
         f"are 95% intervals over {_over(policies)}, small dots are seeds. Read score only "
-        f"together with KL (nats per response, from the model it began with) and length (tokens)."
+        f"together with KL (nats per response, from the model it started from) and length (tokens)."
     )
-    above = f'<p class="verdict">{sentence}</p>' if sentence else ""
+    headline = _headline(policies)
+    first_lines = answer(policies)
+    if sentence:
+        first_lines += f'<p class="{"note" if first_lines else ""}">{sentence}</p>'
+    above = f'<div class="verdict">{first_lines}</div>' if first_lines else ""
     return above + section(
         "summary",
         "Summary",
         lead if policies else "Each row is one training with its last numbers.",
-        grid(_headline(policies), "three"),
+        grid(headline, "four" if len(headline) > 3 else "three"),
         _policy_table(policies),
         "" if policies else stage_table(others),
         f'<div class="says">{"".join(columns)}</div>' if columns else "",
@@ -77,19 +75,21 @@ def _over(policies: list[Group]) -> str:
 
 
 def _headline(policies: list[Group]) -> list[str]:
-    """Score, KL and length of every setting on one screen, the model before RL first."""
+    """Score, gold, KL and length of every setting on one screen, the model before RL first."""
     figures: list[str] = []
+    is_gold_known = any(group.finals("eval/gold") for group in policies)  # four in a row are small
     for title, field in (
         ("Score", "score"),
+        ("Gold score", "gold"),
         ("KL (nats per response)", "kl"),
         ("Length", "length"),
     ):
         dots: list[Dot] = []
-        before = [measure_start(group, field) for group in policies]
+        before = [start_score(group, field) for group in policies]
         if known := [each for each in before if math.isfinite(each.mean)]:
             dots.append(Dot("before RL", known[0], START_COLOUR))
         for group in policies:
-            value, seeds = measure(group, field)
+            value, seeds = final_score(group, field), group.finals(f"eval/{field}")
             if math.isfinite(value.mean):
                 dots.append(Dot(group.label, value, group.colour, seeds))
         if not any(dot.label != "before RL" for dot in dots):
@@ -98,7 +98,7 @@ def _headline(policies: list[Group]) -> list[str]:
         figures.append(
             figure(
                 title,
-                dot_rows(dots, x_label=title.lower() if field == "score" else title),
+                dot_rows(dots, x_label=title, width=290 if is_gold_known else 340),
                 file=f"final {field}",
                 header=["run", f"eval/{field}", "low", "high", "seeds"],
                 rows=rows,

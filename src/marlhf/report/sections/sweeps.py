@@ -15,7 +15,6 @@ from typing import Any
 
 from marlhf.report.charts import legend_of
 from marlhf.report.dots import Dot, Trail, dot_rows, sweep_chart
-from marlhf.report.findings import final_score, measure
 from marlhf.report.groups import (
     Group,
     describe_segmenter,
@@ -24,6 +23,7 @@ from marlhf.report.groups import (
     unflatten,
     unlike,
 )
+from marlhf.report.measures import final_score
 from marlhf.report.page import Cell, figure, grid, section, text
 
 RULE = "segmenter"
@@ -190,7 +190,7 @@ def measured_figure(sweep: Sweep, title: str, field: str, is_share: bool) -> str
         colour = "var(--faint)" if alone else f"var(--c{i % 8})"
         dots: list[tuple[int, Dot]] = []
         for place, group in line:
-            value, seeds = measure(group, field)
+            value, seeds = final_score(group, field), group.finals(f"eval/{field}")
             if math.isfinite(value.mean):
                 label = sweep.places[place] if alone else f"{name}, {sweep.places[place]}"
                 dots.append((place, Dot(label, value, group.colour if alone else colour, seeds)))
