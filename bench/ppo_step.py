@@ -38,6 +38,7 @@ from marlhf.core import NGram, Perplexity, RandomNGram, Vocabulary
 from marlhf.data import Row
 from marlhf.models.adapters import FrozenBaseModel, cast_linear_layers, frozen_dtype
 from marlhf.models.compile import compile_blocks
+from marlhf.models.forward import pack_rows
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.reward import RewardModel, Rewards
 from marlhf.rollout import Sampling
@@ -142,6 +143,7 @@ def main() -> None:
     parser.add_argument("--budget", type=int, help="tokens in a micro-batch")
     parser.add_argument("--rules", action="store_true", help="compare rules of macro actions")
     parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--packed", action="store_true", help="packed rows, CUDA graphs")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
     parser.add_argument("--no-trl", action="store_true", help="do not run TRL beside it")
     args = parser.parse_args()
@@ -201,6 +203,8 @@ def build(shape: Shape, device: torch.device, args: argparse.Namespace) -> tuple
     if device.type == "cuda" and not args.eager and not shape.lora:
         for model in (policy, reference, critic, reward):
             compile_blocks(model)
+            if args.packed:
+                pack_rows(model)
     budget = 2 * shape.budget
     scorer = RewardModel(reward, tokenizer, tokenizer, token_budget=budget)
     table = vocabulary(tokenizer, shape.vocabulary)

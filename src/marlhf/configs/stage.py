@@ -50,6 +50,9 @@ class StageConfig:
     compile: bool = setting(True, may_change=True)
     """On a GPU, compile the decoder layers: half a minute at first, then about twice the speed.
     Not with LoRA or `parallel: fsdp`."""
+    packed: bool = setting(False, may_change=True)
+    """With `compile`, passes over rows packed without padding, each replayed as one CUDA graph.
+    Faster where lengths vary, slower where all rows have the same."""
     gradient_checkpointing: bool = setting(False, may_change=True)
     """Trade time for memory in the backward pass."""
     device: str = setting("auto", may_change=True, private=True)

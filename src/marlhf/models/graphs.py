@@ -189,4 +189,13 @@ def _under(prefix: str, tensors: dict[str, nn.Parameter]) -> dict[str, Tensor]:
 
 @cache
 def _pool() -> Any:
-    return torch.cuda.graph_pool_handle()
+    """The memory that all graphs share. A small graph that stays keeps it when others go."""
+    handle = torch.cuda.graph_pool_handle()
+    keeper = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(keeper, pool=handle):
+        torch.zeros(1, device="cuda")
+    _KEPT.append(keeper)
+    return handle
+
+
+_KEPT: list[torch.cuda.CUDAGraph] = []

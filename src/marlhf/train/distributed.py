@@ -37,6 +37,7 @@ from marlhf.configs.stage import Parallel
 from marlhf.data.collate import Micro, SingleProcess, pad_right, token_budget_batches
 from marlhf.models.base import Model, Precision, computes_in_bfloat16, pick_device
 from marlhf.models.compile import compile_blocks
+from marlhf.models.forward import pack_rows
 from marlhf.rollout.engine import Rollout
 from marlhf.runs.layout import RunError
 from marlhf.train import progress
@@ -138,16 +139,23 @@ class World(SingleProcess):
             self.any(False)
 
     def place(
-        self, model: Model, precision: Precision = "auto", *, compiled: bool = False
+        self,
+        model: Model,
+        precision: Precision = "auto",
+        *,
+        compiled: bool = False,
+        packed: bool = False,
     ) -> Model:
         """The model on this rank's device, sharded with `parallel: fsdp`.
 
-        `compiled` applies on a GPU, to whole models that are not sharded.
+        `compiled` and `packed` apply on a GPU, to whole models that are not sharded.
         """
         if not self.sharded:
             placed: Model = model.to(self.device)
             if compiled and self.device.type == "cuda" and isinstance(placed, PreTrainedModel):
                 compile_blocks(placed)
+                if packed:
+                    pack_rows(placed)
             return placed
         # The model stays on the CPU here: `fully_shard` moves one block at a time, and only this
         # rank's shard of it, so that a model larger than one GPU fits.

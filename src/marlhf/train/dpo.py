@@ -78,7 +78,7 @@ def train(config: DPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
         used = sorted({i for s in range(total) for i in batch_rows(s, config, len(examples))})
         pairs = [examples[i] for i in used]
         key = fingerprint(reference, pairs + held_out) if world.main else ""
-    model = world.place(model, config.precision, compiled=config.compile)
+    model = world.place(model, config.precision, compiled=config.compile, packed=config.packed)
     optimizer = make_optimizer(model, config.learning_rate, config.weight_decay)
     pad = tokenizer.pad_token_id
     # Before a checkpoint is loaded: the policy is still its own reference.

@@ -51,7 +51,7 @@ def load_sources(
         if not trains:
             loader.shrink(model, source)
         compiled = config.compile and role not in NOT_COMPILED
-        model = world.place(model, config.precision, compiled=compiled)
+        model = world.place(model, config.precision, compiled=compiled, packed=config.packed)
         models[role] = model if trains else model.requires_grad_(False)
     return models
 

@@ -52,7 +52,7 @@ def train(config: SFTConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             max_response_tokens=config.max_response_tokens,
         )
         check_positions(model, examples + held_out)
-    model = world.place(model, config.precision, compiled=config.compile)
+    model = world.place(model, config.precision, compiled=config.compile, packed=config.packed)
     optimizer = make_optimizer(model, config.learning_rate, config.weight_decay)
     total = count_steps(config, len(examples))
     pad = tokenizer.pad_token_id
