@@ -29,7 +29,7 @@ from marlhf.rollout import Sampling
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
 from marlhf.settings import to_raw
-from marlhf.train import dpo, held_out, ppo, reward, rloo, sft
+from marlhf.train import dpo, held_out, ppo, reward, rl_run, rloo, sft
 from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.distributed import World
 from marlhf.train.loop import Loop
@@ -75,7 +75,7 @@ def settings(stage: str, folder: Path, **changes):
 def train(stage: str, config, objects: GivenObjects = NO_OBJECTS) -> SimpleNamespace:
     """Train a stage, and keep hold of what was inside."""
     seen = SimpleNamespace(config=config, path=Path(config.output_dir), experiences=[], plans=[])
-    close, load = Loop.close, ppo.load_models
+    close, load = Loop.close, rl_run.load_models
     rollout_and_score, assign_credit = ppo.rollout_and_score, ppo.assign_credit
 
     def watched_close(loop, *args):
@@ -97,8 +97,7 @@ def train(stage: str, config, objects: GivenObjects = NO_OBJECTS) -> SimpleNames
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Loop, "close", watched_close)
         patch.setattr(ppo, "assign_credit", watched_credit)
-        for module in (ppo, rloo):
-            patch.setattr(module, "load_models", watched_load)
+        patch.setattr(rl_run, "load_models", watched_load)
         for module in (ppo, rloo, held_out):
             patch.setattr(module, "rollout_and_score", watched_rollout)
         with warnings.catch_warnings(record=True) as caught:

@@ -17,6 +17,7 @@ from marlhf.runs.layout import RunError
 from marlhf.train import experience, ppo
 from marlhf.train.distributed import start
 from marlhf.train.objects import NO_OBJECTS
+from marlhf.train.rl_models import load_models, load_prompts
 from marlhf.train.rl_warnings import (
     CriticWatch,
     warn_about_divided_scores,
@@ -389,8 +390,8 @@ def test_the_pass_that_values_trains_the_critic_as_one_of_its_own_would(ppo_conf
     """Gradients of one pass against values first, and the loss in a second pass."""
     config = ppo_config(token_budget=budget, value_level=level, segmenter=NGram(3), sigma="start")
     world = start(config.device)
-    models = ppo.load_models(config, NO_OBJECTS, world, critic=True)
-    examples, _ = ppo.load_prompts(config, models, NO_OBJECTS)
+    models = load_models(config, NO_OBJECTS, world, critic=True)
+    examples, _ = load_prompts(config, models, NO_OBJECTS)
     clock, shuffler = Clock(world.device), torch.Generator().manual_seed(0)
     found = ppo.rollout_and_score(examples[:5], models, config, [1, 2, 3, 4, 5], lambda x: x, clock)
     segmented = ppo.shape_and_segment(found, models, config, 0.05, shuffler)

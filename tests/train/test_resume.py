@@ -24,6 +24,7 @@ from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
 from marlhf.settings import to_raw
 from marlhf.train import checkpoint, ppo, reward, sft
+from marlhf.train.held_out import HeldOutEvaluation
 from marlhf.train.interrupts import Stopped
 
 SHORT = {"data": TOY, "batch_size": 8, "num_steps": 4, "eval_every": 2, "save_every": 1}
@@ -356,7 +357,7 @@ def test_a_verdict_outlives_a_kill(ppo_config, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(RunFolder, "save_model", killed)
         patched.setattr(
-            ppo.HeldOutEvaluation, "__call__", real_without_best(ppo.HeldOutEvaluation.__call__)
+            HeldOutEvaluation, "__call__", real_without_best(HeldOutEvaluation.__call__)
         )
         with pytest.raises(KeyboardInterrupt):
             ppo.train(config)

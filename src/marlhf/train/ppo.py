@@ -45,20 +45,18 @@ from marlhf.train.experience import (
     mini_batches,
     rollout_and_score,
 )
-from marlhf.train.held_out import HeldOutEvaluation
-from marlhf.train.loop import Loop, open_run
+from marlhf.train.loop import open_run
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
-from marlhf.train.optim import apply_update, check_finite, make_optimizer
+from marlhf.train.optim import apply_update, check_finite
 from marlhf.train.ppo_config import PPOConfig
-from marlhf.train.rl_models import Models, load_models, load_prompts
-from marlhf.train.rl_state import RLState
+from marlhf.train.rl_models import Models
+from marlhf.train.rl_run import RLRun
 from marlhf.train.rl_warnings import (
     CriticWatch,
     SamplingWatch,
     warn_about_divided_scores,
     warn_about_sampling,
 )
-from marlhf.train.stage import batch_rows, count_steps
 from marlhf.train.timing import Clock, explained_variance, to_numbers
 
 
@@ -70,45 +68,22 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
         return run.model
     warn_about_sampling(config)
     warn_about_divided_scores(config)
-    torch.manual_seed(config.seed)
-    models = load_models(config, objects, world, critic=True)
-    examples, held_out = load_prompts(config, models, objects)
-    if sandbox_layers := models.reward.sandbox:
-        run.state["sandbox"] = sandbox_layers
-    optimizers = {
-        "policy": make_optimizer(models.policy, config.learning_rate, config.weight_decay),
-        "critic": make_optimizer(models.critic, config.critic_learning_rate, config.weight_decay),
-    }
-    num_steps = count_steps(config, len(examples))
-    loop = Loop(
-        run,
-        config,
-        world,
-        num_steps,
-        models={"policy": models.policy, "critic": models.critic},
-        optimizers=optimizers,
-        tokenizer=models.tokenizer,
-        objects=objects,
-        rows=(len(examples), len(held_out)),
-        metric="score",
-    )
-    evaluation = HeldOutEvaluation(config, models, held_out, loop, held_out_credit)
-    state = RLState(config, evaluation)
-    state.resume(loop)
-    sampling_watch = SamplingWatch(config)
-    critic_watch = CriticWatch(config)
+    rates = {"policy": config.learning_rate, "critic": config.critic_learning_rate}
+    rl = RLRun(config, run, world, objects, held_out_credit, rates)
+    models, evaluation = rl.models, rl.evaluation
+    sampling_watch, critic_watch = SamplingWatch(config), CriticWatch(config)
 
-    with loop:
+    with rl.loop as loop:
         if not loop.done:
-            evaluation(0, state.kl.coef)
+            evaluation(0, rl.kl.coef)
         for step in loop:
             clock = Clock(world.device)
-            batch = [examples[i] for i in batch_rows(step - 1, config, len(examples))]
-            seeds = state.response_seeds(len(batch))
+            batch = rl.prompts(step)
+            seeds = rl.response_seeds(len(batch))
             experience = rollout_and_score(
                 batch, models, config, seeds, evaluation.normalise, clock
             )
-            segmented = shape_and_segment(experience, models, config, state.kl.coef, state.shuffler)
+            segmented = shape_and_segment(experience, models, config, rl.kl.coef, rl.shuffler)
             if config.one_update:
                 values, losses = values_and_critic_backward(experience, segmented, models, config)
             else:
@@ -123,26 +98,22 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
                 ]
             )
             clock.mark("credit")
-            rates = {
-                "policy": config.rate(step, num_steps),
-                "critic": config.rate(step, num_steps, config.critic_learning_rate),
-            }
-            losses |= update(experience, credit, models, optimizers, rates, config, state.shuffler)
+            losses |= update(
+                experience, credit, models, rl.optimizers, rl.rates(step), config, rl.shuffler
+            )
             clock.mark("update")
-            metrics = losses | batch_metrics(experience, credit, models, state.kl.coef)
+            metrics = losses | batch_metrics(experience, credit, models, rl.kl.coef)
             metrics |= critic_metrics(credit)
             numbers = to_numbers(metrics) | clock.times(len(batch))
             sampling_watch(step, experience, numbers)
-            state.kl.update(numbers["rl/kl"], len(batch))
             critic_watch(step, numbers["rl/explained_variance"])
+            rl.kl.update(numbers["rl/kl"], len(batch))
             loop.log(numbers, show=("rl/score", "rl/kl", "rl/length"))
             if loop.must_evaluate:
-                loop.verdict = evaluation(step, state.kl.coef)
+                loop.verdict = evaluation(step, rl.kl.coef)
             if loop.must_save:
-                loop.save(**state.to_json())
-        loop.keep_model(models.critic, "critic")
-        next_step = f"marlhf report {run.path.parent} -o {run.path.parent / 'report.html'}"
-        return loop.close(models.policy, evaluation.latest | {"steps": loop.step}, next_step)
+                rl.save()
+        return rl.close()
 
 
 @torch.no_grad()

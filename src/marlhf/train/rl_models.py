@@ -21,11 +21,11 @@ from marlhf.rollout.vllm import VLLMEngine
 from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.runs.layout import RunError
 from marlhf.spans import vocabulary
+from marlhf.spans.parsing import Parsing, open_parsing
 from marlhf.train.distributed import World
 from marlhf.train.model_loader import load_sources
 from marlhf.train.model_sources import reward_items, reward_role, rl_sources
 from marlhf.train.objects import GivenObjects
-from marlhf.train.parsing import Parsing, open_parsing
 from marlhf.train.progress import warn
 from marlhf.train.stage import Example, check_positions, each_prompt_once, load_examples
 

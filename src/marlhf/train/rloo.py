@@ -39,16 +39,14 @@ from marlhf.train.experience import (
     mini_batches,
     rollout_and_score,
 )
-from marlhf.train.held_out import HeldOutEvaluation
-from marlhf.train.loop import Loop, open_run
+from marlhf.train.loop import open_run
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
-from marlhf.train.optim import apply_update, check_finite, make_optimizer
+from marlhf.train.optim import apply_update, check_finite
 from marlhf.train.ppo import shape_and_segment
-from marlhf.train.rl_models import Models, load_models, load_prompts
-from marlhf.train.rl_state import RLState
+from marlhf.train.rl_models import Models
+from marlhf.train.rl_run import RLRun
 from marlhf.train.rl_warnings import SamplingWatch, warn_about_sampling
 from marlhf.train.rloo_config import RLOOConfig
-from marlhf.train.stage import batch_rows, count_steps
 from marlhf.train.timing import Clock, to_numbers
 
 
@@ -59,42 +57,22 @@ def train(config: RLOOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     if run.finished:
         return run.model
     warn_about_sampling(config)
-    torch.manual_seed(config.seed)
-    models = load_models(config, objects, world, critic=False)
-    examples, held_out = load_prompts(config, models, objects)
-    if sandbox_layers := models.reward.sandbox:
-        run.state["sandbox"] = sandbox_layers
-    optimizer = make_optimizer(models.policy, config.learning_rate, config.weight_decay)
-    num_steps = count_steps(config, len(examples))
-    loop = Loop(
-        run,
-        config,
-        world,
-        num_steps,
-        models={"policy": models.policy},
-        optimizers={"policy": optimizer},
-        tokenizer=models.tokenizer,
-        objects=objects,
-        rows=(len(examples), len(held_out)),
-        metric="score",
-    )
-    evaluation = HeldOutEvaluation(config, models, held_out, loop, held_out_credit)
-    state = RLState(config, evaluation)
-    state.resume(loop)
+    rates = {"policy": config.learning_rate}
+    rl = RLRun(config, run, world, objects, held_out_credit, rates)
+    models, evaluation = rl.models, rl.evaluation
     sampling_watch = SamplingWatch(config)
 
-    with loop:
+    with rl.loop as loop:
         if not loop.done:
-            evaluation(0, state.kl.coef)
+            evaluation(0, rl.kl.coef)
         for step in loop:
             clock = Clock(world.device)
-            prompts = [examples[i] for i in batch_rows(step - 1, config, len(examples))]
-            batch = [e for e in prompts for _ in range(config.num_samples)]
-            seeds = state.response_seeds(len(batch))
+            batch = [e for e in rl.prompts(step) for _ in range(config.num_samples)]
+            seeds = rl.response_seeds(len(batch))
             experience = rollout_and_score(
                 batch, models, config, seeds, evaluation.normalise, clock
             )
-            credit = assign_credit(experience, models, config, state.kl.coef, state.shuffler)
+            credit = assign_credit(experience, models, config, rl.kl.coef, rl.shuffler)
             check_finite(
                 [
                     ("the scores", experience.scores),
@@ -103,24 +81,23 @@ def train(config: RLOOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
                 ]
             )
             clock.mark("credit")
-            rate = config.rate(step, num_steps)
+            optimizer, rate = rl.optimizers["policy"], rl.rates(step)["policy"]
             metrics = update(
-                experience, credit, models, optimizer, config, state.kl.coef, rate, state.shuffler
+                experience, credit, models, optimizer, config, rl.kl.coef, rate, rl.shuffler
             )
             clock.mark("update")
-            metrics |= batch_metrics(experience, credit, models, state.kl.coef)
+            metrics |= batch_metrics(experience, credit, models, rl.kl.coef)
             by_prompt = experience.scores.view(-1, config.num_samples)
             metrics["rl/group_std"] = by_prompt.std(dim=1).mean()
             numbers = to_numbers(metrics) | clock.times(len(batch))
             sampling_watch(step, experience, numbers)
-            state.kl.update(numbers["rl/kl"], len(batch))
+            rl.kl.update(numbers["rl/kl"], len(batch))
             loop.log(numbers, show=("rl/score", "rl/kl", "rl/length"))
             if loop.must_evaluate:
-                loop.verdict = evaluation(step, state.kl.coef)
+                loop.verdict = evaluation(step, rl.kl.coef)
             if loop.must_save:
-                loop.save(**state.to_json())
-        next_step = f"marlhf report {run.path.parent} -o {run.path.parent / 'report.html'}"
-        return loop.close(models.policy, evaluation.latest | {"steps": loop.step}, next_step)
+                rl.save()
+        return rl.close()
 
 
 @torch.no_grad()
