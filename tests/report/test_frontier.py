@@ -121,6 +121,14 @@ def test_half_the_steps_is_twice_as_fast(settings):
     assert '<td class="n">20<small>10 s</small></td>' in html
 
 
+@pytest.mark.parametrize("scores", [[0.0, -1.0], [0.0, 0.0], [0.0, 0.01]])
+def test_a_baseline_that_did_not_improve_gives_no_times(settings, scores):
+    groups = settings([scores], [[0.0, 2.0]], prompts=20, noise=0.5)
+    html = time_to_score(Comparison(groups))
+    assert "No times, as 1-0 did not clearly improve" in html
+    assert "<table" not in html
+
+
 def test_never_is_said_and_not_drawn_as_a_number(settings):
     html = time_to_score(Comparison(settings([[0.0, 2.0]], [[0.0, 1.0]])))
     assert "Never reached by 2-0" in html

@@ -86,10 +86,6 @@ class Group:
     def final(self, key: str) -> float:
         return mean(self.finals(key))
 
-    def mean(self, key: str) -> float:
-        """The mean over all recorded steps of all seeds."""
-        return mean([value for run in self.runs for *_, value in run.curve(key)])
-
     def per_prompt(self, field: str, *, first: bool = False) -> list[float] | None:
         """`field` of the last evaluation (of step 0, where `first`), averaged over seeds."""
         return mean_by_position(self.per_seed(field, first=first))

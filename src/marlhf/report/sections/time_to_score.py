@@ -22,6 +22,7 @@ from marlhf.report.page import (
     grid,
     interval_cell,
     num,
+    signed,
     table,
     text,
 )
@@ -56,9 +57,15 @@ def time_to_score(compared: Comparison) -> str:
     groups = compared.groups
     if not all(curve.steps.size for curve in compared.measured):
         return ""
+    (gain,) = compared.intervals(lambda curves: [curves[0].scores[:, -1] - curves[0].scores[:, 0]])
+    title = f"<h3>How soon each reached the final score of {text(groups[0].label)}</h3>"
+    if not (gain.low > 0 or (math.isnan(gain.low) and gain.mean > 0)):
+        # Whoever starts at the goal is there at once: times would say nothing.
+        words = f"{text(groups[0].label)} did not clearly improve: {gain.text(signed)}"
+        return f'{title}<p class="lead">No times, as {words}.</p>'
     base = compared.measured[0]
-    start, goal = float(base.scores[0, 0]), float(base.scores[0, -1])
-    shares = SHARES if base.steps[0, 0] == 0 and goal > start else (1.0,)
+    goal = float(base.scores[0, -1])
+    shares = SHARES if base.steps[0, 0] == 0 else (1.0,)
     times = times_to_score(compared, shares)
     rows: list[list[str]] = []
     data: list[list[Cell]] = []
@@ -87,8 +94,7 @@ def time_to_score(compared: Comparison) -> str:
         f"{f'Brackets are 95% intervals over {over}.' if over else ''}"
     )
     return (
-        f"<h3>How soon each reached the final score of {text(groups[0].label)}</h3>"
-        f'<p class="lead">{lead}</p>'
+        f'{title}<p class="lead">{lead}</p>'
         + grid(_figures(groups, times))
         + table(header, rows, csv=csv_link("time to score", names, data))
     )
