@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from marlhf.data import DataError, Row, decode, encode_prompt, encode_response, fit_prompts
@@ -163,3 +165,37 @@ def test_a_prompt_of_no_tokens_is_dropped_and_counted(trained):
     kept, counts = fit_prompts([Row("\x01"), Row("the fox")], trained("wordpiece"), 8)
     assert [e.row.prompt for e in kept] == ["the fox"]
     assert counts.dropped == {"the tokenizer makes no tokens of the prompt": 1}
+
+
+@pytest.mark.parametrize(
+    ("template", "cause"),
+    [
+        ("{{ raise_exception('System role not supported') }}", "System role not supported"),
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{{ messages[0]['content'] + 1 }}", "TypeError"),
+    ],
+)
+def test_a_template_that_refuses_a_chat_is_a_sentence(make_tokenizer, template, cause):
+    chat = [{"role": "system", "content": "Be brief."}, *CHAT]
+    with pytest.raises(DataError, match=rf"refuses a chat of system, user \(.*{cause}.*Change"):
+        encode_prompt(make_tokenizer(template=template), chat)
+
+
+def test_a_huge_text_takes_no_time(make_tokenizer):
+    tokenizer, huge = make_tokenizer(), "hello there " * 1_000_000
+    rows = [Row("hello"), Row(huge, position="mine.jsonl:7")]
+    began = time.monotonic()
+    kept, counts = fit_prompts(rows, tokenizer, 64)
+    assert [encoded.row for encoded in kept] == rows[:1]
+    assert "longer than 64 tokens (mine.jsonl:7)" in str(counts)
+    [_, cut], _ = fit_prompts(rows, tokenizer, 64, "truncate")
+    whole = encode_prompt(tokenizer, "hello there " * 200)
+    assert cut.prompt_ids == cut_middle(whole, 64)
+    assert len(encode_response(tokenizer, "a", huge, EOS, max_tokens=64)) > 65
+    assert time.monotonic() - began < 5
+
+
+def test_a_limit_changes_no_text_that_is_not_huge(make_tokenizer):
+    tokenizer, text = make_tokenizer(), "hello there " * 5000
+    ids = encode_response(tokenizer, "a", text, EOS)
+    assert encode_response(tokenizer, "a", text, EOS, max_tokens=3) == ids

@@ -1,8 +1,9 @@
 import sys
+import time
 
 import pytest
 
-from marlhf.data import DataError, read_hub
+from marlhf.data import DataError, hub, read_hub
 
 datasets = pytest.importorskip("datasets")
 
@@ -16,6 +17,7 @@ def load_instead(monkeypatch, answer):
         return answer(*args, **options)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(hub, "_reachable", lambda _: True)
     return calls
 
 
@@ -90,3 +92,28 @@ def test_other_errors_are_not_hidden(monkeypatch):
     load_instead(monkeypatch, raising(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         list(read_hub("owner/name"))
+
+
+def test_a_hub_that_does_not_answer_is_tried_once(monkeypatch):
+    tries = []
+
+    def dataset_info(*_, **__):
+        tries.append(1)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
+    began = time.monotonic()
+    assert "it does not answer, and the cache lacks it" in refused("nobody/nothing-at-all")
+    assert time.monotonic() - began < 5
+    assert len(tries) == 1
+    assert not datasets.config.HF_HUB_OFFLINE
+
+
+def test_a_cached_data_set_is_read_without_the_hub(monkeypatch):
+    def answer(*_, **__):
+        assert datasets.config.HF_HUB_OFFLINE
+        return [{"prompt": "a"}]
+
+    load_instead(monkeypatch, answer)
+    monkeypatch.setattr(hub, "_reachable", lambda _: False)
+    assert list(read_hub("owner/name")) == [({"prompt": "a"}, "owner/name[train]:1")]

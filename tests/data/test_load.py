@@ -186,3 +186,11 @@ def test_an_unknown_part(pairs):
 def test_settings_that_cannot_be(options, message):
     with pytest.raises(DataError, match=message):
         DataConfig(**options)
+
+
+def test_rows_know_their_place_in_the_file(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"prompt": "a"}\n\n{"prompt": ""}\n{"prompt": "b"}\n')
+    loaded = load_data(DataConfig(path=str(file), parts={}, eval_size=0))
+    assert [row.position for row in loaded.train] == [f"{file}:1", f"{file}:4"]
+    assert loaded.train == [Row("a"), Row("b")]

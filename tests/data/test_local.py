@@ -156,3 +156,27 @@ def test_records_in_memory():
         rows_from_records(records[1:], needs=PAIR, name="train_dataset")
     with pytest.raises(DataError, match="train_dataset has no column `prompt`"):
         rows_from_records([{"text": "x"}], name="train_dataset")
+
+
+def test_text_parts_of_a_message_are_read():
+    parts = [{"type": "text", "text": "Why "}, {"type": "text", "text": "not?", "image": None}]
+    row, _ = to_row({"prompt": [{"role": "user", "content": parts}], "chosen": [says("So.")]})
+    assert row == Row([user("Why not?")], [says("So.")])
+    _, fault = to_row({"prompt": [{"role": "user", "content": [{"type": "image"}]}]})
+    assert "neither text nor messages" in fault
+
+
+def test_unknown_roles_are_refused():
+    records = [{"prompt": [{"role": "bot", "content": "hi"}]}, {"prompt": [user("hi")]}]
+    rows, counts = rows_from_records(records)
+    assert [row.prompt for row in rows] == [[user("hi")]]
+    assert "the role `bot`, which is not one of system, developer, user" in str(counts)
+
+
+def test_missing_columns_are_named_all_at_once():
+    with pytest.raises(DataError) as caught:
+        check_columns({"question": "a", "best": "b"}, "f.jsonl:1", {"prompt": "quest"}, PAIR)
+    message = str(caught.value)
+    assert "has no column `quest`, which `columns` names for `prompt`" in message
+    assert "f.jsonl has no columns `chosen`, `rejected`. It has `question`, `best`." in message
+    assert "`columns: {chosen: its name, rejected: its name}`" in message

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 CHUNK = 1024  # prompts encoded at once: fast, and little memory
+LONG_TEXT = 100_000  # characters
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,13 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Text) -> list[int]:
     return encode_prompts(tokenizer, [prompt])[0]
 
 
-def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[Text]) -> list[list[int]]:
+def encode_prompts(
+    tokenizer: Tokenizer, prompts: Sequence[Text], max_tokens: int | None = None
+) -> list[list[int]]:
     """`encode_prompt` for many at once, which fast tokenizers do in parallel.
+
+    With `max_tokens` only the ends of very long prompts are encoded, which still makes them
+    longer than that.
 
     >>> from marlhf.models.tiny import tiny_tokenizer
     >>> [len(ids) for ids in encode_prompts(tiny_tokenizer(), ["Tell me", "Tell me a tale"])]
@@ -56,6 +62,8 @@ def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[Text]) -> list[list[i
     if not prompts:
         return []
     texts = [p if isinstance(p, str) else render_prompt(tokenizer, p) for p in prompts]
+    if max_tokens is not None:
+        texts = [_ends(tokenizer, text, max_tokens) for text in texts]
     opening = opening_ids(tokenizer)
     encoded = []
     for prompt, ids in zip(prompts, _tokenize(tokenizer, texts), strict=True):
@@ -66,9 +74,15 @@ def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[Text]) -> list[list[i
 
 
 def encode_response(
-    tokenizer: Tokenizer, prompt: Text, response: Text, eos_token_id: int
+    tokenizer: Tokenizer,
+    prompt: Text,
+    response: Text,
+    eos_token_id: int,
+    max_tokens: int | None = None,
 ) -> list[int]:
     """The ids of a response as they follow the prompt's: its tokens, then EOS once.
+
+    With `max_tokens` only the ends of a very long response are encoded, as in `encode_prompts`.
 
     Special tokens that are written out in a text response stay text, so that
     no data can end a response early. In a chat the template writes the turn,
@@ -81,10 +95,12 @@ def encode_response(
     """
     if isinstance(response, str) and isinstance(prompt, str):
         end = cast(str, tokenizer.decode([eos_token_id]))
-        ids = _tokenize_after_text(tokenizer, response.removesuffix(end))
+        text = _ends(tokenizer, response.removesuffix(end), max_tokens)
+        ids = _tokenize_after_text(tokenizer, text)
     else:
         turn = _as_messages(response, "assistant")
-        [ids] = _tokenize(tokenizer, [render_turn(tokenizer, _as_messages(prompt, "user"), turn)])
+        text = render_turn(tokenizer, _as_messages(prompt, "user"), turn)
+        [ids] = _tokenize(tokenizer, [_ends(tokenizer, text, max_tokens)])
     if eos_token_id in ids:
         ids = ids[: ids.index(eos_token_id)]
     return [*ids, eos_token_id]
@@ -121,19 +137,20 @@ def fit_prompts(
     reason = f"the prompt is longer than {max_prompt_tokens} tokens"
     for start in range(0, len(rows), CHUNK):
         chunk = rows[start : start + CHUNK]
-        encoded = encode_prompts(tokenizer, [row.prompt for row in chunk])
+        encoded = encode_prompts(tokenizer, [row.prompt for row in chunk], max_prompt_tokens)
         for number, (row, ids) in enumerate(zip(chunk, encoded, strict=True), start=start + 1):
             counts.read += 1
+            position = row.position or f"row {number}"
             ids = row.columns.get("prompt_ids") or ids  # tokens that the user gave
             if not ids:
-                counts.drop("the tokenizer makes no tokens of the prompt", f"row {number}")
+                counts.drop("the tokenizer makes no tokens of the prompt", position)
             elif len(ids) <= max_prompt_tokens:
                 kept.append(Encoded(row, ids))
             elif too_long == "truncate":
-                counts.note(f"{reason}, and its middle was cut out", f"row {number}")
+                counts.note(f"{reason}, and its middle was cut out", position)
                 kept.append(Encoded(row, cut_middle(ids, max_prompt_tokens)))
             else:
-                counts.drop(reason, f"row {number}")
+                counts.drop(reason, position)
     if rows and not kept:
         raise DataError(
             f"None of the {len(rows)} prompts fits into {max_prompt_tokens} tokens. "
@@ -163,16 +180,13 @@ def render_prompt(tokenizer: Tokenizer, messages: list[Message]) -> str:
             "Use an instruction-tuned model's tokenizer, set `tokenizer.chat_template`, "
             "or give the prompts as text."
         )
-    text = tokenizer.apply_chat_template(
-        cast(Any, messages), tokenize=False, add_generation_prompt=True
-    )
-    return cast(str, text)
+    return _apply_template(tokenizer, messages, add_generation_prompt=True)
 
 
 def render_turn(tokenizer: Tokenizer, prompt: list[Message], turn: list[Message]) -> str:
     """What the chat template writes for the assistant's turn, after the generation prompt."""
     before = render_prompt(tokenizer, prompt)
-    whole = cast(str, tokenizer.apply_chat_template(cast(Any, prompt + turn), tokenize=False))
+    whole = _apply_template(tokenizer, prompt + turn)
     if not whole.startswith(before):
         raise DataError(
             "The tokenizer's chat template does not write an assistant's turn as it begins one "
@@ -180,6 +194,19 @@ def render_turn(tokenizer: Tokenizer, prompt: list[Message], turn: list[Message]
             "`tokenizer.chat_template` that does both alike, or give the rows as text."
         )
     return whole[len(before) :]
+
+
+def _apply_template(tokenizer: Tokenizer, messages: list[Message], **options: Any) -> str:
+    try:
+        text = tokenizer.apply_chat_template(cast(Any, messages), tokenize=False, **options)
+    except Exception as error:  # a template is a program: it may raise anything
+        roles = ", ".join(message["role"] for message in messages)
+        raise DataError(
+            f"The tokenizer's chat template refuses a chat of {roles} ({type(error).__name__}: "
+            f"{str(error).strip()}). Change these rows to what the model was trained on, or set "
+            "another `tokenizer.chat_template`."
+        ) from error
+    return cast(str, text)
 
 
 def opening_ids(tokenizer: Tokenizer) -> list[int]:
@@ -207,6 +234,17 @@ def _tokenize_after_text(tokenizer: Tokenizer, text: str) -> list[int]:
     plain = {"split_special_tokens": True}
     alone, colon, joined = _tokenize(tokenizer, [text, ":", f":{text}"], **plain)
     return joined[len(colon) :] if joined[: len(colon)] == colon else alone
+
+
+def _ends(tokenizer: Tokenizer, text: str, max_tokens: int | None) -> str:
+    """The beginning and the end of a very long text, each of more than `max_tokens` tokens.
+
+    Tokenizers take a minute for some ten million characters that are dropped or cut out anyway.
+    """
+    if max_tokens is None or len(text) <= LONG_TEXT:
+        return text
+    kept = (max_tokens + 1) * max(map(len, tokenizer.get_vocab()))
+    return text if len(text) <= 2 * kept else text[:kept] + text[-kept:]
 
 
 def _as_messages(text: Text, role: str) -> list[Message]:

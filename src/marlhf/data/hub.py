@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from marlhf.data.files import Records
@@ -26,12 +27,15 @@ def read_hub(name: str, split: str = "train", config: str | None = None) -> Reco
             f"`{name}` is not a file or folder here, and to fetch it from the hub the datasets "
             "library is needed. Correct the path, or run `pip install datasets`."
         ) from error
+    reachable = _reachable(name)
     try:
-        found = _load(name, split, config)
+        with contextlib.nullcontext() if reachable else _offline():
+            loaded = _load(name, split, config)
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError, TimeoutError) as error:
+        cause = _first_line(error) if reachable else "it does not answer, and the cache lacks it"
         raise DataError(
             f"`{name}` is not a file or folder here, and could not be fetched from the hub "
-            f"({_first_line(error)}). Correct the name; log in with `hf auth login` if the data "
+            f"({cause}). Correct the name; log in with `hf auth login` if the data "
             "set is private; or, without a network, download it before and give its folder."
         ) from error
     except FileNotFoundError as error:
@@ -44,8 +48,38 @@ def read_hub(name: str, split: str = "train", config: str | None = None) -> Reco
             f"The hub's `{name}` cannot give split `{split}` of config `{config or 'default'}`: "
             f"{' '.join(str(error).split())} Set `split` and `config` to one of those it has."
         ) from error
-    for number, record in enumerate(found, start=1):
+    for number, record in enumerate(loaded, start=1):
         yield dict(cast(Mapping[str, Any], record)), f"{name}[{split}]:{number}"
+
+
+def _reachable(name: str) -> bool:
+    """Whether the hub answers, by one request. `datasets` itself would retry for half a minute."""
+    import huggingface_hub.errors
+
+    try:
+        huggingface_hub.HfApi().dataset_info(name, timeout=10)
+    except huggingface_hub.errors.HfHubHTTPError:
+        return True  # it answered, if only that there is no such data set
+    except Exception:  # no network, no answer in time, offline mode: the type varies by version
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Read the cache alone, for a while."""
+    import datasets.config
+    import huggingface_hub
+
+    settings: list[Any] = [datasets.config, huggingface_hub.constants]
+    before = [each.HF_HUB_OFFLINE for each in settings]
+    try:
+        for each in settings:
+            each.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for each, value in zip(settings, before):
+            each.HF_HUB_OFFLINE = value
 
 
 def _load(name: str, split: str, config: str | None) -> Any:

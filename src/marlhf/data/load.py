@@ -6,7 +6,7 @@ import difflib
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -181,6 +181,7 @@ def _sort_out(
             continue
         if remark:
             counts.note(remark, position)
+        row = replace(row, position=position)
         rows.append(row)
         if fault := response_fault(row, needs):
             counts.drop(fault, position)

@@ -62,7 +62,19 @@ def _as_message(value: Any) -> Message | None:
         return None
     # parquet gives each message the keys of all others, with None as their value
     message = {key: each for key, each in value.items() if isinstance(each, str)}
+    content = value.get("content")
+    if isinstance(content, list) and all(_is_text_part(part) for part in content):
+        message["content"] = "".join(part["text"] for part in content)
     return message if {"role", "content"} <= message.keys() else None
+
+
+def _is_text_part(value: Any) -> bool:
+    """Whether this is `{"type": "text", "text": "..."}`, as multimodal chats write a text."""
+    return (
+        isinstance(value, Mapping)
+        and value.get("type") == "text"
+        and isinstance(value.get("text"), str)
+    )
 
 
 def _as_response(value: Any, prompt: Text) -> tuple[Text | None, str]:
@@ -130,14 +142,15 @@ def check_columns(
 ) -> None:
     """Refuse a file whose first record lacks what the stage needs, with the nearest name."""
     file = position.rpartition(":")[0]
+    faults: list[str] = []
     for ours, theirs in columns.items():
         if ours not in NAMES:
-            raise DataError(
+            faults.append(
                 f"`columns` maps `{ours}`, which is not a name we use. "
                 f"Map one of {_listed(NAMES)}.{_did_you_mean(ours, NAMES)}"
             )
-        if theirs not in record:
-            raise DataError(
+        elif theirs not in record:
+            faults.append(
                 f"{file} has no column `{theirs}`, which `columns` names for `{ours}`. "
                 f"It has {_listed(record)}.{_did_you_mean(theirs, record)}"
             )
@@ -148,13 +161,18 @@ def check_columns(
         "chosen": bool({"chosen", "completion", "messages"} & fields.keys()),
         "rejected": "rejected" in fields,
     }
-    for name in sorted(set(needs) & ways.keys()):
-        if not ways[name]:
-            raise DataError(
-                f"{file} has no column `{name}`. It has {_listed(record)}."
-                f"{_did_you_mean(name, record)} Rename the column in the file, or say which one "
-                f"it is with `columns: {{{name}: its name}}`."
-            )
+    missing = [name for name in sorted(set(needs) & ways.keys()) if not ways[name]]
+    if missing:
+        plural = "s" if len(missing) > 1 else ""
+        hints = "".join(_did_you_mean(name, record) for name in missing)
+        mapping = ", ".join(f"{name}: its name" for name in missing)
+        faults.append(
+            f"{file} has no column{plural} {_listed(missing)}. It has {_listed(record)}.{hints} "
+            f"Rename the column{plural} in the file, or name what is there with "
+            f"`columns: {{{mapping}}}`."
+        )
+    if faults:
+        raise DataError("\n".join(faults))
 
 
 def _listed(names: Collection[str]) -> str:

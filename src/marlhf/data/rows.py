@@ -17,6 +17,9 @@ Text = str | list[Message]
 """A prompt or a response: plain text, or the messages of a chat."""
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
 class DataError(MarlhfError, ValueError):
     """Something about the data that the user has to fix.
 
@@ -41,6 +44,8 @@ class Row:
     """The other response, without the prompt."""
     columns: dict[str, Any] = field(default_factory=dict)
     """Everything else the file had, for reward functions that need a reference."""
+    position: str = field(default="", compare=False, repr=False)
+    """Where it was read, such as `mine.jsonl:7`."""
 
 
 Parsed = tuple[Row | None, str]
@@ -83,6 +88,10 @@ def prompt_fault(row: Row) -> str | None:
         return "the prompt is empty"
     if isinstance(row.prompt, list) and row.prompt[-1]["role"] == "assistant":
         return "the prompt ends with an assistant's turn, so there is nothing to answer"
+    if isinstance(row.prompt, list):
+        for role in (message["role"] for message in row.prompt):
+            if role not in ROLES:
+                return f"a message has the role `{role}`, which is not one of {', '.join(ROLES)}"
     return f"the prompt {LONE_SURROGATE}" if _has_lone_surrogate(row.prompt) else None
 
 

@@ -102,13 +102,16 @@ def _encode(
         for name, text in (("chosen", row.chosen), ("rejected", row.rejected)):
             wanted = name in needs and text is not None
             ids[name] = (
-                encode_response(tokenizer, row.prompt, text, tokenizer.eos_token_id)
+                encode_response(
+                    tokenizer, row.prompt, text, tokenizer.eos_token_id, max_response_tokens
+                )
                 if wanted and text is not None
                 else []
             )
         longest = max(map(len, ids.values()))
         if max_response_tokens is not None and longest > max_response_tokens:
-            counts.drop(f"a response is longer than {max_response_tokens} tokens", f"row {number}")
+            position = row.position or f"row {number}"
+            counts.drop(f"a response is longer than {max_response_tokens} tokens", position)
             continue
         examples.append(Example(row, encoded.prompt_ids, ids["chosen"], ids["rejected"]))
     return examples, counts
