@@ -14,6 +14,7 @@ from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine
 from marlhf.runs.layout import RunError
+from marlhf.spans.apply import SegmenterError
 from marlhf.train import experience, ppo
 from marlhf.train.distributed import start
 from marlhf.train.objects import NO_OBJECTS
@@ -410,3 +411,11 @@ def test_the_pass_that_values_trains_the_critic_as_one_of_its_own_would(ppo_conf
     torch.testing.assert_close(losses["rl/value_loss"], loss.detach())
     for mine, p in zip(once, models.critic.parameters(), strict=True):
         torch.testing.assert_close(mine, p.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_segmenter_that_raises_is_named(ppo_config):
+    def broken(responses):
+        return responses.no_such_field
+
+    with pytest.raises(SegmenterError, match=r"broken raised AttributeError: .*bool tensor"):
+        ppo.train(ppo_config(segmenter=broken))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from marlhf.core import Responses, Segments
 from marlhf.core.segmenters import Segmenter, segment
 from marlhf.errors import MarlhfError
@@ -15,8 +18,15 @@ def apply_segmenter(
     segmenter: Segmenter, responses: Responses, *, split_last: bool = False
 ) -> Segments:
     """The macro actions of some responses, checked."""
-    try:
+    with explain_segmenter_errors(segmenter):
         return segment(segmenter, responses, split_last=split_last).validate()
+
+
+@contextlib.contextmanager
+def explain_segmenter_errors(segmenter: Segmenter) -> Iterator[None]:
+    """Errors inside the block as a sentence that names the segmenter."""
+    try:
+        yield
     except ValueError as error:
         raise SegmenterError(f"Segmenter {_name(segmenter)}: {error}") from error
     except Exception as error:  # the user's code may raise anything

@@ -24,12 +24,13 @@ from marlhf.core import (
     moments,
     ppo_policy_loss,
     ppo_value_loss,
+    segment,
     shape_rewards,
     whiten,
 )
 from marlhf.models.base import autocast
 from marlhf.models.forward import token_stats, token_values
-from marlhf.spans.apply import apply_segmenter
+from marlhf.spans.apply import explain_segmenter_errors
 from marlhf.train.distributed import start
 from marlhf.train.experience import (
     POLICY_METRICS,
@@ -134,7 +135,8 @@ def shape_and_segment(
         kl_coef,
         kl=config.kl_estimator,
     )
-    segments = apply_segmenter(config.segmenter, responses, split_last=config.split_last)
+    with explain_segmenter_errors(config.segmenter):  # it may be the user's own code
+        segments = segment(config.segmenter, responses, split_last=config.split_last).validate()
     return SegmentedRewards(rewards, segments)
 
 
