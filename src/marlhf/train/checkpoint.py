@@ -119,16 +119,23 @@ def _find_latest(run: RunFolder) -> tuple[str | None, list[str]]:
     """The newest complete checkpoint, and a warning for each newer one that is damaged."""
     for unfinished in run.checkpoints.glob(".step-*"):  # of a run that was killed while writing
         shutil.rmtree(unfinished, ignore_errors=True)
-    damaged: list[str] = []
+    damaged: dict[Path, Exception] = {}
     for folder in reversed(list_checkpoints(run)):
         try:
             _verify(folder)
             json.loads((folder / "state.json").read_text(encoding="utf-8"))
         except (Damaged, OSError, ValueError) as error:
-            damaged.append(f"{folder} is damaged ({error})")
+            damaged[folder] = error
             continue
-        return str(folder), [f"{line}; resuming from {folder.name} instead." for line in damaged]
-    return None, [f"{line}; training starts from the beginning." for line in damaged]
+        used = folder.name
+        return str(folder), [
+            f"{bad} is damaged ({error}); resuming from {used} instead."
+            for bad, error in damaged.items()
+        ]
+    return None, [
+        f"{bad} is damaged ({error}); training starts from the beginning."
+        for bad, error in damaged.items()
+    ]
 
 
 def list_checkpoints(run: RunFolder) -> list[Path]:
