@@ -42,6 +42,47 @@ settings.register_profile(
 settings.load_profile("marlhf")
 
 
+EXPECTED_SKIPS = (
+    "needs a CUDA device",
+    "names no python with vLLM",
+    "the real data is not on this machine",
+    "this version of transformers",
+    "only a fork of this process",
+    "ordinary user",
+    "bitsandbytes",
+    *os.environ.get("MARLHF_EXPECTED_SKIPS", "").split(";"),
+)
+"""Why tests may be skipped on CI. Any other skip fails it: a check that should run did not."""
+_unexpected_skips: dict[str, str] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _note_skip(report)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    _note_skip(report)
+
+
+def _note_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2]
+        if not any(part and part in reason for part in EXPECTED_SKIPS):
+            _unexpected_skips[report.nodeid] = reason
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if "CI" in os.environ and _unexpected_skips and not hasattr(session.config, "workerinput"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if "CI" in os.environ and _unexpected_skips:
+        terminalreporter.section("skipped, but should run on CI")
+        for name, reason in _unexpected_skips.items():
+            terminalreporter.line(f"{name}: {reason}")
+
+
 @pytest.fixture(autouse=True)
 def same_signals() -> Iterator[None]:
     """No test leaves its handlers to the next."""
