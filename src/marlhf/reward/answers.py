@@ -2,20 +2,32 @@
 
 White space and numbers are compared as the authors of APPS do, but stricter in two points: lines
 and words in another order are wrong, and so are integers that are merely close.
+
+Responses and outputs may be chosen to be slow to read, and a regular expression holds the GIL, so
+that no timeout can end it. Everything here takes time linear in its input: no pattern has parts
+that match the same characters, and long words are not read as numbers.
 """
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.M | re.S)
+FENCE = "```"
+LANGUAGE = re.compile(r"[ \t]*([\w+-]*)")
 PYTHON = ("", "python", "python3", "py")
 RELATIVE, ABSOLUTE = 1e-5, 1e-8
 """Tolerances for numbers with a decimal point: numpy's allclose, as in APPS."""
+INTEGER = re.compile(r"[+-]?\d+", re.A)
+NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?", re.A)
+MAX_NUMBER = 4000
+"""Longer words are compared as text: converting digits takes quadratic time."""
+MAX_SET = 1000
+"""Larger sets must be equal exactly: comparing every two elements takes quadratic time."""
 
 
 def extract_code(response: str, name: str | None = None) -> str:
@@ -27,13 +39,32 @@ def extract_code(response: str, name: str | None = None) -> str:
     >>> extract_code("Here it is:\\n```python\\nprint(1)\\n```\\nDone.")
     'print(1)\\n'
     """
-    blocks = [(m[1].lower(), textwrap.dedent(m[2])) for m in FENCE.finditer(response)]
+    blocks = [(language, textwrap.dedent(code)) for language, code in _fenced(response)]
     if not blocks:
         return response
     programs = [code for language, code in blocks if language in PYTHON]
     programs = programs or [code for _, code in blocks]
     fitting = [code for code in programs if name and defines(code, name)]
     return (fitting or programs)[0]
+
+
+def _fenced(response: str) -> Iterator[tuple[str, str]]:
+    """The language and content of each fenced block."""
+    *lines, last = response.split("\n")
+    language, begin = None, 0
+    for number, line in enumerate(lines):
+        marked = line.lstrip(" \t")
+        if not marked.startswith(FENCE):
+            continue
+        if language is None:
+            found = LANGUAGE.match(marked, len(FENCE))
+            language, begin = found[1].lower() if found else "", number + 1
+        else:
+            yield language, "".join(f"{line}\n" for line in lines[begin:number])
+            language = None
+    if language is not None:
+        closed = last.lstrip(" \t").startswith(FENCE)
+        yield language, "\n".join([*lines[begin:], "" if closed else last])
 
 
 def defines(code: str, name: str) -> bool:
@@ -48,13 +79,22 @@ def complete(prompt: str, code: str, name: str) -> str:
     after that is not part of the answer.
     """
     if defines(code, name):
-        return f"{prompt.rstrip()}\n\n{code}"
+        return f"{with_body(prompt).rstrip()}\n\n{code}"
     lines = code.strip("\n").splitlines()
     if lines and not lines[0][:1].isspace():
         return f"{prompt.rstrip()}\n{textwrap.indent(chr(10).join(lines), '    ')}\n"
     ends = (i for i, line in enumerate(lines) if line.strip() and not line[0].isspace())
     body = lines[: next(ends, None)]
     return prompt.rstrip() + "\n" + "\n".join(body) + "\n"
+
+
+def with_body(prompt: str) -> str:
+    """The beginning of a program as one that compiles: a function without a body gets `pass`."""
+    try:
+        ast.parse(prompt)
+    except SyntaxError:
+        return f"{prompt.rstrip()}\n    pass\n"
+    return prompt
 
 
 def within_function(code: str) -> str:
@@ -95,11 +135,11 @@ def _same_word(a: str, b: str) -> bool:
 
 
 def _number(word: str) -> int | float | None:
-    if re.fullmatch(r"[+-]?\d{1,4000}", word, re.A):
+    if len(word) > MAX_NUMBER:
+        return None
+    if INTEGER.fullmatch(word):
         return int(word)
-    if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", word, re.A):
-        return float(word)
-    return None
+    return float(word) if NUMBER.fullmatch(word) else None
 
 
 def _close(a: int | float, b: int | float) -> bool:
@@ -129,10 +169,28 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, int | float) and isinstance(b, int | float):
         return _close(a, b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        ours, theirs = ({str(key): value for key, value in x.items()} for x in (a, b))
+        ours, theirs = ({_key_text(key): value for key, value in x.items()} for x in (a, b))
         return ours.keys() == theirs.keys() and all(_same(ours[k], theirs[k]) for k in ours)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b))
     if isinstance(a, set | frozenset) and isinstance(b, Sequence):
-        return len(a) == len(b) and all(any(_same(x, y) for y in b) for x in a)
+        if len(a) != len(b):
+            return False
+        if len(a) > MAX_SET:
+            return {_hashable(x) for x in a} == {_hashable(y) for y in b}
+        return all(any(_same(x, y) for y in b) for x in a)
     return type(a) is type(b) and a == b
+
+
+def _key_text(key: Any) -> str:
+    try:
+        return str(key)
+    except ValueError:  # an integer with more digits than Python converts
+        return "(too many digits)"
+
+
+def _hashable(value: Any) -> Any:
+    """A value of a set in a form that is equal where `_same` is, tolerances aside."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_hashable, value))
+    return ("bool", value) if isinstance(value, bool) else value

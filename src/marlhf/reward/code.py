@@ -18,13 +18,20 @@ import atexit
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from marlhf.data.code import check_tests
 from marlhf.data.rows import Text
-from marlhf.reward.answers import complete, extract_code, same_output, same_value, within_function
+from marlhf.reward.answers import (
+    complete,
+    extract_code,
+    same_output,
+    same_value,
+    with_body,
+    within_function,
+)
 from marlhf.reward.sandbox import Call, Case, Opaque, Outcome, Program, Sandbox, Suite
 
 log = logging.getLogger(__name__)
@@ -214,19 +221,13 @@ class UnitTests:
 
     def _compare(self, outcomes: Sequence[Outcome], tests: Tests) -> Verdict | None:
         """Compare answers with the expected ones; None if a check has to do that."""
-        same: Callable[[Outcome, Any], bool]
         if tests["kind"] == "check":
             if not self._recorded.get(_key(tests)):
                 return Verdict("sandbox_error", message="the check itself cannot be run")
             return None
-        if tests["kind"] == "stdin":
-            same = lambda o, expected: same_output(o.stdout, expected)  # noqa: E731
-        elif tests["kind"] == "call":
-            same = lambda o, expected: same_value(_first(o), expected)  # noqa: E731
-        else:
-            same = lambda o, expected: _first(o) == ast.literal_eval(expected)  # noqa: E731
-        right = [same(o, expected) for o, expected in zip(outcomes, tests["outputs"])]
-        return _counted(right)
+        return _counted(
+            [_is_right(o, e, tests["kind"]) for o, e in zip(outcomes, tests["outputs"])]
+        )
 
     def _record(self, tests: Sequence[Tests]) -> None:
         """Record the arguments of each check, in a process without any program."""
@@ -289,13 +290,18 @@ def _fault(outcomes: Sequence[Outcome]) -> Verdict | None:
     return None
 
 
+def _is_right(outcome: Outcome, expected: Any, kind: str) -> bool:
+    if kind == "stdin":
+        return same_output(outcome.stdout, expected)
+    returned = outcome.returned[0] if outcome.returned else None
+    if kind == "call":
+        return same_value(returned, expected)
+    return returned == ast.literal_eval(expected)
+
+
 def _counted(right: Sequence[bool]) -> Verdict:
     passed, total = sum(right), len(right)
     return Verdict("passed" if passed == total else "failed", passed, total)
-
-
-def _first(outcome: Outcome) -> Any:
-    return outcome.returned[0] if outcome.returned else None
 
 
 def _key(tests: Tests) -> tuple[str, str, str]:
@@ -329,13 +335,8 @@ class _Asserts(ast.NodeTransformer):
 
 
 def _check_source(tests: Tests) -> str:
-    prompt = tests["prompt"]
-    try:
-        ast.parse(prompt)
-    except SyntaxError:  # a function without a body, not even a docstring
-        prompt = f"{prompt.rstrip()}\n    pass\n"
     try:
         tree = ast.fix_missing_locations(_Asserts().visit(ast.parse(tests["check"])))
     except SyntaxError:
         return tests["check"]  # the sandbox reports it
-    return CHECK.format(prompt=PREAMBLE + prompt, check=ast.unparse(tree))
+    return CHECK.format(prompt=PREAMBLE + with_body(tests["prompt"]), check=ast.unparse(tree))

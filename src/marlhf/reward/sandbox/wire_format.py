@@ -60,10 +60,19 @@ def encode(value: Any, *, strict: bool = False, depth: int = 0) -> Any:
     return {"$": "opaque", "v": repr(value)[:1000]}
 
 
-def decode(value: Any) -> Any:
-    """The reverse of `encode`; ValueError, TypeError, KeyError or RecursionError if malformed."""
+def decode(value: Any, depth: int = 0) -> Any:
+    """The reverse of `encode`; ValueError, TypeError or KeyError if malformed.
+
+    A program can write to the pipe itself, so its limits are checked again here.
+    """
+
+    def inner(parts: Iterable[Any]) -> list[Any]:
+        return [decode(part, depth + 1) for part in parts]
+
+    if depth > _DEPTH:
+        raise ValueError(f"a value is nested more than {_DEPTH} deep")
     if isinstance(value, list):
-        return [decode(part) for part in value]
+        return inner(value)
     if not isinstance(value, dict):
         return value
     kind, parts = value["$"], value["v"]
@@ -76,9 +85,9 @@ def decode(value: Any) -> Any:
     if kind == "opaque":
         return Opaque(str(parts))
     if kind == "dict":
-        keys = _checked_hashes([decode(key) for key, _ in parts])
-        return dict(zip(keys, [decode(item) for _, item in parts], strict=True))
-    decoded = [decode(part) for part in parts]
+        keys = _checked_hashes(inner(key for key, _ in parts))
+        return dict(zip(keys, inner(item for _, item in parts), strict=True))
+    decoded = inner(parts)
     return _PARTS[kind](decoded if kind == "tuple" else _checked_hashes(decoded))
 
 
