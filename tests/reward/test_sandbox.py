@@ -4,13 +4,17 @@ import errno
 import json
 import os
 import re
+import resource
+import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import venv
 from pathlib import Path
 
 import pytest
@@ -429,11 +433,13 @@ def usable(python: str, user: dict) -> bool:
     return process.returncode == 0
 
 
-def start_alone(code: str, settings: dict, python=sys.executable, **options) -> subprocess.Popen:
+def start_alone(
+    code: str, settings: dict, python=sys.executable, before=(), **options
+) -> subprocess.Popen:
     folder = Path(package.__file__).parent
     folders = {"marlhf": folder.parent.parent, "marlhf.reward": folder.parent}
     told = {**settings, "folders": {name: str(path) for name, path in folders.items()}}
-    command = [python, "-c", ALONE + code, json.dumps(told)]
+    command = [*before, python, "-c", ALONE + code, json.dumps(told)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/", **options)
 
 
@@ -520,3 +526,146 @@ def test_a_leak_found_at_the_start_is_refused(monkeypatch):
 def test_layers_are_json(sandbox):
     assert json.loads(json.dumps(sandbox.layers)) == sandbox.layers
     assert sandbox.layers["seccomp"] is True
+
+
+def test_no_descriptor_of_a_busy_host_reaches_a_program():
+    """The control socket above all: whoever holds it can report any end of a program."""
+    look = """
+import os
+for number in range(20000):
+    try:
+        os.fstat(number)
+    except OSError:
+        continue
+    print(number, end=" ")
+"""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] < 6000:
+        pytest.skip("this process may not open 6000 descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[1], 20000), before[1]))
+    opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(5000)]
+    try:
+        with build(workers=1, preload=()) as sandbox:
+            [outcome] = sandbox.run([Program(look)])
+    finally:
+        for number in opened:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert outcome.stdout.split() == ["0", "1", "2", "5"]  # 5 carries returned values
+
+
+CLONES = """
+import threading
+stay = threading.Event()
+started = 0
+try:
+    for _ in range(3000):
+        threading.Thread(target=stay.wait).start()
+        started += 1
+except RuntimeError:
+    pass
+stay.set()
+print(started)
+"""
+
+
+@pytest.mark.parametrize("chosen_layers", ["all", "landlock"])
+def test_threads_are_limited(chosen_layers):
+    """At a time, not in all; without namespaces too, where the host's processes must not count."""
+    many = "import threading\nfor _ in range(600):\n    t = threading.Thread(target=int)\n"
+    many += "    t.start()\n    t.join()\nprint('done')"
+    small = "import threading\nthreading.stack_size(1 << 18)\n"
+    with build(chosen_layers, workers=1, memory_mb=2048, preload=()) as sandbox:
+        assert sandbox.layers["threads"] == "at most 256"
+        limited, sequence = sandbox.run([Program(small + CLONES), Program(many)])
+    assert limited.status == "ok", limited
+    assert 200 <= int(limited.stdout) <= 256
+    assert sequence.stdout == "done\n"
+
+
+IN_TMP = """
+import warnings
+from marlhf.reward.sandbox import Program, Sandbox
+warnings.simplefilter("error")
+program = '''
+import os, inside
+print(inside.__file__, sorted(os.listdir("/tmp")))
+open("/tmp/mine", "w").write("x")
+for path in (inside.__file__, os.path.dirname(inside.__file__) + "/new"):
+    try:
+        open(path, "w")
+    except OSError:
+        continue
+    print("BREACH", path)
+'''
+with Sandbox(workers=1, preload=()) as sandbox:
+    outcomes = sandbox.run([Program(program)] * 2)
+    print(json.dumps([sandbox.layers, [[o.status, o.stdout, o.stderr] for o in outcomes]]))
+"""
+
+
+def test_a_virtual_environment_in_the_temporary_folder_changes_nothing():
+    build(workers=1, preload=()).close()
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        venv.create(folder / "venv", with_pip=False, symlinks=True)
+        [packages] = (folder / "venv" / "lib").glob("python*/site-packages")
+        (packages / "inside.py").write_text("x = 1\n")
+        process = start_alone(IN_TMP, {}, str(folder / "venv" / "bin" / "python"))
+        text, _ = process.communicate(timeout=120)
+        layers, outcomes = json.loads(text)
+        assert layers["namespaces"]
+        for status, stdout, stderr in outcomes:
+            assert (status, stderr) == ("ok", "")
+            seen = f"{packages}/inside.py ['.stdin', '{folder.name}']\n"
+            assert stdout == seen
+        assert (packages / "inside.py").read_text() == "x = 1\n"
+
+
+ONE_USER = """
+import os, warnings
+from marlhf.reward.sandbox import Program, Sandbox
+warnings.simplefilter("error")
+assert os.getuid() == 0
+with Sandbox(workers=1, preload=()) as sandbox:
+    [outcome] = sandbox.run([Program("print(1)")])
+    print(json.dumps([sandbox.layers, outcome.status]))
+"""
+
+
+def test_root_of_a_namespace_with_one_user_runs_programs():
+    """As in a rootless container: there is no second user to become, nor a further namespace."""
+    build(workers=1, preload=()).close()
+    limit = "echo 0 > /proc/sys/user/max_user_namespaces"
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare on this machine")
+    if subprocess.run(["unshare", "-U", "-r", "sh", "-c", limit], stderr=-1).returncode:
+        pytest.skip("user namespaces are not allowed here")
+    inside = ["unshare", "-U", "-r", "sh", "-c", f'{limit}; exec "$@"', "sh"]
+    process = start_alone(ONE_USER, {}, before=inside)
+    text, _ = process.communicate(timeout=120)
+    layers, status = json.loads(text)
+    assert status == "ok"
+    assert layers["namespaces"]
+    assert layers["threads"] == "at most 256"
+
+
+NO_MEMFD = """
+from marlhf.reward.sandbox import Sandbox, SandboxUnavailable, kernel, seccomp
+number = kernel.MEMFD_CREATE[kernel.machine()]
+denied = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)]
+kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+seccomp.install(seccomp.pack(denied), 1)
+try:
+    Sandbox(workers=1, preload=())
+except SandboxUnavailable as error:
+    print(error)
+"""
+
+
+def test_without_memory_files_the_right_thing_is_named():
+    process = start_alone(NO_MEMFD, {})
+    text, _ = process.communicate(timeout=120)
+    assert text.startswith("The sandbox needs the system call memfd_create, which fails here (")
+    assert "seccomp profile" in text

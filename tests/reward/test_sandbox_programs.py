@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import subprocess
 import sys
 import time
 
@@ -314,3 +315,29 @@ def test_a_large_batch_holds_few_descriptors(sandbox):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert [o.stdout for o in outcomes] == [f"{n}\n" for n in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("exit()", "ok"),
+        ("quit()", "ok"),
+        ("exit(0)", "ok"),
+        ("exit(3)", "runtime_error"),
+        ("quit('no')", "runtime_error"),
+        ("help(exit)", "ok"),
+        ("str(copyright) + str(credits) + repr(license)", "ok"),
+    ],
+)
+def test_what_site_adds_to_python_is_there(run, end, status):
+    """Programs end in `exit()` on contest sites, and score there what they score here."""
+    outcome = run(f"print(1)\n{end}")
+    assert outcome.status == status, outcome
+    assert outcome.stdout.startswith("1\n")
+    assert "NameError" not in outcome.stderr
+
+
+def test_builtins_are_those_of_plain_python(run):
+    source = "import builtins\nprint(sorted(dir(builtins)))"
+    plain = subprocess.run([sys.executable, "-I", "-c", source], capture_output=True, text=True)
+    assert run(source).stdout == plain.stdout

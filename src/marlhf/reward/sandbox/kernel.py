@@ -10,13 +10,14 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import resource
 import signal
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.syscall.restype = ctypes.c_long
 
 # Calls added since Linux 5.1 have the same number on every architecture.
-PIDFD_SEND_SIGNAL, PIDFD_OPEN, MOUNT_SETATTR = 424, 434, 442
+PIDFD_SEND_SIGNAL, PIDFD_OPEN, CLOSE_RANGE, MOUNT_SETATTR = 424, 434, 436, 442
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
 SECCOMP = {"x86_64": 317, "aarch64": 277}
@@ -54,6 +55,14 @@ def seal(fd: int) -> None:
     """Make a memory file read-only for good, for every process."""
     add_seals, every_seal = 1033, 0xF
     fcntl.fcntl(fd, add_seals, every_seal)
+
+
+def close_from(first: int) -> None:
+    """Close every descriptor from this number on, however high its number."""
+    try:
+        syscall(CLOSE_RANGE, first, 0xFFFFFFFF, 0)
+    except OSError:  # Linux before 5.9
+        os.closerange(first, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 
 
 def open_process(pid: int) -> int:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from marlhf.reward.sandbox import kernel
 
 NOBODY = 65534
+ASIDE = "/.aside"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 _USER = 0x10000000
@@ -38,7 +39,7 @@ def enter() -> tuple[str, int | None]:
         if os.geteuid():
             raise
         kernel.call("unshare", _OTHERS)  # root can do this where user namespaces are disabled
-        return _NAMES, NOBODY
+        return _NAMES, NOBODY if _is_mapped(NOBODY) else None
     return f"user, {_NAMES}", NOBODY if mapped else None
 
 
@@ -87,6 +88,13 @@ def _write_maps(pid: int, single: str, both: str | None) -> int:
     return 1
 
 
+def _is_mapped(user: int) -> bool:
+    """Whether this user exists here: in a namespace that maps root alone it does not."""
+    with open("/proc/self/uid_map", encoding="ascii") as file:
+        ranges = [list(map(int, line.split())) for line in file]
+    return any(first <= user < first + count for first, _, count in ranges)
+
+
 def _write(path: str, text: str) -> None:
     with open(path, "w", encoding="ascii") as file:
         file.write(text)
@@ -94,8 +102,6 @@ def _write(path: str, text: str) -> None:
 
 def build_root(readable: Sequence[str]) -> None:
     """Build the new root, move into it and unmount the old one."""
-    if hidden := [path for path in readable if f"{path}/".startswith("/tmp/")]:
-        raise OSError(f"{hidden[0]} lies in /tmp, where programs get a folder of their own")
     _mount(None, "/", None, _RECURSIVE | _PRIVATE)
     _mount("sandbox", "/tmp", "tmpfs", _NOSUID | _NODEV, "size=1m,mode=755")
     os.mkdir("/tmp/old")
@@ -105,25 +111,41 @@ def build_root(readable: Sequence[str]) -> None:
     for path in sorted(readable):
         real = _old_path(path)
         if real is not None and not any(f"{real}/".startswith(f"{b}/") for b in bound):
-            _bind(f"/old{real}", real)
-            _protect(real, _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV, _AT_RECURSIVE)
+            place = _place(real)
+            _bind(f"/old{real}", place)
+            _protect(place, _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV, _AT_RECURSIVE)
             bound.append(real)
-        if real is not None and real != path and not os.path.lexists(path):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            os.symlink(real, path)
+        if real is not None and real != path and not os.path.lexists(_place(path)):
+            os.makedirs(os.path.dirname(_place(path)), exist_ok=True)
+            os.symlink(real, _place(path))
     for path in DEVICES:
         _bind(f"/old{path}", path)
     os.symlink("/tmp/.stdin", "/dev/stdin")
-    os.mkdir("/tmp", 0o755)
+    os.makedirs("/tmp", 0o755, exist_ok=True)
     kernel.call("umount2", b"/old", _DETACH)
     os.rmdir("/old")
     _protect("/", _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV, 0)
 
 
+def _place(path: str) -> str:
+    """Where a path is put: those in /tmp aside, as every program gets a new /tmp over the old."""
+    return f"{ASIDE}{path}" if f"{path}/".startswith("/tmp/") else path
+
+
 def fresh_tmp(megabytes: int) -> None:
-    """Mount an empty /tmp of limited size over the previous one."""
+    """Mount an empty /tmp of limited size over the previous one.
+
+    A Python that is installed in /tmp is shown there again, read-only as it is.
+    """
     options = f"size={megabytes}m,nr_inodes=16384,mode=1777"
     _mount("sandbox", "/tmp", "tmpfs", _NOSUID | _NODEV | _NOEXEC, options)
+    with suppress(FileNotFoundError):
+        for entry in os.scandir(f"{ASIDE}/tmp"):
+            path = f"/tmp/{entry.name}"
+            if entry.is_symlink():
+                os.symlink(os.readlink(entry.path), path)
+            else:
+                _bind(entry.path, path)
 
 
 def drop_tmp() -> None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from marlhf.errors import MarlhfError
+from marlhf.reward.sandbox import kernel
 from marlhf.reward.sandbox.protocol import Call, Case, Outcome, Program, Suite
 from marlhf.reward.sandbox.worker import Execution, Job, Worker, WorkerDied
 
@@ -106,6 +107,13 @@ class Sandbox:
         """Start the first server, with every layer that this machine supports."""
         if sys.platform != "linux":
             raise SandboxUnavailable(f"The sandbox needs Linux, and this is {sys.platform}.")
+        try:
+            os.close(kernel.memory_file(b"probe"))
+        except OSError as error:
+            raise SandboxUnavailable(
+                f"The sandbox needs the system call memfd_create, which fails here ({error}). In a "
+                "container, use a seccomp profile that permits it."
+            ) from error
         missing: dict[str, str] = {}
         for choice in _LAYER_CHOICES:
             self._settings |= choice

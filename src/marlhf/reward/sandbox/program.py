@@ -17,6 +17,7 @@ import marshal
 import os
 import resource
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple, NoReturn
 from marlhf.reward.sandbox import kernel, landlock, namespaces, seccomp
 from marlhf.reward.sandbox.wire_format import decode, encode
 
-SOURCE, STATUS, REPORT, CODE = 3, 4, 5, 6
+SOURCE, STATUS, REPORT, CODE, CONTROL = 3, 4, 5, 6, 7
 FILE_NAME = "program.py"
 THREADS, FILES, STACK = 256, 256, 100 << 20
 
@@ -37,9 +38,12 @@ class Confinement(NamedTuple):
     """The limits and layers that a server applies to its programs."""
 
     namespaced: bool
+    own_user: bool
+    """Whether no process of the host counts towards the limit on processes."""
     user: int | None
     landlock: int
     seccomp: bytes
+    asks_for_threads: bool
     readable: Sequence[str]
     address_space: int
     tmp_bytes: int
@@ -67,12 +71,14 @@ def run_program(
 def _place_descriptors(received: Sequence[int]) -> None:
     """Move the received descriptors to their numbers and close every other one.
 
-    The host sends them in this order: source, input, output, error, status, report, code.
+    The host sends them in this order: source, input, output, error, status, report, code. The
+    server adds its control socket where it has to limit threads.
     """
+    # First out of the way: a received number may be the place of another.
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in received]
-    for fd, place in zip(high, (SOURCE, 0, 1, 2, STATUS, REPORT, CODE), strict=True):
+    for fd, place in zip(high, (SOURCE, 0, 1, 2, STATUS, REPORT, CODE, CONTROL)):
         os.dup2(fd, place, inheritable=False)
-    os.closerange(CODE + 1, 4096)
+    kernel.close_from(len(received))
 
 
 def _confine(confinement: Confinement, seconds: float, server: int) -> None:
@@ -91,6 +97,11 @@ def _confine(confinement: Confinement, seconds: float, server: int) -> None:
     if os.getppid() != server:  # the server died before the line above, so no signal will come
         os._exit(1)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    if confinement.asks_for_threads:
+        listener = seccomp.ask_for_threads()
+        with socket.socket(fileno=CONTROL) as control:
+            socket.send_fds(control, [b"listener"], [listener])
+        os.close(listener)
     if confinement.landlock:
         writable = ["/tmp"] if confinement.namespaced else []
         devices = ["/dev/null"] if os.path.exists("/dev/null") else []
@@ -124,7 +135,7 @@ def _set_limits(confinement: Confinement, seconds: float) -> None:
         resource.RLIMIT_SIGPENDING: 64,
         resource.RLIMIT_STACK: STACK,
     }
-    if confinement.namespaced:  # without a user namespace it would count all processes of the user
+    if confinement.own_user:  # else it would count all processes of the host's user
         limits[resource.RLIMIT_NPROC] = THREADS
     for limit, value in limits.items():
         hard = resource.getrlimit(limit)[1]

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
+import struct
 from collections.abc import Iterable
+from contextlib import suppress
 
 from marlhf.reward.sandbox import kernel
 
@@ -57,7 +60,8 @@ _NAMESPACES = 0x7E020080  # CLONE_NEW*: user, mount, PID, network, IPC, UTS, cgr
 _AF_UNIX, _SOCK_STREAM = 1, 1
 
 _LOAD, _AND, _EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x06
-_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_ALLOW, _ASK, _ERRNO, _KILL = 0x7FFF0000, 0x7FC00000, 0x00050000, 0x80000000
+_RECEIVE, _ANSWER = 0xC0502100, 0xC0182101  # ioctls of a listener
 
 Instruction = tuple[int, int, int, int]
 PID_PLACEHOLDER = 0x7FEDCBA9
@@ -75,12 +79,12 @@ def numbers(table: str, machine: str) -> dict[str, int]:
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
 
 
-def available() -> bool:
+def available(action: int = _ERRNO) -> bool:
     """Whether this kernel filters system calls, and the architecture is supported here."""
     if kernel.machine() not in AUDIT_ARCH:
         return False
-    try:  # SECCOMP_GET_ACTION_AVAIL of SECCOMP_RET_ERRNO
-        kernel.syscall(kernel.SECCOMP[kernel.machine()], 2, 0, (ctypes.c_uint32 * 1)(_ERRNO))
+    try:  # SECCOMP_GET_ACTION_AVAIL
+        kernel.syscall(kernel.SECCOMP[kernel.machine()], 2, 0, (ctypes.c_uint32 * 1)(action))
     except OSError:
         return False
     return True
@@ -149,6 +153,33 @@ def install(packed: bytes, pid: int) -> None:
     program = _Program(len(packed) // 8, packed)
     set_filter, all_threads = 1, 1
     kernel.syscall(kernel.SECCOMP[kernel.machine()], set_filter, all_threads, program)
+
+
+def can_ask() -> bool:
+    """Whether this kernel can ask another process whether to allow a call."""
+    return available(_ASK)
+
+
+def ask_for_threads() -> int:
+    """Let the reader of the returned descriptor decide on every new thread of this process.
+
+    The other filter is installed after this one; where they differ the stricter action counts.
+    """
+    clone = numbers(_WITH_RULES, kernel.machine())["clone"]
+    packed = pack([(_LOAD, 0, 0, 0), (_EQUAL, 0, 1, clone), _return(_ASK), _return(_ALLOW)])
+    set_filter, new_listener = 1, 8
+    program = _Program(len(packed) // 8, packed)
+    return kernel.syscall(kernel.SECCOMP[kernel.machine()], set_filter, new_listener, program)
+
+
+def answer(listener: int, allow: bool) -> None:
+    """Allow the call that a listener reports, or let it fail as if no thread were left."""
+    request = bytearray(80)
+    with suppress(OSError):  # the process was killed meanwhile
+        fcntl.ioctl(listener, _RECEIVE, request)
+        error, flags = (0, 1) if allow else (-errno.EAGAIN, 0)  # 1: carry out the call
+        reply = bytes(request[:8]) + struct.pack("<qiI", 0, error, flags)
+        fcntl.ioctl(listener, _ANSWER, reply)
 
 
 def _load(argument: int, *, high: bool = False) -> Instruction:
