@@ -1,11 +1,14 @@
 """The judge against a server on loopback that answers well, badly, late, or not at all."""
 
 import asyncio
+import itertools
 import json
 import os
 import re
 import shlex
 import signal
+import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -60,7 +63,7 @@ class Server:
                     reply = head | {"choices": [choice], "usage": usage}
                 else:
                     reply = {"error": {"message": said}}
-                data = json.dumps(reply).encode()
+                data = said if isinstance(said, bytes) else json.dumps(reply).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(data)))
@@ -202,7 +205,7 @@ def test_endless_nonsense_leaves_no_verdict_and_is_not_paid_again(files, server)
     found = ask(files, server, limit=2, say=said.append)
     assert found["pairs"] == 1
     assert found["without_verdict"] == 1
-    assert any("2 questions without an answer: no answer of the asked form" in s for s in said)
+    assert any("2 questions without an answer: no answer in the expected format" in s for s in said)
     paid = len(server.bodies)
     assert paid == 2 * judge_client.ATTEMPTS + 2
     ask(files, server, limit=2)
@@ -245,7 +248,7 @@ def test_a_dead_server_is_a_sentence_and_what_was_answered_is_kept(files, server
         longer_is_better(body) if count <= 4 else (500, f"broken {SECRET}")
     )
     said = []
-    with pytest.raises(JudgeError, match="the same command goes on") as error:
+    with pytest.raises(JudgeError, match="the same command resumes") as error:
         ask(files, server, concurrency=1, say=said.append)
     assert SECRET not in str(error.value)
     assert "Used now: 400 tokens in, 40 out" in said
@@ -518,3 +521,162 @@ def test_the_report_shows_wins_and_agreement(make_run, tmp_path):
     assert "<i>old" not in html
     assert "Win, tie and loss" in html
     assert "How much the judges agree" in html
+
+
+def completion(message, usage=None, **rest) -> bytes:
+    return json.dumps({"choices": [{"message": message}], "usage": usage} | rest).encode()
+
+
+GOOD = {"role": "assistant", "content": chat("E")}
+ODD_REPLIES = {
+    "no choices": completion(None, choices=[]),
+    "a null choice": completion(None, choices=[None]),
+    "a null message": completion(None),
+    "a message that is text": completion("hello"),
+    "null content": completion({"content": None}),
+    "a number": completion({"content": 7}),
+    "a truth": completion({"content": True}),
+    "odd parts": completion({"content": [None, 5, {"type": "image"}, {"text": 3}, "x"]}),
+    "a lone surrogate": b'{"choices": [{"message": {"content": "\\ud800 {"}}]}',
+    "broken UTF-8": b'{"choices": [{"message": {"content": "\xff\xfe"}}]}',
+    "many digits": completion({"content": '{"choice": ' + "1" * 9999 + "}"}),
+    "deep nesting": completion({"content": '{"a": ' * 10_000}),
+    "a long text": completion({"content": "{" * 200_000}),
+}
+ODD_BUT_READABLE = {
+    "parts": completion({"content": [{"type": "text", "text": chat("E")}]}),
+    "an object": completion({"content": json.loads(chat("E"))}),
+    "usage that is text": completion(GOOD, "free"),
+    "usage of odd numbers": completion(GOOD, {"prompt_tokens": -1, "completion_tokens": 1e99}),
+    "usage of huge numbers": completion(GOOD, {"prompt_tokens": 10**30, "completion_tokens": None}),
+    "no usage": completion(GOOD),
+}
+MALFORMED = {
+    "nothing": b"",
+    "half": b'{"choices": [{"mess',
+    "HTML": b"<html><body>Welcome</body></html>",
+    "null": b"null",
+    "a list": b"[]",
+    "null choices": b'{"choices": null}',
+    "an error with status 200": b'{"error": {"message": "overloaded"}}',
+    "deep nesting": b"[" * 200_000,
+    "many digits": b'{"choices": ' + b"1" * 9999 + b"}",
+    "too long": b'{"choices": [], "x": "' + b"y" * (1 << 20) + b'"}',
+}
+
+
+@pytest.mark.parametrize("name", ODD_REPLIES)
+def test_an_odd_reply_is_kept_and_asked_again(files, server, name):
+    server.behave = lambda body, count: ODD_REPLIES[name] if count == 1 else chat("E")
+    found = ask(files, server, limit=1, concurrency=1)
+    assert found["tie"]["count"] == 1
+    assert len(server.bodies) == 3  # the odd one, again, and the other order
+    ask(files, server, limit=1)
+    assert len(server.bodies) == 3
+
+
+@pytest.mark.parametrize("name", ODD_BUT_READABLE)
+def test_an_odd_reply_with_an_answer_is_one(files, server, name):
+    said = []
+    server.behave = lambda body, count: ODD_BUT_READABLE[name]
+    assert ask(files, server, limit=1, say=said.append)["tie"]["count"] == 1
+    assert len(server.bodies) == 2
+    assert re.match(r"Used now: [\d,]+ tokens in, [\d,]+ out", said[2])
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_body_is_asked_again(files, server, monkeypatch, name):
+    monkeypatch.setattr(judge_client, "_wait", lambda error, failed: 0.0)
+    server.behave = lambda body, count: MALFORMED[name] if count < 3 else chat("E")
+    assert ask(files, server, limit=1, concurrency=1)["tie"]["count"] == 1
+    assert len(server.bodies) == 4
+
+
+def test_nothing_but_malformed_bodies_is_explained(files, server, monkeypatch):
+    monkeypatch.setattr(judge_client, "_wait", lambda error, failed: 0.0)
+    server.behave = lambda body, count: f"<html>{SECRET}</html>".encode()
+    with pytest.raises(JudgeError, match="is not a chat-completions server: 9 replies") as error:
+        ask(files, server, limit=1, concurrency=1)
+    assert SECRET not in str(error.value)
+    assert len(server.bodies) == 9
+
+
+def test_a_reply_is_on_disk_before_it_is_read(files, server, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("a mistake in the reader")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(judge_client.Criteria, "parse", broken)
+        with pytest.raises(RuntimeError, match="a mistake in the reader"):
+            ask(files, server, limit=1, concurrency=1)
+    paid = len(server.bodies)
+    assert paid == 1
+    assert ask(files, server, limit=1)["win"]["count"] == 1
+    assert len(server.bodies) == paid + 1
+
+
+def test_a_reply_that_drips_ends_at_the_limit(files, monkeypatch):
+    """A byte now and then is within every limit on single reads."""
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def drip():
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=feed, args=(connection,), daemon=True).start()
+
+    def feed(connection):
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+        for _ in range(400):
+            try:
+                connection.sendall(b" ")
+            except OSError:
+                return
+            time.sleep(0.05)
+
+    threading.Thread(target=drip, daemon=True).start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    began = time.monotonic()
+    with pytest.raises(JudgeError, match=r"did not complete a reply within 0\.5 seconds, twice"):
+        judge(*files, "openai:m", limit=1, base_url=url, timeout=0.5)
+    assert time.monotonic() - began < 10
+    listener.close()
+
+
+def test_a_full_disk_is_a_sentence(tmp_path):
+    cache = judge_client.Cache(tmp_path / "replies.sqlite")
+    cache._db.execute("PRAGMA max_page_count = 6")
+    cache.add("question", 0, "{}")
+    with pytest.raises(JudgeError, match="If the disk is full, free some space"):
+        cache.add("question", 1, "x" * 100_000)
+    assert len(cache.replies("question")) == 1
+    cache.close()
+
+
+def test_replies_of_the_first_version_count(files, server, tmp_path):
+    ask(files, server, limit=1)
+    path = next(tmp_path.rglob("replies.sqlite"))
+    with sqlite3.connect(path) as db:
+        rows = db.execute("SELECT question, attempt, body FROM bodies").fetchall()
+        db.execute("DROP TABLE bodies")
+        for question, attempt, body in rows:
+            content = json.loads(body)["choices"][0]["message"]["content"]
+            db.execute("INSERT INTO replies VALUES (?, ?, ?, 5, 6)", (question, attempt, content))
+    db.close()
+    said = []
+    ask(files, server, limit=1, say=said.append)
+    assert len(server.bodies) == 2
+    assert said[3].startswith("Used in total: 10 tokens in, 12 out")
+
+
+def test_no_reply_is_slow_to_read():
+    """Quadratic time would be minutes at this size."""
+    pieces = ("{", "}", "[", '"', '{"a":', '{"a": [', "{}", '{"choice": "A"}', "\\", "1", "\n")
+    for first, second in itertools.product(pieces, ("", *pieces)):
+        unit = first + second
+        began = time.process_time()
+        TASKS["hh"].parse(unit * (20_000 // len(unit)))
+        assert time.process_time() - began < 2, unit

@@ -1,7 +1,10 @@
-"""A judge behind any OpenAI-compatible server; each reply is on disk before the next is asked.
+"""A judge behind any OpenAI-compatible server; each reply is on disk before it is read.
 
-The key comes from the environment alone. It is never written, and is taken out of whatever a
-server says before that is shown or stored.
+A reply has been paid for, so its body is stored as it came. It is parsed afterwards, each time it
+is needed, by functions that raise on nothing that a server may send.
+
+The key comes from the environment alone. It is never written, and is removed from everything that a
+server sends before that is shown or stored.
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ import asyncio
 import hashlib
 import json
 import os
+import random
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,16 +27,21 @@ from marlhf.judge.pairs import JudgeError, prompt_text
 ATTEMPTS = 3
 """Replies to one question before it is left without an answer."""
 RETRIES = 8
-"""Further tries after a rate limit, a server's error or a lost connection, waiting longer."""
+"""Further requests after a rate limit, a server error, a lost connection or a malformed body."""
+MAX_WAIT = 60.0
+"""Seconds between two requests at most, whatever a server asks for."""
 MAX_TOKENS = 2048
-CHARS_A_TOKEN = 4
+MAX_BODY = 1 << 20
+"""Characters of a body; longer ones are malformed."""
+CHARS_PER_TOKEN = 4
 KEY = "OPENAI_API_KEY"
+RESUME = "Replies so far are stored; the same command resumes from there."
 
 
 class Reply(NamedTuple):
     content: str
-    tokens_in: int
-    tokens_out: int
+    tokens_in: int | None
+    tokens_out: int | None
 
 
 class Estimate(NamedTuple):
@@ -44,10 +54,14 @@ class Estimate(NamedTuple):
 
 
 class Cache:
-    """Replies in SQLite, in the order in which a question got them; safe to kill at any time."""
+    """Replies in SQLite, in the order in which a question got them; safe to kill at any time.
+
+    marlhf 0.1 stored contents in `replies`; since then whole bodies are stored in `bodies`.
+    """
 
     def __init__(self, path: Path | None) -> None:
-        """A file, made where there is none; or nothing but memory."""
+        """Open a file, or create it; None keeps replies in memory."""
+        self.path = path
         try:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,27 +70,87 @@ class Cache:
                 "CREATE TABLE IF NOT EXISTS replies (question TEXT, attempt INTEGER, content TEXT, "
                 "tokens_in INTEGER, tokens_out INTEGER, PRIMARY KEY (question, attempt))"
             )
+            self._db.execute(
+                "CREATE TABLE IF NOT EXISTS bodies (question TEXT, attempt INTEGER, body TEXT, "
+                "PRIMARY KEY (question, attempt))"
+            )
         except (sqlite3.Error, OSError) as error:
             raise JudgeError(
-                f"Cannot use {path} as the store of replies: {error}. Give another --cache."
+                f"Cannot store replies in {path}: {error}. Give another --cache."
             ) from error
 
     def replies(self, question: str) -> list[Reply]:
-        found = self._db.execute(
-            "SELECT content, tokens_in, tokens_out FROM replies WHERE question = ? "
-            "ORDER BY attempt",
-            (question,),
-        )
-        return [Reply(*row) for row in found]
+        with self._explained():
+            known = self._db.execute(
+                "SELECT attempt, content, tokens_in, tokens_out, NULL FROM replies "
+                "WHERE question = ?1 UNION ALL "
+                "SELECT attempt, NULL, NULL, NULL, body FROM bodies WHERE question = ?1 "
+                "ORDER BY attempt",
+                (question,),
+            ).fetchall()
+        return [
+            Reply(*stored) if body is None else read_body(body) or Reply("", None, None)
+            for _, *stored, body in known
+        ]
 
-    def add(self, question: str, attempt: int, reply: Reply) -> None:
-        with self._db:  # a transaction: on disk when this returns
+    def add(self, question: str, attempt: int, body: str) -> None:
+        with self._explained(), self._db:  # a transaction: on disk when this returns
             self._db.execute(
-                "INSERT OR IGNORE INTO replies VALUES (?, ?, ?, ?, ?)", (question, attempt, *reply)
+                "INSERT OR IGNORE INTO bodies VALUES (?, ?, ?)", (question, attempt, body)
             )
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise JudgeError(
+                f"Cannot use {self.path}, where replies are stored: {error}. If the disk is full, "
+                f"free some space, or give another --cache. {RESUME}"
+            ) from error
 
     def close(self) -> None:
         self._db.close()
+
+
+def read_body(body: str) -> Reply | None:
+    """The reply in a response body; None if it is not a chat completion.
+
+    Servers differ in what they send instead of a text: null, parts, a number. The text is what
+    there is of it, perhaps nothing.
+    """
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(data, dict) or not isinstance(data.get("choices"), list):
+        return None
+    choice = next(iter(data["choices"]), None)
+    message = choice.get("message") if isinstance(choice, dict) else None
+    content = message.get("content") if isinstance(message, dict) else None
+    usage = data.get("usage")
+    usage = usage if isinstance(usage, dict) else {}
+    tokens_in, tokens_out = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    return Reply(_text(content), _count(tokens_in), _count(tokens_out))
+
+
+def _text(content: object) -> str:
+    if isinstance(content, list):  # parts: {"type": "text", "text": ...}
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        content = "".join(part for part in parts if isinstance(part, str))
+    if content is not None and not isinstance(content, str):
+        try:
+            content = json.dumps(content)
+        except RecursionError:
+            content = ""
+    # A lone surrogate cannot be sent back to the server.
+    return (content or "").encode("utf-8", "replace").decode("utf-8")
+
+
+def _count(value: object) -> int | None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if 0 <= value < 1 << 40 else None
 
 
 class OpenAIJudge:
@@ -99,7 +173,7 @@ class OpenAIJudge:
         self.concurrency = concurrency
         self.timeout = timeout
         self.faults: dict[str, int] = {}
-        """Why questions are without an answer, and how many each."""
+        """Why questions have no answer, and how many for each reason."""
         self._options: dict[str, Any] = {
             "temperature": 0,
             "max_completion_tokens": MAX_TOKENS,
@@ -108,37 +182,44 @@ class OpenAIJudge:
 
     def estimate(self, questions: Sequence[Question]) -> Estimate:
         """What is left to ask; a token is about four characters."""
-        waiting = [q for q in self._unique(questions).values() if not self._known(q)]
-        chars = [
-            sum(len(m["content"]) for m in self.criteria.messages(question)) for question in waiting
-        ]
-        tokens = sum(count // CHARS_A_TOKEN + 1 for count in chars)
-        total = len(self._unique(questions))
-        return Estimate(
-            total, total - len(waiting), tokens, len(waiting) * self.criteria.answer_tokens
-        )
+        unique = self._unique(questions)
+        waiting = [question for question in unique.values() if not self._known(question)]
+        tokens = sum(_tokens(self._num_chars(question)) for question in waiting)
+        known = len(unique) - len(waiting)
+        return Estimate(len(unique), known, tokens, len(waiting) * self.criteria.answer_tokens)
 
     def spent(self, questions: Sequence[Question]) -> tuple[int, int]:
-        """Tokens that all replies to these questions have cost, whenever they came."""
-        replies = [r for key in self._unique(questions) for r in self.cache.replies(key)]
-        return sum(r.tokens_in for r in replies), sum(r.tokens_out for r in replies)
+        """Tokens of all replies to these questions, whenever they came; estimated if unknown."""
+        tokens_in = tokens_out = 0
+        for key, question in self._unique(questions).items():
+            for reply in self.cache.replies(key):
+                if reply.tokens_in is None:
+                    tokens_in += _tokens(self._num_chars(question))
+                if reply.tokens_out is None:
+                    tokens_out += _tokens(len(reply.content))
+                tokens_in += reply.tokens_in or 0
+                tokens_out += reply.tokens_out or 0
+        return tokens_in, tokens_out
 
     def answer(
         self, questions: Sequence[Question], progress: Callable[[int, int], None]
     ) -> list[Answer | None]:
-        """An answer a question, None where there is none to be had. Resumes where it stopped."""
+        """One answer per question, None if there is none. Resumes where it stopped."""
         unique = self._unique(questions)
         waiting = {key: q for key, q in unique.items() if not self._known(q)}
         if waiting:
             _run(lambda: self._ask_all(waiting, len(unique) - len(waiting), progress))
-        self._count_nonsense(unique)
+        self._count_unreadable(unique)
         return [self._stored(self._key(question)) for question in questions]
 
     def _unique(self, questions: Sequence[Question]) -> dict[str, Question]:
         return {self._key(question): question for question in questions}
 
+    def _num_chars(self, question: Question) -> int:
+        return sum(len(m["content"]) for m in self.criteria.messages(question))
+
     def _key(self, question: Question) -> str:
-        """All that decides a reply. The order is in it: which response comes first."""
+        """Everything that determines a reply, with the order of the responses."""
         content = [prompt_text(question.prompt), question.reference]
         content += [question.first.text, question.second.text]
         system = self.criteria.messages(question)[0]["content"]
@@ -153,16 +234,16 @@ class OpenAIJudge:
         replies = self.cache.replies(key)
         return self.criteria.parse(replies[-1].content)[0] if replies else None
 
-    def _count_nonsense(self, unique: dict[str, Question]) -> None:
+    def _count_unreadable(self, unique: dict[str, Question]) -> None:
         bad = sum(len(self.cache.replies(k)) >= ATTEMPTS and not self._stored(k) for k in unique)
         if bad:
-            self.faults[f"no answer of the asked form in {ATTEMPTS} replies"] = bad
+            self.faults[f"no answer in the expected format in {ATTEMPTS} replies"] = bad
 
     async def _ask_all(
         self, waiting: dict[str, Question], done: int, progress: Callable[[int, int], None]
     ) -> None:
-        """Workers that share a queue. After a failure none begins another question, but those
-        in flight are awaited: they are paid for."""
+        """Workers share a queue. After a failure none starts another question, but requests in
+        flight are awaited: they are paid for."""
         queue = iter(waiting.items())
         total = done + len(waiting)
         failures: list[JudgeError] = []
@@ -185,7 +266,7 @@ class OpenAIJudge:
             raise failures[0]
 
     async def _settle(self, client: Any, key: str, question: Question) -> None:
-        """Ask until a reply makes sense, telling the model what was wrong with the last."""
+        """Ask until a reply can be read; each time with what was wrong with the last."""
         replies = self.cache.replies(key)
         while len(replies) < ATTEMPTS:
             messages = self.criteria.messages(question)
@@ -199,45 +280,56 @@ class OpenAIJudge:
                     {"role": "user", "content": f"{again}and nothing else:\n"
                      f"{self.criteria.example}"},
                 ]  # fmt: skip
-            reply = await self._ask(client, messages)
-            if reply is None:
+            body = await self._ask(client, messages)
+            if body is None:
                 return
-            self.cache.add(key, len(replies), reply)
-            replies.append(reply)
+            self.cache.add(key, len(replies), body)
+            replies = self.cache.replies(key)
 
-    async def _ask(self, client: Any, messages: list[dict[str, str]]) -> Reply | None:
-        """One reply; None where the server refuses this question but not the others."""
+    async def _ask(self, client: Any, messages: list[dict[str, str]]) -> str | None:
+        """The body of one reply; None if the server refuses this question but not the others."""
         import openai
-        from openai.types.chat import ChatCompletion
 
+        failed, timeouts = 0, 0
         while True:
             sent = dict(self._options)
             try:
-                found = await client.chat.completions.create(
+                # One limit from the request to the last byte: a server that sends a byte now and
+                # then would never exceed a limit on single reads.
+                request = client.chat.completions.with_raw_response.create(
                     model=self.model, messages=messages, **sent
                 )
-                break
-            except openai.BadRequestError as error:
-                # Not every server and model knows every option; those named are left out.
-                refused = [name for name in sent if name in str(error)]
+                response = await asyncio.wait_for(request, self.timeout)
+                body = self._scrub(response.content.decode("utf-8", "replace"))
+                if len(body) <= MAX_BODY and read_body(body) is not None:
+                    return body
+                error: Exception = ValueError(f"not a chat completion: {body[:200]!r}")
+                malformed = True
+            except openai.BadRequestError as refusal:
+                # Not every server and model supports every option; those named are left out.
+                refused = [name for name in sent if name in str(refusal)]
                 if not refused:
-                    fault = f"refused by the server: {self._scrub(str(error))[:200]}"
+                    fault = f"refused by the server: {self._scrub(str(refusal))[:200]}"
                     self.faults[fault] = self.faults.get(fault, 0) + 1
                     return None
                 for name in refused:
                     self._options.pop(name, None)
-            except (openai.OpenAIError, ValueError) as error:
-                raise self._failure(error) from None  # its chain may hold the request's headers
-        if not isinstance(found, ChatCompletion):
-            raise JudgeError(
-                f"What answers at {_host(self.base_url)} is no chat-completions server. "
-                "--base-url usually ends in /v1."
-            )
-        content = (found.choices[0].message.content or "") if found.choices else ""
-        sizes = sum(len(m["content"]) for m in messages), len(content)
-        usage = found.usage
-        used = (usage.prompt_tokens, usage.completion_tokens) if usage else _tokens(*sizes)
-        return Reply(self._scrub(content), *used)
+                continue
+            except (asyncio.TimeoutError, openai.APITimeoutError):
+                timeouts += 1
+                if timeouts > 1:
+                    raise JudgeError(
+                        f"{_host(self.base_url)} did not complete a reply within {self.timeout:g} "
+                        f"seconds, twice. Raise --timeout, or lower --concurrency. {RESUME}"
+                    ) from None
+                continue
+            except (openai.OpenAIError, ValueError) as problem:
+                error, malformed = problem, False
+            failed += 1
+            if failed > RETRIES or not (malformed or _may_pass(error)):
+                # Not `from error`: its chain may contain the headers of the request.
+                raise self._failure(error, malformed) from None
+            await asyncio.sleep(_wait(error, failed))
 
     def _client(self) -> Any:
         try:
@@ -253,18 +345,19 @@ class OpenAIJudge:
                 "server that needs none."
             )
         return openai.AsyncOpenAI(
-            api_key=key or "none",
-            base_url=self.base_url,
-            max_retries=RETRIES,
-            timeout=self.timeout,
+            api_key=key or "none", base_url=self.base_url, max_retries=0, timeout=self.timeout
         )
 
-    def _failure(self, error: Exception) -> JudgeError:
+    def _failure(self, error: Exception, malformed: bool) -> JudgeError:
         import openai
 
         host = _host(self.base_url)
         cause = self._scrub(str(error))[:300]
-        rest = "What was answered is kept; the same command goes on from there."
+        if malformed:
+            return JudgeError(
+                f"{host} is not a chat-completions server: {RETRIES + 1} replies in a row were "
+                f"malformed. --base-url usually ends in /v1. {RESUME} ({cause})"
+            )
         if isinstance(error, (openai.AuthenticationError, openai.PermissionDeniedError)):
             return JudgeError(f"{host} does not accept the key in {KEY}. ({cause})")
         if isinstance(error, openai.NotFoundError):
@@ -274,21 +367,43 @@ class OpenAIJudge:
         if isinstance(error, openai.RateLimitError):
             return JudgeError(
                 f"{host} still limits the rate after {RETRIES} waits. Lower --concurrency, or "
-                f"wait. {rest} ({cause})"
+                f"wait. {RESUME} ({cause})"
             )
-        return JudgeError(f"{host} failed {RETRIES + 1} times in a row. {rest} ({cause})")
+        return JudgeError(f"{host} failed {RETRIES + 1} times in a row. {RESUME} ({cause})")
 
-    def _scrub(self, words: str) -> str:
+    def _scrub(self, text: str) -> str:
         key = os.environ.get(KEY)
-        return words.replace(key, "[key]") if key else words
+        return text.replace(key, "[key]") if key else text
 
 
-def _tokens(*chars: int) -> tuple[int, ...]:
-    return tuple(count // CHARS_A_TOKEN + 1 for count in chars)
+def _may_pass(error: Exception) -> bool:
+    """Whether the same request may succeed later."""
+    import openai
+
+    if isinstance(error, openai.APIStatusError):
+        return error.status_code in (408, 409, 429) or error.status_code >= 500
+    return isinstance(error, openai.APIConnectionError)
+
+
+def _wait(error: Exception, failed: int) -> float:
+    """Seconds until the next request: as the server asks, else longer each time."""
+    import openai
+
+    headers = error.response.headers if isinstance(error, openai.APIStatusError) else {}
+    for name, scale in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        try:
+            return min(max(0.0, scale * float(headers[name])), MAX_WAIT)
+        except (KeyError, ValueError):  # absent, or a date
+            continue
+    return min(0.5 * 2 ** (failed - 1), 8.0) * random.uniform(0.75, 1.0)
+
+
+def _tokens(chars: int) -> int:
+    return chars // CHARS_PER_TOKEN + 1
 
 
 def _host(base_url: str | None) -> str:
-    """Where questions go, without what a URL may hold of a password."""
+    """The server's name, without a password that a URL may contain."""
     from urllib.parse import urlsplit
 
     parts = urlsplit(base_url or "https://api.openai.com")
@@ -296,7 +411,7 @@ def _host(base_url: str | None) -> str:
 
 
 def _run(work: Callable[[], Any]) -> None:
-    """Run a coroutine, in a notebook too, where a loop runs already."""
+    """Run a coroutine; in a thread if an event loop is running already, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

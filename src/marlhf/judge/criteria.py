@@ -20,6 +20,8 @@ from marlhf.judge.pairs import JudgeError, Response, prompt_text
 
 Side = Literal["first", "second", "tie"]
 SIDES: dict[str, Side] = {"A": "first", "B": "second", "E": "tie"}
+MAX_REPLY = 1 << 16
+"""Characters of a reply that are read; one of the expected form has a few hundred."""
 VALUES = {"A": (1.0, 0.0), "B": (0.0, 1.0), "E": (0.5, 0.5)}
 
 
@@ -135,6 +137,8 @@ class Criteria:
 
     def parse(self, content: str) -> tuple[Answer | None, str]:
         """The answer in a reply, or None and what is wrong with the reply."""
+        if len(content) > MAX_REPLY:
+            return None, f"it has more than {MAX_REPLY} characters"
         found: list[Answer] = []
         fault = "there is no JSON object in it"
         for value in _objects(content):
@@ -169,13 +173,22 @@ def _mark(texts: list[str]) -> str:
 
 
 def _objects(content: str) -> list[Any]:
-    """Every JSON object in a text, outermost ones only."""
+    """Every JSON object in a text, outermost ones only.
+
+    A brace that opens no object costs as much as was read after it, so a text of nested beginnings
+    would take quadratic time. What may be read in vain is therefore limited.
+    """
     decoder, found, at = json.JSONDecoder(), [], 0
-    while (start := content.find("{", at)) >= 0:
+    budget = 100_000 + 8 * len(content)
+    while budget >= 0 and (start := content.find("{", at)) >= 0:
         try:
             value, at = decoder.raw_decode(content, start)
             found.append(value)
-        except (ValueError, RecursionError):
+        except json.JSONDecodeError as error:
+            budget -= error.pos - start + 100
+            at = start + 1
+        except (ValueError, RecursionError):  # too many digits, or nested too deep
+            budget -= len(content)
             at = start + 1
     return found
 
