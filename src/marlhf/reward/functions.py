@@ -353,7 +353,7 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """The file and line in the user's own code that raised an error."""
     frames = traceback.extract_tb(error.__traceback__)
     library = (sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], __file__)
