@@ -1,9 +1,11 @@
 import pytest
 import torch
+from tokenizers import AddedToken
 
 from marlhf.core import Responses, Sentences, Words, segment
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.spans import special_tokens, token_texts, vocabulary
+from marlhf.spans.align import TokenBytes
 
 TEXTS = (
     "The fox, hungry as it was, ate the owl's lunch at half past nine.",
@@ -74,8 +76,8 @@ def test_tables_of_a_byte_level_vocabulary_by_hand():
     ids = [tokenizer(text)["input_ids"] for text in (" ", "\n", ".", "a", '"', "<|eos|>")]
     assert all(len(i) == 1 for i in ids)
     found = torch.stack(list(vars(table).values()), dim=1)[[i for [i] in ids]].tolist()
-    #     begins a word, is space, ends a sentence, breaks the line, closes
-    assert found == [
+    # begins a word, is space, ends a sentence, breaks the line, closes; full-width, short, number
+    assert [row[:5] for row in found] == [
         [True, True, False, False, False],  # a space
         [True, True, False, True, False],  # a line break
         [False, False, True, False, False],  # a full stop
@@ -83,6 +85,7 @@ def test_tables_of_a_byte_level_vocabulary_by_hand():
         [False, False, False, False, True],  # a closing quote
         [True, False, False, False, False],  # special
     ]
+    assert not any(value for row in found for value in row[5:])
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
@@ -129,3 +132,40 @@ def test_tables_are_as_long_as_the_model_needs(trained, size):
     for column in vars(table).values():
         assert column.shape == (max(size or 0, 300),)
         assert not column[300:].any()
+
+
+def texts(rule, tokenizer, text):
+    return [tokenizer.decode(ids).strip() for ids in cut(rule, tokenizer, text)]
+
+
+def test_sentences_of_chinese_and_japanese_need_no_white_space(trained):
+    sentences = ["狐狸饿了。", "它吃了吗？", "「吃了！」", "他说。", "再见"]  # noqa: RUF001
+    tokenizer = trained("byte-level")
+    tokenizer.add_tokens(sorted(set("".join(sentences))))
+    assert texts(Sentences(), tokenizer, "".join(sentences)) == sentences
+
+
+def test_abbreviations_and_the_numbers_of_lists_end_no_sentence(trained):
+    tokenizer = trained("byte-level")
+    tokenizer.add_tokens(["Dr", " Dr", " Mrs.", "1", "2", "0"])
+    text = "Dr. Fox saw Mrs. Owl. It was 20. Then:\n1. The fox\n12. The owl. All of it"
+    expected = ["Dr. Fox saw Mrs. Owl.", "It was 20.", "Then:", "1. The fox", "12. The owl."]
+    assert texts(Sentences(), tokenizer, text) == [*expected, "All of it"]
+
+
+def test_runs_of_spaces_that_were_added_are_spaces(trained):
+    """As in Gemma's vocabulary, whose decoder turns the mark into a space in added tokens too."""
+    tokenizer = trained("metaspace")
+    tokenizer.add_tokens([AddedToken("\u2581" * 4, normalized=False), "\u2581\u2581"])
+    table = TokenBytes.of(tokenizer)
+    [four, two] = tokenizer.convert_tokens_to_ids(["\u2581" * 4, "\u2581\u2581"])
+    words = tokenizer("if x:", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode([words[0], four, *words]).count(" ") >= 4
+    aligned = table.align([[four, *words], [two]])
+    assert aligned.texts[0].startswith("    ")
+    assert "\u2581" not in "".join(aligned.texts)
+    assert vocabulary(tokenizer).is_space[[four, two]].all()
+    # Special tokens and other kinds of tokenizer keep the mark: there it is a character.
+    plain = trained("byte-level")
+    plain.add_tokens(["a\u2581b"])
+    assert token_texts(plain)[-1] == "a\u2581b"

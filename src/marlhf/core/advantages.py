@@ -111,6 +111,10 @@ def rloo_advantages(
     macro action is credited with the reward still to come from it on, against the others' whole
     return: credit by macro action without a critic. With one action a response this is RLOO.
 
+    With `gamma` below 1 the reward to go is discounted from each macro action on, but the factor
+    gamma^m by which the gradient of the discounted return weighs the m-th action is left out, as
+    is usual: later actions would hardly be trained.
+
     >>> rloo_advantages(torch.tensor([1.0, 2.0, 6.0]), num_samples=3)
     tensor([-3.0000, -1.5000,  4.5000])
     """

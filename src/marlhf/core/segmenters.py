@@ -40,6 +40,10 @@ class Vocabulary:
     ends_sentence: Tensor  # the text ends in . ! or ?, closing quotes and brackets aside
     has_newline: Tensor  # the text contains a line break
     is_closing: Tensor  # the text is closing quotes and brackets only
+    # Without these, `Sentences` knows neither Chinese nor abbreviations nor numbered lists.
+    ends_wide: Tensor | None = None  # the text ends in a full-width stop, which needs no space
+    is_abbreviation: Tensor | None = None  # the text is such as Dr: a stop after it ends nothing
+    is_number: Tensor | None = None  # the text is digits
 
 
 @dataclass(frozen=True)
@@ -303,7 +307,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Sentences:
-    """One macro action a sentence or line.
+    """One macro action a sentence or line. The number of a list item is not one.
 
     >>> from marlhf.models.tiny import tiny_tokenizer
     >>> from marlhf.spans import vocabulary
@@ -323,12 +327,20 @@ class Sentences:
 
     def __call__(self, responses: Responses) -> Tensor:
         vocabulary, tokens = _vocabulary(responses, "Sentences")
-        newline = vocabulary.has_newline[tokens]
-        ends = vocabulary.ends_sentence[tokens]
-        ends = ends | (vocabulary.is_closing[tokens] & _shift(ends))
-        after_stop = _shift(ends) & vocabulary.begins_word[tokens]
-        # A full stop ends a sentence only before white space (not in 3.5), a line break always;
-        # blank lines stay with the line they close.
+        newline, closing = vocabulary.has_newline[tokens], vocabulary.is_closing[tokens]
+        # A number that begins a line is that of a list item: "1." ends no sentence.
+        number = _look_up(vocabulary.is_number, tokens)
+        item = number & (_shift(newline) | (_place(responses.mask) == 0))
+        for _ in range(2):  # numbers of up to three tokens
+            item = item | (number & _shift(item))
+        inside = _shift(item | _look_up(vocabulary.is_abbreviation, tokens))
+        ends = vocabulary.ends_sentence[tokens] & ~inside
+        ends = ends | (closing & _shift(ends))
+        wide = _look_up(vocabulary.ends_wide, tokens)
+        wide = wide | (closing & _shift(wide))
+        # A full stop ends a sentence only before white space (not in 3.5), a full-width one and a
+        # line break always; blank lines stay with the line they close.
+        after_stop = (_shift(ends) & vocabulary.begins_word[tokens]) | (_shift(wide) & ~closing)
         starts = (after_stop | _shift(newline)) & ~newline
         return _finish(starts, responses.mask, self.max_length)
 
@@ -416,6 +428,11 @@ def _vocabulary(responses: Responses, rule: str) -> tuple[Vocabulary, Tensor]:
             "Build it once with `marlhf.spans.vocabulary(tokenizer)`."
         )
     return responses.vocabulary, torch.where(responses.mask, responses.tokens, 0)
+
+
+def _look_up(table: Tensor | None, tokens: Tensor) -> Tensor:
+    """A table at some tokens; False everywhere where there is none."""
+    return torch.zeros_like(tokens, dtype=torch.bool) if table is None else table[tokens]
 
 
 def _check_cap(max_length: int | None) -> None:

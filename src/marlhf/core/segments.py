@@ -51,7 +51,7 @@ class Segments:
         action of its own, as the authors' code does.
         """
         check_tokens(mask)
-        if not isinstance(starts, Tensor):
+        if not isinstance(starts, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             kind = f"{type(starts).__module__}.{type(starts).__name__}"
             raise ValueError(
                 f"A segmenter must return a bool tensor [B, T], got {kind}. Return "

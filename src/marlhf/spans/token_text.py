@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 SPACE_MARK = "\u2581"  # SentencePiece writes a space so
 BYTE_SPACE = "\u0120"  # and GPT-2 so
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-CLOSING = re.compile(r"[\"')\]\u201d\u2019]+")
-SENTENCE_END = re.compile(r"[.!?\u3002\uff01\uff1f][\"')\]\u201d\u2019]*\s*$")
+CLOSING = r"[\"')\]\u201d\u2019\u300d\u300f\uff09]"
+SENTENCE_END = re.compile(rf"[.!?\u3002\uff01\uff1f]{CLOSING}*\s*$")
+WIDE_END = re.compile(rf"[\u3002\uff01\uff1f]{CLOSING}*$")
+ABBREVIATION = re.compile(r"\s*(?:Mr|Mrs|Ms|Dr|Prof|St|vs|approx|e\.g|i\.e)")
+"""What has a full stop within a sentence, and hardly ever ends one."""
 
 
 def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int | None = None) -> Vocabulary:
@@ -39,9 +42,17 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int | None = None) -> V
     return Vocabulary(
         begins_word=table(lambda i, text: i in special or text[:1].isspace()),
         is_space=table(lambda i, text: i not in special and text.isspace()),
-        ends_sentence=table(lambda _, text: SENTENCE_END.search(text) is not None),
+        ends_sentence=table(
+            lambda _, text: (
+                SENTENCE_END.search(text) is not None
+                and not ABBREVIATION.fullmatch(text.removesuffix("."))
+            )
+        ),
         has_newline=table(lambda _, text: "\n" in text),
-        is_closing=table(lambda _, text: CLOSING.fullmatch(text) is not None),
+        is_closing=table(lambda _, text: re.fullmatch(f"{CLOSING}+", text) is not None),
+        ends_wide=table(lambda _, text: WIDE_END.search(text) is not None),
+        is_abbreviation=table(lambda _, text: ABBREVIATION.fullmatch(text) is not None),
+        is_number=table(lambda _, text: text.strip().isdecimal()),
     )
 
 
@@ -56,10 +67,15 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes]:
     tokens = [""] * (max(ids.values()) + 1)  # ids may leave gaps
     for token, i in ids.items():
         tokens[i] = token
-    # Special or not, added tokens are written as they are.
-    plain = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    # Special or not, added tokens are text as it is; but for the space mark, which the decoders of
+    # SentencePiece replace in them too: Gemma's vocabulary has runs of spaces as added tokens.
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
     read = _reader(tokens)
-    return [token.encode() if token in plain else read(token) for token in tokens]
+    space = " " if read is _metaspace else SPACE_MARK
+    return [
+        token.replace(SPACE_MARK, space).encode() if token in added else read(token)
+        for token in tokens
+    ]
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
