@@ -1,4 +1,4 @@
-"""Data of the evidence: who learns from which rows, parted by prompt.
+"""Data of the evidence: which rows are for what, split by prompt.
 
     python bench/evidence_data.py tldr --out runs/evidence/data
     python bench/evidence_data.py tldr --out runs/evidence/data --pairs pairs.jsonl more.jsonl
@@ -12,8 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from evidence.data import prepare
-from evidence.settings import HUB
+from evidence.data import HUB, prepare
 
 
 def main() -> None:

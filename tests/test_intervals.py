@@ -19,6 +19,7 @@ from marlhf.intervals import (
     first_reaching,
     interval,
     mean_by_position,
+    mean_over_groups,
     mean_over_seeds,
     paired_difference,
     quantiles,
@@ -167,6 +168,25 @@ def test_seeds_and_prompts_are_drawn_as_a_slow_loop_draws_them():
         slow.append(sum(means) / 4)
     found = mean_over_seeds(rows)
     assert (found.low, found.high) == pytest.approx(quantiles(slow), abs=0.12)
+
+
+def test_groups_seeds_and_prompts_are_drawn_as_a_slow_loop_draws_them():
+    draw = random.Random(6)
+    groups = [
+        [[draw.gauss(group + seed / 4, 1) for _ in range(25)] for seed in range(2)]
+        for group in range(3)
+    ]
+    slow = []
+    for _ in range(4000):
+        prompts = draw.choices(range(25), k=25)
+        means = []
+        for seeds in draw.choices(groups, k=3):
+            rows = draw.choices(seeds, k=2)
+            means.append(sum(row[i] for row in rows for i in prompts) / 50)
+        slow.append(sum(means) / 3)
+    found = mean_over_groups(groups)
+    assert (found.low, found.high) == pytest.approx(quantiles(slow), abs=0.12)
+    assert mean_over_groups(groups[:1]) == mean_over_seeds(groups[0])
 
 
 def test_a_draw_takes_as_many_prompts_and_is_the_same_for_all():

@@ -1,1 +1,1 @@
-"""Pieces of `bench/evidence_tldr.py` and `bench/evidence_report.py`."""
+"""Pieces of `bench/evidence_data.py`, `bench/evidence_pack.py` and `bench/evidence_report.py`."""

@@ -1,14 +1,12 @@
-"""Who learns from which rows: files in --out, parted by prompt, made once.
+"""Which rows are for what: files, split by prompt, made once.
 
-tldr  gold.jsonl  25% of the pairs: the second reward model, which judges and never teaches
-      test.jsonl   8%: prompts of the final comparison, which nothing is chosen by
-      train.jsonl the rest. marlhf parts it further: 1,000 pairs held out (the reward model's
-                  accuracy, and prompts for validation), 10% SFT, and 90% for the reward model and
-                  DPO, whose posts are also the prompts of reinforcement learning: there are too
-                  few pairs for a reward model worth learning from to leave some of them out
-hh    test 8%, train the rest: 500 pairs held out, 20% SFT, 50% reward model, 30% prompts
-mbpp  test: the official test problems, 11 to 510. train: 511 to 974, 90 of them held out, 20%
-      SFT and 80% reinforcement learning
+tldr  gold.jsonl  25% of the pairs: the judge, a reward model that trains no policy
+      test.jsonl   8%: prompts that nothing is chosen by
+      train.jsonl the rest. The recipe splits it further: held-out prompts, SFT, and 90% for the
+                  reward models, whose posts are also the prompts of reinforcement learning: there
+                  are too few pairs to give each posts of its own
+hh    test 8%, train the rest
+mbpp  test: the official test problems, 11 to 510. train: 511 to 974
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from evidence.settings import Settings
 from marlhf.data import DataConfig, Row, load_data, read_hub, read_records, split_rows
 from marlhf.data.load import HUB_CONFIGS, is_hub_name
 from marlhf.data.rows import prompt_key
@@ -27,33 +24,14 @@ SHARES = {
     "tldr": {"gold": 0.25, "test": 0.08, "train": 0.67},
     "hh": {"test": 0.08, "train": 0.92},
 }
-PARTS = {
-    "tldr": {"sft": 0.1, "reward": 0.9},
-    "hh": {"sft": 0.2, "reward": 0.5, "ppo": 0.3},
-    "mbpp": {"sft": 0.2, "ppo": 0.8},
-}
-HELD_OUT = {"tldr": 1000, "gold": 400, "hh": 500, "mbpp": 90}
 MBPP_TEST = range(11, 511)
 SPLIT = "split.json"
-SHARED = {"tldr": {"sft": 0.1, "ppo": 0.9}}
-"""Parts as reinforcement learning cuts them, where it shares posts with the reward model."""
-
-
-def data_config(
-    settings: Settings, task: str, tokens: int, part: str = "train", *, prompts: bool = False
-) -> DataConfig:
-    """The rows of a stage, their prompts cut to so many tokens; `prompts`: to learn on them."""
-    split = json.loads(settings.data(task, part).with_name(SPLIT).read_text(encoding="utf-8"))
-    held_out = HELD_OUT["gold" if part == "gold" else task]
-    parts = SHARED.get(task, PARTS[task]) if prompts else PARTS[task]
-    return DataConfig(
-        source=task,  # pyright: ignore[reportArgumentType]
-        path=str(settings.data(task, part)),
-        parts={} if part == "gold" else parts,
-        eval_size=min(held_out, split[part]["rows"] // 10),
-        max_prompt_tokens=tokens,
-        too_long="truncate",
-    )
+HUB: dict[str, tuple[str, ...]] = {
+    "tldr": ("openai/summarize_from_feedback",),
+    "hh": ("Dahoas/full-hh-rlhf",),
+    "mbpp": ("google-research-datasets/mbpp",),
+}
+"""Where the rows come from, unless files are given."""
 
 
 def prepare(task: str, files: Sequence[str], folder: Path, limit: int | None = None) -> None:
@@ -71,19 +49,8 @@ def prepare(task: str, files: Sequence[str], folder: Path, limit: int | None = N
     done.write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
 
 
-def read_pairs(settings: Settings, task: str, part: str) -> list[Row]:
-    """All pairs of one of the files, as marlhf reads them."""
-    config = DataConfig(
-        source=task,  # pyright: ignore[reportArgumentType]
-        path=str(settings.data(task, part)),
-        parts={},
-        eval_size=0,
-    )
-    return load_data(config, needs=("prompt", "chosen", "rejected")).train
-
-
 Records = list[tuple[dict[str, Any], str]]
-"""Records with what tells their prompt from others."""
+"""Records, each with the key of its prompt."""
 
 
 def _pairs(task: str, files: Sequence[str], limit: int | None) -> dict[str, Records]:

@@ -1,78 +1,134 @@
-"""The report's own charts as files that stand alone: with their style and their key inside."""
+"""Charts as SVG files of their own: one panel per reward model, style and key inside."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
-from marlhf.report.charts import LARGE, Series, line_chart
-from marlhf.report.groups import Group
+from evidence.results import BETA, LABELS, Results, gold, kl, score
+from marlhf.report.charts import BOTTOM, LEFT, TOP, Axis, frame, span
+from marlhf.report.groups import NUM_COLOURS
 from marlhf.report.page import STYLE, text
 
-ROW, CHARACTER = 17, 6.4
-"""Pixels of a row of the key, and of a letter in it."""
-RULES = "".join(re.findall(r"^(?:svg text|svg \.name|\.grid path|\.line|\.hit) \{.*$", STYLE, re.M))
+PANEL = (250, 240)
+"""Width and height of a panel, in the figure's own units."""
+TITLE, ROW, CHARACTER = 26, 17, 6.2
+"""Height of the title, height of a row of the key, width of a letter in it."""
+RULES = "".join(re.findall(r"^(?:svg text|svg \.name|\.grid path|\.line) \{.*$", STYLE, re.M))
 ROOTS = STYLE[STYLE.index(":root") : STYLE.index("* { box-sizing")]
 
 
-def curve(groups: Sequence[Group], key: str, name: str, *, pace: Sequence[float] = ()) -> str:
-    """A number over steps; over seconds where `pace` gives each group's seconds per step."""
-    series: list[Series] = []
-    for i, group in enumerate(groups):
-        unit = pace[i] if pace else 1.0
-        points = [(p.step * unit, p.mean, p.low, p.high) for p in group.curve(key)]
-        band = [(x, low, high) for x, _, low, high in points] if group.num_seeds > 1 else ()
-        line = [(x, y) for x, y, *_ in points]
-        series.append(Series(group.label, line, group.colour, band, group.dash))
-    share = key in ("eval/repetition", "eval/ended")
-    label = "seconds" if pace else "step"
-    drawn = line_chart(series, x_label=label, y_label=name, size=LARGE, is_share=share)
-    return standalone(drawn, groups, name)
+def end_points(results: Results) -> str:
+    """Score against KL after the last step. On the dashed line all are as good as PPO."""
+    drawn: list[str] = []
+    for i, teacher in enumerate(results.teachers):
+        steps = {m: results.last_step(m, teacher) for m in results.methods(teacher)}
+        points = {
+            m: tuple(results.mean(measure, m, teacher, step) for measure in (kl, score))
+            for m, step in steps.items()
+        }
+        x_axis, y_axis = _axes(i, [x for x, _ in points.values()], [y for _, y in points.values()])
+        drawn.append(frame(x_axis, y_axis, "KL (nats per response)", "score"))
+        drawn.append(_panel_title(i, teacher))
+        final = max(steps.values())
+        if steps.get("ppo") == final:
+            drawn.append(_level_line(points["ppo"], x_axis, y_axis))
+        for method, (x, y) in points.items():
+            note = f"{_plain(method)}, step {steps[method]}: {y:.2f} at KL {x:.1f}"
+            drawn.append(_mark(method, x_axis(x), y_axis(y), note, hollow=steps[method] < final))
+    return _figure("Score against KL at the last evaluation", drawn, results)
 
 
-def frontier(groups: Sequence[Group]) -> str:
-    """Score against KL, one point per evaluation."""
-    series: list[Series] = []
-    for group in groups:
-        kl = {p.step: p.mean for p in group.curve("eval/kl")}
-        points = [(kl[p.step], p.mean) for p in group.curve("eval/score") if p.step in kl]
-        series.append(Series(group.label, points, group.colour, dash=group.dash))
-    drawn = line_chart(series, x_label="KL (nats per response)", y_label="score", size=LARGE)
-    return standalone(drawn, groups, "score")
+def gold_over_steps(results: Results) -> str:
+    """What the judge that trains nobody thinks of it."""
+    drawn: list[str] = []
+    lines = {
+        (teacher, method): [
+            (step, results.mean(gold, method, teacher, step))
+            for step in sorted({e.step for e in results.runs[method, teacher][0].evaluations})
+            if results.at(method, teacher, step)
+        ]
+        for teacher in results.teachers
+        for method in results.methods(teacher)
+    }
+    ys = [y for line in lines.values() for _, y in line]
+    for i, teacher in enumerate(results.teachers):
+        xs = [float(x) for (each, _), line in lines.items() for x, _ in line if each == teacher]
+        x_axis, y_axis = _axes(i, xs, ys)  # one scale for all
+        drawn += [frame(x_axis, y_axis, "step", "gold"), _panel_title(i, teacher)]
+        for method in results.methods(teacher):
+            line = lines[teacher, method]
+            path = "L".join(f"{x_axis(x)} {y_axis(y)}" for x, y in line)
+            dash = "" if _in_palette(method) else ' stroke-dasharray="5 3"'
+            drawn.append(f'<path class="line" stroke="{_colour(method)}"{dash} d="M{path}"/>')
+            x, y = line[-1]
+            drawn.append(_mark(method, x_axis(x), y_axis(y), f"{_plain(method)}: {y:.2f}"))
+    return _figure("Mean score by `gold`, which trains no policy", drawn, results)
 
 
-def standalone(svg: str, groups: Sequence[Group], name: str) -> str:
-    """An SVG file: a title, the key below, light and dark."""
-    found = re.search(r'viewBox="0 0 (\d+) (\d+)"', svg)
-    assert found
-    width, height = int(found[1]), int(found[2])
+def _axes(panel: int, xs: Sequence[float], ys: Sequence[float]) -> tuple[Axis, Axis]:
+    width, height = PANEL
+    left = panel * width
+    x_axis = Axis(*span(xs, margin=0.08), left + LEFT, left + width - 8)
+    return x_axis, Axis(*span(ys, margin=0.08), height - BOTTOM, TOP + 12)
+
+
+def _panel_title(panel: int, teacher: str) -> str:
+    return f'<text class="name" x="{panel * PANEL[0] + LEFT}" y="12">{text(teacher)}</text>'
+
+
+def _level_line(ppo: tuple[float, ...], x_axis: Axis, y_axis: Axis) -> str:
+    """Where score - BETA KL is that of PPO, as far as it lies inside the panel."""
+    level = ppo[1] - BETA * ppo[0]
+    low = max(x_axis.low, (y_axis.low - level) / BETA)
+    high = min(x_axis.high, (y_axis.high - level) / BETA)
+    ends = [f"{x_axis(x)} {y_axis(level + BETA * x)}" for x in (low, high)]
+    return f'<path stroke="var(--soft)" stroke-dasharray="4 3" fill="none" d="M{"L".join(ends)}"/>'
+
+
+def _colour(method: str) -> str:
+    return f"var(--c{list(LABELS).index(method) % NUM_COLOURS})"
+
+
+def _in_palette(method: str) -> bool:
+    return list(LABELS).index(method) < NUM_COLOURS
+
+
+def _mark(method: str, x: str, y: str, note: str, *, hollow: bool = False) -> str:
+    """A circle; a square for methods beyond the palette. Hollow: stopped before the last step."""
+    colour = _colour(method)
+    fill = "var(--bg)" if hollow else colour
+    style = f'fill="{fill}" stroke="{colour}" stroke-width="1.6"'
+    title = f"<title>{text(note)}</title>"
+    if _in_palette(method):
+        return f'<circle cx="{x}" cy="{y}" r="3.6" {style}>{title}</circle>'
+    corner = f'x="{float(x) - 3.4:.1f}" y="{float(y) - 3.4:.1f}"'
+    return f'<rect {corner} width="6.8" height="6.8" {style}>{title}</rect>'
+
+
+def _plain(method: str) -> str:
+    return LABELS[method].replace("`", "")
+
+
+def _figure(title: str, drawn: Sequence[str], results: Results) -> str:
+    """An SVG file: a title, the panels, the key below; light and dark."""
+    shown = {method for teacher in results.teachers for method in results.methods(teacher)}
+    width, height = PANEL[0] * len(results.teachers), PANEL[1]
     keys: list[str] = []
-    x, y = 46.0, height + 10.0
-    for group in groups:
-        wide = 26 + CHARACTER * len(group.label)
-        if x + wide > width:
-            x, y = 46.0, y + ROW
-        dash = f' stroke-dasharray="{group.dash}"' if group.dash else ""
-        keys.append(
-            f'<path d="M{x:g} {y - 4:g}h14" stroke="{group.colour}" stroke-width="2.5"{dash}/>'
-            f'<text x="{x + 19:g}" y="{y:g}">{text(group.label)}</text>'
-        )
+    x, y = float(LEFT), height + 12.0
+    for method in (m for m in LABELS if m in shown):
+        wide = 26 + CHARACTER * len(_plain(method))
+        if x + wide > width and x > LEFT:
+            x, y = float(LEFT), y + ROW
+        keys.append(_mark(method, f"{x:g}", f"{y - 4:g}", _plain(method)))
+        keys.append(f'<text x="{x + 9:g}" y="{y:g}">{text(_plain(method))}</text>')
         x += wide
-    top = 22
-    size = f'viewBox="0 -{top} {width} {y + 8 + top:g}" width="{width * 1.5:g}"'
-    title = f'<text class="name" x="46" y="-6">{text(name)}</text>'
+    whole = f'viewBox="0 -{TITLE} {width} {y + 10 + TITLE:g}" width="{width * 1.3:g}"'
+    name = text(title.replace("`", ""))
     style = f"<style>{ROOTS}svg{{font-family:sans-serif}}{RULES}</style>"
-    ground = f'<rect y="-{top}" width="100%" height="100%" fill="var(--bg)"/>'
-    body = svg[svg.index(">") + 1 : svg.rindex("</svg>")]
+    ground = f'<rect y="-{TITLE}" width="100%" height="100%" fill="var(--bg)"/>'
+    heading = f'<text class="name" x="{LEFT}" y="-10">{name}</text>'
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{text(name)}">'
-        f"{style}{ground}{title}{body}{''.join(keys)}</svg>\n"
+        f'<svg xmlns="http://www.w3.org/2000/svg" {whole} role="img" aria-label="{name}">'
+        f"{style}{ground}{heading}{''.join(drawn)}{''.join(keys)}</svg>\n"
     )
-
-
-def write(folder: Path, name: str, svg: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{name}.svg"
-    file.write_text(svg, encoding="utf-8")
-    return file

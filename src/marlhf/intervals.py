@@ -206,11 +206,24 @@ def mean_over_seeds(rows: Sequence[Sequence[float]]) -> Interval:
 
     One seed has the interval over its prompts.
     """
-    seeds = _known_seeds(rows)
-    if len(seeds) < 2:
-        return interval(seeds[0] if seeds else [])
-    low, high = quantiles(_resampled_means(seeds, stream=1))
-    return Interval(mean([mean(row) for row in seeds]), low, high, min(map(len, seeds)))
+    return mean_over_groups([rows])
+
+
+def mean_over_groups(groups: Sequence[Sequence[Sequence[float]]]) -> Interval:
+    """The mean of per-prompt numbers of groups of seeds, such as the seeds with each reward model.
+
+    A hierarchical bootstrap: groups, the seeds of each and the prompts are all resampled, and
+    each group counts the same. With few groups the interval is too narrow, as it is with few seeds.
+    """
+    known = [seeds for rows in groups if (seeds := _known_seeds(rows))]
+    every = [row for seeds in known for row in seeds]
+    if len(every) < 2:
+        return interval(every[0] if every else [])
+    draws = _num_draws(max(map(len, every)))
+    drawn = np.stack([_resampled_means(seeds, draws, i) for i, seeds in enumerate(known, start=1)])
+    low, high = quantiles(_weighted_mean(drawn, draw_weights(len(known), draws, len(known) + 1).T))
+    middle = mean([mean([mean(row) for row in seeds]) for seeds in known])
+    return Interval(middle, low, high, min(map(len, every)))
 
 
 def difference_over_seeds(
@@ -226,7 +239,8 @@ def difference_over_seeds(
     if max(map(len, sides)) == 1:
         return interval(sides[1][0] - sides[0][0])
     middles = [mean([mean(row) for row in seeds]) for seeds in sides]
-    drawn = [_resampled_means(seeds, stream) for stream, seeds in enumerate(sides, start=1)]
+    draws = _num_draws(max(len(row) for seeds in sides for row in seeds))
+    drawn = [_resampled_means(seeds, draws, stream) for stream, seeds in enumerate(sides, start=1)]
     low, high = quantiles(drawn[1] - drawn[0])
     return Interval(middles[1] - middles[0], low, high, len(sides[0][0]))
 
@@ -236,9 +250,8 @@ def _known_seeds(rows: Sequence[Sequence[float]]) -> list[Floats]:
     return [row for row in seeds if np.isfinite(row).any()]
 
 
-def _resampled_means(seeds: Sequence[Floats], stream: int) -> Floats:
+def _resampled_means(seeds: Sequence[Floats], draws: int, stream: int) -> Floats:
     """The mean over seeds and prompts in every resample, [draws]."""
-    draws = _num_draws(max(map(len, seeds)))
     drawn = np.stack([_over_prompts(row[None], draws)[:, 0] for row in seeds])  # [seeds, draws]
     return _weighted_mean(drawn, draw_weights(len(seeds), draws, stream).T)
 
