@@ -141,11 +141,6 @@ class Callbacks:
         """Evaluate after this step."""
         return self.control.should_evaluate
 
-    @property
-    def should_log(self) -> bool:
-        """Log this step, which our loops do with every step."""
-        return self.control.should_log
-
     def train_begin(self, step: int = 0) -> None:
         """`step` steps were taken before this resume. Call it after `load_state`."""
         self._set_step(step)

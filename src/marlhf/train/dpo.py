@@ -23,7 +23,7 @@ from marlhf.core import dpo_loss
 from marlhf.models.adapters import AdaptedModel
 from marlhf.models.base import Model, Tokenizer, autocast
 from marlhf.models.forward import Sequences, token_stats
-from marlhf.models.load import check_vocabulary, load_policy, load_tokenizer, same_tokenizer
+from marlhf.models.load import check_vocabulary, load_policy
 from marlhf.runs.atomic import explain_disk_errors, replacing
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
@@ -32,17 +32,12 @@ from marlhf.train.distributed import World, start
 from marlhf.train.dpo_config import DPOConfig
 from marlhf.train.loop import Loop, open_run
 from marlhf.train.model_loader import load_trained_policy
+from marlhf.train.model_sources import check_reference_tokenizer
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import apply_update, check_finite, make_optimizer
 from marlhf.train.progress import say
 from marlhf.train.reward import MAX_HELD_OUT, accuracy, pair_batches
-from marlhf.train.stage import (
-    Example,
-    batch_rows,
-    check_positions,
-    count_steps,
-    load_examples,
-)
+from marlhf.train.stage import Example, batch_rows, check_positions, count_steps, load_supervised
 
 CACHE = "reference.safetensors"
 """The reference's log-probs, in the run folder."""
@@ -57,21 +52,11 @@ def train(config: DPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     if run.finished:
         return run.model
     torch.manual_seed(config.seed)
+    tokenizer, model, examples, held_out = load_supervised(
+        config, config.part, objects, world, load_trained_policy
+    )
+    held_out = held_out[:MAX_HELD_OUT]
     with world.raise_on_all_ranks():
-        remote = config.trust_remote_code
-        tokenizer = load_tokenizer(objects.tokenizer or config.model, trust_remote_code=remote)
-        model = load_trained_policy(config, objects, world)
-        check_vocabulary(model, tokenizer, config.model)
-        examples, held_out = load_examples(
-            config,
-            config.part,
-            tokenizer,
-            objects,
-            needs=config.columns,
-            max_response_tokens=config.max_response_tokens,
-        )
-        held_out = held_out[:MAX_HELD_OUT]
-        check_positions(model, examples + held_out)
         reference = load_reference(config, objects, tokenizer, model)
         check_positions(reference, examples + held_out, name="reference")
         total = count_steps(config, len(examples))
@@ -230,14 +215,9 @@ def load_reference(
     elif config.ref_model is None:
         return model
     else:
-        path, remote = config.ref_model, config.trust_remote_code
-        if not same_tokenizer(tokenizer, load_tokenizer(path, trust_remote_code=remote)):
-            raise RunError(
-                f"The tokenizer of the reference {path} is not that of {config.model}: its "
-                "log-probs would be of other tokens. Set ref_model to a model with the policy's "
-                "tokenizer, or leave it out."
-            )
-        reference = load_policy(path, seed=config.seed, trust_remote_code=remote)
+        check_reference_tokenizer(config, config.ref_model, tokenizer)
+        remote = config.trust_remote_code
+        reference = load_policy(config.ref_model, seed=config.seed, trust_remote_code=remote)
     check_vocabulary(reference, tokenizer, "the reference")
     return reference
 

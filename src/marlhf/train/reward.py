@@ -11,20 +11,13 @@ from marlhf.core import reward_loss
 from marlhf.data.collate import Micro
 from marlhf.models.base import Model, autocast
 from marlhf.models.forward import Sequences, final_scores
-from marlhf.models.load import check_vocabulary, load_tokenizer
 from marlhf.train.distributed import World, start
 from marlhf.train.loop import Loop, open_run
 from marlhf.train.model_loader import load_trained_scalar
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import apply_update, check_finite, make_optimizer
 from marlhf.train.reward_config import RewardConfig
-from marlhf.train.stage import (
-    Example,
-    batch_rows,
-    check_positions,
-    count_steps,
-    load_examples,
-)
+from marlhf.train.stage import Example, batch_rows, count_steps, load_supervised
 
 MAX_HELD_OUT = 1024
 """Held-out pairs that an evaluation looks at, at most."""
@@ -37,21 +30,10 @@ def train(config: RewardConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     if run.finished:
         return run.model
     torch.manual_seed(config.seed)
-    with world.raise_on_all_ranks():
-        remote = config.trust_remote_code
-        tokenizer = load_tokenizer(objects.tokenizer or config.model, trust_remote_code=remote)
-        model = load_trained_scalar(config, objects, world)
-        check_vocabulary(model, tokenizer, config.model)
-        model.config.pad_token_id = tokenizer.pad_token_id
-        examples, held_out = load_examples(
-            config,
-            "reward",
-            tokenizer,
-            objects,
-            needs=config.columns,
-            max_response_tokens=config.max_response_tokens,
-        )
-        check_positions(model, examples + held_out)
+    tokenizer, model, examples, held_out = load_supervised(
+        config, "reward", objects, world, load_trained_scalar
+    )
+    model.config.pad_token_id = tokenizer.pad_token_id
     model = world.place(model, config.precision, compiled=config.compile, packed=config.packed)
     optimizer = make_optimizer(model, config.learning_rate, config.weight_decay)
     total = count_steps(config, len(examples))

@@ -12,20 +12,13 @@ from torch import Tensor
 from marlhf.core import sft_loss
 from marlhf.models.base import Model, autocast
 from marlhf.models.forward import Sequences, token_stats
-from marlhf.models.load import check_vocabulary, load_tokenizer
 from marlhf.train.distributed import World, start
 from marlhf.train.loop import Loop, open_run
 from marlhf.train.model_loader import load_trained_policy
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import apply_update, check_finite, make_optimizer
 from marlhf.train.sft_config import SFTConfig
-from marlhf.train.stage import (
-    Example,
-    batch_rows,
-    check_positions,
-    count_steps,
-    load_examples,
-)
+from marlhf.train.stage import Example, batch_rows, count_steps, load_supervised
 
 MAX_HELD_OUT = 512
 """Held-out rows that an evaluation looks at, at most."""
@@ -38,20 +31,9 @@ def train(config: SFTConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     if run.finished:
         return run.model
     torch.manual_seed(config.seed)
-    with world.raise_on_all_ranks():
-        remote = config.trust_remote_code
-        tokenizer = load_tokenizer(objects.tokenizer or config.model, trust_remote_code=remote)
-        model = load_trained_policy(config, objects, world)
-        check_vocabulary(model, tokenizer, config.model)
-        examples, held_out = load_examples(
-            config,
-            "sft",
-            tokenizer,
-            objects,
-            needs=config.columns,
-            max_response_tokens=config.max_response_tokens,
-        )
-        check_positions(model, examples + held_out)
+    tokenizer, model, examples, held_out = load_supervised(
+        config, "sft", objects, world, load_trained_policy
+    )
     model = world.place(model, config.precision, compiled=config.compile, packed=config.packed)
     optimizer = make_optimizer(model, config.learning_rate, config.weight_decay)
     total = count_steps(config, len(examples))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from marlhf.data import DataError, Loaded, Row, encode_response, fit_prompts, lo
 from marlhf.data.counts import Counts
 from marlhf.errors import MarlhfError
 from marlhf.models.base import Model, Tokenizer
+from marlhf.models.load import check_vocabulary, load_tokenizer
 from marlhf.runs.layout import METRICS, RunError
 from marlhf.runs.write import RunFolder
 from marlhf.train.checkpoint import list_checkpoints
-from marlhf.train.distributed import describe_lost_rank
+from marlhf.train.distributed import World, describe_lost_rank
 from marlhf.train.interrupts import Interrupts, Stopped
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import Diverged
@@ -40,6 +41,23 @@ class Example:
     prompt: list[int]
     chosen: list[int]
     rejected: list[int]
+
+
+def load_supervised(
+    config: Any, part: str, objects: GivenObjects, world: World, load: Callable[..., Model]
+) -> tuple[Tokenizer, Model, list[Example], list[Example]]:
+    """Tokenizer, model, training and held-out rows of SFT, a reward model or DPO, checked."""
+    with world.raise_on_all_ranks():
+        remote = config.trust_remote_code
+        tokenizer = load_tokenizer(objects.tokenizer or config.model, trust_remote_code=remote)
+        model = load(config, objects, world)
+        check_vocabulary(model, tokenizer, config.model)
+        longest = config.max_response_tokens
+        examples, held_out = load_examples(
+            config, part, tokenizer, objects, needs=config.columns, max_response_tokens=longest
+        )
+        check_positions(model, examples + held_out)
+    return tokenizer, model, examples, held_out
 
 
 def load_examples(
