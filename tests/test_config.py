@@ -411,3 +411,61 @@ def test_a_new_rl_method_is_its_loop_its_config_and_one_line(write, monkeypatch)
     assert "baseline_decay" in settings_with(ReinforceConfig, "on_card")
     with pytest.raises(ConfigError, match="baseline_decay must be at least 0 and at most 1"):
         load_recipe(recipe, ["reinforce.baseline_decay=2"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends: 3\nseed: 1\n", "`extends:` of .* must be a file name"),
+        ("extends:\nseed: 1\n", "`extends:` of .* must be a file name"),
+        ("extends: [[a]]\nseed: 1\n", "`extends:` of .* must be a file name"),
+        ("model: " + "[" * 3000 + "]" * 3000, "nested too deep"),
+        ("output_dir: null\n" + PIPELINE.replace("output_dir: runs/x\n", ""), "output_dir must be"),
+        (PIPELINE.replace("runs/x", "3"), "output_dir must be"),
+        (PIPELINE.replace("{like: ppo,", "{like: ppo, kind: [a],"), r"kind: must be a name"),
+        (PIPELINE.replace("{like: ppo,", "{like: [ppo],"), r"like: must be a name"),
+        (PIPELINE.replace("{like: ppo,", "{like: ppo, preset: [a],"), r"preset: must be a name"),
+        (PIPELINE.replace("seed: 3", "seed: true"), r"seed: must be a number \(got True\)"),
+        (PIPELINE.replace("{like: ppo,", "{like: ppo, guards: {max_kl: -1},"), "max_kl must"),
+        (PIPELINE.replace("learning_rate: 1e-3", "learning_rate: .inf"), "must be finite; got inf"),
+        (PIPELINE.replace("data: {source: toy}", "data: {eval_size: -1}"), "eval_size must be"),
+    ],
+)  # fmt: skip
+def test_odd_recipes_are_refused_with_a_sentence(write, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(write(text))
+
+
+def test_a_recipe_without_read_permission_is_a_sentence(write, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    path = write(PIPELINE)
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ConfigError, match=r"Cannot read .*: Permission denied"):
+        load_recipe(path)
+
+
+def test_yaml_merge_keys_are_read(write):
+    text = PIPELINE.replace("{seed: 3, data: {source: toy}}", "&c {seed: 3, data: {source: toy}}")
+    text += "  other: {<<: *c, kind: sft, model: tiny}\n"
+    stages = load_recipe(write(text))
+    assert stages[-1].config.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": "8"}, "batch_size must be a whole number; got '8'"),
+        ({"batch_size": 2.5}, "batch_size must be a whole number; got 2.5"),
+        ({"batch_size": True}, "batch_size must be a whole number; got True"),
+        ({"learning_rate": "1e-5"}, "learning_rate must be a number; got '1e-5'"),
+        ({"learning_rate": math.inf}, "learning_rate must be finite; got inf"),
+        ({"kl_coef": math.nan}, "kl_coef must be finite; got nan"),
+        ({"warmup_ratio": 2}, "warmup_ratio must be at least 0 and at most 1; got 2"),
+        ({"sigma": "equl"}, "sigma must be one of equal, unit, position, start; got 'equl'"),
+    ],
+)
+def test_a_setting_of_the_wrong_kind_is_named_in_python_too(settings, message):
+    with pytest.raises(ValueError, match=message):
+        PPOConfig(**settings)

@@ -229,6 +229,8 @@ def _stages(raw: Raw, path: Path, problems: list[str]) -> tuple[dict[str, Raw], 
             raise ConfigError(f"stages.{name} of {path} is `like` itself.")
         stage = stages[name] or {}
         like = stage.get("like")
+        if like is not None and not isinstance(like, str):
+            raise ConfigError(f"stages.{name}.like: must be a name (got {like!r})")
         if like is None:
             return {"kind": name, **merge(raw.get("defaults") or {}, stage)}
         if like not in stages:
@@ -236,7 +238,10 @@ def _stages(raw: Raw, path: Path, problems: list[str]) -> tuple[dict[str, Raw], 
         own = {k: v for k, v in stage.items() if k != "like"}
         return merge(resolve(like, (*seen, name)), own)
 
-    return {name: resolve(name) for name in stages}, Path(str(raw.get("output_dir", "runs")))
+    root = raw.get("output_dir", "runs")
+    if not isinstance(root, str) or not root:
+        raise ConfigError(f"output_dir must be the name of a folder; {path} has {root!r}.")
+    return {name: resolve(name) for name in stages}, Path(root)
 
 
 def _check_references(stages: dict[str, Raw], problems: list[str]) -> None:
@@ -262,6 +267,10 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str], rules: bo
     if isinstance(priority, bool) or not isinstance(priority, (int, float)):
         problems.append(f"{at(where, 'priority')}: must be a number (got {priority!r})")
         return None
+    for key, value in (("kind", kind), ("preset", preset)):
+        if not isinstance(value, str):
+            problems.append(f"{at(where, key)}: must be a name (got {value!r})")
+            return None
     if kind not in METHODS:
         problems.append(unknown(at(where, "kind"), str(kind), METHODS))
         return None

@@ -67,10 +67,14 @@ def _facts(cls: type, name: str) -> dict[str, Any]:
 
 
 def check_settings(config: Any, prefix: str = "") -> None:
-    """Refuse numbers of the wrong kind, out of their bounds, infinite or NaN; None is no number."""
+    """Refuse unknown choices, and numbers of the wrong kind, out of bounds, infinite or NaN."""
     hints = _type_hints(type(config))
     for field in dataclasses.fields(config):
         value, kinds = getattr(config, field.name), type_options(hints[field.name])
+        choices = typing.get_args(hints[field.name])
+        if typing.get_origin(hints[field.name]) is typing.Literal and value not in choices:
+            listed = ", ".join(map(str, choices))
+            raise SettingError(f"{prefix}{field.name} must be one of {listed}; got {value!r}.")
         if value is None or not {int, float} & set(kinds) or set(kinds) & {str, tuple}:
             continue
         wanted = _wanted(value, float in kinds, _facts(type(config), field.name))

@@ -55,6 +55,10 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> Raw:
         raise ConfigError(f"{seen[-1] if seen else path} extends {path}, which does not exist.")
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deep to be a recipe.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}).") from None
     except yaml.YAMLError as error:
@@ -64,9 +68,12 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> Raw:
     if not isinstance(raw, dict) or not all(isinstance(k, str) for k in raw):
         raise ConfigError(f"{path} must be a mapping of names to settings, like `seed: 0`.")
     parents = raw.pop("extends", [])
+    parents = [parents] if isinstance(parents, str) else parents
+    if not isinstance(parents, list) or not all(isinstance(each, str) for each in parents):
+        raise ConfigError(f"`extends:` of {path} must be a file name or a list of them.")
     merged: Raw = {}
-    for parent in [parents] if isinstance(parents, str) else parents:
-        merged = merge(merged, read_recipe(path.parent / str(parent), (*seen, path)))
+    for parent in parents:
+        merged = merge(merged, read_recipe(path.parent / parent, (*seen, path)))
     return merge(merged, raw)
 
 
@@ -74,7 +81,9 @@ class _Loader(yaml.SafeLoader):
     """Safe, and a key given twice is a mistake rather than the last one winning."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        merge_key = "tag:yaml.org,2002:merge"  # `<<: *defaults`, which may be given anew below
+        named = [key for key, _ in node.value if key.tag != merge_key]
+        keys = [self.construct_object(key, deep=True) for key in named]
         twice = {str(k) for k in keys if isinstance(k, str) and keys.count(k) > 1}
         if twice:
             raise yaml.constructor.ConstructorError(
@@ -104,7 +113,7 @@ def read_override(text: str) -> tuple[str, Any]:
         return key.strip(), value  # a stage's model; YAML has other plans for that sign
     try:
         return key.strip(), yaml.load(value, _Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         raise ConfigError(f"Cannot read the value of {text!r} as YAML.") from None
 
 

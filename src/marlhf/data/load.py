@@ -16,6 +16,7 @@ from marlhf.data.files import ENDINGS, Records, read_records
 from marlhf.data.hub import read_hub
 from marlhf.data.rows import DataError, Parsed, Row, prompt_fault, response_fault
 from marlhf.data.splits import STAGE_PARTS, check_fractions, held_out, split_rows
+from marlhf.fields import check_settings, setting
 
 PUBLISHED = {
     "tldr": tldr,
@@ -65,7 +66,7 @@ class DataConfig:
     """Each stage's share of the rows; no prompt is in two. Empty (`{}`) gives every stage all
     rows, for those who have a file a stage."""
 
-    eval_size: int | float = 0.05
+    eval_size: int | float = setting(0.05, least=0)
     """Rows held out for evaluation, by prompt: a number (200) or a share (0.05). The same rows
     for every stage, since they are set aside before the parts are cut. 0 for none."""
 
@@ -82,6 +83,7 @@ class DataConfig:
     """Read only so many records, to try something out."""
 
     def __post_init__(self) -> None:
+        check_settings(self, "data.")
         check_fractions(self.parts)
         if self.limit is not None and self.limit < 1:
             raise DataError(f"`limit: {self.limit}` reads nothing. Set it to 1 or more.")
