@@ -1,3 +1,4 @@
+import json
 import os
 import signal
 import subprocess
@@ -165,3 +166,70 @@ def test_sigterm_while_starting_is_status_130():
     _, errors = process.communicate(timeout=60)
     assert process.returncode in (130, 1)  # 1: it was quick to find its folder missing
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("arguments", [["run", "toy", "ppo.batchsize=3"], ["ppo", "toy", "sede=1"]])
+def test_a_typo_is_reported_before_torch_loads(arguments):
+    code = (
+        "import sys\n"
+        "from marlhf.cli import main\n"
+        f"sys.argv = ['marlhf', *{arguments}]\n"
+        "try:\n"
+        "    main()\n"
+        "except SystemExit as end:\n"
+        "    print(end.code, [m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert out.stdout.strip() == "1 []"
+    assert "Did you mean" in out.stderr
+
+
+LATER = [
+    ("ppo.reward_funcs=[no_such_module:f]", "There is no module 'no_such_module'"),
+    ("ppo.reward_funcs=[broken_rewards:f]", "Cannot import broken_rewards: SyntaxError"),
+    ("ppo.reward_funcs=[brevity]", "as in my_rewards:brevity"),
+    ("ppo.reward_weights=[1.0, 2.0, 3.0]", "reward_weights. Give one each"),
+    ("ppo.reward_weights=[.nan]", "reward_weights must be finite"),
+    ("ppo.sampling.temperature=0", "The policy must explore"),
+    ("ppo.sampling.max_new_tokens=100000", "leave no room for a prompt"),
+    ("ppo.batch_size=100000", "rows for a batch of 100000"),
+    ("ppo.device=cuda:99", "There is no device 'cuda:99'"),
+    ("ppo.report_to=wandb", "pip install 'marlhf[wandb]'"),
+    ("ppo.data={path: nowhere.jsonl}", "nowhere.jsonl"),
+    ("ppo.segmenter={type: constituents, parser: 'stanza:en'}", "stanza"),
+    ("ppo.engine=vllm", "marlhf[vllm]"),
+    ("ppo.ref_model=./nowhere", "There is no model ./nowhere"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), LATER)
+def test_mistakes_of_a_later_stage_are_reported_before_the_first_trains(
+    marlhf, tmp_path, monkeypatch, override, message
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken_rewards.py").write_text("def f(:\n")
+    out = marlhf("run", "toy", "output_dir=runs/toy", override)
+    assert out.returncode == 1
+    assert message in out.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_missing_columns_of_a_later_stage_are_reported_at_once(marlhf, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [json.dumps({"prompt": f"Why {n}?", "chosen": "Because."}) for n in range(400)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    out = marlhf("run", "toy", "output_dir=runs/toy", "data={path: rows.jsonl}")
+    assert out.returncode == 1
+    assert "reward: " in out.stderr
+    assert "rejected" in out.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_settings_of_a_stage_are_given_alike_to_run_and_to_its_command(marlhf, tmp_path):
+    out = marlhf("config", "ppo", "toy", "ppo.batch_size=32", "kl_coef=0.5")
+    assert out.returncode == 0
+    assert "batch_size: 32\n" in out.stdout
+    assert "kl_coef: 0.5\n" in out.stdout
+    out = marlhf("config", "ppo", "toy", "ppo.batch_siz=32")
+    assert "Did you mean batch_size?" in out.stderr
+    assert len(out.stderr) < 200

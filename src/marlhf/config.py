@@ -117,18 +117,14 @@ def _read_stages(recipe: Path | str, overrides: list[str] | None, rules: bool) -
         )
     problems: list[str] = []
     names = _stage_names(raw, path)
-    general: list[tuple[str, Any]] = []
-    for key, value in map(read_override, overrides or []):
-        first, _, rest = key.partition(".")
+    general = _override_stages(raw, names, overrides)
+    for key, value in general:
         if key == "output_dir":
             raw["output_dir"] = value
-        elif first in names and rest:  # before `like:` is followed, so that it reaches those too
-            raw["stages"][first] = dict(raw["stages"][first] or {})
-            assign(raw["stages"][first], rest, value)
-        else:
-            general.append((key, value))
     stages, root = _stages(raw, path, problems)
     for key, value in general:
+        if key == "output_dir":
+            continue
         first = key.partition(".")[0]
         known = [n for n, s in stages.items() if first in _stage_keys(n, s)]
         if not known:
@@ -156,7 +152,7 @@ def _read_stage(
     where = ""
     stages: dict[str, Raw] = {}
     if "stages" in raw:
-        _stage_names(raw, path)
+        general = _override_stages(raw, _stage_names(raw, path), overrides)
         stages, root = _stages(raw, path, problems)
         name = name or kind
         if name not in stages:
@@ -168,8 +164,9 @@ def _read_stage(
         where = f"stages.{name}"
     else:
         name, stage = name or kind, raw
+        general = list(map(read_override, overrides or []))
     stage["kind"] = kind
-    for key, value in map(read_override, overrides or []):
+    for key, value in general:
         assign(stage, key, value)
     if stages:
         _check_references(stages | {name: stage}, problems)
@@ -216,6 +213,24 @@ def _stage_names(raw: Raw, path: Path) -> list[str]:
         if not isinstance(stage or {}, dict):
             raise ConfigError(f"stages.{name} of {path} must be a mapping.")
     return [str(name) for name in stages]
+
+
+def _override_stages(
+    raw: Raw, names: list[str], overrides: list[str] | None
+) -> list[tuple[str, Any]]:
+    """Put `ppo.batch_size=32` into that stage; what names no stage comes back.
+
+    This is done before `like:` is followed, so that it reaches the stages that are like it.
+    """
+    general: list[tuple[str, Any]] = []
+    for key, value in map(read_override, overrides or []):
+        first, _, rest = key.partition(".")
+        if first in names and rest:
+            raw["stages"][first] = dict(raw["stages"][first] or {})
+            assign(raw["stages"][first], rest, value)
+        else:
+            general.append((key, value))
+    return general
 
 
 def _stages(raw: Raw, path: Path, problems: list[str]) -> tuple[dict[str, Raw], Path]:

@@ -118,7 +118,7 @@ def test_a_saved_data_set_is_read(tmp_path):
 def test_a_saved_data_set_without_the_library(tmp_path, monkeypatch):
     (tmp_path / "state.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "pip install datasets" in refused(tmp_path)
+    assert "pip install 'marlhf[hub]'" in refused(tmp_path)
 
 
 def test_parquet_without_pyarrow(tmp_path, monkeypatch):

@@ -60,7 +60,7 @@ def test_a_data_set_with_a_program_is_read_from_the_hubs_conversion(monkeypatch)
 
 def test_without_the_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "pip install datasets" in refused()
+    assert "pip install 'marlhf[hub]'" in refused()
 
 
 @pytest.mark.parametrize(

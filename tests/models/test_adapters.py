@@ -409,7 +409,7 @@ def test_without_peft_there_is_a_sentence(monkeypatch, small):
 def test_without_bitsandbytes_there_is_a_sentence(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert quantization(LoRA()) is None
-    with pytest.raises(ModelError, match="pip install bitsandbytes"):
+    with pytest.raises(ModelError, match=r"pip install .marlhf\[quant\]"):
         quantization(LoRA(quantize="4bit"))
 
 

@@ -379,7 +379,7 @@ def test_without_vllm_there_is_a_command_to_run(monkeypatch, small):
     monkeypatch.setitem(sys.modules, "vllm", None)
     for name in module.ENVIRONMENT:
         monkeypatch.setenv(name, "")
-    with pytest.raises(RolloutError, match=r"Run `pip install vllm`"):
+    with pytest.raises(RolloutError, match=r"Run `pip install .marlhf\[vllm\]"):
         VLLMEngine(small("llama"), ENDS, 0)
 
 

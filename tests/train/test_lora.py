@@ -434,7 +434,7 @@ def test_what_is_missing_is_told_before_a_model_loads(tmp_path, monkeypatch):
     here = World(torch.device("cpu"))
     if importlib.util.find_spec("bitsandbytes") is None:
         packed = replace(config, lora=LoRA(quantize="4bit"))
-        with pytest.raises(ModelError, match="pip install bitsandbytes"):
+        with pytest.raises(ModelError, match=r"pip install .marlhf\[quant\]"):
             load_trained_policy(packed, NO_OBJECTS, here)
     real = builtins.__import__
 

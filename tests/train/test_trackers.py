@@ -168,7 +168,7 @@ def test_a_missing_package_is_a_sentence(tmp_path, monkeypatch, folder_of_logs):
     # None makes the import fail; an empty module is what Python makes of a folder `wandb`
     stand_in = types.ModuleType("wandb") if folder_of_logs else None
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
-    with pytest.raises(RunError, match="pip install wandb"):
+    with pytest.raises(RunError, match=r"pip install .marlhf\[wandb\]"):
         Trackers(["tensorboard", "wandb"], tmp_path, name="run", config_raw={})
     assert not list(tmp_path.iterdir())
     assert "wandb" not in tracker_names("all")

@@ -90,8 +90,9 @@ def main_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def tell(words: str) -> None:
-    typer.secho(words, err=True)
+def tell(words: str, *, bold: bool = False) -> None:
+    if main_rank():
+        typer.secho(words, bold=bold, err=True)
 
 
 def fail(message: str, status: int) -> None:

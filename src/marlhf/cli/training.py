@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from marlhf.cli.app import Overrides, Recipe, StageName, app, fail, main_rank, write_report_of
+from marlhf.cli.app import Overrides, Recipe, StageName, app, fail, main_rank, tell, write_report_of
+from marlhf.runs.stage_facts import facts_of
 from marlhf.train.stages import METHODS
 
 if TYPE_CHECKING:
@@ -19,9 +20,11 @@ LEFT = 75
 
 def _add_command(kind: str, help_: str) -> None:
     def command(recipe: Recipe, overrides: Overrides = None, stage: StageName = None) -> None:
-        from marlhf.config import load_stage
+        from marlhf.config import check_stage, make_segmenters
 
-        _train(load_stage(recipe, kind, overrides, stage))
+        checked = check_stage(recipe, kind, overrides, stage)  # torch is not needed for that
+        tell(f"{recipe}: {checked.name} in {checked.config.output_dir}")
+        _train(make_segmenters([checked])[0])
 
     app.command(kind, help=help_)(command)
 
@@ -33,16 +36,46 @@ for name, method in METHODS.items():
 @app.command("run")
 def run_all(recipe: Recipe, overrides: Overrides = None) -> None:
     """All stages of a recipe in order, skipping finished ones, then the report."""
-    from marlhf.config import load_recipe
+    from marlhf.config import check_recipe, make_segmenters
 
-    stages = load_recipe(recipe, overrides)
-    for number, stage in enumerate(stages, start=1):
-        if main_rank():
-            typer.secho(f"[{number}/{len(stages)}] {stage.name}", bold=True, err=True)
-        _train(stage)
+    stages = check_recipe(recipe, overrides)  # a typo is reported before torch loads
     root = Path(stages[0].config.output_dir).parent
+    tell(f"{recipe}: {', '.join(stage.name for stage in stages)} in {root}")
+    stages = make_segmenters(stages)
+    from marlhf.preflight import check_stages
+
+    check_stages(stages)
+    for number, stage in enumerate(stages, start=1):
+        tell(f"[{number}/{len(stages)}] {stage.name}", bold=True)
+        _train(stage)
     if main_rank():
         write_report_of([root], root / "report.html")
+        typer.echo(_results(stages))
+        policies = [s.config.output_dir for s in stages if facts_of(s.kind).samples]
+        pair = " ".join(policies[-2:])
+        tell(f"next: marlhf chat {pair or root}")
+        if len(policies) > 1:
+            tell(f"      marlhf judge {pair} --judge openai:MODEL")
+
+
+def _results(stages: list[Stage]) -> str:
+    """The last held-out numbers of each stage."""
+    from marlhf.runs.layout import read_state
+    from marlhf.text_table import text_table
+
+    names = {"score": "score", "gold": "gold", "kl": "KL", "length": "length"}
+    names |= {"win_rate": "win rate", "accuracy": "accuracy", "loss": "loss"}
+    found = [read_state(Path(s.config.output_dir)).get("summary", {}) for s in stages]
+    columns = [key for key in names if any(f"eval/{key}" in summary for summary in found)]
+    rows = [
+        [stage.name, *(_number(summary.get(f"eval/{key}")) for key in columns)]
+        for stage, summary in zip(stages, found)
+    ]
+    return text_table(["held out", *(names[key] for key in columns)], rows)
+
+
+def _number(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, (int, float)) else "-"
 
 
 @app.command("sweep")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -112,6 +113,10 @@ class RLConfig(StageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.sampling.temperature == 0:
+            raise SettingError("The policy must explore: set sampling.temperature above 0.")
+        if not all(math.isfinite(weight) for weight in self.reward_weights or ()):
+            raise SettingError(f"reward_weights must be finite; got {self.reward_weights}.")
         if self.vllm_url and self.engine != "vllm":
             raise SettingError("vllm_url is set, but vLLM is not asked for. Set engine: vllm.")
         if self.vllm_url:

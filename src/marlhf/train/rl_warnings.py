@@ -113,12 +113,10 @@ def warn_about_divided_scores(config: PPOConfig) -> None:
 
 
 def warn_about_sampling(config: RLConfig) -> None:
-    """Warn about settings that bias KL or the ratio; refuse those that cannot explore."""
+    """Warn about settings that bias KL or the ratio."""
     if config.sampling.truncated:
         warn(
             "top_k and top_p draw from part of the distribution while log-probs are of all of it: "
             "the KL penalty and the ratio are then estimates from the wrong samples. The paper "
             "does this; top_k: 0 and top_p: 1 are exact."
         )
-    if config.sampling.temperature == 0:
-        raise RunError("The policy must explore: set sampling.temperature above 0.")

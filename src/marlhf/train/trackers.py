@@ -53,6 +53,18 @@ def tracker_names(report_to: str | Sequence[str] | None) -> list[str]:
     return names
 
 
+def check_installed(report_to: str | Sequence[str] | None) -> list[str]:
+    """The trackers that a setting asks for, once all of them can be imported."""
+    names = tracker_names(report_to)
+    missing = [name for name in names if not _installed(name)]
+    if missing:
+        raise RunError(
+            f"report_to names {' and '.join(missing)}, which cannot be imported. Run "
+            f"`pip install 'marlhf[{','.join(missing)}]'`, or leave it out."
+        )
+    return names
+
+
 class Trackers:
     """The trackers of one run. `done` steps were taken, and reported, before a resume.
 
@@ -74,13 +86,7 @@ class Trackers:
         config_raw: Mapping[str, Any],
         done: int = 0,
     ) -> None:
-        names = tracker_names(report_to)
-        missing = [name for name in names if not _installed(name)]
-        if missing:
-            raise RunError(
-                f"report_to names {' and '.join(missing)}, which cannot be imported. Run "
-                f"`pip install {' '.join(missing)}`, or leave it out."
-            )
+        names = check_installed(report_to)
         self._trackers: dict[str, Tracker] = {}
         if not names:
             return

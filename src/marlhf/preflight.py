@@ -1,0 +1,136 @@
+"""What can be checked of a recipe's later stages before the first one trains for hours.
+
+Each check calls what the stage itself will call, so that the sentences are the same.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from marlhf.config import ConfigError, Stage
+from marlhf.configs.rl import RLConfig
+from marlhf.core import Constituents
+from marlhf.data import Loaded, load_data
+from marlhf.errors import MarlhfError, SettingError
+from marlhf.models.adapter_config import import_peft, quantization
+from marlhf.models.base import pick_device
+from marlhf.models.tiny import MAX_POSITIONS
+from marlhf.reward import RewardFunction, import_function
+from marlhf.runs.layout import is_finished
+from marlhf.runs.stage_facts import facts_of
+from marlhf.spans.parser import build_parser
+from marlhf.train.model_sources import reward_items
+from marlhf.train.objects import NO_OBJECTS
+from marlhf.train.trackers import check_installed
+
+OTHER_MODELS = ("ref_model", "critic_model", "gold_model")
+
+
+def check_stages(stages: Sequence[Stage]) -> None:
+    """Refuse a recipe of which a stage could not run, with every reason at once."""
+    problems: list[str] = []
+    read: dict[str, Loaded] = {}  # stages often share their rows
+    starts = {f"{stage.config.output_dir}/model": stage.config.model for stage in stages}
+    for stage in stages:
+        if is_finished(Path(stage.config.output_dir)):
+            continue
+        for check in _checks(stage, starts, read):
+            try:
+                check()
+            except MarlhfError as error:
+                problems.append(f"{stage.name}: {error}")
+    if problems:
+        several = "1 stage could not run" if len(problems) == 1 else "Some stages could not run"
+        lines = "\n  ".join(dict.fromkeys(problems))
+        raise ConfigError(f"{several}; nothing has been trained yet.\n  {lines}")
+
+
+def _checks(
+    stage: Stage, starts: dict[str, str], read: dict[str, Loaded]
+) -> Iterator[Callable[[], object]]:
+    config = stage.config
+    yield lambda: pick_device(config.device)
+    yield lambda: check_installed(config.report_to)
+    for name in (config.model, *(getattr(config, key, "") or "" for key in OTHER_MODELS)):
+        yield lambda name=name: _check_model(name, starts)
+    yield lambda: _check_length(config, starts)
+    if config.lora is not None:
+        yield import_peft
+        yield lambda: quantization(config.lora)
+    loaded: list[Loaded] = []
+    yield lambda: loaded.append(_check_data(stage, read))
+    if isinstance(config, RLConfig):
+        yield lambda: _check_rewards(config, starts, loaded)
+        yield lambda: _check_engine(config)
+        if isinstance(config.segmenter, Constituents):
+            parser = config.segmenter.parser
+            yield lambda: build_parser(parser)
+
+
+def _check_data(stage: Stage, read: dict[str, Loaded]) -> Loaded:
+    """The rows can be read, have the columns that the stage needs, and fill a batch."""
+    config = stage.config
+    part = getattr(config, "part", None) or facts_of(stage.kind).part
+    key = f"{config.data} {part} {config.columns}"
+    loaded = read[key] = read.get(key) or load_data(config.data, part, needs=config.columns)
+    if len(loaded.train) < config.batch_size:
+        raise SettingError(
+            f"There are {len(loaded.train)} rows for a batch of {config.batch_size}. Lower "
+            "batch_size, or give more data."
+        )
+    return loaded
+
+
+def _check_model(name: str, starts: dict[str, str]) -> None:
+    """A folder or file that is named is there, or another stage will leave it behind."""
+    is_path = name.startswith(("/", "./", "../", "~")) or name.endswith(".gguf")
+    if name not in starts and is_path and not Path(name).expanduser().exists():
+        raise SettingError(f"There is no model {name}. Correct the path.")
+
+
+def _check_length(config: Any, starts: dict[str, str]) -> None:
+    """A response alone fits into the positions of the model that the stages begin with."""
+    name = config.model
+    while name in starts:
+        name = starts[name]
+    file = Path(name).expanduser() / "config.json"
+    if name == "tiny":
+        limit = MAX_POSITIONS
+    elif file.is_file():
+        limit = json.loads(file.read_text(encoding="utf-8")).get("max_position_embeddings")
+    else:
+        return
+    longest = config.sampling.max_new_tokens if isinstance(config, RLConfig) else 0
+    if limit is not None and longest >= limit:
+        raise SettingError(
+            f"Responses of {longest} tokens leave no room for a prompt: the model has {limit} "
+            "positions. Lower sampling.max_new_tokens."
+        )
+
+
+def _check_rewards(config: RLConfig, starts: dict[str, str], loaded: list[Loaded]) -> None:
+    for item in reward_items(config, NO_OBJECTS):
+        name = str(item.item)
+        if ":" in name:
+            function = RewardFunction(import_function(name), cast(Any, None), name=name)
+            function.check([row for rows in loaded for row in rows.train + rows.eval])
+        elif name not in starts and "/" not in name and not Path(name).exists() and name != "tiny":
+            raise SettingError(
+                f"{name!r} is neither a folder nor a hub name (owner/name). A function of yours "
+                f"is written module:name, as in my_rewards:{name}."
+            )
+        else:
+            _check_model(name, starts)
+
+
+def _check_engine(config: RLConfig) -> None:
+    here = config.engine == "vllm" and not config.vllm_url
+    if here and importlib.util.find_spec("vllm") is None:
+        raise SettingError(
+            "engine: vllm needs vLLM, which is not installed. Run `pip install 'marlhf[vllm]'`, "
+            "set vllm_url to a server, or leave out engine."
+        )
