@@ -70,10 +70,10 @@ def main() -> None:
         asked.append(number)
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored
-        signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
     try:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored
+            signal.signal(signal.SIGINT, stop)
+        signal.signal(signal.SIGTERM, stop)
         app()
     except KeyboardInterrupt:
         fail("Stopped.", 130)
