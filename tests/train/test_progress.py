@@ -57,6 +57,8 @@ def test_a_method_calls_itself_by_its_own_name(tmp_path, capfd):
 
 def test_of_several_processes_one_prints(monkeypatch):
     monkeypatch.setenv("RANK", "1")
+    assert not importlib.reload(progress).console.quiet  # alone, whatever its rank
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert importlib.reload(progress).console.quiet
     monkeypatch.delenv("RANK")
     assert not importlib.reload(progress).console.quiet

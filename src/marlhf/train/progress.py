@@ -19,8 +19,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-# Under torchrun only rank 0 prints, from the first line on.
-console = Console(stderr=True, highlight=False, quiet=os.environ.get("RANK", "0") != "0")
+# Under torchrun only rank 0 prints, from the first line on. A cluster may set RANK alone.
+_rank, _world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+console = Console(stderr=True, highlight=False, quiet=_world_size != "1" and _rank != "0")
 
 LINES_PER_RUN = 10
 SECONDS_BETWEEN_LINES = 30.0
