@@ -7,8 +7,9 @@ from conftest import TOY, assert_close, read_lines
 from marlhf.core import Constituents
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
+from marlhf.spans.parsing import open_parsing
 from marlhf.spans.phrases import ParserError
-from marlhf.train import parsing, ppo, rloo
+from marlhf.train import ppo, rloo
 from marlhf.train.rloo_config import RLOOConfig
 
 RULE = Constituents(max_length=8)
@@ -62,4 +63,4 @@ def test_a_parser_that_is_not_there_stops_a_run_before_it_begins(ppo_config):
 
 
 def test_most_rules_need_no_parser():
-    assert parsing.open_parsing(lambda responses: responses.mask, tiny_tokenizer()) is None
+    assert open_parsing(lambda responses: responses.mask, tiny_tokenizer()) is None
