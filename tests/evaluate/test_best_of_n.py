@@ -163,7 +163,7 @@ def test_damaged_lines_are_left_out_of_the_report(tmp_path):
 
 def test_a_heat_map_darkens_with_the_value_and_leaves_gaps():
     chart = heat_map(["<a>"], ["1", "2", "3"], [[0.0, 1.0, math.nan]], x_label="n", y_label="t")
-    assert chart.index("(--pos),0.06)") < chart.index("(--pos),0.60)")
+    assert chart.index("(--heat),0.06)") < chart.index("(--heat),0.60)")
     assert chart.count("<rect") == 2
     assert "<a>" not in chart
 

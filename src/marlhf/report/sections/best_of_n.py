@@ -69,7 +69,7 @@ def heat_map(
             x, share = left + j * width, (value - low) / ((high - low) or 1.0)
             drawn.append(
                 f'<rect x="{x}" y="{y}" width="{width - 2}" height="{height - 2}" rx="3" '
-                f'style="fill:rgba(var(--pos),{0.06 + 0.54 * share:.2f})"/>'
+                f'style="fill:rgba(var(--heat),{0.06 + 0.54 * share:.2f})"/>'
                 f'<text class="name" x="{x + width / 2 - 1:g}" y="{y + 19}" '
                 f'text-anchor="middle">{num(value)}</text>'
             )

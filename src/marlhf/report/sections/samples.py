@@ -1,4 +1,4 @@
-"""The same prompt under each run, with its macro actions made visible."""
+"""Responses of each run to the same prompts, with their macro actions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from marlhf.intervals import thin
+from marlhf.intervals import quantiles, thin
 from marlhf.report.groups import START_COLOUR, Group
 from marlhf.report.page import chip, num, section, signed, text
 from marlhf.runs.read import Row, number
@@ -14,7 +14,7 @@ from marlhf.runs.read import Row, number
 MAX_PROMPTS = 12
 MAX_PIECES = 600
 MAX_SPANS = 20_000
-"""On the whole page: with one span a token, long responses of many runs add up."""
+"""On the whole page: with one span per token, long responses of many runs add up."""
 MAX_PROMPT_CHARS = 1200
 MAX_RESPONSE_CHARS = 4000
 
@@ -28,7 +28,7 @@ class Macro(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What one run wrote to a prompt."""
+    """The response of one run to a prompt."""
 
     label: str
     colour: str
@@ -41,35 +41,57 @@ def samples(policies: list[Group]) -> str:
     if not prompts:
         return ""
     shown = _within_budget(prompts)
-    scale = _advantage_scale(shown)
+    scales = _advantage_scales(shown)
     note = (
         " Of several seeds, the first is shown." if any(len(g.runs) > 1 for g in policies) else ""
     )
     return section(
         "samples",
         "Samples",
-        f"One prompt, each run's response at its last step. Each stretch is one macro action; "
-        f"those of several tokens begin at a small bar.{note}",
-        _key(scale),
-        *(_sample(prompt, answers, scale) for prompt, answers in shown),
+        f"One prompt, each run's response at its last step. A bar begins a macro action; without "
+        f"bars every token is one.{note}",
+        _key(scales),
+        _example(shown, scales),
+        *(_sample(prompt, answers, scales) for prompt, answers in shown),
     )
 
 
-def _key(scale: float) -> str:
-    """What the shades say: by colour and, for eyes that do not tell them apart, by underline."""
-    if not math.isfinite(scale):
-        return '<p class="lead">Colours only tell neighbours apart: no advantages on record.</p>'
-    shades = [
-        "".join(
-            f'<i class="{name}{level}">{signed(sign * level * scale / 4)}</i>'
-            for level in (1, 2, 3, 4)
-        )
-        for name, sign in (("p", 1), ("n", -1))
-    ]
+def _key(scales: dict[str, float]) -> str:
+    """What the shades mean: by colour and, for the colour-blind, by underline."""
+    if not scales:
+        return '<p class="lead">Colours only separate neighbours: no advantages were recorded.</p>'
+    better, worse = (
+        "".join(f'<i class="{sign}{level}">{25 * level}%</i>' for level in (1, 2, 3, 4))
+        for sign in ("p", "n")
+    )
+    large = ", ".join(f"{num(scale)} for {text(label)}" for label, scale in scales.items())
     return (
-        f'<p class="said shades"><span>{shades[0]} went better than expected</span> '
-        f"<span>{shades[1]} went worse, dotted underline</span> "
-        f"<span>The number is the advantage; it shows when you rest on a stretch.</span></p>"
+        f'<p class="said shades"><span>{better} better than expected</span> '
+        f"<span>{worse} worse, dotted underline</span></p>"
+        f'<p class="said shades">Shades are shares of a large advantage of the run: {large}. '
+        "Hover to see the advantage.</p>"
+    )
+
+
+def _example(prompts: list[tuple[str, list[Answer]]], scales: dict[str, float]) -> str:
+    """One macro action in words: the one with the largest advantage in the first prompt."""
+    candidates = [
+        (macro.length > 1, abs(macro.advantage), answer.label, macro)
+        for answer in prompts[0][1]
+        for macro in macro_actions(answer.sample)
+        if math.isfinite(macro.advantage) and macro.text.strip()
+    ]
+    if not candidates:
+        return ""
+    *_, label, macro = max(candidates, key=lambda each: each[:2])
+    (span,) = _spans([macro], scales[label])
+    better = macro.advantage > 0
+    size = "one token" if macro.length == 1 else f"{macro.length} tokens"
+    return (
+        f'<p class="said shades">For example {span} is one macro action of {text(label)}, {size}, '
+        f"with advantage {signed(macro.advantage)}: what followed was "
+        f"{'better' if better else 'worse'} than the critic expected, so the update makes these "
+        f"tokens {'more' if better else 'less'} likely.</p>"
     )
 
 
@@ -105,7 +127,7 @@ def _within_budget(prompts: list[tuple[str, list[Answer]]]) -> list[tuple[str, l
 
 
 def macro_actions(sample: Row) -> list[Macro]:
-    """The response cut at its macro actions; one piece where no cuts were recorded."""
+    """The response split into its macro actions; one piece where none were recorded."""
     pieces = sample.get("pieces")
     if not isinstance(pieces, list) or not pieces:
         response = sample.get("response")
@@ -126,20 +148,23 @@ def _same_length(values: object, length: int) -> list[Any]:
     return values if isinstance(values, list) and len(values) == length else []
 
 
-def _advantage_scale(prompts: list[tuple[str, list[Answer]]]) -> float:
-    """The size of a large advantage on this page, so that one outlier does not pale the rest."""
-    sizes = sorted(
-        abs(macro.advantage)
-        for _, answers in prompts
-        for answer in answers
-        for macro in macro_actions(answer.sample)
-        if math.isfinite(macro.advantage)
+def _advantage_scales(prompts: list[tuple[str, list[Answer]]]) -> dict[str, float]:
+    """The size of a large advantage of each run, so that one outlier does not pale the rest.
+
+    Macro actions sum more rewards than tokens do: on a shared scale one run would look flat.
+    """
+    sizes: dict[str, list[float]] = {}
+    for _, answers in prompts:
+        for answer in answers:
+            advantages = [abs(macro.advantage) for macro in macro_actions(answer.sample)]
+            sizes.setdefault(answer.label, []).extend(filter(math.isfinite, advantages))
+    return {label: max(quantiles(each, [0.95])[0], 1e-9) for label, each in sizes.items() if each}
+
+
+def _sample(prompt: str, answers: list[Answer], scales: dict[str, float]) -> str:
+    shown = "".join(
+        _answer(answer, scales.get(answer.label, math.nan)) for answer in thin(answers, 8)
     )
-    return max(sizes[int(0.95 * (len(sizes) - 1))], 1e-9) if sizes else math.nan
-
-
-def _sample(prompt: str, answers: list[Answer], scale: float) -> str:
-    shown = "".join(_answer(answer, scale) for answer in thin(answers, 8))
     return (
         f'<article class="sample"><p class="prompt" dir="auto"><b>Prompt</b>'
         f'{text(_shortened(prompt))}</p><div class="answers">{shown}</div></article>'
@@ -173,7 +198,9 @@ def _answer(answer: Answer, scale: float) -> str:
 
 def _spans(macros: list[Macro], scale: float) -> Iterator[str]:
     """Tokens of a response are often single letters: attributes are kept short."""
+    has_bars = any(macro.length > 1 for macro in macros)
     for i, macro in enumerate(macros):
+        start = " m" if has_bars else ""
         words = text(macro.text[:MAX_RESPONSE_CHARS])
         if macro.length == 0:
             yield words
@@ -183,10 +210,9 @@ def _spans(macros: list[Macro], scale: float) -> Iterator[str]:
             shade = f"{sign}{level}" if level else "z"
             size = f", {macro.length} tokens" if macro.length > 1 else ""
             title = f"advantage {signed(macro.advantage)}{size}"
-            start = " m" if macro.length > 1 else ""
             yield f'<i class="{shade}{start}" title="{title}">{words}</i>'
         else:
-            yield f'<i class="{"ab"[i % 2]}{" m" if macro.length > 1 else ""}">{words}</i>'
+            yield f'<i class="{"ab"[i % 2]}{start}">{words}</i>'
 
 
 def _shortened(prompt: str) -> str:
