@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import os
+import random
 import re
 import shlex
 import signal
@@ -24,7 +25,7 @@ from marlhf.judge import client as judge_client
 from marlhf.judge.compare import Prices, describe, judge
 from marlhf.judge.criteria import TASKS, Question
 from marlhf.judge.pairs import JudgeError, Response, find_responses, read_pairs
-from marlhf.judge.verdicts import summarise
+from marlhf.judge.verdicts import Judgement, summarise
 from marlhf.report.sections.judged import judged
 
 pytest.importorskip("openai")
@@ -680,3 +681,41 @@ def test_no_reply_is_slow_to_read():
         began = time.process_time()
         TASKS["hh"].parse(unit * (20_000 // len(unit)))
         assert time.process_time() - began < 2, unit
+
+
+def test_known_prices_are_money_and_given_ones_override_them(files, server, monkeypatch):
+    said = []
+    judge(*files, "openai:gpt-4o-mini", task="hh", dry_run=True, say=said.append)
+    assert re.search(
+        r"600 out, \$0\.00\d\d at list prices of \d{4}-\d\d \(see --price-in\)$", said[1]
+    )
+    judge(*files, "openai:gpt-4o-mini", dry_run=True, say=said.append, prices=Prices(2.0, 8.0))
+    assert said[3].endswith("at the given prices")
+    judge(*files, "openai:gpt-4o-mini", base_url=server.url, dry_run=True, say=said.append)
+    assert said[5].endswith("600 out")  # another server has other prices
+    judge(*files, "openai:gpt-99", dry_run=True, say=said.append)
+    assert said[7].endswith("600 out")
+
+
+def judgement(verdict, a, b):
+    return Judgement("p", "x" * a, "x" * b, verdict)
+
+
+def test_win_rates_at_equal_length():
+    """A judge who wants length only, and one who does not care for it."""
+    draw = random.Random(0)
+    pairs = [(draw.randint(50, 150), draw.randint(0, 100)) for _ in range(300)]
+    by_length = [judgement("a" if a + draw.gauss(0, 20) > b else "b", a, b) for a, b in pairs]
+    found = summarise(by_length)
+    equal = found["win_rate_at_equal_length"]
+    assert found["win_rate"] > 0.85
+    assert equal["low"] < 0.5 < equal["high"]
+    fair = summarise([judgement("a" if draw.random() < 0.8 else "b", a, b) for a, b in pairs])
+    assert abs(fair["win_rate_at_equal_length"]["share"] - fair["win_rate"]) < 0.06
+    alike = summarise([judgement(v, 9, 9) for v in ("a", "a", "tie", "b")])
+    assert abs(alike["win_rate_at_equal_length"]["share"] - 0.625) < 0.01
+    always = summarise([judgement("a", 20, 10 + n % 5) for n in range(40)])
+    assert always["win_rate_at_equal_length"]["share"] > 0.97
+    assert summarise([])["pairs"] == 0
+    lines = describe(found | {"a": "new", "b": "old", "without_verdict": 0})
+    assert re.match(r"  win rate, ties as half: \d\d\.\d%; at equal length \d\d\.\d% \[", lines[1])

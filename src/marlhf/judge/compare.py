@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from marlhf.judge.client import Cache, OpenAIJudge
 from marlhf.judge.criteria import Answer, Question, find_criteria, slug
 from marlhf.judge.pairs import JudgeError, Pair, home, prompt_text, read_pairs
+from marlhf.judge.prices import Prices, find_prices
 from marlhf.judge.verdicts import Judgement, Verdict, write_verdicts
 from marlhf.runs.layout import JUDGED
 
@@ -30,21 +30,6 @@ class Judge(Protocol):
     """Anything that says which of two responses is better."""
 
     def answer(self, questions: Sequence[Question], progress: Progress) -> list[Answer | None]: ...
-
-
-@dataclass(frozen=True)
-class Prices:
-    """Per million tokens, in any currency; None if unknown."""
-
-    tokens_in: float | None = None
-    tokens_out: float | None = None
-
-    def __call__(self, tokens_in: int, tokens_out: int) -> str:
-        words = f"{tokens_in:,} tokens in, {tokens_out:,} out"
-        if self.tokens_in is None and self.tokens_out is None:
-            return words
-        cost = tokens_in * (self.tokens_in or 0) + tokens_out * (self.tokens_out or 0)
-        return f"{words}, {cost / 1e6:.4f} at the given prices"
 
 
 def judge(
@@ -103,8 +88,9 @@ def judge(
         client = OpenAIJudge(
             name, criteria, replies, base_url=base_url, concurrency=concurrency, timeout=timeout
         )
+        known = find_prices(prices, name, client.base_url)
         try:
-            answers = _ask_server(client, questions, prices or Prices(), dry_run, say, progress)
+            answers = _ask_server(client, questions, known, dry_run, say, progress)
         finally:
             replies.close()
     elif dry_run:
@@ -159,6 +145,7 @@ def describe(summary: dict[str, Any]) -> list[str]:
         for name, s in ((name, summary[name]) for name in ("win", "tie", "loss"))
     ]
     lines = [f"{summary['a']} against {summary['b']}: {', '.join(shares)}"]
+    lines += _lengths(summary)
     for name, sides in summary["dimensions"].items():
         a, b, d = (sides[side] for side in ("a", "b", "difference"))
         lines.append(
@@ -171,6 +158,17 @@ def describe(summary: dict[str, Any]) -> list[str]:
     if summary["without_verdict"]:
         lines.append(f"{summary['without_verdict']} pairs have no verdict.")
     return lines
+
+
+def _lengths(summary: dict[str, Any]) -> list[str]:
+    """The win rate beside the one at equal length."""
+    equal = summary["win_rate_at_equal_length"]
+    share, low, high = (100 * equal[key] for key in ("share", "low", "high"))
+    a, b = summary["mean_chars"]
+    return [
+        f"  win rate, ties as half: {100 * summary['win_rate']:.1f}%; at equal length {share:.1f}% "
+        f"[{low:.1f}, {high:.1f}] ({a:.0f} against {b:.0f} characters)"
+    ]
 
 
 def _local_judge(kind: str, name: str, criteria: Any, device: str) -> Judge:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from marlhf.intervals import interval, wilson
+from marlhf.intervals import interval, mean, wilson
+from marlhf.judge.length import win_rate_at_equal_length
 from marlhf.judge.pairs import JudgeError, read_lines
 from marlhf.runs.atomic import write_json
 from marlhf.runs.jsonl import write_jsonl
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 Verdict = Literal["a", "b", "tie"]
 VERDICTS: tuple[Verdict, ...] = ("a", "tie", "b")
+WINS = {"a": 1.0, "tie": 0.5, "b": 0.0}
 REVERSED: dict[str, Verdict] = {"a": "b", "b": "a", "tie": "tie"}
 
 
@@ -46,12 +48,18 @@ def share_with_bounds(count: int, total: int) -> dict[str, float]:
 
 
 def summarise(judgements: Sequence[Judgement]) -> dict[str, Any]:
-    """Win, tie and loss of A with intervals, the dimensions, and how often the orders disagreed."""
+    """Win, tie and loss of A with intervals, at equal length too; dimensions and orders."""
     total = len(judgements)
     counts = {v: sum(j.verdict == v for j in judgements) for v in VERDICTS}
     found: dict[str, Any] = {"pairs": total}
     for name, verdict in (("win", "a"), ("tie", "tie"), ("loss", "b")):
         found[name] = {"count": counts[verdict], **share_with_bounds(counts[verdict], total)}
+    wins = [WINS[j.verdict] for j in judgements]
+    chars = [len(j.response_a) for j in judgements], [len(j.response_b) for j in judgements]
+    equal = win_rate_at_equal_length(wins, *chars)
+    found["win_rate"] = mean(wins)
+    found["win_rate_at_equal_length"] = dict(zip(("share", "low", "high"), equal[:3]))
+    found["mean_chars"] = [mean(chars[0]), mean(chars[1])]
     both = [j for j in judgements if len(j.orders) > 1]
     if both:
         found["orders_disagreed"] = sum(len(set(j.orders)) > 1 for j in both)

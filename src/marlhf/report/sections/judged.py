@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from marlhf.intervals import Interval
+from marlhf.intervals import NO_INTERVAL, Interval
 from marlhf.judge.agreement import compare, read_votes
 from marlhf.judge.pairs import JudgeError, read_lines
 from marlhf.judge.verdicts import REVERSED, share_with_bounds
@@ -158,8 +158,13 @@ def _shares(found: Sequence[dict[str, Any]]) -> str:
         cells = [interval_cell(_interval(s[part], "share", s["pairs"]), percent) for part in PARTS]
         turned = s.get("orders_disagreed")
         share = percent(turned / s["pairs"]) if isinstance(turned, int) else num(None)
+        equal = s.get("win_rate_at_equal_length")  # since 0.2
+        equal = _interval(equal, "share", s["pairs"]) if isinstance(equal, dict) else NO_INTERVAL
+        plain = percent(s["win"]["share"] + s["tie"]["share"] / 2)
+        cells += [plain, interval_cell(equal, percent)]
         rows.append([text(_label(s)), str(s["pairs"]), *cells, share])
-    return table(["Comparison", "Pairs", "Win", "Tie", "Loss", "Orders disagreed"], rows)
+    header = ["Comparison", "Pairs", "Win", "Tie", "Loss", "Win rate", "At equal length"]
+    return table([*header, "Orders disagreed"], rows)
 
 
 def _dimensions(found: Sequence[dict[str, Any]], colours: dict[str, str]) -> str:
