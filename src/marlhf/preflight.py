@@ -20,8 +20,8 @@ from marlhf.models.adapter_config import import_peft, quantization
 from marlhf.models.base import pick_device
 from marlhf.models.tiny import MAX_POSITIONS
 from marlhf.reward import RewardFunction, import_function
-from marlhf.runs.layout import is_finished
 from marlhf.runs.stage_facts import facts_of
+from marlhf.runs.write import is_finished
 from marlhf.spans.parser import build_parser
 from marlhf.train.model_sources import reward_items
 from marlhf.train.objects import NO_OBJECTS

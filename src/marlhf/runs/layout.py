@@ -18,6 +18,7 @@ judged/          verdicts of `marlhf judge` and `marlhf annotate`
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,14 @@ def is_run(folder: Path) -> bool:
     return (folder / STATE).is_file() or (folder / METRICS).is_file()
 
 
-def is_finished(folder: Path) -> bool:
-    """Whether the run in a folder is over and its model there."""
-    return read_state(folder).get("status") == "finished" and (folder / MODEL).is_dir()
+def has_model(folder: Path, state: Mapping[str, Any]) -> bool:
+    """Whether the model of a finished run is there, none of its files missing or cut short."""
+    files = state.get("model_files") or {}  # version 0.1 recorded none
+    model = folder / MODEL
+    return model.is_dir() and all(
+        (model / name).is_file() and (model / name).stat().st_size == size
+        for name, size in files.items()
+    )
 
 
 def read_state(folder: Path) -> dict[str, Any]:

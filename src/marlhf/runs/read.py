@@ -158,6 +158,8 @@ def read_run(path: Path | str) -> Run:
         if not found and (path / name).is_file():
             problems.append(f"{name} is damaged and was left out")
     metrics = [_current_names(row) for row in _read_rows(path / METRICS, problems)]
+    if not metrics and about.get("status") == "finished":
+        problems.append(f"{METRICS} is missing or empty: there are no curves")
     train = _by_step(row for row in metrics if row.get("kind", "train") == "train")
     evaluations = [
         evaluation

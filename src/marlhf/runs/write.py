@@ -1,4 +1,4 @@
-"""The folder of a run that is training: settings, state, metrics and the model, always whole."""
+"""The folder of a run that is training: settings, state, metrics and the model."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from marlhf.runs.atomic import (
     write_json,
     write_text,
 )
+from marlhf.runs.digests import changed_inputs, input_digests
 from marlhf.runs.jsonl import append_jsonl, finite, read_jsonl, write_jsonl
 from marlhf.runs.layout import (
     CHECKPOINTS,
@@ -33,6 +34,7 @@ from marlhf.runs.layout import (
     SAMPLES,
     STATE,
     RunError,
+    has_model,
     read_config,
     read_state,
 )
@@ -62,6 +64,8 @@ class RunFolder:
             "seed": self.config.get("seed"),
             "summary": {},
         }
+        self.problems: list[str] = []
+        """What the user should know about files that were deleted or damaged."""
         self._clock = time.perf_counter()
         self._open()
 
@@ -75,7 +79,7 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        return self.state["status"] == "finished" and self.model.is_dir()
+        return self.state["status"] == "finished" and has_model(self.path, self.state)
 
     @property
     def seconds(self) -> float:
@@ -92,6 +96,8 @@ class RunFolder:
                 self.state |= before
                 if not self.finished:
                     self.lock()
+                self._check_inputs()
+                self._check_files()
                 return
         elif self.path.is_dir() and any(
             not p.name.endswith(UNFINISHED) for p in self.path.iterdir()
@@ -102,6 +108,7 @@ class RunFolder:
         with explain_disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock()
+        self.state["inputs"] = input_digests(self.config)
         settings = yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True)
         write_text(self.path / CONFIG, settings)
         self.write_state()
@@ -154,6 +161,38 @@ class RunFolder:
                 "folder. It differs in\n  " + "\n  ".join(changed[:12])
             )
 
+    def _check_inputs(self) -> None:
+        """Refuse a run whose models or data are no longer those that it began with."""
+        changed = changed_inputs(self.config, self.state.get("inputs") or {})
+        if not changed:
+            return
+        if not self.model.exists() and not self.checkpoints.exists():
+            self.state["inputs"] = input_digests(self.config)  # nothing was learnt from the others
+            return
+        verdict = "is finished, but for" if self.finished else "began with"
+        raise RunError(
+            f"{self.path} {verdict} other inputs than there are now. Put them back; or, to train "
+            "on those there are, delete that folder or choose another output_dir. Since then\n  "
+            + "\n  ".join(changed)
+        )
+
+    def _check_files(self) -> None:
+        """Note files of this folder that somebody deleted or damaged."""
+        if self.state["status"] == "finished" and not self.finished:
+            self.problems.append(
+                f"the model in {self.model} is not complete, so the end of the run is repeated"
+            )
+        lines = read_jsonl(self.path / METRICS)
+        if not lines.rows and (self.model.exists() or self.checkpoints.exists()):
+            self.problems.append(
+                f"{self.path / METRICS} is missing or empty: what it recorded is not in reports"
+            )
+        elif lines.broken:
+            numbers = ", ".join(map(str, list(lines.broken)[:5]))
+            self.problems.append(
+                f"{self.path / METRICS} is damaged: what is not JSON is left out (lines {numbers})"
+            )
+
     def rewind(self, step: int, seconds: float) -> None:
         """Drop what was logged after a checkpoint: those steps are about to be taken again."""
         for name in LOGS:
@@ -192,6 +231,9 @@ class RunFolder:
         self._clock = time.perf_counter()
         if summary is not None:
             self.state["summary"] = finite(summary)
+        if status == "finished":
+            weights = self.model.glob("*.safetensors")
+            self.state["model_files"] = {file.name: file.stat().st_size for file in weights}
         if note:
             self.state["note"] = note
         try:
@@ -236,3 +278,11 @@ def _step_of(row: dict[str, Any]) -> float:
     """A line without a step belongs to none, and is dropped."""
     step = row.get("step")
     return step if isinstance(step, int) else math.inf
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run in a folder is over, for the inputs there are now, and its model complete."""
+    state = read_state(folder)
+    if state.get("status") != "finished" or not has_model(folder, state):
+        return False
+    return not changed_inputs(read_config(folder), state.get("inputs") or {})

@@ -12,8 +12,8 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from marlhf.runs.layout import is_finished
 from marlhf.runs.read import read_run
+from marlhf.runs.write import is_finished
 from marlhf.sweep import jobs as processes
 from marlhf.sweep.durations import expected_seconds
 from marlhf.sweep.jobs import Job

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from marlhf.runs.layout import is_finished
+from marlhf.runs.write import is_finished
 from marlhf.sweep.plan import Plan, Training
 from marlhf.sweep.run import Sweep
 from marlhf.text_table import text_table

@@ -50,6 +50,8 @@ def open_run(config: StageConfig, stage: str, world: World) -> RunFolder:
         if run is None:
             run = ReadOnlyRunFolder(config.output_dir, stage, config)
     assert run is not None
+    for problem in run.problems:
+        warn(problem)
     if run.finished:
         say(f"{run.path.name} is finished: {run.model}")
     return run
