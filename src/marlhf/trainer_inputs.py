@@ -14,11 +14,10 @@ from marlhf.data import Row
 from marlhf.errors import SettingError
 from marlhf.models.adapter_files import digest as weights_digest
 from marlhf.models.base import Model, Tokenizer
+from marlhf.runs.layout import GIVEN
 
 Dataset = Iterable[Mapping[str, Any]]
 """A `datasets.Dataset`, a list of dicts, or anything else that gives records."""
-GIVEN = "(given in Python)"
-"""What a run's config says where an object was given."""
 
 
 def path_or_model(given: Any, name: str) -> tuple[str, Model | None]:

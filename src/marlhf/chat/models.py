@@ -79,6 +79,7 @@ class ChatModel:
     model: Model
     form: str
     sampling: Sampling
+    trust_code: bool = False
     system: str = ""
     turns: list[Turn] = field(default_factory=list)
     _engine: NativeEngine | None = None
@@ -158,6 +159,13 @@ class ChatModel:
         config = self.policy.config
         if not config.get("segmenter"):
             raise EvaluationError("It was not trained with macro actions.")
+        rule = config["segmenter"]
+        rule = str(rule.get("type", "") if isinstance(rule, dict) else rule)
+        if ":" in rule and not self.trust_code:
+            raise EvaluationError(
+                f"{self.policy.folder} names {rule} as its segmenter, and to use it is to run that "
+                "code. Start the chat with --trust-code if you trust the folder."
+            )
         segmenter = build_segmenter(config["segmenter"])
         ids = turn.answer_ids
         tokens, spans = torch.tensor([ids]), None
@@ -193,8 +201,8 @@ class ChatModel:
         reference = self._reference
         if reference is None:
             path = folder_of(located(config.get("ref_model") or config["model"], self.policy))
-            remote = bool(config.get("trust_remote_code"))
-            loaded = load_policy(path, seed=int(config.get("seed") or 0), trust_remote_code=remote)
+            seed = int(config.get("seed") or 0)
+            loaded = load_policy(path, seed=seed, trust_remote_code=self.trust_code)
             reference = self._reference = loaded.to(device).eval()
         pad = self.tokenizer.pad_token_id
         whole = Sequences.from_lists([turn.prompt_ids], [turn.answer_ids], pad, device)
@@ -209,8 +217,13 @@ def load_chat_models(
     form: str = "auto",
     temperature: float | None = None,
     max_new_tokens: int | None = None,
+    trust_code: bool = False,
 ) -> list[ChatModel]:
-    """Load every model under `paths`: runs, folders of runs, model folders, hub names, GGUF."""
+    """Load every model under `paths`: runs, folders of runs, model folders, hub names, GGUF.
+
+    Code that a run names or that comes with a model is run only with `trust_code`: a folder
+    cannot vouch for itself.
+    """
     if form not in ("auto", *FORMS):
         raise EvaluationError(
             f"There is no form {form!r}. Choose one of: auto, {', '.join(FORMS)}."
@@ -225,9 +238,8 @@ def load_chat_models(
     overrides = {name: value for name, value in overrides.items() if value is not None}
     chat_models: list[ChatModel] = []
     for policy in policies.values():
-        remote = bool(policy.config.get("trust_remote_code"))
-        tokenizer = load_tokenizer(policy.model, trust_remote_code=remote)
-        model = load_policy(policy.model, trust_remote_code=remote).to(device).eval()
+        tokenizer = load_tokenizer(policy.model, trust_remote_code=trust_code)
+        model = load_policy(policy.model, trust_remote_code=trust_code).to(device).eval()
         check_vocabulary(model, tokenizer, policy.model)
         own_form = find_form(policy, tokenizer) if form == "auto" else form
         if own_form == "chat" and not tokenizer.chat_template:
@@ -236,7 +248,9 @@ def load_chat_models(
             )
         name = policy.name if names.count(policy.name) == 1 else str(policy.folder)
         sampling = replace(_sampling(policy), **overrides)
-        chat_models.append(ChatModel(name, policy, tokenizer, model, own_form, sampling))
+        chat_models.append(
+            ChatModel(name, policy, tokenizer, model, own_form, sampling, trust_code)
+        )
     if not chat_models:
         raise EvaluationError("No path was given. Give a run, a model folder or a hub name.")
     return chat_models

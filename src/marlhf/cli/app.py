@@ -38,6 +38,10 @@ DataPath = Annotated[str | None, typer.Option(help="Other data: a file or folder
 Split = Annotated[str | None, typer.Option(help="All of a split, such as test.")]
 Like = Annotated[str | None, typer.Option(help="A run to take from what RUN lacks.")]
 SampleSeed = Annotated[int, typer.Option(help="Of the samples.")]
+TrustCode = Annotated[
+    bool,
+    typer.Option("--trust-code", help="Run Python code that RUN names or that comes with models."),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda ...")]
 
 RANK_DELAY = 2.0

@@ -16,6 +16,7 @@ from marlhf.cli.app import (
     Several,
     Source,
     Split,
+    TrustCode,
     app,
     tell,
     write_report_of,
@@ -36,6 +37,7 @@ def pass_at_k(
     seconds: Annotated[float, typer.Option(help="For a program on one test.")] = 4.0,
     seed: SampleSeed = 0,
     device: Device = "auto",
+    trust_code: TrustCode = False,
 ) -> None:
     """Share of programming problems that k samples solve, by unit tests."""
     from marlhf.evaluate.pass_at_k import PassAtKOptions, measure
@@ -53,6 +55,7 @@ def pass_at_k(
         split=split,
         seed=seed,
         device=device,
+        trust_code=trust_code,
     )
 
     def progress(done: int, total: int) -> None:
@@ -88,6 +91,7 @@ def evaluate(
     path: DataPath = None,
     split: Split = None,
     device: Device = "auto",
+    trust_code: TrustCode = False,
 ) -> None:
     """Score responses to held-out prompts, of any model by any reward models."""
     from marlhf.evaluate.eval_plan import EvaluationOptions
@@ -106,6 +110,7 @@ def evaluate(
         path=path,
         split=split,
         device=device,
+        trust_code=trust_code,
     )
     found = evaluate(runs, options, tell)
     typer.echo(summary_table([(each.name, each.summary) for each in found]))
@@ -135,6 +140,7 @@ def best_of_n(
     path: DataPath = None,
     split: Split = None,
     device: Device = "auto",
+    trust_code: TrustCode = False,
 ) -> None:
     """What the best of n samples scores, at each n and temperature."""
     from marlhf.evaluate import best_of_n as sampler
@@ -152,6 +158,7 @@ def best_of_n(
         split=split,
         train=train,
         device=device,
+        trust_code=trust_code,
     )
     found = sampler.best_of_n(run, options, n or (4, 8, 16, 32), temperature or (), tell)
     typer.echo(grid_table(found))

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from marlhf.cli.app import Device, MaxNewTokens, Overrides, StageName, app
+from marlhf.cli.app import Device, MaxNewTokens, Overrides, StageName, TrustCode, app
 from marlhf.train.stages import METHODS
 
 
@@ -105,6 +105,7 @@ def chat(
     max_new_tokens: MaxNewTokens = None,
     seed: Annotated[int, typer.Option(help="Of the answers.")] = 0,
     device: Device = "auto",
+    trust_code: TrustCode = False,
 ) -> None:
     """Talk to one or several models side by side; questions may also be piped in."""
     import signal
@@ -120,6 +121,7 @@ def chat(
         form=form,
         temperature=temperature,
         max_new_tokens=max_new_tokens,
+        trust_code=trust_code,
     )
     if converse(chat_models, seed=seed):
         raise typer.Exit(1)

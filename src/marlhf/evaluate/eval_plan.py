@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,12 @@ from marlhf.errors import MarlhfError
 from marlhf.rollout import Sampling
 from marlhf.runs.digests import weights_digest
 from marlhf.runs.evaluations import SamplingSettings
-from marlhf.runs.layout import MODEL, is_run
+from marlhf.runs.layout import GIVEN, MODEL, is_run
 from marlhf.runs.read import find_runs, read_run
 from marlhf.runs.stage_facts import facts_of
+
+SHIPPED_FUNCTIONS = ("marlhf.reward.code:unit_tests",)
+"""Reward functions of marlhf itself, which a run folder may name."""
 
 
 class EvaluationError(MarlhfError, ValueError):
@@ -49,6 +52,8 @@ class EvaluationOptions:
     train: bool = False
     """Use prompts of the training part instead of held-out ones."""
     device: str = "auto"
+    trust_code: bool = False
+    """Run Python code that a run names or that comes with a model."""
 
     def __post_init__(self) -> None:
         if self.prompts < 1:
@@ -151,6 +156,7 @@ def make_plan(
         rewards = tuple((folder_of(path), 1.0) for path in options.rewards)
     else:
         rewards = _rewards(policy) or _rewards(fallback)
+        _check_rewards(policy if _rewards(policy) else fallback, options.trust_code)
     if not rewards:
         raise EvaluationError(
             f"{policy.folder} names no reward model. Give one with --reward PATH, or name a run "
@@ -162,6 +168,11 @@ def make_plan(
     if reference is None and against is not None:
         reference = against.config.get("ref_model") or against.config.get("model")
         reference = reference and located(reference, against)
+        if (reference or "").startswith(GIVEN):
+            raise EvaluationError(
+                f"{against.folder} started from a model given in Python, which KL would be "
+                "measured to. Name its folder with --reference PATH, or --reference none."
+            )
     return EvaluationPlan(
         data=_data(policy, fallback, options),
         part=policy.config.get("part") or facts_of(policy.stage).part,
@@ -171,20 +182,26 @@ def make_plan(
         rewards=rewards,
         reference=None if reference in (None, "", "none") else folder_of(reference),
         reference_seed=int((against or policy).config.get("seed") or 0),
-        trust_remote_code=bool(policy.config.get("trust_remote_code")),
+        trust_remote_code=options.trust_code,
         precision=policy.config.get("precision") or "auto",
     )
 
 
 def _data(policy: PolicySource, fallback: PolicySource, options: EvaluationOptions) -> DataConfig:
     """The run's own data, or other data, of which all rows count."""
-    raw = dict(policy.config.get("data") or fallback.config.get("data") or {})
+    own, other = policy.config.get("data") or {}, fallback.config.get("data") or {}
+    raw = dict(other if not own or (_given(own) and not _given(other)) else own)
     chosen = {"source": options.source, "path": options.path, "split": options.split}
     chosen = {name: value for name, value in chosen.items() if value is not None}
     if chosen:
         if "source" in chosen or "path" in chosen:  # another data set altogether
             raw = {k: v for k, v in raw.items() if k in ("max_prompt_tokens", "too_long")}
         raw |= {**chosen, "parts": {}, "eval_size": 0, "limit": None}
+    if _given(raw):
+        raise EvaluationError(
+            f"{policy.folder} was trained on rows given in Python, which are not in its folder. "
+            "Name a file of prompts with --path FILE, or a run on data files with --like RUN."
+        )
     if not raw:
         raise EvaluationError(
             f"{policy.folder} is not a run, so it does not say which prompts to use. Name a run "
@@ -208,6 +225,37 @@ def _rewards(policy: PolicySource) -> tuple[tuple[str, float], ...]:
     named = [name for name in named if name]
     weights = config.get("reward_weights") or [1.0] * len(named)
     return tuple((folder_of(located(n, policy)), float(w)) for n, w in zip(named, weights))
+
+
+def _given(data: Mapping[str, Any]) -> bool:
+    return str(data.get("path") or "").startswith(GIVEN)
+
+
+def _check_rewards(policy: PolicySource, trust_code: bool) -> None:
+    """Refuse rewards that only the training's own process had, or that the user must trust."""
+    functions = [str(name) for name in policy.config.get("reward_funcs") or ()]
+    for name in functions:
+        if name.startswith(GIVEN):
+            raise EvaluationError(
+                f"{policy.folder} was scored by a model given in Python, which is not in its "
+                "folder. Name it with --reward PATH."
+            )
+        if name.isidentifier() and not Path(name).exists():
+            raise EvaluationError(
+                f"{policy.folder} was scored by the function {name}, given in Python. Name it "
+                f"with --reward MODULE:{name}."
+            )
+    for name in (str(policy.config.get("reward_model") or ""), *functions):
+        if is_function(name) and name not in SHIPPED_FUNCTIONS and not trust_code:
+            raise EvaluationError(
+                f"{policy.folder} names {name} as its reward, and to score with it is to run that "
+                "code. Add --trust-code if you trust the folder, or name a reward with --reward."
+            )
+
+
+def is_function(name: str) -> bool:
+    """Whether a reward is `module:name` rather than a model."""
+    return ":" in name and not Path(name).exists()
 
 
 def located(path: str, policy: PolicySource) -> str:

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from marlhf.data import (
     token_budget_batches,
 )
 from marlhf.data.rows import prompt_key
-from marlhf.evaluate.eval_plan import EvaluationError, EvaluationPlan, PolicySource
+from marlhf.evaluate.eval_plan import EvaluationError, EvaluationPlan, PolicySource, is_function
 from marlhf.models.base import Model, Tokenizer, autocast
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import (
@@ -172,12 +171,8 @@ def find_rewards(plan: EvaluationPlan) -> list[RewardSource]:
     return rewards
 
 
-def _is_function(path: str) -> bool:
-    return ":" in path and not Path(path).exists()
-
-
 def _digest(path: str) -> str:
-    if not _is_function(path):
+    if not is_function(path):
         return weights_digest(path)
     function = import_function(path)
     function = function.func if isinstance(function, partial) else function
@@ -210,7 +205,7 @@ class RewardModelCache:
 
             texts = [decode(tokenizer, response) for response in responses]
             return [gold_score(str(row.prompt), text) for row, text in zip(rows, texts)]
-        if _is_function(reward.path):
+        if is_function(reward.path):
             found = RewardFunction(import_function(reward.path), tokenizer)(ids, responses, rows)
             return [None if math.isnan(x) else x for x in found.tolist()]
         model, own = self._reward_model(reward.path, plan)

@@ -319,6 +319,11 @@ def _explained(path: str, what: str) -> Iterator[None]:
         inner = Path(path) / "model"
         if (inner / "config.json").is_file():
             hint = f"It is the folder of a run; its model is {inner}."
+        elif "trust_remote_code" in str(error):
+            raise ModelError(
+                f"The {what} {path} comes with Python code of its own, which is run only if you "
+                "say so: --trust-code on the command line, trust_remote_code: true in a recipe."
+            ) from error
         elif not Path(path).exists() and is_run(Path(path).parent):
             raise ModelError(
                 f"There is no {path}: the run {Path(path).parent} is not finished. Finish it "

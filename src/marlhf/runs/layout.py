@@ -40,6 +40,9 @@ PASS_AT_K_LINES = "pass_at_k.jsonl"
 PASS_AT_K = "pass_at_k.json"
 JUDGED = "judged"
 
+GIVEN = "(given in Python)"
+"""How the settings of a run name a model or data that were Python objects."""
+
 
 class RunError(MarlhfError, RuntimeError):
     """A run that cannot start or resume, with what to do about it."""
