@@ -1,6 +1,8 @@
 """The Python API as someone who comes from TRL uses it."""
 
+import dataclasses
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -23,6 +25,8 @@ from conftest import assert_close, read_lines  # tests/train
 from marlhf import (
     DPOConfig,
     DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
     LoRA,
     MacroPPOTrainer,
     NGram,
@@ -36,11 +40,12 @@ from marlhf import (
     SFTConfig,
     SFTTrainer,
 )
-from marlhf.data import DataError, toy
+from marlhf.data import DataConfig, DataError, toy
 from marlhf.models.load import load_policy, load_scalar
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
 from marlhf.reward import RewardError
 from marlhf.runs.layout import RunError
+from marlhf.trl_names import RENAMED
 
 ROWS = [
     {"prompt": r.prompt, "chosen": r.chosen, "rejected": r.rejected, "wanted": 20}
@@ -546,3 +551,65 @@ def test_the_reference_and_the_critic_may_be_given(trainer, judge):
 
 def test_ppo_is_found_by_the_name_that_trl_gave_it():
     assert PPOTrainer is MacroPPOTrainer
+
+
+def test_settings_by_their_names_in_trl_are_all_answered_at_once():
+    with pytest.raises(TypeError) as caught:
+        PPOConfig(per_device_train_batch_size=8, cliprange=0.2, optim="adamw", kl_cof=0.1, gamma=1)
+    assert str(caught.value).splitlines() == [
+        "PPOConfig has no settings",
+        "  per_device_train_batch_size. In marlhf it is batch_size, over all devices and "
+        "accumulation steps.",
+        "  cliprange. In marlhf it is clip.",
+        "  optim. Leave it out: it is AdamW.",
+        "  kl_cof. Did you mean kl_coef?",
+    ]
+
+
+def test_arguments_by_their_names_in_trl_are_all_answered_at_once():
+    with pytest.raises(TypeError) as caught:
+        PPOTrainer(model="tiny", reward_model="x", tokenizer="y", learning_rate=1e-5, cliprange=0.2)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "MacroPPOTrainer has no arguments"
+    assert "  reward_model. Pass it as reward_funcs." in lines
+    assert "  learning_rate. Settings go into args." in lines
+    assert "  cliprange. Settings go into args. In marlhf it is clip." in lines
+
+
+def test_what_trl_renamed_exists_here():
+    known = {
+        f.name
+        for cls in (*(s[1] for s in STAGES.values()), Sampling, DataConfig)
+        for f in dataclasses.fields(cls)
+    }
+    for new in RENAMED.values():
+        assert re.findall(r"\w+", new)[0] in known
+
+
+def test_grpo_is_rloo_with_its_settings(tmp_path):
+    settings = {**RL, "num_steps": 1, "num_samples": 2}
+    args = GRPOConfig(output_dir=str(tmp_path / "grpo"), **settings)
+    trainer = GRPOTrainer(
+        model="tiny",
+        reward_funcs=brevity,
+        train_dataset=ROWS,
+        args=GRPOConfig(
+            output_dir=str(tmp_path / "grpo"), **{**RL, "num_steps": 1, "num_samples": 2}
+        ),
+    )
+    assert (trainer.args.baseline, trainer.args.kl_in) == ("group", "loss")
+    assert trainer.train().global_step == 1
+    with pytest.raises(TypeError, match=r"takes args of marlhf\.GRPOConfig"):
+        GRPOTrainer(model="tiny", reward_funcs=brevity, args=RLOOConfig())
+
+
+def test_without_data_nothing_is_trained(tmp_path):
+    args = PPOConfig(output_dir=str(tmp_path / "ppo"))
+    with pytest.raises(ValueError, match=r"nothing to learn from\. Pass train_dataset"):
+        PPOTrainer(model="tiny", reward_funcs=brevity, args=args).train()
+
+
+def test_rows_held_out_are_counted_in_args_beside_train_dataset(tmp_path):
+    args = SFTConfig(output_dir=str(tmp_path / "sft"), data=DataConfig(eval_size=3))
+    trainer = SFTTrainer(model="tiny", train_dataset=ROWS, args=args)
+    assert len(trainer.objects.eval_rows) == 3

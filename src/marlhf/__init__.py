@@ -16,13 +16,13 @@ from marlhf._version import __version__
 
 _WHERE = {
     "marlhf.trainers": (
-        *("DPOTrainer", "MacroPPOTrainer", "PPOTrainer", "RLOOTrainer", "RewardTrainer"),
-        "SFTTrainer",
+        *("DPOTrainer", "GRPOTrainer", "MacroPPOTrainer", "PPOTrainer", "RLOOTrainer"),
+        *("RewardTrainer", "SFTTrainer"),
     ),
     "marlhf.train.sft_config": ("SFTConfig",),
     "marlhf.train.reward_config": ("RewardConfig",),
     "marlhf.train.ppo_config": ("PPOConfig",),
-    "marlhf.train.rloo_config": ("RLOOConfig",),
+    "marlhf.train.rloo_config": ("GRPOConfig", "RLOOConfig"),
     "marlhf.train.dpo_config": ("DPOConfig",),
     "marlhf.configs.guards": ("Guards",),
     "marlhf.data": ("DataConfig",),
@@ -58,10 +58,11 @@ if TYPE_CHECKING:
     from marlhf.train.dpo_config import DPOConfig
     from marlhf.train.ppo_config import PPOConfig
     from marlhf.train.reward_config import RewardConfig
-    from marlhf.train.rloo_config import RLOOConfig
+    from marlhf.train.rloo_config import GRPOConfig, RLOOConfig
     from marlhf.train.sft_config import SFTConfig
     from marlhf.trainers import (
         DPOTrainer,
+        GRPOTrainer,
         MacroPPOTrainer,
         PPOTrainer,
         RewardTrainer,

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from marlhf.fields import type_options
 from marlhf.recipe_files import ConfigError
 from marlhf.settings import SEGMENTERS, SegmenterSpec, dataclass_in
+from marlhf.trl_names import hint_for
 from marlhf.user_code import UserCodeError, check_name, import_named
 
 T = TypeVar("T")
@@ -151,7 +152,7 @@ def unknown(place: str, name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     few = f"Known: {', '.join(names)}." if len(names) <= 12 else "`marlhf config` lists all."
-    hint = f"Did you mean {near[0]}?" if near else few
+    hint = hint_for(name) or (f"Did you mean {near[0]}?" if near else few)
     return f"{place}: unknown name {name!r}. {hint}"
 
 

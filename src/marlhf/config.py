@@ -32,6 +32,7 @@ from marlhf.build import (
     unknown,
 )
 from marlhf.configs.stage import StageConfig
+from marlhf.data.rows import DataError
 from marlhf.recipe_files import (
     ConfigError,
     Raw,
@@ -307,6 +308,11 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str], rules: bo
     missing = [key for key in config_class.required(raw) if not raw.get(key)]
     problems += [f"{at(where, key)}: Field required" for key in missing]
     config = build(config_class, merge(presets[preset], raw), where, problems, rules=rules)
+    try:
+        if config is not None:
+            config.data.check_named()
+    except DataError as error:
+        problems.append(f"{at(where, 'data')}: {error}")
     return None if config is None else Stage(name, kind, config, priority, where)
 
 

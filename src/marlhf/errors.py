@@ -16,5 +16,9 @@ class MarlhfError(Exception):
     """What the command line exits with."""
 
 
+class UnknownNameError(MarlhfError, TypeError):
+    """A setting or an argument that does not exist, with the nearest that does."""
+
+
 class SettingError(MarlhfError, ValueError):
     """A value that a config or a function does not take."""

@@ -17,9 +17,11 @@ from typing import Any, NoReturn
 
 from transformers.trainer_utils import TrainOutput
 
+from marlhf.build import field_names
+from marlhf.configs.stage import DEFAULT_DATA, StageConfig
 from marlhf.data import DataConfig, Row, rows_from_records
 from marlhf.data.splits import held_out
-from marlhf.errors import SettingError
+from marlhf.errors import SettingError, UnknownNameError
 from marlhf.model_card import push, write_card
 from marlhf.models.adapter_config import import_peft
 from marlhf.models.adapter_files import adapter_base, find_adapter
@@ -31,7 +33,8 @@ from marlhf.runs.write import ReadOnlyRunFolder, RunFolder
 from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.objects import GivenObjects
 from marlhf.train.ppo_config import PPOConfig
-from marlhf.train.progress import say, warn
+from marlhf.train.progress import say
+from marlhf.train.rloo_config import GRPOConfig
 from marlhf.train.stages import METHODS
 from marlhf.trainer_inputs import (
     GIVEN,
@@ -44,6 +47,7 @@ from marlhf.trainer_inputs import (
     short_name,
     to_records,
 )
+from marlhf.trl_names import hint_for
 
 ELSEWHERE = {
     "reward_model": "Pass it as reward_funcs.",
@@ -131,8 +135,11 @@ class Trainer:
         """
         self._check_resume(resume_from_checkpoint)
         before = self._folder()
-        if self.objects.train_rows is None and self.args.data == DataConfig(source="toy"):
-            warn("no train_dataset is given, so this trains on the built-in toy task.")
+        if self.objects.train_rows is None and self.args.data is DEFAULT_DATA:
+            raise SettingError(
+                "There is nothing to learn from. Pass train_dataset, or set data in args: "
+                'DataConfig(path="rows.jsonl"), or DataConfig(source="toy") to try without data.'
+            )
         self._name_models(before)
         METHODS[self.stage].train(self.args, self.objects)
         self._trained_model = None
@@ -178,6 +185,10 @@ class Trainer:
             return import_peft().PeftModel.from_pretrained(load(source), str(adapter))
 
     @property
+    def _config_class(self) -> type[StageConfig]:
+        return METHODS[self.stage].config
+
+    @property
     def scalar(self) -> bool:
         """Whether it trains a reward model, which gives numbers."""
         return not facts_of(self.stage).writes_text
@@ -214,7 +225,7 @@ class Trainer:
         return push(folder, name, private=hidden, token=token, message=commit_message)
 
     def _arguments(self, args: Any, model: Any) -> Any:
-        wanted = METHODS[self.stage].config
+        wanted = self._config_class
         args = wanted() if args is None else args
         if not isinstance(args, wanted):
             kind = f"{type(args).__module__}.{type(args).__qualname__}"
@@ -227,12 +238,18 @@ class Trainer:
 
     def _refuse(self, unknown: Mapping[str, Any], known: Iterable[str] = ()) -> None:
         names = {*known, *Trainer.__init__.__annotations__} - {"return", "unknown"}
+        lines: list[str] = []
         for name in unknown:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"Did you mean {near[0]}?" if near else f"It has {', '.join(sorted(names))}."
-            raise TypeError(
-                f"{type(self).__name__} has no argument {name}. {ELSEWHERE.get(name, hint)}"
-            )
+            if name in field_names(self._config_class) or hint_for(name):
+                renamed = hint_for(name)
+                hint = f"Settings go into args. {renamed}".rstrip()
+            lines.append(f"{name}. {ELSEWHERE.get(name, hint)}")
+        if len(lines) == 1:
+            raise UnknownNameError(f"{type(self).__name__} has no argument {lines[0]}")
+        if lines:
+            raise UnknownNameError("\n  ".join([f"{type(self).__name__} has no arguments", *lines]))
 
     def _rows(
         self, train: Dataset, evaluation: Dataset | None, tokenizer: Tokenizer | None, args: Any
@@ -448,6 +465,20 @@ class RLOOTrainer(MacroPPOTrainer):
     """
 
     stage = "rloo"
+
+
+class GRPOTrainer(RLOOTrainer):
+    """Group relative policy optimisation: RLOO with GRPO's baseline, KL term and ratio.
+
+    >>> def brevity(completions, **_):
+    ...     return [-len(completion) / 100 for completion in completions]
+    >>> GRPOTrainer(model="tiny", reward_funcs=brevity).args.baseline
+    'group'
+    """
+
+    @property
+    def _config_class(self) -> type[StageConfig]:
+        return GRPOConfig
 
 
 PPOTrainer = MacroPPOTrainer

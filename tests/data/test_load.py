@@ -184,8 +184,8 @@ def test_an_unknown_part(pairs):
     ],
 )
 def test_settings_that_cannot_be(options, message):
-    with pytest.raises(DataError, match=message):
-        DataConfig(**options)
+    with pytest.raises(ValueError, match=message):
+        load_data(DataConfig(**options))
 
 
 def test_rows_know_their_place_in_the_file(tmp_path):

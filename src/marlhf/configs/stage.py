@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, TypeVar
 
 from marlhf.configs.model import LoRA, Precision
 from marlhf.configs.schedule import Schedule, learning_rate_at
 from marlhf.data import DataConfig
 from marlhf.errors import SettingError
-from marlhf.fields import check_settings, setting
+from marlhf.fields import check_settings, refuse_unknown, setting
 
 Parallel = Literal["data", "fsdp"]
+
+Config = TypeVar("Config", bound="StageConfig")
+DEFAULT_DATA = DataConfig(source="toy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +26,7 @@ class StageConfig:
     """Where training starts: a folder, a hub name, a GGUF file, `tiny`, or `@stage`."""
     output_dir: str = setting("", may_change=True, private=True)
     """The run folder. The same command goes on with an unfinished run there."""
-    data: DataConfig = field(default_factory=lambda: DataConfig(source="toy"))
+    data: DataConfig = field(default_factory=lambda: DEFAULT_DATA)
     """Which rows, from where, and how they are split."""
     seed: int = setting(0, tells_apart=False)
     """Decides every random choice of the run but the data split (`data.seed`)."""
@@ -84,6 +87,10 @@ class StageConfig:
     """What a row of its data must have."""
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     """Settings by a name, which recipes give as `preset:`."""
+
+    def __new__(cls: type[Config], **settings: Any) -> Config:
+        refuse_unknown(cls.__name__, settings, [f.name for f in fields(cls)])
+        return object.__new__(cls)
 
     @classmethod
     def required(cls, raw: Mapping[str, Any]) -> list[str]:

@@ -89,15 +89,18 @@ class DataConfig:
             raise DataError(f"`limit: {self.limit}` reads nothing. Set it to 1 or more.")
         if self.max_prompt_tokens < 1:
             raise DataError(f"`max_prompt_tokens: {self.max_prompt_tokens}` fits no prompt.")
-        if self.path is None and self.source in ("auto", "local"):
-            raise DataError(
-                "No data is named. Set `path` to a file, a folder or a name on the hub; "
-                "or set `source: toy` to try without any."
-            )
         if self.path is not None and self.source in ("toy", "toy-code"):
             raise DataError(
                 f"`source: {self.source}` makes its own rows and reads no file, but `path: "
                 f"{self.path}` is given. Set `source: auto` to read it."
+            )
+
+    def check_named(self) -> None:
+        """Refuse settings that name no rows, as beside rows that a trainer was given."""
+        if self.path is None and self.source in ("auto", "local"):
+            raise DataError(
+                "No data is named. Set `path` to a file, a folder or a name on the hub; "
+                "or set `source: toy` to try without any."
             )
 
 
@@ -128,6 +131,7 @@ def load_data(
     >>> len(loaded.train), len(loaded.eval)
     (18, 10)
     """
+    config.check_named()
     _check_part(config, part)
     rows, unusable, counts = _sort_out(
         _read_rows(config, needs), needs, config.path or config.source

@@ -46,3 +46,19 @@ class RLOOConfig(RLConfig):
                 f"its prompt; got {self.num_samples}. For one response a prompt, take ppo with "
                 "segmenter: {type: ngram, n: .inf}, which is REINFORCE with a critic's baseline."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig(RLOOConfig):
+    """RLOO with the settings of group relative policy optimisation.
+
+    >>> GRPOConfig(num_samples=8).ratio
+    'macro_mean'
+    """
+
+    baseline: Literal["leave_one_out", "group"] = "group"
+    """The mean of all responses to the prompt, in units of their deviation."""
+    kl_in: Literal["reward", "loss"] = "loss"
+    """kl_coef weighs a term of the loss."""
+    ratio: Ratio = "macro_mean"
+    """The mean over the tokens of each action."""
