@@ -593,9 +593,7 @@ def test_grpo_is_rloo_with_its_settings(tmp_path):
         model="tiny",
         reward_funcs=brevity,
         train_dataset=ROWS,
-        args=GRPOConfig(
-            output_dir=str(tmp_path / "grpo"), **{**RL, "num_steps": 1, "num_samples": 2}
-        ),
+        args=args,
     )
     assert (trainer.args.baseline, trainer.args.kl_in) == ("group", "loss")
     assert trainer.train().global_step == 1
