@@ -49,7 +49,7 @@ def test_the_true_score_comes_first_then_equal_kl_then_the_learnt_score(policy):
     assert lines[0] == "n5 is worse than n1 by the true (gold) score: -0.40 [-0.47, -0.33]."
     assert lines[1].startswith("The learnt score at equal KL (2.00): better, +1.00 [")
     assert lines[2].startswith("The learnt score: better, +1.00 [")
-    assert "win rate 100% over 4 prompts (at KL 2.00 against 2.00)" in lines[2]
+    assert "win rate 100% (at KL 2.00 against 2.00)" in lines[2]
     assert lines[3].startswith(
         "Differences are paired by prompt, with 95% intervals over 4 prompts"
     )
@@ -129,6 +129,22 @@ def test_of_many_settings_the_best_is_compared(policy):
     lines = lines_of(*(policy(n, score) for n, score in ((1, 1.0), (2, 2.0), (3, 4.0), (5, 3.0))))
     assert sum(" than n1 by " in line for line in lines) == 1
     assert lines[0].startswith("n3 is better than n1")
+
+
+def test_a_win_rate_sets_each_seed_against_each(make_run):
+    """Averaging seeds first would hide that each of them loses on half of the prompts."""
+    rows = {1: [[0.0, 0.0], [0.0, 0.0]], 5: [[3.0, -1.0], [-1.0, 3.0]]}
+    folders = [
+        make_run(
+            f"n{n}-s{seed}",
+            seed=seed,
+            config={"segmenter": {"type": "ngram", "n": n}, "seed": seed},
+            evaluations=[{"step": 1, "scores": scores}],
+        )
+        for n, seeds in rows.items()
+        for seed, scores in enumerate(seeds)
+    ]
+    assert "win rate 50%" in lines_of(*folders)[0]
 
 
 def test_seeds_are_resampled_with_the_prompts(demo):

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from marlhf.evaluate.held_out import read_evaluations, scores_of
-from marlhf.intervals import Curve, Floats, Interval, difference_over_seeds, wilson, win_rate
+from marlhf.evaluate.held_out import read_scored, scores_of
+from marlhf.intervals import Curve, Floats, Interval, difference_over_seeds, wilson
 from marlhf.report.comparison import Comparison, at_kl, common_kl
-from marlhf.report.groups import Group, groups_by_name, measured_alike, same_prompts
-from marlhf.report.measures import change, difference, final_score, over_what
+from marlhf.report.groups import Group, groups_by_name, measured_alike
+from marlhf.report.measures import change, difference, final_score, over_what, wins_over
 from marlhf.report.page import num, percent, signed, text
 from marlhf.report.sections.judged import read_summaries
 
@@ -137,10 +137,8 @@ def _since_start(group: Group) -> list[Criterion]:
 
 
 def _wins(base: Group, group: Group) -> str:
-    before, after = base.per_prompt("scores"), group.per_prompt("scores")
-    if not before or not after or len(before) != len(after) or not same_prompts(base, group):
-        return ""
-    return f", win rate {percent(win_rate(before, after))} over {len(after)} prompts"
+    rate = wins_over(base, group)
+    return f", win rate {percent(rate)}" if math.isfinite(rate) else ""
 
 
 def _costs(base: Group, group: Group) -> str:
@@ -188,7 +186,10 @@ def _is_independent(judge: str) -> bool:
 
 def _by_other_reward_models(base: Group, group: Group, *, skip_gold: bool) -> list[Criterion]:
     """Scores of `marlhf evaluate` by reward models that neither setting was trained on."""
-    files = [[read_evaluations(run.path) for run in each.runs] for each in (base, group)]
+    files = [
+        [{file.label: file.lines for file in read_scored(run.path)} for run in each.runs]
+        for each in (base, group)
+    ]
     shared = set.intersection(*(set(by_sampling) for by_sampling in files[0] + files[1]))
     if not shared:
         return []

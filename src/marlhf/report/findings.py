@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from marlhf.intervals import Interval, win_rate
+from marlhf.intervals import Interval
 from marlhf.report.answer import comparable
 from marlhf.report.groups import Group, differences, measured_alike, unlike
 from marlhf.report.measures import (
@@ -20,6 +20,7 @@ from marlhf.report.measures import (
     over_what,
     score_at_kl,
     start_score,
+    wins_since_start,
 )
 from marlhf.report.page import num, percent, signed, text
 from marlhf.runs.read import Run
@@ -86,7 +87,7 @@ def shows_not(policies: list[Group], runs: list[Run]) -> list[str]:
         )
     if policies:
         said.append(
-            f"The score is {_scorer(policies)}; no person judged these responses. A win is "
+            f"The score is {_scorer(policies)}; it is not a person's judgement. A win is "
             "a higher score on the same prompt; ties count half."
         )
         if all(not math.isfinite(final_score(group, "gold").mean) for group in policies):
@@ -134,10 +135,8 @@ def _score_change(group: Group) -> str:
     moved = change(group)
     if not math.isfinite(moved.mean):
         return ""
-    before, after = group.per_prompt("scores", first=True), group.per_prompt("scores")
-    wins = ""
-    if before and after and len(before) == len(after):
-        wins = f"; win rate {percent(win_rate(before, after))} against its start"
+    rate = wins_since_start(group)
+    wins = f"; win rate {percent(rate)} against its start" if math.isfinite(rate) else ""
     return f"<b>{text(group.label)}</b> changed the score by {_sure(moved, group)}{wins}."
 
 

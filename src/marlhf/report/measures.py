@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import numpy as np
 
 from marlhf import intervals
-from marlhf.intervals import NO_INTERVAL, Interval, difference_over_seeds, mean_over_seeds
+from marlhf.intervals import (
+    NO_INTERVAL,
+    Interval,
+    difference_over_seeds,
+    mean,
+    mean_over_seeds,
+    win_rate,
+)
 from marlhf.report.groups import Group, Point, same_prompts
 
 PER_PROMPT = {"score": "scores", "gold": "gold", "kl": "kl", "length": "length"}
@@ -70,6 +78,22 @@ def difference(base: Group, group: Group, field: str = "score") -> Interval:
         return difference_over_seeds(before, after)
     gap = mean_over_seeds(after).mean - mean_over_seeds(before).mean
     return Interval(gap, math.nan, math.nan, 0)
+
+
+def wins_over(base: Group, group: Group) -> float:
+    """The win rate of a group over another: each seed of one against each seed of the other."""
+    before, after = base.per_seed("scores"), group.per_seed("scores")
+    if len({len(row) for row in before + after}) != 1 or not same_prompts(base, group):
+        return math.nan
+    return mean([win_rate(a, b) for a, b in product(before, after)])
+
+
+def wins_since_start(group: Group) -> float:
+    """The win rate of each seed over the model it started from."""
+    pairs = list(zip(group.per_seed("scores", first=True), group.per_seed("scores")))
+    if any(len(before) != len(after) for before, after in pairs):
+        return math.nan
+    return mean([win_rate(before, after) for before, after in pairs])
 
 
 def score_at_kl(group: Group, kl: float) -> float:

@@ -108,13 +108,13 @@ def _cloud(
     more: str = "",
 ) -> str:
     cloud = Series(title, list(zip(before, after)), colour)
-    wins = percent(win_rate(before, after))
+    above = percent(win_rate(before, after))
     rows: list[tuple[Cell, ...]] = list(zip(prompts, before, after))
     return figure(
         title,
         scatter(cloud, x_label=f"score, {names[0]}", y_label=f"score, {names[1]}"),
         file=f"shift {title}",
-        note=f"Win rate {wins} over {len(rows)} prompts.{more}",
+        note=f"{above} of {len(rows)} dots are above the diagonal; those on it count half.{more}",
         header=["prompt", *names],
         rows=thin(rows, MAX_ROWS),
     )
