@@ -64,54 +64,54 @@ def _verdict_without_policy(others: list[Group]) -> str:
 
 def shows(policies: list[Group]) -> list[str]:
     """What the recorded numbers say, one sentence each."""
-    said: list[str] = []
+    sentences: list[str] = []
     for group in policies:
-        said += [s for s in (_score_change(group), _gold_change(group), _hacking(group)) if s]
+        sentences += [s for s in (_score_change(group), _gold_change(group), _hacking(group)) if s]
     if len(policies) > 1:
         in_answer = comparable(policies)
         for group in policies[1:]:
             if measured_alike(policies[0], group):
                 # The first lines of the page have the difference in score of these.
-                said += _compare(policies[0], group, with_score=group not in in_answer)
-    return said
+                sentences += _compare(policies[0], group, with_score=group not in in_answer)
+    return sentences
 
 
 def shows_not(policies: list[Group], runs: list[Run]) -> list[str]:
     """What a reader might take from the page and should not."""
-    said: list[str] = []
+    sentences: list[str] = []
     if apart := unlike(policies):
-        said.append(
+        sentences.append(
             f'<span class="warn">Not on one scale:</span> the runs differ in what scored them or '
             f"in their data ({_codes(apart)}), so their scores cannot be compared. Only runs "
             "scored like the first are compared with it."
         )
     if policies:
-        said.append(
+        sentences.append(
             f"The score is {_scorer(policies)}; it is not a person's judgement. A win is "
             "a higher score on the same prompt; ties count half."
         )
         if all(not math.isfinite(final_score(group, "gold").mean) for group in policies):
-            said.append(
+            sentences.append(
                 "No true score is known for this task, so over-optimisation of the reward cannot "
                 "be ruled out."
             )
-        said.append(_seeds(policies))
+        sentences.append(_seeds(policies))
     changed = [key for key, _ in differences(policies)]
     rest = [key for key in changed if key.split(".")[0] != "segmenter"]
     if rest and len(changed) > 1:
-        said.append(
+        sentences.append(
             f"The runs differ in more than their macro actions ({_codes(rest)}): a difference "
             "between them cannot be attributed to one of these alone."
         )
     starts = [start_score(group).mean for group in policies]
     starts = [start for start in starts if math.isfinite(start)]
     if starts and max(starts) - min(starts) > 0.05 * max(1.0, abs(starts[0])):
-        said.append(
+        sentences.append(
             "The runs did not start from the same score, so their final scores are hard to compare."
         )
     for run in runs:
-        said += _unfinished(run)
-    return said
+        sentences += _unfinished(run)
+    return sentences
 
 
 def _scorer(policies: list[Group]) -> str:
@@ -202,15 +202,15 @@ def _hacking(group: Group) -> str:
 
 
 def _compare(base: Group, group: Group, *, with_score: bool) -> list[str]:
-    said: list[str] = []
+    sentences: list[str] = []
     if with_score:
         ahead = difference(base, group)
-        said.append(
+        sentences.append(
             f"<b>{text(group.label)}</b> over {text(base.label)}: {ahead.text(signed)} in score."
         )
     kl, base_kl = group.final("eval/kl"), base.final("eval/kl")
     if not (math.isfinite(kl) and math.isfinite(base_kl)):
-        return said
+        return sentences
     level = min(kl, base_kl)
     at, base_at = score_at_kl(group, level), score_at_kl(base, level)
     same = ""
@@ -220,16 +220,16 @@ def _compare(base: Group, group: Group, *, with_score: bool) -> list[str]:
         more, bought = "less", ""
         if kl > base_kl:
             more, bought = "more", "; part of its score may come from that"
-        said.append(
+        sentences.append(
             f"{text(group.label)} spent {percent(abs(kl / base_kl - 1))} {more} KL than "
             f"{text(base.label)} ({num(kl)} against {num(base_kl)}){bought}.{same}"
         )
     else:
-        said.append(
+        sentences.append(
             f"{text(group.label)} and {text(base.label)} spent about the same KL ({num(kl)} and "
             f"{num(base_kl)}).{same}"
         )
-    return said
+    return sentences
 
 
 def _seeds(policies: list[Group]) -> str:
@@ -257,16 +257,16 @@ def _seeds(policies: list[Group]) -> str:
 
 
 def _unfinished(run: Run) -> list[str]:
-    said: list[str] = []
+    sentences: list[str] = []
     name = f"<b>{text(run.name)}</b>" + (f" (seed {run.seed})" if run.seed is not None else "")
     if run.is_empty:
-        said.append(f"{name} has recorded nothing yet and is left out.")
+        sentences.append(f"{name} has recorded nothing yet and is left out.")
     elif run.status not in ("finished", "unknown"):
         where = f" at step {run.last_step}" if run.last_step is not None else ""
         word = {"running": "is still running"}.get(run.status, f"{text(run.status)}")
-        said.append(f"{name} {word}{where}; its last numbers are not final.")
+        sentences.append(f"{name} {word}{where}; its last numbers are not final.")
     if run.note:
-        said.append(f"{name} notes: {text(run.note)}")
+        sentences.append(f"{name} notes: {text(run.note)}")
     if run.problems:
-        said.append(f"{name}: {text('; '.join(run.problems))}.")
-    return said
+        sentences.append(f"{name}: {text('; '.join(run.problems))}.")
+    return sentences
