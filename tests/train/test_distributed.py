@@ -90,9 +90,7 @@ class Witness(TrainerCallback):
 
 def make(root, name, kind, changes, parallel="data", reward=brevity, callbacks=()):
     settings = COMMON | OWN.get(kind, {}) | changes
-    config = TRAINERS[kind].config_class(
-        output_dir=str(Path(root) / name), parallel=parallel, **settings
-    )
+    config = METHODS[kind].config(output_dir=str(Path(root) / name), parallel=parallel, **settings)
     rewards = {"reward_funcs": reward} if kind in OWN else {}
     return TRAINERS[kind](model="tiny", args=config, callbacks=list(callbacks), **rewards)
 
