@@ -128,14 +128,22 @@ def serve(
     )
     server, where = uvicorn.Server(config), address(listener, token)
     # In a thread, so that it also works inside a running event loop, as in a notebook.
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            server.run(sockets=[listener])
+        finally:
+            ended.set()
+
+    threading.Thread(target=run, daemon=True).start()
     say(f"Open {where} in a browser. Ctrl-C ends it.")
     try:
-        thread.join()
+        # Not `thread.join`: interrupted, it takes a running thread for a stopped one (bpo-45274).
+        ended.wait()
     except KeyboardInterrupt:
         server.should_exit = True
-        thread.join()
+        ended.wait()
     finally:
         listener.close()
 
