@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from marlhf import cli
+from marlhf import cli, config
 from marlhf.config import ConfigError
 from marlhf.report.groups import group_runs
 from marlhf.runs.layout import RunError
@@ -208,6 +209,30 @@ def test_whole_rules_and_model_paths_make_readable_safe_names(recipe):
         assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_.,=-")
         assert len(name) < 120
         assert "/" not in name
+
+
+def test_a_thousand_points_read_the_recipe_once_and_build_what_differs(recipe, monkeypatch):
+    """Reading and building for every point took minutes."""
+    counts = Counter()
+
+    def counted(module, name):
+        real = getattr(module, name)
+
+        def call(*words, **settings):
+            counts[name] += 1
+            return real(*words, **settings)
+
+        monkeypatch.setattr(module, name, call)
+
+    counted(config, "read_recipe")
+    counted(config, "_build_stage")
+    many = ",".join(map(str, range(1, 101)))
+    found = make_plan(recipe(), [f"ppo.segmenter.n={many}", "ppo.seed=0,1,2,3,4,5,6,7,8,9"])
+    assert len(found.points) == 1000
+    assert len(found.runs) == 1000 + len({"sft", "reward"})
+    assert counts["read_recipe"] == 2  # once more to know where the sweep's folder is
+    others = len(found.points[0].runs) - 1
+    assert counts["_build_stage"] <= 1000 + 2 * others + 1
 
 
 def test_a_data_seed_is_a_setting_and_no_seed(recipe):

@@ -11,11 +11,11 @@ import difflib
 import numbers
 import typing
 from collections.abc import Iterable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from marlhf.fields import type_options
+from marlhf.fields import type_hints, type_options
 from marlhf.recipe_files import ConfigError
 from marlhf.settings import SEGMENTERS, SegmenterSpec, dataclass_in
 from marlhf.trl_names import hint_for
@@ -31,13 +31,13 @@ def build(cls: type[T], raw: Any, where: str, problems: list[str], *, rules: boo
 
     With `rules` marlhf's own segmenters are made, and checked, at once, which takes torch.
     """
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
     before = len(problems)
     raw = _check_names(cls, raw, where, problems, rules)
     built = None
     try:
-        built = TypeAdapter(cls).validate_python(raw)
+        built = _adapter(cls).validate_python(raw)
     except ValidationError as error:
         for one in error.errors(include_url=False):
             place = where
@@ -48,6 +48,14 @@ def build(cls: type[T], raw: Any, where: str, problems: list[str], *, rules: boo
             message = one["msg"].removeprefix("Value error, ")
             problems.append(f"{place or 'recipe'}: {message}{given}")
     return typing.cast(T, built if len(problems) == before else None)
+
+
+@cache
+def _adapter(cls: type) -> Any:
+    """Made once per class: a sweep builds thousands of configs, and this takes milliseconds."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cls)
 
 
 def make_segmenter(config: T, where: str, problems: list[str]) -> T:
@@ -114,7 +122,7 @@ def _check_names(cls: type, raw: Any, where: str, problems: list[str], rules: bo
     """Report unknown keys at every level; segmenters, which have a `type`, become specs."""
     if not isinstance(raw, dict):
         return raw
-    hints = typing.get_type_hints(cls)
+    hints = type_hints(cls)
     known = field_names(cls)
     checked = {}
     for key, value in raw.items():

@@ -18,6 +18,7 @@ sweep train it before others.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,6 +53,7 @@ __all__ = [
     "check_stage",
     "kind_class",
     "load_config",
+    "load_points",
     "load_recipe",
     "load_stage",
     "make_segmenters",
@@ -75,7 +77,23 @@ class Stage:
 
 def load_recipe(recipe: Path | str, overrides: list[str] | None = None) -> list[Stage]:
     """All stages of a recipe, in order. `ppo.kl_coef=0.1` overrides one stage, `seed=1` all."""
-    return make_segmenters(_read_stages(recipe, overrides, rules=True))
+    return next(load_points(recipe, [overrides or []]))
+
+
+def load_points(recipe: Path | str, points: Iterable[list[str]]) -> Iterator[list[Stage]]:
+    """All stages of a recipe with each of several lists of overrides.
+
+    The file is read once, and stages that come out the same are built once, so that a sweep of
+    a thousand points is planned in seconds.
+    """
+    path, raw = _read_with_stages(recipe)
+    built: dict[str, Stage] = {}
+    made: dict[int, Stage] = {}
+    for overrides in points:
+        stages = _stages_with(path, raw, overrides, rules=True, built=built)
+        new = [stage for stage in stages if id(stage) not in made]
+        made |= {id(stage): ready for stage, ready in zip(new, make_segmenters(new))}
+        yield [made[id(stage)] for stage in stages]
 
 
 def load_stage(
@@ -98,7 +116,8 @@ def make_segmenters(stages: list[Stage]) -> list[Stage]:
 
 def check_recipe(recipe: Path | str, overrides: list[str] | None = None) -> list[Stage]:
     """All stages of a recipe, validated. Neither torch nor what the recipe names is imported."""
-    return _read_stages(recipe, overrides, rules=False)
+    path, raw = _read_with_stages(recipe)
+    return _stages_with(path, raw, overrides or [], rules=False, built={})
 
 
 def check_stage(
@@ -108,7 +127,7 @@ def check_stage(
     return _read_stage(recipe, kind, overrides, name, rules=False)
 
 
-def _read_stages(recipe: Path | str, overrides: list[str] | None, rules: bool) -> list[Stage]:
+def _read_with_stages(recipe: Path | str) -> tuple[Path, Raw]:
     path = find_recipe(recipe)
     raw = read_recipe(path)
     if "stages" not in raw:
@@ -116,6 +135,15 @@ def _read_stages(recipe: Path | str, overrides: list[str] | None, rules: bool) -
             f"{path} has no `stages:`, so it is a single stage. "
             f"Run it by name, e.g. `marlhf ppo {recipe}`."
         )
+    _stage_names(raw, path)
+    return path, raw
+
+
+def _stages_with(
+    path: Path, raw: Raw, overrides: list[str], *, rules: bool, built: dict[str, Stage]
+) -> list[Stage]:
+    """The checked stages. Those in `built`, by their settings, are taken from there."""
+    raw = {**raw, "stages": dict(raw["stages"])}  # overrides change both, the caller's stay
     problems: list[str] = []
     names = _stage_names(raw, path)
     general = _override_stages(raw, names, overrides)
@@ -136,12 +164,13 @@ def _read_stages(recipe: Path | str, overrides: list[str] | None, rules: bool) -
     _check_references(stages, problems)
     for name, stage in stages.items():
         stage["output_dir"] = str(root / name)
-    built = [
-        _build_stage(name, stage, f"stages.{name}", problems, rules)
-        for name, stage in stages.items()
-    ]
+    keys = {name: repr((name, stage)) for name, stage in stages.items()}
+    for name, stage in stages.items():
+        if keys[name] not in built:
+            one = _build_stage(name, stage, f"stages.{name}", problems, rules)
+            built |= {keys[name]: one} if one else {}
     raise_problems(problems, path)
-    return [stage for stage in built if stage]
+    return [built[key] for key in keys.values()]
 
 
 def _read_stage(

@@ -74,6 +74,7 @@ def settings_with(cls: type, fact: str) -> list[str]:
     return [name for name, known in facts.items() if known.get(fact)]
 
 
+@functools.cache
 def _facts(cls: type, name: str) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for parent in reversed(cls.__mro__):
@@ -85,7 +86,7 @@ def _facts(cls: type, name: str) -> dict[str, Any]:
 
 def check_settings(config: Any, prefix: str = "") -> None:
     """Refuse unknown choices, and numbers of the wrong kind, out of bounds, infinite or NaN."""
-    hints = _type_hints(type(config))
+    hints = type_hints(type(config))
     for field in dataclasses.fields(config):
         value, kinds = getattr(config, field.name), type_options(hints[field.name])
         choices = typing.get_args(hints[field.name])
@@ -124,7 +125,7 @@ def _wanted(value: Any, fractions: bool, facts: dict[str, Any]) -> str:
 
 
 @functools.cache
-def _type_hints(cls: type) -> dict[str, Any]:
+def type_hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 

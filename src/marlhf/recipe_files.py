@@ -5,7 +5,9 @@ What comes out is plain data; `marlhf.config` makes typed settings of it.
 
 from __future__ import annotations
 
+import copy
 import difflib
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +114,15 @@ def read_override(text: str) -> tuple[str, Any]:
     if value.startswith("@"):
         return key.strip(), value  # a stage's model; YAML has other plans for that sign
     try:
-        return key.strip(), yaml.load(value, _Loader)
+        return key.strip(), copy.deepcopy(_read_value(value))
     except (yaml.YAMLError, RecursionError):
         raise ConfigError(f"Cannot read the value of {text!r} as YAML.") from None
+
+
+@lru_cache(maxsize=4096)
+def _read_value(text: str) -> Any:
+    """A sweep reads the few values of its axes once for every point."""
+    return yaml.load(text, _Loader)
 
 
 def assign(raw: Raw, key: str, value: Any) -> None:

@@ -108,8 +108,10 @@ def _type_name(segmenter: Any) -> str:
 
 
 def _hide(key: str, value: Any) -> Any:
+    if not isinstance(value, str) or not value:
+        return value
     secret = re.search(r"(^|_)(token|api_key|key|secret|password)$", key.lower())
-    return "(hidden)" if secret and isinstance(value, str) and value else value
+    return "(hidden)" if secret else value
 
 
 def _written(cls: type) -> dict[str, tuple[str, str]]:

@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from marlhf.config import ConfigError, Stage, load_recipe
+from marlhf.config import ConfigError, Stage, load_points, load_recipe
 from marlhf.configs.rl import RLConfig
 from marlhf.fields import settings_with
 from marlhf.runs.layout import CONFIG, read_config, read_state
@@ -122,11 +122,12 @@ def make_plan(recipe: Path | str, overrides: Sequence[str] = (), only: Sequence[
     labels = [axis.labels() for axis in axes]
     names = [",".join(labels[i][v] for i, v in enumerate(place)) for place in places]
     stages: dict[Place, list[Stage]] = {}
+    folder_override = f"output_dir={json.dumps(str(root))}"
+    overrides_of_points = [[*_overrides(words, axes, place), folder_override] for place in places]
+    loaded = load_points(recipe, overrides_of_points)
     for place, name in zip(places, names):
-        chosen = {axis.key: axis.values[i] for axis, i in zip(axes, place)}
-        texts = [f"{k}={chosen.get(k, v[0])}" for k, v in words if k != "output_dir"]
         try:
-            stages[place] = load_recipe(recipe, [*texts, f"output_dir={json.dumps(str(root))}"])
+            stages[place] = next(loaded)
         except ConfigError as error:
             raise ConfigError(f"At the point {name}: {error}" if axes else str(error)) from None
     _check_hub(first)
@@ -178,6 +179,14 @@ def identity(kind: str, raw: Mapping[str, Any]) -> str:
 def _split(word: str) -> tuple[str, list[str]]:
     key, equals, text = word.partition("=")
     return (key.strip(), split_values(text)) if equals else ("", [word])
+
+
+def _overrides(
+    words: Sequence[tuple[str, list[str]]], axes: Sequence[Axis], place: Place
+) -> list[str]:
+    """The settings of one point, in the order in which they were given."""
+    chosen = {axis.key: axis.values[i] for axis, i in zip(axes, place)}
+    return [f"{k}={chosen.get(k, v[0])}" for k, v in words if k != "output_dir"]
 
 
 def _axes(words: Iterable[tuple[str, list[str]]]) -> list[Axis]:
@@ -254,7 +263,10 @@ def _runs(
     root: Path,
 ) -> tuple[dict[Place, list[Path]], list[Training]]:
     """The folders of each point's stages, and every training once."""
-    reach = _reach(stages, axes, root)
+    # Points share the stages that no axis reaches, so each is looked at once.
+    distinct = {id(stage): stage for own in stages.values() for stage in own}
+    references = {key: _references(stage, root) for key, stage in distinct.items()}
+    reach = _reach(stages, axes, distinct, references)
     wanted: dict[Path, tuple[Stage, dict[str, Path]]] = {}
     homes: dict[Place, dict[str, Path]] = {}
     for place, own in stages.items():
@@ -265,10 +277,11 @@ def _runs(
             others = [label for axis, label in where if not axis.is_seed]
             folder = root.joinpath(*[",".join(seeds)] * bool(seeds))
             folder /= ",".join([stage.name, *others])
-            needed = {name: homes[place][name] for name in _references(stage, root)}
+            needed = {name: homes[place][name] for name in references[id(stage)]}
             homes[place][stage.name] = folder
             wanted.setdefault(folder, (stage, needed))
-    stand_in = _same(wanted, reach, root)
+    built = {folder: _build(*each, root, folder) for folder, each in wanted.items()}
+    stand_in = _same(built, reach)
     known = _known(root)
     runs: dict[Path, Training] = {}
 
@@ -276,12 +289,15 @@ def _runs(
         """Where the training that belongs into a folder really is; those that it needs first."""
         folder = stand_in[folder]
         if folder not in runs:
-            stage, needed = wanted[folder]
-            run = _build(stage, {name: settle(path) for name, path in needed.items()}, root)
+            (stage, needed), run = wanted[folder], built[folder]
+            settled = {name: settle(path) for name, path in needed.items()}
+            if settled != needed:
+                run = _build(stage, settled, root, folder)
             # The same training may have begun under another name, before an axis came or went.
-            home = known.get(identity(run.kind, to_raw(run.config)), folder)
-            config = replace(run.config, output_dir=str(home))
-            runs[folder] = replace(run, folder=home, config=config)
+            home = known.get(_identity_of(run), folder) if known else folder
+            if home != folder:
+                run = replace(run, folder=home, config=replace(run.config, output_dir=str(home)))
+            runs[folder] = run
         return runs[folder].folder
 
     found = {
@@ -316,9 +332,13 @@ def _ordered(runs: Iterable[Training]) -> list[Training]:
 
 
 def _reach(
-    stages: Mapping[Place, Sequence[Stage]], axes: Sequence[Axis], root: Path
+    stages: Mapping[Place, Sequence[Stage]],
+    axes: Sequence[Axis],
+    distinct: Mapping[int, Stage],
+    references: Mapping[int, Sequence[str]],
 ) -> dict[str, set[int]]:
     """The axes on which each stage depends, itself or through the models it starts from."""
+    identities = {key: identity(stage.kind, _raw(stage)) for key, stage in distinct.items()}
     reach: dict[str, set[int]] = {}
     for number, name in enumerate(stage.name for stage in next(iter(stages.values()))):
         reach[name] = set()
@@ -326,29 +346,26 @@ def _reach(
             alike: dict[Place, set[str]] = {}
             for place, own in stages.items():
                 others = place[:axis] + place[axis + 1 :]
-                alike.setdefault(others, set()).add(identity(own[number].kind, _raw(own[number])))
+                alike.setdefault(others, set()).add(identities[id(own[number])])
             if any(len(different) > 1 for different in alike.values()):
                 reach[name].add(axis)
         for own in stages.values():
-            for before in _references(own[number], root):
+            for before in references[id(own[number])]:
                 reach[name] |= reach[before]
     return reach
 
 
-def _same(
-    wanted: Mapping[Path, tuple[Stage, dict[str, Path]]], reach: Mapping[str, set[int]], root: Path
-) -> dict[Path, Path]:
+def _same(built: Mapping[Path, Training], reach: Mapping[str, set[int]]) -> dict[Path, Path]:
     """Each folder's stand-in: stages whose settings come out equal are trained once.
 
     Such as `ppo` and `macro-ppo` of one recipe at the same n. The one that names more axes stays.
     """
     equal: dict[str, list[Path]] = {}
-    for folder, (stage, needed) in wanted.items():
-        run = _build(stage, needed, root)
-        equal.setdefault(identity(run.kind, to_raw(run.config)), []).append(folder)
+    for folder, run in built.items():
+        equal.setdefault(_identity_of(run), []).append(folder)
     final: dict[Path, Path] = {}
     for folders in equal.values():
-        best = max(folders, key=lambda folder: len(reach[wanted[folder][0].name]))
+        best = max(folders, key=lambda folder: len(reach[built[folder].stage]))
         final |= dict.fromkeys(folders, best)
     return final
 
@@ -363,10 +380,14 @@ def _known(root: Path) -> dict[str, Path]:
     return found
 
 
-def _build(stage: Stage, needed: Mapping[str, Path], root: Path) -> Training:
-    """The stage with the models that it starts from where this sweep has them."""
+def _identity_of(run: Training) -> str:
+    return identity(run.kind, to_raw(run.config))
+
+
+def _build(stage: Stage, needed: Mapping[str, Path], root: Path, folder: Path) -> Training:
+    """The stage in its folder, with the models that it starts from where this sweep has them."""
     paths = {_model(root, name): str(folder / "model") for name, folder in needed.items()}
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {"output_dir": str(folder)}
     for key, value in vars(stage.config).items():
         if isinstance(value, str) and value in paths:
             changes[key] = paths[value]
@@ -374,14 +395,15 @@ def _build(stage: Stage, needed: Mapping[str, Path], root: Path) -> Training:
             changes[key] = tuple(paths.get(x, x) for x in value)
     needs = tuple(dict.fromkeys(needed.values()))
     config = replace(stage.config, **changes)
-    return Training(Path(), stage.name, stage.kind, config, needs, stage.priority)
+    return Training(folder, stage.name, stage.kind, config, needs, stage.priority)
 
 
 def _references(stage: Stage, root: Path) -> list[str]:
     """The stages whose models a stage starts from."""
     values = [v for v in vars(stage.config).values() if isinstance(v, (str, tuple))]
     texts = [x for v in values for x in (v if isinstance(v, tuple) else [v]) if isinstance(x, str)]
-    found = [Path(x).parent.name for x in texts if x == _model(root, Path(x).parent.name)]
+    models = [x for x in texts if x.endswith("model")]  # few are: paths are slow to take apart
+    found = [Path(x).parent.name for x in models if x == _model(root, Path(x).parent.name)]
     return list(dict.fromkeys(found))
 
 
