@@ -19,7 +19,7 @@ import yaml
 from marlhf._version import __version__
 from marlhf.data.load import PUBLISHED, is_hub_name
 from marlhf.fields import settings_with
-from marlhf.models.load import SCALAR
+from marlhf.models.heads import SCALAR
 from marlhf.runs.atomic import write_text
 from marlhf.runs.jsonl import read_jsonl
 from marlhf.runs.layout import METRICS, RunError, read_config

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from marlhf.models.adapter_config import import_peft
 from marlhf.models.base import Model, ModelError
+from marlhf.models.heads import backbone
 
 CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "base.json"
 PREFIX = "base_model.model."
@@ -124,7 +125,7 @@ def digest(module: Model) -> str:
     identify them: it may hold another model tomorrow, or the same model may be copied elsewhere.
     """
     hashed = hashlib.sha256()
-    for name, parameter in sorted(module.base_model.named_parameters()):
+    for name, parameter in sorted(backbone(module).named_parameters()):
         flat = parameter.detach().flatten()
         some = flat[:: max(1, flat.numel() // 256)][:256].float().cpu()
         hashed.update(f"{name}{tuple(parameter.shape)}".encode())

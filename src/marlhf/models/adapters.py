@@ -25,7 +25,7 @@ from marlhf.configs.model import Precision
 from marlhf.models.adapter_config import Task, import_peft, to_peft
 from marlhf.models.adapter_files import digest, is_scalar_adapter, read_adapter, write_adapter
 from marlhf.models.base import Model, ModelError, autocast
-from marlhf.models.heads import fresh_scalar_head
+from marlhf.models.heads import backbone, fresh_scalar_head, scalar_config
 
 NO_ADAPTER = "off"
 """A name that no adapter has: while it is active, every layer computes as the plain base does."""
@@ -231,7 +231,7 @@ class AdaptedModel(nn.Module):
     def base_model(self, *args: Any, **kwargs: Any) -> Any:
         """The model without its head: hidden states."""
         with self.base.applied(self.adapter):
-            return self.base.module.base_model(*args, **kwargs)
+            return backbone(self.base.module)(*args, **kwargs)
 
     @property
     def module(self) -> Model:
@@ -310,8 +310,7 @@ def save_merged(model: AdaptedModel, folder: str | Path) -> None:
     config.__dict__.pop("quantization_config", None)
     with torch.device("meta"):
         if "score.weight" in model.adapter_tensors():
-            config.num_labels = 1
-            plain = AutoModelForSequenceClassification.from_config(config)
+            plain = AutoModelForSequenceClassification.from_config(scalar_config(config))
         else:
             plain = type(module)(config)
     wanted = plain.state_dict().keys()

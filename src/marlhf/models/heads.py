@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
+
+from marlhf.models.base import Model, ModelError
+
+SCALAR = "ForSequenceClassification"
+"""How the names of transformers' classes with a scalar head end."""
 
 
 def init_scalar_head(head: nn.Linear, seed: int) -> None:
@@ -25,3 +38,80 @@ def fresh_scalar_head(hidden_size: int, seed: int) -> nn.Linear:
     head: Any = nn.utils.skip_init(nn.Linear, hidden_size, 1, bias=False)
     init_scalar_head(head, seed)
     return head
+
+
+def backbone(model: Model) -> Model:
+    """A model without its head.
+
+    transformers' `base_model` is the model itself where a family's prefix names no submodule, as
+    in the text model of Llama 4. The backbone is then what holds the embeddings.
+    """
+    if model.base_model is not model:
+        return model.base_model
+    embeddings = model.get_input_embeddings()
+    return next(child for child in model.children() if embeddings in [*child.modules()])
+
+
+def scalar_config(config: Any) -> Any:
+    """The config of a model with one label, of the same family.
+
+    Many families have no sequence classifier in transformers. They get one here, built as
+    transformers builds Llama's: the backbone and a linear layer `score`. It saves as any other
+    model. In a process where it is registered, AutoModelForSequenceClassification loads it;
+    `load_scalar` and this function register it.
+    """
+    config = copy.deepcopy(config)
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
+            raise ModelError(
+                f"transformers knows no decoder of the family {config.model_type}, so it cannot "
+                "have a scalar head. Take one such as Llama, Qwen or Gemma."
+            )
+        language_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        if language_class.config_class is config.sub_configs.get("text_config"):
+            config = config.get_text_config()  # of a multimodal family, which AutoModel reads so
+        if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            scalar_class = _scalar_class(language_class, config)
+            AutoModelForSequenceClassification.register(type(config), scalar_class, exist_ok=True)
+    config.num_labels = 1
+    return config
+
+
+def _scalar_class(language_class: Any, config: Any) -> type[PreTrainedModel]:
+    with torch.device("meta"):
+        language_model = language_class(config)
+    body = backbone(language_model)
+    (prefix,) = (name for name, child in language_model.named_children() if child is body)
+    # The class that all models of the family share has its initialisation and loading rules.
+    family = next(c for c in language_class.__mro__ if PreTrainedModel in c.__bases__)
+    name = f"{family.__name__.removesuffix('PreTrainedModel')}{SCALAR}"
+    settings = {
+        "base_model_prefix": prefix,
+        "config_class": type(config),
+        "__module__": language_class.__module__,  # transformers reads its features from that file
+    }
+    return type(name, (GenericForSequenceClassification, family), settings)
+
+
+def with_scalar_head(language_model: Model, seed: int) -> Model:
+    """A copy of a language model in float32, with a fresh scalar head instead of its own."""
+    config = scalar_config(language_model.config)
+    try:
+        model: Any = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        backbone(model).load_state_dict(backbone(language_model).state_dict())
+    except (RuntimeError, ValueError) as error:  # only the decoder of a larger model
+        raise ModelError(
+            f"A {type(language_model).__name__} cannot have a scalar head: its weights do not make "
+            f"up a {config.model_type} model. Take a decoder such as Llama, Qwen or Gemma."
+        ) from error
+    if not isinstance(getattr(model, "score", None), nn.Linear):
+        raise unknown_head(f"The model of a {type(language_model).__name__}", model)
+    init_scalar_head(model.score, seed)
+    return model
+
+
+def unknown_head(name: str, model: Model) -> ModelError:
+    return ModelError(
+        f"{name} is a {type(model).__name__}, whose scalar head marlhf does not know. "
+        "Decoder families such as Llama, Qwen, Gemma, Mistral and GPT-2 have `score`."
+    )

@@ -7,7 +7,6 @@ computes in. Dropout is always off: PPO compares log-probs of two passes.
 from __future__ import annotations
 
 import contextlib
-import copy
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,12 +27,15 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from marlhf.models.adapter_files import adapter_base, is_scalar_adapter, merge_adapter
 from marlhf.models.base import Model, ModelError, Tokenizer, quiet_transformers
 from marlhf.models.dropout import disable_dropout
-from marlhf.models.heads import init_scalar_head
+from marlhf.models.heads import (
+    SCALAR,
+    init_scalar_head,
+    scalar_config,
+    unknown_head,
+    with_scalar_head,
+)
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
 from marlhf.runs.layout import is_run
-
-SCALAR = "ForSequenceClassification"
-"""How the names of transformers' classes with a scalar head end."""
 
 
 def load_tokenizer(path: str | Tokenizer, *, trust_remote_code: bool = False) -> Tokenizer:
@@ -83,7 +85,8 @@ def load_policy(
 ) -> Model:
     """A causal language model in float32, ready to train."""
     if not isinstance(path, str):
-        return _ready(path.float(), checkpointing)
+        _check_causal(path.float(), f"The {type(path).__name__} given")
+        return _ready(path, checkpointing)
     if (base := adapter_base(path)) is not None:
         plain = load_policy(base, seed=seed, trust_remote_code=trust_remote_code)
         return _merged(plain, path, checkpointing)
@@ -97,10 +100,7 @@ def load_policy(
             config = _config(path, trust_remote_code)
             for kind in config.architectures or ():
                 if kind.endswith(("ForMaskedLM", "ForPreTraining")):
-                    raise ModelError(
-                        f"{path} is an encoder ({kind}): its tokens see those behind them, so it "
-                        "cannot write. Take a decoder such as Llama, Qwen, Gemma or GPT-2."
-                    )
+                    raise _not_causal(f"{path} ({kind})")
                 if kind.endswith(SCALAR):
                     raise ModelError(
                         f"{path} is a reward model ({kind}), which scores text and cannot write. "
@@ -109,6 +109,7 @@ def load_policy(
             auto = AutoModelForCausalLM
             model, missing = _load(auto, path, config, trust_remote_code, quantization, device)
             _check_whole(path, model, missing)
+        _check_causal(model, f"{path} ({type(model).__name__})")
     return _ready(model, checkpointing)
 
 
@@ -152,29 +153,16 @@ def load_scalar(
                 f"{path} classifies into {config.num_labels} labels; a reward model has one. "
                 "Take a reward model, or the language model that it was made from."
             )
-        config.num_labels = 1
+        config = scalar_config(config)
         auto = AutoModelForSequenceClassification
         model, missing = _load(auto, path, config, trust_remote_code, quantization, device)
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
-        raise ModelError(
-            f"{path} is a {type(model).__name__}, whose scalar head marlhf does not know. "
-            "Decoder families such as Llama, Qwen, Gemma, Mistral and GPT-2 have `score`."
-        )
+        raise unknown_head(path, model)
     _check_whole(path, model, missing - {"score.weight"} if fresh else missing)
     if fresh:
         init_scalar_head(head, seed)
     return _ready(model, checkpointing)
-
-
-def with_scalar_head(language_model: Model, seed: int) -> Model:
-    """A copy of a language model in float32, with a fresh scalar head instead of its own."""
-    config = copy.deepcopy(language_model.config)
-    config.num_labels = 1
-    model: Any = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-    model.base_model.load_state_dict(language_model.base_model.state_dict())
-    init_scalar_head(model.score, seed)
-    return model
 
 
 def is_scalar(path: str, *, trust_remote_code: bool = False) -> bool:
@@ -253,6 +241,34 @@ def _load_gguf(path: str) -> Model:
     model = auto.from_config(config, dtype=torch.float32)
     model.load_state_dict(loaded.state_dict())
     return model
+
+
+@torch.no_grad()
+def _check_causal(model: Model, name: str) -> None:
+    """Refuse models whose tokens see the tokens after them, such as BERT and XLNet.
+
+    Most attention layers say that they are causal. For the rest, a small pass shows whether the
+    last token changes what comes before it.
+    """
+    if model.config.is_encoder_decoder:
+        raise _not_causal(name)
+    layers = [vars(module).get("is_causal") for module in model.modules()]
+    causal = [flag for flag in layers if flag is not None]
+    if causal and all(causal):
+        return
+    ids = torch.tensor([[2, 3, 4, 5], [2, 3, 4, 6]], device=model.device)
+    training = model.training
+    one, other = model.eval()(input_ids=ids).logits[:, :-1]
+    model.train(training)
+    if (one - other).abs().max() > 1e-4 * one.std():  # more than rounding
+        raise _not_causal(name)
+
+
+def _not_causal(name: str) -> ModelError:
+    return ModelError(
+        f"{name} is no decoder: its tokens see those after them, so it cannot write. Take a "
+        "decoder such as Llama, Qwen, Gemma or GPT-2."
+    )
 
 
 def _check_whole(path: str, model: Model, missing: set[str]) -> None:

@@ -14,7 +14,8 @@ from marlhf.configs.stage import StageConfig
 from marlhf.models.adapter_config import Task, import_peft, quantization
 from marlhf.models.adapters import FrozenBaseModel, cast_linear_layers, frozen_dtype
 from marlhf.models.base import Model
-from marlhf.models.load import load_policy, load_scalar, with_scalar_head
+from marlhf.models.heads import with_scalar_head
+from marlhf.models.load import load_policy, load_scalar
 from marlhf.runs.layout import RunError
 from marlhf.train.distributed import World
 from marlhf.train.model_sources import OnBase, Source, WholeModel, policy_source, scalar_source
