@@ -128,7 +128,12 @@ def test_a_segmenter_that_breaks_its_contract_is_a_sentence(marlhf, tmp_path, mo
     )
     monkeypatch.syspath_prepend(tmp_path)
     small = ["batch_size=4", "eval_prompts=2", "sampling.max_new_tokens=4", "data.limit=300"]
-    models = ["model=tiny", "reward_model=tiny", f"output_dir={tmp_path / 'run'}"]
+    models = [
+        "model=tiny",
+        "reward_model=tiny",
+        "random_reward_head=true",
+        f"output_dir={tmp_path / 'run'}",
+    ]
     out = marlhf("ppo", "toy", "segmenter=late_rule:late", *models, *small)
     assert out.returncode == 1
     assert "Set `starts[:, 0] = True`" in out.stderr

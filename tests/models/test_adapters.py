@@ -339,6 +339,18 @@ def test_damaged_and_unfit_adapters_are_refused_with_a_sentence(saved, small):
         adapter_base(adapter)
 
 
+@pytest.mark.parametrize("keep", [0.5, 0.0])
+def test_a_damaged_weights_file_is_a_sentence(saved, small, keep):
+    _, _, folder = saved
+    file = folder / "reward" / "adapter" / "adapter_model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[: int(len(data) * keep)])
+    with pytest.raises(ModelError, match=r"adapter_model.safetensors is damaged .*Save"):
+        merge_adapter(small("llama", scalar=True), file.parent)
+    with pytest.raises(ModelError, match=r"adapter_model.safetensors is damaged .*Save"):
+        FrozenBaseModel(small("llama")).scalar_model(file.parent)
+
+
 def test_weights_that_an_adapter_lacks_are_not_left_random(saved, small):
     from safetensors.torch import load_file, save_file
 

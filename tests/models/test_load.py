@@ -1,4 +1,5 @@
 import json
+import time
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from marlhf.models.load import (
     load_tokenizer,
     same_tokenizer,
 )
+from marlhf.models.locate import locate
 
 IDS = torch.arange(2, 20)[None]
 
@@ -336,3 +338,46 @@ def test_the_folder_of_a_run_is_told_from_its_model(tmp_path, small):
     (tmp_path / "reward" / "run.json").write_text("{}")
     with pytest.raises(ModelError, match="is not finished"):
         load_scalar(str(tmp_path / "reward" / "model"))
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://no.such.host.invalid"])
+@pytest.mark.parametrize("load", [load_policy, load_scalar, load_tokenizer, is_scalar])
+def test_without_the_hub_there_is_one_try_and_one_sentence(monkeypatch, capfd, load, endpoint):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    start = time.monotonic()
+    with pytest.raises(ModelError, match=r"`reward_model`: There is no folder nope here.* hub"):
+        load("nope", setting="reward_model")
+    assert time.monotonic() - start < 5
+    written = capfd.readouterr()
+    assert "Retry" not in written.out + written.err
+
+
+def test_what_was_downloaded_serves_without_the_hub(monkeypatch, tmp_path, small, trained):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--someone--model"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    small("llama", vocab_size=300).save_pretrained(snapshot)
+    trained("byte-level").save_pretrained(snapshot)
+    start = time.monotonic()
+    assert locate("someone/model") == {"pretrained_model_name_or_path": str(snapshot)}
+    model = load_policy("someone/model")
+    assert same_weights(model, small("llama", vocab_size=300))
+    assert load_tokenizer("someone/model").eos_token == "</s>"
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("load", [load_policy, load_scalar])
+def test_weights_that_are_no_numbers_are_named(tmp_path, small, load, value):
+    model = small("llama", scalar=load is load_scalar)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4:6] = value
+    sentence = r"not a number: 2 of the 1024 in model.layers.1.mlp.up_proj.weight"
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=f"{tmp_path.name} has weights .*{sentence}"):
+        load(str(tmp_path))
+    with pytest.raises(ModelError, match=f"The Llama.* given has weights .*{sentence}"):
+        load(model)

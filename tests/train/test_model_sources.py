@@ -46,10 +46,13 @@ def brevity(completions, **_):
 
 @pytest.fixture(autouse=True)
 def one_tokenizer(tmp_path, monkeypatch):
-    """Folders with the policy's tokenizer and nothing else."""
+    """Folders with a config and the policy's tokenizer, and no weights."""
     monkeypatch.chdir(tmp_path)
     for name in ("reward", "critic", "reference", "gold", "merged", "language-merged"):
         TOKENIZER.save_pretrained(name)
+        kind = "LlamaForCausalLM" if name == "reference" else "LlamaForSequenceClassification"
+        settings = {"model_type": "llama", "architectures": [kind]}
+        (Path(name) / "config.json").write_text(json.dumps(settings))
     adapter("merged/adapter", "SEQ_CLS")
     adapter("language-merged/adapter", "CAUSAL_LM")
     adapter("sft-adapter", "CAUSAL_LM")
@@ -209,6 +212,15 @@ def test_other_tokenizers_are_refused(tmp_path, trained):
         resolve(replace(WHOLE, critic_model="other"))
     with pytest.raises(RunError, match="The tokenizer of the reference other"):
         resolve(replace(WHOLE, ref_model="other"))
+
+
+@pytest.mark.parametrize("setting", ["reward_model", "gold_model", "reward_funcs"])
+def test_a_language_model_scores_only_where_that_was_asked_for(setting):
+    value = ("tiny",) if setting == "reward_funcs" else "tiny"
+    config = replace(WHOLE, **{setting: value})
+    with pytest.raises(RunError, match=rf"`{setting}`: tiny is a language model .*marlhf reward"):
+        resolve(config)
+    assert resolve(replace(config, random_reward_head=True))
 
 
 def test_stages_with_one_model():

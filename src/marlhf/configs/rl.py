@@ -37,6 +37,9 @@ class RLConfig(StageConfig):
     """More that score: functions of yours as `module:name`, or further reward models."""
     reward_weights: tuple[float, ...] | None = setting(None, on_card=True, defines_score=True)
     """Weights of the reward model and of reward_funcs, in that order; 1 each unless given."""
+    random_reward_head: bool = False
+    """Accept a language model as a reward model: its scores come from random weights. For tests
+    and measurements of speed."""
     reward_timeout: float = setting(600.0, above=0, may_change=True)
     """Seconds that a reward function of yours may take for a batch."""
     gold_model: str | None = None

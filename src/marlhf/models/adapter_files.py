@@ -14,6 +14,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -180,7 +181,13 @@ def _weights_file(folder: str | Path) -> Path:
             f"There is no {WEIGHTS} in {folder}. Save the adapter again with save_pretrained; "
             "pickled weights (.bin) are not read."
         )
-    return file
+    try:
+        with safe_open(file, "pt"):  # compares the header with the size of the file
+            return file
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{file} is damaged ({error}). Save the adapter again, or take another folder."
+        ) from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -6,9 +6,6 @@ computes in. Dropout is always off: PPO compares log-probs of two passes.
 
 from __future__ import annotations
 
-import contextlib
-import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +22,7 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from marlhf.models.adapter_files import adapter_base, is_scalar_adapter, merge_adapter
-from marlhf.models.base import Model, ModelError, Tokenizer, quiet_transformers
+from marlhf.models.base import Model, ModelError, Tokenizer
 from marlhf.models.dropout import disable_dropout
 from marlhf.models.heads import (
     SCALAR,
@@ -34,12 +31,17 @@ from marlhf.models.heads import (
     unknown_head,
     with_scalar_head,
 )
+from marlhf.models.locate import explained, is_gguf, locate
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
-from marlhf.runs.layout import is_run
 
 
-def load_tokenizer(path: str | Tokenizer, *, trust_remote_code: bool = False) -> Tokenizer:
-    """A tokenizer that has an EOS and a padding token, and pads on the left."""
+def load_tokenizer(
+    path: str | Tokenizer, *, trust_remote_code: bool = False, setting: str = ""
+) -> Tokenizer:
+    """A tokenizer that has an EOS and a padding token, and pads on the left.
+
+    `setting` is the one that named the path, for errors; so it is below.
+    """
     if not isinstance(path, str):
         return _with_ends(path, "that was given")
     if path == "tiny":
@@ -47,16 +49,16 @@ def load_tokenizer(path: str | Tokenizer, *, trust_remote_code: bool = False) ->
     if (base := adapter_base(path)) is not None and not (
         Path(path) / "tokenizer_config.json"
     ).is_file():
-        return load_tokenizer(base, trust_remote_code=trust_remote_code)
-    with _explained(path, "tokenizer"):
-        source = _source(path)
-        declared = {} if _gguf(path) else get_tokenizer_config(path)
+        return load_tokenizer(base, trust_remote_code=trust_remote_code, setting=setting)
+    with explained(path, "tokenizer"):
+        source = locate(path, setting)
+        declared = {} if is_gguf(path) else get_tokenizer_config(**source)
         # AutoTokenizer goes by the model's family even where the folder says that its tokenizer
         # is a plain one, and a family's own class may cut text into other tokens.
         plain = declared.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
         loader = PreTrainedTokenizerFast if plain else AutoTokenizer
         tokenizer = loader.from_pretrained(**source, trust_remote_code=trust_remote_code)
-        if _gguf(path) and (end := _gguf_end(path)) is not None:
+        if is_gguf(path) and (end := _gguf_end(path)) is not None:
             tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     return _with_ends(tokenizer, f"of {path}")
 
@@ -82,22 +84,25 @@ def load_policy(
     checkpointing: bool = False,
     quantization: Any = None,
     device: torch.device | None = None,
+    setting: str = "",
 ) -> Model:
     """A causal language model in float32, ready to train."""
     if not isinstance(path, str):
-        _check_causal(path.float(), f"The {type(path).__name__} given")
-        return _ready(path, checkpointing)
+        name = f"The {type(path).__name__} given"
+        _check_causal(path.float(), name)
+        return _ready(path, checkpointing, name)
     if (base := adapter_base(path)) is not None:
-        plain = load_policy(base, seed=seed, trust_remote_code=trust_remote_code)
+        plain = load_policy(base, seed=seed, trust_remote_code=trust_remote_code, setting=setting)
         return _merged(plain, path, checkpointing)
     if path == "tiny":
         model: Model = tiny_model(seed)
-    elif _gguf(path):
-        with _explained(path, "model"):
+    elif is_gguf(path):
+        with explained(path, "model"):
             model = _load_gguf(path)
     else:
-        with _explained(path, "model"):
-            config = _config(path, trust_remote_code)
+        with explained(path, "model"):
+            source = locate(path, setting)
+            config = _config(source, trust_remote_code)
             for kind in config.architectures or ():
                 if kind.endswith(("ForMaskedLM", "ForPreTraining")):
                     raise _not_causal(f"{path} ({kind})")
@@ -107,10 +112,10 @@ def load_policy(
                         "Take the language model that it was made from, such as the SFT model."
                     )
             auto = AutoModelForCausalLM
-            model, missing = _load(auto, path, config, trust_remote_code, quantization, device)
+            model, missing = _load(auto, source, config, trust_remote_code, quantization, device)
             _check_whole(path, model, missing)
         _check_causal(model, f"{path} ({type(model).__name__})")
-    return _ready(model, checkpointing)
+    return _ready(model, checkpointing, path)
 
 
 def load_scalar(
@@ -121,6 +126,7 @@ def load_scalar(
     checkpointing: bool = False,
     quantization: Any = None,
     device: torch.device | None = None,
+    setting: str = "",
 ) -> Model:
     """A model with one number per token: a reward model or a critic.
 
@@ -138,15 +144,16 @@ def load_scalar(
                 f"The {type(path).__name__} given has {path.score.out_features} labels; a reward "
                 "model has one. Load it with num_labels=1."
             )
-        return _ready(path.float(), checkpointing)
+        return _ready(path.float(), checkpointing, f"The {type(path).__name__} given")
     if (base := adapter_base(path)) is not None:
-        scalar = load_scalar(base, seed=seed, trust_remote_code=trust_remote_code)
+        scalar = load_scalar(base, seed=seed, trust_remote_code=trust_remote_code, setting=setting)
         return _merged(scalar, path, checkpointing)
-    if path == "tiny" or _gguf(path):
-        language_model = load_policy(path, seed=seed, trust_remote_code=trust_remote_code)
-        return _ready(with_scalar_head(language_model, seed), checkpointing)
-    with _explained(path, "model"):
-        config = _config(path, trust_remote_code)
+    if path == "tiny" or is_gguf(path):
+        language_model = load_policy(path, seed=seed, setting=setting)
+        return _ready(with_scalar_head(language_model, seed), checkpointing, path)
+    with explained(path, "model"):
+        source = locate(path, setting)
+        config = _config(source, trust_remote_code)
         fresh = not _has_scalar(config)
         if not fresh and config.num_labels != 1:
             raise ModelError(
@@ -155,24 +162,24 @@ def load_scalar(
             )
         config = scalar_config(config)
         auto = AutoModelForSequenceClassification
-        model, missing = _load(auto, path, config, trust_remote_code, quantization, device)
+        model, missing = _load(auto, source, config, trust_remote_code, quantization, device)
     head = getattr(model, "score", None)
     if not isinstance(head, nn.Linear):
         raise unknown_head(path, model)
     _check_whole(path, model, missing - {"score.weight"} if fresh else missing)
     if fresh:
         init_scalar_head(head, seed)
-    return _ready(model, checkpointing)
+    return _ready(model, checkpointing, path)
 
 
-def is_scalar(path: str, *, trust_remote_code: bool = False) -> bool:
+def is_scalar(path: str, *, trust_remote_code: bool = False, setting: str = "") -> bool:
     """Whether a model has a scalar head, so that `load_scalar` need not make a fresh one."""
-    if path == "tiny" or _gguf(path):
+    if path == "tiny" or is_gguf(path):
         return False
     if adapter_base(path) is not None:
         return is_scalar_adapter(path)
-    with _explained(path, "model"):
-        return _has_scalar(_config(path, trust_remote_code))
+    with explained(path, "model"):
+        return _has_scalar(_config(locate(path, setting), trust_remote_code))
 
 
 def check_vocabulary(model: Model, tokenizer: Tokenizer, name: str) -> None:
@@ -200,7 +207,7 @@ def end_tokens(model: Model, tokenizer: Tokenizer) -> list[int]:
 
 def _load(
     auto: Any,
-    path: str,
+    source: dict[str, Any],
     config: Any,
     trust_remote_code: bool,
     quantization: Any = None,
@@ -208,8 +215,8 @@ def _load(
 ) -> tuple[Model, set[str]]:
     """A model, and the names of those weights that were not there and so are random."""
     packed = {"quantization_config": quantization, "device_map": {"": device or "cpu"}}
-    model, found = auto.from_pretrained(
-        path,
+    model, info = auto.from_pretrained(
+        **source,
         config=config,
         dtype=torch.float32,
         trust_remote_code=trust_remote_code,
@@ -218,7 +225,7 @@ def _load(
         **(packed if quantization is not None else {}),
         **_attention(config),
     )
-    return model, set(found["missing_keys"])
+    return model, set(info["missing_keys"])
 
 
 def _attention(config: Any) -> dict[str, str]:
@@ -229,7 +236,7 @@ def _attention(config: Any) -> dict[str, str]:
 
 def _load_gguf(path: str) -> Model:
     # Later versions of transformers leave the weights packed where they have a kernel for it.
-    options = _source(path)
+    options = locate(path)
     if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     auto: Any = AutoModelForCausalLM
@@ -271,6 +278,23 @@ def _not_causal(name: str) -> ModelError:
     )
 
 
+@torch.no_grad()
+def _check_finite(model: Model, name: str) -> None:
+    """Refuse weights that are infinite or not a number: every pass would be NaN.
+
+    A sum is one pass over the memory; only one that is not finite is looked at more closely.
+    """
+    for parameter, weight in model.named_parameters():
+        if weight.is_floating_point() and not weight.sum().isfinite():
+            bad = int((~weight.isfinite()).sum())
+            if bad:
+                raise ModelError(
+                    f"{name} has weights that are infinite or not a number: {bad} of the "
+                    f"{weight.numel()} in {parameter}. Take an earlier checkpoint, or save the "
+                    "model again."
+                )
+
+
 def _check_whole(path: str, model: Model, missing: set[str]) -> None:
     """transformers only warns of weights that it did not find, and draws them at random."""
     if missing:
@@ -281,8 +305,8 @@ def _check_whole(path: str, model: Model, missing: set[str]) -> None:
         )
 
 
-def _config(path: str, trust_remote_code: bool) -> Any:
-    return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+def _config(source: dict[str, Any], trust_remote_code: bool) -> Any:
+    return AutoConfig.from_pretrained(**source, trust_remote_code=trust_remote_code)
 
 
 def _has_scalar(config: Any) -> bool:
@@ -291,10 +315,11 @@ def _has_scalar(config: Any) -> bool:
 
 def _merged(base: Model, path: str, checkpointing: bool) -> Model:
     merged = merge_adapter(base, path)
-    return _ready(merged.requires_grad_(True), checkpointing)  # peft has frozen it
+    return _ready(merged.requires_grad_(True), checkpointing, path)  # peft has frozen it
 
 
-def _ready(model: Model, checkpointing: bool) -> Model:
+def _ready(model: Model, checkpointing: bool, name: str) -> Model:
+    _check_finite(model, name)
     disable_dropout(model)
     model.config.use_cache = not checkpointing
     if checkpointing:
@@ -308,55 +333,3 @@ def _gguf_end(path: str) -> int | None:
 
     field = GGUFReader(path).fields.get("tokenizer.ggml.eos_token_id")
     return None if field is None else int(field.contents())
-
-
-def _gguf(path: str) -> bool:
-    return path.endswith(".gguf")
-
-
-def _source(path: str) -> dict[str, Any]:
-    if not _gguf(path):
-        return {"pretrained_model_name_or_path": path}
-    file = Path(path)
-    if not file.is_file():
-        raise ModelError(f"There is no file {path}. Check the path to the GGUF file.")
-    return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-
-
-@contextlib.contextmanager
-def _explained(path: str, what: str) -> Iterator[None]:
-    """transformers' many ways to fail, as one sentence with the cause at its end."""
-    try:
-        with quiet_transformers():  # a fresh score head is meant to be fresh
-            yield
-    except ModelError:
-        raise
-    except Exception as error:  # safetensors, tokenizers and gguf each raise kinds of their own
-        inner = Path(path) / "model"
-        if (inner / "config.json").is_file():
-            hint = f"It is the folder of a run; its model is {inner}."
-        elif "trust_remote_code" in str(error):
-            raise ModelError(
-                f"The {what} {path} comes with Python code of its own, which is run only if you "
-                "say so: --trust-code on the command line, trust_remote_code: true in a recipe."
-            ) from error
-        elif not Path(path).exists() and is_run(Path(path).parent):
-            raise ModelError(
-                f"There is no {path}: the run {Path(path).parent} is not finished. Finish it "
-                "first, by the command that began it."
-            ) from error
-        elif not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-            raise ModelError(
-                f"There is no folder {path}. If an earlier stage of the recipe writes it, run "
-                "that stage first; `marlhf run` does all of them in order."
-            ) from error
-        elif not Path(path).exists():
-            hint = "Is it a folder here, or a name on the hub that you can reach and may read?"
-        elif _gguf(path):
-            hint = "Is it a whole GGUF file, of a family that transformers can read?"
-        elif what == "tokenizer":
-            hint = "Is it a folder written by save_pretrained, with a tokenizer.json?"
-        else:
-            hint = "Is it a folder written by save_pretrained, with safetensors weights?"
-        cause = textwrap.shorten(str(error) or repr(error), 240)
-        raise ModelError(f"Cannot load the {what} {path}. {hint} ({cause})") from error

@@ -103,8 +103,8 @@ class ModelLoader:
         origin = source.origin
         if source.copied:
             origin = _copy(origin, source.head, source.seed)
-        remote = self.config.trust_remote_code
-        return load(origin, seed=source.seed, trust_remote_code=remote, **options)
+        options["trust_remote_code"] = self.config.trust_remote_code
+        return load(origin, seed=source.seed, setting=source.setting, **options)
 
     def _base(self, source: WholeModel) -> FrozenBaseModel:
         if source not in self._bases:

@@ -8,7 +8,7 @@ the two apart makes the rules below readable in one place, and testable without 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class WholeModel:
     head: Task
     copied: bool = False  # a copy of that object: another role has the object itself
     seed: int = 0  # of a fresh scalar head, and of `tiny`
+    setting: str = field(default="model", compare=False)  # what named it, for errors
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ def scalar_source(config: StageConfig, objects: GivenObjects) -> Source:
     if settings is None:
         return WholeModel(origin, "scalar", seed=config.seed)
     if isinstance(origin, str):
-        has_head = is_scalar(origin, trust_remote_code=config.trust_remote_code)
+        remote = config.trust_remote_code
+        has_head = is_scalar(origin, trust_remote_code=remote, setting="model")
     else:
         has_head = hasattr(origin, "score")
     # A language model stays one beneath the adapter, so that a policy can share it later.
@@ -109,7 +111,8 @@ def rl_sources(
         if reward.is_model:
             sources[reward_role(number)] = _reward(reward, config, policy, sources.get("critic"))
     if config.gold_model:
-        sources["gold"] = WholeModel(config.gold_model, "scalar")
+        _check_scores(config.gold_model, config, "gold_model")
+        sources["gold"] = WholeModel(config.gold_model, "scalar", setting="gold_model")
     return sources
 
 
@@ -137,7 +140,8 @@ def reward_items(config: RLConfig, objects: GivenObjects) -> list[RewardItem]:
 
 
 def check_reference_tokenizer(config: Any, path: str, tokenizer: Tokenizer) -> None:
-    own = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
+    remote = config.trust_remote_code
+    own = load_tokenizer(path, trust_remote_code=remote, setting="ref_model")
     if not same_tokenizer(tokenizer, own):
         raise RunError(
             f"The tokenizer of the reference {path} is not that of {config.model}: its "
@@ -166,7 +170,7 @@ def _reference(
         return WholeModel(objects.model, "language", copied=True)
     path = config.ref_model or config.model
     check_reference_tokenizer(config, path, tokenizer)
-    return WholeModel(path, "language", seed=config.seed)
+    return WholeModel(path, "language", seed=config.seed, setting="ref_model")
 
 
 def _critic(config: Any, objects: GivenObjects, tokenizer: Tokenizer, policy: Source) -> Source:
@@ -183,10 +187,10 @@ def _critic(config: Any, objects: GivenObjects, tokenizer: Tokenizer, policy: So
     if isinstance(policy, OnBase) and start.origin == policy_origin:
         return OnBase(policy.base, "scalar", policy.adapter)
     if isinstance(start.origin, str):
-        _check_critic_tokenizer(config, start.origin, tokenizer)
+        _check_critic_tokenizer(config, start.origin, tokenizer, start.setting)
     if isinstance(policy, WholeModel):
         return start
-    base = WholeModel(_base_origin(start.origin), "scalar", start.copied, start.seed)
+    base = replace(start, origin=_base_origin(start.origin))
     adapter = _saved_adapter(start.origin) or adapter_settings(config, objects)
     return OnBase(base, "scalar", adapter)
 
@@ -197,14 +201,15 @@ def _critic_start(config: Any, objects: GivenObjects, tokenizer: Tokenizer) -> W
         return WholeModel(objects.critic_model, "scalar")
     named = config.critic_model or config.reward_model
     if named and named != config.model:
-        return WholeModel(named, "scalar", seed=config.seed)
+        setting = "critic_model" if config.critic_model else "reward_model"
+        return WholeModel(named, "scalar", seed=config.seed, setting=setting)
     if not named:
         adapted = adapter_settings(config, objects) is not None
         for reward in _readers(config, objects, tokenizer):
             if isinstance(reward.item, nn.Module):
                 return WholeModel(reward.item, "scalar", copied=True)
             if not adapted:  # a second base for a reward model among reward_funcs costs memory
-                return WholeModel(reward.item, "scalar", seed=config.seed)
+                return WholeModel(reward.item, "scalar", seed=config.seed, setting="reward_funcs")
         if objects.model is not None:
             return WholeModel(objects.model, "scalar", copied=True, seed=config.seed)
     return WholeModel(config.model, "scalar", seed=config.seed)
@@ -215,7 +220,8 @@ def _readers(config: RLConfig, objects: GivenObjects, tokenizer: Tokenizer) -> I
     for reward in reward_items(config, objects):
         if reward.is_model:
             own = reward.tokenizer or (reward.item if isinstance(reward.item, str) else tokenizer)
-            own = load_tokenizer(own, trust_remote_code=config.trust_remote_code)
+            remote = config.trust_remote_code
+            own = load_tokenizer(own, trust_remote_code=remote, setting="reward_funcs")
             if same_tokenizer(own, tokenizer):
                 yield reward
 
@@ -231,7 +237,7 @@ def _shared_critic_adapter(config: Any, objects: GivenObjects, tokenizer: Tokeni
     adapter = find_adapter(named) if named else None
     # The adapter beside a merged language model is no start for a critic; one that was named is.
     if adapter is not None and (is_scalar_adapter(adapter) or adapter == Path(named)):
-        _check_critic_tokenizer(config, named, tokenizer)
+        _check_critic_tokenizer(config, named, tokenizer, "critic_model")
         return adapter
     if config.critic_model not in (None, config.model):
         raise RunError(
@@ -252,6 +258,8 @@ def _reward(reward: RewardItem, config: RLConfig, policy: Source, critic: Source
     """A reward model: whole, or on a base that another role has loaded anyway."""
     if not isinstance(reward.item, str):
         return WholeModel(reward.item, "scalar")
+    setting = "reward_model" if reward.item == config.reward_model else "reward_funcs"
+    _check_scores(reward.item, config, setting)
     if isinstance(policy, OnBase) and config.lora is not None and config.lora.shared_base:
         adapter = find_adapter(reward.item)
         if adapter is not None and is_scalar_adapter(adapter):
@@ -259,11 +267,26 @@ def _reward(reward: RewardItem, config: RLConfig, policy: Source, critic: Source
     own_base = WholeModel(_base_origin(reward.item), "scalar", seed=config.seed)
     if isinstance(critic, OnBase) and critic.base == own_base:
         return OnBase(own_base, "scalar", _saved_adapter(reward.item))
-    return WholeModel(reward.item, "scalar")
+    return WholeModel(reward.item, "scalar", setting=setting)
 
 
-def _check_critic_tokenizer(config: RLConfig, path: str, tokenizer: Tokenizer) -> None:
-    own = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
+def _check_scores(path: str, config: RLConfig, setting: str) -> None:
+    """A language model has no scalar head, and a random one would score at random."""
+    remote = config.trust_remote_code
+    if config.random_reward_head or is_scalar(path, trust_remote_code=remote, setting=setting):
+        return
+    raise RunError(
+        f"`{setting}`: {path} is a language model without a scalar head, so its scores would come "
+        "from random weights. Train a reward model from it with `marlhf reward`, or set "
+        "random_reward_head: true where scores do not matter."
+    )
+
+
+def _check_critic_tokenizer(
+    config: RLConfig, path: str, tokenizer: Tokenizer, setting: str
+) -> None:
+    remote = config.trust_remote_code
+    own = load_tokenizer(path, trust_remote_code=remote, setting=setting)
     if not same_tokenizer(tokenizer, own):
         raise RunError(
             f"The critic starts from {path}, whose tokenizer is not that of {config.model}: "

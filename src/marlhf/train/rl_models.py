@@ -13,7 +13,7 @@ from marlhf.configs.rl import RLConfig
 from marlhf.core import Vocabulary
 from marlhf.data import Row
 from marlhf.models.base import Model, Tokenizer
-from marlhf.models.load import check_vocabulary, end_tokens, is_scalar, load_tokenizer
+from marlhf.models.load import check_vocabulary, end_tokens, load_tokenizer
 from marlhf.reward import RewardFunction, RewardModel, Rewards, import_function
 from marlhf.rollout.engine import Engine
 from marlhf.rollout.native import NativeEngine
@@ -26,7 +26,6 @@ from marlhf.train.distributed import World
 from marlhf.train.model_loader import load_sources
 from marlhf.train.model_sources import reward_items, reward_role, rl_sources
 from marlhf.train.objects import GivenObjects
-from marlhf.train.progress import warn
 from marlhf.train.stage import Example, check_positions, each_prompt_once, load_examples
 
 
@@ -49,8 +48,8 @@ class Models:
 def load_models(config: RLConfig, objects: GivenObjects, world: World, *, critic: bool) -> Models:
     """Load every role's model, and refuse what does not belong together."""
     with world.raise_on_all_ranks():
-        remote = config.trust_remote_code
-        tokenizer = load_tokenizer(objects.tokenizer or config.model, trust_remote_code=remote)
+        given, remote = objects.tokenizer or config.model, config.trust_remote_code
+        tokenizer = load_tokenizer(given, trust_remote_code=remote, setting="model")
         sources = rl_sources(config, objects, tokenizer, critic=critic)
         models = load_sources(sources, {"policy", "critic"}, config, world)
         for role in ("policy", "reference", "critic"):
@@ -159,15 +158,10 @@ def _reward_model(
     world: World,
 ) -> RewardModel:
     remote = config.trust_remote_code
-    if isinstance(item, str) and not is_scalar(item, trust_remote_code=remote):
-        warn(
-            f"{item} is not a reward model but a language model: its scores come "
-            "from a head of random weights and mean nothing. Train one with `marlhf reward`."
-        )
     source = own or (item if isinstance(item, str) else tokenizer)
     return RewardModel(
         model,
-        load_tokenizer(source, trust_remote_code=remote),
+        load_tokenizer(source, trust_remote_code=remote, setting="reward_model"),
         tokenizer,
         token_budget=2 * config.token_budget,
         precision=config.precision,

@@ -49,7 +49,8 @@ def load_supervised(
     """Tokenizer, model, training and held-out rows of SFT, a reward model or DPO, checked."""
     with world.raise_on_all_ranks():
         remote = config.trust_remote_code
-        tokenizer = load_tokenizer(objects.tokenizer or config.model, trust_remote_code=remote)
+        given = objects.tokenizer or config.model
+        tokenizer = load_tokenizer(given, trust_remote_code=remote, setting="model")
         model = load(config, objects, world)
         check_vocabulary(model, tokenizer, config.model)
         longest = config.max_response_tokens
