@@ -23,7 +23,17 @@ from marlhf.train.stages import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RECIPE_KEYS = {"output_dir", "defaults", "stages", "like", "kind", "extends", "preset", "type"}
+RECIPE_KEYS = {
+    "output_dir",
+    "defaults",
+    "stages",
+    "like",
+    "kind",
+    "extends",
+    "preset",
+    "priority",
+    "type",
+}
 TRAINING = ("run", *METHODS)
 FENCE = re.compile(r"^(<!-- not run: .+? -->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
