@@ -1,4 +1,4 @@
-"""What the models say of prompts and responses: log-probs, values, scores.
+"""Forward passes over prompts and responses: log-probs, values, scores.
 
 Axes: B rows, W tokens of prompt and response, R response tokens. Rows begin in the first column
 and are padded on the right. Under causal attention no real token ever sees that padding, so no
@@ -101,9 +101,9 @@ def token_stats(
     The temperature must be the one sampled at: otherwise the ratio of new to old policy is that
     of two policies that nobody sampled from.
 
-    Logits are never whole: the model's own forward runs with next to nothing for its head to do,
-    and `chosen_logprobs` takes over from there. Where it cannot know what the model does to
-    logits, `plain_token_stats` does the work.
+    The logits [B, R, V] are never in memory as a whole: they would be most of it. The model's own
+    forward stops short of its head, and `chosen_logprobs` applies the head a few positions at a
+    time. Where what the model does to logits afterwards is not known, `plain_token_stats` is used.
     """
     head = cast(Any, model).get_output_embeddings()
     passes = None if entropy else _packed_passes(model)
@@ -136,7 +136,7 @@ def plain_token_stats(
     model: nn.Module, sequences: Sequences, temperature: float = 1.0, *, entropy: bool = False
 ) -> TokenStats:
     """What `token_stats` gives, through the model's own head and with all logits at once."""
-    with _head_at(model, sequences.before), _one_text_a_row():
+    with _head_at(model, sequences.before), _one_text_per_row():
         logits = model(input_ids=sequences.ids, use_cache=False).logits  # [B, R, V]
     logits = logits.float() / temperature
     chosen = logits.gather(2, sequences.responses[:, :, None]).squeeze(2)
@@ -167,10 +167,10 @@ def final_scores(model: nn.Module, sequences: Sequences) -> Tensor:
 
 
 def send(x: Tensor, device: torch.device | str) -> Tensor:
-    """A tensor of the host on a device, without waiting for what the device is doing.
+    """Copy a host tensor to a device without waiting for the device.
 
-    Copies from ordinary memory wait until all that was launched before them is done, and the
-    device then waits for the host to launch the next pass.
+    A copy from pageable memory waits until everything launched before it is done, and the device
+    then idles until the host launches the next pass. A copy from pinned memory does not wait.
     """
     pinned = x.pin_memory() if torch.device(device).type == "cuda" else x
     return pinned.to(device, non_blocking=True)
@@ -201,11 +201,11 @@ def _head_at(model: nn.Module, columns: Tensor) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _one_text_a_row() -> Iterator[None]:
-    """Without transformers' search for rows that hold several texts, which ours never do.
+def _one_text_per_row() -> Iterator[None]:
+    """Skip transformers' search for rows that hold several texts, which ours never do.
 
-    It asks the device in every pass and waits for the answer, and then there is nothing left for
-    the device to do until the host has launched more.
+    The search copies a result to the host in every pass. Until that arrives nothing further is
+    launched, and the device runs out of work.
     """
     search = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda *_: None
@@ -216,48 +216,53 @@ def _one_text_a_row() -> Iterator[None]:
 
 
 _RULES: WeakKeyDictionary[nn.Module, LogitRule | None] = WeakKeyDictionary()
-"""What each model does to logits, seen in its first pass."""
+"""What each model does to its head's output, found in its first pass; None if no rule fits."""
 
 
 def _hidden_at(model: nn.Module, ids: Tensor, positions: Tensor) -> tuple[Tensor, LogitRule | None]:
-    """What the head would see at flat positions [N]: [N, H]; and what becomes of its output.
+    """The head's input at flat positions [N], [N, H]; and what the model does to its output.
 
-    In a model's first pass the head says numbers of ours, and the logits tell what the model made
-    of them: soft caps, scales, or something that no rule describes.
+    Hooks on the head take its input and let it compute nothing. In a model's first pass they also
+    replace its output by known numbers: the logits then show whether the model scales or caps
+    them, or does something that no rule describes.
     """
-    seen: list[Tensor] = []
+    inputs: list[Tensor] = []
     head = cast(Any, model).get_output_embeddings()
-    said = None if model in _RULES else probe(head.out_features, head.weight.device)
+    known = None if model in _RULES else probe(head.out_features, head.weight.device)
 
-    def take(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        seen.append(args[0].flatten(0, 1).index_select(0, positions))
-        return (args[0][:, :0], *args[1:])
+    def take_input(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        inputs.append(args[0].flatten(0, 1).index_select(0, positions))
+        return (args[0][:, :0], *args[1:])  # no columns: the head has nothing to multiply
 
-    def say(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
-        return output if said is None else said[None, None]
+    def replace_output(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+        return output if known is None else known[None, None]
 
-    handles = head.register_forward_pre_hook(take), head.register_forward_hook(say)
+    handles = (
+        head.register_forward_pre_hook(take_input),
+        head.register_forward_hook(replace_output),
+    )
     try:
-        with _one_text_a_row():
+        with _one_text_per_row():
             logits = model(input_ids=ids, use_cache=False).logits
     finally:
         for handle in handles:
             handle.remove()
-    if said is not None:
-        _RULES[model] = fit_rule(said, logits.detach().flatten())
-    return seen[0], _RULES[model]
+    if known is not None:
+        _RULES[model] = fit_rule(known, logits.detach().flatten())
+    return inputs[0], _RULES[model]
 
 
 def _plain(head: nn.Module) -> bool:
-    """Whether a head is a matrix and no more: not adapted, sharded, quantised or watched."""
-    watched = head._forward_hooks or head._forward_pre_hooks  # they may change what it says
-    return type(head) is nn.Linear and type(head.weight.data) is Tensor and not watched
+    """Whether a head is a matrix and no more: not adapted, sharded, quantised or hooked."""
+    hooked = head._forward_hooks or head._forward_pre_hooks  # they may change its output
+    return type(head) is nn.Linear and type(head.weight.data) is Tensor and not hooked
 
 
 def _real(sequences: Sequences) -> Tensor:
-    """Flat indices of the response tokens that are not padding, [N], without asking the device."""
+    """Flat indices of the response tokens that are not padding, [N]."""
+    # As mask.nonzero(), but the size comes from the host, so nothing waits for the device.
     mask, count = sequences.mask.flatten(), sum(sequences.lengths)
-    place = torch.where(mask, mask.cumsum(dim=0) - 1, count)
+    place = torch.where(mask, mask.cumsum(dim=0) - 1, count)  # padding goes to a last, extra place
     index = place.new_empty(count + 1)
     return index.scatter_(0, place, torch.arange(len(mask), device=mask.device))[:count]
 
@@ -265,7 +270,7 @@ def _real(sequences: Sequences) -> Tensor:
 def _scalar(model: nn.Module, ids: Tensor, columns: Tensor) -> Tensor:
     """The scalar head at some columns of each row, in float32 even under autocast: [B, R]."""
     backbone, head = cast(nn.Module, model.base_model), cast(nn.Module, model.score)
-    with _one_text_a_row():
+    with _one_text_per_row():
         hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state
     hidden = _at(hidden, columns)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -320,7 +325,7 @@ def _packing_error(model: nn.Module) -> float:
         ours = packed_hidden(model, ids.flatten()[packing.source], packing)[: sum(lengths)].float()
         if cast(Any, model).get_output_embeddings() is not None:  # also sees what becomes of logits
             _hidden_at(model, ids, torch.arange(57, device=device))
-        with _one_text_a_row():
+        with _one_text_per_row():
             whole = cast(Any, model).base_model(input_ids=ids, use_cache=False).last_hidden_state
     whole = torch.cat([row[:n] for row, n in zip(whole.float(), lengths)])
     return float((ours - whole).norm() / (whole - whole.mean(0)).norm())
