@@ -203,6 +203,7 @@ LATER = [
     ("ppo.data={path: nowhere.jsonl}", "nowhere.jsonl"),
     ("ppo.segmenter={type: constituents, parser: 'stanza:en'}", "stanza"),
     ("ppo.engine=vllm", "marlhf[vllm]"),
+    ("ppo.reward_model=@sft", "The stage sft trains a language model, which cannot score"),
     ("ppo.ref_model=./nowhere", "There is no model ./nowhere"),
 ]
 

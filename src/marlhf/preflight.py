@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from marlhf.build import field_names
 from marlhf.config import ConfigError, Stage
 from marlhf.configs.rl import RLConfig
 from marlhf.core import Constituents
@@ -27,18 +28,16 @@ from marlhf.train.model_sources import reward_items
 from marlhf.train.objects import NO_OBJECTS
 from marlhf.train.trackers import check_installed
 
-OTHER_MODELS = ("ref_model", "critic_model", "gold_model")
-
 
 def check_stages(stages: Sequence[Stage]) -> None:
     """Refuse a recipe of which a stage could not run, with every reason at once."""
     problems: list[str] = []
     read: dict[str, Loaded] = {}  # stages often share their rows
-    starts = {f"{stage.config.output_dir}/model": stage.config.model for stage in stages}
+    made_by = {f"{stage.config.output_dir}/model": stage for stage in stages}
     for stage in stages:
         if is_finished(Path(stage.config.output_dir)):
             continue
-        for check in _checks(stage, starts, read):
+        for check in _checks(stage, made_by, read):
             try:
                 check()
             except MarlhfError as error:
@@ -50,21 +49,22 @@ def check_stages(stages: Sequence[Stage]) -> None:
 
 
 def _checks(
-    stage: Stage, starts: dict[str, str], read: dict[str, Loaded]
+    stage: Stage, made_by: Mapping[str, Stage], read: dict[str, Loaded]
 ) -> Iterator[Callable[[], object]]:
     config = stage.config
     yield lambda: pick_device(config.device)
     yield lambda: check_installed(config.report_to)
-    for name in (config.model, *(getattr(config, key, "") or "" for key in OTHER_MODELS)):
-        yield lambda name=name: _check_model(name, starts)
-    yield lambda: _check_length(config, starts)
+    models = [name for name in field_names(type(config)) if name.endswith("model")]
+    for name in sorted({*models} - {"reward_model"}):
+        yield lambda name=name: _check_model(getattr(config, name) or "", made_by)
+    yield lambda: _check_length(config, made_by)
     if config.lora is not None:
         yield import_peft
         yield lambda: quantization(config.lora)
     loaded: list[Loaded] = []
     yield lambda: loaded.append(_check_data(stage, read))
     if isinstance(config, RLConfig):
-        yield lambda: _check_rewards(config, starts, loaded)
+        yield lambda: _check_rewards(config, made_by, loaded)
         yield lambda: _check_engine(config)
         if isinstance(config.segmenter, Constituents):
             parser = config.segmenter.parser
@@ -74,7 +74,7 @@ def _checks(
 def _check_data(stage: Stage, read: dict[str, Loaded]) -> Loaded:
     """The rows can be read, have the columns that the stage needs, and fill a batch."""
     config = stage.config
-    part = getattr(config, "part", None) or facts_of(stage.kind).part
+    part = getattr(config, "part", facts_of(stage.kind).part)  # a setting of DPO's
     key = f"{config.data} {part} {config.columns}"
     loaded = read[key] = read.get(key) or load_data(config.data, part, needs=config.columns)
     if len(loaded.train) < config.batch_size:
@@ -85,18 +85,18 @@ def _check_data(stage: Stage, read: dict[str, Loaded]) -> Loaded:
     return loaded
 
 
-def _check_model(name: str, starts: dict[str, str]) -> None:
+def _check_model(name: str, made_by: Mapping[str, Stage]) -> None:
     """A folder or file that is named is there, or another stage will leave it behind."""
     is_path = name.startswith(("/", "./", "../", "~")) or name.endswith(".gguf")
-    if name not in starts and is_path and not Path(name).expanduser().exists():
+    if name not in made_by and is_path and not Path(name).expanduser().exists():
         raise SettingError(f"There is no model {name}. Correct the path.")
 
 
-def _check_length(config: Any, starts: dict[str, str]) -> None:
+def _check_length(config: Any, made_by: Mapping[str, Stage]) -> None:
     """A response alone fits into the positions of the model that the stages begin with."""
     name = config.model
-    while name in starts:
-        name = starts[name]
+    while name in made_by:
+        name = made_by[name].config.model
     file = Path(name).expanduser() / "config.json"
     if name == "tiny":
         limit = MAX_POSITIONS
@@ -112,19 +112,24 @@ def _check_length(config: Any, starts: dict[str, str]) -> None:
         )
 
 
-def _check_rewards(config: RLConfig, starts: dict[str, str], loaded: list[Loaded]) -> None:
+def _check_rewards(config: RLConfig, made_by: Mapping[str, Stage], loaded: list[Loaded]) -> None:
     for item in reward_items(config, NO_OBJECTS):
         name = str(item.item)
         if ":" in name:
             function = RewardFunction(import_function(name), cast(Any, None), name=name)
             function.check([row for rows in loaded for row in rows.train + rows.eval])
-        elif name not in starts and "/" not in name and not Path(name).exists() and name != "tiny":
+        elif name not in made_by and "/" not in name and not Path(name).exists() and name != "tiny":
             raise SettingError(
                 f"{name!r} is neither a folder nor a hub name (owner/name). A function of yours "
                 f"is written module:name, as in my_rewards:{name}."
             )
+        elif name in made_by and facts_of(made_by[name].kind).writes_text:
+            raise SettingError(
+                f"The stage {made_by[name].name} trains a language model, which cannot score. "
+                "Name the stage that trains a reward model."
+            )
         else:
-            _check_model(name, starts)
+            _check_model(name, made_by)
 
 
 def _check_engine(config: RLConfig) -> None:

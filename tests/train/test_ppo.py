@@ -327,10 +327,10 @@ def test_scores_of_one_prompt_are_centred_only(ppo_config):
     assert next(x for x in lines if x["kind"] == "eval")["eval/score"] == 0
 
 
-def test_a_language_model_as_reward_model_is_warned_of(ppo_config, parents, capfd):
+def test_a_language_model_as_reward_model_is_refused(ppo_config, parents):
     model = str(parents / "sft" / "model")
-    ppo.train(ppo_config(reward_model=model, num_steps=1))
-    assert "is not a reward model" in capfd.readouterr().err
+    with pytest.raises(RunError, match="is not a reward model but a language model"):
+        ppo.train(ppo_config(reward_model=model, num_steps=1))
 
 
 def test_a_reference_with_another_tokenizer_is_refused(ppo_config, parents, tmp_path):
