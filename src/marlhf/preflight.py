@@ -123,13 +123,17 @@ def _check_rewards(config: RLConfig, made_by: Mapping[str, Stage], loaded: list[
                 f"{name!r} is neither a folder nor a hub name (owner/name). A function of yours "
                 f"is written module:name, as in my_rewards:{name}."
             )
-        elif name in made_by and facts_of(made_by[name].kind).writes_text:
+        elif _writes_text(name, made_by) and not config.random_reward_head:
             raise SettingError(
                 f"The stage {made_by[name].name} trains a language model, which cannot score. "
                 "Name the stage that trains a reward model."
             )
         else:
             _check_model(name, made_by)
+
+
+def _writes_text(name: str, made_by: Mapping[str, Stage]) -> bool:
+    return name in made_by and facts_of(made_by[name].kind).writes_text
 
 
 def _check_engine(config: RLConfig) -> None:

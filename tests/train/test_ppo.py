@@ -329,7 +329,7 @@ def test_scores_of_one_prompt_are_centred_only(ppo_config):
 
 def test_a_language_model_as_reward_model_is_refused(ppo_config, parents):
     model = str(parents / "sft" / "model")
-    with pytest.raises(RunError, match="is not a reward model but a language model"):
+    with pytest.raises(RunError, match="is a language model without a scalar head"):
         ppo.train(ppo_config(reward_model=model, num_steps=1))
 
 
