@@ -27,6 +27,8 @@ SEGMENTERS = {
     "constituents": "Constituents",
     "words": "Words",
     "sentences": "Sentences",
+    "turns": "Turns",
+    "surprise": "Surprise",
 }
 """Rules by the name that recipes call them by; classes of `marlhf.core`."""
 

@@ -30,4 +30,13 @@ def numbers(like: Segments, seed: int, scale: float = 1.0) -> Tensor:
     return torch.where(like.mask, x, JUNK)
 
 
+@st.composite
+def batches_with_holes(draw, max_rows: int = 4, max_tokens: int = 12) -> Segments:
+    """Any segmentation of rows whose mask is anything."""
+    rows, width = draw(st.integers(1, max_rows)), draw(st.integers(1, max_tokens))
+    bits = st.lists(st.booleans(), min_size=rows * width, max_size=rows * width)
+    mask, starts = (torch.tensor(draw(bits)).reshape(rows, width) for _ in range(2))
+    return Segments.from_starts(starts, mask)
+
+
 seeds = st.integers(0, 2**31)

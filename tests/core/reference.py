@@ -51,6 +51,20 @@ def macro_gae(rewards, values, ids, mask, *, gamma, lam, rho, sigma, pooling):
     return advantages, returns
 
 
+def boundary_gae(rewards, values, ids, mask, *, gamma, lam):
+    """One row; zeros at padding. Tokens that the mask leaves out are not there."""
+    actions = groups(ids, mask)
+    tokens = [t for action in actions for t in action]
+    last = {action[-1] for action in actions}
+    advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
+    following, carried = 0.0, 0.0
+    for t in reversed(tokens):
+        decay = gamma * (lam if t in last else 1.0)
+        carried = rewards[t] + gamma * following - values[t] + decay * carried
+        advantages[t], returns[t], following = carried, carried + values[t], values[t]
+    return advantages, returns
+
+
 def clipped(ratio: float, advantage: float, clip: float, dual_clip: float | None) -> float:
     near = min(max(ratio, 1 - clip), 1 + clip)
     loss = max(-advantage * ratio, -advantage * near)

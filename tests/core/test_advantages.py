@@ -11,6 +11,7 @@ from marlhf.core import (
     NGram,
     Responses,
     Segments,
+    boundary_gae,
     gae,
     group_advantages,
     kl_estimate,
@@ -38,6 +39,52 @@ def test_macro_gae_by_hand():
     # second: 1 - 0.6 = 0.4;  first: (0.6 - 0.3) + 0.5 * 0.4 = 0.5
     torch.testing.assert_close(advantages, torch.tensor([[0.5, 0.5, 0.4, 0.4]]))
     torch.testing.assert_close(returns, torch.tensor([[0.8, 0.8, 1.0, 1.0]]))
+
+
+def test_boundary_gae_by_hand():
+    pairs = Segments(ids=torch.tensor([[0, 0, 1, 1]]), mask=torch.ones(1, 4).bool())
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
+    values = torch.tensor([[0.2, 0.4, 0.5, 0.7]])  # deltas: 0.2, 0.1, 0.2, 0.3
+    advantages, returns = boundary_gae(rewards, values, pairs, lam=0.5)
+    # 0.3;  0.2 + 0.3 = 0.5;  0.1 + 0.5 * 0.5 = 0.35;  0.2 + 0.35 = 0.55
+    torch.testing.assert_close(advantages, torch.tensor([[0.55, 0.35, 0.5, 0.3]]))
+    torch.testing.assert_close(returns, advantages + values)
+    _, whole = boundary_gae(rewards, values, pairs, lam=0.5, lam_value=1.0)
+    torch.testing.assert_close(whole, torch.ones(1, 4))  # what really comes
+
+
+@given(batches(max_tokens=40), seeds, discounts, discounts)
+def test_boundary_gae_is_the_obvious_loop(segments, seed, gamma, lam):
+    rewards, values = numbers(segments, seed), numbers(segments, seed + 1)
+    got = boundary_gae(rewards, values, segments, gamma=gamma, lam=lam)
+    for i in range(len(rewards)):
+        row = (x[i].tolist() for x in (rewards, values, segments.ids, segments.mask))
+        for mine, wanted in zip(got, reference.boundary_gae(*row, gamma=gamma, lam=lam)):
+            torch.testing.assert_close(mine[i], torch.tensor(wanted, dtype=torch.float64))
+
+
+@given(batches(max_tokens=40), seeds, discounts, discounts)
+def test_boundaries_everywhere_are_plain_gae_and_nowhere_monte_carlo(segments, seed, gamma, lam):
+    rewards, values = numbers(segments, seed), numbers(segments, seed + 1)
+    mask, options = segments.mask, {"gamma": gamma, "lam": lam}
+    plain = gae(rewards, values, mask, **options)
+    torch.testing.assert_close(boundary_gae(rewards, values, cut(1, mask), **options), plain)
+    whole = boundary_gae(rewards, values, cut(math.inf, mask), **options)
+    torch.testing.assert_close(whole, gae(rewards, values, mask, gamma=gamma, lam=1.0))
+
+
+@given(batches(), seeds, discounts, discounts, sigmas)
+def test_the_critic_may_learn_from_another_lambda(segments, seed, lam, lam_value, sigma):
+    rewards, values = numbers(segments, seed), numbers(segments, seed + 1)
+    options = {"sigma": sigma}
+    advantages, returns = macro_gae(
+        rewards, values, segments, lam=lam, lam_value=lam_value, **options
+    )
+    assert torch.equal(advantages, macro_gae(rewards, values, segments, lam=lam, **options)[0])
+    expected = macro_gae(rewards, values, segments, lam=lam_value, **options)[1]
+    torch.testing.assert_close(returns, expected)
+    with pytest.raises(ValueError, match="lam_value must lie between 0 and 1"):
+        macro_gae(rewards, values, segments, lam_value=1.5)
 
 
 def test_discounts_inside_an_action_have_the_precision_of_the_rewards():

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +15,13 @@ from marlhf.core import (
     Responses,
     Segments,
     Sentences,
+    Surprise,
+    Turns,
     Vocabulary,
     Words,
+    boundary_gae,
     gae,
+    gradient_agreement,
     macro_gae,
     ppo_policy_loss,
     ppo_value_loss,
@@ -40,6 +45,7 @@ def inputs() -> tuple[Responses, torch.Tensor, torch.Tensor]:
         spans=spans,
         vocabulary=Vocabulary(*flags),
         seeds=torch.arange(4),
+        logprobs=-3 * torch.rand(mask.shape),
     )
     return responses, -torch.rand(mask.shape), torch.randn(mask.shape)
 
@@ -56,6 +62,8 @@ RULES = [
     Constituents(5, max_length=8),
     Words(),
     Sentences(),
+    Turns(max_length=7),
+    Surprise(),
 ]
 
 
@@ -88,6 +96,24 @@ def test_the_whole_step_compiles_as_one_graph(inputs):
         got = compiled(responses, logprobs, values, rule, sigma, ratio)
         for g, w in zip(got, wanted):
             torch.testing.assert_close(g, w, msg=f"{rule} {sigma} {ratio}")
+
+
+def test_boundary_advantages_and_agreement_compile_as_one_graph(inputs):
+    responses, _, values = inputs
+    holes = torch.rand(responses.mask.shape) < 0.7
+    responses = replace(responses, mask=responses.mask & holes)
+
+    def compare(responses: Responses, values):
+        segments = segment(Surprise(), responses)
+        token = gae(values, values, segments.mask)[0]
+        boundary = boundary_gae(values, values, segments, lam=0.9, lam_value=1.0)
+        macro = macro_gae(values, values, segments, lam=0.9, lam_value=1.0)
+        agreement = gradient_agreement(torch.stack((boundary[0], macro[0])), token)
+        return (*boundary, *macro, *agreement)
+
+    compiled = torch.compile(compare, fullgraph=True, backend="aot_eager", dynamic=False)
+    for got, wanted in zip(compiled(responses, values), compare(responses, values)):
+        torch.testing.assert_close(got, wanted, equal_nan=True)
 
 
 @pytest.mark.slow

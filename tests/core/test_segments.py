@@ -102,10 +102,14 @@ def test_validate_names_the_rows_that_start_late():
         segments.validate()
 
 
-def test_validate_names_the_rows_with_holes():
-    mask = torch.tensor([[True, True, True], [True, False, True]])
-    with pytest.raises(ValueError, match=r"holes in rows \[1\]"):
-        Segments.from_starts(torch.ones(2, 3).bool(), mask).validate()
+def test_a_macro_action_never_spans_a_hole():
+    mask = torch.tensor([[True, True, True, True], [True, False, True, True]])
+    only_first = torch.tensor([[True, False, False, False]]).expand(2, 4)
+    segments = Segments.from_starts(only_first, mask).validate()  # no rule need know of holes
+    assert segments.ids.tolist() == [[0, 0, 0, 0], [0, 0, 1, 1]]
+    assert segments.lengths.tolist() == [[4, 0, 0, 0], [1, 2, 0, 0]]
+    with pytest.raises(ValueError, match=r"after each hole in the mask, but not in rows \[1\]"):
+        Segments(torch.zeros(2, 4, dtype=torch.int64), mask).validate()
 
 
 @pytest.mark.parametrize("ids", [[[1, 1, 2]], [[0, 2, 2]], [[0, 1, 0]]])

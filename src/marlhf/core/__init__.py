@@ -1,12 +1,14 @@
 """The algorithm, as pure functions on tensors. Needs torch and nothing else."""
 
 from marlhf.core.advantages import (
+    boundary_gae,
     gae,
     group_advantages,
     macro_gae,
     pool_rewards,
     rloo_advantages,
 )
+from marlhf.core.agreement import Agreement, gradient_agreement, jackknife_error
 from marlhf.core.losses import dpo_loss, ppo_policy_loss, ppo_value_loss, reward_loss, sft_loss
 from marlhf.core.masked import masked_mean, moments, whiten
 from marlhf.core.rewards import kl_estimate, shape_rewards
@@ -18,6 +20,8 @@ from marlhf.core.segmenters import (
     Responses,
     Segmenter,
     Sentences,
+    Surprise,
+    Turns,
     Vocabulary,
     Words,
     pack_spans,
@@ -26,6 +30,7 @@ from marlhf.core.segmenters import (
 from marlhf.core.segments import Segments
 
 __all__ = [
+    "Agreement",
     "Constituents",
     "NGram",
     "Perplexity",
@@ -34,11 +39,16 @@ __all__ = [
     "Segmenter",
     "Segments",
     "Sentences",
+    "Surprise",
+    "Turns",
     "Vocabulary",
     "Words",
+    "boundary_gae",
     "dpo_loss",
     "gae",
+    "gradient_agreement",
     "group_advantages",
+    "jackknife_error",
     "kl_estimate",
     "macro_gae",
     "masked_mean",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from marlhf.core.masked import check_choice, check_rows, check_tokens, keep
+from marlhf.core.masked import check_choice, check_rows, check_tokens, keep, pack, unpack
 from marlhf.core.segments import Segments, Sigma
 
 Pooling = Literal["sum", "mean"]
@@ -28,7 +28,7 @@ def gae(
     """Generalised advantage estimation over tokens: advantages and returns, both [B, T].
 
     A_t = delta_t + gamma lam A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t; nothing follows
-    the last token.
+    the last token. t + 1 is the next token that the mask counts, over any hole.
 
     >>> mask = torch.ones(1, 2).bool()
     >>> gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.2, 0.6]]), mask, lam=0.5)
@@ -36,9 +36,8 @@ def gae(
     """
     check_tokens(mask, rewards=rewards, values=values)
     _check_discounts(gamma=gamma, lam=lam)
-    values = keep(values, mask)
-    advantages = keep(_gae(keep(rewards, mask), values, gamma, lam), mask)
-    return advantages, advantages + values
+    advantages = unpack(_gae(pack(rewards, mask), pack(values, mask), gamma, lam), mask)
+    return advantages, advantages + keep(values, mask)
 
 
 def macro_gae(
@@ -51,6 +50,7 @@ def macro_gae(
     rho: float = 1.0,
     sigma: Sigma = "equal",
     pooling: Pooling = "sum",
+    lam_value: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns with one decision per macro action.
 
@@ -60,6 +60,7 @@ def macro_gae(
 
     `pooling="sum"` is the paper's equation. `"mean"` is the authors' code: it divides the KL
     penalty of a macro action by its length, so a score comes cheaper in KL and looks better.
+    `lam_value` is the lambda of the returns that the critic learns from, where it differs.
 
     >>> pairs = Segments.from_starts(torch.tensor([[True, False, True, False]]),
     ...                              mask=torch.ones(1, 4).bool())
@@ -69,12 +70,56 @@ def macro_gae(
     tensor([[0.5000, 0.5000, 0.4000, 0.4000]])
     """
     check_tokens(segments.mask, rewards=rewards, values=values)
-    _check_discounts(gamma=gamma, lam=lam)
+    lam_value = lam if lam_value is None else lam_value
+    _check_discounts(gamma=gamma, lam=lam, lam_value=lam_value)
     macro_rewards = pool_rewards(rewards, segments, rho=rho, pooling=pooling)
     macro_values = segments.weighted(values, sigma)
     # Both are 0 where there is no macro action, so nothing need be masked before `spread`.
     advantages = _gae(macro_rewards, macro_values, gamma, lam)
-    return segments.spread(advantages), segments.spread(advantages + macro_values)
+    for_critic = advantages
+    if lam_value != lam:
+        for_critic = _gae(macro_rewards, macro_values, gamma, lam_value)
+    return segments.spread(advantages), segments.spread(for_critic + macro_values)
+
+
+def boundary_gae(
+    rewards: Tensor,  # [B, T], of tokens
+    values: Tensor,  # [B, T], of the state before each token
+    segments: Segments,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    lam_value: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Token advantages that bootstrap at the ends of macro actions only: both [B, T].
+
+    A_t = delta_t + gamma c_t A_{t+1}, where c_t is `lam` at the last token of a macro action and 1
+    within it. With gamma 1 and one update per batch its expected gradient is that of
+    `macro_gae(sigma="start")`, with less variance: TD errors of earlier tokens of the action,
+    which a token could not change, are left out. Published as segmental advantage estimation.
+
+    >>> pairs = Segments.from_starts(torch.tensor([[True, False, True, False]]),
+    ...                              mask=torch.ones(1, 4).bool())
+    >>> rewards = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
+    >>> values = torch.tensor([[0.2, 0.4, 0.5, 0.7]])  # deltas: 0.2, 0.1, 0.2, 0.3
+    >>> boundary_gae(rewards, values, pairs, lam=0.5)[0]
+    tensor([[0.5500, 0.3500, 0.5000, 0.3000]])
+    """
+    check_tokens(segments.mask, rewards=rewards, values=values)
+    lam_value = lam if lam_value is None else lam_value
+    _check_discounts(gamma=gamma, lam=lam, lam_value=lam_value)
+    mask, ends = segments.mask, segments.ends
+    packed = pack(values, mask)
+    deltas = _deltas(pack(rewards, mask), packed, gamma)
+
+    def advantages(at_end: float) -> Tensor:
+        inside = torch.full_like(deltas, gamma)
+        decay = torch.where(ends, inside * at_end, inside)
+        return unpack(_decayed_to_go(deltas, pack(decay, mask)), mask)
+
+    result = advantages(lam)
+    for_critic = result if lam_value == lam else advantages(lam_value)
+    return result, for_critic + keep(values, mask)
 
 
 def pool_rewards(
@@ -179,8 +224,25 @@ def _by_row(
 
 def _gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
     """Advantages along the last axis; both inputs are 0 past the end."""
-    deltas = torch.add(rewards - values, pad(values, (0, 1))[:, 1:], alpha=gamma)
-    return _discounted_to_go(deltas, gamma * lam)
+    return _discounted_to_go(_deltas(rewards, values, gamma), gamma * lam)
+
+
+def _deltas(rewards: Tensor, values: Tensor, gamma: float) -> Tensor:
+    """TD errors along the last axis."""
+    return torch.add(rewards - values, pad(values, (0, 1))[:, 1:], alpha=gamma)
+
+
+def _decayed_to_go(x: Tensor, decay: Tensor) -> Tensor:
+    """y_t = x_t + decay_t * y_{t+1} along the last axis, by doubling as in `_discounted_to_go`.
+
+    After k rounds y_t holds 2^k terms, and the decay is the product over as many tokens.
+    """
+    step = 1
+    while step < x.shape[1]:
+        x = x + decay * pad(x[:, step:], (0, step))
+        decay = decay * pad(decay[:, step:], (0, step))
+        step *= 2
+    return x
 
 
 def _discounted_to_go(x: Tensor, decay: float) -> Tensor:

@@ -68,6 +68,29 @@ def keep(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x, 0.0)
 
 
+def last_token(mask: Tensor) -> Tensor:
+    """True on the last token of each row that counts, whatever holes the mask has: [B, T] bool."""
+    return mask & (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True))
+
+
+def pack(x: Tensor, mask: Tensor) -> Tensor:
+    """What the mask counts, moved to the left of each row; 0 behind it: [B, T].
+
+    What follows a token is then in the next column, over any hole in the mask.
+    """
+    x = keep(x, mask)
+    return torch.zeros_like(x).scatter_add(1, _packed_column(mask), x)
+
+
+def unpack(x: Tensor, mask: Tensor) -> Tensor:
+    """The way back from `pack`, 0 where the mask does not count: [B, T]."""
+    return torch.where(mask, x.gather(1, _packed_column(mask)), 0)
+
+
+def _packed_column(mask: Tensor) -> Tensor:
+    return (mask.cumsum(dim=1) - 1).clamp(min=0)
+
+
 def check_tokens(mask: Tensor, **tensors: Tensor) -> None:
     """Shapes and dtypes only: these live on the host, so nothing waits for the device."""
     if mask.dtype != torch.bool:

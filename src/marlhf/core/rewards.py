@@ -9,9 +9,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from marlhf.core.masked import check_choice, check_rows, check_tokens, keep
+from marlhf.core.masked import check_choice, check_rows, check_tokens, keep, last_token
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -60,6 +59,5 @@ def shape_rewards(
     if score_clip is not None:
         scores = scores.clamp(-score_clip, score_clip)
     penalty = kl_estimate(keep(logprobs, mask), keep(ref_logprobs, mask), kl)
-    following = pad(mask[:, 1:], (0, 1)) if mask.shape[1] else mask
-    score = torch.where(mask & ~following, scores[:, None].to(penalty.dtype), 0.0)
+    score = torch.where(last_token(mask), scores[:, None].to(penalty.dtype), 0.0)
     return score - kl_coef * penalty

@@ -61,6 +61,7 @@ class Responses:
     spans: Tensor | Spans | None = None  # [B, S, 2] constituents, from token to before token
     vocabulary: Vocabulary | None = None
     seeds: Tensor | None = None  # [B] int64, one for each row's random draws
+    logprobs: Tensor | None = None  # [B, T] log-probs under the policy that sampled
 
     def __post_init__(self) -> None:
         check_tokens(self.mask)
@@ -71,6 +72,8 @@ class Responses:
             )
         if self.ref_logprobs is not None:
             check_tokens(self.mask, ref_logprobs=self.ref_logprobs)
+        if self.logprobs is not None:
+            check_tokens(self.mask, logprobs=self.logprobs)
         if self.spans is not None and not isinstance(self.spans, Tensor):
             packed = pack_spans(self.spans).to(self.mask.device)
             object.__setattr__(self, "spans", packed)
@@ -179,8 +182,7 @@ class RandomNGram:
         # One column more than tokens, where everything beyond the response lands.
         marks = torch.zeros(len(mask), mask.shape[1] + 1, dtype=torch.bool, device=mask.device)
         marks = marks.scatter(1, ends, True)
-        place = _place(mask)
-        return marks.gather(1, place.clamp(min=0)) | (place == 0)
+        return marks.gather(1, (mask.cumsum(dim=1) - 1).clamp(min=0)) | (_place(mask) == 0)
 
     def _keys(self, responses: Responses) -> Tensor:
         mask, size = responses.mask, len(self.lengths) * self.repeats
@@ -345,6 +347,53 @@ class Sentences:
         return _finish(starts, responses.mask, self.max_length)
 
 
+@dataclass(frozen=True)
+class Turns:
+    """One macro action for each unbroken run of response tokens: a turn of a dialogue or agent.
+
+    >>> mask = torch.tensor([[True, True, False, True]])  # tool output between two turns
+    >>> Turns()(Responses(torch.arange(4)[None], mask)).int()
+    tensor([[1, 0, 0, 1]], dtype=torch.int32)
+    """
+
+    max_length: int | None = None
+    """The most tokens in a macro action."""
+
+    def __post_init__(self) -> None:
+        _check_cap(self.max_length)
+
+    def __call__(self, responses: Responses) -> Tensor:
+        mask = responses.mask
+        return _finish(torch.zeros_like(mask), mask, self.max_length) & mask
+
+
+@dataclass(frozen=True)
+class Surprise:
+    """Start where the policy found the token it sampled unlikely: there it decided something.
+
+    >>> logprobs = torch.tensor([[0.5, 0.9, 0.1, 0.6]]).log()
+    >>> mask = torch.ones(1, 4).bool()
+    >>> Surprise()(Responses(torch.arange(4)[None], mask, logprobs=logprobs)).int()
+    tensor([[1, 0, 1, 0]], dtype=torch.int32)
+    """
+
+    probability: float = 0.2
+    """A token of at most this probability starts a macro action."""
+    max_length: int | None = None
+    """The most tokens in a macro action. A policy that is sure of all makes long ones."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.probability <= 1.0:
+            raise ValueError(f"probability must be above 0 and at most 1; got {self.probability}.")
+        _check_cap(self.max_length)
+
+    def __call__(self, responses: Responses) -> Tensor:
+        if responses.logprobs is None:
+            raise ValueError("Surprise needs Responses.logprobs, the policy's log-probs.")
+        starts = responses.logprobs <= math.log(self.probability)
+        return _finish(starts, responses.mask, self.max_length)
+
+
 def _outermost_starts(begin: Tensor, end: Tensor, chosen: Tensor, width: int) -> Tensor:
     """Where a chosen span begins that lies strictly inside no other chosen one: [B, T] bool.
 
@@ -358,8 +407,10 @@ def _outermost_starts(begin: Tensor, end: Tensor, chosen: Tensor, width: int) ->
 
 
 def _place(mask: Tensor) -> Tensor:
-    """0 at the first response token, 1 at the second, ...: [B, T]."""
-    return mask.cumsum(dim=1) - 1
+    """0 at the first response token, 1 at the second, ..., and again after each hole: [B, T]."""
+    place = mask.cumsum(dim=1) - 1
+    begins = mask & ~_shift(mask)
+    return place - (place * begins).cummax(dim=1).values if mask.shape[1] else place
 
 
 def _shift(x: Tensor) -> Tensor:
@@ -369,10 +420,10 @@ def _shift(x: Tensor) -> Tensor:
 
 def _finish(starts: Tensor, mask: Tensor, max_length: int | None) -> Tensor:
     """Start at the first token, and again whenever `max_length` tokens have passed."""
-    place = _place(mask)
-    starts = starts | (place == 0)
+    starts = starts | (_place(mask) == 0)
     if max_length is None or not starts.shape[1]:
         return starts
+    place = mask.cumsum(dim=1) - 1
     latest = torch.where(starts, place, 0).cummax(dim=1).values
     return (place - latest) % max_length == 0
 
@@ -383,7 +434,8 @@ def _greedy_starts(nll: Tensor, mask: Tensor, max_length: int | None) -> Tensor:
     Where an action ends depends on where it began, so all beginnings are tried at once: an
     action begun at s would end before the first s + k whose token lies above the mean of
     s .. s + k - 1. The real starts are then those reached from the first token by following
-    these jumps, found by doubling. Work is B x T x max_length, in blocks of bounded memory.
+    these jumps, or from the first after a hole, found by doubling. Work is B x T x max_length, in
+    blocks of bounded memory.
     """
     rows, width = mask.shape
     reach = min(max_length or width, width)
@@ -401,7 +453,8 @@ def _greedy_starts(nll: Tensor, mask: Tensor, max_length: int | None) -> Tensor:
         token = level[:, begin : end + reach - 1].unfold(1, reach, 1)
         rises = (token * ahead > _tie(before)) & (ahead > 0)
         jumps.append(torch.where(rises.any(dim=2), rises.int().argmax(dim=2), reach))
-    jump = pad((column + torch.cat(jumps, dim=1)).clamp(max=width), (0, 1), value=width)
+    jump = (column + torch.cat(jumps, dim=1)).clamp(max=width)
+    jump = pad(torch.where(mask, jump, width), (0, 1), value=width)  # holes lead nowhere
     reached = pad((_place(mask) == 0) & mask, (0, 1)).int()
     for _ in range(width.bit_length()):
         reached = (reached + torch.zeros_like(reached).scatter_add(1, jump, reached)).clamp(max=1)

@@ -2,7 +2,7 @@
 
 Axes: B rows, T response tokens, M macro actions. M is always T, the most there can be: a tighter
 bound would have to be read from the device. Macro actions that do not exist are 0 and are False
-in `macro_mask`.
+in `macro_mask`. The mask may have holes, which no macro action spans.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from marlhf.core.masked import check_choice, check_tokens, complain, keep
+from marlhf.core.masked import check_choice, check_tokens, complain, keep, last_token
 
 Sigma = Literal["equal", "unit", "position", "start"]
 
@@ -47,8 +47,9 @@ class Segments:
         """Number the macro actions from where they start.
 
         The first response token starts one whatever `starts` says, so that the device is never
-        asked; `validate` tells when a rule forgot it. `split_last` makes the last token an
-        action of its own, as the authors' code does.
+        asked; `validate` tells when a rule forgot it. So does the first one after a hole in the
+        mask (tool output, another speaker): a macro action never spans one. `split_last` makes
+        the last token an action of its own, as the authors' code does.
         """
         check_tokens(mask)
         if not isinstance(starts, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -67,28 +68,26 @@ class Segments:
                 f"A segmenter must return the shape of the mask, {list(mask.shape)}, "
                 f"got {list(starts.shape)}."
             )
-        first = mask & ~_previous(mask)
-        late = (first & ~starts).any(dim=1)
-        starts = (starts & mask) | first
+        late = (mask & (mask.cumsum(dim=1) == 1) & ~starts).any(dim=1)
+        starts = (starts & mask) | (mask & ~_previous(mask))
         if split_last:
-            starts = starts | (mask & ~_following(mask))
+            starts = starts | last_token(mask)
         return cls((starts.cumsum(dim=1) - 1).clamp(min=0), mask, late)
 
     def validate(self) -> Segments:
         """Check what only the values can tell. Waits for the device, so not for the hot path."""
-        holes = (self.mask & ~_previous(self.mask)).sum(dim=1) > 1
-        complain(holes, "The mask must cover one unbroken run of tokens, but it has holes in")
         if self.late is not None:
             complain(
                 self.late,
                 "A macro action must begin at the first token, but it does not in",
                 "Set `starts[:, 0] = True` at the end of your segmenter.",
             )
-        inside = self.mask & _previous(self.mask)
-        step = torch.where(inside, self.ids - self.ids.roll(1, dims=1), 0)
-        first = self.mask & ~_previous(self.mask)
-        wrong = (step < 0) | (step > 1) | (first & (self.ids != 0))
-        complain(wrong.any(dim=1), "Macro ids must count 0, 1, 2, ... from left to right, but not")
+        wrong = self.mask & (self.ids != self.starts.cumsum(dim=1) - 1)
+        complain(
+            wrong.any(dim=1),
+            "Macro ids must count 0, 1, 2, ... from left to right, with a new one after each hole "
+            "in the mask, but not in",
+        )
         return self
 
     @property

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from marlhf.core import Constituents, Perplexity, Responses, Segmenter
+from marlhf.core import Constituents, Perplexity, Responses, Segmenter, Surprise
 from marlhf.data.rows import DataError
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import load_policy, load_tokenizer
@@ -27,8 +27,8 @@ def cut_text(
     """The text of each token of each macro action."""
     if not text:
         raise DataError("The text is empty.")
-    if isinstance(rule, Perplexity) and model is None:
-        raise DataError("A perplexity rule needs a reference model: give --model.")
+    if isinstance(rule, Perplexity | Surprise) and model is None:
+        raise DataError("Perplexity and surprise are those of a model: give --model.")
     tok = load_tokenizer(model or tokenizer)
     encoded = tok(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
@@ -40,16 +40,17 @@ def cut_text(
         aligned = TokenBytes.of(tok).align([ids])
         phrases = parse_flat(build_parser(rule.parser), aligned.texts)
         spans = torch.from_numpy(aligned.token_spans(phrases))
-    ref_logprobs = None
+    logprobs = None
     if model is not None:
         before = tok.eos_token_id if tok.bos_token_id is None else tok.bos_token_id
         whole = Sequences.from_lists([[cast(int, before)]], [ids], 0)
         with torch.no_grad():
-            ref_logprobs = token_stats(load_policy(model), whole).logprobs
+            logprobs = token_stats(load_policy(model), whole).logprobs
     responses = Responses(
         tokens,
         torch.ones_like(tokens).bool(),
-        ref_logprobs=ref_logprobs,
+        ref_logprobs=logprobs,
+        logprobs=logprobs,
         spans=spans,
         vocabulary=vocabulary(tok),
         seeds=torch.tensor([seed]),

@@ -63,6 +63,7 @@ class Experience:
             spans=self.spans,
             vocabulary=vocabulary,
             seeds=send(seeds, mask.device),
+            logprobs=self.logprobs,
         )
 
 
