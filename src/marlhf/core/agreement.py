@@ -17,7 +17,13 @@ from torch import Tensor
 
 
 class Agreement(NamedTuple):
-    """NaN where batches are too few, or too noisy, to tell."""
+    """What `gradient_agreement` finds; NaN where batches are too few, or too noisy, to tell.
+
+    >>> import torch
+    >>> gradients = torch.tensor([1.0, 2.0]).expand(1, 3, 2)  # no noise, no bias
+    >>> gradient_agreement(gradients, gradients[0]).error
+    tensor([0.])
+    """
 
     cosine: Tensor  # [E], of a batch's gradient with the true one
     error: Tensor  # [E], the cosine's jackknife standard error
