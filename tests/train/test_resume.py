@@ -224,7 +224,7 @@ def test_not_a_number_stops_with_the_last_good_checkpoint(ppo_config, monkeypatc
         return scores * float("nan") if len(calls) == 4 else scores  # the third step's
 
     monkeypatch.setattr(RewardModel, "__call__", broken)
-    with pytest.raises(RunError, match=r"the scores has 8 of 8 .*step-000002"):
+    with pytest.raises(RunError, match=r"8 of 8 values of the scores .*step-000002"):
         ppo.train(config)
     state = json.loads((Path(config.output_dir) / "run.json").read_text())
     assert state["status"] == "failed"
