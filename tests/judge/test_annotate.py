@@ -332,6 +332,47 @@ def test_another_task_or_seed_is_refused(files, tmp_path):
         open_votes(files, task="tldr", seed=2, database=kept)
 
 
+def test_a_question_of_your_own_is_kept_with_the_votes(files, tmp_path):
+    guide = tmp_path / "tone.yaml"
+    guide.write_text(
+        "question: Which is kinder?\ncriteria: {Kind: hurts nobody}\nguidelines: Read 'both'.\n"
+    )
+    votes = open_votes(files, task=str(guide), seed=1)
+    name = votes.path
+    votes.vote("Ann", next(iter(votes.shown)), "left")
+    assert (votes.task, votes.guide.guidelines) == ("tone", "Read 'both'.")
+    assert export(votes)[0]["task"] == "tone"
+    votes.close()
+    again = Store(name)
+    assert again.guide.criteria == {"Kind": "hurts nobody"}
+    again.close()
+    guide.write_text("question: Which is shorter?\n")
+    with pytest.raises(JudgeError, match="has votes on another question"):
+        open_votes(files, task=str(guide))
+    alone = open_votes(files, question="Which is funnier?")
+    assert (alone.task, alone.guide.question) == ("own", "Which is funnier?")
+    alone.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("question: [1]", "question"),
+        ("criteria: {A: b}", "question"),
+        ("question: Why?\ncriterion: {}", "must have the keys"),
+        ("- Why?", "must have the keys"),
+        ("question: 'Why", "Cannot read"),
+        (None, "No such file"),
+    ],
+)
+def test_a_guide_that_cannot_be_read_is_explained(files, tmp_path, text, message):
+    file = tmp_path / "guide.yaml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(JudgeError, match=message):
+        open_votes(files, task=str(file))
+
+
 def test_mistakes_are_sentences(files, tmp_path, make_run):
     with pytest.raises(JudgeError, match="Give two or more runs"):
         open_votes(files[:1])

@@ -128,6 +128,11 @@ class Person:
     def text(self, id):
         return self.page.locator(f"#{id}").text_content()
 
+    def read_both(self):
+        """Scroll to the end, as a phone wants before a vote."""
+        self.page.evaluate("window.scrollTo(0, document.documentElement.scrollHeight)")
+        self.page.wait_for_selector("body[data-seen=both]")
+
     def progress(self):
         return self.text("progress")
 
@@ -201,11 +206,50 @@ def test_voting_by_tap_on_a_phone(sit_down, server):
             box = button.bounding_box()
             assert box["height"] >= 44
             assert box["width"] >= 44
+        bob.read_both()
         bob.tap(name)
     assert server.kinds("Bob") == [kind for _, kind in taps]
     left, right = (bob.page.locator(f"#{side}").bounding_box() for side in ("left", "right"))
     assert left["y"] + left["height"] <= right["y"]  # one below the other
     assert bob.faults == []
+
+
+def test_on_a_phone_both_answers_come_before_a_vote(sit_down, server):
+    phone = {"width": 390, "height": 844}
+    eve = sit_down("Eve", viewport=phone, has_touch=True, is_mobile=True)
+    eve.context_has_touch = True
+    eve.begin()
+    refused = 0
+    while eve.page.get_attribute("body", "data-state") != "end":
+        if eve.page.get_attribute("body", "data-seen") == "part":
+            before = server.kinds("Eve")
+            eve.page.get_by_role("button", name="Tie").tap()
+            assert "read both first" in eve.text("confirmation")
+            assert server.kinds("Eve") == before
+            refused += 1
+        eve.read_both()
+        eve.tap("Tie")
+    assert refused >= 1  # the answers of 3000 characters do not fit
+    assert eve.faults == []
+
+
+def test_long_answers_show_that_they_continue_and_page_down_scrolls_both(sit_down):
+    person = sit_down("Page", viewport={"width": 1280, "height": 700})
+    pair = person.begin()
+    scrolled = 0
+    while pair:
+        tops = "[...document.querySelectorAll('.answer .text')].map(e => e.scrollTop)"
+        if person.page.locator(".answer .text.continues").count():
+            person.page.keyboard.press("PageDown")
+            assert min(person.page.evaluate(tops)) > 0
+            for _ in range(20):
+                person.page.keyboard.press("PageDown")
+            person.page.wait_for_selector(".answer .text.continues", state="detached")
+            person.page.keyboard.press("PageUp")
+            person.page.wait_for_selector(".answer .text.continues")
+            scrolled += 1
+        pair = person.press("2")
+    assert scrolled >= 1
 
 
 def test_no_width_scrolls_sideways_and_wide_pages_show_both_sides(sit_down):

@@ -227,7 +227,8 @@ def annotate(
     runs: Annotated[
         list[Path], typer.Argument(help="Two or more: runs, or JSON-lines files of responses.")
     ],
-    task: Annotated[str, typer.Option(help="Whose criteria: tldr, hh or webgpt.")] = "hh",
+    task: Annotated[str, typer.Option(help="Criteria: tldr, hh, webgpt, or a YAML file.")] = "hh",
+    question: Annotated[str | None, typer.Option(help="A question of your own.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only so many prompts.")] = None,
     host: Annotated[
         str, typer.Option(help="Where to listen; with a token unless it is this machine.")
@@ -243,13 +244,16 @@ def annotate(
     from marlhf.judge.compare import describe
 
     if export:
-        found = people.export_votes(runs, task=task, database=database, output=output, say=tell)
+        found = people.export_votes(
+            runs, task=task, question=question, database=database, output=output, say=tell
+        )
         for summary in found:
             typer.echo(f"{summary['judge']}: {describe(summary)[0]}")
         return
     people.annotate(
         runs,
         task=task,
+        question=question,
         limit=limit,
         seed=seed,
         host=host,

@@ -20,6 +20,7 @@ let who = "";
 let pair = null;
 let guide = null;
 let canUndo = false;
+let seen = new Set(); // answers whose end was on the screen
 
 // What the browser stores, if it may: the name, and an action without an answer yet.
 const memory = {
@@ -126,6 +127,8 @@ function render(state) {
   }
   fold();
   window.scrollTo(0, 0);
+  seen = new Set();
+  look();
   at("undo").hidden = !canUndo;
   document.body.dataset.pair = pair.id;
   setState("shown");
@@ -163,6 +166,28 @@ function fold() {
   }
 }
 
+// Mark texts that continue below what is shown, and note which answers have been read to their end.
+function look() {
+  for (const box of document.querySelectorAll("#work .text")) {
+    const rest = box.scrollHeight - box.clientHeight - box.scrollTop;
+    box.classList.toggle("continues", rest > 2);
+  }
+  if (!pair) return;
+  const bottom = window.innerHeight - document.querySelector("footer").offsetHeight;
+  for (const side of ["left", "right"]) {
+    const box = at(side);
+    if (box.getBoundingClientRect().bottom <= bottom + 24) seen.add(side);
+  }
+  document.body.dataset.seen = seen.size === 2 ? "both" : "part";
+}
+
+// A page down in both answers at once, so that they can be compared line by line.
+function page(direction) {
+  const boxes = ["left", "right"].map(at).filter((box) => box.scrollHeight > box.clientHeight + 2);
+  for (const box of boxes) box.scrollBy(0, direction * box.clientHeight * 0.9);
+  return boxes.length > 0;
+}
+
 function renderEnd(state) {
   show("end");
   delete document.body.dataset.pair;
@@ -189,6 +214,10 @@ function welcome() {
 
 function vote(choice) {
   if (document.body.dataset.state !== "ready" || !pair) return;
+  if (narrow.matches && seen.size < 2 && choice !== "skip") {
+    at("confirmation").textContent = "Scroll down: read both first";
+    return;
+  }
   send("/api/vote", { pair: pair.id, vote: choice }, CONFIRMATION[choice][narrow.matches ? 1 : 0]);
 }
 
@@ -205,12 +234,17 @@ function leave() {
   welcome();
 }
 
+window.addEventListener("scroll", look, { passive: true });
+window.addEventListener("resize", look);
+document.addEventListener("scroll", look, { passive: true, capture: true });
 document.addEventListener("keydown", (event) => {
   if (event.repeat || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.target instanceof HTMLInputElement) return;
   const key = event.key.toLowerCase();
   if (key in KEYS) vote(KEYS[key]);
   if (key === "u") undo();
+  const direction = { pagedown: 1, pageup: -1 }[key];
+  if (direction && pair && page(direction)) event.preventDefault();
 });
 for (const button of document.querySelectorAll("[data-vote]")) {
   button.addEventListener("click", () => vote(button.dataset.vote));
@@ -220,6 +254,7 @@ for (const button of document.querySelectorAll(".more")) {
     const whole = at(button.getAttribute("aria-controls")).classList.toggle("whole");
     button.setAttribute("aria-expanded", String(whole));
     button.textContent = whole ? "Show less" : "Show all";
+    look();
   });
 }
 at("undo").addEventListener("click", undo);
@@ -246,6 +281,10 @@ async function start() {
     }
     return line;
   }));
+  for (const box of [at("guidelines"), document.querySelector(".guidelines")]) {
+    box.textContent = guide.guidelines;
+  }
+  at("guidelines").hidden = at("again").hidden = !guide.guidelines;
   who = memory.get(localStorage, "annotator") || "";
   if (!who) return welcome();
   const unsent = memory.get(sessionStorage, "unsent");

@@ -25,7 +25,6 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException as AnyHTTPException
 
 from marlhf.judge.annotate.store import NoPair, State, Store, VoteError
-from marlhf.judge.annotate.tasks import GUIDES
 from marlhf.judge.pairs import JudgeError
 
 HERE = Path(__file__).parent
@@ -77,7 +76,7 @@ def make_app(store: Store, token: str | None = None) -> FastAPI:
 
     @app.get("/api/guide")
     def guide() -> dict[str, Any]:
-        return asdict(GUIDES[store.task])
+        return asdict(store.guide)
 
     @app.get("/api/next")
     def next_pair(annotator: Annotated[str, Query(max_length=200)]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from marlhf.judge.annotate.export import describe, export
 from marlhf.judge.annotate.store import Store
-from marlhf.judge.annotate.tasks import Item, read_items
-from marlhf.judge.criteria import find_criteria, slug
+from marlhf.judge.annotate.tasks import Item, find_guide, read_items
+from marlhf.judge.criteria import slug
 from marlhf.judge.pairs import JudgeError, home
 from marlhf.runs.layout import JUDGED
 
@@ -23,6 +23,7 @@ def open_votes(
     paths: Sequence[Path | str],
     *,
     task: str = "hh",
+    question: str | None = None,
     limit: int | None = None,
     seed: int | None = None,
     database: Path | str | None = None,
@@ -30,17 +31,23 @@ def open_votes(
     """Open the votes on these runs, or create a new database.
 
     They are in `database`, else in `judged/` of the first run's folder. For every two runs the
-    first `limit` prompts that both answered are shown.
+    first `limit` prompts that both answered are shown. `task` may be a YAML file with a question,
+    criteria and guidelines of your own, and `question` a question alone.
     """
-    find_criteria(task)
+    task, guide = find_guide(task, question)
     comparisons = read_items(paths)
     file = Path(database or _default(paths[0], comparisons, task))
     exists = file.is_file() and file.stat().st_size > 0
-    store = Store(file) if exists else Store.create(file, task, seed)
+    store = Store(file) if exists else Store.create(file, task, seed, guide)
     try:
         if store.task != task:
             raise JudgeError(
                 f"{file} has votes by the criteria of {store.task}. Give --task {store.task}, or "
+                "another --database."
+            )
+        if store.guide != guide:
+            raise JudgeError(
+                f"{file} has votes on another question or by other criteria. Give those again, or "
                 "another --database."
             )
         if seed is not None and store.seed != seed:
@@ -59,6 +66,7 @@ def annotate(
     paths: Sequence[Path | str],
     *,
     task: str = "hh",
+    question: str | None = None,
     limit: int | None = None,
     seed: int | None = None,
     host: str = LOCAL[0],
@@ -74,7 +82,9 @@ def annotate(
         raise JudgeError(
             f"The page needs {error.name}. Install it with: pip install 'marlhf[annotate]'"
         ) from error
-    store = open_votes(paths, task=task, limit=limit, seed=seed, database=database)
+    store = open_votes(
+        paths, task=task, question=question, limit=limit, seed=seed, database=database
+    )
     try:
         same = sum(item.same for item in store.items.values())
         ties = f"; {same} with equal texts are ties and not shown" if same else ""
@@ -90,12 +100,13 @@ def export_votes(
     paths: Sequence[Path | str],
     *,
     task: str = "hh",
+    question: str | None = None,
     database: Path | str | None = None,
     output: Path | str | None = None,
     say: Say = lambda line: None,
 ) -> list[dict[str, Any]]:
     """Write the verdicts so far, without a page; works even if the runs have changed since."""
-    find_criteria(task)
+    task, _ = find_guide(task, question)
     store = Store(Path(database or _default(paths[0], read_items(paths), task)))
     try:
         return _finish(store, output, say)

@@ -13,13 +13,13 @@ import threading
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from marlhf.errors import MarlhfError
-from marlhf.judge.annotate.tasks import Comparison, Item, a_is_left
+from marlhf.judge.annotate.tasks import GUIDES, Comparison, Guide, Item, a_is_left
 from marlhf.judge.pairs import JudgeError
 from marlhf.judge.verdicts import Verdict
 
@@ -112,6 +112,7 @@ class Store:
                 raise sqlite3.DatabaseError("it is not a database of votes of this version")
             about = dict(self._db.execute("SELECT name, value FROM about"))
         self.task: str = about["task"]
+        self.guide = Guide(**json.loads(about["guide"])) if "guide" in about else GUIDES[self.task]
         self.seed = int(about["seed"])
         self.token: str = about["token"]
         """Part of the address if the page is not only for this machine."""
@@ -122,19 +123,19 @@ class Store:
         """The ids of the pairs that are shown, in order."""
 
     @classmethod
-    def create(cls, path: Path, task: str, seed: int | None) -> Store:
+    def create(cls, path: Path, task: str, seed: int | None, guide: Guide | None = None) -> Store:
         """Create a new database; without a seed one is drawn."""
         seed = secrets.randbits(63) if seed is None else seed
         about = {"task": task, "seed": str(seed), "token": secrets.token_urlsafe(18)}
+        if guide is not None:
+            about["guide"] = json.dumps(asdict(guide))
         with _explained(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch(mode=0o600)  # it contains the token
             db = sqlite3.connect(path, timeout=60, isolation_level=None)
-            values = [f"('{name}', '{value}')" for name, value in about.items()]
-            db.executescript(
-                f"BEGIN IMMEDIATE; {SCHEMA} INSERT INTO about VALUES {', '.join(values)}; "
-                f"PRAGMA user_version = {VERSION}; COMMIT;"
-            )
+            db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} PRAGMA user_version = {VERSION};")
+            db.executemany("INSERT INTO about VALUES (?, ?)", about.items())
+            db.execute("COMMIT")
             db.close()
         return cls(path)
 

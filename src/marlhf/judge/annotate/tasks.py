@@ -9,11 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import yaml
+from pydantic import TypeAdapter
+
+from marlhf.judge.criteria import slug
 from marlhf.judge.pairs import JudgeError, read_pairs, short_names
 
 if TYPE_CHECKING:
@@ -25,7 +29,9 @@ class Guide:
     """The question and the criteria that one task shows to people."""
 
     question: str
-    criteria: dict[str, str]
+    criteria: dict[str, str] = field(default_factory=dict)
+    guidelines: str = ""
+    """Text to read before the first pair, and at any time."""
     from_end: bool = False
     """Whether a long prompt is scrolled to its end, as for a conversation."""
 
@@ -60,6 +66,31 @@ GUIDES = {
     ),
 }
 """For people; `marlhf judge` has the same criteria worded for models."""
+
+
+def find_guide(task: str, question: str | None = None) -> tuple[str, Guide]:
+    """A guide with its name: of a task, of a YAML file of your own, or one question alone."""
+    if question is not None:
+        return "own", Guide(question)
+    if task in GUIDES:
+        return task, GUIDES[task]
+    file = Path(task)
+    if file.suffix not in (".yaml", ".yml"):
+        raise JudgeError(
+            f"There is no task {task!r}. Choose one of {', '.join(GUIDES)}, or give a YAML file."
+        )
+    try:
+        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+        known = [each.name for each in fields(Guide)]
+        if not isinstance(raw, dict) or not raw.keys() <= set(known):
+            raise ValueError(f"it must have the keys {', '.join(known)} and no others")
+        guide = TypeAdapter(Guide).validate_python(raw)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise JudgeError(
+            f"Cannot read {file}: {error}. Write a `question`, `criteria` (a name and a meaning "
+            "each) and `guidelines`."
+        ) from error
+    return slug(file.stem), guide
 
 
 class Comparison(NamedTuple):
