@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM
 
 from conftest import TOY, read_lines
 from marlhf.configs.guards import Guards
 from marlhf.core import RandomNGram
+from marlhf.models.base import ModelError
 from marlhf.reward import RewardModel
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
@@ -349,7 +350,7 @@ def test_lines_with_odd_line_breaks_survive_a_resumption(ppo_config, monkeypatch
 
 def test_a_verdict_outlives_a_kill(ppo_config, monkeypatch):
     """Killed between the last checkpoint and the end, an early stop stays one."""
-    config = ppo_config(num_steps=4, eval_every=1, guards=Guards(max_kl=-1000.0))
+    config = ppo_config(num_steps=4, eval_every=1, guards=Guards(max_kl=1e-9), learning_rate=3e-2)
 
     def killed(*_):
         raise KeyboardInterrupt
@@ -400,14 +401,11 @@ def test_a_folder_that_vanishes_or_cannot_be_is_a_sentence(ppo_config, tmp_path,
         ppo.train(config)
 
 
-def test_weights_that_are_no_numbers_from_the_start(ppo_config, parents, tmp_path):
-    model = AutoModelForSequenceClassification.from_pretrained(parents / "reward" / "model")
-    model.score.weight.data.fill_(float("inf"))
-    shutil.copytree(parents / "reward" / "model", tmp_path / "inf")
-    model.save_pretrained(tmp_path / "inf")
-    critic = str(parents / "reward" / "model")
-    config = ppo_config(reward_model=str(tmp_path / "inf"), critic_model=critic)
-    problem = r"Before the first step 6 of 6 values of the held-out scores .* the reward model"
+def test_scores_that_are_no_numbers_from_the_start(ppo_config, monkeypatch):
+    real = RewardModel.__call__
+    monkeypatch.setattr(RewardModel, "__call__", lambda *args: real(*args) * float("nan"))
+    config = ppo_config()
+    problem = r"Before the first step 6 of 6 values of the held-out scores are NaN or infinite"
     with pytest.raises(RunError, match=problem):
         ppo.train(config)
     assert not (Path(config.output_dir) / "model").exists()
@@ -418,15 +416,14 @@ def test_a_model_that_starts_with_nan_is_named(ppo_config, parents, tmp_path):
     model.model.norm.weight.data.fill_(float("nan"))
     shutil.copytree(parents / "sft" / "model", tmp_path / "nan")
     model.save_pretrained(tmp_path / "nan")
-    config = ppo_config(model=str(tmp_path / "nan"))
-    with pytest.raises(RunError, match=r"The policy starts with weights .* first in .*norm"):
-        ppo.train(config)
+    with pytest.raises(ModelError, match=r"nan has weights that are infinite or not a number"):
+        ppo.train(ppo_config(model=str(tmp_path / "nan")))
 
 
 def test_a_last_update_that_ruins_the_model_is_not_saved(tmp_path):
     ruinous = {**SHORT, "num_steps": 1, "learning_rate": 1e30, "warmup_ratio": 0.0}
     config = reward.RewardConfig(model="tiny", output_dir=str(tmp_path / "rm"), **ruinous)
-    with pytest.raises(RunError, match="Training diverged: the held-out scores"):
+    with pytest.raises(RunError, match=r"Training diverged: .* of the held-out scores"):
         reward.train(config)
     assert not (tmp_path / "rm" / "model").exists()
     assert not (tmp_path / "rm" / "checkpoints").exists()

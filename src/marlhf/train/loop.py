@@ -119,7 +119,7 @@ class Loop:
         return state
 
     def __enter__(self) -> Loop:
-        self._interrupts = self._stack.enter_context(record_outcome(self.run, self.models))
+        self._interrupts = self._stack.enter_context(record_outcome(self.run))
         try:
             self.trackers = Trackers(
                 self.config.report_to if self.world.main else (),

@@ -8,14 +8,12 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from marlhf.configs.stage import StageConfig
 from marlhf.data import DataError, Loaded, Row, encode_response, fit_prompts, load_data
@@ -193,7 +191,7 @@ def due(step: int, every: int, total: int) -> bool:
 
 
 @contextlib.contextmanager
-def record_outcome(run: RunFolder, models: Mapping[str, nn.Module]) -> Iterator[Interrupts]:
+def record_outcome(run: RunFolder) -> Iterator[Interrupts]:
     """However the loop ends, run.json records it, and errors say how to resume."""
     try:
         with Interrupts() as interrupts:
@@ -202,9 +200,10 @@ def record_outcome(run: RunFolder, models: Mapping[str, nn.Module]) -> Iterator[
         if run.has_progress:
             note, advice = f"Training diverged: {error}.", _after_divergence(run)
         else:
-            note, advice = _explain_bad_start(error, models), ""
+            note = f"Before the first step {error}."
+            advice = "Look at the weights of the models that this run starts from."
         run.finish("failed", note=note)
-        raise RunError(f"{note} {advice}".strip()) from error
+        raise RunError(f"{note} {advice}") from error
     except (Stopped, KeyboardInterrupt):
         run.finish("stopped")
         raise
@@ -221,22 +220,6 @@ def _after_divergence(run: RunFolder) -> str:
     saved = list_checkpoints(run)
     last = f"The last good checkpoint is {saved[-1]}. " if saved else ""
     return f"{last}Try a lower learning rate, or a higher kl_coef, in a new output_dir."
-
-
-def _explain_bad_start(error: Diverged, models: Mapping[str, nn.Module]) -> str:
-    """Values that are not finite before anything was learnt come from the weights of a model."""
-    for name, model in models.items():
-        for parameter, p in model.named_parameters():
-            local = p.to_local() if isinstance(p, DTensor) else p
-            if not local.isfinite().all():
-                return (
-                    f"The {name} starts with weights that are NaN or infinite, first in "
-                    f"{parameter}: {error}. Train that model again, or download it again."
-                )
-    return (
-        f"Before the first step {error}. The models that train have finite weights: look at those "
-        "of the reward model and of the reference."
-    )
 
 
 def peak_memory() -> float:
