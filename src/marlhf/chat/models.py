@@ -151,7 +151,8 @@ class ChatModel:
             encode_prompt(self.tokenizer, self.prompt("Hello"))
         except (TemplateError, DataError) as error:
             self.system = before
-            raise EvaluationError(f"Its chat template takes no system message: {error}") from None
+            reason = error.__cause__ or error  # the template's own words, not advice about rows
+            raise EvaluationError(f"Its chat template takes no system message: {reason}") from None
 
     @torch.no_grad()
     def actions(self, turn: Turn) -> list[str]:
