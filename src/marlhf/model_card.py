@@ -6,7 +6,6 @@ never by path, and secrets were left out of the run's config when it was written
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ from marlhf.fields import settings_with
 from marlhf.models.heads import SCALAR
 from marlhf.runs.atomic import write_text
 from marlhf.runs.jsonl import read_jsonl
-from marlhf.runs.layout import METRICS, RunError, read_config
+from marlhf.runs.layout import METRICS, RunError, read_config, read_object
 from marlhf.runs.stage_facts import facts_of
 from marlhf.runs.write import RunFolder
 
@@ -151,12 +150,10 @@ class _Loading:
         settings = folder / "adapter_config.json"
         adapter, base = settings.is_file(), ""
         if adapter:  # what it stands on need not be what training began with
-            raw = json.loads(settings.read_text(encoding="utf-8"))
-            base = raw.get("base_model_name_or_path") or ""
-        try:
-            raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            scalar = any(SCALAR in str(name) for name in raw.get("architectures") or ())
-        except (OSError, ValueError):  # adapters have none
+            base = read_object(settings).get("base_model_name_or_path") or ""
+        if architectures := read_object(folder / "config.json").get("architectures"):
+            scalar = any(SCALAR in str(name) for name in architectures)
+        else:  # adapters have none
             scalar = not facts_of(stage).writes_text
         return cls(scalar, adapter, base)
 

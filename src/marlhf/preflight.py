@@ -6,7 +6,6 @@ Each check calls what the stage itself will call, so that the sentences are the 
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +20,7 @@ from marlhf.models.adapter_config import import_peft, quantization
 from marlhf.models.base import pick_device
 from marlhf.models.tiny import MAX_POSITIONS
 from marlhf.reward import RewardFunction, import_function
+from marlhf.runs.layout import read_object
 from marlhf.runs.stage_facts import facts_of
 from marlhf.runs.write import is_finished
 from marlhf.spans.parser import build_parser
@@ -101,7 +101,7 @@ def _check_length(config: Any, made_by: Mapping[str, Stage]) -> None:
     if name == "tiny":
         limit = MAX_POSITIONS
     elif file.is_file():
-        limit = json.loads(file.read_text(encoding="utf-8")).get("max_position_embeddings")
+        limit = read_object(file).get("max_position_embeddings")
     else:
         return
     longest = config.sampling.max_new_tokens if isinstance(config, RLConfig) else 0

@@ -23,7 +23,6 @@ from marlhf.evaluate.eval_plan import (
     EvaluationError,
     PolicySource,
     find_policies,
-    folder_of,
     located,
 )
 from marlhf.evaluate.sampling import seed_of
@@ -32,6 +31,7 @@ from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import check_vocabulary, end_tokens, load_policy, load_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine
+from marlhf.runs.layout import model_folder
 from marlhf.spans import vocabulary
 from marlhf.spans.align import TokenBytes
 from marlhf.spans.apply import apply_segmenter
@@ -201,7 +201,7 @@ class ChatModel:
         config, device = self.policy.config, self.model.device
         reference = self._reference
         if reference is None:
-            path = folder_of(located(config.get("ref_model") or config["model"], self.policy))
+            path = model_folder(located(config.get("ref_model") or config["model"], self.policy))
             seed = int(config.get("seed") or 0)
             loaded = load_policy(path, seed=seed, trust_remote_code=self.trust_code)
             reference = self._reference = loaded.to(device).eval()

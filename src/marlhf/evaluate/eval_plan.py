@@ -18,7 +18,7 @@ from marlhf.errors import MarlhfError
 from marlhf.rollout import Sampling
 from marlhf.runs.digests import weights_digest
 from marlhf.runs.evaluations import SamplingSettings
-from marlhf.runs.layout import GIVEN, MODEL, is_run
+from marlhf.runs.layout import GIVEN, MODEL, is_run, model_folder
 from marlhf.runs.read import find_runs, read_run
 from marlhf.runs.stage_facts import facts_of
 
@@ -153,7 +153,7 @@ def make_plan(
     chosen = {"temperature": options.temperature, "max_new_tokens": options.max_new_tokens}
     raw = dict(sampling or {}) | {k: v for k, v in chosen.items() if v is not None}
     if options.rewards:
-        rewards = tuple((folder_of(path), 1.0) for path in options.rewards)
+        rewards = tuple((model_folder(path), 1.0) for path in options.rewards)
     else:
         rewards = _rewards(policy) or _rewards(fallback)
         _check_rewards(policy if _rewards(policy) else fallback, options.trust_code)
@@ -180,7 +180,7 @@ def make_plan(
         train=options.train,
         sampling=_valid(Sampling, raw, policy),
         rewards=rewards,
-        reference=None if reference in (None, "", "none") else folder_of(reference),
+        reference=None if reference in (None, "", "none") else model_folder(reference),
         reference_seed=int((against or policy).config.get("seed") or 0),
         trust_remote_code=options.trust_code,
         precision=policy.config.get("precision") or "auto",
@@ -224,7 +224,7 @@ def _rewards(policy: PolicySource) -> tuple[tuple[str, float], ...]:
     named = [config.get("reward_model"), *(config.get("reward_funcs") or ())]
     named = [name for name in named if name]
     weights = config.get("reward_weights") or [1.0] * len(named)
-    return tuple((folder_of(located(n, policy)), float(w)) for n, w in zip(named, weights))
+    return tuple((model_folder(located(n, policy)), float(w)) for n, w in zip(named, weights))
 
 
 def _given(data: Mapping[str, Any]) -> bool:
@@ -266,12 +266,6 @@ def located(path: str, policy: PolicySource) -> str:
     run = policy.folder if is_run(policy.folder) else policy.folder.parent  # of its `best/`
     moved = run.parent / path.removeprefix(beside)
     return str(moved) if path.startswith(beside) and moved.exists() else path
-
-
-def folder_of(path: str) -> str:
-    """A model's folder, where the folder of its run was given."""
-    inner = Path(path) / MODEL
-    return str(inner) if is_run(Path(path)) and inner.is_dir() else path
 
 
 def setting_of(policy: PolicySource, plan: EvaluationPlan, seed: int, *more: object) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
@@ -17,6 +16,7 @@ from marlhf.models.base import autocast, pick_device
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import is_scalar, load_policy, load_scalar, load_tokenizer
 from marlhf.reward.model import RewardModel
+from marlhf.runs.layout import model_folder
 
 LABELS: tuple[tuple[str, Side], ...] = (("A", "first"), ("B", "second"), ("E", "tie"))
 CHUNK = 64
@@ -50,7 +50,7 @@ class RewardJudge:
     """The response with the higher score of a reward model is better."""
 
     def __init__(self, path: str, device: str = "auto") -> None:
-        path = _model_path(path)
+        path = model_folder(path)
         if not is_scalar(path):
             raise JudgeError(
                 f"{path} is not a reward model: it has no scalar head. Use model:{path} to ask it "
@@ -82,7 +82,7 @@ class ModelJudge:
     """A language model reads the criteria and both responses; its most likely letter counts."""
 
     def __init__(self, path: str, criteria: Criteria, device: str = "auto") -> None:
-        path = _model_path(path)
+        path = model_folder(path)
         self.criteria = criteria
         self.tokenizer = load_tokenizer(path)
         self.model = load_policy(path).to(pick_device(device)).eval().requires_grad_(False)
@@ -134,9 +134,3 @@ def _higher(name: str, first: float, second: float) -> Answer | None:
         return None
     side: Side = "first" if first > second else "second" if second > first else "tie"
     return Answer(side, {name: (first, second)})
-
-
-def _model_path(path: str) -> str:
-    """The model folder of a run, or the path itself."""
-    inner = Path(path) / "model"
-    return str(inner) if inner.is_dir() else path

@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 )
 
 from marlhf.models.base import ModelError, quiet_transformers
-from marlhf.runs.layout import is_run
+from marlhf.runs.layout import MODEL, is_run
 
 HUB_TIMEOUT = 10.0
 """Seconds to wait for the hub's first answer."""
@@ -89,7 +89,7 @@ def explained(path: str, what: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:  # safetensors, tokenizers and gguf each raise kinds of their own
-        inner = Path(path) / "model"
+        inner = Path(path) / MODEL
         if (inner / "config.json").is_file():
             hint = f"It is the folder of a run; its model is {inner}."
         elif "trust_remote_code" in str(error):

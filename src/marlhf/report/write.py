@@ -28,6 +28,7 @@ from marlhf.report.sections.sweeps import sweeps
 from marlhf.report.sections.temperatures import temperatures
 from marlhf.report.sections.timing import timing
 from marlhf.report.sections.training import training
+from marlhf.runs.atomic import write_text
 from marlhf.runs.read import Run, find_runs
 
 
@@ -50,8 +51,7 @@ def write_report(paths: Sequence[Path | str], output: Path | str) -> Path:
     output = Path(output)
     if output.is_dir():
         output = output / "report.html"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(page, encoding="utf-8")
+    write_text(output, page)
     return output
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -28,13 +29,17 @@ class Lines(NamedTuple):
         return len(self.broken) + self.torn
 
 
-def read_jsonl(file: Path) -> Lines:
-    """Every object in a file; none where there is no file."""
+def read_jsonl(file: Path, last_bytes: int | None = None) -> Lines:
+    """Every object in a file, or in its last bytes; none where there is no file."""
     rows: list[Line] = []
     broken: dict[int, str] = {}
     if not file.is_file():
         return Lines(rows, broken, torn=False)
-    with file.open(encoding="utf-8", errors="replace") as lines:
+    with file.open("rb") as data:
+        if last_bytes is not None and file.stat().st_size > last_bytes:
+            data.seek(-last_bytes, os.SEEK_END)
+            data.readline()  # most likely a part of a line
+        lines = io.TextIOWrapper(data, encoding="utf-8", errors="replace")
         for number, text in enumerate(lines, start=1):
             try:
                 row = json.loads(text) if text.strip() else None

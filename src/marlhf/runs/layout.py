@@ -8,6 +8,7 @@ samples.jsonl    held-out prompts with their responses
 checkpoints/     what a killed run resumes from
 model/           the result, as `save_pretrained` writes it
 best/            the policy of the best evaluation, where it is kept
+critic/          PPO's trained critic
 evaluation/      responses and scores of `marlhf evaluate`, one file per setting
 best_of_n/       samples of `marlhf best-of-n`, one file per setting
 pass_at_k.jsonl  results of `marlhf pass-at-k`, one line per problem
@@ -34,6 +35,7 @@ SAMPLES = "samples.jsonl"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
 BEST = "best"
+CRITIC = "critic"
 EVALUATION = "evaluation"
 BEST_OF_N = "best_of_n"
 PASS_AT_K_LINES = "pass_at_k.jsonl"
@@ -50,6 +52,12 @@ class RunError(MarlhfError, RuntimeError):
 
 def is_run(folder: Path) -> bool:
     return (folder / STATE).is_file() or (folder / METRICS).is_file()
+
+
+def model_folder(path: str) -> str:
+    """The model of a run, where the run's folder is given; else the path itself."""
+    inner = Path(path) / MODEL
+    return str(inner) if is_run(Path(path)) and inner.is_dir() else path
 
 
 def has_model(folder: Path, state: Mapping[str, Any]) -> bool:

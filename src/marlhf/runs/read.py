@@ -15,6 +15,7 @@ from marlhf.runs.layout import (
     BEST,
     CHECKPOINTS,
     CONFIG,
+    CRITIC,
     EVAL,
     METRICS,
     MODEL,
@@ -28,7 +29,7 @@ from marlhf.runs.stage_facts import NOT_RL, facts_of, order_of
 
 Row = dict[str, Any]
 
-SKIPPED_FOLDERS = {CHECKPOINTS, MODEL, BEST, "critic"}
+SKIPPED_FOLDERS = {CHECKPOINTS, MODEL, BEST, CRITIC}
 MAX_MAGNITUDE = 1e30
 """Beyond this a number is a divergence, not a measurement: it is treated as missing."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from marlhf.sweep.jobs import Job, tail
+from marlhf.runs.jsonl import read_jsonl
+from marlhf.runs.layout import METRICS
+from marlhf.sweep.jobs import Job
 from marlhf.sweep.plan import Training
 from marlhf.sweep.sweep_state import SweepState
 
@@ -62,16 +63,5 @@ def _share_left(training: Training) -> float:
 
 def _last_rows(folder: Path) -> list[dict[str, Any]]:
     """The last complete lines of metrics.jsonl; none before the first."""
-    try:
-        lines = tail(folder / "metrics.jsonl", RECENT)
-    except OSError:
-        return []
-    rows: list[dict[str, Any]] = []
-    for line in lines:  # the first and the last may be torn
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and {"step", "seconds"} <= row.keys():
-            rows.append(row)
-    return rows
+    rows = read_jsonl(folder / METRICS, RECENT).rows
+    return [row for row in rows if {"step", "seconds"} <= row.keys()]

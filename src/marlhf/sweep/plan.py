@@ -27,7 +27,7 @@ import yaml
 from marlhf.config import ConfigError, Stage, load_points, load_recipe
 from marlhf.configs.rl import RLConfig
 from marlhf.fields import settings_with
-from marlhf.runs.layout import CONFIG, read_config, read_state
+from marlhf.runs.layout import CONFIG, MODEL, read_config, read_state
 from marlhf.settings import flatten, to_raw
 
 MAY_CHANGE = settings_with(RLConfig, "may_change")
@@ -386,7 +386,7 @@ def _identity_of(run: Training) -> str:
 
 def _build(stage: Stage, needed: Mapping[str, Path], root: Path, folder: Path) -> Training:
     """The stage in its folder, with the models that it starts from where this sweep has them."""
-    paths = {_model(root, name): str(folder / "model") for name, folder in needed.items()}
+    paths = {_model(root, name): str(folder / MODEL) for name, folder in needed.items()}
     changes: dict[str, Any] = {"output_dir": str(folder)}
     for key, value in vars(stage.config).items():
         if isinstance(value, str) and value in paths:
@@ -409,7 +409,7 @@ def _references(stage: Stage, root: Path) -> list[str]:
 
 def _model(root: Path, stage: str) -> str:
     """How a recipe in the folder `root` names the model of a stage."""
-    return str(root / stage / "model")
+    return str(root / stage / MODEL)
 
 
 def _raw(stage: Stage) -> dict[str, Any]:

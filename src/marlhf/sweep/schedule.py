@@ -12,6 +12,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
+from marlhf.runs.layout import CHECKPOINTS
 from marlhf.runs.read import read_run
 from marlhf.runs.write import is_finished
 from marlhf.sweep import jobs as processes
@@ -106,7 +107,7 @@ class Schedule:
         return None
 
     def _start(self, training: Training) -> None:
-        resumed = (training.folder / "checkpoints").is_dir()
+        resumed = (training.folder / CHECKPOINTS).is_dir()
         name = self.state.short(training.folder)
         self.notice(f"{name} {'resumes' if resumed else 'begins'}")
         self.waiting.remove(training)

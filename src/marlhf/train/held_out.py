@@ -13,7 +13,7 @@ from marlhf.data.encode import decode
 from marlhf.data.toy import gold_score
 from marlhf.models.base import Tokenizer
 from marlhf.rollout.repetition import repetition
-from marlhf.runs.layout import SAMPLES, RunError
+from marlhf.runs.layout import EVAL, SAMPLES, RunError
 from marlhf.train.experience import Credit, Experience, rollout_and_score
 from marlhf.train.loop import Loop
 from marlhf.train.optim import check_finite
@@ -103,7 +103,7 @@ class HeldOutEvaluation:
             metrics["eval/gold"] = _mean(gold)
         self.loop.evaluated(metrics)
         self.loop.run.append(
-            "eval.jsonl",
+            EVAL,
             {
                 "step": step,
                 "scores": scores,

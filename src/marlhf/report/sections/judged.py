@@ -28,7 +28,7 @@ from marlhf.report.page import (
     table,
     text,
 )
-from marlhf.runs.layout import JUDGED
+from marlhf.runs.layout import JUDGED, read_object
 from marlhf.runs.read import Run, number
 
 PARTS = ("win", "tie", "loss")
@@ -66,11 +66,11 @@ def _summaries(folder: Path) -> list[dict[str, Any]]:
     found = []
     for file in sorted(folder.glob("*.json")):
         try:
-            summary = json.loads(file.read_text(encoding="utf-8"))
+            summary = read_object(file)
             for part in PARTS:
                 [float(summary[part][key]) for key in ("share", "low", "high")]
             whole = _label(summary) and summary["pairs"] > 0 and summary["dimensions"].items()
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError):
             continue
         if whole is not False:
             found.append(summary | {"path": file.with_suffix(".jsonl")})
