@@ -308,6 +308,11 @@ def test_a_base_that_changed_under_way_is_noticed(tmp_path, monkeypatch):
     config = settings("sft", tmp_path / "run", model=str(tmp_path / "base"), lora=lora)
     killed("sft", config, monkeypatch)
     load_policy("tiny", seed=1).save_pretrained(tmp_path / "base")
+    with pytest.raises(RunError, match=r"other inputs(.|\n)*base has changed"):
+        sft.train(config)
+    state = json.loads((tmp_path / "run" / "run.json").read_text())
+    state.pop("inputs")  # as in a folder of version 0.1
+    (tmp_path / "run" / "run.json").write_text(json.dumps(state))
     with pytest.raises(RunError, match=r"has changed since step 2.*Put that model back"):
         sft.train(config)
     model.save_pretrained(tmp_path / "base")
