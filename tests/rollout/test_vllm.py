@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from marlhf.configs.model import LoRA
 from marlhf.data import DataConfig
+from marlhf.errors import SettingError
 from marlhf.models.adapters import FrozenBaseModel
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import load_policy
@@ -461,10 +462,10 @@ def test_the_key_is_sent_and_never_told(serve, small, monkeypatch):
     with pytest.raises(RolloutError, match="Set VLLM_API_KEY") as raised:
         made.generate(PROMPTS, SAMPLED, SEEDS)
     assert "hunter2" not in str(raised.value)
-    with pytest.raises(RolloutError, match="holds a password") as raised:
+    with pytest.raises(SettingError, match="holds a password") as raised:
         VLLMServer("http://me:hunter2@127.0.0.1:8000", None, ENDS, 0)
     assert "hunter2" not in str(raised.value)
-    with pytest.raises(RolloutError, match="must be like http://127"):
+    with pytest.raises(SettingError, match="must be like http://127"):
         VLLMServer("127.0.0.1:8000", None, ENDS, 0)
 
 
