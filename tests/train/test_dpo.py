@@ -1,5 +1,6 @@
 """DPO: the published formula, the cached reference, and a loop that adds up and resumes."""
 
+import json
 import math
 import os
 import signal
@@ -13,6 +14,7 @@ from torch.nn.functional import log_softmax, logsigmoid
 
 from conftest import TOY, assert_close, read_lines
 from marlhf.data import Row
+from marlhf.models.base import ModelError
 from marlhf.models.load import load_policy, load_tokenizer
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.runs.layout import RunError
@@ -173,6 +175,12 @@ def test_a_reference_that_changed_under_way_is_noticed(dpo_config, parents, tmp_
     with torch.no_grad():
         model.get_input_embeddings().weight[0, 0] += 1
     model.save_pretrained(tmp_path / "ref")
+    with pytest.raises(RunError, match=r"other inputs(.|\n)*ref_model: .*ref has changed"):
+        dpo.train(config)
+    file = Path(config.output_dir) / "run.json"
+    state = json.loads(file.read_text())
+    state.pop("inputs")  # as in a folder of version 0.1
+    file.write_text(json.dumps(state))
     with pytest.raises(RunError, match="log-probs of another reference"):
         dpo.train(config)
 
@@ -247,11 +255,15 @@ def test_a_reference_with_another_tokenizer_is_refused(dpo_config, parents, tmp_
 def test_a_reference_without_numbers_is_refused(tmp_path):
     rows = [Row(f"Tell me of fox {i}.", " It smiled.", " It cried.") for i in range(4)]
     broken = load_policy("tiny")
-    with torch.no_grad():
-        broken.get_input_embeddings().weight.fill_(math.nan)
     objects = GivenObjects(load_policy("tiny"), tiny_tokenizer(), ref_model=broken, train_rows=rows)
     config = dpo.DPOConfig(output_dir=str(tmp_path / "run"), batch_size=4, num_steps=1)
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(1e38)  # finite, but no logit is
     with pytest.raises(RunError, match="log-probs are not all finite"):
+        dpo.train(config, objects)
+    with torch.no_grad():
+        broken.get_input_embeddings().weight.fill_(math.nan)
+    with pytest.raises(ModelError, match="infinite or not a number"):
         dpo.train(config, objects)
 
 
