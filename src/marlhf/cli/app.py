@@ -112,9 +112,13 @@ def fail(message: str, status: int) -> None:
 def write_report_of(runs: list[Path], output: Path) -> None:
     from marlhf.config import ConfigError
     from marlhf.report.write import write_report
+    from marlhf.runs.layout import RunError
 
     try:
         written = write_report(runs, output)
-    except OSError as error:
-        raise ConfigError(f"Cannot write {output}: {error.strerror}. Give another -o.") from error
+    except RunError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        reason = error.__cause__.strerror
+        raise ConfigError(f"Cannot write {output}: {reason}. Give another -o.") from error
     typer.secho(f"report: {written}", bold=True, err=True)
