@@ -31,6 +31,8 @@ from transformers import (
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # run in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)  # and so in processes of tests
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # run under nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # No deadline: busy machines are no failures. On CI the cases are the same each time, so that what
 # passed here passes there; elsewhere each run tries new ones.
 settings.register_profile(
