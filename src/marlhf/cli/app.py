@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -48,6 +49,14 @@ RANK_DELAY = 2.0
 """Seconds that ranks other than 0 wait before they print an error."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal that ends the command with status 130.
+
+    Not KeyboardInterrupt itself: where that passes through code that an import runs by `exec`,
+    such as a dataclass, `python -m` remembers it and ends by SIGINT whatever status we give.
+    """
+
+
 class Several(typer.core.TyperCommand):
     """A command whose repeatable options also take several values at once: `--n 4 8 16`."""
 
@@ -70,9 +79,12 @@ def main() -> None:
     """Run a command; a user's mistake is a sentence and exit status 1, never a traceback."""
     asked: list[int] = []
 
-    def stop(number: int, _: object) -> None:
+    def stop(number: int, frame: FrameType | None) -> None:
         asked.append(number)
-        raise KeyboardInterrupt
+        if _importing(frame):
+            os.write(2, b"Stopped.\n")
+            os._exit(130)
+        raise Interrupted
 
     try:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored
@@ -87,6 +99,18 @@ def main() -> None:
         if os.environ.get("MARLHF_TRACEBACK") or not isinstance(error, MarlhfError):
             raise
         fail(str(error), error.exit_status)
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """Whether an import is under way: an exception inside torch's would abort the process.
+
+    Nothing is lost by ending at once there: runs survive kill -9 at any point.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def main_rank() -> bool:
