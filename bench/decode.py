@@ -2,7 +2,10 @@
 
     python bench/decode.py                    # SmolLM2-135M's shape on a GPU
     python bench/decode.py --shape tiny       # a CPU
+    python bench/decode.py --shared 8         # eight samples of each prompt
 
+With `--shared k` each prompt is sampled k times, as RLOO and best-of-n do, and the native engine is
+measured with and without sharing the prefill among them.
 Random weights and prompts of one length. `fixed`: every response is as long as may be. `real`:
 lengths as people's prompts give them, most short and a few very long, by calling many tokens an
 end. Each line is the best of a few runs after one that warms up, prefill, sampling and log-probs
@@ -81,13 +84,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--shared", type=int, default=1, help="samples of each prompt")
     parser.add_argument("--only", nargs="+", help="systems to measure, by the start of their name")
     args = parser.parse_args()
     shape, device = SHAPES[args.shape], torch.device("cuda" if gpu else "cpu")
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(shape.config())
     model = model.to(device).eval()
-    tasks = make_tasks(shape, args.top_k, args.top_p)
+    if args.shared < 1 or shape.rows % args.shared:
+        parser.error(f"--shared must divide the {shape.rows} rows of this shape")
+    tasks = make_tasks(shape, args.top_k, args.top_p, args.shared)
     name = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU"
     print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}")
     count = sum(p.numel() for p in model.parameters()) / 1e6
@@ -95,7 +101,7 @@ def main() -> None:
     columns = f"{'rows':>6}{'tokens':>9}{'mean':>6}{'first s':>9}{'best s':>9}{'tokens/s':>11}"
     print(f"{'system':24}{'lengths':9}{columns}")
     engines: list[NativeEngine] = []
-    for system, make in systems(model, engines).items():
+    for system, make in systems(model, engines, args.shared).items():
         if args.only and not system.startswith(tuple(args.only)):
             continue
         for task in tasks:
@@ -115,9 +121,10 @@ def main() -> None:
         print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
 
 
-def make_tasks(shape: Shape, top_k: int, top_p: float) -> list[Task]:
+def make_tasks(shape: Shape, top_k: int, top_p: float, shared: int) -> list[Task]:
     def prompts(rows: int) -> list[list[int]]:
-        return torch.randint(1, shape.vocabulary, (rows, shape.prompt)).tolist()
+        distinct = torch.randint(1, shape.vocabulary, (rows // shared, shape.prompt))
+        return distinct.repeat_interleave(shared, dim=0).tolist()
 
     fixed = Sampling(shape.response, top_k=top_k, top_p=top_p)
     real = Sampling(LONGEST, top_k=top_k, top_p=top_p)
@@ -132,7 +139,7 @@ Sample = Callable[[Task], list[int]]
 
 
 def systems(
-    model: PreTrainedModel, engines: list[NativeEngine]
+    model: PreTrainedModel, engines: list[NativeEngine], shared: int
 ) -> dict[str, Callable[[Task], Sample]]:
     """Each makes, for a task, a function that samples it and gives the lengths of responses."""
 
@@ -140,11 +147,18 @@ def systems(
         engines.append(NativeEngine(model, task.ends, 0))
         return lambda task: lengths_of(run_engine(engines[-1], task))
 
+    def unshared(task: Task) -> Sample:
+        engine = NativeEngine(model, task.ends, 0, share_prefixes=False)
+        return lambda task: lengths_of(run_engine(engine, task))
+
     def plain(task: Task) -> Sample:
         engine = PlainEngine(model, task.ends, 0)
         return lambda task: lengths_of(run_engine(engine, task))
 
-    found = {"marlhf native": native, "marlhf plain loop": plain}
+    found = {"marlhf native": native}
+    if shared > 1:
+        found["marlhf native, unshared"] = unshared
+    found["marlhf plain loop"] = plain
     found["transformers generate"] = lambda task: generate_sampler(model, task)
     try:
         import vllm
@@ -220,19 +234,19 @@ def print_phases(engine: NativeEngine, task: Task) -> None:
     """Prefill and decode alone, over the slots of the fixed task."""
     rows, length = len(task.prompts), len(task.prompts[0])
     run_engine(engine, task)
-    room = engine.room
-    assert room is not None
-    with engine._sampling(), room.decoder.ready():
+    session = engine.session
+    assert session is not None
+    with engine._sampling(), session.decoder.ready():
         ids = torch.tensor(task.prompts, device=engine.model.device)[:, :-1]
         slots = torch.arange(rows, device=ids.device)
-        prefill = timed(lambda: room.decoder.prefill(ids, slots), 3)
-        step = room.stepper(task.sampling)
+        prefill = timed(lambda: session.decoder.prefill(ids, slots), 3)
+        step = session.step(task.sampling)
         reach = length + task.sampling.max_new_tokens
         step.state.positions[:] = length
         step.state.running[:] = True
         step.state.steps[:] = 0
         seconds = timed(lambda: step(rows, reach), task.sampling.max_new_tokens - 2)
-    kind = type(room.decoder).__name__
+    kind = type(session.decoder).__name__
     print(f"\nmarlhf native alone, {rows} slots ({kind}):")
     print(f"prefill {prefill:.4f} s, {rows * length / prefill:.0f} prompt tokens/s")
     print(f"decode {seconds * 1e3:.3f} ms a step, {rows / seconds:.0f} tokens/s")

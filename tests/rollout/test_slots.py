@@ -30,6 +30,13 @@ def together(model, sampling, seeds=range(13), prompts=PROMPTS, **options):
     return plain, native, engine
 
 
+def assert_same_logprobs(ours, theirs):
+    """Bit for bit, where products do not depend on the number of rows."""
+    torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
+    if platform.machine() == "aarch64":
+        assert ours.equal(theirs)
+
+
 @pytest.mark.parametrize("sampling", [Sampling(10, 0.9), Sampling(10, 1.0, top_k=9, top_p=0.8)])
 def test_slots_sample_what_the_plain_loop_samples(small, family, sampling):
     plain, native, engine = together(small(family), sampling)
@@ -56,9 +63,7 @@ def test_a_response_depends_on_its_prompt_and_seed_alone(small):
         engine = NativeEngine(model, ENDS, 0, token_budget=budget)
         part = engine.generate([PROMPTS[i] for i in order], sampling, order)
         assert part.responses == [whole.responses[i] for i in order]
-        torch.testing.assert_close(part.logprobs, whole.logprobs[order], atol=2e-6, rtol=0)
-        if platform.machine() == "aarch64":  # where products do not depend on the number of rows
-            assert part.logprobs.equal(whole.logprobs[order])
+        assert_same_logprobs(part.logprobs, whole.logprobs[order])
     pair = NativeEngine(model, ENDS, 0).generate([PROMPTS[4]] * 2, sampling, [4, 5])
     assert pair.responses[0] == whole.responses[4]
     assert pair.responses[0] != pair.responses[1]
@@ -237,3 +242,60 @@ def test_kernels_are_their_plain_twins(monkeypatch):
     monkeypatch.setattr(continuous, "fused", lambda _: False)
     for ours, plain in zip(fused, results(), strict=True):
         torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
+
+
+def counted_prefills(engine, *arguments):
+    """The rollout of an engine, and the number of rows that it prefilled."""
+    rows = []
+    engine.generate(*arguments)  # once before, as choosing a decoder prefills too
+    decoder_class = engine.decoder_class
+    prefill = decoder_class.prefill
+    with pytest.MonkeyPatch.context() as patch:
+
+        def counted(self, ids, slots):
+            rows.append(len(ids))
+            prefill(self, ids, slots)
+
+        patch.setattr(decoder_class, "prefill", counted)
+        return engine.generate(*arguments), sum(rows)
+
+
+SHARED = [
+    prompt
+    for start in ([5, 6, 7, 8], [9, 3], [5, 6, 2])
+    for length in (0, 3, 30)
+    for prompt in [[*start, *range(11, 11 + length), 4]] * 3
+]
+"""Three samples each of three prompts and of two continuations of each."""
+
+
+def test_samples_of_one_prefix_are_prefilled_once(small, family):
+    model, sampling, seeds = small(family), Sampling(10, 0.9), range(len(SHARED))
+    alone, every = counted_prefills(
+        NativeEngine(model, ENDS, 0, share_prefixes=False), SHARED, sampling, seeds
+    )
+    shared, once = counted_prefills(NativeEngine(model, ENDS, 0), SHARED, sampling, seeds)
+    assert (every, once) == (27, 3)
+    assert shared.responses == alone.responses
+    assert_same_logprobs(shared.logprobs, alone.logprobs)
+
+
+@pytest.mark.parametrize("slots", [2, 4, 7])
+def test_a_running_slot_gives_its_prefix_to_later_rows(small, slots):
+    model, sampling, seeds = small("llama"), Sampling(10, 1.0), range(len(SHARED))
+    whole = NativeEngine(model, ENDS, 0, share_prefixes=False).generate(SHARED, sampling, seeds)
+    order = torch.randperm(len(SHARED), generator=torch.Generator().manual_seed(0)).tolist()
+    engine = NativeEngine(model, ENDS, 0, token_budget=64 * slots)
+    part, prefilled = counted_prefills(engine, [SHARED[i] for i in order], sampling, order)
+    assert prefilled < len(SHARED)
+    assert part.responses == [whole.responses[i] for i in order]
+    assert_same_logprobs(part.logprobs, whole.logprobs[order])
+
+
+def test_prompts_of_one_token_share_nothing_and_need_nothing(small):
+    engine = NativeEngine(small("llama"), ENDS, 0)
+    plain = PlainEngine(engine.model, ENDS, 0)
+    prompts = [[5], [5], [6], [5, 6], [5, 6]]
+    shared, prefilled = counted_prefills(engine, prompts, Sampling(6), range(5))
+    assert shared.responses == plain.generate(prompts, Sampling(6), range(5)).responses
+    assert prefilled == 1

@@ -5,6 +5,7 @@ Axes: B rows, S slots, R response tokens.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -97,13 +98,22 @@ class Schedule:
     """
 
     def __init__(
-        self, step: DecodeStep, prompts: Sequence[Sequence[int]], uniform: Tensor, budget: int
+        self,
+        step: DecodeStep,
+        prompts: Sequence[Sequence[int]],
+        uniform: Tensor,
+        budget: int,
+        *,
+        share_prefixes: bool = True,
     ) -> None:
         self.step, self.state, self.decoder = step, step.state, step.decoder
         self.prompts, self.uniform, self.budget = prompts, uniform, budget
         self.gpu = self.state.device.type == "cuda"
-        # Taken from the end: the longest prompts first, those of similar length together.
-        self.waiting = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
+        # Without sharing every row is a family of its own.
+        self.family = prefix_families(prompts) if share_prefixes else list(range(len(prompts)))
+        # Taken from the end: the longest prompts first, those of similar length together, and
+        # equal ones next to each other, so that they meet in the slots.
+        self.waiting = sorted(range(len(prompts)), key=lambda r: (len(prompts[r]), self.family[r]))
         self.rows: list[int | None] = [None] * self._num_slots(len(prompts))  # in each slot
         self.age = [0] * len(self.rows)  # steps since a slot was filled
         shape, device = (len(prompts), self.state.length), self.state.device
@@ -127,9 +137,11 @@ class Schedule:
         count = min(len(free), len(self.waiting))
         rows = [self.waiting.pop() for _ in range(count)]
         slots = free[:count]
+        new, copies = self._find_copies(rows, slots)
+        self._prefill([rows[i] for i in new], [slots[i] for i in new])
+        self._copy_prefixes(copies)
         for slot, row in zip(slots, rows):
             self.rows[slot], self.age[slot] = row, 0
-        self._prefill(rows, slots)
         # The last token of a prompt is left out of the prefill: the first step feeds it, so that
         # every token is sampled in the same place.
         last = [self.prompts[row][-1] for row in rows]
@@ -138,6 +150,43 @@ class Schedule:
         self.state.begin(
             self._to_device(slots), self._to_device(last), self._to_device(positions), uniform
         )
+
+    def _find_copies(
+        self, rows: list[int], slots: list[int]
+    ) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Which of the rows to prefill, and (source slot, target slot, positions) of the others.
+
+        A slot in use still holds its whole prompt: only slots at rest are overwritten, at position
+        0. Rows come longest first, so the slot found first for a family serves all after it.
+        """
+        source: dict[int, tuple[int, int]] = {}  # family -> its longest prompt's length and slot
+        for slot, row in enumerate(self.rows):
+            if row is not None:
+                held = (len(self.prompts[row]), slot)
+                source[self.family[row]] = max(held, source.get(self.family[row], held))
+        new: list[int] = []
+        copies: list[tuple[int, int, int]] = []
+        for i, (row, slot) in enumerate(zip(rows, slots)):
+            family, length = self.family[row], len(self.prompts[row])
+            if family in source and source[family][0] >= length:
+                copies.append((source[family][1], slot, length - 1))
+            else:
+                new.append(i)
+                source[family] = length, slot
+        return new, copies
+
+    def _copy_prefixes(self, copies: list[tuple[int, int, int]]) -> None:
+        """Keys and values of prompts that another slot holds already, in one copy.
+
+        Positions beyond a row's own prompt are copied along where a longer row needs them: they
+        are overwritten before attention reaches them.
+        """
+        length = max((positions for _, _, positions in copies), default=0)
+        if length:
+            sources, targets, _ = zip(*copies)
+            self.decoder.move(
+                self._to_device(list(sources)), self._to_device(list(targets)), length
+            )
 
     def _prefill(self, rows: list[int], slots: list[int]) -> None:
         """Keys and values of all prompt tokens but the last."""
@@ -226,3 +275,24 @@ class Schedule:
 
     def _to_device(self, values: Tensor | list[int]) -> Tensor:
         return torch.as_tensor(values).to(self.state.device, non_blocking=True)
+
+
+def prefix_families(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """A number for each row; of two rows with the same number, one prompt begins with the other.
+
+    The cache of the longer one then serves both. Samples of one prompt are a family, and so are
+    the beginnings of one response. Compared is all but the last token, which is not prefilled. A
+    family is numbered by its first row in the order of the prompts.
+
+    >>> prefix_families([[1, 2, 9], [4, 5], [1, 2, 3], [1, 2, 3, 7, 8]])
+    [0, 1, 0, 0]
+    """
+    prefixes = [tuple(prompt[:-1]) for prompt in prompts]
+    # In lexicographic order a prompt comes right before those that begin with it.
+    distinct = sorted(set(prefixes), reverse=True)
+    longest = {prefix: prefix for prefix in distinct}
+    for longer, prefix in itertools.pairwise(distinct):
+        if longer[: len(prefix)] == prefix:
+            longest[prefix] = longest[longer]
+    number: dict[tuple[int, ...], int] = {}
+    return [number.setdefault(longest[prefix], row) for row, prefix in enumerate(prefixes)]

@@ -189,8 +189,9 @@ class LlamaDecoder:
         assert hidden is not None
         return self.head(hidden)
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        self.cache[:, target] = self.cache[:, source]
+    def move(self, source: Tensor, target: Tensor, length: int | None = None) -> None:
+        for layer in self.cache:  # one by one: what is copied exists twice for a moment
+            layer[target, :, :length] = layer[source, :, :length]
 
     def _forward(self, ids: Tensor, attention: Any) -> Tensor | None:
         """Tokens [T] through all layers: hidden states [T, hidden], or None if attention stops.

@@ -3,7 +3,8 @@
 Responses live in slots of a key-value cache (`slots.py`), and a slot whose response has ended takes
 the next prompt (`continuous.py`), so a batch costs its mean length and not its longest. Prompts are
 prefilled except for their last token, which the first step feeds: all sampling then happens in one
-place, the step, and on a GPU that is one CUDA graph.
+place, the step, and on a GPU that is one CUDA graph. Samples of one prompt, and prompts that begin
+with each other, are prefilled once and their keys and values copied from slot to slot.
 
 Memory: the key-value cache of `token_budget` tokens and, where weights are float32 but computed in
 bfloat16, two bytes per weight. Both are kept between calls, unless the cache is large.
@@ -61,7 +62,9 @@ class NativeEngine:
         *,
         token_budget: int = 1 << 17,
         precision: Precision = "auto",
+        share_prefixes: bool = True,
     ) -> None:
+        """`share_prefixes=False` prefills every row, to compare: it changes no response."""
         if {"cache_params", "state"} & forward_parameters(model):
             raise SettingError(
                 f"A {type(model).__name__} keeps a state where others keep keys and values, and "
@@ -71,6 +74,7 @@ class NativeEngine:
         self.end_tokens = list(end_tokens)
         self.token_budget = token_budget
         self.precision: Precision = precision
+        self.share_prefixes = share_prefixes
         self.plain = PlainEngine(
             model, end_tokens, pad_id, token_budget=token_budget, precision=precision
         )
@@ -115,7 +119,10 @@ class NativeEngine:
         with session.decoder.ready():
             uniform = draws(seeds, length, device)
             budget = min(self.token_budget, PREFILL_TOKENS)
-            tokens, logprobs = Schedule(session.step(sampling), prompts, uniform, budget).run()
+            schedule = Schedule(
+                session.step(sampling), prompts, uniform, budget, share_prefixes=self.share_prefixes
+            )
+            tokens, logprobs = schedule.run()
         # Clones: tensors made in inference mode may not be saved for a backward pass.
         tokens, logprobs = tokens.clone(), logprobs.clone()
         if device.type == "cuda":

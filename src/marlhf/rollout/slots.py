@@ -49,8 +49,8 @@ class Decoder(Protocol):
         """
         ...
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy some slots onto others."""
+    def move(self, source: Tensor, target: Tensor, length: int | None = None) -> None:
+        """Copy some slots onto others, only their first `length` positions where given."""
         ...
 
 
@@ -136,9 +136,9 @@ class ModuleDecoder:
         self.cache.at, self.cache.reach = Positions(positions, slots), reach
         return self._logits(tokens[:, None], positions[:, None])
 
-    def move(self, source: Tensor, target: Tensor) -> None:
+    def move(self, source: Tensor, target: Tensor, length: int | None = None) -> None:
         for layer in (*self.cache.keys.values(), *self.cache.values.values()):
-            layer[target] = layer[source]
+            layer[target, :, :length] = layer[source, :, :length]
 
     def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
         with _slot_attention(self.model, self.cache):
