@@ -80,6 +80,21 @@ def test_large_sets_are_compared_in_linear_time():
     assert time.process_time() - began < SECONDS
 
 
+def test_a_large_set_is_never_a_list_of_mappings():
+    mappings = [{"n": n} for n in range(1001)]
+    assert not same_value(set(range(1001)), mappings)
+    assert not same_value(set(range(1001)), [[each] for each in mappings])
+
+
+def test_long_output_is_read_only_as_far_as_it_is_right():
+    began = time.process_time()
+    assert not same_output("1\n" * 500_000, "1\n2")
+    assert not same_output("\n" * 1_000_000, "1")
+    assert not same_output("1\n2", "1\n" * 500_000)
+    assert same_output("\n \n1\n\n2 \n" + "\n" * 1_000_000, "1\n2")
+    assert time.process_time() - began < SECONDS
+
+
 HUGE = 10**5000
 ODD = {
     "a huge key": "{10**5000: 1}",
