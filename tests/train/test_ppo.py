@@ -419,3 +419,45 @@ def test_a_segmenter_that_raises_is_named(ppo_config):
 
     with pytest.raises(SegmenterError, match=r"broken raised AttributeError: .*bool tensor"):
         ppo.train(ppo_config(segmenter=broken))
+
+
+def test_boundary_credit_trains_and_matters(ppo_config):
+    macro = run(ppo_config("macro", sigma="start"))
+    boundary = run(ppo_config("boundary", credit="boundary"))
+    assert macro != boundary
+    again = run(ppo_config("one", credit="boundary", segmenter=NGram(1)))
+    assert_close(again, run(ppo_config("token", segmenter=NGram(1))), 1e-4)
+
+
+def test_the_critics_own_lambda_leaves_the_first_policy_update_alone(ppo_config):
+    plain = run(ppo_config("plain"))
+    own = run(ppo_config("own", lam_value=1.0))
+    first, changed = (next(x for x in lines if x["kind"] == "train") for lines in (plain, own))
+    assert first["rl/policy_loss"] == changed["rl/policy_loss"]
+    assert first["rl/value_loss"] != changed["rl/value_loss"]
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_only_the_critic_learns_while_it_warms_up(ppo_config, epochs):
+    lines = run(ppo_config("warm", critic_warmup_steps=2, num_steps=3, num_ppo_epochs=epochs))
+    steps = [x for x in lines if x["kind"] == "train"]
+    assert [x["rl/learning_rate"] > 0 for x in steps] == [False, False, True]
+    assert all(x["rl/kl"] == pytest.approx(0, abs=1e-4) for x in steps)  # before each update
+    assert ["rl/policy_grad_norm" in x for x in steps] == [False, False, True]
+    assert all(x["rl/critic_grad_norm"] > 0 for x in steps)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"credit": "boundary", "pooling": "mean"}, "set pooling: sum"),
+        ({"credit": "boundary", "ratio": "macro"}, "set ratio: token"),
+        ({"values": "monte_carlo"}, "set sigma: start"),
+        ({"values": "monte_carlo", "sigma": "start", "gamma": 0.9}, "set gamma: 1.0"),
+        ({"values": "monte_carlo", "sigma": "start", "lam_value": 1.0}, "leave lam_value out"),
+        ({"values": "monte_carlo", "sigma": "start", "continuations": 0}, "continuations"),
+    ],
+)
+def test_settings_of_credit_that_do_not_fit_together(ppo_config, change, message):
+    with pytest.raises(ValueError, match=message):
+        ppo_config("bad", **change)

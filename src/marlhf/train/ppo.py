@@ -19,6 +19,7 @@ from torch import Tensor
 from marlhf.configs.rl import RLConfig
 from marlhf.core import (
     Segments,
+    boundary_gae,
     macro_gae,
     masked_mean,
     moments,
@@ -31,6 +32,7 @@ from marlhf.core import (
 from marlhf.models.base import autocast
 from marlhf.models.forward import token_stats, token_values
 from marlhf.spans.apply import explain_segmenter_errors
+from marlhf.train.continuations import count_continuations, monte_carlo_values
 from marlhf.train.distributed import start
 from marlhf.train.experience import (
     POLICY_METRICS,
@@ -69,7 +71,9 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
         return run.model
     warn_about_sampling(config)
     warn_about_divided_scores(config)
-    rates = {"policy": config.learning_rate, "critic": config.critic_learning_rate}
+    rates = {"policy": config.learning_rate}
+    if config.has_critic:
+        rates["critic"] = config.critic_learning_rate
     rl = RLRun(config, run, world, objects, held_out_credit, rates)
     models, evaluation = rl.models, rl.evaluation
     sampling_watch, critic_watch = SamplingWatch(config), CriticWatch(config)
@@ -85,7 +89,20 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
                 batch, models, config, seeds, evaluation.normalise, clock
             )
             segmented = shape_and_segment(experience, models, config, rl.kl.coef, rl.shuffler)
-            if config.one_update:
+            if not config.has_critic:
+                seeds = rl.response_seeds(count_continuations(segmented.segments, config))
+                values = monte_carlo_values(
+                    batch,
+                    segmented.segments,
+                    experience,
+                    models,
+                    config,
+                    seeds,
+                    rl.kl.coef,
+                    evaluation.normalise,
+                )
+                losses = {}
+            elif config.one_update:
                 values, losses = values_and_critic_backward(experience, segmented, models, config)
             else:
                 values, losses = critic_values(experience, models, config), {}
@@ -100,14 +117,22 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             )
             clock.mark("credit")
             losses |= update(
-                experience, credit, models, rl.optimizers, rl.rates(step), config, rl.shuffler
+                experience,
+                credit,
+                models,
+                rl.optimizers,
+                rl.rates(step),
+                config,
+                rl.shuffler,
+                train_policy=step > config.critic_warmup_steps,
             )
             clock.mark("update")
             metrics = losses | batch_metrics(experience, credit, models, rl.kl.coef)
-            metrics |= critic_metrics(credit)
+            metrics |= value_metrics(credit)
             numbers = to_numbers(metrics) | clock.times(len(batch))
             sampling_watch(step, experience, numbers)
-            critic_watch(step, numbers["rl/explained_variance"])
+            if config.has_critic:
+                critic_watch(step, numbers["rl/explained_variance"])
             rl.kl.update(numbers["rl/kl"], len(batch))
             loop.log(numbers, show=("rl/score", "rl/kl", "rl/length"))
             if loop.must_evaluate:
@@ -182,17 +207,21 @@ def values_and_critic_backward(
 @torch.no_grad()
 def assign_credit(segmented: SegmentedRewards, values: Tensor, config: PPOConfig) -> Credit:
     """Advantages and returns of macro actions: the method itself."""
-    advantages, returns = macro_gae(
-        segmented.rewards,
-        values,
-        segmented.segments,
-        gamma=config.gamma,
-        lam=config.lam,
-        rho=config.rho,
-        sigma=config.sigma,
-        pooling=config.pooling,
-    )
-    return Credit(segmented.rewards, segmented.segments, values, advantages, returns)
+    rewards, segments = segmented.rewards, segmented.segments
+    lambdas = {"gamma": config.gamma, "lam": config.lam, "lam_value": config.lam_value}
+    if config.credit == "boundary":
+        advantages, returns = boundary_gae(rewards, values, segments, **lambdas)
+    else:
+        advantages, returns = macro_gae(
+            rewards,
+            values,
+            segments,
+            rho=config.rho,
+            sigma=config.sigma,
+            pooling=config.pooling,
+            **lambdas,
+        )
+    return Credit(rewards, segments, values, advantages, returns)
 
 
 def held_out_credit(
@@ -204,7 +233,13 @@ def held_out_credit(
 ) -> Credit:
     """Credit of held-out samples, from which nothing learns."""
     segmented = shape_and_segment(experience, models, config, kl_coef, shuffler)
-    return assign_credit(segmented, critic_values(experience, models, config), config)
+    if config.has_critic:
+        return assign_credit(segmented, critic_values(experience, models, config), config)
+    # Continuations of held-out responses would only be looked at: the batch's mean return is the
+    # value of every state.
+    returns = segmented.rewards.sum(dim=1).mean()
+    values = torch.where(segmented.segments.mask, returns, 0.0)
+    return assign_credit(segmented, values, replace(config, lam=1.0))
 
 
 def update(
@@ -215,26 +250,31 @@ def update(
     learning_rates: Mapping[str, float],
     config: PPOConfig,
     shuffler: torch.Generator,
+    *,
+    train_policy: bool = True,
 ) -> dict[str, Tensor]:
     """All updates of policy and critic that this batch of responses is used for."""
     credit = replace(credit, advantages=whitened_advantages(credit, config))
     trained = {"policy": models.policy, "critic": models.critic}
+    learning = [name for name in optimizers if name != "policy" or train_policy]
     updates: list[dict[str, Tensor]] = []
     for _ in range(config.num_ppo_epochs):
         for rows in mini_batches(len(experience.scores), config, shuffler):
-            metrics = backward(rows, experience, credit, models, config)
+            metrics = backward(rows, experience, credit, models, config, train_policy=train_policy)
             check_finite(metrics.items())
-            for name, model in trained.items():
+            for name in learning:
                 metrics[f"rl/{name}_grad_norm"] = apply_update(
-                    model,
+                    trained[name],
                     optimizers[name],
                     learning_rates[name],
                     config.max_grad_norm,
                     models.world,
                 )
             updates.append(metrics)
-    models.engine.update_weights(models.policy)
-    return mean_metrics(updates) | {"rl/learning_rate": torch.tensor(learning_rates["policy"])}
+    if train_policy:
+        models.engine.update_weights(models.policy)
+    rate = learning_rates["policy"] if train_policy else 0.0
+    return mean_metrics(updates) | {"rl/learning_rate": torch.tensor(rate)}
 
 
 def whitened_advantages(credit: Credit, config: PPOConfig) -> Tensor:
@@ -249,18 +289,27 @@ def whitened_advantages(credit: Credit, config: PPOConfig) -> Tensor:
 
 
 def backward(
-    rows: list[int], experience: Experience, credit: Credit, models: Models, config: PPOConfig
+    rows: list[int],
+    experience: Experience,
+    credit: Credit,
+    models: Models,
+    config: PPOConfig,
+    *,
+    train_policy: bool = True,
 ) -> dict[str, Tensor]:
-    """Gradients of one mini-batch, micro-batch by micro-batch, as exact parts of its mean."""
+    """Gradients of one mini-batch, micro-batch by micro-batch, as exact parts of its mean.
+
+    While only the critic trains, the policy's pass has no gradients: its metrics are logged still.
+    """
     sequences, world = experience.sequences, models.world
     counts = count_terms(credit.segments, rows)
     # With one update, `values_and_critic_backward` has computed the critic's gradients already.
-    train_critic = not config.one_update
+    train_critic = config.has_critic and not config.one_update
     names = (*POLICY_METRICS, "rl/value_loss") if train_critic else POLICY_METRICS
     sums = MetricSums(names, sequences.mask.device)
     for micro in micro_batches(sequences, config.token_budget, world, rows):
         segments = micro.segments(credit.segments)
-        with autocast(world.device, config.precision):
+        with torch.set_grad_enabled(train_policy), autocast(world.device, config.precision):
             logprobs = token_stats(models.policy, micro.sequences, config.sampling.scale).logprobs
         if experience.old_logprobs is None:
             old_logprobs = logprobs.detach()
@@ -278,7 +327,8 @@ def backward(
             num_tokens=counts["token" if config.ratio == "token" else "macro"],
         )
         # Before the critic's pass: only one graph is in memory at a time.
-        (loss * micro.weight).backward()
+        if train_policy:
+            (loss * micro.weight).backward()
         metrics = {"rl/policy_loss": loss}
         if train_critic:
             with autocast(world.device, config.precision):
@@ -316,7 +366,7 @@ def value_loss(
 
 
 @torch.no_grad()
-def critic_metrics(credit: Credit) -> dict[str, Tensor]:
+def value_metrics(credit: Credit) -> dict[str, Tensor]:
     mask = credit.segments.mask
     return {
         "rl/value": masked_mean(credit.values, mask),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from marlhf.configs.rl import RLConfig
+from marlhf.errors import SettingError
 from marlhf.fields import setting
 
 # The same as in marlhf.core, which needs torch; a test keeps them equal.
@@ -34,10 +35,22 @@ class PPOConfig(RLConfig):
     """Discount of rewards inside a macro action."""
     lam: float = setting(0.95, least=0, most=1, on_card=True)
     """Lambda of generalised advantage estimation."""
+    lam_value: float | None = setting(None, least=0, most=1, on_card=True)
+    """Lambda of the returns that the critic learns from; `lam` unless given. 1 is unbiased."""
+    credit: Literal["macro", "boundary"] = setting("macro", on_card=True)
+    """One advantage for all tokens of a macro action (macro, the paper's), or one for each token,
+    with values taken at the ends of macro actions only (boundary)."""
+    values: Literal["critic", "monte_carlo"] = setting("critic", on_card=True)
+    """Where values come from: a critic, or the mean return of `continuations` sampled from the
+    start of each macro action. Those need no critic, and sampling costs that many times more."""
+    continuations: int = setting(4, above=0, on_card=True)
+    """Responses sampled from the start of each macro action for `values: monte_carlo`."""
     whiten: Literal["tokens", "macros", "none"] = setting("tokens", on_card=True)
     """Scale advantages to mean 0 and deviation 1 over the batch, counting tokens or actions."""
     critic_learning_rate: float = setting(1.5e-5, above=0, on_card=True)
     """Peak learning rate of the critic. The paper: 1.5e-5 for 2B, 1e-6 for 7B and 27B."""
+    critic_warmup_steps: int = setting(0, least=0, on_card=True)
+    """First steps in which only the critic learns, for critics that start from a random head."""
     num_ppo_epochs: int = setting(1, above=0, on_card=True)
     """Passes over each batch of responses."""
     value_clip: float | None = setting(0.2, above=0)
@@ -45,6 +58,34 @@ class PPOConfig(RLConfig):
 
     presets = {"official": {"pooling": "mean", "score_clip": 2.5, "split_last": True}}  # noqa: RUF012
     """`official` is what the authors' code does, for comparison; the defaults are the paper's."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.credit == "boundary":
+            self._need("credit: boundary", "credits tokens", pooling="sum", rho=1.0)
+            self._need("credit: boundary", "credits tokens", ratio="token", value_level="token")
+        if self.values == "monte_carlo":
+            known = "knows values at the starts of macro actions only"
+            self._need("values: monte_carlo", known, sigma="start", credit="macro")
+            none = "has no critic"
+            self._need("values: monte_carlo", none, critic_warmup_steps=0, critic_model=None)
+            self._need("values: monte_carlo", none, lam_value=None)
+            self._need("values: monte_carlo", "adds up rewards as they are", gamma=1.0)
+
+    def _need(self, choice: str, why: str, **settings: object) -> None:
+        """Refuse settings that another one makes meaningless, rather than ignore them."""
+        wrong = {name: x for name, x in settings.items() if getattr(self, name) != x}
+        if wrong:
+            wanted = ", ".join(
+                f"leave {name} out" if x is None else f"set {name}: {x}"
+                for name, x in wrong.items()
+            )
+            got = ", ".join(f"{name}: {getattr(self, name)}" for name in wrong)
+            raise SettingError(f"{choice} {why}, so {got} does not fit: {wanted}.")
+
+    @property
+    def has_critic(self) -> bool:
+        return self.values == "critic"
 
     @property
     def one_update(self) -> bool:

@@ -1,0 +1,182 @@
+"""Values without a critic: the mean return of responses continued from a state.
+
+A state is a prompt with the first tokens of its response, up to the start of a macro action.
+Several continuations are sampled from each, scored as whole responses, and charged the KL penalty
+of their own tokens. Their mean is an unbiased estimate of the state's value.
+
+Axes: B rows, T response tokens, S states, K continuations of each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from marlhf.configs.rl import RLConfig
+from marlhf.core import Segments, shape_rewards
+from marlhf.models.base import Model, autocast
+from marlhf.models.forward import Sequences, send, token_stats
+from marlhf.rollout.engine import Rollout
+from marlhf.train.experience import Experience, micro_batches, sample_responses
+from marlhf.train.ppo_config import PPOConfig
+from marlhf.train.rl_models import Models
+from marlhf.train.stage import Example
+
+Normalise = Callable[[Tensor], Tensor]
+"""Raw scores to the scale that training uses."""
+
+
+@dataclass(frozen=True)
+class State:
+    """A response up to the start of a macro action."""
+
+    row: int  # of the batch
+    column: int  # of the macro action's first token
+    example: Example
+    prefix: list[int]
+
+    @property
+    def prompt(self) -> list[int]:
+        """What is continued."""
+        return [*self.example.prompt, *self.prefix]
+
+
+def states_of(
+    examples: Sequence[Example], segments: Segments, experience: Experience
+) -> list[State]:
+    """Every start of a macro action, row by row."""
+    responses = experience.sequences.responses.tolist()
+    return [
+        State(row, column, examples[row], responses[row][:column])
+        for row, column in segments.starts.nonzero().tolist()
+    ]
+
+
+def count_continuations(segments: Segments, config: PPOConfig) -> int:
+    """How many responses `monte_carlo_values` samples, each with a seed of its own."""
+    return int(segments.starts.sum()) * config.continuations
+
+
+@torch.no_grad()
+def monte_carlo_values(
+    examples: Sequence[Example],
+    segments: Segments,
+    experience: Experience,
+    models: Models,
+    config: PPOConfig,
+    seeds: list[int],
+    kl_coef: float,
+    normalise: Normalise,
+) -> Tensor:
+    """The value of the state at the start of each macro action, 0 elsewhere: [B, T]."""
+    states = states_of(examples, segments, experience)
+    returns = continuation_returns(
+        states, models, config, config.continuations, seeds, kl_coef, normalise
+    )
+    values = torch.zeros(segments.mask.shape, device=returns.device)
+    values[segments.starts] = returns.mean(dim=1)  # both row by row
+    return values
+
+
+@torch.no_grad()
+def continuation_returns(
+    states: Sequence[State],
+    models: Models,
+    config: RLConfig,
+    count: int,
+    seeds: list[int],
+    kl_coef: float,
+    normalise: Normalise,
+) -> Tensor:
+    """The return of `count` continuations of each state, [S, K]: score less KL penalty."""
+    repeated = [state for state in states for _ in range(count)]
+    returns = torch.zeros(len(repeated), device=models.world.device)
+    of_batch = models.reward.latest
+    for index in _groups(repeated, models.policy, config.sampling.max_new_tokens):
+        chosen = [repeated[i] for i in index]
+        chosen_seeds = [seeds[i] for i in index]
+        found = _returns(chosen, models, config, chosen_seeds, kl_coef, normalise)
+        returns[send(torch.tensor(index), returns.device)] = found
+    models.reward.latest = of_batch  # the metrics are of the batch, not of what continued it
+    return returns.view(len(states), count)
+
+
+def _returns(
+    states: list[State],
+    models: Models,
+    config: RLConfig,
+    seeds: list[int],
+    kl_coef: float,
+    normalise: Normalise,
+) -> Tensor:
+    limits = [config.sampling.max_new_tokens - len(state.prefix) for state in states]
+    prompts = [state.prompt for state in states]
+    sampling = replace(config.sampling, max_new_tokens=max(limits))
+    rollout = _cut(sample_responses(prompts, models, sampling, seeds), limits)
+    whole = [[*state.prefix, *new] for state, new in zip(states, rollout.responses)]
+    examples = [state.example for state in states]
+    raw_scores = models.reward([e.prompt for e in examples], whole, [e.row for e in examples])
+    sequences = Sequences.from_lists(
+        prompts, rollout.responses, models.tokenizer.pad_token_id, models.world.device
+    )
+    ref_logprobs = torch.zeros(sequences.mask.shape, device=models.world.device)
+    for micro in micro_batches(sequences, 2 * config.token_budget, models.world):
+        with autocast(models.world.device, config.precision):
+            stats = token_stats(models.reference, micro.sequences, config.sampling.scale)
+        micro.add(ref_logprobs, stats.logprobs)
+    scored = Experience(
+        sequences,
+        normalise(raw_scores),
+        raw_scores,
+        rollout.ended,
+        rollout.logprobs,
+        models.world.sum(ref_logprobs),
+        None,
+        eos_penalty=config.missing_eos_penalty * (~rollout.ended).float(),
+    )
+    rewards = shape_rewards(
+        scored.clipped_scores(config.score_clip),
+        scored.logprobs,
+        scored.ref_logprobs,
+        sequences.mask,
+        kl_coef,
+        kl=config.kl_estimator,
+    )
+    return rewards.sum(dim=1)
+
+
+def _groups(states: Sequence[State], policy: Model, max_new_tokens: int) -> Iterator[list[int]]:
+    """States that are sampled together, the fewest prefix tokens first.
+
+    One call samples with one limit, that of its shortest prefix. Its longest prefix then needs more
+    positions than a whole response; where the model has no more, prefixes of other lengths wait for
+    the next call.
+    """
+    positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
+    longest = max((len(state.example.prompt) for state in states), default=0)
+    spare = math.inf if positions is None else positions - longest - max_new_tokens
+    order = sorted(range(len(states)), key=lambda i: states[i].column)
+    group: list[int] = []
+    for i in order:
+        if group and states[i].column - states[group[0]].column > spare:
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group
+
+
+def _cut(rollout: Rollout, limits: Sequence[int]) -> Rollout:
+    """As if each row had been sampled with a limit of its own."""
+    cut = [len(row) > limit for row, limit in zip(rollout.responses, limits)]
+    responses = [row[:limit] for row, limit in zip(rollout.responses, limits)]
+    width = max(map(len, responses), default=0)
+    device = rollout.logprobs.device
+    columns = torch.arange(width, device=device)
+    lengths = send(torch.tensor([len(row) for row in responses]), device)
+    logprobs = torch.where(columns < lengths[:, None], rollout.logprobs[:, :width], 0.0)
+    return Rollout(responses, logprobs, rollout.ended & ~send(torch.tensor(cut), device))

@@ -1,0 +1,114 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conftest import read_lines
+from marlhf.core import NGram, Segments
+from marlhf.models.forward import Sequences, token_stats
+from marlhf.rollout import Sampling
+from marlhf.train import continuations, ppo
+from marlhf.train.continuations import State, continuation_returns, states_of
+from marlhf.train.distributed import start
+from marlhf.train.objects import GivenObjects
+from marlhf.train.rl_models import load_models, load_prompts
+
+MC = {"values": "monte_carlo", "sigma": "start", "continuations": 2}
+
+
+def length(completions, **_):
+    return [len(text) / 10 for text in completions]
+
+
+@pytest.fixture
+def loaded(ppo_config):
+    config = ppo_config(
+        reward_model="", ref_model="tiny", sampling=Sampling(max_new_tokens=2), kl_coef=0.1
+    )
+    objects = GivenObjects(reward_funcs=[length])
+    models = load_models(config, objects, start("cpu", "auto"), critic=False)
+    return config, models, load_prompts(config, models, objects)[0]
+
+
+def test_the_mean_return_is_that_of_all_continuations(loaded):
+    """After one of two tokens there are as many continuations as tokens: all are enumerated."""
+    config, models, examples = loaded
+    state = State(0, 1, examples[0], [7])
+    tokens = list(range(models.policy.config.vocab_size))
+    sequences = Sequences.from_lists([state.prompt] * len(tokens), [[t] for t in tokens], 0)
+    with torch.no_grad():
+        logprobs = token_stats(models.policy, sequences).logprobs[:, 0]
+        ref_logprobs = token_stats(models.reference, sequences).logprobs[:, 0]
+    scores = models.reward(
+        [examples[0].prompt] * len(tokens),
+        [[7, t] for t in tokens],
+        [examples[0].row] * len(tokens),
+    )
+    returns = scores - config.kl_coef * (logprobs - ref_logprobs)
+    exact = float((logprobs.exp() * returns).sum())
+    deviation = float((logprobs.exp() * (returns - exact).square()).sum().sqrt())
+
+    sampled = continuation_returns(
+        [state], models, config, 600, list(range(600)), config.kl_coef, lambda x: x
+    )
+    assert sampled.shape == (1, 600)
+    assert abs(float(sampled.mean()) - exact) < 4 * deviation / 600**0.5
+    assert float((logprobs - ref_logprobs).abs().max()) > 0.01  # the penalty was not 0
+
+
+def test_limits_are_of_whole_responses(loaded, monkeypatch):
+    """A prefix leaves fewer tokens, also where the model has no positions to spare."""
+    config, models, examples = loaded
+    config = replace(config, sampling=Sampling(max_new_tokens=8))
+    states = [State(0, n, examples[0], [7] * n) for n in (0, 3, 7)]
+    seeds = list(range(6))
+    calls = []
+    sample = continuations.sample_responses
+
+    def watched(prompts, models, sampling, seeds):
+        calls.append(sampling.max_new_tokens)
+        return sample(prompts, models, sampling, seeds)
+
+    monkeypatch.setattr(continuations, "sample_responses", watched)
+    free = continuation_returns(states, models, config, 2, seeds, 0.1, lambda x: x)
+    assert calls == [8]
+    positions = len(examples[0].prompt) + 8
+    monkeypatch.setattr(models.policy.config, "max_position_embeddings", positions)
+    tight = continuation_returns(states, models, config, 2, seeds, 0.1, lambda x: x)
+    assert calls == [8, 8, 5, 1]
+    torch.testing.assert_close(free, tight)
+
+
+def test_states_are_the_starts_of_macro_actions(loaded):
+    _, _, examples = loaded
+    sequences = Sequences.from_lists([e.prompt for e in examples[:2]], [[5, 6, 7], [8]], 0)
+    segments = Segments.from_starts(
+        torch.tensor([[True, False, True], [True, False, False]]), sequences.mask
+    )
+
+    class Sampled:
+        pass
+
+    Sampled.sequences = sequences
+    found = states_of(examples, segments, Sampled)
+    assert [(s.row, s.column, s.prefix) for s in found] == [(0, 0, []), (0, 2, [5, 6]), (1, 0, [])]
+
+
+def test_training_without_a_critic(ppo_config, tmp_path):
+    whole = ppo_config("whole", **MC)
+    ppo.train(whole)
+    lines = read_lines(whole.output_dir)
+    assert not (tmp_path / "whole" / "critic").exists()
+    steps = [x for x in lines if x["kind"] == "train"]
+    assert all("rl/value_loss" not in x and x["rl/policy_grad_norm"] > 0 for x in steps)
+
+
+def test_lambda_zero_is_one_step_of_value_differences(ppo_config):
+    """With a value for every token and lambda 0, advantages are differences of values."""
+    config = ppo_config(**MC, segmenter=NGram(1), lam=0.0)
+    rewards = torch.tensor([[0.0, 0.0, 1.0]])
+    mask = torch.ones(1, 3).bool()
+    segments = Segments.from_starts(mask, mask)
+    values = torch.tensor([[0.2, 0.5, 0.4]])
+    credit = ppo.assign_credit(ppo.SegmentedRewards(rewards, segments), values, config)
+    torch.testing.assert_close(credit.advantages, torch.tensor([[0.3, -0.1, 0.6]]))
