@@ -29,7 +29,7 @@ _WHERE = {
     "marlhf.rollout": ("Sampling",),
     "marlhf.configs.model": ("LoRA",),
     "marlhf.core": (
-        *("Constituents", "NGram", "Perplexity", "RandomNGram", "Responses", "Segments"),
+        *("Constituents", "Lines", "NGram", "Perplexity", "RandomNGram", "Responses", "Segments"),
         *("Sentences", "Words"),
     ),
     "marlhf.report.write": ("write_report",),
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from marlhf.configs.model import LoRA
     from marlhf.core import (
         Constituents,
+        Lines,
         NGram,
         Perplexity,
         RandomNGram,

@@ -27,6 +27,7 @@ SEGMENTERS = {
     "constituents": "Constituents",
     "words": "Words",
     "sentences": "Sentences",
+    "lines": "Lines",
     "turns": "Turns",
     "surprise": "Surprise",
 }

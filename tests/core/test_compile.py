@@ -9,6 +9,7 @@ import torch
 
 from marlhf.core import (
     Constituents,
+    Lines,
     NGram,
     Perplexity,
     RandomNGram,
@@ -62,6 +63,7 @@ RULES = [
     Constituents(5, max_length=8),
     Words(),
     Sentences(),
+    Lines(),
     Turns(max_length=7),
     Surprise(),
 ]

@@ -9,6 +9,7 @@ from reference import constituent_starts, perplexity_starts, tree_spans
 
 from marlhf.core import (
     Constituents,
+    Lines,
     NGram,
     Perplexity,
     RandomNGram,
@@ -243,7 +244,27 @@ def test_sentences_end_at_stops_and_lines():
     assert split(Sentences(), 5, 4, 11, 3, 12, 8) == [' It."', " ran.\n\n", "So"]
 
 
-def test_words_need_a_vocabulary():
+def test_lines_end_at_line_breaks_only():
+    assert split(Lines(), 0, 1, 2, 4, 5, 3, 4, 6, 6, 8, 3) == ["The fox. It ran.\n\n", "So ran"]
+    assert split(Lines(), 5, 12, 8, 6, 6) == [" It.\n\n", "So\n\n"]
+    assert split(Lines(), 6, 8, 7, 6, 5) == ["\n", "So \n", " It"]
+    assert split(Lines(max_length=2), 0, 1, 2, 6, 8) == ["The f", "ox\n", "So"]
+
+
+@given(st.lists(st.integers(0, len(TEXTS) - 1), min_size=1, max_size=30))
+def test_lines_are_those_of_the_text(tokens):
+    text = "".join(TEXTS[token] for token in tokens)
+    pieces = split(Lines(), *tokens)
+    assert "".join(pieces) == text
+    # One line a piece, with the blank lines after it; the first may be blank lines alone.
+    body = [piece.rstrip("\n") for piece in pieces]
+    assert all("\n" not in line for line in body)
+    assert [line for line in body if line] == [line for line in text.split("\n") if line]
+
+
+def test_words_and_lines_need_a_vocabulary():
+    with pytest.raises(ValueError, match=r"Lines needs .*vocabulary\(tokenizer\)"):
+        Lines()(responses(3))
     with pytest.raises(ValueError, match=r"Words needs .*vocabulary\(tokenizer\)"):
         Words()(responses(3))
 

@@ -8,7 +8,7 @@ import torch
 
 from conftest import TOY, assert_close, read_lines
 from marlhf.configs.guards import Guards
-from marlhf.core import NGram, Perplexity, RandomNGram, Responses, Sentences, Words, gae
+from marlhf.core import Lines, NGram, Perplexity, RandomNGram, Responses, Sentences, Words, gae
 from marlhf.models.forward import Sequences, token_values
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
@@ -120,6 +120,7 @@ def test_one_update_needs_no_pass_of_the_old_policy(ppo_config, monkeypatch):
         Perplexity("prefix"),
         Words(),
         Sentences(),
+        Lines(),
     ],
     ids=str,
 )

@@ -14,6 +14,7 @@ from marlhf.core.masked import masked_mean, moments, whiten
 from marlhf.core.rewards import kl_estimate, shape_rewards
 from marlhf.core.segmenters import (
     Constituents,
+    Lines,
     NGram,
     Perplexity,
     RandomNGram,
@@ -32,6 +33,7 @@ from marlhf.core.segments import Segments
 __all__ = [
     "Agreement",
     "Constituents",
+    "Lines",
     "NGram",
     "Perplexity",
     "RandomNGram",

@@ -348,6 +348,34 @@ class Sentences:
 
 
 @dataclass(frozen=True)
+class Lines:
+    """One macro action a line: a step of a derivation, a statement, an item of a list.
+
+    The line break ends its line, and blank lines stay with the line that they close.
+
+    >>> from marlhf.models.tiny import tiny_tokenizer
+    >>> from marlhf.spans import vocabulary
+    >>> tokenizer = tiny_tokenizer()
+    >>> tokens = torch.tensor([tokenizer.encode("7+5=2\\n5+2=7\\n")])
+    >>> table = vocabulary(tokenizer, len(tokenizer))
+    >>> responses = Responses(tokens, torch.ones_like(tokens).bool(), vocabulary=table)
+    >>> Lines()(responses).sum()
+    tensor(2)
+    """
+
+    max_length: int | None = None
+    """The most tokens in a macro action. Text without line breaks needs one."""
+
+    def __post_init__(self) -> None:
+        _check_cap(self.max_length)
+
+    def __call__(self, responses: Responses) -> Tensor:
+        vocabulary, tokens = _vocabulary(responses, "Lines")
+        newline = vocabulary.has_newline[tokens]
+        return _finish(_shift(newline) & ~newline, responses.mask, self.max_length)
+
+
+@dataclass(frozen=True)
 class Turns:
     """One macro action for each unbroken run of response tokens: a turn of a dialogue or agent.
 
