@@ -248,6 +248,7 @@ def test_lines_end_at_line_breaks_only():
     assert split(Lines(), 0, 1, 2, 4, 5, 3, 4, 6, 6, 8, 3) == ["The fox. It ran.\n\n", "So ran"]
     assert split(Lines(), 5, 12, 8, 6, 6) == [" It.\n\n", "So\n\n"]
     assert split(Lines(), 6, 8, 7, 6, 5) == ["\n", "So \n", " It"]
+    assert split(Lines(), 8, 6, 12, 5) == ["So\n", ".\n\n", " It"]
     assert split(Lines(max_length=2), 0, 1, 2, 6, 8) == ["The f", "ox\n", "So"]
 
 

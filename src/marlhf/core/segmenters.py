@@ -372,7 +372,8 @@ class Lines:
     def __call__(self, responses: Responses) -> Tensor:
         vocabulary, tokens = _vocabulary(responses, "Lines")
         newline = vocabulary.has_newline[tokens]
-        return _finish(_shift(newline) & ~newline, responses.mask, self.max_length)
+        blank = newline & vocabulary.is_space[tokens]  # but "}\n" is a line of its own
+        return _finish(_shift(newline) & ~blank, responses.mask, self.max_length)
 
 
 @dataclass(frozen=True)
