@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -134,15 +136,34 @@ def fail(message: str, status: int) -> None:
 
 
 def write_report_of(runs: list[Path], output: Path) -> None:
-    from marlhf.config import ConfigError
     from marlhf.report.write import write_report
+
+    with _explained(output):
+        written = write_report(runs, output)
+    typer.secho(f"report: {written}", bold=True, err=True)
+
+
+def watch_report_of(runs: list[Path], output: Path, every: float) -> None:
+    from marlhf.report.write import watch_report
+
+    with _explained(output):
+        for number, written in enumerate(watch_report(runs, output, every=every)):
+            if number == 0:
+                typer.secho(f"report: {written}", bold=True, err=True)
+                tell(f"Written again every {every:g} s until the runs end. Ctrl-C ends it, too.")
+    tell("No run is being trained any more.")
+
+
+@contextlib.contextmanager
+def _explained(output: Path) -> Iterator[None]:
+    """Name the file and the remedy where a report cannot be written."""
+    from marlhf.config import ConfigError
     from marlhf.runs.layout import RunError
 
     try:
-        written = write_report(runs, output)
+        yield
     except RunError as error:
         if not isinstance(error.__cause__, OSError):
             raise
         reason = error.__cause__.strerror
         raise ConfigError(f"Cannot write {output}: {reason}. Give another -o.") from error
-    typer.secho(f"report: {written}", bold=True, err=True)

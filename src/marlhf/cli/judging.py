@@ -19,6 +19,7 @@ from marlhf.cli.app import (
     TrustCode,
     app,
     tell,
+    watch_report_of,
     write_report_of,
 )
 
@@ -281,6 +282,13 @@ def report(
     output: Annotated[Path, typer.Option("-o", "--output", help="Where to write.")] = Path(
         "report.html"
     ),
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Write it again until the runs end; the page reloads.")
+    ] = False,
+    every: Annotated[float, typer.Option(min=1, help="Seconds between two, with --watch.")] = 30.0,
 ) -> None:
     """One HTML file that compares runs."""
-    write_report_of(runs, output)
+    if watch:
+        watch_report_of(runs, output, every)
+    else:
+        write_report_of(runs, output)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from marlhf.intervals import mean, thin
-from marlhf.report.page import num, text
+from marlhf.report.hover import MAX_ROWS, Box, columns, point
+from marlhf.report.page import class_of, num, percent, text
 
 WIDTH, HEIGHT = 340, 224
 SMALL = (280, 200)
@@ -123,11 +124,22 @@ def line_chart(
     drawn = [frame(x_axis, y_axis, x_label, y_label, percent_text if is_share else tick_text)]
     drawn += [_band(s, x_axis, y_axis) for s in series if s.band]
     drawn += [_faint(s, x_axis, y_axis) for s in series if s.raw]
-    drawn += [_line(s, x_axis, y_axis) for s in series]
+    # Lines that double back, or too many of them, have a tooltip per point instead of a box.
+    by_column = len(series) <= MAX_ROWS and not any(s.notes for s in series)
+    drawn += [_line(s, x_axis, y_axis, with_points=not by_column) for s in series]
     if names:
         ends = [(s.label, s.colour, *_last(s.points)) for s in series]
         drawn.append(end_labels(ends, (x_axis, y_axis)))
+    if by_column:
+        lines = [(s.label, s.colour, s.points) for s in series]
+        form = percent if is_share else "{:.4g}".format
+        box = _box(x_axis, y_axis)
+        drawn.append(columns(lines, (x_axis, y_axis), box, x_label=x_label, form=form))
     return svg(f"{y_label} by {x_label}", drawn, size)
+
+
+def _box(x_axis: Axis, y_axis: Axis) -> Box:
+    return Box(x_axis.start, x_axis.end, y_axis.end, y_axis.start)
 
 
 def is_labelled(series: Sequence[object]) -> bool:
@@ -163,10 +175,11 @@ def end_labels(ends: Sequence[tuple[str, str, float, float]], axes: tuple[Axis, 
     for place, (y, x, label, colour) in zip(places, known):
         shown = shorten(label, MAX_LABEL_CHARS)
         drawn.append(
+            f"<g{class_of(colour)}>"
             f'<path class="leader" stroke="{colour}" d="M{x:g} {y:g}L{right:g} {place:g}"/>'
             f'<path class="key" stroke="{colour}" d="M{right:g} {place:g}h8"/>'
             f'<text class="end" x="{right + 11:g}" y="{place:g}" dy=".33em">{text(shown)}'
-            f"<title>{text(label)}</title></text>"
+            f"<title>{text(label)}</title></text></g>"
         )
     return "".join(drawn)
 
@@ -197,7 +210,8 @@ def distribution(series: Sequence[tuple[str, Sequence[float], str]], *, x_label:
         y_axis = Axis(0.0, top, base, base - row_height + 17)
         middle = mean(values)
         drawn.append(
-            f'<path d="{_steps(edges, row, x_axis, y_axis)}" fill="{colour}" fill-opacity=".3" '
+            f'<path{class_of(colour)} d="{_steps(edges, row, x_axis, y_axis)}" '
+            f'fill="{colour}" fill-opacity=".3" '
             f'stroke="{colour}" stroke-width="1.4" stroke-linejoin="round">'
             f"<title>{text(label)}: highest column {max(row, default=0):.1%}</title></path>"
         )
@@ -276,7 +290,8 @@ def legend_of(lines: Sequence[Named]) -> str:
 def legend(entries: Sequence[tuple[str, str, str]]) -> str:
     """Colour keys as HTML, so that long names wrap; (label, colour, dash) each."""
     keys = "".join(
-        f'<span><i class="{"dashed" if dash else "dot"}" style="--key:{colour}"></i>'
+        f"<span{class_of(colour)}>"
+        f'<i class="{"dashed" if dash else "dot"}" style="--key:{colour}"></i>'
         f"{text(label)}</span>"
         for label, colour, dash in entries
     )
@@ -329,7 +344,7 @@ def frame(
     return "".join(drawn)
 
 
-def _line(series: Series, x_axis: Axis, y_axis: Axis) -> str:
+def _line(series: Series, x_axis: Axis, y_axis: Axis, *, with_points: bool) -> str:
     """The line, broken where a number is missing, and tooltips at (some of) its points."""
     path: list[str] = []
     marks: list[tuple[str, str, str]] = []
@@ -343,15 +358,18 @@ def _line(series: Series, x_axis: Axis, y_axis: Axis) -> str:
         note = series.notes[i] if series.notes else f"{x:.4g}: {y:.4g}"
         marks.append((x_axis(x), y_axis(y), note))
     dash = f' stroke-dasharray="{series.dash}"' if series.dash else ""
-    radius = "2.4" if len(marks) <= 30 else "0"
-    drawn = [f'<path class="line" stroke="{series.colour}"{dash} d="{"".join(path)}"/>']
-    drawn.append(f'<g class="marks" fill="{series.colour}">')
+    drawn = [
+        f"<g{class_of(series.colour)}>"
+        f'<path class="line" stroke="{series.colour}"{dash} d="{"".join(path)}"/>'
+        f'<g class="marks" fill="{series.colour}">'
+    ]
+    has_dots = len(marks) <= 30
     for x, y, note in thin(marks, MAX_MARKS):
-        if radius != "0":
-            drawn.append(f'<circle cx="{x}" cy="{y}" r="{radius}"/>')
-        title = text(f"{series.label}, {note}")
-        drawn.append(f'<circle class="hit" cx="{x}" cy="{y}" r="8"><title>{title}</title></circle>')
-    drawn.append("</g>")
+        if has_dots:
+            drawn.append(f'<circle cx="{x}" cy="{y}" r="2.4"/>')
+        if with_points:
+            drawn.append(point(x, y, f"{series.label}, {note}", _box(x_axis, y_axis)))
+    drawn.append("</g></g>")
     return "".join(drawn)
 
 
@@ -359,7 +377,8 @@ def _faint(series: Series, x_axis: Axis, y_axis: Axis) -> str:
     points = [f"{x_axis(x)} {y_axis(y)}" for x, y in series.raw if math.isfinite(x + y)]
     if len(points) < 2:
         return ""
-    return f'<path class="raw" stroke="{series.colour}" d="M{"L".join(points)}"/>'
+    kind = class_of(series.colour, "raw")
+    return f'<path{kind} stroke="{series.colour}" d="M{"L".join(points)}"/>'
 
 
 def _band(series: Series, x_axis: Axis, y_axis: Axis) -> str:
@@ -368,11 +387,14 @@ def _band(series: Series, x_axis: Axis, y_axis: Axis) -> str:
     lower = [f"{x_axis(x)} {y_axis(low)}" for x, low, _ in reversed(edges)]
     if len(edges) < 2:
         return ""
-    return f'<path fill="{series.colour}" fill-opacity=".16" d="M{"L".join(upper + lower)}Z"/>'
+    fill = f'{class_of(series.colour)} fill="{series.colour}" fill-opacity=".16"'
+    return f'<path{fill} d="M{"L".join(upper + lower)}Z"/>'
 
 
 def svg(name: str, drawn: Sequence[str], size: tuple[int, int] = (WIDTH, HEIGHT)) -> str:
+    # A large figure is scaled down on phones and paper: its text is set larger there.
+    kind = ' class="large"' if size[0] >= LARGE[0] else ""
     return (
-        f'<svg viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{text(name)}">'
+        f'<svg{kind} viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{text(name)}">'
         f"{''.join(drawn)}</svg>"
     )

@@ -22,7 +22,7 @@ from marlhf.report.charts import (
     svg,
     tick_text,
 )
-from marlhf.report.page import num, percent, text
+from marlhf.report.page import class_of, num, percent, text
 
 ROW = 38
 
@@ -82,19 +82,20 @@ def dot_rows(
     for i, dot in enumerate(dots):
         y = TOP + ROW * i
         name = text(shorten(dot.label, width * 46 // 340))
-        drawn.append(f'<text class="name" x="18" y="{y + 13}">{name}</text>')
+        drawn.append(f'<text{class_of(dot.colour, "name")} x="18" y="{y + 13}">{name}</text>')
         drawn.append(_across(dot, x_axis, y + 24))
         if math.isfinite(dot.value.mean):
             whole = dot.value.mean == round(dot.value.mean) and abs(dot.value.mean) >= 1
             plain = f"{dot.value.mean:.0f}" if whole else num(dot.value.mean)
             shown = percent(dot.value.mean) if is_share else plain
-            drawn.append(f'<text class="value" x="{width - 4}" y="{y + 28}">{shown}</text>')
+            kind = class_of(dot.colour, "value")
+            drawn.append(f'<text{kind} x="{width - 4}" y="{y + 28}">{shown}</text>')
     return svg(x_label, drawn, (width, height))
 
 
 def _across(dot: Dot, axis: Axis, y: float) -> str:
     mean, low, high, _ = dot.value
-    drawn = [f'<g stroke="{dot.colour}" fill="{dot.colour}">']
+    drawn = [f'<g{class_of(dot.colour)} stroke="{dot.colour}" fill="{dot.colour}">']
     if not math.isnan(low) and not (math.isinf(low) and math.isinf(high)):
         ends = [float(axis(min(max(edge, axis.low), axis.high))) for edge in (low, high)]
         drawn.append(f'<path class="whisker" d="M{ends[0]:g} {y}H{ends[1]:g}"/>')
@@ -152,7 +153,7 @@ def sweep_chart(
 
 def _upright(dot: Dot, x: str, axis: Axis) -> str:
     mean, low, high, _ = dot.value
-    drawn = [f'<g stroke="{dot.colour}" fill="{dot.colour}">']
+    drawn = [f'<g{class_of(dot.colour)} stroke="{dot.colour}" fill="{dot.colour}">']
     if math.isfinite(low) and math.isfinite(high):
         drawn.append(f'<path class="whisker" d="M{x} {axis(low)}V{axis(high)}"/>')
     for seed in dot.seeds:

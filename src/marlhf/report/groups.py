@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from marlhf.configs.rl import RLConfig
 from marlhf.fields import settings_with
 from marlhf.intervals import mean, mean_by_position
+from marlhf.report.page import NUM_COLOURS
 from marlhf.runs.lineage import chosen
 from marlhf.runs.read import Evaluation, Run, number
 
 START_COLOUR = "var(--start)"
-NUM_COLOURS = 8
 
 
 class Point(NamedTuple):
@@ -42,7 +42,7 @@ class Group:
 
     @property
     def colour(self) -> str:
-        return f"var(--c{self.index % NUM_COLOURS})"
+        return f"var(--c{self.index})"
 
     @property
     def dash(self) -> str:

@@ -1,7 +1,8 @@
 """The page around the figures: its parts as HTML, with its style sheet inside and nothing to fetch.
 
 The page runs no script at all, and its content policy forbids any, so that text written
-by a model stays text even if an escape were ever forgotten.
+by a model stays text even if an escape were ever forgotten. What reacts to the reader (values
+under the pointer, runs switched off, samples in another order) is done by the style sheet.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from urllib.parse import quote
 from marlhf.intervals import Interval
 
 Cell = str | float | int | None
+NUM_COLOURS = 8
+"""Colours in report.css that runs are told apart by; later runs repeat them, dashed."""
 STYLE = files("marlhf.report").joinpath("report.css").read_text(encoding="utf-8")
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f\ud800-\udfff\ufffe\uffff]")
@@ -139,15 +142,19 @@ def table(
     )
 
 
-def section(name: str, title: str, lead: str, *parts: str) -> str:
-    """A section that begins with how to read it; empty where all its parts are."""
-    shown = [part for part in parts if part]
+def section(name: str, title: str, lead: str, *parts: str, folded: bool = False) -> str:
+    """A section that begins with how to read it; empty where all its parts are.
+
+    A folded one shows its title alone. Links to it, searches in the page and printing open it.
+    """
+    shown = "".join(part for part in parts if part)
     if not shown:
         return ""
-    return (
-        f'<section id="{name}"><h2>{text(title)}</h2><p class="lead">{lead}</p>'
-        f"{''.join(shown)}</section>"
-    )
+    head, lead = f"<h2>{text(title)}</h2>", f'<p class="lead">{lead}</p>'
+    if folded:
+        body = f'<section id="{name}">{lead}{shown}</section>'
+        return f'<details class="fold"><summary>{head}</summary>{body}</details>'
+    return f'<section id="{name}">{head}{lead}{shown}</section>'
 
 
 def grid(figures: Sequence[str], kind: str = "") -> str:
@@ -155,21 +162,80 @@ def grid(figures: Sequence[str], kind: str = "") -> str:
     return f'<div class="grid-of {kind}">{"".join(shown)}</div>' if shown else ""
 
 
+def run_class(colour: str) -> str:
+    """The CSS class of whatever is drawn in a run's colour; empty for other colours.
+
+    Runs have a colour each, so that a checkbox can hide all of a run by this class.
+    """
+    found = re.fullmatch(r"var\(--c(\d+)\)", colour)
+    return f"r{found[1]}" if found else ""
+
+
+def class_of(colour: str, kind: str = "") -> str:
+    """The class attribute of what is drawn in a colour: its own `kind`, and its run's."""
+    names = " ".join(filter(None, (kind, run_class(colour))))
+    return f' class="{names}"' if names else ""
+
+
 def chip(label: str, colour: str) -> str:
     """A run's name behind a dot of its colour."""
-    return f'<span class="chip"><i style="background:{colour}"></i>{text(label)}</span>'
+    dot = f'<i{class_of(colour)} style="background:{colour}"></i>'
+    return f'<span class="chip">{dot}{text(label)}</span>'
 
 
-def render(title: str, subtitle: str, sections: Sequence[tuple[str, str, str]]) -> str:
-    """The whole page; sections are (id, short name for the contents, html)."""
+def run_switches(runs: Sequence[tuple[str, str]]) -> str:
+    """Checkboxes that show and hide runs, (label, colour) each; none for a single run."""
+    if len(runs) < 2:
+        return ""
+    boxes = "".join(
+        f'<label><input type="checkbox" name="{run_class(colour)}" checked>'
+        f'<i style="background:{colour}"></i>{text(label)}</label>'
+        for label, colour in runs
+    )
+    return f'<fieldset class="runs"><legend>Show runs</legend>{boxes}</fieldset>'
+
+
+def _run_style(runs: Sequence[tuple[str, str]]) -> str:
+    """Rules that hide what belongs to a run that is switched off; more colours than the palette."""
+    rules: list[str] = []
+    for _, colour in runs:
+        name = run_class(colour)
+        index = int(name[1:])
+        if index >= NUM_COLOURS:
+            rules.append(f":root{{--c{index}:var(--c{index % NUM_COLOURS})}}")
+        if len(runs) > 1:
+            rules.append(
+                f"body:has(input[name={name}]:not(:checked)) :is(.{name},.answer:has(.{name}),"
+                f"tbody tr:has(>td:first-child .{name})){{display:none}}"
+            )
+    return "\n".join(rules)
+
+
+def render(
+    title: str,
+    subtitle: str,
+    sections: Sequence[tuple[str, str, str]],
+    *,
+    runs: Sequence[tuple[str, str]] = (),
+    switches: int = 0,
+    refresh: float | None = None,
+) -> str:
+    """The whole page; sections are (id, short name for the contents, html).
+
+    `runs` are (label, colour); the first `switches` of them can be switched off.
+    With `refresh` the browser loads the page again after so many seconds.
+    """
     shown = [entry for entry in sections if entry[2]]
     contents = "".join(f'<a href="#{name}">{text(short)}</a>' for name, short, _ in shown)
+    reload = f'<meta http-equiv="refresh" content="{refresh:g}">' if refresh else ""
     return _PAGE.substitute(
         title=text(title),
         subtitle=subtitle,
         contents=contents,
+        switches=run_switches(runs[:switches]),
         body="\n".join(html for *_, html in shown),
-        style=STYLE,
+        style=f"{STYLE}\n{_run_style(runs)}",
+        reload=reload,
     )
 
 
@@ -181,12 +247,13 @@ _PAGE = Template("""<!doctype html>
  content="default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>$title</title>
+$reload<title>$title</title>
 <style>$style</style>
 </head>
 <body>
 <header><h1>$title</h1><p class="subtitle">$subtitle</p></header>
-<nav aria-label="Contents">$contents</nav>
+<div class="top"><nav aria-label="Contents">$contents</nav>
+$switches</div>
 <main>
 $body
 </main>

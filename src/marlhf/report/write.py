@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from marlhf.report.groups import Group, group_runs
-from marlhf.report.page import render, text
+from marlhf.report.groups import group_runs
+from marlhf.report.header import subtitle_of, title_of
+from marlhf.report.page import render
 from marlhf.report.sections.best_of_n import best_of_n
 from marlhf.report.sections.frontier import frontier
 from marlhf.report.sections.held_out import held_out
@@ -29,14 +30,17 @@ from marlhf.report.sections.temperatures import temperatures
 from marlhf.report.sections.timing import timing
 from marlhf.report.sections.training import training
 from marlhf.runs.atomic import write_text
-from marlhf.runs.read import Run, find_runs
+from marlhf.runs.read import NoRuns, Run, find_runs
 
 
-def write_report(paths: Sequence[Path | str], output: Path | str) -> Path:
+def write_report(
+    paths: Sequence[Path | str], output: Path | str, *, refresh: float | None = None
+) -> Path:
     """Write the report of all runs under `paths` to `output`, and return where it is.
 
     Runs that differ only in their seed are shown as one line with its spread. The file
-    holds everything it needs, so it can be mailed, archived or opened offline.
+    holds everything it needs, so it can be mailed, archived or opened offline. With `refresh`
+    an open page loads itself again after so many seconds.
 
     >>> import tempfile
     >>> from marlhf import DataConfig, SFTConfig, SFTTrainer
@@ -47,7 +51,7 @@ def write_report(paths: Sequence[Path | str], output: Path | str) -> Path:
     >>> write_report([f"{folder}/sft"], f"{folder}/report.html").name
     'report.html'
     """
-    page = report_html(find_runs(paths))
+    page = report_html(find_runs(paths), refresh=refresh)
     output = Path(output)
     if output.is_dir():
         output = output / "report.html"
@@ -55,7 +59,7 @@ def write_report(paths: Sequence[Path | str], output: Path | str) -> Path:
     return output
 
 
-def report_html(runs: list[Run]) -> str:
+def report_html(runs: list[Run], *, refresh: float | None = None) -> str:
     """The report as text."""
     groups = group_runs([run for run in runs if not run.is_empty])
     policies = [group for group in groups if group.runs[0].is_policy]
@@ -78,26 +82,38 @@ def report_html(runs: list[Run]) -> str:
         ("stages", "Stages", stages(others, with_table=bool(policies))),
         ("settings", "Settings", settings(groups)),
     ]
-    return render(_title(runs), _subtitle(runs, groups), parts)
+    return render(
+        title_of(runs),
+        subtitle_of(runs, groups),
+        parts,
+        runs=[(group.label, group.colour) for group in groups],
+        switches=len(policies),
+        refresh=refresh,
+    )
 
 
-def _title(runs: list[Run]) -> str:
-    """The folder the runs share, else their names."""
-    if len(runs) == 1:
-        return runs[0].name
-    shared = Path(os.path.commonpath([run.path.resolve() for run in runs]))
-    return shared.name or "Comparison of runs"
+def watch_report(
+    paths: Sequence[Path | str], output: Path | str, *, every: float = 30.0
+) -> Iterator[Path]:
+    """Write the report every `every` seconds while runs are being trained; yields each time.
+
+    A page that is open in a browser follows: it loads itself again, except after the last time.
+    It ends when no run has been in training for two looks, as a recipe pauses between stages.
+    """
+    idle = 0
+    while idle < 2:
+        idle = 0 if any(_is_training(Path(path)) for path in paths) else idle + 1
+        try:
+            yield write_report(paths, output, refresh=every if idle < 2 else None)
+        except NoRuns:
+            if idle == 2:
+                raise
+        if idle < 2:
+            time.sleep(every)
 
 
-def _subtitle(runs: list[Run], groups: list[Group]) -> str:
-    count = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}"
-    if len(groups) not in (0, len(runs)):
-        count += f" of {len(groups)} settings"
-    started = sorted(str(run.about["started"]) for run in runs if run.about.get("started"))
-    version = sorted({str(run.about["marlhf"]) for run in runs if run.about.get("marlhf")})
-    words = [count]
-    if started:
-        words.append(f"started {started[0][:16].replace('T', ' ')}")
-    if version:
-        words.append(f"marlhf {', '.join(version)}")
-    return " &middot; ".join(text(word) for word in words)
+def _is_training(path: Path) -> bool:
+    try:
+        return any(run.status == "running" for run in find_runs([path]))
+    except NoRuns:
+        return path.is_dir()  # nothing recorded yet

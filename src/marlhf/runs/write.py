@@ -228,6 +228,7 @@ class RunFolder:
 
     def finish(self, status: str, summary: dict[str, Any] | None = None, note: str = "") -> None:
         self.state |= {"status": status, "seconds": self.seconds}
+        self.state.setdefault("hardware", hardware())
         self._clock = time.perf_counter()
         if summary is not None:
             self.state["summary"] = finite(summary)
@@ -286,3 +287,13 @@ def is_finished(folder: Path) -> bool:
     if state.get("status") != "finished" or not has_model(folder, state):
         return False
     return not changed_inputs(read_config(folder), state.get("inputs") or {})
+
+
+def hardware() -> str:
+    """What this process trains on, for people to read: its GPUs, or how many CPU cores."""
+    import torch  # not needed to read a run
+
+    if torch.cuda.is_initialized():
+        ranks, name = int(os.environ.get("WORLD_SIZE", "1")), torch.cuda.get_device_name()
+        return f"{ranks} x {name}" if ranks > 1 else name
+    return f"{os.cpu_count()} CPU cores"

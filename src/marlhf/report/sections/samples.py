@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import combinations
 from typing import Any, NamedTuple
 
 from marlhf.intervals import quantiles, thin
@@ -15,6 +16,8 @@ MAX_PROMPTS = 12
 MAX_PIECES = 600
 MAX_SPANS = 20_000
 """On the whole page: with one span per token, long responses of many runs add up."""
+MAX_ORDERS = 3
+"""Pairs of runs that prompts can be sorted by; report.css has rules for as many."""
 MAX_PROMPT_CHARS = 1200
 MAX_RESPONSE_CHARS = 4000
 
@@ -42,6 +45,11 @@ def samples(policies: list[Group]) -> str:
         return ""
     shown = _within_budget(prompts)
     scales = _advantage_scales(shown)
+    orders = _score_gaps(shown)
+    articles = "".join(
+        _sample(prompt, answers, scales, [ranks.get(i) for _, ranks in orders])
+        for i, (prompt, answers) in enumerate(shown)
+    )
     note = (
         " Of several seeds, the first is shown." if any(len(g.runs) > 1 for g in policies) else ""
     )
@@ -52,7 +60,8 @@ def samples(policies: list[Group]) -> str:
         f"bars every token is one.{note}",
         _key(scales),
         _example(shown, scales),
-        *(_sample(prompt, answers, scales) for prompt, answers in shown),
+        _orders(orders),
+        f'<div class="samples">{articles}</div>',
     )
 
 
@@ -161,12 +170,51 @@ def _advantage_scales(prompts: list[tuple[str, list[Answer]]]) -> dict[str, floa
     return {label: max(quantiles(each, [0.95])[0], 1e-9) for label, each in sizes.items() if each}
 
 
-def _sample(prompt: str, answers: list[Answer], scales: dict[str, float]) -> str:
+def _score_gaps(prompts: list[tuple[str, list[Answer]]]) -> list[tuple[str, dict[int, int]]]:
+    """For pairs of runs, the place of each prompt by their gap in score, largest first.
+
+    Prompts without both scores have no place.
+    """
+    scores = [
+        {answer.label: number(answer.sample.get("score")) for answer in answers}
+        for _, answers in prompts
+    ]
+    labels = list(dict.fromkeys(label for each in scores for label in each))
+    pairs = list(combinations(labels, 2))
+    pairs.sort(key=lambda pair: "before RL" in pair)  # runs against each other first
+    orders: list[tuple[str, dict[int, int]]] = []
+    for base, other in pairs[:MAX_ORDERS]:
+        gaps = [each.get(other, math.nan) - each.get(base, math.nan) for each in scores]
+        known = [i for i, gap in enumerate(gaps) if math.isfinite(gap)]
+        known.sort(key=lambda i: -gaps[i])
+        if len(known) > 1:
+            orders.append((f"{other} \u2212 {base}", {i: rank for rank, i in enumerate(known)}))
+    return orders
+
+
+def _orders(orders: list[tuple[str, dict[int, int]]]) -> str:
+    """Radio buttons for the order of prompts; report.css does the sorting."""
+    if not orders:
+        return ""
+    buttons = [("as-recorded", "as recorded", " checked")]
+    for i, (pair, _) in enumerate(orders):
+        buttons += [(f"{name}-{i}", f"{name} {pair}", "") for name in ("largest", "smallest")]
+    labels = "".join(
+        f'<label><input type="radio" name="order" value="{value}"{checked}>{text(words)}</label>'
+        for value, words, checked in buttons
+    )
+    return f'<fieldset class="orders"><legend>Sort by gap in score</legend>{labels}</fieldset>'
+
+
+def _sample(
+    prompt: str, answers: list[Answer], scales: dict[str, float], ranks: list[int | None]
+) -> str:
     shown = "".join(
         _answer(answer, scales.get(answer.label, math.nan)) for answer in thin(answers, 8)
     )
+    places = ";".join(f"--gap{i}:{rank}" for i, rank in enumerate(ranks) if rank is not None)
     return (
-        f'<article class="sample"><p class="prompt" dir="auto"><b>Prompt</b>'
+        f'<article class="sample" style="{places}"><p class="prompt" dir="auto"><b>Prompt</b>'
         f'{text(_shortened(prompt))}</p><div class="answers">{shown}</div></article>'
     )
 

@@ -74,10 +74,10 @@ def _figure(
             value, seeds = final_score(group, field), group.finals(f"eval/{field}")
             if math.isfinite(value.mean):
                 label = f"{name}, {size_text(sizes[place])}"
-                dots.append((place, Dot(label, value, f"var(--c{i % 8})", seeds)))
+                dots.append((place, Dot(label, value, f"var(--l{i % 8})", seeds)))
                 rows.append([name, sizes[place], *value[:3], len(group.runs), group.label])
         if dots:
-            trails.append(Trail(name, f"var(--c{i % 8})", dots))
+            trails.append(Trail(name, f"var(--l{i % 8})", dots))
     if not rows:
         return ""
     places = [size_text(count) for count in sizes]

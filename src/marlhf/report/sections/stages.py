@@ -38,6 +38,7 @@ def stages(groups: list[Group], *, with_table: bool) -> str:
         "unseen pairs whose preferred response it scores higher (50% is chance).",
         stage_table(groups) if with_table else "",
         grid(figures),
+        folded=with_table,
     )
 
 

@@ -187,7 +187,7 @@ def measured_figure(sweep: Sweep, title: str, field: str, is_share: bool) -> str
     rows: list[list[Cell]] = []
     for i, (name, line) in enumerate(sweep.lines):
         alone = len(sweep.lines) == 1
-        colour = "var(--faint)" if alone else f"var(--c{i % 8})"
+        colour = "var(--faint)" if alone else f"var(--l{i % 8})"
         dots: list[tuple[int, Dot]] = []
         for place, group in line:
             value, seeds = final_score(group, field), group.finals(f"eval/{field}")

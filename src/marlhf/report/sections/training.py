@@ -28,4 +28,5 @@ def training(policies: list[Group]) -> str:
         "ratios. Lower norms of advantages and Q-values mean smaller updates, where rewards are "
         "on the same scale. A falling EOS rate is a sign of reward hacking.",
         grid([curve_figure(title, policies, keys) for title, keys in measures]),
+        folded=True,
     )
