@@ -317,18 +317,31 @@ def test_points_and_axes_are_added_and_other_settings_refused(recipe, started):
 
 def test_a_failed_point_stops_no_other_and_is_tried_again(recipe, started):
     words = ["sft.model=tiny,./nowhere", "num_steps=1"]
+    Path("nowhere").mkdir()  # a folder that is no model, which only loading it finds out
     found = sweep(recipe(), words)
     assert [each.name for each in found.failed] == [
         f"{stage},model=nowhere" for stage in ("sft", "reward", "ppo")
     ]
     first, second, _ = found.failed
-    assert "There is no folder ./nowhere" in first.note
+    assert "Cannot load the tokenizer ./nowhere" in first.note
     assert second.note == "sft,model=nowhere failed, whose model it starts from."
     assert states() == {"model=tiny": "finished", "model=nowhere": "failed"}
-    assert any("There is no folder ./nowhere" in line for line in describe(found))
+    assert any("Cannot load the tokenizer ./nowhere" in line for line in describe(found))
     started.clear()
     assert len(sweep(recipe(), words).failed) == 3
     assert started == ["runs/my-sweep/sft,model=nowhere"]
+
+
+def test_mistakes_of_any_point_are_reported_before_the_first_training(recipe, started):
+    words = ["ppo.reward_funcs=[],[nowhere:score]", "ppo.batch_size=4,4000", "sft.device=cuda:99"]
+    with pytest.raises(ConfigError) as refused:
+        sweep(recipe(), words)
+    message = str(refused.value)
+    assert "sft: " in message
+    assert "ppo,reward_funcs=nowhere-score,batch_size=4: There is no module 'nowhere'" in message
+    assert "ppo,reward_funcs=none,batch_size=4000: There are " in message
+    assert not started
+    assert not Path("runs").exists()
 
 
 def test_a_process_that_is_killed_or_breaks_is_told_of(recipe, started, monkeypatch):
@@ -462,6 +475,10 @@ def test_the_command_lists_trains_and_fails_by_its_status(recipe, started, monke
 
     file = recipe(LONE)
     words = [file, "model=tiny,./nowhere", "num_steps=1"]
+    status, _, err = marlhf(*words)
+    assert status == 1
+    assert "sft,model=nowhere: There is no model ./nowhere. Correct the path." in err
+    Path("nowhere").mkdir()
     status, out, _ = marlhf(*words, "--dry-run")
     assert status == 0
     assert out.splitlines()[0] == "2 points in runs/my-sweep: 2 trainings, 2 of them left"
@@ -470,7 +487,7 @@ def test_the_command_lists_trains_and_fails_by_its_status(recipe, started, monke
     assert status == 1
     assert "1 failed; the same command tries again." in err
     assert "sft,model=tiny     finished" in out
-    assert "There is no folder ./nowhere" in out
+    assert "Cannot load the tokenizer ./nowhere" in out
     assert "report: runs/my-sweep/report.html" in err
     assert "sft,model=tiny (finished)" in describe_plan(make_plan(file, words[1:]))[1]
     assert marlhf(file, "seed=0,1", "--jobs", "0")[0] == 1

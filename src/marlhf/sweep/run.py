@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from marlhf.config import ConfigError
+from marlhf.config import ConfigError, Stage
+from marlhf.preflight import check_stages
 from marlhf.report.write import write_report
 from marlhf.runs.read import NoRuns, read_run
-from marlhf.sweep.plan import Plan, make_plan
+from marlhf.sweep.plan import Plan, Training, make_plan
 from marlhf.sweep.schedule import Schedule
 from marlhf.sweep.sweep_state import SweepState, locked
 from marlhf.train.progress import say
@@ -87,6 +88,7 @@ def sweep(
             "--jobs gives each its own."
         )
     plan = make_plan(recipe, overrides, only)
+    check_stages([_as_stage(run, plan.root) for run in plan.runs])
     with locked(plan.root, notice) as lock:
         plan = make_plan(recipe, overrides, only)  # now that nobody else changes what is there
         state = SweepState(plan)
@@ -98,6 +100,11 @@ def sweep(
         except NoRuns:  # nothing got as far as a first number
             report = None
     return Sweep(plan, outcomes, report)
+
+
+def _as_stage(training: Training, root: Path) -> Stage:
+    """A training under the name of its folder, which says at which point a check fails."""
+    return Stage(str(training.folder.relative_to(root)), training.kind, training.config)
 
 
 def _outcome(plan: Plan, name: str, entry: dict[str, Any]) -> Outcome:
