@@ -171,6 +171,22 @@ def test_a_judge_called_gold_is_not_the_true_score(finished, save_model):
     assert list(found.summary.scores) == ["gold", "gold (true)"]
 
 
+def test_a_language_model_scores_only_where_the_run_allows_it(finished, save_model):
+    folder = save_model(finished / "language")
+    options = EvaluationOptions(2, rewards=(folder,), device="cpu")
+    with pytest.raises(EvaluationError, match=r"a language model without a scalar head.*--reward"):
+        evaluate([finished / "ppo"], options)
+    assert not (finished / "ppo/evaluation").exists()
+    file = finished / "ppo/config.yaml"
+    config = yaml.safe_load(file.read_text()) | {"reward_model": folder}
+    file.write_text(yaml.safe_dump(config))
+    with pytest.raises(EvaluationError, match="a language model without a scalar head"):
+        evaluate([finished / "ppo"], FEW)
+    file.write_text(yaml.safe_dump(config | {"random_reward_head": True}))
+    [found] = evaluate([finished / "ppo"], FEW)
+    assert list(found.summary.scores) == ["language", "gold"]
+
+
 def test_the_best_policy_of_a_run_can_be_asked(finished):
     shutil.copytree(finished / "rloo/model", finished / "ppo/best")
     [found] = evaluate([finished / "ppo/best"], FEW)

@@ -86,8 +86,6 @@ def best_of_n(
                 known |= {line["key"]: line for line in lines}
                 append_jsonl(file, lines)
             write_jsonl(file, known.values())
-        while reward_models.warnings:
-            notice(reward_models.warnings.pop())
         found[temperature] = [known[key_of(p.row)] for p in prompts]
     return Grid(sorted(set(ns)), found)
 

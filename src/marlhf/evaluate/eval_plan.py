@@ -85,6 +85,8 @@ class EvaluationPlan:
     sampling: Sampling
     rewards: tuple[tuple[str, float], ...]
     """Paths or names, each with its weight."""
+    random_reward_head: bool
+    """Whether the run whose rewards these are accepts a language model as one."""
     reference: str | None
     reference_seed: int
     trust_remote_code: bool
@@ -152,11 +154,14 @@ def make_plan(
         sampling = {"max_new_tokens": length}
     chosen = {"temperature": options.temperature, "max_new_tokens": options.max_new_tokens}
     raw = dict(sampling or {}) | {k: v for k, v in chosen.items() if v is not None}
+    random_reward_head = False
     if options.rewards:
         rewards = tuple((model_folder(path), 1.0) for path in options.rewards)
     else:
-        rewards = _rewards(policy) or _rewards(fallback)
-        _check_rewards(policy if _rewards(policy) else fallback, options.trust_code)
+        scored = policy if _rewards(policy) else fallback
+        rewards = _rewards(scored)
+        random_reward_head = bool(scored.config.get("random_reward_head"))
+        _check_rewards(scored, options.trust_code)
     if not rewards:
         raise EvaluationError(
             f"{policy.folder} names no reward model. Give one with --reward PATH, or name a run "
@@ -180,6 +185,7 @@ def make_plan(
         train=options.train,
         sampling=_valid(Sampling, raw, policy),
         rewards=rewards,
+        random_reward_head=random_reward_head,
         reference=None if reference in (None, "", "none") else model_folder(reference),
         reference_seed=int((against or policy).config.get("seed") or 0),
         trust_remote_code=options.trust_code,

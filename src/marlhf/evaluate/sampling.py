@@ -164,11 +164,23 @@ def find_rewards(plan: EvaluationPlan) -> list[RewardSource]:
         tails = {n: [each[-n:] for each in parts.values()] for n in sizes}
         size = next((n for n in sizes if tails[n].count(parts[path][-n:]) == 1), sizes[-1])
         name = "/".join(parts[path][-size:])
+        _check_scores(path, plan)
         rewards.append(RewardSource(name, path, _digest(path), weight))
     if plan.data.source == "toy":
         taken = any(reward.name == "gold" for reward in rewards)
         rewards.append(RewardSource("gold (true)" if taken else "gold", GOLD, "toy", 0.0))
     return rewards
+
+
+def _check_scores(path: str, plan: EvaluationPlan) -> None:
+    """A language model has no scalar head, and a random one would score at random."""
+    if is_function(path) or plan.random_reward_head:
+        return
+    if not is_scalar(path, trust_remote_code=plan.trust_remote_code):
+        raise EvaluationError(
+            f"{path} is a language model without a scalar head, so its scores would come from "
+            "random weights. Name a reward model with --reward PATH; `marlhf reward` trains one."
+        )
 
 
 def _digest(path: str) -> str:
@@ -188,7 +200,6 @@ class RewardModelCache:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.loaded: dict[str, tuple[Model, Tokenizer]] = {}
-        self.warnings: list[str] = []
 
     def score(
         self,
@@ -215,11 +226,6 @@ class RewardModelCache:
     def _reward_model(self, path: str, plan: EvaluationPlan) -> tuple[Model, Tokenizer]:
         if path not in self.loaded:
             remote = plan.trust_remote_code
-            if not is_scalar(path, trust_remote_code=remote):
-                self.warnings.append(
-                    f"{path} is not a reward model but a language model: its scores come from a "
-                    "head of random weights and mean nothing."
-                )
             model: Any = load_scalar(path, trust_remote_code=remote)
             own = load_tokenizer(path, trust_remote_code=remote)
             self.loaded[path] = model.to(self.device).eval(), own

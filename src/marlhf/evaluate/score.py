@@ -75,8 +75,6 @@ def evaluate(
     found: list[ScoredResponses] = []
     for policy, plan in zip(policies, plans):
         found.append(_evaluate(policy, plan, options, reward_models, notice))
-        while reward_models.warnings:
-            notice(reward_models.warnings.pop())
     return found
 
 
