@@ -27,6 +27,7 @@ from marlhf.models.compile import is_compiled
 from marlhf.models.graphs import GraphedPasses
 from marlhf.models.logprobs import LogitRule, chosen_logprobs, fit_rule, probe
 from marlhf.models.packed import Packing, can_pack, packed_hidden
+from marlhf.models.scores import TokenScores
 
 PACKING_TOLERANCE = 0.1
 """Share of the spread of hidden states that rounding to bfloat16 explains."""
@@ -94,7 +95,12 @@ class TokenStats(NamedTuple):
 
 
 def token_stats(
-    model: nn.Module, sequences: Sequences, temperature: float = 1.0, *, entropy: bool = False
+    model: nn.Module,
+    sequences: Sequences,
+    temperature: float = 1.0,
+    *,
+    entropy: bool = False,
+    scores: TokenScores | None = None,
 ) -> TokenStats:
     """Log-probs of the response tokens at a temperature, float32: [B, R]. 0 at padding.
 
@@ -104,11 +110,13 @@ def token_stats(
     The logits [B, R, V] are never in memory as a whole: they would be most of it. The model's own
     forward stops short of its head, and `chosen_logprobs` applies the head a few positions at a
     time. Where what the model does to logits afterwards is not known, `plain_token_stats` is used.
+    `scores` watches the pass, for the gradients of other losses of the same log-probs.
     """
     head = cast(Any, model).get_output_embeddings()
-    passes = None if entropy else _packed_passes(model)
+    passes = None if entropy or scores else _packed_passes(model)  # graphs replay without hooks
+    options: dict[str, Any] = {"entropy": entropy, "scores": scores}
     if not sum(sequences.lengths) or _RULES.get(model, LogitRule()) is None or not _plain(head):
-        return plain_token_stats(model, sequences, temperature, entropy=entropy)
+        return plain_token_stats(model, sequences, temperature, **options)
     if passes is not None:
         found = _packed_logprobs(model, passes, sequences, temperature)
         return TokenStats(_spread(found, sequences), None)
@@ -116,7 +124,7 @@ def token_stats(
     rows, width = real // sequences.mask.shape[1], sequences.ids.shape[1]
     hidden, rule = _hidden_at(model, sequences.ids, rows * width + sequences.before.flatten()[real])
     if rule is None:
-        return plain_token_stats(model, sequences, temperature, entropy=entropy)
+        return plain_token_stats(model, sequences, temperature, **options)
     logprobs, surprise = chosen_logprobs(
         hidden,
         head.weight,
@@ -128,20 +136,29 @@ def token_stats(
         dtype=_cast_dtype(hidden),
         fused=is_compiled(model),
     )
+    if scores is not None:
+        scores.watch(hidden, logprobs)
     entropies = None if surprise is None else _spread(surprise, sequences)
     return TokenStats(_spread(logprobs, sequences), entropies)
 
 
 def plain_token_stats(
-    model: nn.Module, sequences: Sequences, temperature: float = 1.0, *, entropy: bool = False
+    model: nn.Module,
+    sequences: Sequences,
+    temperature: float = 1.0,
+    *,
+    entropy: bool = False,
+    scores: TokenScores | None = None,
 ) -> TokenStats:
     """What `token_stats` gives, through the model's own head and with all logits at once."""
-    with _head_at(model, sequences.before), _one_text_per_row():
+    with _head_at(model, sequences.before) as hidden, _one_text_per_row():
         logits = model(input_ids=sequences.ids, use_cache=False).logits  # [B, R, V]
     logits = logits.float() / temperature
     chosen = logits.gather(2, sequences.responses[:, :, None]).squeeze(2)
     normaliser = logits.logsumexp(dim=2)
     logprobs = torch.where(sequences.mask, chosen - normaliser, 0.0)
+    if scores is not None:
+        scores.watch(hidden[0], logprobs, _real(sequences))
     if not entropy:
         return TokenStats(logprobs, None)
     with torch.no_grad():
@@ -182,20 +199,25 @@ def position_ids(attention: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _head_at(model: nn.Module, columns: Tensor) -> Iterator[None]:
+def _head_at(model: nn.Module, columns: Tensor) -> Iterator[list[Tensor]]:
     """Let the language model's head see only some columns of each row, [B, R].
+
+    What it saw, [B, R, H], is in the list.
 
     The head is most of the arithmetic of a small model and most of its memory. Going through the
     model's own forward keeps whatever it does to logits afterwards, such as soft caps.
     """
 
+    seen: list[Tensor] = []
+
     def pick(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_at(args[0], columns), *args[1:])
+        seen.append(_at(args[0], columns))
+        return (seen[-1], *args[1:])
 
     head = cast(Any, model).get_output_embeddings()
     handle = head.register_forward_pre_hook(pick)
     try:
-        yield
+        yield seen
     finally:
         handle.remove()
 

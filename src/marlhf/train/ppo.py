@@ -9,7 +9,7 @@ Axes: B rows, T response tokens, M macro actions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from marlhf.models.base import autocast
 from marlhf.models.forward import token_stats, token_values
 from marlhf.spans.apply import explain_segmenter_errors
 from marlhf.train.continuations import count_continuations, monte_carlo_values
+from marlhf.train.credit_choice import CreditChooser, Measurement, reach
 from marlhf.train.distributed import start
 from marlhf.train.experience import (
     POLICY_METRICS,
@@ -74,8 +75,11 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     rates = {"policy": config.learning_rate}
     if config.has_critic:
         rates["critic"] = config.critic_learning_rate
-    rl = RLRun(config, run, world, objects, held_out_credit, rates)
+    chooser = CreditChooser(config) if config.credit == "auto" else None
+    rl = RLRun(config, run, world, objects, credit_of_samples(chooser), rates)
     models, evaluation = rl.models, rl.evaluation
+    if chooser and "credit" in rl.saved:
+        chooser.load_state(rl.saved["credit"])
     sampling_watch, critic_watch = SamplingWatch(config), CriticWatch(config)
 
     with rl.loop as loop:
@@ -83,6 +87,8 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             evaluation(0, rl.kl.coef)
         for step in loop:
             clock = Clock(world.device)
+            if chooser:
+                config = chooser.config
             batch = rl.prompts(step)
             seeds = rl.response_seeds(len(batch))
             experience = rollout_and_score(
@@ -115,6 +121,12 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
                     ("the rewards", credit.rewards),
                 ]
             )
+            train_policy = step > config.critic_warmup_steps
+            measurement = None
+            if chooser and train_policy:
+                measurement = measure_options(
+                    chooser.configs, experience, credit, models, rl.shuffler
+                )
             clock.mark("credit")
             losses |= update(
                 experience,
@@ -124,12 +136,17 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
                 rl.rates(step),
                 config,
                 rl.shuffler,
-                train_policy=step > config.critic_warmup_steps,
+                train_policy=train_policy,
+                measurement=measurement,
             )
             clock.mark("update")
             metrics = losses | batch_metrics(experience, credit, models, rl.kl.coef)
             metrics |= value_metrics(credit)
+            if chooser:
+                metrics["credit/reach"] = reach(credit, config.lam)
             numbers = to_numbers(metrics) | clock.times(len(batch))
+            if chooser and measurement is not None:
+                numbers |= chooser.update(step, world.sum(measurement.sums))
             sampling_watch(step, experience, numbers)
             if config.has_critic:
                 critic_watch(step, numbers["rl/explained_variance"])
@@ -138,7 +155,7 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             if loop.must_evaluate:
                 loop.verdict = evaluation(step, rl.kl.coef)
             if loop.must_save:
-                rl.save()
+                rl.save(**({"credit": chooser.state()} if chooser else {}))
         return rl.close()
 
 
@@ -242,6 +259,41 @@ def held_out_credit(
     return assign_credit(segmented, values, replace(config, lam=1.0))
 
 
+def credit_of_samples(chooser: CreditChooser | None) -> Callable[..., Credit]:
+    """`held_out_credit`, by the settings that are in use when it is called."""
+    if chooser is None:
+        return held_out_credit
+
+    def by_choice(
+        experience: Experience,
+        models: Models,
+        _: PPOConfig,
+        kl_coef: float,
+        shuffler: torch.Generator,
+    ) -> Credit:
+        return held_out_credit(experience, models, chooser.config, kl_coef, shuffler)
+
+    return by_choice
+
+
+@torch.no_grad()
+def measure_options(
+    configs: Iterable[PPOConfig],
+    experience: Experience,
+    credit: Credit,
+    models: Models,
+    shuffler: torch.Generator,
+) -> Measurement:
+    """The advantages of a batch by every way to assign credit that is compared."""
+    responses = experience.responses(models.vocabulary, shuffler)
+    found: list[Tensor] = []
+    for config in configs:
+        segments = segment(config.segmenter, responses, split_last=config.split_last)
+        segmented = SegmentedRewards(credit.rewards, segments)
+        found.append(whitened_advantages(assign_credit(segmented, credit.values, config), config))
+    return Measurement.of(torch.stack(found) / credit.segments.mask.sum().clamp(min=1))
+
+
 def update(
     experience: Experience,
     credit: Credit,
@@ -252,15 +304,27 @@ def update(
     shuffler: torch.Generator,
     *,
     train_policy: bool = True,
+    measurement: Measurement | None = None,
 ) -> dict[str, Tensor]:
-    """All updates of policy and critic that this batch of responses is used for."""
+    """All updates of policy and critic that this batch of responses is used for.
+
+    The first pass over the batch also takes the `measurement` for `credit: auto`, if there is one.
+    """
     credit = replace(credit, advantages=whitened_advantages(credit, config))
     trained = {"policy": models.policy, "critic": models.critic}
     learning = [name for name in optimizers if name != "policy" or train_policy]
     updates: list[dict[str, Tensor]] = []
-    for _ in range(config.num_ppo_epochs):
+    for epoch in range(config.num_ppo_epochs):
         for rows in mini_batches(len(experience.scores), config, shuffler):
-            metrics = backward(rows, experience, credit, models, config, train_policy=train_policy)
+            metrics = backward(
+                rows,
+                experience,
+                credit,
+                models,
+                config,
+                train_policy=train_policy,
+                measurement=measurement if epoch == 0 else None,
+            )
             check_finite(metrics.items())
             for name in learning:
                 metrics[f"rl/{name}_grad_norm"] = apply_update(
@@ -296,6 +360,7 @@ def backward(
     config: PPOConfig,
     *,
     train_policy: bool = True,
+    measurement: Measurement | None = None,
 ) -> dict[str, Tensor]:
     """Gradients of one mini-batch, micro-batch by micro-batch, as exact parts of its mean.
 
@@ -310,7 +375,10 @@ def backward(
     for micro in micro_batches(sequences, config.token_budget, world, rows):
         segments = micro.segments(credit.segments)
         with torch.set_grad_enabled(train_policy), autocast(world.device, config.precision):
-            logprobs = token_stats(models.policy, micro.sequences, config.sampling.scale).logprobs
+            scores = measurement.watch() if measurement else None
+            logprobs = token_stats(
+                models.policy, micro.sequences, config.sampling.scale, scores=scores
+            ).logprobs
         if experience.old_logprobs is None:
             old_logprobs = logprobs.detach()
         else:
@@ -329,6 +397,8 @@ def backward(
         # Before the critic's pass: only one graph is in memory at a time.
         if train_policy:
             (loss * micro.weight).backward()
+        if measurement is not None:
+            measurement.add(micro)
         metrics = {"rl/policy_loss": loss}
         if train_critic:
             with autocast(world.device, config.precision):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from marlhf.configs.candidates import parse_candidates
 from marlhf.configs.rl import RLConfig
 from marlhf.errors import SettingError
 from marlhf.fields import setting
@@ -37,9 +38,13 @@ class PPOConfig(RLConfig):
     """Lambda of generalised advantage estimation."""
     lam_value: float | None = setting(None, least=0, most=1, on_card=True)
     """Lambda of the returns that the critic learns from; `lam` unless given. 1 is unbiased."""
-    credit: Literal["macro", "boundary"] = setting("macro", on_card=True)
-    """One advantage for all tokens of a macro action (macro, the paper's), or one for each token,
-    with values taken at the ends of macro actions only (boundary)."""
+    credit: Literal["macro", "boundary", "auto"] = setting("macro", on_card=True)
+    """One advantage for all tokens of a macro action (macro, the paper's); one for each token, with
+    values taken at the ends of macro actions only (boundary); or whichever of `credit_candidates`
+    is measured to be best while training (auto)."""
+    credit_candidates: tuple[str, ...] = ()
+    """What `credit: auto` chooses among beside the settings here, such as [token lam=0.99,
+    ngram n=5 lam=0.95]; a list of eleven unless given."""
     values: Literal["critic", "monte_carlo"] = setting("critic", on_card=True)
     """Where values come from: a critic, or the mean return of `continuations` sampled from the
     start of each macro action. Those need no critic, and sampling costs that many times more."""
@@ -64,6 +69,13 @@ class PPOConfig(RLConfig):
         if self.credit == "boundary":
             self._need("credit: boundary", "credits tokens", pooling="sum", rho=1.0)
             self._need("credit: boundary", "credits tokens", ratio="token", value_level="token")
+        if self.credit == "auto":
+            known = "compares rules by their gradients"
+            self._need("credit: auto", known, pooling="sum", rho=1.0, ratio="token")
+            self._need("credit: auto", known, value_level="token", values="critic")
+        elif self.credit_candidates:
+            raise SettingError("credit_candidates are of use with credit: auto alone. Set it.")
+        parse_candidates(self.credit_candidates)
         if self.values == "monte_carlo":
             known = "knows values at the starts of macro actions only"
             self._need("values: monte_carlo", known, sigma="start", credit="macro")

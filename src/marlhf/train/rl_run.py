@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -67,7 +68,9 @@ class RLRun:
         self.sampler = torch.Generator().manual_seed(config.seed)  # a seed for each response
         self.shuffler = torch.Generator().manual_seed(config.seed + 1)  # mini-batches, segments
         self.kl = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
-        if saved := self.loop.resume():
+        self.saved = self.loop.resume() or {}
+        """The checkpoint's state, for what only one method has."""
+        if saved := self.saved:
             set_generator_state(self.sampler, saved["sampler"])
             set_generator_state(self.shuffler, saved["shuffler"])
             self.kl.coef = saved["kl_coef"]
@@ -87,8 +90,9 @@ class RLRun:
             for role, peak in self.learning_rates.items()
         }
 
-    def save(self) -> None:
+    def save(self, **more: Any) -> None:
         self.loop.save(
+            **more,
             sampler=generator_state(self.sampler),
             shuffler=generator_state(self.shuffler),
             kl_coef=self.kl.coef,
