@@ -37,8 +37,10 @@ format: $(STAMP)  ## let ruff rewrite the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(STAMP)  ## run every command and example of README and docs
+docs: $(STAMP)  ## run every example of README and docs, and build the site into site/; broken links fail
 	$(BIN)/python -m pytest -q tests/test_docs.py
+	@$(PIP) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: $(STAMP)  ## the benchmarks that fit this machine
 	$(BIN)/python bench/core.py
@@ -47,4 +49,4 @@ wheel: $(STAMP)  ## build the wheel into dist/
 	$(BIN)/python -m build --wheel
 
 clean:  ## remove what the commands above made, runs aside
-	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist build site .pytest_cache .ruff_cache .hypothesis

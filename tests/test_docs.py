@@ -322,6 +322,60 @@ def test_the_memory_table_is_what_the_formula_says():
             assert cell == ("-" if way == "fsdp" and gpus == "1" else str(found))
 
 
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    """Cell by cell, in seconds; the last line of a cell may be an expression."""
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((ROOT / "docs/quickstart.ipynb").read_text("utf-8"))["cells"]
+    space: dict = {"__name__": "__main__"}
+    codes = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    with redirect_stdout(io.StringIO()) as out:
+        for number, code in enumerate(codes, start=1):
+            exec(compile(code, f"quickstart.ipynb, cell {number}", "exec"), space)
+    assert space["segments"].ids[0].tolist() == [0] * 5 + [1] * 5 + [2] * 2
+    assert "report.html" in out.getvalue()
+    assert all(not cell.get("outputs") for cell in cells)
+
+
+def test_links_of_the_readme_work_on_pypi():
+    """Absolute, into the repository that pyproject.toml names, to files that are there."""
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    home = re.search(r'^Repository = "(.+)"$', project, re.M)[1]
+    raw = home.replace("github.com", "raw.githubusercontent.com")
+    links = re.findall(r"\]\(([^)\s]+)\)", prose(ROOT / "README.md"))
+    assert links
+    for link in links:
+        assert link.startswith("https://"), link
+        for start in (f"{home}/blob/main/", f"{raw}/main/"):
+            if link.startswith(start):
+                assert (ROOT / link.removeprefix(start)).is_file(), link
+
+
+def test_the_site_has_every_page_in_one_of_four_groups():
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
+    assert [*map(next, map(iter, site["nav"]))] == ["Start", "Concepts", "How-to", "Reference"]
+    listed = re.findall(r"[\w/-]+\.md", json.dumps(site["nav"]))
+    written = [str(f.relative_to(ROOT / "docs")) for f in (ROOT / "docs").rglob("*.md")]
+    assert sorted(listed) == sorted([*written, "settings.md"])  # made while the site is built
+
+
+def test_the_settings_page_has_every_setting():
+    space: dict = {}
+    exec((ROOT / "docs/hooks.py").read_text("utf-8"), space)
+    page = space["settings_page"]()
+    for kind in METHODS:
+        part = page.split(f"\n## {kind}\n")[1].split("\n## ")[0]
+        names = [name for name, *_ in describe(kind_class(kind))]
+        assert re.findall(r"^\| `([^`]+)` \|", part, re.M) == names
+
+
+def test_the_picture_of_macro_actions_is_what_the_script_draws():
+    space: dict = {"__name__": "pictures"}
+    exec((ROOT / "bench/docs_pictures.py").read_text("utf-8"), space)
+    drawn = space["picture"]()
+    assert drawn == (ROOT / "docs/images/macro-actions.svg").read_text("utf-8")
+    assert (ROOT / "docs/images/report.png").stat().st_size < 200_000
+
+
 def strings(file: Path) -> list[str]:
     """Every string of a file as one piece, what is filled in left out."""
     found = []
