@@ -309,6 +309,29 @@ def test_the_migration_page_lists_every_change():
     assert ast.dump(ast.parse(script)) == ast.dump(ast.parse(after.code))  # but for line breaks
 
 
+@pytest.mark.parametrize(
+    ("heading", "kinds"),
+    [
+        ("GRPO and RLOO", ("GRPOConfig", "RLOOConfig")),
+        ("DPO", ("DPOConfig",)),
+        ("SFT", ("SFTConfig",)),
+    ],
+)
+def test_migration_tables_name_real_settings_of_both_sides(heading, kinds):
+    import marlhf
+
+    trl = pytest.importorskip("trl")
+    part = (ROOT / "docs/migrate.md").read_text("utf-8").split(f"\n## {heading}\n")[1]
+    rows = re.findall(r"^\| (`.+) \| (.+) \|$", part.split("\n## ")[0], re.M)
+    theirs = {f.name for kind in kinds for f in dataclasses.fields(getattr(trl, kind))}
+    ours = {name for kind in kinds for name, *_ in describe(getattr(marlhf, kind))}
+    assert len(rows) > 5
+    for left, right in rows:
+        assert {*SPAN.findall(left)} <= theirs, left
+        named = {re.split(r"[:=]", span)[0] for span in SPAN.findall(right)}
+        assert named - {"samples.jsonl", "n"} <= ours, right
+
+
 def test_the_memory_table_is_what_the_formula_says():
     page = ROOT / "docs/scale.md"
     space: dict = {}
