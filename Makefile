@@ -6,10 +6,10 @@ PIP = $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints
 STAMP = $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format docs bench wheel clean
+.PHONY: help demo test test-engines check format docs bench wheel clean
 
 help:  ## what there is
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
@@ -26,6 +26,25 @@ demo: $(STAMP)  ## SFT, reward model, PPO and macro PPO on the offline task, and
 
 test: $(STAMP)  ## all tests, a process for each core
 	$(BIN)/python -m pytest -q -n auto --maxschedchunk 1
+
+# verl needs an older transformers than constraints.txt has, so it has an environment of its own.
+ENGINES ?= .venv-engines
+ENGINES_PIP = $(ENGINES)/bin/python -m pip install --disable-pip-version-check -q \
+  -c constraints-engines.txt
+
+$(ENGINES)/.installed: pyproject.toml constraints-engines.txt
+	@echo "setting up $(ENGINES) (once; several minutes)"
+	@$(PYTHON) -m venv $(ENGINES)
+	@$(ENGINES_PIP) torch
+	@$(ENGINES_PIP) -e '.[verl]' pytest pytest-timeout hypothesis
+	@touch $@
+
+test-engines:  ## macro actions inside verl, on a CPU, in an environment of its own
+	@if $(MAKE) -s $(ENGINES)/.installed; then \
+	  $(ENGINES)/bin/python -m pytest -q -m engines tests/engines; \
+	else \
+	  echo "skipped: verl cannot be installed here, see above"; \
+	fi
 
 check: $(STAMP)  ## format, lint, types, layers
 	$(BIN)/ruff format --check .
@@ -49,4 +68,4 @@ wheel: $(STAMP)  ## build the wheel into dist/
 	$(BIN)/python -m build --wheel
 
 clean:  ## remove what the commands above made, runs aside
-	rm -rf $(VENV) dist build site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) dist build site .pytest_cache .ruff_cache .hypothesis

@@ -7,6 +7,7 @@ import torch
 
 from marlhf.core import (
     Constituents,
+    Lines,
     NGram,
     Perplexity,
     RandomNGram,
@@ -16,7 +17,6 @@ from marlhf.core import (
     Turns,
     Words,
     boundary_gae,
-    gae,
     macro_gae,
     moments,
     segment,
@@ -72,6 +72,7 @@ RULES = {
     "surprise": ({"type": "surprise", "probability": 0.3}, Surprise(0.3)),
     "words": ("words", Words()),
     "sentences": ("sentences", Sentences()),
+    "lines": ({"type": "lines", "max_length": 6}, Lines(max_length=6)),
     "turns": ("turns", Turns()),
 }
 
@@ -115,22 +116,13 @@ def test_settings_reach_the_core_by_the_names_of_recipes(batch):
     assert torch.equal(returns, expected[1])
 
 
-def test_credit_by_boundary_and_by_token(batch):
+def test_credit_at_boundaries(batch):
     segments = segment_batch(batch, MacroSettings())
-    for credit, expected in (
-        ("boundary", boundary_gae(batch.rewards, batch.values, segments, lam=0.9, lam_value=1.0)),
-        (
-            "token",
-            (
-                gae(batch.rewards, batch.values, segments.mask, lam=0.9)[0],
-                gae(batch.rewards, batch.values, segments.mask, lam=1.0)[1],
-            ),
-        ),
-    ):
-        settings = MacroSettings(credit=credit, lam_value=1.0, whiten="none")
-        found = macro_advantages(batch, settings, gamma=1.0, lam=0.9)
-        assert torch.equal(found[0], expected[0])
-        assert torch.equal(found[1], expected[1])
+    settings = MacroSettings(credit="boundary", lam_value=1.0, whiten="none")
+    advantages, returns = macro_advantages(batch, settings, gamma=1.0, lam=0.9)
+    expected = boundary_gae(batch.rewards, batch.values, segments, lam=0.9, lam_value=1.0)
+    assert torch.equal(advantages, expected[0])
+    assert torch.equal(returns, expected[1])
 
 
 def test_turns_with_sigma_start_are_turn_level_gae_written_as_a_loop(batch):
@@ -227,7 +219,7 @@ def test_what_is_missing_is_named(batch, tokenizer, missing, rule, words):
         ({"segmenter": {"type": "ngram", "n": 0}}, "whole number from 1"),
         ({"sigma": "begin"}, "algorithm.macro.sigma"),
         ({"rho": 2.0}, "rho must be .*at most 1"),
-        ({"credit": "boundary", "value_level": "macro"}, "Set value_level: token"),
+        ({"credit": "boundary", "value_level": "macro"}, "value_level must be token"),
     ],
 )
 def test_mistakes_in_settings_are_sentences(raw, words):

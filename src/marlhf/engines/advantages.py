@@ -21,7 +21,6 @@ from marlhf.core import (
     Segments,
     Vocabulary,
     boundary_gae,
-    gae,
     macro_gae,
     moments,
     whiten,
@@ -168,14 +167,10 @@ def credit_segments(
             pooling=settings.pooling,
             lam_value=lam_value,
         )
-    elif settings.credit == "boundary":
+    else:
         advantages, returns = boundary_gae(
             rewards, values, segments, **discounts, lam_value=lam_value
         )
-    else:
-        advantages, returns = gae(rewards, values, segments.mask, **discounts)
-        if lam_value is not None:
-            returns = gae(rewards, values, segments.mask, gamma=gamma, lam=lam_value)[1]
     return _whitened(advantages, segments, settings), returns
 
 

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from marlhf.build import build, make_segmenter, raise_problems
-from marlhf.core import Constituents, NGram, Perplexity, Segmenter, Sentences, Surprise, Words
+from marlhf.core import (
+    Constituents,
+    Lines,
+    NGram,
+    Perplexity,
+    Segmenter,
+    Sentences,
+    Surprise,
+    Words,
+)
 from marlhf.errors import MarlhfError
 from marlhf.fields import check_settings, setting
 
@@ -42,19 +51,21 @@ class MacroSettings:
     """Scale advantages to mean 0 and deviation 1 over the batch, counting tokens or actions."""
     value_level: Literal["token", "macro"] = "token"
     """What the critic learns: each token's value, or that of the macro action."""
-    credit: Literal["token", "macro", "boundary"] = "macro"
-    """One advantage per macro action; `token` is GAE over tokens, `boundary` GAE over tokens that
-    bootstraps at the ends of macro actions only."""
+    credit: Literal["macro", "boundary"] = "macro"
+    """`macro`: one advantage per macro action. `boundary`: GAE over tokens that bootstraps at the
+    ends of macro actions only."""
     lam_value: float | None = setting(None, least=0, most=1)
     """Lambda of the returns that the critic learns from; the engine's lambda unless given."""
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.value_level == "macro" and self.credit != "macro":
-            raise EngineError(
-                f"value_level: macro regresses a macro action's value on its one return, but with "
-                f"credit: {self.credit} every token has its own. Set value_level: token."
-            )
+        by_token = {"value_level": "token", "pooling": "sum", "rho": 1.0}
+        for name, needed in by_token.items():
+            if self.credit == "boundary" and getattr(self, name) != needed:
+                raise EngineError(
+                    f"credit: boundary credits tokens, so {name} must be {needed}; got "
+                    f"{getattr(self, name)}."
+                )
 
 
 def read_settings(raw: Mapping[str, Any] | None, where: str) -> MacroSettings:
@@ -87,4 +98,4 @@ def needs_logprobs(segmenter: Segmenter) -> bool:
 
 def needs_text(segmenter: Segmenter) -> bool:
     """Whether a segmenter reads the text of tokens, so that a tokenizer is needed."""
-    return isinstance(segmenter, (Words, Sentences, Constituents))
+    return isinstance(segmenter, (Words, Sentences, Lines, Constituents))

@@ -1,0 +1,96 @@
+"""Macro actions in slime: a function for `--custom-advantage-function-path`.
+
+    --custom-advantage-function-path marlhf.engines.slime.macro_gae --custom-config-path macro.yaml
+
+with `macro: {segmenter: {type: ngram, n: 5}, sigma: start}` in macro.yaml. slime computes rows by
+rank, so whitening by macro action is over one rank's rows; leave `whiten: none` and use slime's own
+`--normalize-advantages`, which counts tokens over all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from marlhf.engines.advantages import EngineBatch, TokenText, macro_advantages
+from marlhf.engines.settings import EngineError, MacroSettings, needs_text, read_settings
+
+
+def macro_gae(args: Any, rollout_data: dict[str, Any]) -> None:
+    """Put "advantages" and "returns" into `rollout_data`: lists with one tensor per response.
+
+    >>> from argparse import Namespace
+    >>> args = Namespace(macro={"segmenter": {"type": "ngram", "n": 2}, "whiten": "none"},
+    ...     kl_coef=0.0, gamma=1.0, lambd=1.0, context_parallel_size=1, hf_checkpoint="")
+    >>> zeros, ones = torch.zeros(3), torch.ones(3)
+    >>> data = {"rewards": [1.0], "kl": [zeros], "values": [ones], "loss_masks": [ones],
+    ...     "tokens": [torch.arange(5)]}
+    >>> macro_gae(args, data)
+    >>> data["advantages"], data["returns"]
+    ([tensor([0., 0., 0.])], [tensor([1., 1., 1.])])
+    """
+    settings, text = _prepared(json.dumps(vars(args).get("macro")), args.hf_checkpoint)
+    if args.context_parallel_size > 1:
+        raise EngineError(
+            "Macro actions need whole responses, and with --context-parallel-size above 1 a rank "
+            "has parts of them. Leave it at 1."
+        )
+    values, masks = rollout_data.get("values"), rollout_data["loss_masks"]
+    batch = EngineBatch(
+        rewards=_token_rewards(rollout_data["rewards"], rollout_data["kl"], args.kl_coef),
+        mask=_padded(masks),
+        values=None if values is None else _padded(values),
+        tokens=_padded(_responses(rollout_data)),
+        ref_logprobs=_optional(rollout_data.get("ref_log_probs")),
+        logprobs=_optional(rollout_data.get("rollout_log_probs") or rollout_data.get("log_probs")),
+    )
+    advantages, returns = macro_advantages(
+        batch, settings, gamma=args.gamma, lam=args.lambd, text=text
+    )
+    lengths = [len(mask) for mask in masks]
+    rollout_data["advantages"] = [row[:n] for row, n in zip(advantages, lengths)]
+    rollout_data["returns"] = [row[:n] for row, n in zip(returns, lengths)]
+
+
+@functools.lru_cache
+def _prepared(macro: str, checkpoint: str) -> tuple[MacroSettings, TokenText | None]:
+    """Settings, and the tokenizer's tables where they are needed, once per process."""
+    settings = read_settings(json.loads(macro), "macro")
+    if settings.value_level != "token":
+        raise EngineError(
+            "value_level: macro needs the macro actions in the critic's loss, and slime's critic "
+            "does not see them. Set value_level: token."
+        )
+    if not needs_text(settings.segmenter):
+        return settings, None
+    from transformers import AutoTokenizer
+
+    return settings, TokenText(settings.segmenter, AutoTokenizer.from_pretrained(checkpoint))
+
+
+def _token_rewards(scores: Sequence[float], kl: Sequence[Tensor], kl_coef: float) -> Tensor:
+    """The KL penalty of each token, and the score at the last one: [B, T]."""
+    rows = [-kl_coef * of_row.float() for of_row in kl]
+    for row, score in zip(rows, scores):
+        row[-1] += score
+    return _padded(rows)
+
+
+def _responses(rollout_data: dict[str, Any]) -> list[Tensor]:
+    """The tokens of each response, without its prompt."""
+    lengths = [len(mask) for mask in rollout_data["loss_masks"]]
+    return [torch.as_tensor(row)[-n:] for row, n in zip(rollout_data["tokens"], lengths)]
+
+
+def _optional(rows: Sequence[Tensor] | None) -> Tensor | None:
+    return None if not rows else _padded(rows)
+
+
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    return pad_sequence([torch.as_tensor(row) for row in rows], batch_first=True)

@@ -1,0 +1,253 @@
+"""Macro actions in verl's own functions: its estimator registry, policy loss and value loss.
+
+Needs verl, and so runs in the environment of `make test-engines`. No Ray is started.
+"""
+
+import pytest
+import torch
+
+from marlhf.core import (
+    NGram,
+    Perplexity,
+    Responses,
+    Segments,
+    Turns,
+    macro_gae,
+    ppo_policy_loss,
+    ppo_value_loss,
+    segment,
+    whiten,
+)
+from marlhf.engines.advantages import TokenText
+from marlhf.engines.settings import EngineError, MacroSettings
+
+pytestmark = pytest.mark.engines
+pytest.importorskip("verl", reason="needs verl: make test-engines")
+
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from verl import DataProto
+from verl.trainer.ppo import core_algos, ray_trainer
+from verl.trainer.ppo.core_algos import AdvantageEstimator
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.workers.config import FSDPActorConfig, FSDPCriticConfig
+
+from marlhf.engines import verl as plugin
+from marlhf.engines import verl_losses
+
+B, T = 6, 20
+
+
+@pytest.fixture
+def batch():
+    """Responses of several lengths; every other one has tool output in the middle."""
+    torch.manual_seed(0)
+    lengths = torch.tensor([20, 17, 12, 9, 20, 4])
+    mask = (torch.arange(T) < lengths[:, None]).long()
+    mask[::2, 6:9] = 0
+    scores = torch.zeros(B, T)
+    scores[torch.arange(B), lengths - 1] = torch.randn(B)
+    return {
+        "responses": torch.randint(0, 400, (B, T)),
+        "response_mask": mask,
+        "old_log_probs": -4 * torch.rand(B, T),
+        "ref_log_prob": -4 * torch.rand(B, T),
+        "token_level_scores": scores * mask,
+        "values": torch.randn(B, T) * mask,
+    }
+
+
+def estimate(batch, estimator, settings=None):
+    """verl's KL penalty and `compute_advantage`, as its trainers call them."""
+    config = OmegaConf.create({"gamma": 0.99, "lam": 0.9, "use_pf_ppo": False})
+    data = DataProto.from_single_dict({name: x.clone() for name, x in batch.items()})
+    data, _ = ray_trainer.apply_kl_penalty(data, core_algos.FixedKLController(0.05))
+    shown = None
+    if settings is not None:
+        shown = plugin.ShownBatch(settings, TokenText(settings.segmenter, None), data.batch)
+    token = plugin._shown.set(shown)
+    try:
+        return ray_trainer.compute_advantage(
+            data, adv_estimator=estimator, gamma=0.99, lam=0.9, config=config
+        ).batch
+    finally:
+        plugin._shown.reset(token)
+
+
+def test_single_tokens_are_verls_own_gae(batch):
+    ours = estimate(batch, "macro_gae", MacroSettings(segmenter=NGram(1)))
+    verls = estimate(batch, AdvantageEstimator.GAE)
+    on = batch["response_mask"].bool()
+    for name in ("advantages", "returns"):
+        torch.testing.assert_close(ours[name][on], verls[name][on], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [NGram(5), Perplexity(max_length=8), Turns()])
+def test_the_estimator_is_exactly_the_core(batch, rule):
+    found = estimate(batch, "macro_gae", MacroSettings(segmenter=rule, sigma="start"))
+    on = batch["response_mask"].bool()
+    segments = segment(rule, Responses(found["responses"], on, found["ref_log_prob"]))
+    advantages, returns = macro_gae(
+        found["token_level_rewards"], found["values"], segments, gamma=0.99, lam=0.9, sigma="start"
+    )
+    assert torch.equal(found["advantages"], whiten(advantages, on))
+    assert torch.equal(found["returns"], returns)
+
+
+def test_a_trainer_that_shows_nothing_is_named(batch):
+    with pytest.raises(EngineError, match="v1 trainers"):
+        estimate(batch, "macro_gae")
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+def test_every_v1_trainer_has_macro_actions(mode):
+    assert issubclass(get_trainer_cls(mode), plugin.MacroActions)
+
+
+def nested(rows, lengths):
+    return torch.nested.as_nested_tensor(
+        [row[:n] for row, n in zip(rows, lengths)], layout=torch.jagged
+    )
+
+
+@pytest.fixture
+def update(batch):
+    """New log-probs and values after some updates, and macro actions of three tokens."""
+    mask = batch["response_mask"].bool()
+    segments = segment(NGram(3), Responses(batch["responses"], mask))
+    advantages = segments.spread(torch.randn(B, T))
+    return {
+        "segments": segments,
+        "log_prob": batch["old_log_probs"] + 0.3 * torch.randn(B, T),
+        "advantages": advantages,
+        "values": batch["values"] + 0.4 * torch.randn(B, T),
+        "returns": segments.spread(torch.randn(B, T)),
+    }
+
+
+def policy_loss(batch, update, segments, mode, agg="token-mean", weights=None, **clips):
+    config = FSDPActorConfig(
+        strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1, loss_agg_mode=agg, **clips
+    )
+    config.global_batch_info.update(
+        dp_size=1, batch_num_tokens=int(batch["response_mask"].sum()), global_batch_size=B
+    )
+    token = verl_losses._micro_batch.set((segments, int(segments.macro_mask.sum())))
+    try:
+        loss, _ = core_algos.get_policy_loss_fn(mode)(
+            old_log_prob=batch["old_log_probs"],
+            log_prob=update["log_prob"],
+            advantages=update["advantages"],
+            response_mask=batch["response_mask"].bool(),
+            loss_agg_mode=agg,
+            config=config,
+            rollout_is_weights=weights,
+        )
+    finally:
+        verl_losses._micro_batch.reset(token)
+    assert config.global_batch_info["batch_num_tokens"] == batch["response_mask"].sum()
+    return loss
+
+
+@pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+@pytest.mark.parametrize("mode", ["macro_ratio", "macro_mean_ratio"])
+def test_a_macro_ratio_of_single_tokens_is_verls_own_loss(batch, update, agg, mode):
+    mask = batch["response_mask"].bool()
+    single = segment(NGram(1), Responses(batch["responses"], mask))
+    clips = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.28}
+    weights = torch.rand(B, T)
+    ours = policy_loss(batch, update, single, mode, agg, weights, **clips)
+    verls = policy_loss(batch, update, single, "vanilla", agg, weights, **clips)
+    torch.testing.assert_close(ours, verls)
+
+
+@pytest.mark.parametrize("mode", ["macro_ratio", "macro_mean_ratio"])
+def test_a_macro_ratio_is_that_of_the_core(batch, update, mode):
+    segments = update["segments"]
+    ours = policy_loss(batch, update, segments, mode, clip_ratio=0.2, clip_ratio_c=3.0)
+    expected = ppo_policy_loss(
+        update["log_prob"],
+        batch["old_log_probs"],
+        update["advantages"],
+        segments.mask,
+        dual_clip=3.0,
+        ratio=verl_losses.RATIOS[mode],
+        segments=segments,
+    )
+    torch.testing.assert_close(ours, expected)
+
+
+def test_clips_of_both_sides_and_weights_count_for_macro_actions(batch, update):
+    segments = update["segments"]
+    weights = segments.spread(torch.rand(B, T))  # constant within a macro action
+    clips = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.4, "clip_ratio_c": 10.0}
+    ours = policy_loss(batch, update, segments, "macro_ratio", weights=weights, **clips)
+    total, count = 0.0, 0
+    for row in range(B):
+        for action in range(int(segments.macro_mask[row].sum())):
+            on = segments.mask[row] & (segments.ids[row] == action)
+            change = (update["log_prob"] - batch["old_log_probs"])[row, on].sum().exp()
+            advantage = update["advantages"][row, on][0]
+            term = torch.maximum(-advantage * change, -advantage * change.clamp(0.95, 1.4))
+            if advantage < 0:
+                term = torch.minimum(term, -advantage * 10)
+            total, count = total + term * weights[row, on][0], count + 1
+    torch.testing.assert_close(ours, total / count)
+
+
+def value_loss(batch, update, segments, sigma, rows=slice(None), count=None):
+    """Our loss on some rows as a worker has them: without padding, prompts of two tokens."""
+    lengths = (batch["response_mask"].cumsum(1).argmax(1) + 1)[rows].tolist()
+    size = len(lengths)
+    whole = [
+        torch.cat([torch.zeros(1), v[:n], torch.zeros(1)])
+        for v, n in zip(update["values"][rows], lengths)
+    ]
+    fields = {
+        "macro_ids": segments.ids,
+        "response_mask": batch["response_mask"],
+        "values": batch["values"],
+        "returns": update["returns"],
+        "responses": batch["responses"],
+    }
+    data = TensorDict({k: nested(x[rows], lengths) for k, x in fields.items()}, batch_size=size)
+    data["prompts"] = torch.nested.as_nested_tensor(
+        [torch.zeros(2).long()] * size, layout=torch.jagged
+    )
+    count = int(segments.macro_mask.sum()) if count is None else count
+    verl_losses.tensordict_utils.assign_non_tensor(
+        data, dp_size=1, batch_num_tokens=1, global_batch_size=B, **{verl_losses.COUNT: count}
+    )
+    config = FSDPCriticConfig(
+        strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1, cliprange_value=0.2
+    )
+    output = {"values": torch.nested.as_nested_tensor(whole, layout=torch.jagged)}
+    return verl_losses.macro_value_loss(config, output, data, sigma=sigma)[0]
+
+
+@pytest.mark.parametrize("sigma", ["equal", "start"])
+def test_the_macro_value_loss_is_that_of_the_core_and_micro_batches_add_up(batch, update, sigma):
+    segments = update["segments"]
+    expected = ppo_value_loss(
+        update["values"],
+        batch["values"],
+        update["returns"],
+        segments.mask,
+        clip=0.2,
+        level="macro",
+        sigma=sigma,
+        segments=segments,
+    )
+    torch.testing.assert_close(value_loss(batch, update, segments, sigma), expected)
+    parts = [value_loss(batch, update, segments, sigma, slice(i, i + 2)) for i in (0, 2, 4)]
+    torch.testing.assert_close(sum(parts), expected)
+
+
+def test_macro_actions_are_read_from_a_batch_of_verls(batch, update):
+    lengths = (batch["response_mask"].cumsum(1).argmax(1) + 1).tolist()
+    fields = {"macro_ids": update["segments"].ids, "response_mask": batch["response_mask"]}
+    data = TensorDict({k: nested(x, lengths) for k, x in fields.items()}, batch_size=B)
+    found = verl_losses.read_segments(data)
+    assert isinstance(found, Segments)
+    assert torch.equal(found.macro_mask.sum(1), update["segments"].macro_mask.sum(1))
+    assert torch.equal(found.starts, update["segments"].starts[:, : found.mask.shape[1]])

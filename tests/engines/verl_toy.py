@@ -1,0 +1,168 @@
+"""A tiny policy, critic, prompts and reward on disk, and verl's whole command over them."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    return sum(letter == "e" for letter in solution_str) / max(len(solution_str), 1)
+"""
+
+
+def write_toy(folder: Path) -> Path:
+    import pandas
+    import torch
+    from transformers import AutoModelForTokenClassification
+
+    from marlhf.models.tiny import tiny_model, tiny_tokenizer
+
+    torch.manual_seed(0)
+    tiny_model().save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    critic = AutoModelForTokenClassification.from_pretrained(folder / "model", num_labels=1)
+    torch.nn.init.normal_(critic.score.weight, std=0.02)
+    torch.nn.init.zeros_(critic.score.bias)
+    critic.save_pretrained(folder / "critic")
+    tiny_tokenizer().save_pretrained(folder / "critic")
+    rows = [
+        {
+            "data_source": "toy",
+            "prompt": [{"role": "user", "content": f"The fox number {i} ran."}],
+            "ability": "toy",
+            "reward_model": {"style": "rule", "ground_truth": "the"},
+            "extra_info": {"index": i},
+        }
+        for i in range(64)
+    ]
+    pandas.DataFrame(rows).to_parquet(folder / "train.parquet")
+    pandas.DataFrame(rows[:4]).to_parquet(folder / "val.parquet")
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def overrides(toy: Path, out: Path, *, batch: int = 16, slots: int = 1) -> list[str]:
+    """What makes verl small, and run on a CPU without flash attention."""
+    engines = {
+        "actor_rollout_ref.actor": "fsdp_config",
+        "actor_rollout_ref.ref": "fsdp_config",
+        "critic": "fsdp",
+    }
+    small = []
+    for role, config in engines.items():
+        small += [f"{role}.{config}.use_torch_compile=False"]
+        small += [f"+{role}.{config}.mixed_precision.param_dtype=fp32"]
+    for model in ("actor_rollout_ref.model", "critic.model"):
+        small += [f"{model}.use_remove_padding=False"]
+        small += [f"{model}.enable_gradient_checkpointing=False"]
+        small += [f"+{model}.override_config.attn_implementation=sdpa"]
+    for role in ("actor_rollout_ref.actor", "critic"):
+        small += [f"{role}.strategy=fsdp2", f"{role}.optim.lr=1e-3"]
+        small += [f"{role}.ppo_mini_batch_size={batch // 2}"]
+        small += [f"{role}.ppo_micro_batch_size_per_gpu=4"]
+    return [
+        *small,
+        f"data.train_files={toy}/train.parquet",
+        f"data.val_files={toy}/val.parquet",
+        f"data.train_batch_size={batch}",
+        "data.max_prompt_length=32",
+        "data.max_response_length=24",
+        "data.dataloader_num_workers=0",
+        f"actor_rollout_ref.model.path={toy}/model",
+        f"critic.model.path={toy}/critic",
+        "actor_rollout_ref.actor.use_torch_compile=False",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.rollout.agent.num_workers=1",
+        "actor_rollout_ref.rollout.free_cache_engine=False",
+        "actor_rollout_ref.rollout.load_format=auto",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
+        "algorithm.lam=0.95",
+        "reward.num_workers=1",
+        f"reward.custom_reward_function.path={toy}/reward.py",
+        "trainer.device=cpu",
+        f"trainer.n_gpus_per_node={slots}",
+        "trainer.nnodes=1",
+        "trainer.logger=[console]",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+        "trainer.save_freq=-1",
+        "trainer.resume_mode=disable",
+        f"trainer.default_local_dir={out}/checkpoints",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        "ray_kwargs.ray_init.num_cpus=32",  # logical slots, not cores
+        f"+ray_kwargs.ray_init.num_gpus={slots}",
+        "+ray_kwargs.ray_init.include_dashboard=False",
+        "+ray_kwargs.ray_init._node_ip_address=127.0.0.1",
+        f"hydra.run.dir={out}/hydra",
+    ]
+
+
+def run_verl(
+    toy: Path,
+    out: Path,
+    *words: str,
+    slots: int = 1,
+    batch: int = 16,
+    kill_after: int | None = None,
+) -> dict[int, dict[str, float]]:
+    """`marlhf verl` in a namespace whose only network is its own loopback; metrics by step.
+
+    `kill_after` ends the whole process group with SIGKILL once that step has been logged.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    here = Path(__file__).parent
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "HF_HUB_OFFLINE": "1",
+        "HF_GATHER": str(batch // slots),
+        "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
+        "VERL_PLATFORM": "cpu",
+        "VERL_ENGINE_DEVICE": "cuda",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "HYDRA_FULL_ERROR": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    shell = 'ip link set lo up; exec "$@"'
+    marlhf = [sys.executable, "-m", "marlhf", "verl"]
+    command = ["unshare", "-n", "--kill-child", "-fp", "--mount-proc", "bash", "-c", shell, "_"]
+    command += [*marlhf, *overrides(toy, out, batch=batch, slots=slots), *words]
+    metrics: dict[int, dict[str, float]] = {}
+    with (out / "log.txt").open("a") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            for line in process.stdout:
+                log.write(line)
+                if found := re.search(r"step:(\d+) - (.*)", line):
+                    metrics[int(found[1])] = read_metrics(found[2])
+                    if int(found[1]) == kill_after:
+                        os.killpg(process.pid, signal.SIGKILL)
+        finally:
+            if process.poll() is None and sys.exc_info()[0] is not None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if kill_after is None and process.returncode:
+        raise RuntimeError("".join((out / "log.txt").read_text().splitlines(True)[-60:]))
+    (out / "metrics.json").write_text(json.dumps(metrics, indent=1))
+    return metrics
+
+
+def read_metrics(text: str) -> dict[str, float]:
+    numbers = re.findall(r"([\w/@.-]+):(?:np\.\w+\()?(-?[\d.]+(?:e[+-]?\d+)?)", text)
+    return {name: float(value) for name, value in numbers}
