@@ -29,6 +29,7 @@ from marlhf.core import (
     rloo_advantages,
     segment,
     shape_rewards,
+    tree_advantages,
     whiten,
 )
 
@@ -116,6 +117,21 @@ def test_boundary_advantages_and_agreement_compile_as_one_graph(inputs):
     compiled = torch.compile(compare, fullgraph=True, backend="aot_eager", dynamic=False)
     for got, wanted in zip(compiled(responses, values), compare(responses, values)):
         torch.testing.assert_close(got, wanted, equal_nan=True)
+
+
+@pytest.mark.parametrize("baseline", ["leave_one_out", "group"])
+def test_tree_advantages_compile_as_one_graph(inputs, baseline):
+    responses, _, values = inputs
+    rewards = values.repeat_interleave(4, dim=0)
+    levels = torch.arange(values.shape[1]).ge(6).long().expand_as(rewards)
+    mask = responses.mask.repeat_interleave(4, dim=0)
+
+    def credit(rewards, levels, mask):
+        segments = Segments.from_starts(levels != levels.roll(1, dims=1), mask)
+        return tree_advantages(rewards, (2, 2), levels, segments, baseline=baseline)
+
+    compiled = torch.compile(credit, fullgraph=True, backend="aot_eager", dynamic=False)
+    torch.testing.assert_close(compiled(rewards, levels, mask), credit(rewards, levels, mask))
 
 
 @pytest.mark.slow

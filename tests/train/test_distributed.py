@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from marlhf import trainers
-from marlhf.core import Constituents, RandomNGram
+from marlhf.core import Constituents, NGram, RandomNGram
 from marlhf.data import DataConfig
 from marlhf.rollout import Sampling
 from marlhf.train.stages import METHODS
@@ -54,6 +54,7 @@ RUNS = {kind: (kind, {}) for kind in METHODS} | {
     "uneven": ("ppo", {"batch_size": 3, "num_mini_batches": 1}),
     "few": ("ppo", {"batch_size": 1, "num_mini_batches": 1, "eval_prompts": 1}),
     "few-pairs": ("reward", {"batch_size": 1}),
+    "tree": ("rloo", {"num_samples": 4, "tree": (2, 2), "segmenter": NGram(2)}),
     "constituents": ("ppo", {"segmenter": Constituents(max_length=6)}),
 }
 """What one process and two must do alike: each kind of stage, odd batches, a parser."""

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from conftest import assert_close, read_lines
 from marlhf.configs.model import LoRA
+from marlhf.core import NGram
 from marlhf.data import DataConfig, Row
 from marlhf.models.adapters import AdaptedLanguageModel, AdaptedScalarModel
 from marlhf.models.base import ModelError
@@ -505,3 +506,12 @@ def test_two_processes_equal_one(shared, tmp_path):
     name = "model/adapter/adapter_model.safetensors"
     files = [Path(config.output_dir) / name for config in (shared.config, two)]
     torch.testing.assert_close(*map(load_file, files), rtol=1e-2, atol=1e-3)
+
+
+def test_a_tree_of_samples_branches_from_the_adapted_policy(alone, tmp_path):
+    models = {"model": str(alone.sft.model), "reward_model": str(alone.reward.model)}
+    changes = {"lora": LoRA(r=2, alpha=8), "tree": (2, 2), "segmenter": NGram(2), "num_steps": 2}
+    run = train("rloo", settings("rloo", tmp_path / "tree", **changes, **models))
+    lines = [x for x in read_lines(run.path) if x["kind"] == "train"]
+    assert max(x["rl/logprob_gap"] for x in lines) < 1e-4
+    assert abs(lines[1]["rl/kl"]) > 1e-3

@@ -21,10 +21,11 @@ from marlhf.configs.guards import Guards
 from marlhf.core import RandomNGram
 from marlhf.models.base import ModelError
 from marlhf.reward import RewardModel
+from marlhf.rollout import Sampling
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
 from marlhf.settings import to_raw
-from marlhf.train import checkpoint, ppo, reward, sft
+from marlhf.train import checkpoint, ppo, reward, rloo, sft
 from marlhf.train.held_out import HeldOutEvaluation
 from marlhf.train.interrupts import Stopped
 
@@ -85,6 +86,30 @@ def test_a_killed_run_resumes_identically(ppo_config):
     assert "resuming from step" in errors
     assert everything(unbroken.output_dir) == everything(broken.output_dir)
     assert weights(unbroken.output_dir) == weights(broken.output_dir)
+
+
+def test_a_killed_tree_resumes_identically(parents, tmp_path):
+    configs = [
+        rloo.RLOOConfig(
+            model=str(parents / "sft" / "model"),
+            reward_model=str(parents / "reward" / "model"),
+            output_dir=str(tmp_path / name),
+            tree=(2, 2),
+            segmenter=RandomNGram(lengths=(1, 2, 3)),
+            sampling=Sampling(max_new_tokens=8),
+            eval_prompts=2,
+            **{**SHORT, "batch_size": 2},
+        )
+        for name in ("unbroken", "broken")
+    ]
+    rloo.train(configs[0])
+    process = start(configs[1], "rloo")
+    wait_for_step(configs[1].output_dir, 2, process)
+    process.kill()
+    process.communicate()
+    rloo.train(configs[1])
+    assert everything(configs[0].output_dir) == everything(configs[1].output_dir)
+    assert weights(configs[0].output_dir) == weights(configs[1].output_dir)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import log_softmax
 
 from conftest import TOY, assert_close, read_lines
-from marlhf.core import NGram, RandomNGram, Segments
+from marlhf.core import NGram, Perplexity, RandomNGram, Segments, Words
 from marlhf.models.forward import Sequences
 from marlhf.models.load import load_policy
 from marlhf.models.tiny import tiny_tokenizer
@@ -271,11 +271,96 @@ def test_one_held_out_prompt_has_samples_too(rloo_config):
         ({"num_samples": 1}, "num_samples must be at least 2, for a response is compared"),
         ({"num_samples": 0}, "num_samples must be at least 2"),
         ({"num_mini_batches": 3}, "must divide"),
+        ({"tree": (4, 1)}, r"at least 2 branches, .* got tree: \[4, 1\]. Leave out levels of 1"),
+        ({"tree": ()}, "at least 2 branches"),
+        ({"tree": (4, 4)}, "gives 16 responses to a prompt, but num_samples is 3. Leave"),
+        ({"tree": (2,) * 13, "num_samples": 4}, "at most 12 tokens has no room for the 13 levels"),
+        ({"tree": (2, 2), "num_samples": 4}, "one action a response has none. Set segmenter"),
     ],
 )
 def test_settings_that_make_no_sense(rloo_config, change, message):
     with pytest.raises(ValueError, match=message):
         rloo_config(**change)
+
+
+def test_a_tree_of_one_level_is_rloo_bit_for_bit(rloo_config):
+    for name, changes in {
+        "rloo": {"segmenter": NGram(5)},
+        "grpo": {"baseline": "group", "kl_in": "loss", "ratio": "macro_mean"},
+        "random": {"segmenter": RandomNGram(lengths=(1, 2, 3)), "num_mini_batches": 2},
+    }.items():
+        changes |= {"num_samples": 4, "num_steps": 1, "eval_prompts": 0}
+        plain = run(rloo_config(f"{name}-plain", **changes))
+        tree = run(rloo_config(f"{name}-tree", tree=(4,), **changes))
+        assert_close(plain, tree, 0)
+
+
+TREES = {
+    "ngram": {"segmenter": NGram(2), "tree": (2, 2, 2)},
+    "lengths": {"segmenter": RandomNGram(lengths=(1, 2, 3)), "num_mini_batches": 2},
+    "perplexity": {"segmenter": Perplexity(), "baseline": "group", "kl_in": "loss"},
+    "words": {"segmenter": Words(), "ratio": "token"},
+}
+
+
+def tree_config(make, name: str, **changes) -> rloo.RLOOConfig:
+    settings = {"num_samples": 4, "tree": (2, 3), "batch_size": 2, **TREES[name]}
+    return make(changes.pop("folder", name), **{**settings, **changes})
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_every_sampled_token_of_a_tree_is_trained_once(rloo_config, monkeypatch, name):
+    config, seen = tree_config(rloo_config, name, num_steps=1), []
+    real = rloo.update
+
+    def update(found, credit, *rest):
+        seen.append((found, credit))
+        return real(found, credit, *rest)
+
+    grown = []
+    grow = rloo.grow_tree
+    monkeypatch.setattr(rloo, "update", update)
+    monkeypatch.setattr(rloo, "grow_tree", lambda *args: grown.append(grow(*args)) or grown[-1])
+    [train] = [x for x in run(config) if x["kind"] == "train"]
+    [(rollout, tree)], [(own, credit)] = grown, seen
+    assert len(rollout.responses) == 2 * math.prod(config.tree)
+    levels = tree.levels(max(map(len, rollout.responses)))
+    num_tokens = 0  # of each node, at the first of its leaves
+    for level in range(len(config.tree)):
+        size = math.prod(config.tree[level + 1 :])
+        for leaf in range(0, len(rollout.responses), size):
+            num_tokens += int((levels[leaf, : len(rollout.responses[leaf])] == level).sum())
+    assert sum(own.sequences.lengths) == num_tokens
+    assert max(tree.begins) > 0  # something branched
+    segments = credit.segments.validate()
+    assert (segments.mask == own.sequences.mask).all()
+    # Log-probs of sampling, which belong to the parent up to the branch, are those of training.
+    if own.old_logprobs is None:
+        assert train["rl/logprob_gap"] < 1e-5
+    else:  # several updates, so the metric has the policy's movement in it
+        torch.testing.assert_close(own.logprobs, own.old_logprobs, atol=1e-5, rtol=0)
+    whole = {tuple(response) for response in rollout.responses}
+    ids = own.sequences.ids.tolist()
+    totals = own.sequences.total_lengths
+    assert all(any(tuple(ids[i][t - len(w) : t]) == w for w in whole) for i, t in enumerate(totals))
+
+
+def test_siblings_continue_the_same_beginning(rloo_config, monkeypatch):
+    grown = []
+    grow = rloo.grow_tree
+    monkeypatch.setattr(rloo, "grow_tree", lambda *args: grown.append(grow(*args)) or grown[-1])
+    run(tree_config(rloo_config, "ngram", num_steps=1))
+    [(rollout, tree)] = grown
+    for level in range(2):
+        size = 2 ** (2 - level)  # leaves below a node
+        for first in range(0, len(rollout.responses), size):
+            group = rollout.responses[first : first + size]
+            cut = int(tree.cuts[first, level])
+            assert len({tuple(response[:cut]) for response in group}) == 1
+            if cut < 12:
+                assert cut % 2 == 0  # a macro boundary
+                assert len({tuple(response) for response in group}) > 1
+    assert len(tree.leaves) == len(set(tree.leaves)) == len(tree.begins)
 
 
 def trl_trainer(logprobs: torch.Tensor, **attributes):

@@ -7,6 +7,7 @@ from marlhf.core.advantages import (
     macro_gae,
     pool_rewards,
     rloo_advantages,
+    tree_advantages,
 )
 from marlhf.core.agreement import Agreement, gradient_agreement, jackknife_error
 from marlhf.core.losses import dpo_loss, ppo_policy_loss, ppo_value_loss, reward_loss, sft_loss
@@ -64,5 +65,6 @@ __all__ = [
     "segment",
     "sft_loss",
     "shape_rewards",
+    "tree_advantages",
     "whiten",
 ]

@@ -5,6 +5,8 @@ Axes: B rows, T response tokens, M macro actions.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -191,6 +193,85 @@ def group_advantages(
         return _by_row(to_go, mean, None, segments)
     deviation = total.std(dim=1, keepdim=True).expand_as(total).reshape(-1) + eps
     return _by_row(to_go, mean, deviation, segments)
+
+
+def tree_advantages(
+    rewards: Tensor,  # [B, T], one row per leaf, with its whole response
+    tree: Sequence[int],  # children of each node, level by level
+    levels: Tensor,  # [B, T] int64, the level of the tree that each token belongs to, from 0
+    segments: Segments,
+    *,
+    gamma: float = 1.0,
+    baseline: Literal["leave_one_out", "group"] = "leave_one_out",
+    scale: bool = True,
+    eps: float = 1e-4,
+) -> Tensor:
+    """Each segment of a tree of responses against its siblings: [B, T].
+
+    A node is a segment of a response: what was sampled between two branches. Its value is its own
+    reward plus the mean value of its children,
+
+        G(v) = r(v) + 1/k sum_c G(c),
+
+    and its advantage compares G(v) with its siblings, which continue the same tokens: with their
+    mean (`leave_one_out`), or with the mean of all of them in units of their deviation (`group`,
+    `scale`). So an early segment is judged by the average of all leaves below it, with less noise
+    than from one response, and a late one only by what it decided. Macro actions within a segment
+    are credited with the reward still to come, as in `rloo_advantages`; `gamma` as there.
+
+    Leaves come in depth-first order, prod(tree) per prompt. Leaves below a node agree in its
+    tokens, rewards and macro actions, and no macro action lies in two levels. A response that
+    ended before a branch fills all leaves below it: its later levels have no tokens.
+
+    >>> rewards = torch.tensor([[0.0, 1.0], [0.0, 3.0], [0.0, 5.0], [0.0, 5.0]])
+    >>> levels = torch.tensor([[0, 1]] * 4)
+    >>> segments = Segments(levels, torch.ones(4, 2).bool())
+    >>> tree_advantages(rewards, [2, 2], levels, segments)  # the two halves: 2 and 5
+    tensor([[-3., -2.],
+            [-3.,  2.],
+            [ 3.,  0.],
+            [ 3.,  0.]])
+    """
+    check_tokens(segments.mask, rewards=rewards)
+    check_choice("baseline", baseline, ("leave_one_out", "group"))
+    _check_discounts(gamma=gamma)
+    if not tree or min(tree) < 2 or len(rewards) % math.prod(tree):
+        raise ValueError(
+            "Each level of a tree needs at least 2 children, and the number of leaves must divide "
+            f"the number of rows; got {list(tree)} for {len(rewards)} rows."
+        )
+    by_macro = segments.sum(rewards)
+    exists = segments.macro_mask
+    macro_levels = segments.first(levels.to(rewards.dtype))  # [B, M]
+    advantages = torch.zeros_like(by_macro)
+    values = by_macro.new_zeros(len(by_macro))  # [B], of the node one level below
+    for level in reversed(range(len(tree))):
+        num_leaves = math.prod(tree[level + 1 :])  # below a node of this level
+        here = exists & (macro_levels == level)
+        last = here & ~pad(here[:, 1:], (0, 1))
+        first = here & ~pad(here[:, :-1], (1, 0))
+        following = (
+            values.view(-1, num_leaves)
+            .mean(dim=1)
+            .repeat_interleave(num_leaves, output_size=len(values))
+        )
+        rewards_here = torch.where(here, by_macro, 0.0)
+        if num_leaves > 1:
+            rewards_here = rewards_here + torch.where(last, gamma * following[:, None], 0.0)
+        to_go = _discounted_to_go(rewards_here, gamma)
+        values = torch.where(first, to_go, 0.0).sum(dim=1)
+        siblings = values.view(-1, tree[level], num_leaves)
+        if baseline == "leave_one_out":
+            others = (siblings.sum(dim=1, keepdim=True) - siblings) / (tree[level] - 1)
+            centred = to_go - others.reshape(-1, 1)
+        else:
+            mean = siblings.mean(dim=1, keepdim=True).expand_as(siblings)
+            centred = to_go - mean.reshape(-1, 1)
+            if scale:
+                deviation = siblings.std(dim=1, keepdim=True).expand_as(siblings)
+                centred = centred / (deviation.reshape(-1, 1) + eps)
+        advantages = torch.where(here, centred, advantages)
+    return segments.spread(advantages)
 
 
 def _group_returns(

@@ -94,10 +94,23 @@ def rollout_and_score(
     clock: Clock,
 ) -> Experience:
     """Sample a response to each prompt; score them by the reward and by the reference."""
+    rollout = sample_responses([e.prompt for e in examples], models, config.sampling, seeds)
+    clock.mark("rollout")
+    return score_rollout(examples, rollout, models, config, normalise, clock)
+
+
+@torch.no_grad()
+def score_rollout(
+    examples: list[Example],
+    rollout: Rollout,
+    models: Models,
+    config: RLConfig,
+    normalise: Callable[[Tensor], Tensor],
+    clock: Clock,
+) -> Experience:
+    """Score sampled responses by the reward and by the reference."""
     prompts = [e.prompt for e in examples]
     world, device = models.world, models.world.device
-    rollout = sample_responses(prompts, models, config.sampling, seeds)
-    clock.mark("rollout")
     # Parsers run in processes of their own, while the models score on this one.
     parse = models.parsing and models.parsing.begin(rollout.responses)
     raw_scores = models.reward(prompts, rollout.responses, [e.row for e in examples])
@@ -129,6 +142,17 @@ def rollout_and_score(
         spans,
         eos_penalty,
     )
+
+
+@torch.no_grad()
+def reference_logprobs(sequences: Sequences, models: Models, config: RLConfig) -> Tensor:
+    """Log-probs of the response tokens under the reference, [B, T], by a pass of their own."""
+    logprobs = torch.zeros(sequences.mask.shape, device=sequences.mask.device)
+    for micro in micro_batches(sequences, 2 * config.token_budget, models.world):
+        with autocast(models.world.device, config.precision):
+            stats = token_stats(models.reference, micro.sequences, config.sampling.scale)
+        micro.add(logprobs, stats.logprobs)
+    return models.world.sum(logprobs)
 
 
 def sample_responses(

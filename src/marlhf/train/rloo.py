@@ -2,7 +2,8 @@
 
 Each step: sample `num_samples` responses to each prompt, score them, compare each with the others
 to the same prompt, update the policy. With one action per response (the default) this is RLOO;
-shorter macro actions are credited with their reward-to-go.
+shorter macro actions are credited with their reward-to-go. With `tree` responses branch at macro
+boundaries, and each segment is compared with the others that continue the same beginning.
 
 Axes: B rows, T response tokens, M macro actions. Rows come prompt by prompt.
 """
@@ -38,6 +39,7 @@ from marlhf.train.experience import (
     micro_batches,
     mini_batches,
     rollout_and_score,
+    score_rollout,
 )
 from marlhf.train.loop import open_run
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
@@ -48,6 +50,7 @@ from marlhf.train.rl_run import RLRun
 from marlhf.train.rl_warnings import SamplingWatch, warn_about_sampling
 from marlhf.train.rloo_config import RLOOConfig
 from marlhf.train.timing import Clock, to_numbers
+from marlhf.train.tree_rollout import Tree, grow_tree
 
 
 def train(config: RLOOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
@@ -67,12 +70,20 @@ def train(config: RLOOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             evaluation(0, rl.kl.coef)
         for step in loop:
             clock = Clock(world.device)
-            batch = [e for e in rl.prompts(step) for _ in range(config.num_samples)]
-            seeds = rl.response_seeds(len(batch))
-            experience = rollout_and_score(
-                batch, models, config, seeds, evaluation.normalise, clock
-            )
-            credit = assign_credit(experience, models, config, rl.kl.coef, rl.shuffler)
+            prompts, tree = rl.prompts(step), None
+            batch = [e for e in prompts for _ in range(config.responses_per_prompt)]
+            if config.tree is None:
+                seeds = rl.response_seeds(len(batch))
+                experience = rollout_and_score(
+                    batch, models, config, seeds, evaluation.normalise, clock
+                )
+            else:
+                rollout, tree = grow_tree(prompts, models, config, rl.response_seeds, rl.shuffler)
+                clock.mark("rollout")
+                experience = score_rollout(
+                    batch, rollout, models, config, evaluation.normalise, clock
+                )
+            credit = assign_credit(experience, models, config, rl.kl.coef, rl.shuffler, tree)
             check_finite(
                 [
                     ("the scores", experience.scores),
@@ -82,12 +93,13 @@ def train(config: RLOOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             )
             clock.mark("credit")
             optimizer, rate = rl.optimizers["policy"], rl.rates(step)["policy"]
-            metrics = update(
-                experience, credit, models, optimizer, config, rl.kl.coef, rate, rl.shuffler
-            )
+            trained = experience, credit
+            if tree is not None:  # leaves share tokens, and each is trained once
+                trained = tree.own_tokens(experience, credit, models.tokenizer.pad_token_id)
+            metrics = update(*trained, models, optimizer, config, rl.kl.coef, rate, rl.shuffler)
             clock.mark("update")
             metrics |= batch_metrics(experience, credit, models, rl.kl.coef)
-            by_prompt = experience.scores.view(-1, config.num_samples)
+            by_prompt = experience.scores.view(-1, config.responses_per_prompt)
             metrics["rl/group_std"] = by_prompt.std(dim=1).mean()
             numbers = to_numbers(metrics) | clock.times(len(batch))
             sampling_watch(step, experience, numbers)
@@ -107,10 +119,16 @@ def assign_credit(
     config: RLOOConfig,
     kl_coef: float,
     shuffler: torch.Generator,
+    tree: Tree | None = None,
 ) -> Credit:
-    """What each macro action brought above the other responses to its prompt."""
-    credit = reward_to_go(experience, models, config, kl_coef, shuffler)
-    if config.baseline == "leave_one_out":
+    """What each macro action brought above the other responses to its prompt.
+
+    In a tree: above the other continuations of the same beginning.
+    """
+    credit = reward_to_go(experience, models, config, kl_coef, shuffler, tree)
+    if tree is not None:
+        advantages = tree.advantages(credit, config)
+    elif config.baseline == "leave_one_out":
         advantages = rloo_advantages(
             credit.rewards, config.num_samples, credit.segments, gamma=config.gamma
         )
@@ -145,10 +163,13 @@ def reward_to_go(
     config: RLOOConfig,
     kl_coef: float,
     shuffler: torch.Generator,
+    tree: Tree | None = None,
 ) -> Credit:
     """Rewards, macro actions and returns, without any baseline yet."""
     penalty = kl_coef if config.kl_in == "reward" else 0.0
     segmented = shape_and_segment(experience, models, config, penalty, shuffler)
+    if tree is not None:
+        segmented = replace(segmented, segments=tree.split(segmented.segments))
     # With lambda 1 and values of 0, generalised advantage estimation is the reward-to-go.
     zeros = torch.zeros_like(segmented.rewards)
     advantages, returns = macro_gae(

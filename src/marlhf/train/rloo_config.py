@@ -23,6 +23,9 @@ class RLOOConfig(RLConfig):
 
     num_samples: int = setting(4, on_card=True)
     """Responses to each prompt; batch_size counts prompts. The paper: 4."""
+    tree: tuple[int, ...] | None = setting(None, on_card=True)
+    """Branch responses at macro boundaries and compare siblings: [4, 4] samples 4 beginnings of a
+    response and continues each in 4 ways. The product replaces num_samples."""
     baseline: Literal["leave_one_out", "group"] = "leave_one_out"
     """What a response is held against: the mean of the others to its prompt (RLOO), or the mean
     of all of them in units of their deviation (GRPO)."""
@@ -45,6 +48,35 @@ class RLOOConfig(RLConfig):
                 "num_samples must be at least 2, for a response is compared with the others to "
                 f"its prompt; got {self.num_samples}. For one response a prompt, take ppo with "
                 "segmenter: {type: ngram, n: .inf}, which is REINFORCE with a critic's baseline."
+            )
+        if self.tree is not None:
+            self._check_tree(self.tree)
+
+    @property
+    def responses_per_prompt(self) -> int:
+        """Rows of each prompt in a batch: the leaves of its tree, or `num_samples`."""
+        return self.num_samples if self.tree is None else math.prod(self.tree)
+
+    def _check_tree(self, tree: tuple[int, ...]) -> None:
+        if not tree or min(tree) < 2:
+            raise SettingError(
+                "Each level of a tree needs at least 2 branches, for siblings are compared with "
+                f"each other; got tree: {list(tree)}. Leave out levels of 1."
+            )
+        if self.num_samples not in (RLOOConfig.num_samples, math.prod(tree)):
+            raise SettingError(
+                f"tree: {list(tree)} gives {math.prod(tree)} responses to a prompt, but "
+                f"num_samples is {self.num_samples}. Leave num_samples out."
+            )
+        if len(tree) > self.sampling.max_new_tokens:
+            raise SettingError(
+                f"A response of at most {self.sampling.max_new_tokens} tokens has no room for the "
+                f"{len(tree)} levels of tree: {list(tree)}. Raise sampling.max_new_tokens."
+            )
+        if len(tree) > 1 and getattr(self.segmenter, "n", 0) == math.inf:
+            raise SettingError(
+                f"tree: {list(tree)} branches at macro boundaries, and one action a response has "
+                "none. Set segmenter: {type: ngram, n: 5}, or another rule."
             )
 
 

@@ -1,0 +1,299 @@
+"""Responses that branch: trees of samples for RLOO and GRPO.
+
+Whole responses are sampled first. At each further level every response is cut at a macro boundary,
+and its beginning is continued in other ways; the native engine prefills each beginning once. What
+is sampled from the same beginning are siblings, which are compared with each other
+(`core.tree_advantages`).
+
+The cut is the first macro boundary at or after a share of the mean length of the batch: one half
+with two levels, thirds with three. So it depends on what comes before it and hardly on how the
+response ends, and the original continuation is a fair sample beside the new ones.
+
+Axes: B leaves, N sampled rows, T response tokens, L levels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from marlhf.core import (
+    NGram,
+    RandomNGram,
+    Responses,
+    Segments,
+    Sentences,
+    Surprise,
+    Turns,
+    Words,
+    segment,
+    tree_advantages,
+)
+from marlhf.models.forward import Sequences, send
+from marlhf.rollout.engine import Rollout
+from marlhf.spans.apply import explain_segmenter_errors
+from marlhf.train.experience import (
+    Credit,
+    Experience,
+    reference_logprobs,
+    sample_responses,
+)
+from marlhf.train.rl_models import Models
+from marlhf.train.rloo_config import RLOOConfig
+from marlhf.train.stage import Example
+
+NO_REFERENCE_RULES = (NGram, RandomNGram, Words, Sentences, Surprise, Turns)
+"""Rules that do not look at the reference's log-probs, which cost a pass at each level."""
+LENGTH_STEPS = 8
+"""The longest continuation is rounded up to this share of a response: each length that an engine
+samples at records CUDA graphs of its own."""
+
+
+@dataclass
+class Row:
+    """One sampled response: its parent's tokens up to `begins`, and its own after that."""
+
+    example: int
+    response: list[int]
+    logprobs: list[float]
+    ended: bool
+    begins: int
+    cuts: list[int]  # where its path branched, one per level after the first
+
+
+@dataclass(frozen=True)
+class Tree:
+    """How the leaves of a batch share tokens."""
+
+    branches: tuple[int, ...]
+    cuts: Tensor  # [B, L - 1], the first token of each level after the first
+    # One entry per sampled row: a leaf that shows it, and where its own tokens begin.
+    leaves: list[int]
+    begins: list[int]
+
+    def levels(self, width: int) -> Tensor:
+        """The level that each token belongs to: [B, T]."""
+        position = torch.arange(width, device=self.cuts.device)
+        return (position >= self.cuts[:, :, None]).sum(dim=1)
+
+    def split(self, segments: Segments) -> Segments:
+        """Start a macro action at each branch: rules that draw lengths may have none there."""
+        levels = self.levels(segments.mask.shape[1])
+        branches = levels != levels.roll(1, dims=1)
+        return Segments.from_starts(segments.starts | branches, segments.mask)
+
+    def advantages(self, credit: Credit, config: RLOOConfig) -> Tensor:
+        return tree_advantages(
+            credit.rewards,
+            self.branches,
+            self.levels(credit.rewards.shape[1]),
+            credit.segments,
+            gamma=config.gamma,
+            baseline=config.baseline,
+            scale=config.scale_group,
+        )
+
+    def own_tokens(
+        self, experience: Experience, credit: Credit, pad_id: int
+    ) -> tuple[Experience, Credit]:
+        """Each sampled token once: one row per sample, shared beginnings as part of its prompt."""
+        sequences, device = experience.sequences, experience.sequences.ids.device
+        ids = sequences.ids.tolist()
+        prompts: list[list[int]] = []
+        responses: list[list[int]] = []
+        for leaf, begin in zip(self.leaves, self.begins):
+            first = sequences.prompt_lengths[leaf] + begin
+            prompts.append(ids[leaf][:first])
+            responses.append(ids[leaf][first : sequences.total_lengths[leaf]])
+        own = Sequences.from_lists(prompts, responses, pad_id, device)
+        rows = send(torch.tensor(self.leaves), device)
+        begins = send(torch.tensor(self.begins), device)[:, None]
+        columns = torch.where(own.mask, torch.arange(own.mask.shape[1], device=device) + begins, 0)
+
+        def take(x: Tensor) -> Tensor:
+            """[B, T] -> [N, own tokens]."""
+            return torch.where(own.mask, x[rows].gather(1, columns), 0)
+
+        macro_ids = take(credit.segments.ids)
+        macro_ids = torch.where(own.mask, macro_ids - macro_ids[:, :1], 0)
+        old_logprobs = experience.old_logprobs
+        return replace(
+            experience,
+            sequences=own,
+            normalised_scores=experience.scores[rows],
+            raw_scores=experience.raw_scores[rows],
+            ended=experience.ended[rows],
+            logprobs=take(experience.logprobs),
+            ref_logprobs=take(experience.ref_logprobs),
+            old_logprobs=None if old_logprobs is None else take(old_logprobs),
+            spans=None,
+            eos_penalty=0.0,  # it is in the scores
+        ), Credit(
+            take(credit.rewards),
+            Segments(macro_ids, own.mask),
+            take(credit.values),
+            take(credit.advantages),
+            take(credit.returns),
+        )
+
+
+@torch.no_grad()
+def grow_tree(
+    examples: list[Example],
+    models: Models,
+    config: RLOOConfig,
+    draw_seeds: Callable[[int], list[int]],
+    shuffler: torch.Generator,
+) -> tuple[Rollout, Tree]:
+    """Sample a tree for each prompt: the response of every leaf, and what leaves share.
+
+    A response that ends before a branch fills all leaves below it, so that every prompt has the
+    same number of leaves, and their mean is an unbiased estimate.
+    """
+    assert config.tree is not None
+    branches, device = config.tree, models.world.device
+    first = [i for i in range(len(examples)) for _ in range(branches[0])]
+    rollout = sample_responses(
+        [examples[i].prompt for i in first], models, config.sampling, draw_seeds(len(first))
+    )
+    rows = [
+        Row(i, response, logprobs[: len(response)], ended, 0, [])
+        for i, response, logprobs, ended in zip(
+            first, rollout.responses, rollout.logprobs.tolist(), rollout.ended.tolist()
+        )
+    ]
+    mean_length = sum(len(row.response) for row in rows) / len(rows)
+    leaves = list(range(len(rows)))
+    for level in range(1, len(branches)):
+        target = math.ceil(level / len(branches) * mean_length)
+        cuts = _find_cuts(rows, leaves, target, examples, models, config, shuffler)
+        children: dict[int, list[int]] = {}
+        parents: list[int] = []
+        for row, cut in cuts.items():
+            num_new = 0 if cut is None else branches[level] - 1
+            new = range(len(rows) + len(parents), len(rows) + len(parents) + num_new)
+            children[row] = [row, *new] if new else [row] * branches[level]
+            parents += [row] * num_new
+            # Past the end where it does not branch: later levels then have no tokens.
+            rows[row].cuts.append(config.sampling.max_new_tokens if cut is None else cut)
+        rows += _continue(rows, parents, examples, models, config, draw_seeds(len(parents)))
+        leaves = [child for row in leaves for child in children[row]]
+    shown = {row: leaf for leaf, row in reversed(list(enumerate(leaves)))}
+    at_leaves = [rows[row] for row in leaves]
+    tree = Tree(
+        branches,
+        send(torch.tensor([row.cuts for row in at_leaves], dtype=torch.int64), device),
+        [shown[row] for row in range(len(rows))],
+        [row.begins for row in rows],
+    )
+    width = max(len(row.response) for row in at_leaves)
+    logprobs = [row.logprobs + [0.0] * (width - len(row.response)) for row in at_leaves]
+    return Rollout(
+        [row.response for row in at_leaves],
+        send(torch.tensor(logprobs, dtype=torch.float32), device),
+        send(torch.tensor([row.ended for row in at_leaves]), device),
+    ), tree
+
+
+def _find_cuts(
+    rows: list[Row],
+    leaves: list[int],
+    target: int,
+    examples: list[Example],
+    models: Models,
+    config: RLOOConfig,
+    shuffler: torch.Generator,
+) -> dict[int, int | None]:
+    """Where each row at a leaf branches: None where no boundary comes after the target."""
+    numbers = list(dict.fromkeys(leaves))
+    chosen = [rows[i] for i in numbers]
+    starts = _macro_starts(chosen, examples, models, config, shuffler).tolist()
+    cuts: dict[int, int | None] = {}
+    for number, row, of_row in zip(numbers, chosen, starts):
+        least = max(target, row.cuts[-1] + 1 if row.cuts else 1)
+        places = range(least, len(row.response))
+        cuts[number] = next((place for place in places if of_row[place]), None)
+    return cuts
+
+
+def _macro_starts(
+    rows: list[Row],
+    examples: list[Example],
+    models: Models,
+    config: RLOOConfig,
+    shuffler: torch.Generator,
+) -> Tensor:
+    """Where the config's rule starts macro actions: [N, T]."""
+    responses, device = [row.response for row in rows], models.world.device
+    parse = models.parsing and models.parsing.begin(responses)
+    prompts = [examples[row.example].prompt for row in rows]
+    pad_id = models.tokenizer.pad_token_id
+    sequences = Sequences.from_lists(prompts, responses, pad_id, device)
+    ref_logprobs = None
+    if not isinstance(config.segmenter, NO_REFERENCE_RULES):
+        ref_logprobs = reference_logprobs(sequences, models, config)
+    width = sequences.mask.shape[1]
+    logprobs = [row.logprobs + [0.0] * (width - len(row.response)) for row in rows]
+    seeds = torch.randint(2**62, (len(rows),), generator=shuffler)
+    seen = Responses(
+        sequences.responses,
+        sequences.mask,
+        ref_logprobs=ref_logprobs,
+        spans=send(parse(), device) if parse else None,
+        vocabulary=models.vocabulary,
+        seeds=send(seeds, device),
+        logprobs=send(torch.tensor(logprobs, dtype=torch.float32), device),
+    )
+    with explain_segmenter_errors(config.segmenter):  # it may be the user's own code
+        return segment(config.segmenter, seen, split_last=config.split_last).starts
+
+
+def _continue(
+    rows: list[Row],
+    parents: list[int],
+    examples: list[Example],
+    models: Models,
+    config: RLOOConfig,
+    seeds: list[int],
+) -> list[Row]:
+    """A new continuation of each parent's beginning, up to its last cut."""
+    longest = config.sampling.max_new_tokens
+    positions = getattr(models.policy.config, "max_position_embeddings", None) or math.inf
+    unit = max(1, longest // LENGTH_STEPS)
+    prompts: list[list[int]] = []
+    by_length: dict[int, list[int]] = {}  # tokens to sample -> which of the parents
+    for i, parent in enumerate(parents):
+        row = rows[parent]
+        cut = row.cuts[-1]
+        prompts.append([*examples[row.example].prompt, *row.response[:cut]])
+        left = longest - cut
+        length = min(longest, left + -left % unit)
+        if len(prompts[-1]) + length > positions:
+            length = left
+        by_length.setdefault(length, []).append(i)
+    new: dict[int, Row] = {}
+    for length, chosen in sorted(by_length.items()):
+        rollout = sample_responses(
+            [prompts[i] for i in chosen],
+            models,
+            replace(config.sampling, max_new_tokens=length),
+            [seeds[i] for i in chosen],
+        )
+        logprobs, ended = rollout.logprobs.tolist(), rollout.ended.tolist()
+        for j, i in enumerate(chosen):
+            parent = rows[parents[i]]
+            cut = parent.cuts[-1]
+            own = rollout.responses[j][: longest - cut]
+            new[i] = Row(
+                parent.example,
+                parent.response[:cut] + own,
+                parent.logprobs[:cut] + logprobs[j][: len(own)],
+                ended[j] and len(own) == len(rollout.responses[j]),
+                cut,
+                list(parent.cuts),
+            )
+    return [new[i] for i in range(len(parents))]
