@@ -21,7 +21,7 @@ import typer
 from marlhf.cli import app
 from marlhf.judge.agreement import agreement
 from marlhf.judge.annotate import describe, export, export_votes, open_votes
-from marlhf.judge.annotate.store import Store, VoteError, clean_name
+from marlhf.judge.annotate.store import Remarks, Store, VoteError, clean_name
 from marlhf.judge.annotate.tasks import GUIDES, Comparison, a_is_left
 from marlhf.judge.compare import judge
 from marlhf.judge.criteria import TASKS
@@ -558,7 +558,7 @@ def test_nothing_that_is_sent_names_a_run(tmp_path):
 
 
 def test_pages_come_with_a_strict_policy(site):
-    for path in ("/", "/page.js", "/api/guide", "/nowhere"):
+    for path in ("/", "/page.js", "/markdown.js", "/api/guide", "/nowhere"):
         _, content, headers = site.ask("GET", path)
         policy = headers["content-security-policy"]
         assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; ")
@@ -569,7 +569,56 @@ def test_pages_come_with_a_strict_policy(site):
         assert "//" not in re.sub(r"^\s*//.*$| // .*$", "", str(content), flags=re.M)  # no address
     html = site.ask("GET", "/")[1]
     assert not re.search(r"<script(?! src=\"/page.js\" defer)|<style| style=| on\w+=", html)
-    assert "innerHTML" not in site.ask("GET", "/page.js")[1]
+    for path in ("/page.js", "/markdown.js"):
+        assert "innerHTML" not in site.ask("GET", path)[1]
+        assert "href" not in site.ask("GET", path)[1]
+
+
+def test_remarks_are_kept_with_the_vote_and_exported(votes, tmp_path):
+    first = votes.state("Ann").pair
+    votes.vote("Ann", first, "left", remarks=Remarks(3, True, "=1+1 is odd"))
+    votes.vote("Ann", votes.state("Ann").pair, "tie", remarks=Remarks(2, False, ""))
+    votes.vote("Ann", votes.state("Ann").pair, "right")
+    export(votes, tmp_path / "out")
+    rows = list(csv.DictReader((tmp_path / "out" / f"{votes.path.stem}.csv").open()))
+    found = [(row["strength"], row["flag"], row["note"]) for row in rows]
+    # A tie has no strength, and no note is a formula.
+    assert found == [("3", "yes", "'=1+1 is odd"), ("", "", ""), ("", "", "")]
+    votes.undo("Ann")
+    assert [event.note for event in votes.standing("Ann")] == ["=1+1 is odd", ""]
+
+
+def test_a_database_without_remarks_opens(votes):
+    votes.vote("Ann", votes.state("Ann").pair, "left")
+    votes._db.execute("DROP TABLE remarks")
+    again = Store(votes.path)
+    again.vote("Ann", again.state("Ann").pair, "left", remarks=Remarks(note="seen"))
+    assert [event.note for event in again.standing("Ann")] == [None, "seen"]
+    again.close()
+
+
+def test_pairs_are_shared_out_until_each_has_its_votes(files, tmp_path):
+    store = open_votes(files, seed=1, votes=2, database=tmp_path / "v.sqlite")
+    total = len(store.shown)
+    orders = [
+        sorted(store.shown, key=lambda p, n=name: store.place(n, p)) for name in ("Ann", "Bob")
+    ]
+    assert orders[0] != orders[1]  # they begin apart
+    for name in ("Ann", "Bob"):
+        prefer(store, name, "new", count=total)
+    assert store.state("Cy").total == 0
+    store.undo("Ann")
+    assert store.state("Cy").total == 1
+    assert {e.pair for e in store.standing("Ann")} | {store.state("Cy").pair} == {*store.shown}
+    store.close()
+    again = open_votes(files, seed=1, database=tmp_path / "v.sqlite")
+    assert again.votes_each == 2
+    again.close()
+
+
+def test_without_sharing_everyone_votes_on_all(votes):
+    prefer(votes, "Ann", "new")
+    assert votes.state("Bob").total == len(votes.shown)
 
 
 PAIR = "known"  # stands for a pair that is asked

@@ -40,15 +40,15 @@ def rows(name):
 class Server:
     """`marlhf annotate` as a process of its own."""
 
-    def __init__(self, folder, port=0, host="127.0.0.1"):
+    def __init__(self, folder, port=0, host="127.0.0.1", files=None, options=()):
         for name in ("quince", "medlar"):
             file = folder / f"{name}.jsonl"
             word = {"quince": "One", "medlar": "Two"}[name]
             file.write_text("".join(json.dumps(row) + "\n" for row in rows(word)), "utf-8")
-        files = [str(folder / f"{name}.jsonl") for name in ("quince", "medlar")]
+        files = files or [folder / f"{name}.jsonl" for name in ("quince", "medlar")]
         self.database = folder / "votes.sqlite"
-        command = [sys.executable, "-m", "marlhf", "annotate", *files, "--task", "webgpt"]
-        command += ["--host", host, "--port", str(port), "--database", str(self.database)]
+        command = [sys.executable, "-m", "marlhf", "annotate", *map(str, files), "--task", "webgpt"]
+        command += [*options, "--host", host, "--port", str(port), "--database", str(self.database)]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.process.stderr is not None
         said = ""
@@ -153,6 +153,78 @@ def sit_down(browser, server):
     yield sit_down
     for person in people:
         person.close()
+
+
+MARKDOWN = """# Title <b>
+
+Some **bold** and `x < y` text.
+
+- one
+- two [link](javascript:alert(1))
+
+```python
+if a < b:
+    print("<script>")
+```
+"""
+
+
+def _format(page, text):
+    """The outline of a text as the page formats it: tags and texts."""
+    return page.evaluate(
+        """async (text) => {
+            const { markdown } = await import("/markdown.js");
+            const box = document.createElement("div");
+            box.append(...markdown(text));
+            return [box.textContent, [...box.querySelectorAll("*")].map((e) => e.localName)];
+        }""",
+        text,
+    )
+
+
+def test_markdown_is_formatted_and_only_text(sit_down):
+    ann = sit_down("Ann")
+    words, tags = _format(ann.page, MARKDOWN)
+    assert tags == ["h3", "p", "strong", "code", "ul", "li", "li", "pre", "code"]
+    assert 'if a < b:\n    print("<script>")' in words
+    assert "[link](javascript:alert(1))" in words
+    words, tags = _format(ann.page, HOSTILE + " ```\n" + HOSTILE)
+    assert not {"script", "img", "svg", "iframe", "style", "a"} & {*tags}
+    assert ann.faults == []
+
+
+def test_remarks_travel_with_the_vote_and_m_shows_the_raw_text(browser, tmp_path):
+    for name in ("one", "two"):
+        lines = [{"prompt": f"{i}?", "response": f"{name} **{i}**\n\n- a\n- b"} for i in range(2)]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / f"{name}.jsonl").write_text(text, "utf-8")
+    files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    server = Server(tmp_path, files=files, options=["--strength"])
+    ann = Person(browser, server, "Ann")
+    try:
+        ann.begin()
+        assert ann.page.locator("#left strong").count() == 1
+        ann.page.keyboard.press("m")
+        assert "**" in ann.text("left")
+        assert ann.page.locator("#left strong").count() == 0
+        ann.page.keyboard.press("e")
+        ann.page.keyboard.press("f")
+        ann.page.keyboard.press("n")
+        ann.page.keyboard.type("1 is odd")  # no vote while typing
+        ann.page.keyboard.press("Enter")
+        ann.press("1")
+        assert "**" in ann.text("left")  # raw stays raw
+        assert ann.page.locator("#note").input_value() == ""
+        assert not ann.page.locator("#flag").is_checked()
+        ann.press("2")
+        with sqlite3.connect(server.database, timeout=60) as db:
+            kept = db.execute("SELECT strength, flag, note FROM remarks").fetchall()
+        db.close()
+        assert kept == [(3, 1, "1 is odd")]
+        assert ann.faults == []
+    finally:
+        ann.close()
+        server.end()
 
 
 def test_voting_by_keyboard_to_the_end(sit_down, server):

@@ -230,6 +230,12 @@ def annotate(
     ],
     task: Annotated[str, typer.Option(help="Criteria: tldr, hh, webgpt, or a YAML file.")] = "hh",
     question: Annotated[str | None, typer.Option(help="A question of your own.")] = None,
+    strength: Annotated[
+        bool, typer.Option("--strength", help="People may say how much better.")
+    ] = False,
+    votes: Annotated[
+        int | None, typer.Option(min=0, help="People on each pair; 0 for everyone on all.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only so many prompts.")] = None,
     host: Annotated[
         str, typer.Option(help="Where to listen; with a token unless it is this machine.")
@@ -255,6 +261,8 @@ def annotate(
         runs,
         task=task,
         question=question,
+        strength=strength,
+        votes=votes,
         limit=limit,
         seed=seed,
         host=host,

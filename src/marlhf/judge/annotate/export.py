@@ -16,6 +16,7 @@ from marlhf.judge.verdicts import Judgement, write_verdicts
 from marlhf.runs.atomic import write_text
 
 COLUMNS = ("time", "annotator", "a", "b", "pair", "left", "choice", "verdict", "counts")
+COLUMNS += ("strength", "flag", "note")
 
 
 def export(store: Store, folder: Path | str | None = None) -> list[dict[str, Any]]:
@@ -70,13 +71,15 @@ def _judgements(store: Store, annotator: str, runs: Comparison) -> list[Judgemen
     votes = {pair: event for pair, event in last.items() if event.verdict}
     if not votes:
         return []
-    reached = max(last) if any(pair not in last for pair in store.shown) else "g"  # after all hex
+    is_done = all(pair in last for pair in store.shown)
+    # Places are hexadecimal: "g" is after all of them.
+    reached = "g" if is_done else max(store.place(annotator, pair) for pair in last)
     found: list[Judgement] = []
     for name, item in store.items.items():
         if item.runs != runs:
             continue
         texts = item.prompt, item.response_a, item.response_b
-        if item.same and name < reached:
+        if item.same and store.place(annotator, name) < reached:
             found.append(Judgement(*texts, "tie"))
         elif name in votes and (verdict := votes[name].verdict):
             found.append(Judgement(*texts, verdict, (verdict,)))
@@ -108,4 +111,10 @@ def _table(store: Store) -> str:
 def _row(event: Event, runs: Comparison, counts: bool) -> list[str]:
     left = runs.a if event.left_run == "a" else runs.b
     vote = [event.kind, event.verdict or "", "yes" if counts else "no"]
-    return [event.time, event.annotator, *runs, event.pair, left, *vote]
+    remarks = [str(event.strength or ""), "yes" if event.flag else "", _cell(event.note or "")]
+    return [event.time, event.annotator, *runs, event.pair, left, *vote, *remarks]
+
+
+def _cell(note: str) -> str:
+    """A note that a spreadsheet does not run as a formula."""
+    return f"'{note}" if note[:1] in ("=", "+", "-", "@", "\t", "\r") else note

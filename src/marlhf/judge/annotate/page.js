@@ -12,6 +12,14 @@ const CONFIRMATION = { // on a wide page, and on a narrow one, where one side is
   right: ["Right was better", "Second"],
   skip: ["Skipped: it is shown again at the end", "Skipped"],
 };
+const strong = (value) => () => {
+  const box = document.querySelector(`#strength input[value="${value}"]`);
+  if (!at("strength").hidden) box.checked = !box.checked;
+};
+const REMARK_KEYS = {
+  m: () => toggleRaw(), f: () => at("flag").click(), n: () => at("note").focus(),
+  q: strong(1), w: strong(2), e: strong(3),
+};
 const KEYS = { 1: "left", 2: "tie", 3: "right", s: "skip" };
 
 const at = (id) => document.getElementById(id);
@@ -20,6 +28,8 @@ let who = "";
 let pair = null;
 let guide = null;
 let canUndo = false;
+let format = null; // markdown.js, once it is loaded
+let isRaw = false; // whether Markdown is shown as it was written
 let seen = new Set(); // answers whose end was on the screen
 
 // What the browser stores, if it may: the name, and an action without an answer yet.
@@ -119,12 +129,8 @@ function render(state) {
   renderTurns(pair.prompt);
   at("reference-part").hidden = !pair.reference;
   at("reference").textContent = pair.reference;
-  for (const side of ["left", "right"]) {
-    const text = pair[side];
-    at(side).textContent = text.trim() ? text : "(empty)";
-    at(side).classList.toggle("empty", !text.trim());
-    at(side).scrollTop = 0;
-  }
+  renderAnswers();
+  clearRemarks();
   fold();
   window.scrollTo(0, 0);
   seen = new Set();
@@ -136,6 +142,41 @@ function render(state) {
   return setTimeout(() => {
     if (pair && pair.id === shown && document.body.dataset.state === "shown") setState("ready");
   }, PAUSE);
+}
+
+// Both answers in the same way: as Markdown where one of them has any, unless the raw text is wanted.
+function renderAnswers() {
+  const marked = format.isMarkdown(pair.left) || format.isMarkdown(pair.right);
+  at("raw").hidden = !marked;
+  at("raw").textContent = isRaw ? "M: show formatted" : "M: show as written";
+  for (const side of ["left", "right"]) {
+    const text = pair[side];
+    const formatted = marked && !isRaw && Boolean(text.trim());
+    if (formatted) at(side).replaceChildren(...format.markdown(text));
+    else at(side).textContent = text.trim() ? text : "(empty)";
+    at(side).classList.toggle("formatted", formatted);
+    at(side).classList.toggle("empty", !text.trim());
+    at(side).scrollTop = 0;
+  }
+}
+
+function toggleRaw() {
+  if (!pair || at("raw").hidden) return;
+  isRaw = !isRaw;
+  renderAnswers();
+  look();
+}
+
+function clearRemarks() {
+  for (const box of document.querySelectorAll(".remarks input")) box.checked = false;
+  at("note").value = "";
+}
+
+function remarks() {
+  const chosen = document.querySelector("#strength input:checked");
+  return {
+    strength: chosen ? Number(chosen.value) : null, flag: at("flag").checked, note: at("note").value.trim(),
+  };
 }
 
 function renderTurns(turns) {
@@ -192,7 +233,8 @@ function renderEnd(state) {
   show("end");
   delete document.body.dataset.pair;
   at("end-title").textContent = `Thank you, ${who}`;
-  at("counts").textContent = `You have compared all ${state.total} pairs.`;
+  at("counts").textContent = state.total
+    ? `You have compared all ${state.total} pairs.` : "Every pair has its votes already.";
   const counts = [["on the left were better", state.left], ["were ties", state.tie],
     ["on the right were better", state.right]];
   at("tally").replaceChildren(...counts.map(([words, count]) => {
@@ -218,7 +260,8 @@ function vote(choice) {
     at("confirmation").textContent = "Scroll down: read both first";
     return;
   }
-  send("/api/vote", { pair: pair.id, vote: choice }, CONFIRMATION[choice][narrow.matches ? 1 : 0]);
+  const fields = { pair: pair.id, vote: choice, ...remarks() };
+  send("/api/vote", fields, CONFIRMATION[choice][narrow.matches ? 1 : 0]);
 }
 
 function undo() {
@@ -239,8 +282,15 @@ window.addEventListener("resize", look);
 document.addEventListener("scroll", look, { passive: true, capture: true });
 document.addEventListener("keydown", (event) => {
   if (event.repeat || event.ctrlKey || event.metaKey || event.altKey) return;
-  if (event.target instanceof HTMLInputElement) return;
+  if (event.target instanceof HTMLInputElement && event.target.type === "text") {
+    if (event.target.id === "note" && ["Enter", "Escape"].includes(event.key)) event.target.blur();
+    return;
+  }
   const key = event.key.toLowerCase();
+  if (pair && key in REMARK_KEYS) {
+    event.preventDefault();
+    REMARK_KEYS[key]();
+  }
   if (key in KEYS) vote(KEYS[key]);
   if (key === "u") undo();
   const direction = { pagedown: 1, pageup: -1 }[key];
@@ -257,6 +307,7 @@ for (const button of document.querySelectorAll(".more")) {
     look();
   });
 }
+at("raw").addEventListener("click", toggleRaw);
 at("undo").addEventListener("click", undo);
 at("undo-last").addEventListener("click", undo);
 at("leave").addEventListener("click", leave);
@@ -268,10 +319,12 @@ at("who").addEventListener("submit", (event) => {
 });
 
 async function start() {
+  format = await import("/markdown.js");
   const reply = await ask("/api/guide");
   if (!reply.ok) return notice(reply.data.error);
   guide = reply.data;
   at("question").textContent = guide.question;
+  at("strength").hidden = !guide.strength;
   at("criteria").replaceChildren(...Object.entries(guide.criteria).map(([name, meaning]) => {
     const line = document.createElement("div");
     for (const [tag, words] of [["dt", name], ["dd", meaning]]) {

@@ -24,7 +24,7 @@ from fastapi.responses import FileResponse, JSONResponse, RedirectResponse
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException as AnyHTTPException
 
-from marlhf.judge.annotate.store import NoPair, State, Store, VoteError
+from marlhf.judge.annotate.store import LONGEST_NOTE, NoPair, Remarks, State, Store, VoteError
 from marlhf.judge.pairs import JudgeError
 
 HERE = Path(__file__).parent
@@ -33,6 +33,7 @@ FILES = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/markdown.js": ("markdown.js", "text/javascript; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 HEADERS = {
@@ -59,6 +60,9 @@ class Action(BaseModel):
 class Vote(Action):
     pair: str = Field(max_length=64)
     vote: Literal["left", "tie", "right", "skip"]
+    strength: Literal[1, 2, 3] | None = None
+    flag: bool = False
+    note: str = Field(default="", max_length=LONGEST_NOTE)
 
 
 def make_app(store: Store, token: str | None = None) -> FastAPI:
@@ -85,7 +89,8 @@ def make_app(store: Store, token: str | None = None) -> FastAPI:
     @app.post("/api/vote")
     def vote(body: Annotated[bytes, Depends(_body)]) -> dict[str, Any]:
         sent = _parsed(Vote, body)
-        return _shown(store, store.vote(sent.annotator, sent.pair, sent.vote, sent.action))
+        remarks = Remarks(sent.strength, sent.flag, sent.note)
+        return _shown(store, store.vote(sent.annotator, sent.pair, sent.vote, sent.action, remarks))
 
     @app.post("/api/undo")
     def undo(body: Annotated[bytes, Depends(_body)]) -> dict[str, Any]:

@@ -24,6 +24,8 @@ def open_votes(
     *,
     task: str = "hh",
     question: str | None = None,
+    strength: bool = False,
+    votes: int | None = None,
     limit: int | None = None,
     seed: int | None = None,
     database: Path | str | None = None,
@@ -32,9 +34,10 @@ def open_votes(
 
     They are in `database`, else in `judged/` of the first run's folder. For every two runs the
     first `limit` prompts that both answered are shown. `task` may be a YAML file with a question,
-    criteria and guidelines of your own, and `question` a question alone.
+    criteria and guidelines of your own, and `question` a question alone. With `strength` people
+    may say how much better; with `votes` each pair is shown until so many people have voted on it.
     """
-    task, guide = find_guide(task, question)
+    task, guide = find_guide(task, question, strength=strength)
     comparisons = read_items(paths)
     file = Path(database or _default(paths[0], comparisons, task))
     exists = file.is_file() and file.stat().st_size > 0
@@ -56,6 +59,8 @@ def open_votes(
                 "--seed, or give another --database."
             )
         store.take(comparisons, limit)
+        if votes is not None:
+            store.distribute(votes)
     except BaseException:
         store.close()
         raise
@@ -67,6 +72,8 @@ def annotate(
     *,
     task: str = "hh",
     question: str | None = None,
+    strength: bool = False,
+    votes: int | None = None,
     limit: int | None = None,
     seed: int | None = None,
     host: str = LOCAL[0],
@@ -83,12 +90,20 @@ def annotate(
             f"The page needs {error.name}. Install it with: pip install 'marlhf[annotate]'"
         ) from error
     store = open_votes(
-        paths, task=task, question=question, limit=limit, seed=seed, database=database
+        paths,
+        task=task,
+        question=question,
+        strength=strength,
+        votes=votes,
+        limit=limit,
+        seed=seed,
+        database=database,
     )
     try:
         same = sum(item.same for item in store.items.values())
         ties = f"; {same} with equal texts are ties and not shown" if same else ""
-        say(f"Pairs to compare: {len(store.shown)}{ties}")
+        shared = f", {store.votes_each} people each" if store.votes_each else ""
+        say(f"Pairs to compare: {len(store.shown)}{shared}{ties}")
         say(f"Votes are stored in {store.path}")
         server.serve(store, host, port, None if host in LOCAL else store.token, say)
         return _finish(store, output, say)

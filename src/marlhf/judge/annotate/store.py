@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from marlhf.errors import MarlhfError
-from marlhf.judge.annotate.tasks import GUIDES, Comparison, Guide, Item, a_is_left
+from marlhf.judge.annotate.tasks import GUIDES, Comparison, Guide, Item, a_is_left, own_order
 from marlhf.judge.pairs import JudgeError
 from marlhf.judge.verdicts import Verdict
 
@@ -44,6 +44,16 @@ CREATE TABLE events (
 );
 CREATE INDEX of_annotator ON events (annotator, number);
 """
+REMARKS = """
+CREATE TABLE IF NOT EXISTS remarks (
+    event INTEGER PRIMARY KEY REFERENCES events (number),
+    strength INTEGER, flag INTEGER NOT NULL, note TEXT NOT NULL
+)
+"""
+"""Added to databases of earlier versions when they are opened."""
+STRENGTHS = (1, 2, 3)
+"""Slightly, clearly and much better."""
+LONGEST_NOTE = 500
 
 
 class VoteError(MarlhfError, ValueError):
@@ -54,8 +64,16 @@ class NoPair(VoteError):
     """A vote on a pair that is not shown here."""
 
 
+class Remarks(NamedTuple):
+    """What an annotator may add to a vote."""
+
+    strength: int | None = None
+    flag: bool = False
+    note: str = ""
+
+
 class Event(NamedTuple):
-    """A row of the log."""
+    """A row of the log, with the remarks on it."""
 
     number: int
     time: str
@@ -64,6 +82,9 @@ class Event(NamedTuple):
     kind: str
     left_run: str
     undoes: int | None
+    strength: int | None = None
+    flag: int | None = None
+    note: str | None = None
 
     @property
     def verdict(self) -> Verdict | None:
@@ -110,12 +131,15 @@ class Store:
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version != VERSION:
                 raise sqlite3.DatabaseError("it is not a database of votes of this version")
+            self._db.execute(REMARKS)
             about = dict(self._db.execute("SELECT name, value FROM about"))
         self.task: str = about["task"]
         self.guide = Guide(**json.loads(about["guide"])) if "guide" in about else GUIDES[self.task]
         self.seed = int(about["seed"])
         self.token: str = about["token"]
         """Part of the address if the page is not only for this machine."""
+        self.votes_each = int(about.get("votes_each", 0))
+        """How many people vote on each pair; 0 for everyone."""
         self.items: dict[str, Item] = {}
         self._places: dict[str, int] = {}
         self.refresh()
@@ -179,7 +203,20 @@ class Store:
             if not item.same:
                 self._places[name] = counts[item.runs] = counts.get(item.runs, -1) + 1
 
-    def vote(self, annotator: str, pair: str, choice: str, action: str | None = None) -> State:
+    def distribute(self, votes_each: int) -> None:
+        """Share the pairs: each is shown until so many people have voted on it."""
+        with self._change() as db:
+            db.execute("INSERT OR REPLACE INTO about VALUES ('votes_each', ?)", (str(votes_each),))
+        self.votes_each = votes_each
+
+    def vote(
+        self,
+        annotator: str,
+        pair: str,
+        choice: str,
+        action: str | None = None,
+        remarks: Remarks | None = None,
+    ) -> State:
         """Store a vote (`left`, `tie`, `right`) or a `skip`; a later vote replaces an earlier one.
 
         `action` is the id of the request: sent twice, it counts once.
@@ -191,7 +228,11 @@ class Store:
         with self._change() as db:
             name = self._name(annotator)
             if not self._known(action):
-                _add(db, action, name, pair, choice, self._left_run(name, pair))
+                number = _add(db, action, name, pair, choice, self._left_run(name, pair))
+                if remarks and any(remarks):
+                    strength = remarks.strength if choice in ("left", "right") else None
+                    values = (number, strength, remarks.flag, remarks.note[:LONGEST_NOTE])
+                    db.execute("INSERT INTO remarks VALUES (?, ?, ?, ?)", values)
             return self._state(name)
 
     def undo(self, annotator: str, action: str | None = None) -> State:
@@ -234,8 +275,31 @@ class Store:
         with self._lock:
             self._db.close()
 
+    def place(self, annotator: str, pair: str) -> str:
+        """What an annotator's pairs are sorted by.
+
+        All see one order, so that people who stop early have judged the same pairs. Where the
+        pairs are shared out, each begins elsewhere, so that two at once rarely meet.
+        """
+        return own_order(self.seed, annotator, pair) if self.votes_each else pair
+
+    def _shown_to(self, name: str) -> list[str]:
+        """The pairs of an annotator in order, without those that enough others have voted on."""
+        if not self.votes_each:
+            return list(self.shown)
+        counts = dict.fromkeys(self.shown, 0)
+        for other in self._annotators():
+            if other != name:
+                last = {event.pair: event for event in self._standing(other)}
+                for pair, event in last.items():
+                    if event.verdict and pair in counts:
+                        counts[pair] += 1
+        own = {event.pair for event in self._standing(name)}
+        wanted = [pair for pair, n in counts.items() if n < self.votes_each or pair in own]
+        return sorted(wanted, key=lambda pair: self.place(name, pair))
+
     def _state(self, name: str) -> State:
-        shown = self.shown
+        shown = self._shown_to(name)
         last = {e.pair: e for e in self._standing(name) if e.pair in shown}
         skipped = sorted((e for e in last.values() if e.kind == "skip"), key=lambda e: e.number)
         votes = {choice: sum(e.kind == choice for e in last.values()) for choice in CHOICES}
@@ -263,9 +327,9 @@ class Store:
 
     def _events(self, where: str, *values: str) -> list[Event]:
         columns = ", ".join(Event._fields)
-        return [
-            Event(*r) for r in self._db.execute(f"SELECT {columns} FROM events {where}", values)
-        ]
+        table = "events LEFT JOIN remarks ON remarks.event = events.number"
+        rows = self._db.execute(f"SELECT {columns} FROM {table} {where}", values)
+        return [Event(*row) for row in rows]
 
     def _annotators(self) -> list[str]:
         rows = self._db.execute(
@@ -334,13 +398,15 @@ def _add(
     kind: str,
     left_run: str,
     undoes: int | None = None,
-) -> None:
+) -> int | None:
+    """Append an event and return its number."""
     now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-    db.execute(
+    added = db.execute(
         "INSERT INTO events (action, time, annotator, pair, kind, left_run, undoes) "
         "VALUES (?, ?, ?, ?, ?, ?, ?)",
         (action or secrets.token_hex(16), now, annotator, pair, kind, left_run, undoes),
     )
+    return added.lastrowid
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -34,6 +34,8 @@ class Guide:
     """Text to read before the first pair, and at any time."""
     from_end: bool = False
     """Whether a long prompt is scrolled to its end, as for a conversation."""
+    strength: bool = False
+    """Whether people may also say how much better: slightly, clearly or much."""
 
 
 GUIDES = {
@@ -68,8 +70,18 @@ GUIDES = {
 """For people; `marlhf judge` has the same criteria worded for models."""
 
 
-def find_guide(task: str, question: str | None = None) -> tuple[str, Guide]:
-    """A guide with its name: of a task, of a YAML file of your own, or one question alone."""
+def find_guide(
+    task: str, question: str | None = None, *, strength: bool = False
+) -> tuple[str, Guide]:
+    """A guide with its name: of a task, of a YAML file of your own, or one question alone.
+
+    With `strength` people may also say how much better a response is.
+    """
+    name, guide = _read_guide(task, question)
+    return name, replace(guide, strength=strength or guide.strength)
+
+
+def _read_guide(task: str, question: str | None) -> tuple[str, Guide]:
     if question is not None:
         return "own", Guide(question)
     if task in GUIDES:
@@ -146,6 +158,11 @@ def a_is_left(seed: int, annotator: str, runs: Comparison, place: int) -> bool:
     """
     coin = _digest(seed, [annotator.casefold(), *runs, place // 2])[0] % 2
     return (coin + place) % 2 == 0
+
+
+def own_order(seed: int, annotator: str, pair: str) -> str:
+    """The place of a pair in one annotator's own order: people who share the work begin apart."""
+    return _digest(seed, ["order", annotator.casefold(), pair]).hex()
 
 
 def _digest(seed: int, content: Sequence[object]) -> bytes:
