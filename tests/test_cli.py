@@ -1,9 +1,11 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -105,6 +107,41 @@ def test_doctor_names_versions_and_extras(marlhf):
     assert out.returncode == 0
     for word in ("torch", "transformers", "CPU cores", "extras"):
         assert word in out.stdout
+
+
+def test_doctor_lists_every_extra(marlhf):
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8")
+    part = project.split("[project.optional-dependencies]")[1].split("\n[")[0]
+    extras = set(re.findall(r"^(\w+) = \[", part, re.M)) - {"dev"}
+    listed = marlhf("doctor").stdout.split("\nextras\n")[1].split("\nsandbox")[0]
+    assert {line.split()[0] for line in listed.splitlines()} == extras
+    assert all(line.split()[1] in ("yes", "no") for line in listed.splitlines())
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_help_is_not_cut_off(marlhf, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = marlhf("--help").stdout
+    assert not [line for line in out.splitlines()[1:] if line.endswith("...")]
+    assert "skipping finished ones, then the report" in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= max(width, 80)
+
+
+def test_run_ends_with_one_table_and_what_to_do_next(marlhf, tmp_path):
+    out = marlhf(
+        *("run", "toy", f"output_dir={tmp_path}/toy", "data.limit=60", "data.eval_size=8"),
+        *("num_steps=1", "batch_size=4", "eval_prompts=4", "sampling.max_new_tokens=4"),
+        "compile=false",
+    )
+    assert out.returncode == 0, out.stderr
+    header, *rows = [line for line in out.stdout.splitlines() if line.strip("-─ ")]
+    assert header.split()[:4] == ["held", "out", "score", "gold"]
+    for word in ("KL", "length"):
+        assert word in header
+    assert [row.split()[0] for row in rows] == ["sft", "reward", "ppo", "macro-ppo"]
+    assert "report:" in out.stderr
+    assert f"next: marlhf chat {tmp_path}/toy/ppo {tmp_path}/toy/macro-ppo" in out.stderr
+    assert f"marlhf judge {tmp_path}/toy/ppo {tmp_path}/toy/macro-ppo" in out.stderr
 
 
 def test_config_prints_help_and_resolved_recipes(marlhf):

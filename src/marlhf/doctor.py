@@ -11,9 +11,22 @@ from collections.abc import Iterator
 
 NEEDED = ("torch", "transformers", "accelerate", "safetensors", "pydantic", "rich", "typer")
 EXTRAS = {
-    "datasets": ("hub", "data sets by their hub name"),
+    "hub": ("datasets", "data sets by their hub name"),
     "gguf": ("gguf", "models from GGUF files"),
+    "lora": ("peft", "LoRA adapters"),
+    "quant": ("bitsandbytes", "QLoRA: adapters on a base of 4 or 8 bits"),
+    "code": ("tree-sitter-python", "macro actions along Python's syntax"),
+    "spacy": ("spacy", "macro actions along spaCy's phrases"),
+    "judge": ("openai", "judging by an API"),
+    "annotate": ("fastapi", "the page on which people vote"),
+    "vllm": ("vllm", "sampling with vLLM"),
+    "verl": ("verl", "macro actions inside verl's trainer"),
+    "tensorboard": ("tensorboard", "report_to: tensorboard"),
+    "wandb": ("wandb", "report_to: wandb"),
+    "trackio": ("trackio", "report_to: trackio"),
+    "docs": ("mkdocs-material", "building the docs site"),
 }
+"""Each extra of pyproject.toml: the package that shows whether it is there, and what it gives."""
 
 
 def examine() -> Iterator[str]:
@@ -26,10 +39,10 @@ def examine() -> Iterator[str]:
     yield "devices"
     yield from _devices()
     yield "extras"
-    for name, (extra, gives) in EXTRAS.items():
-        found = _version(name)
-        lacking = f"not there; pip install 'marlhf[{extra}]' gives {gives}"
-        yield f"  {name:14}{f'{found}: {gives}' if found else lacking}"
+    for extra, (package, gives) in EXTRAS.items():
+        version = _version(package)
+        state = f"{package} {version}" if version else f"pip install 'marlhf[{extra}]'"
+        yield f"  {extra:14}{'yes' if version else 'no':5}{gives} ({state})"
     yield "sandbox for programs"
     yield from _sandbox()
     yield "hub"

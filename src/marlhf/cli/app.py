@@ -17,8 +17,20 @@ import typer.core
 
 from marlhf.errors import MarlhfError
 
+
+class WholeHelp(typer.core.TyperGroup):
+    """Commands with all of their first sentence, wrapped: click would cut it at the line's end."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = [(name, self.commands[name]) for name in self.list_commands(ctx)]
+        rows = [(n, c.get_short_help_str(limit=1000)) for n, c in commands if not c.hidden]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
 app = typer.Typer(
     name="marlhf",
+    cls=WholeHelp,
     help="Reinforcement learning from human feedback with macro actions.",
     no_args_is_help=True,
     add_completion=False,
