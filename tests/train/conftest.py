@@ -21,29 +21,34 @@ def parents(tmp_path_factory) -> Path:
     return root
 
 
+def small_ppo(parents: Path, folder: Path, **changes) -> ppo.PPOConfig:
+    """A PPO run of a few seconds."""
+    settings = {
+        "model": str(parents / "sft" / "model"),
+        "reward_model": str(parents / "reward" / "model"),
+        "output_dir": str(folder),
+        "data": TOY,
+        "batch_size": 8,
+        "num_steps": 3,
+        "learning_rate": 1e-3,
+        "critic_learning_rate": 1e-3,
+        "schedule": "constant",
+        "warmup_steps": 0,
+        "eval_every": 2,
+        "eval_prompts": 6,
+        "log_samples": 2,
+        "save_every": 1,
+        "sampling": Sampling(max_new_tokens=12),
+    }
+    return ppo.PPOConfig(**{**settings, **changes})
+
+
 @pytest.fixture
 def ppo_config(parents, tmp_path):
     """A PPO run of a few seconds; keywords change it."""
 
     def make(name: str = "ppo", **changes) -> ppo.PPOConfig:
-        settings = {
-            "model": str(parents / "sft" / "model"),
-            "reward_model": str(parents / "reward" / "model"),
-            "output_dir": str(tmp_path / name),
-            "data": TOY,
-            "batch_size": 8,
-            "num_steps": 3,
-            "learning_rate": 1e-3,
-            "critic_learning_rate": 1e-3,
-            "schedule": "constant",
-            "warmup_steps": 0,
-            "eval_every": 2,
-            "eval_prompts": 6,
-            "log_samples": 2,
-            "save_every": 1,
-            "sampling": Sampling(max_new_tokens=12),
-        }
-        return ppo.PPOConfig(**{**settings, **changes})
+        return small_ppo(parents, tmp_path / name, **changes)
 
     return make
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -71,6 +71,57 @@ def pass_at_k(
         typer.echo(f"{row['difficulty']:14} {row['problems']:5} problems  {shown}")
     if found["without_verdict"]:
         tell(f"{found['without_verdict']} problems have no verdict: see the log")
+
+
+@app.command("credit", cls=Several)
+def credit(
+    run: Annotated[Path, typer.Argument(help="The folder of a PPO run, finished or not.")],
+    rules: Annotated[
+        list[str] | None,
+        typer.Option("--rule", help="One or more, as in --rule 'ngram n=5 lam=0.95'."),
+    ] = None,
+    batches: Annotated[int, typer.Option(help="Batches to compare on.")] = 24,
+    where: Annotated[
+        bool, typer.Option("--where", help="Continue responses to see where credit falls.")
+    ] = False,
+    responses: Annotated[int, typer.Option(help="With --where: responses to look at.")] = 12,
+    continuations: Annotated[int, typer.Option(help="With --where: from each action.")] = 8,
+    step: Annotated[int | None, typer.Option(help="A step that was saved; the last.")] = None,
+    seed: SampleSeed = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    device: Device = "auto",
+    trust_code: TrustCode = False,
+) -> None:
+    """How good a run's credit is, and which rule and lambda would be better."""
+    import json
+
+    from marlhf.credit.measure import measure, table, verdict
+    from marlhf.credit.state import open_state
+    from marlhf.credit.where import locate
+    from marlhf.credit.where import table as where_table
+    from marlhf.runs.atomic import write_json
+    from marlhf.runs.layout import CREDIT
+
+    state = open_state(run, step=step, device=device, trust_code=trust_code)
+    measured = measure(state, tuple(rules or ()), batches=batches, seed=seed)
+    found: dict[str, Any] = {"step": state.step, "seed": seed} | measured.summary()
+    if where:
+        found["where"] = locate(
+            state,
+            tuple(rules or ()),
+            responses=responses,
+            continuations=continuations,
+            seed=seed,
+        )
+    write_json(run / CREDIT, found)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    typer.echo(table(measured))
+    typer.echo(verdict(measured))
+    if where:
+        typer.echo("\n" + where_table(found["where"]))
+    tell(f"{run / CREDIT}; marlhf report shows it")
 
 
 @app.command("evaluate", cls=Several)

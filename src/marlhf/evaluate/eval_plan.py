@@ -161,7 +161,7 @@ def make_plan(
         scored = policy if _rewards(policy) else fallback
         rewards = _rewards(scored)
         random_reward_head = bool(scored.config.get("random_reward_head"))
-        _check_rewards(scored, options.trust_code)
+        check_rewards(scored, options.trust_code)
     if not rewards:
         raise EvaluationError(
             f"{policy.folder} names no reward model. Give one with --reward PATH, or name a run "
@@ -237,7 +237,7 @@ def _given(data: Mapping[str, Any]) -> bool:
     return str(data.get("path") or "").startswith(GIVEN)
 
 
-def _check_rewards(policy: PolicySource, trust_code: bool) -> None:
+def check_rewards(policy: PolicySource, trust_code: bool) -> None:
     """Refuse rewards that only the training's own process had, or that the user must trust."""
     functions = [str(name) for name in policy.config.get("reward_funcs") or ()]
     for name in functions:

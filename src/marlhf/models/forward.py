@@ -125,6 +125,8 @@ def token_stats(
     hidden, rule = _hidden_at(model, sequences.ids, rows * width + sequences.before.flatten()[real])
     if rule is None:
         return plain_token_stats(model, sequences, temperature, **options)
+    if scores is not None and not hidden.requires_grad:
+        hidden = hidden.detach().requires_grad_()  # of a frozen model: scores end here
     logprobs, surprise = chosen_logprobs(
         hidden,
         head.weight,
@@ -151,7 +153,7 @@ def plain_token_stats(
     scores: TokenScores | None = None,
 ) -> TokenStats:
     """What `token_stats` gives, through the model's own head and with all logits at once."""
-    with _head_at(model, sequences.before) as hidden, _one_text_per_row():
+    with _head_at(model, sequences.before, leaf=scores is not None) as hidden, _one_text_per_row():
         logits = model(input_ids=sequences.ids, use_cache=False).logits  # [B, R, V]
     logits = logits.float() / temperature
     chosen = logits.gather(2, sequences.responses[:, :, None]).squeeze(2)
@@ -199,10 +201,10 @@ def position_ids(attention: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _head_at(model: nn.Module, columns: Tensor) -> Iterator[list[Tensor]]:
+def _head_at(model: nn.Module, columns: Tensor, *, leaf: bool = False) -> Iterator[list[Tensor]]:
     """Let the language model's head see only some columns of each row, [B, R].
 
-    What it saw, [B, R, H], is in the list.
+    What it saw, [B, R, H], is in the list, with a gradient if it is to be a `leaf`.
 
     The head is most of the arithmetic of a small model and most of its memory. Going through the
     model's own forward keeps whatever it does to logits afterwards, such as soft caps.
@@ -211,7 +213,10 @@ def _head_at(model: nn.Module, columns: Tensor) -> Iterator[list[Tensor]]:
     seen: list[Tensor] = []
 
     def pick(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        seen.append(_at(args[0], columns))
+        hidden = _at(args[0], columns)
+        if leaf and not hidden.requires_grad:
+            hidden = hidden.detach().requires_grad_()
+        seen.append(hidden)
         return (seen[-1], *args[1:])
 
     head = cast(Any, model).get_output_embeddings()

@@ -14,6 +14,7 @@ from marlhf.report.groups import group_runs
 from marlhf.report.header import subtitle_of, title_of
 from marlhf.report.page import render
 from marlhf.report.sections.best_of_n import best_of_n
+from marlhf.report.sections.credit import credit
 from marlhf.report.sections.frontier import frontier
 from marlhf.report.sections.held_out import held_out
 from marlhf.report.sections.judged import judged
@@ -72,6 +73,7 @@ def report_html(runs: list[Run], *, refresh: float | None = None) -> str:
         ("sweeps", "Sweeps", sweeps(policies)),
         ("scaling", "Sizes", scaling(policies)),
         ("distributions", "Prompts", prompts(policies, others)),
+        ("credit", "Credit", credit(policies)),
         ("held_out", "Held-out", held_out(groups)),
         ("temperatures", "Temperature", temperatures(groups)),
         ("best_of_n", "Best of n", best_of_n(groups)),

@@ -13,6 +13,7 @@ evaluation/      responses and scores of `marlhf evaluate`, one file per setting
 best_of_n/       samples of `marlhf best-of-n`, one file per setting
 pass_at_k.jsonl  results of `marlhf pass-at-k`, one line per problem
 pass_at_k.json   their summary
+credit.json      what `marlhf credit` found; credit.jsonl has its batches
 judged/          verdicts of `marlhf judge` and `marlhf annotate`
 """
 
@@ -41,6 +42,8 @@ BEST_OF_N = "best_of_n"
 PASS_AT_K_LINES = "pass_at_k.jsonl"
 PASS_AT_K = "pass_at_k.json"
 JUDGED = "judged"
+CREDIT = "credit.json"
+CREDIT_LINES = "credit.jsonl"
 
 GIVEN = "(given in Python)"
 """How the settings of a run name a model or data that were Python objects."""

@@ -14,7 +14,7 @@ import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,22 @@ def load_latest(
     return state, damaged
 
 
+def load_weights(folder: Path, models: Mapping[str, nn.Module], world: World) -> None:
+    """The weights of a checkpoint alone, for models that are not trained on."""
+    try:
+        _verify(folder)
+    except (Damaged, OSError, ValueError) as error:
+        raise RunError(f"{folder} is damaged ({error}).") from None
+    wanted = _flat(models, {})
+    if (folder / "sharded").is_dir():
+        reader = HuggingFaceStorageReader(str(folder / "sharded"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that there is one process, which is fine
+            state_dict_loader.load(wanted, storage_reader=reader, no_dist=world.size == 1)
+    else:
+        _copy_whole(folder, wanted, [folder / f"{name}.safetensors" for name in models])
+
+
 def _find_latest(run: RunFolder) -> tuple[str | None, list[str]]:
     """The newest complete checkpoint, and a warning for each newer one that is damaged."""
     for unfinished in run.checkpoints.glob(".step-*"):  # of a run that was killed while writing
@@ -139,8 +155,13 @@ def _find_latest(run: RunFolder) -> tuple[str | None, list[str]]:
 
 
 def list_checkpoints(run: RunFolder) -> list[Path]:
+    """A run's checkpoints, oldest first."""
+    return checkpoints_in(run.checkpoints)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
     """Oldest first. Folders with other names are ignored: unfinished, or not ours."""
-    entries = run.checkpoints.iterdir() if run.checkpoints.is_dir() else ()
+    entries = folder.iterdir() if folder.is_dir() else ()
     folders = [p for p in entries if p.is_dir() and re.fullmatch(r"step-\d{6,}", p.name)]
     return sorted(folders, key=lambda p: int(p.name.removeprefix("step-")))
 
@@ -217,10 +238,12 @@ def _allocate(model: nn.Module, optimizer: Optimizer, progress: dict[str, Any]) 
         }
 
 
-def _copy_whole(folder: Path, wanted: dict[str, Tensor]) -> None:
-    """Plain files into the tensors of models and optimisers, sharded where those are."""
+def _copy_whole(
+    folder: Path, wanted: dict[str, Tensor], files: Sequence[Path] | None = None
+) -> None:
+    """Plain files, all unless given, into the tensors of models and optimisers."""
     saved: dict[str, Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in files if files is not None else sorted(folder.glob("*.safetensors")):
         saved |= {f"{file.stem}.{key}": x for key, x in load_file(file).items()}
     _check_shapes({k: x.shape for k, x in saved.items()}, wanted, folder)
     with torch.no_grad():

@@ -1,0 +1,231 @@
+"""Which rule's gradient agrees best with the true gradient, from batches of a run that is not
+trained meanwhile.
+
+The same measure as `credit: auto` takes while training (train/credit_choice.py), with more
+candidates and as many batches as wanted. Every batch is written down, so a measurement that was
+interrupted goes on where it stopped.
+
+Axes: E ways to assign credit, M batches, D numbers of a sketch.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from marlhf.configs.candidates import CANDIDATES, Candidate, parse_candidates
+from marlhf.core import Agreement, gradient_agreement, jackknife_error
+from marlhf.credit.state import CreditError, RunState
+from marlhf.models.base import autocast
+from marlhf.models.forward import token_stats
+from marlhf.runs.jsonl import append_jsonl, read_keyed
+from marlhf.runs.layout import CREDIT_LINES
+from marlhf.text_table import text_table
+from marlhf.train.credit_choice import ERRORS, Option, better, options_of, unbiased
+from marlhf.train.experience import Experience, micro_batches, rollout_and_score
+from marlhf.train.ppo import assign_credit, critic_values, measure_options, shape_and_segment
+from marlhf.train.progress import Steps, say, warn
+from marlhf.train.stage import Example, batch_rows
+from marlhf.train.timing import Clock
+
+MEASURED = (
+    *CANDIDATES,
+    "token lam=0.5",
+    "ngram n=5 lam=0.95 sigma=equal",
+    "ngram n=10 lam=0.95",
+    "words lam=0.95",
+    "sentences lam=0.95 credit=boundary",
+    "perplexity lam=0.77",
+)
+"""What `marlhf credit` compares unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The agreement of every option with the true gradient; the run's own option is the first."""
+
+    options: list[Option]
+    agreement: Agreement
+    batches: int
+    responses: int
+
+    @property
+    def best(self) -> int:
+        """The option to use: the run's own unless another is ahead by more than noise."""
+        return better(self.agreement, 0)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Best first; NaN as None."""
+        cosine = self.agreement.cosine.tolist()
+        rows: list[dict[str, Any]] = []
+        for i, option in enumerate(self.options):
+            difference = self.agreement.replicates[i] - self.agreement.replicates[0]
+            ahead = jackknife_error(difference)
+            rows.append(
+                {
+                    "name": option.name,
+                    "cosine": _finite(cosine[i]),
+                    "error": _finite(float(self.agreement.error[i])),
+                    "consistency": _finite(float(self.agreement.consistency[i])),
+                    "samples": _finite((cosine[0] / cosine[i]) ** 2 if cosine[i] > 0 else math.nan),
+                    "difference": _finite(cosine[i] - cosine[0]),
+                    "difference_error": _finite(float(ahead)),
+                    "own": i == 0,
+                }
+            )
+        return sorted(rows, key=lambda row: -(row["cosine"] if row["cosine"] is not None else -2))
+
+    def summary(self) -> dict[str, Any]:
+        best = self.options[self.best]
+        return {
+            "batches": self.batches,
+            "responses": self.responses,
+            "own": self.options[0].name,
+            "best": best.name,
+            "recipe": recipe_of(best) if self.best else "",
+            "rows": self.rows(),
+        }
+
+
+def recipe_of(option: Option) -> str:
+    """The settings to put into a recipe."""
+    return Candidate.parse(option.name).recipe
+
+
+def measure(state: RunState, rules: tuple[str, ...] = (), *, batches: int = 24, seed: int = 0):
+    """Compare ways to assign credit on `batches` batches of the size that the run trains with."""
+    if batches < 3:
+        raise CreditError(f"--batches must be at least 3 to compare anything; got {batches}.")
+    options = options_of(state.config, parse_candidates(rules or MEASURED))
+    configs = [*(option.config for option in options), unbiased(options[0].config)]
+    size = state.config.batch_size
+    file = state.folder / CREDIT_LINES
+    setting = _setting(state, [o.name for o in options], seed)
+    done = {key: _decode(line) for key, line in read_keyed(file, setting).items()}
+    left = [n for n in range(batches) if str(n) not in done]
+    say(
+        f"{state.folder.name}, step {state.step}: {len(options)} ways to assign credit on "
+        f"{batches} batches of {size} responses"
+        + (f", {batches - len(left)} of them measured before" if len(left) < batches else "")
+    )
+    with Steps("credit", batches, batches - len(left)) as bar:
+        for count, number in enumerate(left, batches - len(left) + 1):
+            experience, found = _batch(state, configs, number, seed)
+            done[str(number)] = found
+            append_jsonl(file, [{"setting": setting, "key": str(number)} | _encode(found)])
+            bar.advance(count, {"score": float(experience.scores.mean())})
+    gradients = torch.stack([done[str(n)] for n in range(batches)], dim=1).double()
+    agreement = gradient_agreement(gradients[:-1], gradients[-1])
+    if not bool(agreement.cosine[0].isfinite()):
+        warn(
+            "the batches are too few, or too noisy, to tell the true gradient from noise. "
+            f"Raise --batches, which is {batches}."
+        )
+    return Measured(options, agreement, batches, batches * size)
+
+
+def _batch(
+    state: RunState, configs: list[Any], number: int, seed: int
+) -> tuple[Experience, Tensor]:
+    """One batch's gradient by each way, and by the unbiased one: [E + 1, D]."""
+    config, models = state.config, state.models
+    experience, examples = sample_batch(state, number, seed)
+    if number == 0:
+        _check_reward(state, experience, examples)
+    shuffler = torch.Generator().manual_seed(seed * 1_000_003 + number)
+    segmented = shape_and_segment(experience, models, config, state.kl_coef, shuffler)
+    credit = assign_credit(segmented, critic_values(experience, models, config), config)
+    measurement = measure_options(configs, experience, credit, models, shuffler)
+    for micro in micro_batches(experience.sequences, config.token_budget, models.world):
+        with autocast(models.world.device, config.precision):
+            logprobs = token_stats(
+                models.policy, micro.sequences, config.sampling.scale, scores=measurement.watch()
+            ).logprobs
+        logprobs.sum().backward()  # as far as the head's input: no weight has a gradient
+        measurement.add(micro)
+    return experience, models.world.sum(measurement.sums).cpu()
+
+
+def sample_batch(
+    state: RunState, number: int, seed: int, most: int | None = None
+) -> tuple[Experience, list[Example]]:
+    """A batch that training could meet next, or the first `most` rows of it."""
+    rows = batch_rows(state.step + number, state.config, len(state.examples))
+    examples = [state.examples[i] for i in rows[:most]]
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+    seeds = torch.randint(2**62, (len(rows),), generator=generator).tolist()
+    clock = Clock(state.models.world.device)
+    experience = rollout_and_score(
+        examples, state.models, state.config, seeds[:most], state.normalise, clock
+    )
+    return experience, examples
+
+
+def _check_reward(state: RunState, experience: Experience, examples: list[Example]) -> None:
+    sequences = experience.sequences
+    responses = [r[:n] for r, n in zip(sequences.responses.tolist(), sequences.lengths)]
+    again = state.models.reward([e.prompt for e in examples], responses, [e.row for e in examples])
+    if not torch.allclose(again, experience.raw_scores, rtol=1e-3, atol=1e-3):
+        warn(
+            "the reward gives the same responses other scores the second time. Its noise counts "
+            "as noise of every rule, so all cosines are lower than they could be."
+        )
+
+
+def table(measured: Measured) -> str:
+    """For the terminal: best first."""
+    rows = [
+        [
+            row["name"] + (" (this run)" if row["own"] else ""),
+            _show(row["cosine"]),
+            _show(row["error"]),
+            _show(row["consistency"]),
+            _show(row["samples"], "x"),
+        ]
+        for row in measured.rows()
+    ]
+    return text_table(["credit by", "cosine", "+-", "consistency", "samples needed"], rows)
+
+
+def verdict(measured: Measured) -> str:
+    """What to do about it, in a sentence."""
+    own, best = measured.options[0], measured.options[measured.best]
+    if best is own:
+        return f"Nothing is ahead of {own.name} by more than {ERRORS:g} standard errors: keep it."
+    cosine = measured.agreement.cosine
+    gain = float(cosine[measured.best] / cosine[0]) ** 2
+    return (
+        f"{best.name} is ahead of {own.name}: about {gain:.2g} times the progress from the same "
+        f"samples. In the recipe: {recipe_of(best)}"
+    )
+
+
+def _show(value: float | None, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.2f}{unit}"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _setting(state: RunState, names: list[str], seed: int) -> str:
+    """Changes with everything that decides a batch's numbers."""
+    which = [state.step, state.config.batch_size, state.kl_coef, names, seed]
+    return hashlib.sha256(json.dumps(which).encode()).hexdigest()[:12]
+
+
+def _encode(sketch: Tensor) -> dict[str, Any]:
+    data = base64.b64encode(sketch.float().numpy().tobytes()).decode()
+    return {"shape": list(sketch.shape), "gradients": data}
+
+
+def _decode(line: dict[str, Any]) -> Tensor:
+    data = bytearray(base64.b64decode(line["gradients"]))
+    return torch.frombuffer(data, dtype=torch.float32).view(line["shape"])

@@ -1,0 +1,263 @@
+"""Where in a response credit falls: estimated by rules, and true by continuations.
+
+From every start of a macro action of some responses, continuations are sampled. The mean of their
+returns is the true value there, but for sampling noise; the change from one start to the next, with
+the reward in between, is what the macro action really brought. Beside it stand the critic's values,
+and the credit that each rule gives.
+
+Axes: B rows, M macro actions, S states, K continuations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from marlhf.configs.candidates import parse_candidates
+from marlhf.core import Lines, Segments, segment
+from marlhf.credit.measure import MEASURED, sample_batch
+from marlhf.credit.state import CreditError, RunState
+from marlhf.data.encode import decode
+from marlhf.text_table import text_table
+from marlhf.train.continuations import continuation_returns, states_of
+from marlhf.train.credit_choice import Option, options_of
+from marlhf.train.experience import Experience, SegmentedRewards
+from marlhf.train.ppo import assign_credit, critic_values, shape_and_segment
+from marlhf.train.progress import Steps, say
+from marlhf.train.stage import Example
+
+PARTS = ("first third", "second third", "last third")
+CHUNK = 256
+"""Continuations between two updates of the progress bar."""
+
+FirstWrong = Callable[[str, str], int | None]
+"""The line of a response, from 0, that is the first wrong one; None where all are right."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Values and credit by continuations, beside the critic's values."""
+
+    segments: Segments
+    values: Tensor  # [B, M], by continuations
+    noise: Tensor  # [B, M], the standard error of each
+    critic: Tensor  # [B, M]
+    credit: Tensor  # [B, M], what each macro action brought
+
+
+def locate(
+    state: RunState,
+    rules: tuple[str, ...],
+    *,
+    responses: int = 12,
+    continuations: int = 8,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Credit along some responses, as plain data for JSON and the report."""
+    if responses < 1 or continuations < 2:
+        raise CreditError(
+            "--where needs at least 1 response and 2 continuations from each macro action; "
+            f"got {responses} and {continuations}."
+        )
+    experience, examples = sample_batch(state, 0, seed, most=responses)
+    by_line = state.config.data.source == "sums"
+    options = options_of(state.config, parse_candidates(rules or MEASURED))
+    shuffler = torch.Generator().manual_seed(seed)
+    responses_seen = experience.responses(state.models.vocabulary, shuffler)
+    rule = Lines() if by_line else state.config.segmenter
+    segments = segment(rule, responses_seen)
+    truth = _truth(state, experience, examples, segments, continuations, seed)
+    estimates = _estimates(state, experience, options, segments)
+    texts = [decode(state.models.tokenizer, row) for row in _rows(experience)]
+    first_wrong = _first_wrong() if by_line else None
+    found: dict[str, Any] = {
+        "responses": len(examples),
+        "continuations": continuations,
+        "critic_error": _critic_error(truth),
+        "rules": [],
+        "samples": _samples(state, truth, estimates[0], examples, experience),
+    }
+    wrong = _wrong_lines(first_wrong, examples, texts) if first_wrong else []
+    for option, estimate in zip(options, estimates):
+        row: dict[str, Any] = {
+            "name": option.name,
+            "correlation": _correlation(truth.credit, estimate, segments.macro_mask),
+        }
+        if wrong:
+            row["first_wrong"] = _share_lowest(estimate, segments, wrong)
+        found["rules"].append(row)
+    if wrong:
+        found["wrong"] = len(wrong)
+        found["first_wrong"] = _share_lowest(truth.credit, segments, wrong)
+    return found
+
+
+def _truth(
+    state: RunState,
+    experience: Experience,
+    examples: Sequence[Example],
+    segments: Segments,
+    count: int,
+    seed: int,
+) -> Truth:
+    states = states_of(examples, segments, experience)
+    say(f"where: {len(states) * count} continuations from {len(states)} starts of macro actions")
+    generator = torch.Generator().manual_seed(seed + 1)
+    seeds = torch.randint(2**62, (len(states) * count,), generator=generator).tolist()
+    parts: list[Tensor] = []
+    size = max(1, CHUNK // count)
+    with Steps("where", len(states)) as bar:
+        for begin in range(0, len(states), size):
+            chosen = states[begin : begin + size]
+            parts.append(
+                continuation_returns(
+                    chosen,
+                    state.models,
+                    state.config,
+                    count,
+                    seeds[begin * count : (begin + len(chosen)) * count],
+                    state.kl_coef,
+                    state.normalise,
+                )
+            )
+            bar.advance(begin + len(chosen), {"return": float(parts[-1].mean())})
+    returns = torch.cat(parts)  # [S, K]
+    tokens = torch.zeros((2, *segments.mask.shape), device=returns.device)
+    tokens[0][segments.starts] = returns.mean(dim=1)
+    tokens[1][segments.starts] = returns.std(dim=1) / math.sqrt(count)
+    values, noise = segments.first(tokens[0]), segments.first(tokens[1])
+    critic = segments.first(critic_values(experience, state.models, state.config))
+    rewards = segments.sum(_rewards(state, experience).rewards)
+    following = torch.nn.functional.pad(values, (0, 1))[:, 1:]  # 0 after the last one
+    credit = torch.where(segments.macro_mask, rewards + following - values, 0.0)
+    return Truth(segments, values, noise, critic, credit)
+
+
+def _rewards(state: RunState, experience: Experience) -> SegmentedRewards:
+    shuffler = torch.Generator().manual_seed(0)
+    return shape_and_segment(experience, state.models, state.config, state.kl_coef, shuffler)
+
+
+def _estimates(
+    state: RunState, experience: Experience, options: Sequence[Option], segments: Segments
+) -> list[Tensor]:
+    """The mean advantage of the tokens of each macro action, by every option: [B, M] each."""
+    values = critic_values(experience, state.models, state.config)
+    rewards = _rewards(state, experience).rewards
+    shuffler = torch.Generator().manual_seed(0)
+    seen = experience.responses(state.models.vocabulary, shuffler)
+    found: list[Tensor] = []
+    for option in options:
+        cut = segment(option.config.segmenter, seen, split_last=option.config.split_last)
+        credit = assign_credit(SegmentedRewards(rewards, cut), values, option.config)
+        found.append(segments.mean(credit.advantages))
+    return found
+
+
+def _critic_error(truth: Truth) -> list[dict[str, Any]]:
+    """The critic's error in each third of the responses, without the noise of continuations."""
+    mask = truth.segments.macro_mask
+    place = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    part = place * len(PARTS) // mask.sum(dim=1, keepdim=True).clamp(min=1)
+    square = (truth.critic - truth.values).square() - truth.noise.square()
+    rows: list[dict[str, Any]] = []
+    for number, name in enumerate(PARTS):
+        here = mask & (part == number)
+        if bool(here.any()):
+            error = math.sqrt(max(0.0, float(square[here].mean())))
+            spread = float(truth.values[here].std()) if int(here.sum()) > 1 else 0.0
+            bias = float((truth.critic - truth.values)[here].mean())
+            rows.append({"part": name, "error": error, "bias": bias, "spread": spread})
+    return rows
+
+
+def _correlation(true: Tensor, estimate: Tensor, mask: Tensor) -> float | None:
+    pairs = torch.stack((true[mask], estimate[mask]))
+    if pairs.shape[1] < 3 or float(pairs.std(dim=1).min()) == 0:
+        return None
+    found = float(torch.corrcoef(pairs)[0, 1])
+    return found if math.isfinite(found) else None
+
+
+def _samples(
+    state: RunState,
+    truth: Truth,
+    estimate: Tensor,
+    examples: Sequence[Example],
+    experience: Experience,
+) -> list[dict[str, Any]]:
+    """Each macro action's text with its true and its estimated credit."""
+    found: list[dict[str, Any]] = []
+    ids, scores = truth.segments.ids.tolist(), experience.scores.tolist()
+    for row, tokens in enumerate(_rows(experience)):
+        pieces: list[dict[str, Any]] = []
+        for macro in range(int(truth.segments.macro_mask[row].sum())):
+            text = decode(
+                state.models.tokenizer, [t for t, i in zip(tokens, ids[row]) if i == macro]
+            )
+            pieces.append(
+                {
+                    "text": text,
+                    "true": float(truth.credit[row, macro]),
+                    "estimated": float(estimate[row, macro]),
+                    "value": float(truth.values[row, macro]),
+                    "error": float(truth.noise[row, macro]),
+                    "critic": float(truth.critic[row, macro]),
+                }
+            )
+        prompt = decode(state.models.tokenizer, examples[row].prompt)
+        found.append({"prompt": prompt, "score": scores[row], "pieces": pieces})
+    return found
+
+
+def _first_wrong() -> FirstWrong:
+    from marlhf.data.sums import first_wrong_line
+
+    return first_wrong_line
+
+
+def _wrong_lines(
+    first_wrong: FirstWrong, examples: Sequence[Example], texts: Sequence[str]
+) -> list[tuple[int, int]]:
+    """Rows with a wrong line, and the number of the first one."""
+    lines = [first_wrong(str(e.row.prompt), text) for e, text in zip(examples, texts)]
+    return [(row, line) for row, line in enumerate(lines) if line is not None]
+
+
+def _share_lowest(credit: Tensor, segments: Segments, wrong: Sequence[tuple[int, int]]) -> float:
+    """How often the line with the lowest credit is the first wrong one."""
+    masked = torch.where(segments.macro_mask, credit, math.inf)
+    lowest = masked.argmin(dim=1).tolist()
+    return sum(lowest[row] == line for row, line in wrong) / len(wrong)
+
+
+def _rows(experience: Experience) -> list[list[int]]:
+    sequences = experience.sequences
+    return [r[:n] for r, n in zip(sequences.responses.tolist(), sequences.lengths)]
+
+
+def table(found: dict[str, Any]) -> str:
+    """For the terminal: the critic's error, then the rules."""
+    critic = text_table(
+        ["of the response", "critic's error", "bias", "spread of values"],
+        [
+            [row["part"], *(f"{row[key]:.2f}" for key in ("error", "bias", "spread"))]
+            for row in found["critic_error"]
+        ],
+    )
+    header = ["credit by", "correlation with true credit"]
+    rows = [[r["name"], _show(r["correlation"])] for r in found["rules"]]
+    if "wrong" in found:
+        header.append("lowest on the first wrong line")
+        rows = [[*row, f"{r['first_wrong']:.0%}"] for row, r in zip(rows, found["rules"])]
+        rows.append(["continuations", "", f"{found['first_wrong']:.0%}"])
+    return f"{critic}\n\n{text_table(header, rows)}"
+
+
+def _show(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

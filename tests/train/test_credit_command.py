@@ -1,0 +1,213 @@
+"""`marlhf credit`: opening a run at a step, measuring, continuing, and saying what is wrong."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from conftest import read_lines, small_ppo
+from marlhf.cli import app
+from marlhf.core import Segments, Words
+from marlhf.credit import measure as measuring
+from marlhf.credit.measure import measure, recipe_of, table, verdict
+from marlhf.credit.state import CreditError, open_state
+from marlhf.credit.where import Truth, _critic_error, _share_lowest, locate
+from marlhf.report.write import write_report
+from marlhf.train import ppo
+from marlhf.train.credit_choice import Option
+
+RULES = ("token lam=1", "token lam=0.5", "words lam=0.9")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, parents):
+    """A finished PPO run of four steps, whose last checkpoint is of step 3."""
+    folder = tmp_path_factory.mktemp("credit") / "run"
+    config = small_ppo(parents, folder, num_steps=4, save_every=3)
+    ppo.train(config)
+    return Path(config.output_dir)
+
+
+def test_weights_are_those_of_the_step(run):
+    for step, folder in ((3, run / "checkpoints" / "step-000003"), (None, None)):
+        state = open_state(run, step=step, device="cpu")
+        assert state.step == (step or 4)
+        weights = dict(state.models.policy.named_parameters())
+        critic = dict(state.models.critic.named_parameters())
+        files = [run / "model/model.safetensors", run / "critic/model.safetensors"]
+        if folder:
+            files = [folder / "policy.safetensors", folder / "critic.safetensors"]
+        for file, loaded in zip(files, (weights, critic)):
+            for name, tensor in load_file(file).items():
+                torch.testing.assert_close(loaded[name].detach(), tensor)
+        assert not any(p.requires_grad for p in [*weights.values(), *critic.values()])
+    start = open_state(run, step=0, device="cpu")
+    for name, tensor in start.models.reference.named_parameters():
+        torch.testing.assert_close(dict(start.models.policy.named_parameters())[name], tensor)
+
+
+def test_measuring_resumes_and_repeats(run, monkeypatch):
+    state = open_state(run, device="cpu")
+    whole = measure(state, RULES, batches=4, seed=1)
+    assert [o.name for o in whole.options] == [
+        "ngram n=5 lam=0.95 sigma=equal",
+        "token lam=1",
+        "token lam=0.5",
+        "words lam=0.9",
+    ]
+    # Batches that were written down are not sampled again, and give the same numbers.
+    monkeypatch.setattr(measuring, "_batch", lambda *_: pytest.fail("sampled again"))
+    again = measure(state, RULES, batches=4, seed=1)
+    torch.testing.assert_close(whole.agreement.cosine, again.agreement.cosine, equal_nan=True)
+    with pytest.raises(pytest.fail.Exception):
+        measure(state, RULES, batches=4, seed=2)
+
+
+def test_the_unbiased_rule_agrees_with_itself(run):
+    """Token GAE with lambda 1 has no bias: its consistency is its cosine."""
+    measured = measure(open_state(run, device="cpu"), RULES, batches=6, seed=3)
+    cosine, own = measured.agreement.cosine[1], measured.agreement.consistency[1]
+    if bool(cosine.isfinite()):
+        torch.testing.assert_close(cosine, own)
+    assert "token lam=1" in table(measured)
+    assert measured.options[0].name in verdict(measured)
+
+
+def test_the_command_writes_what_the_report_shows(run):
+    options = "--batches 3 --json --where --responses 2 --continuations 2 --device cpu"
+    words = ["credit", str(run), "--rule", "token lam=1", *options.split()]
+    out = CliRunner().invoke(app, words)
+    assert out.exit_code == 0, out.output
+    found = json.loads((run / "credit.json").read_text())
+    assert found["step"] == 4
+    assert {row["name"] for row in found["rows"]} == {
+        "token lam=1",
+        "ngram n=5 lam=0.95 sigma=equal",
+    }
+    where = found["where"]
+    assert [len(where["samples"]), where["continuations"]] == [2, 2]
+    texts = ["".join(p["text"] for p in s["pieces"]) for s in where["samples"]]
+    assert all(texts)
+    found["where"]["samples"][0]["pieces"][0]["text"] = "<script>alert(1)</script>"
+    found["rows"] = [row | {"cosine": 0.5, "error": 0.1} for row in found["rows"]]
+    (run / "credit.json").write_text(json.dumps(found))
+    page = write_report([run], run.parent / "report.html").read_text()
+    assert "cosine with the true gradient" in page
+    assert "<script>alert" not in page
+    assert "true credit" in page
+
+
+def test_a_damaged_result_is_left_out_of_the_report(run):
+    for damage in ("", "[]", '{"rows": [1, {"name": null}]}', '{"rows": {}}'):
+        (run / "credit.json").write_text(damage)
+        write_report([run], run.parent / "damaged.html")
+    (run / "credit.json").unlink()
+
+
+def test_credit_by_continuations_adds_up(run):
+    """Over a response the true credits add up to its return less the value of the prompt."""
+    state = open_state(run, device="cpu")
+    found = locate(state, RULES, responses=3, continuations=2)
+    for sample in found["samples"]:
+        credit = sum(piece["true"] for piece in sample["pieces"])
+        first = sample["pieces"][0]["value"]
+        # No KL penalty is known here, so the sum differs from the score by no more than that.
+        assert abs(credit - (sample["score"] - first)) < 5 * state.kl_coef
+    assert {row["name"] for row in found["rules"]} >= set(RULES)
+
+
+def test_the_first_wrong_line_by_hand():
+    ids = torch.tensor([[0, 1, 2], [0, 0, 1]])
+    segments = Segments(ids, torch.ones(2, 3).bool())
+    credit = torch.tensor([[0.5, -1.0, 0.2], [0.3, 0.1, -9.0]])  # the last is no macro action
+    assert _share_lowest(credit, segments, [(0, 1), (1, 0)]) == 0.5
+    assert _share_lowest(credit, segments, [(0, 1), (1, 1)]) == 1.0
+
+
+def test_the_critics_error_is_without_the_noise_of_continuations():
+    ids = torch.arange(3).expand(200, 3)
+    segments = Segments(ids, torch.ones(200, 3).bool())
+    generator = torch.Generator().manual_seed(0)
+    true = torch.randn(200, 3, generator=generator)
+    noise = 0.5 * torch.randn(200, 3, generator=generator)
+    critic = true + torch.tensor([0.0, 0.3, 1.0])
+    truth = Truth(segments, true + noise, torch.full_like(true, 0.5), critic, true)
+    errors = [row["error"] for row in _critic_error(truth)]
+    assert [round(error, 1) for error in errors] == pytest.approx([0.0, 0.3, 1.0], abs=0.21)
+
+
+def damaged(run, tmp_path, **changes):
+    folder = tmp_path / "changed"
+    folder.mkdir()
+    config = yaml.safe_load((run / "config.yaml").read_text()) | changes
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    for name in ("run.json", "metrics.jsonl"):
+        (folder / name).write_text((run / name).read_text())
+    return folder
+
+
+def test_what_cannot_be_measured_is_a_sentence(run, tmp_path, parents):
+    with pytest.raises(CreditError, match="is not the folder of a run"):
+        open_state(tmp_path)
+    with pytest.raises(CreditError, match="no critic: credit is measured for PPO"):
+        open_state(parents / "sft")
+    with pytest.raises(CreditError, match="There is 0, 3, 4"):
+        open_state(run, step=7)
+    state = open_state(run, device="cpu")
+    with pytest.raises(CreditError, match="at least 3"):
+        measure(state, batches=2)
+    with pytest.raises(ValueError, match="no rule 'ngrams'"):
+        measure(state, ("ngrams n=3",))
+    with pytest.raises(CreditError, match="2 continuations"):
+        locate(state, RULES, continuations=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"values": "monte_carlo", "sigma": "start"}, "no critic to measure"),
+        ({"segmenter": {"type": "my_rules:Mine"}}, "--trust-code"),
+        ({"reward_funcs": ["subprocess:getoutput"]}, "--trust-code"),
+        ({"model": "(given in Python)"}, "given in Python"),
+    ],
+)
+def test_folders_that_are_refused(run, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        open_state(damaged(run, tmp_path, **changes))
+
+
+def test_a_reward_that_is_not_deterministic_is_told(run, capfd):
+    state = open_state(run, device="cpu")
+    reward = state.models.reward
+    calls = iter(range(100))
+
+    class Noisy:
+        latest = reward.latest
+
+        def __call__(self, *args):
+            return reward(*args) + next(calls)
+
+    object.__setattr__(state.models, "reward", Noisy())
+    measure(state, ("token lam=1",), batches=3, seed=9)
+    assert "other scores the second time" in " ".join(capfd.readouterr().err.split())
+
+
+def test_nothing_in_the_run_changes(run):
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    measure(open_state(run, device="cpu"), ("token lam=1",), batches=3, seed=5)
+    after = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    changed = {p.name for p in after if after[p] != before.get(p)}
+    assert changed <= {"credit.jsonl"}
+    assert read_lines(run)
+
+
+def test_the_advice_is_a_line_for_a_recipe(ppo_config):
+    option = Option("words lam=0.9", ppo_config(segmenter=Words()))
+    settings = yaml.safe_load("{" + recipe_of(option) + "}")
+    assert settings == {"segmenter": {"type": "words"}, "lam": 0.9, "sigma": "start"}
+    assert math.isclose(settings["lam"], 0.9)
