@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from marlhf.fields import type_options
 
 SEGMENTERS = {
@@ -142,4 +140,6 @@ def _default(field: dataclasses.Field[Any]) -> str:
         value = to_raw(factory())
     else:
         return "(required)"
+    import yaml  # not needed to list commands
+
     return yaml.safe_dump(value, default_flow_style=True).strip().removesuffix("\n...")

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
 from marlhf.errors import SettingError
 from marlhf.settings import SEGMENTERS
 
@@ -56,6 +54,8 @@ class Candidate:
             key, equals, value = word.partition("=")
             if not equals:
                 raise SettingError(f"Cannot read {word!r} of {text!r}. Write 'ngram n=5 lam=0.95'.")
+            import yaml  # not needed to list commands
+
             given[key] = yaml.safe_load(value)
         if rule == "token":
             rule, given = "ngram", {"n": 1} | given
