@@ -3,6 +3,9 @@
 Needs verl, and so runs in the environment of `make test-engines`. No Ray is started.
 """
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -102,6 +105,27 @@ def test_a_trainer_that_shows_nothing_is_named(batch):
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
 def test_every_v1_trainer_has_macro_actions(mode):
     assert issubclass(get_trainer_cls(mode), plugin.MacroActions)
+
+
+def test_a_trainer_without_a_critic_is_refused_before_it_starts():
+    config = OmegaConf.create(
+        {
+            "algorithm": {"adv_estimator": "macro_gae"},
+            "actor_rollout_ref": {"actor": {}},
+            "critic": {"enable": None},
+        }
+    )
+    with pytest.raises(EngineError, match=r"Set critic\.enable=True"):
+        get_trainer_cls("sync")(config)
+
+
+def test_the_calculator_of_the_recipe():
+    path = Path(__file__).parents[2] / "recipes/verl/calculator.py"
+    calculate = runpy.run_path(str(path))["calculate"]
+    assert calculate("12 * (3 + 4) / 7") == "12"
+    assert calculate("-2.5 * 2") == "-5"
+    for wrong in ("1 / 0", "__import__('os')", "2 **", "9 ** 9 ** 9", "1 + " * 100 + "1"):
+        assert calculate(wrong).startswith("error: ")
 
 
 def nested(rows, lengths):

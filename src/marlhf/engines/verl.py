@@ -92,6 +92,11 @@ class MacroActions:
     def __init__(self, config: Any) -> None:
         check_version()
         self.macro = check_config(OmegaConf.to_container(config, resolve=True))  # pyright: ignore
+        if self.macro is not None and not config.critic.enable:
+            raise EngineError(
+                f"{ESTIMATOR} needs a critic, which verl enables by itself for its own gae alone. "
+                "Set critic.enable=True, or start with `marlhf verl`, which does."
+            )
         super().__init__(config)  # pyright: ignore[reportCallIssue]
 
     def _setup(self) -> None:
