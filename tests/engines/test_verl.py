@@ -5,6 +5,7 @@ Needs verl, and so runs in the environment of `make test-engines`. No Ray is sta
 
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.engines
 pytest.importorskip("verl", reason="needs verl: make test-engines")
 
 from omegaconf import OmegaConf
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 from verl import DataProto
 from verl.trainer.ppo import core_algos, ray_trainer
 from verl.trainer.ppo.core_algos import AdvantageEstimator
@@ -275,3 +276,75 @@ def test_macro_actions_are_read_from_a_batch_of_verls(batch, update):
     assert isinstance(found, Segments)
     assert torch.equal(found.macro_mask.sum(1), update["segments"].macro_mask.sum(1))
     assert torch.equal(found.starts, update["segments"].starts[:, : found.mask.shape[1]])
+
+
+KEYS = [f"uid_{i}_0" for i in range(B)]
+
+
+class Batch(list):
+    keys, partition_id = KEYS, "train"
+
+
+class FakeQueue:
+    """TransferQueue as verl's trainer calls it, in this process: one batch, by field."""
+
+    def __init__(self, fields):
+        self.fields = fields
+
+    def kv_batch_get(self, keys, partition_id, select_fields):
+        assert (keys, partition_id) == (KEYS, "train")
+        chosen = {name: self.fields[name] for name in select_fields if name in self.fields}
+        return TensorDict(chosen, batch_size=B)
+
+    def kv_batch_put(self, keys, partition_id, fields):
+        self.fields |= dict(fields.items())
+        return Batch(keys)
+
+
+def test_a_trainer_shows_the_estimator_its_batch_and_the_workers_its_macro_actions(
+    batch, monkeypatch
+):
+    lengths = (batch["response_mask"].cumsum(1).argmax(1) + 1).tolist()
+    fields = {name: nested(x, lengths) for name, x in batch.items()}
+    fields["rm_scores"] = fields.pop("token_level_scores")
+    fields["uid"] = NonTensorStack(*KEYS)
+    queue = FakeQueue(fields)
+    monkeypatch.setattr(plugin.trainer_base, "tq", queue)
+    trainer = object.__new__(get_trainer_cls("sync"))
+    algorithm = {"adv_estimator": "macro_gae", "gamma": 0.99, "lam": 0.9, "use_kl_in_reward": False}
+    trainer.config = OmegaConf.create(
+        {"algorithm": algorithm, "actor_rollout_ref": {"rollout": {"n": 1}}}
+    )
+    trainer.macro = MacroSettings(segmenter=Perplexity(max_length=8), sigma="start")
+    trainer.macro_text = TokenText(trainer.macro.segmenter, None)
+    metrics = {}
+    trainer._compute_advantage(Batch(KEYS), metrics)
+
+    on = batch["response_mask"].bool()
+    rule = trainer.macro.segmenter
+    segments = segment(rule, Responses(batch["responses"], on, batch["ref_log_prob"]))
+    expected, returns = macro_gae(
+        batch["token_level_scores"], batch["values"], segments, gamma=0.99, lam=0.9, sigma="start"
+    )
+    stored = TensorDict({k: queue.fields[k] for k in ("advantages", "returns", "macro_ids")}, [B])
+    stored = stored.to_padded_tensor()
+    torch.testing.assert_close(stored["advantages"], whiten(expected, on))
+    torch.testing.assert_close(stored["returns"], returns)
+    assert torch.equal(stored["macro_ids"][on], segments.ids[on])
+    assert metrics["macro/actions"] == segments.macro_mask.sum()
+
+
+def test_workers_count_the_macro_actions_of_a_mini_batch(batch, update, tmp_path, monkeypatch):
+    monkeypatch.setattr(verl_losses.engine_workers, "get_device_name", lambda: "cpu")
+    lengths = (batch["response_mask"].cumsum(1).argmax(1) + 1).tolist()
+    fields = {"macro_ids": update["segments"].ids, "response_mask": batch["response_mask"]}
+    data = TensorDict({k: nested(x, lengths) for k, x in fields.items()}, batch_size=B)
+    counted = verl_losses._counted(lambda worker, data: data[verl_losses.COUNT])
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        engine = SimpleNamespace(get_data_parallel_group=lambda: None)
+        count = counted(SimpleNamespace(engine=engine), data)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert count == update["segments"].macro_mask.sum()
