@@ -49,7 +49,7 @@ FORMS = {
 """Prompt formats by name, each with a description for the user."""
 REMEMBER = ("chat", "hh")
 """Formats in which earlier turns are part of the prompt, as in their data."""
-SINGLE = ("toy", "toy-code", "mbpp", "humaneval")
+SINGLE = ("toy", "toy-code", "sums", "mbpp", "humaneval")
 """Sources whose prompts have no fixed format, or one that does not fit on a line."""
 MAX_NEW_TOKENS = 256
 """For models whose run does not record a response length."""

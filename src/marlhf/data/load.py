@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from marlhf.data import apps, hh, humaneval, local, mbpp, tldr, webgpt
+from marlhf.data import apps, hh, humaneval, local, mbpp, sums, tldr, toy, toy_code, webgpt
 from marlhf.data.counts import Counts
 from marlhf.data.files import ENDINGS, Records, read_records
 from marlhf.data.hub import read_hub
@@ -27,6 +27,8 @@ PUBLISHED = {
     "humaneval": humaneval,
 }
 """Data sets in the form in which their authors published them."""
+GENERATED = {"toy": toy, "toy-code": toy_code, "sums": sums}
+"""Tasks that make their own rows, without a file or a network."""
 HUB_CONFIGS = {module.HUB_NAME: module.HUB_CONFIG for module in (tldr, apps, mbpp)}
 """Which configuration to read of data sets with several."""
 
@@ -44,10 +46,20 @@ class DataConfig:
     """
 
     source: Literal[
-        "auto", "local", "tldr", "hh", "webgpt", "apps", "mbpp", "humaneval", "toy", "toy-code"
+        "auto",
+        "local",
+        "tldr",
+        "hh",
+        "webgpt",
+        "apps",
+        "mbpp",
+        "humaneval",
+        "toy",
+        "toy-code",
+        "sums",
     ] = "auto"
     """What the rows look like. `auto` tells from the first record; `local` is your own file with
-    prompt, chosen, rejected; `toy` and `toy-code` need no file and no network."""
+    prompt, chosen, rejected; `toy`, `toy-code` and `sums` need no file and no network."""
 
     path: str | None = None
     """A file, a folder or a name on the hub. May be left out for published data sets (then the
@@ -89,7 +101,7 @@ class DataConfig:
             raise DataError(f"`limit: {self.limit}` reads nothing. Set it to 1 or more.")
         if self.max_prompt_tokens < 1:
             raise DataError(f"`max_prompt_tokens: {self.max_prompt_tokens}` fits no prompt.")
-        if self.path is not None and self.source in ("toy", "toy-code"):
+        if self.path is not None and self.source in GENERATED:
             raise DataError(
                 f"`source: {self.source}` makes its own rows and reads no file, but `path: "
                 f"{self.path}` is given. Set `source: auto` to read it."
@@ -221,12 +233,10 @@ def _check_part(config: DataConfig, part: str) -> None:
 
 
 def _read_rows(config: DataConfig, needs: Collection[str]) -> Iterator[Positioned]:
-    if config.source in ("toy", "toy-code"):
-        from marlhf.data import toy, toy_code
-
-        made = toy.rows if config.source == "toy" else toy_code.rows
+    if config.source in GENERATED:
+        generated = GENERATED[config.source]
         size = {} if config.limit is None else {"num_rows": config.limit}
-        for number, row in enumerate(made(seed=config.seed, **size), start=1):
+        for number, row in enumerate(generated.rows(seed=config.seed, **size), start=1):
             yield row, "", f"{config.source}:{number}"
         return
     records = itertools.islice(_read_source(config), config.limit)
