@@ -179,3 +179,19 @@ def _explained(output: Path) -> Iterator[None]:
             raise
         reason = error.__cause__.strerror
         raise ConfigError(f"Cannot write {output}: {reason}. Give another -o.") from error
+
+
+def read_segmenter(words: str, option: str) -> Any:
+    """The rule in an option such as `--segmenter 'ngram n=3'`."""
+    import yaml
+
+    from marlhf.config import ConfigError, build_segmenter
+
+    name, *settings = words.split() or [""]
+    raw: dict[str, object] = {"type": name}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"Cannot read {setting!r}. Write {option} 'ngram n=3'.")
+        raw[key] = yaml.safe_load(value)
+    return build_segmenter(raw)

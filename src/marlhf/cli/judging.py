@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,10 +19,16 @@ from marlhf.cli.app import (
     Split,
     TrustCode,
     app,
+    read_segmenter,
     tell,
     watch_report_of,
     write_report_of,
 )
+
+if TYPE_CHECKING:
+    from marlhf.evaluate.eval_plan import EvaluationOptions
+
+HELD_OUT_DATA = "These are held-out prompts: what learns from them cannot be evaluated on them."
 
 
 @app.command("pass-at-k", cls=Several)
@@ -184,6 +191,19 @@ def best_of_n(
     export: Annotated[
         Path | None, typer.Option(help="Write the best responses here, as data for SFT.")
     ] = None,
+    blocks: Annotated[
+        str | None, typer.Option(help="Decide block by block: 'ngram n=12', sentences, words.")
+    ] = None,
+    k: Annotated[list[int] | None, typer.Option(help="Candidates for each block; 4.")] = None,
+    value: Annotated[
+        str | None, typer.Option(help="What chooses a block: reward, critic or monte_carlo.")
+    ] = None,
+    continuations: Annotated[
+        int, typer.Option(help="Of each candidate, for --value monte_carlo.")
+    ] = 4,
+    write: Annotated[
+        Path | None, typer.Option(help="Write the responses of --blocks here, as data for SFT.")
+    ] = None,
     train: Annotated[bool, typer.Option("--train", help="Ask training prompts instead.")] = False,
     max_new_tokens: MaxNewTokens = None,
     seed: SampleSeed = 0,
@@ -194,10 +214,10 @@ def best_of_n(
     device: Device = "auto",
     trust_code: TrustCode = False,
 ) -> None:
-    """What the best of n samples scores, at each n and temperature."""
+    """What the best of n samples scores, or the best of k at every block of a response."""
     from marlhf.evaluate import best_of_n as sampler
     from marlhf.evaluate.best_of_n_grid import grid_table
-    from marlhf.evaluate.eval_plan import EvaluationOptions
+    from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions
 
     options = EvaluationOptions(
         prompts=prompts,
@@ -212,14 +232,55 @@ def best_of_n(
         device=device,
         trust_code=trust_code,
     )
+    held_out = not (train or source or path or split)
+    if blocks is not None:
+        if export or len(temperature or ()) > 1:
+            raise EvaluationError("With --blocks, give one --temperature, and --write FILE.")
+        options = replace(options, temperature=temperature[0] if temperature else None)
+        rule = read_segmenter(blocks, "--blocks")
+        _best_of_blocks(
+            run, options, rule, blocks, n, k or [4], value or "reward", continuations, write
+        )
+        if write and held_out:
+            tell(HELD_OUT_DATA)
+        return
+    if k or value or write:
+        raise EvaluationError("--k, --value and --write belong to --blocks, as in 'ngram n=12'.")
     found = sampler.best_of_n(run, options, n or (4, 8, 16, 32), temperature or (), tell)
     typer.echo(grid_table(found))
     if export is None:
         return
     heat, kept, left = sampler.export(found, export)
     tell(f"{export}: {kept} rows at temperature {heat:g}; {left} cut off or empty left out")
-    if not (train or source or path or split):
-        tell("These are held-out prompts: what learns from them cannot be evaluated on them.")
+    if held_out:
+        tell(HELD_OUT_DATA)
+
+
+def _best_of_blocks(
+    run: Path,
+    options: EvaluationOptions,
+    rule: Any,
+    label: str,
+    ns: list[int] | None,
+    ks: list[int],
+    value: Any,
+    continuations: int,
+    write: Path | None,
+) -> None:
+    """Decide block by block, and show the frontier beside that of whole responses."""
+    from marlhf.evaluate.best_of_n import best_of_n as sample_whole
+    from marlhf.evaluate.blocks import BlockOptions, best_of_blocks, write_responses
+    from marlhf.evaluate.blocks_frontier import frontier_table, whole_points
+
+    chosen = BlockOptions(rule, label, tuple(ks), value, continuations)
+    found = best_of_blocks(run, options, chosen, tell)
+    temperature = found[0].settings.temperature
+    grid = sample_whole(run, options, ns or (1, 4, 16), [temperature], tell)
+    points = [each.point() for each in found] + whole_points(grid, temperature)
+    typer.echo(frontier_table(points))
+    if write is not None:
+        k, kept, left = write_responses(found, write)
+        tell(f"{write}: {kept} rows of k = {k}; {left} cut off or empty left out")
 
 
 @app.command("judge")

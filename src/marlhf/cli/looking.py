@@ -9,7 +9,15 @@ from typing import Annotated
 
 import typer
 
-from marlhf.cli.app import Device, MaxNewTokens, Overrides, StageName, TrustCode, app
+from marlhf.cli.app import (
+    Device,
+    MaxNewTokens,
+    Overrides,
+    StageName,
+    TrustCode,
+    app,
+    read_segmenter,
+)
 from marlhf.train.stages import METHODS
 
 
@@ -64,22 +72,13 @@ def segment(
     seed: Annotated[int, typer.Option(help="Of random rules.")] = 0,
 ) -> None:
     """Show a text with its macro actions marked; of constituents the trees, too."""
-    from marlhf.config import ConfigError, build_segmenter
+    from marlhf.config import ConfigError
     from marlhf.core import Constituents
     from marlhf.spans.show import cut_text, draw_trees, paint
 
     if (text is None) == (file is None):
         raise ConfigError("Give either --text or --file.")
-    name, *settings = segmenter.split()
-    raw: dict[str, object] = {"type": name}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise ConfigError(f"Cannot read {setting!r}. Write --segmenter 'ngram n=3'.")
-        import yaml
-
-        raw[key] = yaml.safe_load(value)
-    rule = build_segmenter(raw)
+    rule = read_segmenter(segmenter, "--segmenter")
     content = text if text is not None else _read(file)
     actions = cut_text(content, rule, tokenizer=tokenizer, model=model, seed=seed)
     if isinstance(rule, Constituents):

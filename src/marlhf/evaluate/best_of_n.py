@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from marlhf.evaluate.best_of_n_grid import Grid, expected_best
 from marlhf.evaluate.eval_plan import (
     EvaluationError,
     EvaluationOptions,
+    EvaluationPlan,
+    PolicySource,
     find_fallback,
     find_policies,
     make_plan,
@@ -35,7 +37,7 @@ from marlhf.evaluate.sampling import (
     seed_of,
 )
 from marlhf.intervals import mean
-from marlhf.models.base import pick_device
+from marlhf.models.base import Tokenizer, pick_device
 from marlhf.models.load import load_tokenizer
 from marlhf.runs.evaluations import SamplingSettings, read_sampled
 from marlhf.runs.jsonl import Line, append_jsonl, write_jsonl
@@ -43,6 +45,35 @@ from marlhf.runs.layout import BEST_OF_N
 
 ROWS = 512
 """Responses sampled and scored at once: about what a stop can cost."""
+
+
+@dataclass(frozen=True)
+class SamplingTask:
+    """A policy, the prompts it answers, and the rewards that choose among its responses."""
+
+    policy: PolicySource
+    fallback: PolicySource | None
+    plan: EvaluationPlan
+    tokenizer: Tokenizer
+    prompts: list[Encoded]
+    rewards: list[RewardSource]
+
+    @property
+    def reward_names(self) -> str:
+        return "+".join(re.sub("[/:]", "_", reward.name) for reward in self.rewards)
+
+
+def find_task(path: Path | str, options: EvaluationOptions) -> SamplingTask:
+    policies = find_policies([path])
+    if len(policies) > 1:
+        raise EvaluationError(f"{path} holds {len(policies)} runs. Give the folder of one.")
+    [policy] = policies
+    fallback = find_fallback(policies, options.like)
+    plan = make_plan(policy, replace(options, reference="none"), fallback)
+    tokenizer = load_tokenizer(policy.model, trust_remote_code=plan.trust_remote_code)
+    prompts = load_prompts(policy, plan, tokenizer, options.prompts)
+    rewards = [reward for reward in find_rewards(plan) if reward.weight]
+    return SamplingTask(policy, fallback, plan, tokenizer, prompts, rewards)
 
 
 def best_of_n(
@@ -55,30 +86,22 @@ def best_of_n(
     """Sample, score and keep; the grid of mean best scores, and the lines it was made from."""
     if not ns or min(ns) < 1:
         raise EvaluationError(f"Give one n or more, each at least 1; got {list(ns)}.")
-    policies = find_policies([path])
-    if len(policies) > 1:
-        raise EvaluationError(f"{path} holds {len(policies)} runs. Give the folder of one.")
-    [policy] = policies
-    fallback = find_fallback(policies, options.like)
-    plan = make_plan(policy, replace(options, reference="none"), fallback)
-    tokenizer = load_tokenizer(policy.model, trust_remote_code=plan.trust_remote_code)
-    prompts = load_prompts(policy, plan, tokenizer, options.prompts)
-    rewards = [reward for reward in find_rewards(plan) if reward.weight]
-    reward_names = "+".join(re.sub("[/:]", "_", reward.name) for reward in rewards)
+    task = find_task(path, options)
+    policy, plan, prompts, rewards = task.policy, task.plan, task.prompts, task.rewards
     reward_models = RewardModelCache(pick_device(options.device))
     sampler: ResponseSampler | None = None
     found: dict[float, list[Line]] = {}
     for temperature in sorted(set(temperatures)) or [plan.sampling.temperature]:
         plan = replace(plan, sampling=replace(plan.sampling, temperature=temperature))
         setting = setting_of(policy, plan, options.seed, [(r.digest, r.weight) for r in rewards])
-        settings = sampling_settings(plan, options.seed, reward_names)
+        settings = sampling_settings(plan, options.seed, task.reward_names)
         file = policy.folder / BEST_OF_N / settings.file_name
         known = read_sampled(file, setting, settings)
         left = [p for p in prompts if _count(known, p) < max(ns)]
         done = len(prompts) - len(left)
         notice(f"temperature {temperature:g}: {done} of {len(prompts)} prompts")
         if left:
-            sampler = sampler or ResponseSampler(policy, plan, tokenizer, reward_models.device)
+            sampler = sampler or ResponseSampler(policy, plan, task.tokenizer, reward_models.device)
             sampler.plan = plan
             for chunk in _chunks(left, max(ns)):
                 lines = [known.get(key_of(p.row)) or _empty(setting, settings, p) for p in chunk]
@@ -125,12 +148,7 @@ def _add_samples(
     repeated = [prompts[i] for i, _ in missing]
     seeds = [seed_of(lines[i]["key"], k, lines[i]["sampling"]["seed"]) for i, k in missing]
     rollout = sampler.sample(repeated, seeds)
-    totals = [0.0] * len(missing)
-    for reward in rewards:
-        scores = reward_models.score(
-            reward, sampler.plan, sampler.tokenizer, repeated, rollout.responses
-        )
-        totals = [t + reward.weight * (s or 0.0) for t, s in zip(totals, scores)]
+    totals = total_scores(repeated, rollout.responses, sampler, rewards, reward_models)
     ended = rollout.ended.tolist()
     for (i, k), ids, total, end in zip(missing, rollout.responses, totals, ended):
         line = lines[i]
@@ -139,6 +157,21 @@ def _add_samples(
         if line["best"] is None or total > line["best"]["score"]:
             text = decode(sampler.tokenizer, ids)
             line["best"] = {"number": k, "score": total, "response": text, "ended": end}
+
+
+def total_scores(
+    prompts: Sequence[Encoded],
+    responses: Sequence[Sequence[int]],
+    sampler: ResponseSampler,
+    rewards: Sequence[RewardSource],
+    reward_models: RewardModelCache,
+) -> list[float]:
+    """The weighted sum of all rewards, for each response."""
+    totals = [0.0] * len(prompts)
+    for reward in rewards:
+        scores = reward_models.score(reward, sampler.plan, sampler.tokenizer, prompts, responses)
+        totals = [t + reward.weight * (s or 0.0) for t, s in zip(totals, scores)]
+    return totals
 
 
 def export(grid: Grid, file: Path) -> tuple[float, int, int]:

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -106,15 +106,24 @@ class ResponseSampler:
         self.engine = NativeEngine(self.model, ends, pad, precision=plan.precision)
 
     def sample(self, prompts: Sequence[Encoded], seeds: Sequence[int]) -> Rollout:
+        """A response to each prompt."""
+        length = self.plan.sampling.max_new_tokens
+        return self.continue_from([(prompt, []) for prompt in prompts], length, seeds)
+
+    def continue_from(
+        self, rows: Sequence[tuple[Encoded, list[int]]], length: int, seeds: Sequence[int]
+    ) -> Rollout:
+        """At most `length` new tokens after each prompt and the beginning of its response."""
         limit = getattr(self.model.config, "max_position_embeddings", None)
-        new = self.plan.sampling.max_new_tokens
-        longest = max(len(p.prompt_ids) for p in prompts) + new
+        longest = max(len(prompt.prompt_ids) + len(tokens) for prompt, tokens in rows) + length
         if limit is not None and longest > limit:
             raise EvaluationError(
                 f"Prompt and response take up to {longest} tokens, but the model has {limit} "
-                f"positions. Lower --max-new-tokens, which is {new}."
+                f"positions. Lower --max-new-tokens, which is {self.plan.sampling.max_new_tokens}."
             )
-        return self.engine.generate([p.prompt_ids for p in prompts], self.plan.sampling, seeds)
+        texts = [[*prompt.prompt_ids, *tokens] for prompt, tokens in rows]
+        sampling = replace(self.plan.sampling, max_new_tokens=length)
+        return self.engine.generate(texts, sampling, seeds)
 
 
 def load_reference(

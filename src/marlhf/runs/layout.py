@@ -11,6 +11,7 @@ best/            the policy of the best evaluation, where it is kept
 critic/          PPO's trained critic
 evaluation/      responses and scores of `marlhf evaluate`, one file per setting
 best_of_n/       samples of `marlhf best-of-n`, one file per setting
+blocks/          responses of `marlhf best-of-n --blocks`, one file per setting
 pass_at_k.jsonl  results of `marlhf pass-at-k`, one line per problem
 pass_at_k.json   their summary
 credit.json      what `marlhf credit` found; credit.jsonl has its batches
@@ -39,6 +40,7 @@ BEST = "best"
 CRITIC = "critic"
 EVALUATION = "evaluation"
 BEST_OF_N = "best_of_n"
+BLOCKS = "blocks"
 PASS_AT_K_LINES = "pass_at_k.jsonl"
 PASS_AT_K = "pass_at_k.json"
 JUDGED = "judged"

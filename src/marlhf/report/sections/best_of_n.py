@@ -1,28 +1,36 @@
-"""Best of n: one heat map per run over temperature and n."""
+"""Best of n: one heat map per run over temperature and n, and the frontier of block decisions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from marlhf.evaluate.best_of_n_grid import Grid, kl_bound, read_grids
+from marlhf.evaluate.blocks_frontier import Point, read_frontiers
+from marlhf.report.charts import Series, line_chart
 from marlhf.report.groups import Group, labelled
-from marlhf.report.page import Cell, figure, grid, num, section, text
+from marlhf.report.page import NUM_COLOURS, Cell, figure, grid, num, section, text
 
 
 def best_of_n(groups: Sequence[Group]) -> str:
-    """One heat map per run: the mean best score at each temperature and n."""
-    figures = [
-        _heat_figure(f"{label}, {name}", samples)
-        for label, _, folder in labelled(groups)
-        for name, samples in read_grids(folder).items()
-    ]
+    """One heat map per run: the mean best score at each temperature and n.
+
+    Where blocks were decided, two figures more: score against the KL bound and against tokens.
+    """
+    figures: list[str] = []
+    for label, _, folder in labelled(groups):
+        for name, samples in read_grids(folder).items():
+            figures.append(_heat_figure(f"{label}, {name}", samples))
+        for name, ways in read_frontiers(folder).items():
+            figures += _frontier_figures(f"{label}, {name}", ways)
     return section(
         "best_of_n",
         "Best of n",
         "The mean score of the best of n samples, by the reward model that chose it: rows are "
         "temperatures, darker is higher. Choosing among n moves a model by at "
-        "most log n &minus; (n &minus; 1)/n nats: 0.6 for 4, 1.8 for 16, 2.5 for 32.",
+        "most log n &minus; (n &minus; 1)/n nats: 0.6 for 4, 1.8 for 16, 2.5 for 32. Deciding "
+        "block by block (<code>--blocks</code>) moves it by at most that times the number of "
+        "decisions; lines show the score at each bound, and at each number of tokens sampled.",
         grid(figures, "two"),
     )
 
@@ -45,6 +53,37 @@ def _heat_figure(title: str, samples: Grid) -> str:
         header=["temperature", "n", "score", "low", "high", "length", "kl bound"],
         rows=rows,
     )
+
+
+def _frontier_figures(title: str, ways: Mapping[str, Sequence[Point]]) -> list[str]:
+    header = ["chosen", "k or n", "score", "low", "high", "kl bound", "tokens sampled", "length"]
+    rows: list[list[Cell]] = [
+        [name, p.candidates, *p.score[:3], p.kl_bound, p.tokens, p.length]
+        for name, points in ways.items()
+        for p in points
+    ]
+    colours = {name: f"var(--l{i % NUM_COLOURS})" for i, name in enumerate(ways)}
+    figures: list[str] = []
+    for measure, x_label in (("kl_bound", "KL bound, nats"), ("tokens", "tokens sampled")):
+        series = [
+            Series(
+                name,
+                sorted((getattr(p, measure), p.score.mean) for p in points),
+                colours[name],
+                band=sorted((getattr(p, measure), p.score.low, p.score.high) for p in points),
+            )
+            for name, points in ways.items()
+        ]
+        figures.append(
+            figure(
+                f"Score by {x_label}: {title}",
+                line_chart(series, x_label=x_label, y_label="score"),
+                file=f"blocks {measure} {title}",
+                header=header,
+                rows=rows,
+            )
+        )
+    return figures
 
 
 def heat_map(
