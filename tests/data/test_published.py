@@ -1,6 +1,6 @@
 """The data sets in the form their authors published them in."""
 
-from marlhf.data import Row, hh, tldr, webgpt
+from marlhf.data import Row, cnn_dailymail, hh, tldr, webgpt
 
 COMPARISON = {
     "info": {"id": "t3", "post": " I lost my cat.\n", "title": "Cat", "subreddit": "cats"},
@@ -149,3 +149,22 @@ def test_each_form_is_recognised_by_its_own_source_alone():
     sources = {"tldr": tldr, "hh": hh, "webgpt": webgpt}
     for name, record in records.items():
         assert [n for n, s in sources.items() if s.recognises(record)] == ([name] if name else [])
+
+
+def test_news_has_the_prompt_of_a_post_and_its_highlights_as_the_summary():
+    record = {"article": " (CNN) A cat. ", "highlights": "Cat found.", "id": "7"}
+    assert cnn_dailymail.recognises(record)
+    row, remark = cnn_dailymail.to_row(record)
+    assert (row, remark) == (
+        Row("POST\n(CNN) A cat.\nTL;DR:", " Cat found.", None, {"id": "7"}),
+        "",
+    )
+    assert cnn_dailymail.to_row(record | {"article": 3})[1] == "`article` is not text"
+
+
+def test_of_openais_comparisons_the_news_are_taken_and_the_posts_left():
+    news = COMPARISON | {"info": {"id": "x", "post": None, "article": "News."}}
+    row, _ = cnn_dailymail.to_row(news)
+    assert row is not None
+    assert row.prompt == "POST\nNews.\nTL;DR:"
+    assert cnn_dailymail.to_row(COMPARISON)[1] == "a Reddit post, not a news article"

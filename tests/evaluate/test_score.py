@@ -280,3 +280,25 @@ def test_commands_of_the_page_parse():
     for line in found:
         name, *words = shlex.split(line, comments=True)[1:]
         group.commands[name].make_context(name, words)
+
+
+def test_out_of_distribution_prompts_come_from_the_hub_or_any_file(finished, monkeypatch, tmp_path):
+    asked = []
+
+    def read_hub(name, split, config):
+        asked.append((name, split, config))
+        for i in range(3):
+            yield {"article": f"News {i}. " + "word " * 20, "highlights": "N."}, f"{name}:{i}"
+
+    monkeypatch.setattr("marlhf.data.load.read_hub", read_hub)
+    news = EvaluationOptions(prompts=2, source="cnn_dailymail", device="cpu")
+    found = evaluate([finished / "ppo"], news)[0]
+    assert asked[0] == ("abisee/cnn_dailymail", "test", "3.0.0")
+    assert [line["prompt"][:12] for line in found.lines] == ["POST\nNews 0.", "POST\nNews 1."]
+    assert found.file.name == "t1-m8-s0-cnn_dailymail-test.jsonl"
+    [policy] = find_policies([finished / "ppo"])
+    assert make_plan(policy, news, policy).data.too_long == "truncate"  # articles are long
+    file = tmp_path / "mine.csv"
+    file.write_text("prompt\nTell me of a fox.\n", "utf-8")
+    own = evaluate([finished / "ppo"], EvaluationOptions(path=str(file), device="cpu"))[0]
+    assert [line["prompt"] for line in own.lines] == ["Tell me of a fox."]

@@ -48,7 +48,7 @@ StageName = Annotated[
 ]
 
 MaxNewTokens = Annotated[int | None, typer.Option(help="The run's unless given.")]
-Source = Annotated[str | None, typer.Option(help="Other data: tldr, hh, mbpp, ...")]
+Source = Annotated[str | None, typer.Option(help="Other data: tldr, hh, cnn_dailymail, mbpp, ...")]
 DataPath = Annotated[str | None, typer.Option(help="Other data: a file or folder.")]
 Split = Annotated[str | None, typer.Option(help="All of a split, such as test.")]
 Like = Annotated[str | None, typer.Option(help="A run to take from what RUN lacks.")]

@@ -10,7 +10,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from marlhf.data import apps, hh, humaneval, local, mbpp, sums, tldr, toy, toy_code, webgpt
+from marlhf.data import (
+    apps,
+    cnn_dailymail,
+    hh,
+    humaneval,
+    local,
+    mbpp,
+    sums,
+    tldr,
+    toy,
+    toy_code,
+    webgpt,
+)
 from marlhf.data.counts import Counts
 from marlhf.data.files import ENDINGS, Records, read_records
 from marlhf.data.hub import read_hub
@@ -22,6 +34,7 @@ PUBLISHED = {
     "tldr": tldr,
     "hh": hh,
     "webgpt": webgpt,
+    "cnn_dailymail": cnn_dailymail,
     "apps": apps,
     "mbpp": mbpp,
     "humaneval": humaneval,
@@ -29,7 +42,7 @@ PUBLISHED = {
 """Data sets in the form in which their authors published them."""
 GENERATED = {"toy": toy, "toy-code": toy_code, "sums": sums}
 """Tasks that make their own rows, without a file or a network."""
-HUB_CONFIGS = {module.HUB_NAME: module.HUB_CONFIG for module in (tldr, apps, mbpp)}
+HUB_CONFIGS = {module.HUB_NAME: module.HUB_CONFIG for module in (tldr, cnn_dailymail, apps, mbpp)}
 """Which configuration to read of data sets with several."""
 
 
@@ -51,6 +64,7 @@ class DataConfig:
         "tldr",
         "hh",
         "webgpt",
+        "cnn_dailymail",
         "apps",
         "mbpp",
         "humaneval",

@@ -202,6 +202,11 @@ def _data(policy: PolicySource, fallback: PolicySource, options: EvaluationOptio
     if chosen:
         if "source" in chosen or "path" in chosen:  # another data set altogether
             raw = {k: v for k, v in raw.items() if k in ("max_prompt_tokens", "too_long")}
+        if options.source == "cnn_dailymail":
+            # Most articles are longer than the posts that a policy was trained on.
+            raw["too_long"] = "truncate"
+            if options.path is None:
+                chosen.setdefault("split", "test")
         raw |= {**chosen, "parts": {}, "eval_size": 0, "limit": None}
     if _given(raw):
         raise EvaluationError(
