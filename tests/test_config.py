@@ -437,6 +437,22 @@ def test_odd_recipes_are_refused_with_a_sentence(write, text, message):
         load_recipe(write(text))
 
 
+def test_aliases_that_stand_for_too_much_are_refused(write):
+    """Each anchor holds the one before nine times: written out, the last would take gigabytes."""
+    lists = [f"- &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    text = "\n".join(["x:", "- &a0 [x]", *lists])
+    with pytest.raises(ConfigError, match="over 100,000 values with its aliases"):
+        load_recipe(write(f"{text}\nstages: {{sft: {{model: *a11}}}}\n"))
+    with pytest.raises(ConfigError, match="over 100,000 values with its aliases"):
+        load_recipe(write("stages: {sft: {model: &a [*a]}}\n"))
+
+
+def test_a_message_quotes_the_beginning_of_a_value(write):
+    with pytest.raises(ConfigError, match=r"model: Input should be a valid string") as refused:
+        load_recipe(write(f"stages: {{sft: {{model: {list(range(5000))}}}}}\n"))
+    assert "(got [0, 1, 2, 3, 4, 5, ...])" in str(refused.value)
+
+
 def test_a_recipe_without_read_permission_is_a_sentence(write, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")

@@ -15,6 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from marlhf.errors import quoted
 from marlhf.fields import type_hints, type_options
 from marlhf.recipe_files import ConfigError
 from marlhf.settings import SEGMENTERS, SegmenterSpec, dataclass_in
@@ -44,7 +45,7 @@ def build(cls: type[T], raw: Any, where: str, problems: list[str], *, rules: boo
             for part in one["loc"]:
                 place = at(place, str(part))
             whole = one["type"] == "missing" or isinstance(one["input"], dict)
-            given = "" if whole else f" (got {one['input']!r})"  # a mapping may hold secrets
+            given = "" if whole else f" (got {quoted(one['input'])})"  # a mapping may hold secrets
             message = one["msg"].removeprefix("Value error, ")
             problems.append(f"{place or 'recipe'}: {message}{given}")
     return typing.cast(T, built if len(problems) == before else None)
@@ -103,7 +104,7 @@ def _segmenter_spec(raw: Any, where: str, problems: list[str]) -> Any:
         return raw
     raw = {"type": raw} if isinstance(raw, str) else raw
     if not isinstance(raw, dict):
-        problems.append(f"{where}: write {{type: ngram, n: 5}} or the like (got {raw!r})")
+        problems.append(f"{where}: write {{type: ngram, n: 5}} or the like (got {quoted(raw)})")
         return None
     name = str(raw.get("type", "ngram"))
     if ":" not in name and name not in SEGMENTERS:
@@ -140,7 +141,7 @@ def _check_names(cls: type, raw: Any, where: str, problems: list[str], rules: bo
         elif inner is not None and isinstance(value, dict):
             value = _check_names(inner, value, place, problems)
         elif isinstance(value, bool) and _is_number(hints[key]):
-            problems.append(f"{place}: must be a number (got {value!r})")
+            problems.append(f"{place}: must be a number (got {quoted(value)})")
             continue
         checked[key] = value
     return {"segmenter": DEFAULT, **checked} if "segmenter" in known else checked

@@ -34,6 +34,7 @@ from marlhf.build import (
 )
 from marlhf.configs.stage import StageConfig
 from marlhf.data.rows import DataError
+from marlhf.errors import quoted
 from marlhf.recipe_files import (
     ConfigError,
     Raw,
@@ -275,7 +276,7 @@ def _stages(raw: Raw, path: Path, problems: list[str]) -> tuple[dict[str, Raw], 
         stage = stages[name] or {}
         like = stage.get("like")
         if like is not None and not isinstance(like, str):
-            raise ConfigError(f"stages.{name}.like: must be a name (got {like!r})")
+            raise ConfigError(f"stages.{name}.like: must be a name (got {quoted(like)})")
         if like is None:
             return {"kind": name, **merge(raw.get("defaults") or {}, stage)}
         if like not in stages:
@@ -310,11 +311,11 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str], rules: bo
     preset = raw.pop("preset", "paper")
     priority = raw.pop("priority", 0.0)
     if isinstance(priority, bool) or not isinstance(priority, (int, float)):
-        problems.append(f"{at(where, 'priority')}: must be a number (got {priority!r})")
+        problems.append(f"{at(where, 'priority')}: must be a number (got {quoted(priority)})")
         return None
     for key, value in (("kind", kind), ("preset", preset)):
         if not isinstance(value, str):
-            problems.append(f"{at(where, key)}: must be a name (got {value!r})")
+            problems.append(f"{at(where, key)}: must be a name (got {quoted(value)})")
             return None
     if kind not in METHODS:
         problems.append(unknown(at(where, "kind"), str(kind), METHODS))

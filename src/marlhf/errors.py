@@ -6,7 +6,11 @@ The command line prints these as a sentence; anything else is a bug and keeps it
 
 from __future__ import annotations
 
+import reprlib
 from typing import ClassVar
+
+MAX_VALUE = 200
+"""Characters of a value that a message quotes."""
 
 
 class MarlhfError(Exception):
@@ -22,3 +26,14 @@ class UnknownNameError(MarlhfError, TypeError):
 
 class SettingError(MarlhfError, ValueError):
     """A value that a config or a function does not take."""
+
+
+def quoted(value: object) -> str:
+    """A user's value as a message shows it: cut, since a few lines of YAML can hold gigabytes.
+
+    >>> quoted("8"), quoted(list(range(9)))
+    ("'8'", '[0, 1, 2, 3, 4, 5, ...]')
+    """
+    short = reprlib.Repr()
+    short.maxlevel, short.maxstring, short.maxother = 4, MAX_VALUE, MAX_VALUE
+    return short.repr(value)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import math
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import yaml
 from marlhf.errors import MarlhfError
 
 Raw = dict[str, Any]
+MAX_VALUES = 100_000
+"""Of a recipe; the largest shipped one has a few hundred."""
 
 
 class ConfigError(MarlhfError, ValueError):
@@ -57,6 +60,7 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> Raw:
         raise ConfigError(f"{seen[-1] if seen else path} extends {path}, which does not exist.")
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        num_values = _num_values(raw, {})
     except OSError as error:
         raise ConfigError(f"Cannot read {path}: {error.strerror}.") from None
     except RecursionError:
@@ -65,6 +69,11 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> Raw:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start}).") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if num_values > MAX_VALUES:
+        raise ConfigError(
+            f"{path} has over {MAX_VALUES:,} values with its aliases (`*name`) written out. "
+            "Remove some."
+        )
     if raw is None:
         raise ConfigError(f"{path} is empty.")
     if not isinstance(raw, dict) or not all(isinstance(k, str) for k in raw):
@@ -77,6 +86,17 @@ def read_recipe(path: Path, seen: tuple[Path, ...] = ()) -> Raw:
     for parent in parents:
         merged = merge(merged, read_recipe(path.parent / parent, (*seen, path)))
     return merge(merged, raw)
+
+
+def _num_values(value: object, known: dict[int, float]) -> float:
+    """Values with all aliases written out: a few lines can stand for more than memory holds."""
+    if not isinstance(value, (dict, list)):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = math.inf  # as long as it is not counted: it holds itself
+        inner = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_num_values(each, known) for each in inner)
+    return known[id(value)]
 
 
 class _Loader(yaml.SafeLoader):

@@ -47,7 +47,8 @@ class StageConfig:
     num_steps: int | None = setting(None, least=1, on_card=True)
     """Stop after so many steps, whatever the epochs."""
     token_budget: int = setting(16384, above=0, may_change=True)
-    """Padded tokens in one forward pass: lower it when memory runs out. Changes no result."""
+    """Padded tokens in one forward pass. Where a GPU runs out of memory, passes are halved until
+    they fit. Changes no result."""
     precision: Precision = "auto"
     """What to compute in. `auto`: bfloat16 on GPUs that have it, else float32."""
     compile: bool = setting(True, may_change=True)

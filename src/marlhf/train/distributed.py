@@ -20,7 +20,7 @@ import re
 import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,23 @@ TIMEOUT = timedelta(hours=2)
 """How long a rank waits for the others: a reward function may take long on one of them."""
 
 
+@dataclass
+class PassLimit:
+    """A limit on the tokens of a pass below the token budget, once memory has run out."""
+
+    tokens: int | None = None
+    most_rows: int = 0
+    most_tokens: int = 0
+    """Of the micro-batches that were cut last, the largest."""
+
+    def lower(self) -> bool:
+        """Halve the largest pass; False where each has a single row already."""
+        if self.most_rows < 2:
+            return False
+        self.tokens = self.most_tokens // 2
+        return True
+
+
 @dataclass(frozen=True)
 class World(SingleProcess):
     """This rank, its device, and what it does together with the others."""
@@ -60,6 +77,7 @@ class World(SingleProcess):
     rank: int = 0
     size: int = 1
     sharded: bool = False
+    pass_limit: PassLimit = field(default_factory=PassLimit)
 
     @property
     def main(self) -> bool:
@@ -78,10 +96,16 @@ class World(SingleProcess):
         weight 0.
         """
         by_rank: list[list[Micro]] = []
+        budget = min(budget, self.pass_limit.tokens or budget)
         for rank in range(self.size):
             share = _share(lengths, rank, self.size)
             batches = token_budget_batches([lengths[i] for i in share], budget)
             by_rank.append([Micro([share[i] for i in batch]) for batch in batches])
+        own = [micro.rows for micro in by_rank[self.rank]]
+        self.pass_limit.most_rows = max(map(len, own), default=0)
+        self.pass_limit.most_tokens = max(
+            (len(rows) * max(lengths[i] for i in rows) for rows in own), default=0
+        )
         if not self.sharded:
             return by_rank[self.rank]
         missing = max(map(len, by_rank)) - len(by_rank[self.rank])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.distributed import World, start
 from marlhf.train.dpo_config import DPOConfig
 from marlhf.train.loop import Loop, open_run
+from marlhf.train.memory import fit_memory
 from marlhf.train.model_loader import load_trained_policy
 from marlhf.train.model_sources import check_reference_tokenizer
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
@@ -94,7 +96,9 @@ def train(config: DPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             rows = [examples[i] for i in index]
             ref = ref_logprobs[:, torch.tensor(index, device=world.device)]
             rate = config.rate(step, total)
-            loss, logprobs = backward(model, rows, ref, pad, config, world)
+            loss, logprobs = fit_memory(
+                world, partial(backward, model, rows, ref, pad, config, world), model
+            )
             check_finite([("dpo/loss", loss), ("the policy's log-probs", logprobs)])
             norm = apply_update(model, optimizer, rate, config.max_grad_norm, world)
             chosen, rejected = config.beta * (logprobs - ref)  # implicit rewards, [B] each
@@ -150,7 +154,8 @@ def evaluate(
     """Loss, and how the implicit rewards order held-out pairs; NaN when there are none."""
     if not rows:
         return dict.fromkeys(("eval/loss", "eval/accuracy", "eval/margin"), float("nan"))
-    logprobs = all_logprobs(model, rows, pad_id, config, world)
+    compute = partial(all_logprobs, model, rows, pad_id, config, world)
+    logprobs = fit_memory(world, compute)
     check_finite([("the held-out log-probs", logprobs)])
     chosen, rejected = config.beta * (logprobs - ref_logprobs)
     return {
@@ -241,7 +246,10 @@ def reference_logprobs(
     if logprobs is None:
         say(f"computing the reference's log-probs of {sum(map(len, sets))} pairs, once")
         placed = model if reference is model else world.place(reference, config.precision)
-        logprobs = [all_logprobs(placed, rows, pad_id, config, world) for rows in sets]
+        logprobs = [
+            fit_memory(world, partial(all_logprobs, placed, rows, pad_id, config, world))
+            for rows in sets
+        ]
         if not all(torch.isfinite(x).all() for x in logprobs):
             raise RunError(
                 "The reference's log-probs are not all finite, so no pair can be compared with "

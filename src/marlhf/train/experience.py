@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from marlhf.models.forward import Sequences, send, token_stats
 from marlhf.rollout import Sampling
 from marlhf.rollout.engine import Rollout
 from marlhf.train.distributed import World, gather_rollout
+from marlhf.train.memory import fit_memory
 from marlhf.train.rl_models import Models
 from marlhf.train.stage import Example
 from marlhf.train.timing import Clock
@@ -113,22 +115,14 @@ def score_rollout(
     world, device = models.world, models.world.device
     # Parsers run in processes of their own, while the models score on this one.
     parse = models.parsing and models.parsing.begin(rollout.responses)
-    raw_scores = models.reward(prompts, rollout.responses, [e.row for e in examples])
+    score = partial(models.reward, prompts, rollout.responses, [e.row for e in examples])
+    raw_scores = fit_memory(world, score)
     eos_penalty = config.missing_eos_penalty * (~rollout.ended).float()
-    pad_id, temperature = models.tokenizer.pad_token_id, config.sampling.scale
+    pad_id = models.tokenizer.pad_token_id
     sequences = Sequences.from_lists(prompts, rollout.responses, pad_id, device)
-    ref_logprobs = torch.zeros(sequences.mask.shape, device=device)
-    # With one update the old policy is the new one, and its log-probs need no pass of their own.
-    old_logprobs = None if config.one_update else torch.zeros_like(ref_logprobs)
-    for micro in micro_batches(sequences, 2 * config.token_budget, world):
-        with autocast(device, config.precision):
-            ref = token_stats(models.reference, micro.sequences, temperature).logprobs
-            micro.add(ref_logprobs, ref)
-            if old_logprobs is not None:
-                old = token_stats(models.policy, micro.sequences, temperature).logprobs
-                micro.add(old_logprobs, old)
-    ref_logprobs = world.sum(ref_logprobs)
-    old_logprobs = None if old_logprobs is None else world.sum(old_logprobs)
+    ref_logprobs, old_logprobs = fit_memory(
+        world, partial(reference_and_old_logprobs, sequences, models, config)
+    )
     spans = send(parse(), device) if parse else None
     clock.mark("score")
     return Experience(
@@ -153,6 +147,26 @@ def reference_logprobs(sequences: Sequences, models: Models, config: RLConfig) -
             stats = token_stats(models.reference, micro.sequences, config.sampling.scale)
         micro.add(logprobs, stats.logprobs)
     return models.world.sum(logprobs)
+
+
+@torch.no_grad()
+def reference_and_old_logprobs(
+    sequences: Sequences, models: Models, config: RLConfig
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs [B, T] of the reference, and of the policy before its updates."""
+    world, device, temperature = models.world, models.world.device, config.sampling.scale
+    ref_logprobs = torch.zeros(sequences.mask.shape, device=device)
+    # With one update the old policy is the new one, and its log-probs need no pass of their own.
+    old_logprobs = None if config.one_update else torch.zeros_like(ref_logprobs)
+    for micro in micro_batches(sequences, 2 * config.token_budget, world):
+        with autocast(device, config.precision):
+            ref = token_stats(models.reference, micro.sequences, temperature).logprobs
+            micro.add(ref_logprobs, ref)
+            if old_logprobs is not None:
+                old = token_stats(models.policy, micro.sequences, temperature).logprobs
+                micro.add(old_logprobs, old)
+    ref_logprobs = world.sum(ref_logprobs)
+    return ref_logprobs, None if old_logprobs is None else world.sum(old_logprobs)
 
 
 def sample_responses(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -50,6 +51,7 @@ from marlhf.train.experience import (
     rollout_and_score,
 )
 from marlhf.train.loop import open_run
+from marlhf.train.memory import fit_memory
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import apply_update, check_finite
 from marlhf.train.ppo_config import PPOConfig
@@ -109,7 +111,11 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
                 )
                 losses = {}
             elif config.one_update:
-                values, losses = values_and_critic_backward(experience, segmented, models, config)
+                values, losses = fit_memory(
+                    world,
+                    partial(values_and_critic_backward, experience, segmented, models, config),
+                    models.critic,
+                )
             else:
                 values, losses = critic_values(experience, models, config), {}
             credit = assign_credit(segmented, values, config)
@@ -182,9 +188,13 @@ def shape_and_segment(
     return SegmentedRewards(rewards, segments)
 
 
-@torch.no_grad()
 def critic_values(experience: Experience, models: Models, config: PPOConfig) -> Tensor:
     """The critic's value of the state before each token, [B, T]."""
+    return fit_memory(models.world, partial(_critic_values, experience, models, config))
+
+
+@torch.no_grad()
+def _critic_values(experience: Experience, models: Models, config: PPOConfig) -> Tensor:
     sequences, world = experience.sequences, models.world
     values = torch.zeros(sequences.mask.shape, device=sequences.mask.device)
     # Twice the budget: without gradients a pass needs far less memory.
@@ -313,18 +323,24 @@ def update(
     credit = replace(credit, advantages=whitened_advantages(credit, config))
     trained = {"policy": models.policy, "critic": models.critic}
     learning = [name for name in optimizers if name != "policy" or train_policy]
+    # With one update the critic has its gradients already, and `backward` adds none.
+    in_backward = [trained[name] for name in learning if name == "policy" or not config.one_update]
     updates: list[dict[str, Tensor]] = []
     for epoch in range(config.num_ppo_epochs):
         for rows in mini_batches(len(experience.scores), config, shuffler):
-            metrics = backward(
+            measured = measurement if epoch == 0 else None
+            compute = partial(
+                backward,
                 rows,
                 experience,
                 credit,
                 models,
                 config,
                 train_policy=train_policy,
-                measurement=measurement if epoch == 0 else None,
+                measurement=measured,
             )
+            undo = None if measured is None else partial(measured.sums.copy_, measured.sums.clone())
+            metrics = fit_memory(models.world, compute, *in_backward, undo=undo)
             check_finite(metrics.items())
             for name in learning:
                 metrics[f"rl/{name}_grad_norm"] = apply_update(

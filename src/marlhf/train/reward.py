@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from marlhf.models.base import Model, autocast
 from marlhf.models.forward import Sequences, final_scores
 from marlhf.train.distributed import World, start
 from marlhf.train.loop import Loop, open_run
+from marlhf.train.memory import fit_memory
 from marlhf.train.model_loader import load_trained_scalar
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import apply_update, check_finite, make_optimizer
@@ -50,14 +52,18 @@ def train(config: RewardConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
         rows=(len(examples), len(held_out)),
         metric="accuracy",
     )
+    measure = partial(evaluate, model, held_out, pad, config, world)
+    measure = partial(fit_memory, world, measure)
     loop.resume()
     with loop:
         if not loop.done:
-            loop.evaluated(evaluate(model, held_out, pad, config, world))
+            loop.evaluated(measure())
         for step in loop:
             rows = [examples[i] for i in batch_rows(step - 1, config, len(examples))]
             rate = config.rate(step, total)
-            loss, margins = backward(model, rows, pad, config, world)
+            loss, margins = fit_memory(
+                world, partial(backward, model, rows, pad, config, world), model
+            )
             check_finite([("reward/loss", loss), ("reward/margin", margins)])
             norm = apply_update(model, optimizer, rate, config.max_grad_norm, world)
             metrics = {
@@ -69,10 +75,10 @@ def train(config: RewardConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             }
             loop.log(metrics, show=("reward/loss", "reward/accuracy"))
             if loop.must_evaluate:
-                loop.evaluated(evaluate(model, held_out, pad, config, world))
+                loop.evaluated(measure())
             if loop.must_save:
                 loop.save()
-        final = evaluate(model, held_out, pad, config, world)
+        final = measure()
         next_step = f"marlhf ppo, with reward_model: {run.model}"
         return loop.close(model, {**final, "steps": loop.step}, next_step)
 

@@ -11,6 +11,7 @@ Axes: B rows, T response tokens, M macro actions. Rows come prompt by prompt.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,6 +43,7 @@ from marlhf.train.experience import (
     score_rollout,
 )
 from marlhf.train.loop import open_run
+from marlhf.train.memory import fit_memory
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import apply_update, check_finite
 from marlhf.train.ppo import shape_and_segment
@@ -191,7 +193,8 @@ def update(
     """All updates that this batch of responses is used for."""
     updates: list[dict[str, Tensor]] = []
     for rows in mini_batches(len(experience.scores), config, shuffler):
-        metrics = backward(rows, experience, credit, models, config, kl_coef)
+        compute = partial(backward, rows, experience, credit, models, config, kl_coef)
+        metrics = fit_memory(models.world, compute, models.policy)
         check_finite([("rl/policy_loss", metrics["rl/policy_loss"])])
         metrics["rl/policy_grad_norm"] = apply_update(
             models.policy, optimizer, learning_rate, config.max_grad_norm, models.world

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from marlhf.models.base import Model, autocast
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.train.distributed import World, start
 from marlhf.train.loop import Loop, open_run
+from marlhf.train.memory import fit_memory
 from marlhf.train.model_loader import load_trained_policy
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import apply_update, check_finite, make_optimizer
@@ -50,15 +52,17 @@ def train(config: SFTConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
         rows=(len(examples), len(held_out)),
         metric="loss",
     )
+    measure = partial(evaluate, model, held_out, pad, config, world)
+    measure = partial(fit_memory, world, measure)
     loop.resume()
     with loop:
         if not loop.done:
-            loop.evaluated({"eval/loss": evaluate(model, held_out, pad, config, world)})
+            loop.evaluated({"eval/loss": measure()})
         for step in loop:
             start_time = time.perf_counter()
             rows = [examples[i] for i in batch_rows(step - 1, config, len(examples))]
             rate = config.rate(step, total)
-            loss = backward(model, rows, pad, config, world)
+            loss = fit_memory(world, partial(backward, model, rows, pad, config, world), model)
             check_finite([("sft/loss", loss)])
             norm = apply_update(model, optimizer, rate, config.max_grad_norm, world)
             tokens = sum(len(e.prompt) + len(e.chosen) for e in rows)
@@ -70,10 +74,10 @@ def train(config: SFTConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             }
             loop.log(metrics, show=("sft/loss",))
             if loop.must_evaluate:
-                loop.evaluated({"eval/loss": evaluate(model, held_out, pad, config, world)})
+                loop.evaluated({"eval/loss": measure()})
             if loop.must_save:
                 loop.save()
-        final = evaluate(model, held_out, pad, config, world)
+        final = measure()
         next_step = f"marlhf reward, and then marlhf ppo, with model: {run.model}"
         return loop.close(model, {"eval/loss": final, "steps": loop.step}, next_step)
 

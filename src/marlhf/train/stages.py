@@ -35,7 +35,11 @@ class Method:
 
     def train(self, config: Any, *objects: Any) -> Path:
         """Train by a config, with Python objects where a trainer was given them."""
-        return self.loop()(config, *objects)
+        loop = self.loop()
+        from marlhf.train.memory import explain_out_of_memory  # it imports torch, as the loop does
+
+        with explain_out_of_memory(config):
+            return loop(config, *objects)
 
 
 def _sft() -> Loop:

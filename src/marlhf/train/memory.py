@@ -1,0 +1,94 @@
+"""When a GPU runs out of memory: smaller passes where that helps, else a sentence.
+
+A run that meets the limit halves its largest pass and repeats the computation. Losses and gradients
+are sums over micro-batches, so the number of passes changes nothing but rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from marlhf.configs.rl import RLConfig
+from marlhf.configs.stage import StageConfig
+from marlhf.errors import MarlhfError
+from marlhf.train.distributed import World
+from marlhf.train.progress import warn
+
+T = TypeVar("T")
+
+
+class OutOfMemory(MarlhfError, RuntimeError):
+    """The GPU's memory is too small for these settings; says which of them lower it."""
+
+
+def fit_memory(
+    world: World,
+    compute: Callable[[], T],
+    *trained: nn.Module,
+    undo: Callable[[], object] | None = None,
+) -> T:
+    """The result of `compute`, which cuts its micro-batches by `world.batches`.
+
+    Where memory runs out it is repeated with passes of half as many tokens at most, which holds
+    for the rest of the run. `trained` have no gradients before it: what a pass that failed has left
+    there is dropped, and `undo` resets whatever else it adds to. With several processes the others
+    would wait for this one, so the error is raised as it is.
+    """
+    while True:
+        try:
+            return compute()
+        except torch.OutOfMemoryError as error:
+            if world.size > 1 or not world.pass_limit.lower():
+                raise
+            asked = first_line(error)
+        # Outside of `except`, where the traceback would keep the tensors of the failed pass.
+        for model in trained:
+            for parameter in model.parameters():
+                parameter.grad = None
+        if undo is not None:
+            undo()
+        torch.cuda.empty_cache()  # does nothing where there is no GPU
+        warn(
+            f"out of memory. {asked} From here on a pass has at most {world.pass_limit.tokens} "
+            "tokens, which changes no result. Set token_budget so for the next run."
+        )
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(config: StageConfig) -> Iterator[None]:
+    """What was asked for, and the settings that lower it, in place of torch's own error."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"Out of memory: {first_line(error)} {' '.join(_remedies(config))} The same command "
+            "resumes from the last checkpoint, if there is one."
+        ) from error
+
+
+def first_line(error: torch.OutOfMemoryError) -> str:
+    """What was asked for and how much there is, without torch's advice on its own settings.
+
+    >>> first_line(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 "
+    ...     "has a total capacity of 8.00 GiB of which 1.00 GiB is free. Including non-PyTorch"))
+    'Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB is free.'
+    """
+    words = str(error).removeprefix("CUDA out of memory. ").partition(" Including non-PyTorch")[0]
+    words = words.partition("\n")[0].strip().rstrip(".")
+    return f"{words or 'torch does not say for what'}."
+
+
+def _remedies(config: StageConfig) -> Iterator[str]:
+    yield f"Lower token_budget ({config.token_budget}), the tokens of a pass."
+    if isinstance(config, RLConfig):
+        limits = f"sampling.max_new_tokens ({config.sampling.max_new_tokens})"
+        yield f"While sampling, lower rollout_tokens ({config.rollout_tokens}) or {limits}."
+    if not config.gradient_checkpointing:
+        yield "gradient_checkpointing: true saves most of the activations."
+    if config.lora is None:
+        yield "lora: {r: 16} trains few weights, so that gradients and optimizer take little."
