@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from marlhf.cli.app import Overrides, Recipe, StageName, app, fail, main_rank, tell, write_report_of
+from marlhf.cli.app import (
+    Device,
+    Like,
+    MaxNewTokens,
+    Overrides,
+    Recipe,
+    SampleSeed,
+    StageName,
+    TrustCode,
+    app,
+    fail,
+    main_rank,
+    read_segmenter,
+    tell,
+    write_report_of,
+)
 from marlhf.runs.stage_facts import facts_of
 from marlhf.train.stages import METHODS
 
@@ -112,6 +127,68 @@ def run_sweep(
         fail(f"{len(found.failed)} failed; the same command tries again.", 1)
     elif found.left:
         fail(f"{len(found.left)} are left; the same command resumes them.", LEFT)
+
+
+@app.command("distil")
+def run_distil(
+    run: Annotated[Path, typer.Argument(help="The run or model to begin with.")],
+    recipe: Recipe,
+    overrides: Overrides = None,
+    stage: StageName = None,
+    blocks: Annotated[
+        str, typer.Option(help="'ngram n=12', sentences, words, as for best-of-n.")
+    ] = "ngram n=12",
+    k: Annotated[int, typer.Option(help="Candidates for each block.")] = 4,
+    value: Annotated[str, typer.Option(help="reward, critic or monte_carlo.")] = "reward",
+    continuations: Annotated[int, typer.Option(help="For --value monte_carlo.")] = 4,
+    rounds: Annotated[int, typer.Option(help="Of sampling and SFT.")] = 3,
+    prompts: Annotated[int, typer.Option(help="Training prompts of each round.")] = 1000,
+    reward: Annotated[str | None, typer.Option(help="What scores. The run's own.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Folder; distil/ beside RUN.")
+    ] = None,
+    max_new_tokens: MaxNewTokens = None,
+    seed: SampleSeed = 0,
+    like: Like = None,
+    device: Device = "auto",
+    trust_code: TrustCode = False,
+) -> None:
+    """Rounds of best-of-k blocks and SFT on them; RECIPE has the settings of the SFT."""
+    from marlhf.distil import distil
+    from marlhf.evaluate.blocks import BlockOptions
+    from marlhf.evaluate.blocks_frontier import frontier_table
+    from marlhf.evaluate.eval_plan import EvaluationOptions
+
+    options = EvaluationOptions(
+        prompts=prompts,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        rewards=(reward,) if reward else (),
+        like=like,
+        train=True,
+        device=device,
+        trust_code=trust_code,
+    )
+    rule = read_segmenter(blocks, "--blocks")
+    chosen = BlockOptions(rule, blocks, (k,), cast(Any, value), continuations)
+    output = output or run.parent / "distil"
+    try:
+        done = distil(
+            run,
+            recipe,
+            output,
+            options,
+            chosen,
+            rounds=rounds,
+            overrides=overrides,
+            stage=stage,
+            notice=tell,
+        )
+    except KeyboardInterrupt:
+        fail("Stopped. The same command resumes.", 130)
+        return
+    typer.echo(frontier_table([each.point for each in done]))
+    tell(f"next: marlhf evaluate {output} --like {like or run}")
 
 
 def _train(stage: Stage) -> None:

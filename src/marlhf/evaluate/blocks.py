@@ -94,7 +94,15 @@ def best_of_blocks(
     notice: Callable[[str], None] = lambda words: None,
 ) -> list[BlockLines]:
     """A response to each prompt for each k, decided block by block, and what is known of them."""
-    task = find_task(path, options)
+    return decide_blocks(find_task(path, options), options, blocks, notice)
+
+
+def decide_blocks(
+    task: SamplingTask,
+    options: EvaluationOptions,
+    blocks: BlockOptions,
+    notice: Callable[[str], None] = lambda words: None,
+) -> list[BlockLines]:
     plan = task.plan
     blocks.check_length(plan.sampling.max_new_tokens)
     critic_path = find_critic(task) if blocks.value == "critic" else None
