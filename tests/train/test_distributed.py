@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from marlhf import trainers
+from marlhf.configs.model import LoRA
 from marlhf.core import Constituents, NGram, RandomNGram
 from marlhf.data import DataConfig
 from marlhf.rollout import Sampling
@@ -56,7 +57,10 @@ RUNS = {kind: (kind, {}) for kind in METHODS} | {
     "few-pairs": ("reward", {"batch_size": 1}),
     "tree": ("rloo", {"num_samples": 4, "tree": (2, 2), "segmenter": NGram(2)}),
     "constituents": ("ppo", {"segmenter": Constituents(max_length=6)}),
+    "lora": ("ppo", {"lora": LoRA(r=2)}),
+    "lora-reward": ("reward", {"lora": LoRA(r=2, merge=False)}),
 }
+RESUMED = ("sft", "ppo", "lora")
 """What one process and two must do alike: each kind of stage, odd batches, a parser."""
 
 
@@ -83,6 +87,7 @@ class Witness(TrainerCallback):
         self.seen = {
             "processes": args.world_size,
             "sharded": all(isinstance(p, DTensor) for p in parameters),
+            "shapes": sorted({str(list(p.shape)) for p in parameters}),
             "share": sum(p.numel() for p in mine) / sum(p.numel() for p in parameters),
         }
         if state.global_step == self.fails_at:
@@ -109,12 +114,13 @@ def work(root: Path, parallel: str) -> dict:
         witness = Witness()
         make(root, name, kind, changes, parallel, callbacks=[witness]).train()
         found[name] = witness.seen
-    for kind in ("sft", "ppo"):  # stopped here, to go on with one process; and the reverse
+    for name in RESUMED:  # stopped here, to resume with one process; and the reverse
+        kind, changes = RUNS[name]
         try:
-            make(root, f"{kind}-begun", kind, {}, parallel, callbacks=[Witness(3)]).train()
+            make(root, f"{name}-begun", kind, changes, parallel, callbacks=[Witness(3)]).train()
         except Exception as error:
-            found[f"{kind}-begun"] = str(error)
-        make(root, f"{kind}-left", kind, {}, parallel).train(resume_from_checkpoint=True)
+            found[f"{name}-begun"] = str(error)
+        make(root, f"{name}-left", kind, changes, parallel).train(resume_from_checkpoint=True)
     try:
         make(root, "one-sided", "ppo", {}, parallel, reward=one_sided).train()
     except Exception as error:
@@ -147,9 +153,9 @@ def launched(tmp_path_factory):
     """The folder of what two processes did."""
     root = tmp_path_factory.mktemp("launched")
     for way in WAYS:
-        for kind in ("sft", "ppo"):
+        for name in RESUMED:
             with pytest.raises(RuntimeError, match="Witness failed"):
-                make(root / way, f"{kind}-left", kind, {}, callbacks=[Witness(3)]).train()
+                make(root / way, f"{name}-left", *RUNS[name], callbacks=[Witness(3)]).train()
     command = torchrun(__file__, root)
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -177,7 +183,8 @@ def check_alike(ours: Path, theirs: Path) -> None:
 def saved(run: Path) -> list[torch.Tensor]:
     from safetensors.torch import load_file
 
-    return [x for _, x in sorted(load_file(run / "model" / "model.safetensors").items())]
+    files = sorted((run / "model").rglob("*.safetensors"))  # the model, an adapter, or both
+    return [x for file in files for _, x in sorted(load_file(file).items())]
 
 
 def test_two_processes_are_one(alone, pair):
@@ -196,23 +203,33 @@ def test_there_are_two_and_weights_are_really_sharded(pair):
     assert shares == pytest.approx([1.0 if parallel == "fsdp" else 2.0] * len(RUNS))
 
 
+def test_adapters_keep_their_shapes(pair):
+    _, _, accounts = pair
+    for account in accounts:  # rank 2, width 96, of the feed-forward 192, of keys and values 48
+        widths = (48, 96, 192)
+        assert account["lora"]["shapes"] == sorted(
+            str(shape) for width in widths for shape in ([2, width], [width, 2]) if shape != [2, 48]
+        )
+        assert "[1, 96]" in account["lora-reward"]["shapes"]  # the scalar head
+
+
 def test_a_checkpoint_of_two_goes_on_with_one(alone, pair):
     root, parallel, accounts = pair
-    for kind in ("sft", "ppo"):
+    for name in RESUMED:
         assert all(
-            "Witness failed in on_step_end at step 3" in a[f"{kind}-begun"] for a in accounts
+            "Witness failed in on_step_end at step 3" in a[f"{name}-begun"] for a in accounts
         )
-        folder = root / f"{kind}-begun" / "checkpoints" / "step-000002"
+        folder = root / f"{name}-begun" / "checkpoints" / "step-000002"
         shards = list((folder / "sharded").glob("*.safetensors"))
         assert len(shards) == (2 if parallel == "fsdp" else 0)
-        make(root, f"{kind}-begun", kind, {}).train(resume_from_checkpoint=True)
-        check_alike(root / f"{kind}-begun", alone / kind)
+        make(root, f"{name}-begun", *RUNS[name]).train(resume_from_checkpoint=True)
+        check_alike(root / f"{name}-begun", alone / name)
 
 
 def test_a_checkpoint_of_one_goes_on_with_two(alone, pair):
     root, _, _ = pair
-    for kind in ("sft", "ppo"):
-        check_alike(root / f"{kind}-left", alone / kind)
+    for name in RESUMED:
+        check_alike(root / f"{name}-left", alone / name)
 
 
 def test_a_reward_that_fails_in_one_process_ends_both(pair):

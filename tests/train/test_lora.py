@@ -435,11 +435,11 @@ def test_a_whole_reward_model_beside_a_shared_base_is_told(parents, tmp_path, ca
 def test_what_is_missing_is_told_before_a_model_loads(tmp_path, monkeypatch):
     config = settings("sft", tmp_path / "run", model="nowhere/at-all", lora=LoRA())
     halves = World(torch.device("cpu"), 0, 2, sharded=True)
-    with pytest.raises(RunError, match=r"LoRA does not work with parallel: fsdp.*parallel: data"):
-        load_trained_policy(config, NO_OBJECTS, halves)
+    packed = replace(config, lora=LoRA(quantize="4bit"))
+    with pytest.raises(RunError, match=r"quantize does not work with parallel: fsdp.*parallel: d"):
+        load_trained_policy(packed, NO_OBJECTS, halves)
     here = World(torch.device("cpu"))
     if importlib.util.find_spec("bitsandbytes") is None:
-        packed = replace(config, lora=LoRA(quantize="4bit"))
         with pytest.raises(ModelError, match=r"pip install .marlhf\[quant\]"):
             load_trained_policy(packed, NO_OBJECTS, here)
     real = builtins.__import__
@@ -494,8 +494,9 @@ def test_the_engine_follows_the_adapter_in_bfloat16(shared, tmp_path, device):
 
 
 @pytest.mark.distributed
-def test_two_processes_equal_one(shared, tmp_path):
-    two = replace(shared.config, output_dir=str(tmp_path / "two"))
+@pytest.mark.parametrize("parallel", ["data", "fsdp"])
+def test_two_processes_equal_one(shared, tmp_path, parallel):
+    two = replace(shared.config, output_dir=str(tmp_path / "two"), parallel=parallel)
     recipe = tmp_path / "two.yaml"
     recipe.write_text(yaml.safe_dump(to_raw(two)))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -18,6 +18,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
@@ -230,8 +232,16 @@ class AdaptedModel(nn.Module):
 
     def base_model(self, *args: Any, **kwargs: Any) -> Any:
         """The model without its head: hidden states."""
+        module: Any = self.base.module
         with self.base.applied(self.adapter):
-            return backbone(self.base.module)(*args, **kwargs)
+            if not issubclass(type(module), FSDPModule):
+                return backbone(module)(*args, **kwargs)
+            # FSDP gathers weights in hooks of the module that it wraps, which is the whole base.
+            module.forward = backbone(module).__call__
+            try:
+                return module(*args, **kwargs)
+            finally:
+                del module.forward  # the class's own again
 
     @property
     def module(self) -> Model:
@@ -262,12 +272,30 @@ class AdaptedModel(nn.Module):
         state = self.state_dict()
         return {name.removeprefix("weights."): tensor for name, tensor in state.items()}
 
-    def save_pretrained(self, folder: str | Path, **_: Any) -> None:
-        """A merged plain model with `adapter/` in it; with `merge=False` the adapter alone."""
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What `save_pretrained` writes, gathered where it is sharded: a collective call."""
+        for name, tensor in self.adapter_tensors().items():
+            yield f"adapter.{name}", _full(tensor)
         if self.base.merge:
-            save_merged(self, folder)
+            for name, tensor in merged_tensors(self):
+                yield f"merged.{name}", tensor
+
+    def save_pretrained(
+        self, folder: str | Path, state_dict: dict[str, Tensor] | None = None
+    ) -> None:
+        """A merged plain model with `adapter/` in it; with `merge=False` the adapter alone.
+
+        `state_dict` holds `full_tensors`, where they were gathered before.
+        """
+        tensors = self.full_tensors() if state_dict is None else state_dict.items()
+        parts: dict[str, dict[str, Tensor]] = {"adapter": {}, "merged": {}}
+        for name, tensor in tensors:
+            part, _, own_name = name.partition(".")
+            parts[part][own_name] = tensor
+        if self.base.merge:
+            save_merged(self, folder, parts["merged"])
             folder = Path(folder) / "adapter"
-        save_adapter(self, folder)
+        save_adapter(self, folder, parts["adapter"])
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> AdaptedModel:
         """`model.to(device)` moves the base as well, with the adapters of all who share it."""
@@ -297,13 +325,17 @@ class AdaptedScalarModel(AdaptedModel):
         self.score = score.float()
 
 
-def save_adapter(model: AdaptedModel, folder: str | Path) -> None:
+def save_adapter(
+    model: AdaptedModel, folder: str | Path, tensors: dict[str, Tensor] | None = None
+) -> None:
     """What a model has trained, alone, in peft's own format."""
-    base = model.base
-    write_adapter(folder, model.adapter_config, model.adapter_tensors(), base.source, base.digest)
+    base, tensors = model.base, model.adapter_tensors() if tensors is None else tensors
+    write_adapter(folder, model.adapter_config, tensors, base.source, base.digest)
 
 
-def save_merged(model: AdaptedModel, folder: str | Path) -> None:
+def save_merged(
+    model: AdaptedModel, folder: str | Path, merged: dict[str, Tensor] | None = None
+) -> None:
     """A plain model in float32 that needs neither marlhf nor peft; the live weights stay put."""
     module = model.base.module
     config = copy.deepcopy(module.config)
@@ -316,7 +348,7 @@ def save_merged(model: AdaptedModel, folder: str | Path) -> None:
     wanted = plain.state_dict().keys()
     tensors = {
         name: tensor.float().cpu() if tensor.is_floating_point() else tensor.cpu()
-        for name, tensor in merged_tensors(model)
+        for name, tensor in (merged_tensors(model) if merged is None else merged.items())
         if name in wanted  # a scalar model has no use for the language model's head
     }
     plain.load_state_dict(tensors, assign=True)
@@ -334,8 +366,9 @@ def merged_tensors(model: AdaptedModel) -> Iterator[tuple[str, Tensor]]:
     that copies them as they come needs no second model in memory.
     """
     module = model.base.module
+    names = list(module.state_dict(keep_vars=True))  # first: this reshards what FSDP has gathered
     known = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
-    for name in module.state_dict(keep_vars=True):
+    for name in names:
         # Quantised models also list the statistics that their weights are dequantised with.
         if name not in known or ".lora_" in name or name == "score.weight":
             continue
@@ -348,9 +381,13 @@ def merged_tensors(model: AdaptedModel) -> Iterator[tuple[str, Tensor]]:
             layer = module.get_submodule(owner)
             if leaf == "weight" and model.adapter in layer.lora_A:
                 tensor = tensor.float() + layer.get_delta_weight(model.adapter).float()
-        yield f"{owner}.{leaf}" if owner else leaf, tensor
+        yield f"{owner}.{leaf}" if owner else leaf, _full(tensor)
     if (head := model.adapter_tensors().get("score.weight")) is not None:
-        yield "score.weight", head
+        yield "score.weight", _full(head)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _load_adapter_tensors(

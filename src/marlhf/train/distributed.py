@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 
 from marlhf.configs.stage import Parallel
 from marlhf.data.collate import Micro, SingleProcess, pad_right, token_budget_batches
+from marlhf.models.adapters import AdaptedModel, AdaptedScalarModel
 from marlhf.models.base import Model, Precision, computes_in_bfloat16, pick_device
 from marlhf.models.compile import compile_blocks
 from marlhf.models.forward import pack_rows
@@ -183,6 +184,18 @@ class World(SingleProcess):
             return placed
         # The model stays on the CPU here: `fully_shard` moves one block at a time, and only this
         # rank's shard of it, so that a model larger than one GPU fits.
+        if isinstance(model, AdaptedModel):
+            self._shard(model.base.module, precision)
+            if isinstance(model, AdaptedScalarModel):
+                self._shard_head(model.score)
+        else:
+            self._shard(model, precision)
+        return model
+
+    def _shard(self, model: Model, precision: Precision) -> None:
+        """Shard a model by FSDP2; the adapters in its layers with it."""
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            return  # the base of an adapter, which another role shares
         mesh = init_device_mesh(self.device.type, (self.size,))
         bf16 = computes_in_bfloat16(self.device, precision)
         mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -197,10 +210,13 @@ class World(SingleProcess):
         # FSDP gathers weights in hooks of the module that is called.
         if isinstance(getattr(model, "score", None), nn.Module):
             fully_shard(model.base_model, mesh=mesh, mp_policy=policy)
-            fully_shard(model.score, mesh=mesh)  # the head computes in float32
+            self._shard_head(model.score)
         else:
             fully_shard(model, mesh=mesh, mp_policy=policy)
-        return model
+
+    def _shard_head(self, head: nn.Module) -> None:
+        if not isinstance(head, FSDPModule):
+            fully_shard(head, mesh=init_device_mesh(self.device.type, (self.size,)))  # in float32
 
     @contextlib.contextmanager
     def gathered(self, model: nn.Module) -> Iterator[None]:
@@ -211,7 +227,7 @@ class World(SingleProcess):
         """
         modules: list[FSDPModule] = []
         if self.sharded:
-            modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+            modules = list(_sharded_modules(model))
         for module in modules:
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
@@ -227,9 +243,8 @@ class World(SingleProcess):
 
         After a pass without gradients FSDP leaves the outermost weights gathered.
         """
-        for module in (m for model in models for m in model.modules()):
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in (m for model in models for m in _sharded_modules(model)):
+            module.reshard()
 
     def sum_gradients(self, model: nn.Module) -> None:
         """Gradients of the whole batch, from those of each rank's share.
@@ -263,6 +278,10 @@ class World(SingleProcess):
         if not self.sharded:
             return None
         state: dict[str, Tensor] = {}
+        if isinstance(model, AdaptedModel):
+            for name, full in model.full_tensors():
+                state[name] = full.detach().cpu() if self.main else torch.empty(0)
+            return state if self.main else {}
         # Tied weights are gathered once and stay one tensor, as `save_pretrained` expects.
         gathered: dict[int, Tensor] = {}
         for name, x in model.state_dict(keep_vars=True).items():
@@ -271,6 +290,14 @@ class World(SingleProcess):
                 gathered[id(x)] = full.detach().cpu() if self.main else torch.empty(0)
             state[name] = gathered[id(x)]
         return state if self.main else {}
+
+
+def _sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """The modules that FSDP has wrapped, those of an adapter's base as well."""
+    modules = [*model.modules()]
+    if isinstance(model, AdaptedModel):
+        modules += model.base.module.modules()
+    yield from (module for module in modules if isinstance(module, FSDPModule))
 
 
 def start(device: str = "auto", parallel: Parallel = "data") -> World:

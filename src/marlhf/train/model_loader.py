@@ -46,14 +46,26 @@ def load_sources(
     """
     loader = ModelLoader(config, world)
     models: dict[str, Model] = {}
+
+    def place(role: str) -> None:
+        compiled = config.compile and role not in NOT_COMPILED
+        placed = world.place(
+            models[role], config.precision, compiled=compiled, packed=config.packed
+        )
+        models[role] = placed if role in trained else placed.requires_grad_(False)
+
+    late: list[str] = []
     for role in sorted(sources, key=lambda role: not sources[role].copied):
         source, trains = sources[role], role in trained
-        model = loader.read(role, source, trains=trains)
+        models[role] = loader.read(role, source, trains=trains)
         if not trains:
-            loader.shrink(model, source)
-        compiled = config.compile and role not in NOT_COMPILED
-        model = world.place(model, config.precision, compiled=compiled, packed=config.packed)
-        models[role] = model if trains else model.requires_grad_(False)
+            loader.shrink(models[role], source)
+        if world.sharded and isinstance(source, OnBase):
+            late.append(role)  # no adapter can be put into a base that is sharded already
+        else:
+            place(role)
+    for role in late:
+        place(role)
     return models
 
 
@@ -113,10 +125,10 @@ class ModelLoader:
 
     def _open_base(self, source: WholeModel) -> FrozenBaseModel:
         import_peft()  # before anything slow
-        if self.world.sharded:
+        if self.world.sharded and self.lora.quantize != "none":
             raise RunError(
-                "LoRA does not work with parallel: fsdp yet. Adapters are small, so use parallel: "
-                "data, which keeps the frozen base on each process."
+                "lora.quantize does not work with parallel: fsdp, which shards weights in float32. "
+                "Leave out quantize, or use parallel: data."
             )
         module = self._read_whole(
             source,
@@ -127,6 +139,8 @@ class ModelLoader:
         # Where an object came from: its weights are checked against that by their digest.
         name = source.origin if isinstance(source.origin, str) else source.origin.name_or_path
         dtype = frozen_dtype(self.world.device, self.config.precision)
+        if self.world.sharded:
+            dtype = None  # FSDP casts what it gathers, and shards one dtype at a time
         base = FrozenBaseModel(module, name, linear_dtype=dtype, merge=self.lora.merge)
         if self.lora.quantize != "none" and not base.quantized:
             raise RunError(
