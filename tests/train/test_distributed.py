@@ -60,11 +60,14 @@ RUNS = {kind: (kind, {}) for kind in METHODS} | {
     "lora": ("ppo", {"lora": LoRA(r=2)}),
     "lora-reward": ("reward", {"lora": LoRA(r=2, merge=False)}),
 }
+"""What one process and two must do alike: each kind of stage, odd batches, a parser, adapters."""
 RESUMED = ("sft", "ppo", "lora")
-"""What one process and two must do alike: each kind of stage, odd batches, a parser."""
+SCORED: list[int] = []
+"""The number of completions in each call of the reward function in this process."""
 
 
 def brevity(completions, **_):
+    SCORED.append(len(completions))
     return [-len(completion) / 100 for completion in completions]
 
 
@@ -112,8 +115,9 @@ def work(root: Path, parallel: str) -> dict:
     found = {}
     for name, (kind, changes) in RUNS.items():
         witness = Witness()
+        SCORED.clear()
         make(root, name, kind, changes, parallel, callbacks=[witness]).train()
-        found[name] = witness.seen
+        found[name] = witness.seen | {"scored": sum(SCORED)}
     for name in RESUMED:  # stopped here, to resume with one process; and the reverse
         kind, changes = RUNS[name]
         try:
@@ -201,6 +205,14 @@ def test_there_are_two_and_weights_are_really_sharded(pair):
             assert account[name]["sharded"] == (parallel == "fsdp")
     shares = [sum(account[name]["share"] for account in accounts) for name in RUNS]
     assert shares == pytest.approx([1.0 if parallel == "fsdp" else 2.0] * len(RUNS))
+
+
+def test_each_process_scores_its_share(pair):
+    _, _, accounts = pair
+    for name in ("ppo", "lora"):  # 3 steps of 6 responses, 3 evaluations of 5
+        scored = [account[name]["scored"] for account in accounts]
+        assert sum(scored) == 3 * 6 + 3 * 5
+        assert min(scored) >= 3 * 3 + 3 * 2
 
 
 def test_adapters_keep_their_shapes(pair):
