@@ -158,8 +158,9 @@ def launched(tmp_path_factory):
     root = tmp_path_factory.mktemp("launched")
     for way in WAYS:
         for name in RESUMED:
+            kind, changes = RUNS[name]
             with pytest.raises(RuntimeError, match="Witness failed"):
-                make(root / way, f"{name}-left", *RUNS[name], callbacks=[Witness(3)]).train()
+                make(root / way, f"{name}-left", kind, changes, callbacks=[Witness(3)]).train()
     command = torchrun(__file__, root)
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -234,7 +235,8 @@ def test_a_checkpoint_of_two_goes_on_with_one(alone, pair):
         folder = root / f"{name}-begun" / "checkpoints" / "step-000002"
         shards = list((folder / "sharded").glob("*.safetensors"))
         assert len(shards) == (2 if parallel == "fsdp" else 0)
-        make(root, f"{name}-begun", *RUNS[name]).train(resume_from_checkpoint=True)
+        kind, changes = RUNS[name]
+        make(root, f"{name}-begun", kind, changes).train(resume_from_checkpoint=True)
         check_alike(root / f"{name}-begun", alone / name)
 
 
