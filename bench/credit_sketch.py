@@ -1,0 +1,90 @@
+"""Do sketches of token scores rank ways to assign credit as whole gradients do?
+
+`marlhf credit` and `credit: auto` compare gradients of a linear map before the head, sketched to 576
+numbers. This compares them, on the same batches of a PPO run, with that map's exact gradient and
+with the exact gradient of all weights: one backward pass for each way and batch.
+
+    python bench/credit_sketch.py runs/toy/macro-ppo --batches 12
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from scipy.stats import spearmanr
+
+from marlhf.configs.candidates import parse_candidates
+from marlhf.core import gradient_agreement
+from marlhf.credit.measure import MEASURED, sample_batch
+from marlhf.credit.state import open_state
+from marlhf.models.forward import token_stats
+from marlhf.text_table import text_table
+from marlhf.train.credit_choice import Measurement, options_of, unbiased
+from marlhf.train.experience import micro_batches
+from marlhf.train.ppo import assign_credit, critic_values, measure_options, shape_and_segment
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--batches", type=int, default=12)
+    parser.add_argument("--step", type=int)
+    parser.add_argument("--device", default="auto")
+    asked = parser.parse_args()
+    state = open_state(asked.run, step=asked.step, device=asked.device)
+    config, models = state.config, state.models
+    options = options_of(config, parse_candidates(MEASURED))
+    configs = [*(option.config for option in options), unbiased(config)]
+    hidden = models.policy.get_output_embeddings().weight.shape[1]
+    kinds: dict[str, list[torch.Tensor]] = {"sketch": [], "exact map": [], "all weights": []}
+    for number in range(asked.batches):
+        experience, _ = sample_batch(state, number, seed=0)
+        shuffler = torch.Generator().manual_seed(number)
+        segmented = shape_and_segment(experience, models, config, state.kl_coef, shuffler)
+        credit = assign_credit(segmented, critic_values(experience, models, config), config)
+        sketch = measure_options(configs, experience, credit, models, shuffler)
+        exact = Measurement(
+            sketch.advantages,
+            torch.zeros(len(configs), hidden * hidden, device=sketch.sums.device),
+            size=None,
+        )
+        models.policy.requires_grad_(True)
+        whole = [torch.zeros(0)] * len(configs)
+        for micro in micro_batches(experience.sequences, config.token_budget, models.world):
+            for measurement in (sketch, exact):
+                logprobs = token_stats(
+                    models.policy, micro.sequences, scores=measurement.watch()
+                ).logprobs
+                logprobs.sum().backward()
+                measurement.add(micro)
+            for i in range(len(configs)):
+                models.policy.zero_grad()
+                logprobs = token_stats(models.policy, micro.sequences).logprobs
+                (micro.take(sketch.advantages[i]) * logprobs).sum().backward()
+                grads = [p.grad.flatten() for p in models.policy.parameters() if p.grad is not None]
+                found = torch.cat(grads)
+                whole[i] = whole[i] + found if len(whole[i]) else found
+        kinds["sketch"].append(sketch.sums)
+        kinds["exact map"].append(exact.sums)
+        kinds["all weights"].append(torch.stack(whole))
+        print(f"batch {number + 1} of {asked.batches}", flush=True)
+    cosines = {}
+    for kind, found in kinds.items():
+        gradients = torch.stack(found, dim=1)
+        cosines[kind] = gradient_agreement(gradients[:-1], gradients[-1])
+    rows = [
+        [option.name]
+        + [f"{float(a.cosine[i]):.3f} +- {float(a.error[i]):.3f}" for a in cosines.values()]
+        for i, option in enumerate(options)
+    ]
+    print(text_table(["credit by", *cosines], rows))
+    truth = cosines["all weights"].cosine.tolist()
+    for kind in ("sketch", "exact map"):
+        rank = spearmanr(cosines[kind].cosine.tolist(), truth).statistic
+        print(f"rank correlation of {kind} with all weights: {rank:.2f}")
+
+
+if __name__ == "__main__":
+    main()
