@@ -39,6 +39,7 @@ stages:
     normalize_scores: true
     sampling: {{max_new_tokens: 32, temperature: 1.0, top_k: 0}}
     segmenter: {{type: ngram, n: 1}}
+    sigma: equal
     eval_every: 2
     eval_prompts: 8
     save_every: 2

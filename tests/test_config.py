@@ -191,6 +191,9 @@ def test_official_preset_sets_what_the_authors_code_does(write):
     *_, ppo, macro = (s.config for s in load_recipe(write(text)))
     assert (ppo.pooling, ppo.score_clip, ppo.split_last) == ("sum", None, False)
     assert (macro.pooling, macro.score_clip, macro.split_last) == ("mean", 9, True)
+    assert (ppo.sigma, macro.sigma) == ("start", "equal")
+    paper = load_recipe(write(text.replace("official", "paper")))[-1].config
+    assert (paper.sigma, paper.pooling, paper.split_last) == ("equal", "sum", False)
     with pytest.raises(ConfigError, match=r"unknown name 'offical'\. Did you mean official"):
         load_recipe(write(text.replace("official", "offical")))
 

@@ -308,12 +308,12 @@ def _check_references(stages: dict[str, Raw], problems: list[str]) -> None:
 def _build_stage(name: str, raw: Raw, where: str, problems: list[str], rules: bool) -> Stage | None:
     raw = dict(raw)
     kind = raw.pop("kind", name)
-    preset = raw.pop("preset", "paper")
+    preset = raw.pop("preset", None)
     priority = raw.pop("priority", 0.0)
     if isinstance(priority, bool) or not isinstance(priority, (int, float)):
         problems.append(f"{at(where, 'priority')}: must be a number (got {quoted(priority)})")
         return None
-    for key, value in (("kind", kind), ("preset", preset)):
+    for key, value in (("kind", kind), ("preset", preset or "")):
         if not isinstance(value, str):
             problems.append(f"{at(where, key)}: must be a name (got {quoted(value)})")
             return None
@@ -321,9 +321,9 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str], rules: bo
         problems.append(unknown(at(where, "kind"), str(kind), METHODS))
         return None
     config_class = METHODS[kind].config
-    presets = {"paper": {}, **config_class.presets}
-    if preset not in presets:
-        none = "" if config_class.presets else f" {kind} has no other presets."
+    presets = config_class.presets
+    if preset is not None and preset not in presets:
+        none = "" if presets else f" {kind} has no presets."
         problems.append(unknown(at(where, "preset"), str(preset), presets) + none)
         return None
     root = Path(str(raw.get("output_dir", "runs/stage"))).parent
@@ -337,7 +337,7 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str], rules: bo
             ]
     missing = [key for key in config_class.required(raw) if not raw.get(key)]
     problems += [f"{at(where, key)}: Field required" for key in missing]
-    config = build(config_class, merge(presets[preset], raw), where, problems, rules=rules)
+    config = build(config_class, merge(presets.get(preset, {}), raw), where, problems, rules=rules)
     try:
         if config is not None:
             config.data.check_named()

@@ -107,6 +107,7 @@ def test_every_segmenter_gives_exactly_what_the_core_gives(batch, tokenizer, nam
 
 def test_settings_reach_the_core_by_the_names_of_recipes(batch):
     raw = {"segmenter": "ngram", "pooling": "mean", "rho": 0.9, "lam_value": 1.0, "whiten": "none"}
+    raw |= {"sigma": "equal"}
     advantages, returns = macro_advantages(batch, read_settings(raw, "macro"), gamma=1.0, lam=0.5)
     segments = segment_batch(batch, MacroSettings())
     expected = macro_gae(

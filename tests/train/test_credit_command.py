@@ -55,7 +55,7 @@ def test_measuring_resumes_and_repeats(run, monkeypatch):
     state = open_state(run, device="cpu")
     whole = measure(state, RULES, batches=4, seed=1)
     assert [o.name for o in whole.options] == [
-        "ngram n=5 lam=0.95 sigma=equal",
+        "ngram n=5 lam=0.95",
         "token lam=1",
         "token lam=0.5",
         "words lam=0.9",
@@ -87,7 +87,7 @@ def test_the_command_writes_what_the_report_shows(run):
     assert found["step"] == 4
     assert {row["name"] for row in found["rows"]} == {
         "token lam=1",
-        "ngram n=5 lam=0.95 sigma=equal",
+        "ngram n=5 lam=0.95",
     }
     where = found["where"]
     assert [len(where["samples"]), where["continuations"]] == [2, 2]

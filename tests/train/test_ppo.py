@@ -57,7 +57,7 @@ def _same_but(a: list[dict], b: list[dict], *keys: str) -> bool:
     [
         {"sigma": "unit"},
         {"sigma": "position"},
-        {"sigma": "start"},
+        {"sigma": "equal"},
         {"pooling": "mean"},
         {"whiten": "macros"},
         {"ratio": "macro", "value_level": "macro"},
@@ -75,7 +75,7 @@ def test_macro_options_matter_at_five_tokens(ppo_config):
         return run(ppo_config(name, segmenter=NGram(5), num_steps=2, **change))[-2]
 
     plain = last("plain")
-    for i, change in enumerate(({"sigma": "start"}, {"pooling": "mean"}, {"split_last": True})):
+    for i, change in enumerate(({"sigma": "equal"}, {"pooling": "mean"}, {"split_last": True})):
         changed = last(f"changed{i}", **change)
         assert changed["rl/advantage_norm"] != plain["rl/advantage_norm"], change
 
@@ -453,7 +453,7 @@ def test_only_the_critic_learns_while_it_warms_up(ppo_config, epochs):
     [
         ({"credit": "boundary", "pooling": "mean"}, "set pooling: sum"),
         ({"credit": "boundary", "ratio": "macro"}, "set ratio: token"),
-        ({"values": "monte_carlo"}, "set sigma: start"),
+        ({"values": "monte_carlo", "sigma": "equal"}, "set sigma: start"),
         ({"values": "monte_carlo", "sigma": "start", "gamma": 0.9}, "set gamma: 1.0"),
         ({"values": "monte_carlo", "sigma": "start", "lam_value": 1.0}, "leave lam_value out"),
         ({"values": "monte_carlo", "sigma": "start", "continuations": 0}, "continuations"),

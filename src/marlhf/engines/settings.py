@@ -41,7 +41,7 @@ class MacroSettings:
 
     segmenter: Segmenter = field(default_factory=NGram)
     """Where macro actions start: `ngram`, or `{type: ngram, n: 5}`; the types of recipes."""
-    sigma: Sigma = "equal"
+    sigma: Sigma = "start"
     """How a macro action's value weighs its tokens' values."""
     pooling: Pooling = "sum"
     """Macro reward as a sum of token rewards (the paper's equation) or a mean."""

@@ -18,7 +18,7 @@ Sigma = Literal["equal", "unit", "position", "start"]
 
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(RLConfig):
-    """Settings of PPO. The defaults are the paper's for Gemma-2B, but for sampling.
+    """Settings of PPO. The defaults are the paper's for Gemma-2B, but for sampling and `sigma`.
 
     >>> PPOConfig(model="tiny", reward_model="runs/reward/model", kl_coef=0.02).segmenter
     NGram(n=5)
@@ -26,8 +26,9 @@ class PPOConfig(RLConfig):
 
     critic_model: str | None = None
     """Where the critic starts; the reward model unless given, else the policy."""
-    sigma: Sigma = setting("equal", on_card=True)
-    """How a macro action's value weighs its tokens' values."""
+    sigma: Sigma = setting("start", on_card=True)
+    """How a macro action's value weighs its tokens' values. The paper: equal, which throws credit
+    away (docs/decisions/0008)."""
     pooling: Pooling = setting("sum", on_card=True)
     """Macro reward as a sum (the paper's equation) or a mean (the authors' code: a weaker KL)."""
     value_level: Level = "token"
@@ -61,8 +62,16 @@ class PPOConfig(RLConfig):
     value_clip: float | None = setting(0.2, above=0)
     """How far a value may move in an update; None for no limit."""
 
-    presets = {"official": {"pooling": "mean", "score_clip": 2.5, "split_last": True}}  # noqa: RUF012
-    """`official` is what the authors' code does, for comparison; the defaults are the paper's."""
+    presets = {  # noqa: RUF012
+        "paper": {"sigma": "equal"},
+        "official": {
+            "sigma": "equal",
+            "pooling": "mean",
+            "score_clip": 2.5,
+            "split_last": True,
+        },
+    }
+    """What the paper says, and what the authors' code does, for comparison."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
