@@ -299,3 +299,27 @@ def test_prompts_of_one_token_share_nothing_and_need_nothing(small):
     shared, prefilled = counted_prefills(engine, prompts, Sampling(6), range(5))
     assert shared.responses == plain.generate(prompts, Sampling(6), range(5)).responses
     assert prefilled == 1
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_graphs_sample_the_same_from_shared_prefixes(small, precision):
+    model, sampling, seeds = small("llama", head_dim=16).cuda(), Sampling(10, 0.9), range(27)
+    for slots in (64, 16):  # all rows at once, and copies from slots that are still running
+        options = {"precision": precision, "token_budget": 64 * slots}
+        alone = NativeEngine(model, ENDS, 0, share_prefixes=False, **options)
+        shared = NativeEngine(model, ENDS, 0, **options)
+        for _ in range(2):  # the second time from recorded graphs
+            wanted = alone.generate(SHARED, sampling, seeds)
+            got = shared.generate(SHARED, sampling, seeds)
+        if precision == "float32":
+            assert got.responses == wanted.responses
+            torch.testing.assert_close(got.logprobs, wanted.logprobs, atol=1e-4, rtol=0)
+        else:  # a draw at the edge between two tokens may fall on the other side
+            same = [a == b for a, b in zip(got.responses, wanted.responses)]
+            assert sum(same) >= 24
+            rows = torch.tensor(same, device="cuda")
+            width = min(got.logprobs.shape[1], wanted.logprobs.shape[1])
+            gap = got.logprobs[rows, :width] - wanted.logprobs[rows, :width]
+            assert float(gap.abs().max()) < 0.05

@@ -73,7 +73,7 @@ class RLOOConfig(RLConfig):
                 f"A response of at most {self.sampling.max_new_tokens} tokens has no room for the "
                 f"{len(tree)} levels of tree: {list(tree)}. Raise sampling.max_new_tokens."
             )
-        if len(tree) > 1 and getattr(self.segmenter, "n", 0) == math.inf:
+        if len(tree) > 1 and self.segmenter == ngram(n=math.inf):
             raise SettingError(
                 f"tree: {list(tree)} branches at macro boundaries, and one action a response has "
                 "none. Set segmenter: {type: ngram, n: 5}, or another rule."
