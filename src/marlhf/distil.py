@@ -69,7 +69,7 @@ def distil(
             too_long=config.data.too_long,
         )
         sft.train(replace(config, model=task.policy.model, data=fresh, output_dir=str(folder)))
-        done.append(DistilledRound(point, folder))
+        done.append(DistilledRound(point._replace(label=f"round {number}"), folder))
         policy = replace(first.policy, folder=folder, model=str(folder / MODEL))
         # The critic and other settings are still those of the run that was given.
         task = replace(first, policy=policy, fallback=first.fallback or first.policy)

@@ -49,6 +49,7 @@ def weights(output: Path) -> list[bytes]:
 def test_each_round_learns_from_the_model_before(finished, tmp_path):
     done = run(finished, tmp_path / "out")
     assert [each.folder.name for each in done] == ["round-1", "round-2"]
+    assert [each.point.label for each in done] == ["round 1", "round 2"]
     first, second = weights(tmp_path / "out")
     start = (finished / "ppo/model/model.safetensors").read_bytes()
     assert len({start, first, second}) == 3

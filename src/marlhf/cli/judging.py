@@ -277,7 +277,7 @@ def _best_of_blocks(
     temperature = found[0].settings.temperature
     grid = sample_whole(run, options, ns or (1, 4, 16), [temperature], tell)
     points = [each.point() for each in found] + whole_points(grid, temperature)
-    typer.echo(frontier_table(points))
+    typer.echo(frontier_table(sorted(points, key=lambda point: point.kl_bound)))
     if write is not None:
         k, kept, left = write_responses(found, write)
         tell(f"{write}: {kept} rows of k = {k}; {left} cut off or empty left out")

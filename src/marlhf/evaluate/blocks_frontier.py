@@ -69,10 +69,10 @@ def whole_points(grid: Grid, temperature: float) -> list[Point]:
 
 
 def frontier_table(points: Sequence[Point]) -> str:
-    """What `marlhf best-of-n --blocks` prints, in the order of the KL bound."""
+    """What `marlhf best-of-n --blocks` and `marlhf distil` print."""
     rows = [
         [p.label, p.score.text(), f"{p.kl_bound:.2f}", f"{p.tokens:.0f}", f"{p.length:.1f}"]
-        for p in sorted(points, key=lambda p: p.kl_bound)
+        for p in points
     ]
     return text_table(["chosen", "score", "KL bound", "tokens sampled", "length"], rows)
 
