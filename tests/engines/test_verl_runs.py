@@ -14,8 +14,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes" / "verl").glob("*.sh"))
-NOT_COMPARED = ("timing", "perf/", "macro/", "training/")
-"""Metrics of the clock and of memory, and those that verl's own estimator does not have."""
+NOT_COMPARED = ("timing", "perf/", "macro/", "actor/ppo_kl", "actor/pg_clipfrac")
+"""Metrics of the clock and of memory, those that verl's own estimator does not have, and two that
+verl averages over micro-batches whatever their number of tokens: these were seen to differ between
+two runs whose losses and gradient norms agree to 1e-6."""
 NAMESPACE = ["unshare", "-n", "-fp", "--mount-proc", "true"]
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -64,7 +66,7 @@ def unbroken(start, tmp_path_factory):
 
 
 def compared(metrics):
-    return {k: v for k, v in metrics.items() if not k.startswith(NOT_COMPARED)}
+    return {k: v for k, v in metrics.items() if not any(part in k for part in NOT_COMPARED)}
 
 
 def assert_same(found, expected, tolerance):
