@@ -337,7 +337,8 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str], rules: bo
             ]
     missing = [key for key in config_class.required(raw) if not raw.get(key)]
     problems += [f"{at(where, key)}: Field required" for key in missing]
-    config = build(config_class, merge(presets.get(preset, {}), raw), where, problems, rules=rules)
+    raw = merge(presets.get(preset or "", {}), raw)
+    config = build(config_class, raw, where, problems, rules=rules)
     try:
         if config is not None:
             config.data.check_named()
