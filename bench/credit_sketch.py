@@ -1,8 +1,8 @@
 """Do sketches of token scores rank ways to assign credit as whole gradients do?
 
 `marlhf credit` and `credit: auto` compare gradients of a linear map before the head, sketched to
-576 numbers. This compares them, on the same batches of a PPO run, with that map's exact gradient and
-with the exact gradient of all weights: one backward pass for each way and batch.
+576 numbers. This compares them, on the same batches of a PPO run, with that map's exact gradient
+and with the exact gradient of all weights: one backward pass for each way and batch.
 
     python bench/credit_sketch.py runs/toy/macro-ppo --batches 12
 """
