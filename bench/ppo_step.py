@@ -49,7 +49,7 @@ from marlhf.train.experience import batch_metrics, rollout_and_score
 from marlhf.train.optim import make_optimizer
 from marlhf.train.ppo import (
     assign_credit,
-    critic_metrics,
+    value_metrics,
     shape_and_segment,
     update,
     values_and_critic_backward,
@@ -222,8 +222,13 @@ def build(shape: Shape, device: torch.device, args: argparse.Namespace) -> tuple
     return models, config
 
 
-def build_four(shape: Shape, device: torch.device, checkpointing: bool) -> tuple[Any, ...]:
-    """Policy, reference, critic, reward model."""
+def build_four(
+    shape: Shape, device: torch.device, checkpointing: bool, *, cast: bool = True
+) -> tuple[Any, ...]:
+    """Policy, reference, critic, reward model.
+
+    With `cast` the frozen two compute in bfloat16 where the device has it, as in marlhf's runs.
+    """
     if shape.lora:
         lora = LoRA(shared_base=True)
         dtype = frozen_dtype(device, "auto")
@@ -241,7 +246,7 @@ def build_four(shape: Shape, device: torch.device, checkpointing: bool) -> tuple
     policy, reference = (random_model(shape, device, False, checkpointing) for _ in range(2))
     reference.requires_grad_(False).load_state_dict(policy.state_dict())
     critic, reward = (random_model(shape, device, True, checkpointing) for _ in range(2))
-    if (dtype := frozen_dtype(device, "auto")) is not None:
+    if cast and (dtype := frozen_dtype(device, "auto")) is not None:
         for frozen in (reference, reward):
             cast_linear_layers(frozen.requires_grad_(False), dtype)
     return policy, reference, critic, reward
@@ -290,7 +295,7 @@ class Bench:
         metrics = losses | update(
             experience, credit, models, self.optimizers, rates, settings, self.shuffler
         )
-        metrics |= batch_metrics(experience, credit, models, 0.05) | critic_metrics(credit)
+        metrics |= batch_metrics(experience, credit, models, 0.05) | value_metrics(credit)
         self.numbers = to_numbers(metrics)
         clock.mark("update")
         whole = {"step": time.perf_counter() - start}
@@ -422,7 +427,8 @@ def print_trl(
             logging_strategy="no",
             disable_tqdm=True,
         )
-        policy, reference, critic, reward = build_four(shape, device, False)
+        # Not cast: TRL calls the frozen two outside of autocast, where float32 meets bfloat16.
+        policy, reference, critic, reward = build_four(shape, device, False, cast=False)
         trainer = PPOTrainer(
             args=settings,
             processing_class=tokenizer,
