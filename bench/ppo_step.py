@@ -49,9 +49,9 @@ from marlhf.train.experience import batch_metrics, rollout_and_score
 from marlhf.train.optim import make_optimizer
 from marlhf.train.ppo import (
     assign_credit,
-    value_metrics,
     shape_and_segment,
     update,
+    value_metrics,
     values_and_critic_backward,
 )
 from marlhf.train.ppo_config import PPOConfig
