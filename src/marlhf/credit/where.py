@@ -253,7 +253,7 @@ def table(found: dict[str, Any]) -> str:
     header = ["credit by", "correlation with true credit"]
     rows = [[r["name"], _show(r["correlation"])] for r in found["rules"]]
     if "wrong" in found:
-        header.append("lowest on the first wrong line")
+        header.append(f"lowest on the first wrong line, of {found['wrong']}")
         rows = [[*row, f"{r['first_wrong']:.0%}"] for row, r in zip(rows, found["rules"])]
         rows.append(["continuations", "", f"{found['first_wrong']:.0%}"])
     return f"{critic}\n\n{text_table(header, rows)}"

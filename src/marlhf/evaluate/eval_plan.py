@@ -22,7 +22,11 @@ from marlhf.runs.layout import GIVEN, MODEL, is_run, model_folder
 from marlhf.runs.read import find_runs, read_run
 from marlhf.runs.stage_facts import facts_of
 
-SHIPPED_FUNCTIONS = ("marlhf.reward.code:unit_tests",)
+SHIPPED_FUNCTIONS = (
+    "marlhf.reward.code:unit_tests",
+    "marlhf.reward.sums:solved",
+    "marlhf.reward.sums:share_right",
+)
 """Reward functions of marlhf itself, which a run folder may name."""
 
 
