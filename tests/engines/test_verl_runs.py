@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes" / "verl").glob("*.sh"))
 NOT_COMPARED = ("timing", "perf/", "macro/", "actor/ppo_kl", "actor/pg_clipfrac")
 """Metrics of the clock and of memory, those that verl's own estimator does not have, and two that
-verl averages over micro-batches whatever their number of tokens: these were seen to differ between
-two runs whose losses and gradient norms agree to 1e-6."""
+verl averages over micro-batches whatever their number of tokens: these differ between two runs of
+one setting whose losses and gradient norms agree to 1e-6."""
 NAMESPACE = ["unshare", "-n", "-fp", "--mount-proc", "true"]
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
