@@ -240,9 +240,9 @@ def _line(key: str, score: float):
 def test_temperatures_come_from_the_files_of_evaluate(make_run):
     folder = make_run("ppo", metrics=_evals(1.0))
     (folder / "evaluation").mkdir()
-    for heat, score in ((0.2, 2.0), (1.0, 1.0), (0.6, 1.5)):
+    for temperature, score in ((0.2, 2.0), (1.0, 1.0), (0.6, 1.5)):
         lines = [_line(f"{i}", score + i) for i in range(2)]
-        file = folder / "evaluation" / f"t{heat:g}-m64-s0.jsonl"
+        file = folder / "evaluation" / f"t{temperature:g}-m64-s0.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     html = temperatures(group_runs([read_run(folder)]))
     rows = _csv(html, "Score by rm, 64 tokens")[1:]
@@ -253,9 +253,16 @@ def test_temperatures_come_from_the_files_of_evaluate(make_run):
 def test_best_of_n_samples_stand_in_where_nothing_was_evaluated(make_run):
     folder = make_run("ppo", metrics=_evals(1.0))
     (folder / "best_of_n").mkdir()
-    for heat in (0.2, 1.0):
-        line = {"setting": "x", "key": "k", "scores": [heat, heat + 2], "lengths": [3, 3]}
-        (folder / "best_of_n" / f"t{heat:g}-m64-s0-rm.jsonl").write_text(json.dumps(line) + "\n")
+    for temperature in (0.2, 1.0):
+        line = {
+            "setting": "x",
+            "key": "k",
+            "scores": [temperature, temperature + 2],
+            "lengths": [3, 3],
+        }
+        (folder / "best_of_n" / f"t{temperature:g}-m64-s0-rm.jsonl").write_text(
+            json.dumps(line) + "\n"
+        )
     rows = _csv(temperatures(group_runs([read_run(folder)])), "Score, 64 tokens, rm")[1:]
     assert [row[1:3] for row in rows] == [["0.2", "1.2"], ["1", "2"]]
 

@@ -261,8 +261,8 @@ def test_a_bad_gradient_is_named_and_not_applied(ppo_config, monkeypatch):
     config = ppo_config(num_steps=2, eval_every=0)
     real = ppo.backward
 
-    def broken(mini, experience, plan, models, config):
-        losses = real(mini, experience, plan, models, config)
+    def broken(mini, experience, credit, models, config, **more):
+        losses = real(mini, experience, credit, models, config, **more)
         models.critic.score.weight.grad.fill_(float("inf"))
         return losses
 

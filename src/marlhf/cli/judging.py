@@ -250,8 +250,8 @@ def best_of_n(
     typer.echo(grid_table(found))
     if export is None:
         return
-    heat, kept, left = sampler.export(found, export)
-    tell(f"{export}: {kept} rows at temperature {heat:g}; {left} cut off or empty left out")
+    best, kept, left = sampler.export(found, export)
+    tell(f"{export}: {kept} rows at temperature {best:g}; {left} cut off or empty left out")
     if held_out:
         tell(HELD_OUT_DATA)
 
