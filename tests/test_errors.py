@@ -7,12 +7,14 @@ import pkgutil
 import marlhf
 from marlhf.errors import MarlhfError
 
+NEED_OTHERS = ("__main__", "triton_kernels", "engines.verl", "verl_losses")
+"""Modules that import what the tests' environment does not have."""
 ENDS_A_RUN = "Stopped"  # asked for by the user, so it has no other parent
 
 
 def error_classes():
     for module in pkgutil.walk_packages(marlhf.__path__, "marlhf."):
-        if module.name.endswith(("__main__", "triton_kernels")):
+        if module.name.endswith(NEED_OTHERS):
             continue
         found = importlib.import_module(module.name)
         for name, cls in inspect.getmembers(found, inspect.isclass):

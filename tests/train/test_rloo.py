@@ -163,8 +163,9 @@ def test_metrics_are_ppos_without_the_critics(rloo_config):
     assert train["rl/macro_length"] == train["rl/length"]  # one action a response
     assert train["rl/group_std"] > 0
     assert not any("value" in key or "critic" in key or "variance" in key for key in train)
-    page = (Path(__file__).parents[2] / "docs" / "baselines.md").read_text()
-    assert [k for k in train if k.startswith("rl/") and f"`{k}`" not in page] == []
+    docs = Path(__file__).parents[2] / "docs"
+    pages = "".join((docs / name).read_text() for name in ("baselines.md", "report.md"))
+    assert [k for k in train if k.startswith("rl/") and f"`{k}`" not in pages] == []
 
 
 def test_each_prompt_has_different_responses(rloo_config, monkeypatch):
