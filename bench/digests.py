@@ -117,7 +117,8 @@ def flat_recipe(root: Path, out: Path) -> Path:
         "data: {source: toy, eval_size: 16}\ndevice: cpu\nbatch_size: 16\nnum_steps: 4\n"
         "learning_rate: 5.0e-4\ncritic_learning_rate: 1.0e-3\n"
         "sampling: {max_new_tokens: 32, temperature: 1.0, top_k: 0}\n"
-        "segmenter: {type: ngram, n: 5}\nsigma: equal\neval_every: 2\neval_prompts: 8\nsave_every: 1\n"
+        "segmenter: {type: ngram, n: 5}\nsigma: equal\n"
+        "eval_every: 2\neval_prompts: 8\nsave_every: 1\n"
     )
     path = root / f"{out.name}.yaml"
     path.write_text(text)
