@@ -8,7 +8,7 @@ from test_resume import stop_after, weights
 
 from conftest import read_lines
 from marlhf.configs.candidates import Candidate, parse_candidates
-from marlhf.core import NGram, Segments, gae, gradient_agreement
+from marlhf.core import NGram, Perplexity, Segments, gae, gradient_agreement
 from marlhf.train import credit_choice, ppo
 from marlhf.train.credit_choice import CreditChooser, better, name_of
 from marlhf.train.interrupts import Stopped
@@ -188,6 +188,12 @@ def test_a_config_is_named_as_candidates_are(ppo_config):
     assert [c.name for c in parse_candidates(("token lam=1", "ngram n=1 lam=1.0"))] == [
         "token lam=1"
     ]
+
+
+def test_the_runs_own_settings_are_not_a_candidate_too(ppo_config):
+    config = ppo_config(credit="auto", segmenter=Perplexity(), sigma="start")
+    configs = [option.config for option in CreditChooser(config).options]
+    assert sum(isinstance(each.segmenter, Perplexity) for each in configs) == 1
 
 
 def test_macro_gae_over_single_tokens_is_the_unbiased_one(ppo_config):

@@ -12,16 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from marlhf.configs.rl import RLConfig
-from marlhf.core import Segments, shape_rewards
-from marlhf.models.base import Model, autocast
-from marlhf.models.forward import Sequences, send, token_stats
+from marlhf.core import Segments
+from marlhf.models.base import Model
+from marlhf.models.forward import Sequences, send
 from marlhf.rollout.engine import Rollout
-from marlhf.train.experience import Experience, micro_batches, sample_responses
+from marlhf.train.experience import Experience, reference_logprobs, sample_responses
+from marlhf.train.memory import fit_memory
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.stage import Example
@@ -119,34 +121,23 @@ def _returns(
     rollout = _cut(sample_responses(prompts, models, sampling, seeds), limits)
     whole = [[*state.prefix, *new] for state, new in zip(states, rollout.responses)]
     examples = [state.example for state in states]
-    raw_scores = models.reward([e.prompt for e in examples], whole, [e.row for e in examples])
+    score = partial(models.reward, [e.prompt for e in examples], whole, [e.row for e in examples])
+    raw_scores = fit_memory(models.world, score)
     sequences = Sequences.from_lists(
         prompts, rollout.responses, models.tokenizer.pad_token_id, models.world.device
     )
-    ref_logprobs = torch.zeros(sequences.mask.shape, device=models.world.device)
-    for micro in micro_batches(sequences, 2 * config.token_budget, models.world):
-        with autocast(models.world.device, config.precision):
-            stats = token_stats(models.reference, micro.sequences, config.sampling.scale)
-        micro.add(ref_logprobs, stats.logprobs)
+    by_reference = partial(reference_logprobs, sequences, models, config)
     scored = Experience(
         sequences,
         normalise(raw_scores),
         raw_scores,
         rollout.ended,
         rollout.logprobs,
-        models.world.sum(ref_logprobs),
+        fit_memory(models.world, by_reference),
         None,
         eos_penalty=config.missing_eos_penalty * (~rollout.ended).float(),
     )
-    rewards = shape_rewards(
-        scored.clipped_scores(config.score_clip),
-        scored.logprobs,
-        scored.ref_logprobs,
-        sequences.mask,
-        kl_coef,
-        kl=config.kl_estimator,
-    )
-    return rewards.sum(dim=1)
+    return scored.token_rewards(config, kl_coef).sum(dim=1)
 
 
 def _groups(states: Sequence[State], policy: Model, max_new_tokens: int) -> Iterator[list[int]]:

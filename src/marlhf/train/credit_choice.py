@@ -56,8 +56,9 @@ def options_of(config: PPOConfig, candidates: list[Candidate]) -> list[Option]:
         rule = build_segmenter({"type": candidate.rule, **candidate.settings}, candidate.name)
         changed = {"sigma": candidate.sigma, "lam": candidate.lam, "credit": candidate.credit}
         changed |= {"pooling": "sum", "rho": 1.0, "ratio": "token", "value_level": "token"}
-        if candidate.name != options[0].name:
-            options.append(Option(candidate.name, replace(plain, segmenter=rule, **changed)))
+        option = Option(candidate.name, replace(plain, segmenter=rule, **changed))
+        if option.name != options[0].name and option.config != plain:
+            options.append(option)
     return options
 
 

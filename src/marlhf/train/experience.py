@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from marlhf.configs.rl import RLConfig
-from marlhf.core import Responses, Segments, Vocabulary, kl_estimate, masked_mean
+from marlhf.core import (
+    Responses,
+    Segments,
+    Vocabulary,
+    kl_estimate,
+    masked_mean,
+    shape_rewards,
+)
 from marlhf.models.base import autocast
 from marlhf.models.forward import Sequences, send, token_stats
 from marlhf.rollout import Sampling
@@ -53,6 +60,17 @@ class Experience:
         if score_clip is None:
             return self.scores
         return self.normalised_scores.clamp(-score_clip, score_clip) - self.eos_penalty
+
+    def token_rewards(self, config: RLConfig, kl_coef: float) -> Tensor:
+        """The KL penalty of each token, and the score at the last: [B, T]."""
+        return shape_rewards(
+            self.clipped_scores(config.score_clip),
+            self.logprobs,
+            self.ref_logprobs,
+            self.sequences.mask,
+            kl_coef,
+            kl=config.kl_estimator,
+        )
 
     def responses(self, vocabulary: Vocabulary, shuffler: torch.Generator) -> Responses:
         """What a segmenter sees. Each row has a seed, for segmenters that draw lengths."""

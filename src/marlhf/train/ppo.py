@@ -27,7 +27,6 @@ from marlhf.core import (
     ppo_policy_loss,
     ppo_value_loss,
     segment,
-    shape_rewards,
     whiten,
 )
 from marlhf.models.base import autocast
@@ -175,14 +174,7 @@ def shape_and_segment(
 ) -> SegmentedRewards:
     """Token rewards (the KL penalty, and the score at the end), and the macro actions."""
     responses = experience.responses(models.vocabulary, shuffler)
-    rewards = shape_rewards(
-        experience.clipped_scores(config.score_clip),
-        experience.logprobs,
-        experience.ref_logprobs,
-        responses.mask,
-        kl_coef,
-        kl=config.kl_estimator,
-    )
+    rewards = experience.token_rewards(config, kl_coef)
     with explain_segmenter_errors(config.segmenter):  # it may be the user's own code
         segments = segment(config.segmenter, responses, split_last=config.split_last).validate()
     return SegmentedRewards(rewards, segments)
