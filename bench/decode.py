@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--shared", type=int, default=1, help="samples of each prompt")
+    parser.add_argument("--budget", type=int, default=1 << 17, help="rollout_tokens")
     parser.add_argument("--only", nargs="+", help="systems to measure, by the start of their name")
     args = parser.parse_args()
     shape, device = SHAPES[args.shape], torch.device("cuda" if gpu else "cpu")
@@ -101,7 +102,7 @@ def main() -> None:
     columns = f"{'rows':>6}{'tokens':>9}{'mean':>6}{'first s':>9}{'best s':>9}{'tokens/s':>11}"
     print(f"{'system':24}{'lengths':9}{columns}")
     engines: list[NativeEngine] = []
-    for system, make in systems(model, engines, args.shared).items():
+    for system, make in systems(model, engines, args.shared, args.budget).items():
         if args.only and not system.startswith(tuple(args.only)):
             continue
         for task in tasks:
@@ -139,16 +140,16 @@ Sample = Callable[[Task], list[int]]
 
 
 def systems(
-    model: PreTrainedModel, engines: list[NativeEngine], shared: int
+    model: PreTrainedModel, engines: list[NativeEngine], shared: int, budget: int
 ) -> dict[str, Callable[[Task], Sample]]:
     """Each makes, for a task, a function that samples it and gives the lengths of responses."""
 
     def native(task: Task) -> Sample:
-        engines.append(NativeEngine(model, task.ends, 0))
+        engines.append(NativeEngine(model, task.ends, 0, token_budget=budget))
         return lambda task: lengths_of(run_engine(engines[-1], task))
 
     def unshared(task: Task) -> Sample:
-        engine = NativeEngine(model, task.ends, 0, share_prefixes=False)
+        engine = NativeEngine(model, task.ends, 0, token_budget=budget, share_prefixes=False)
         return lambda task: lengths_of(run_engine(engine, task))
 
     def plain(task: Task) -> Sample:

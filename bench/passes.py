@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 import transformers
-from ppo_step import SHAPES, random_model
+from ppo_step import SHAPES, random_model, tldr_prompts
 from torch import Tensor, nn
 
 from marlhf.models.base import autocast
@@ -57,7 +57,7 @@ def main() -> None:
 
 def rows_like_tldr(rows: int, vocabulary: int, device: torch.device) -> Sequences:
     """Prompts of 228 tokens in the mean, responses of 33."""
-    prompts = (torch.randn(rows) * 60 + 228).clamp(60, 400).int().tolist()
+    prompts = tldr_prompts(rows)
     responses = (torch.randn(rows) * 12 + 33).clamp(4, 48).int().tolist()
 
     def tokens(lengths: list[int]) -> list[list[int]]:

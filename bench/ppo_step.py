@@ -5,10 +5,11 @@
     python bench/ppo_step.py --shape gemma-2b         # 2.5B parameters, trained whole
     python bench/ppo_step.py --shape llama-7b-lora    # adapters on one shared base
     python bench/ppo_step.py --rules                  # what macro actions cost
+    python bench/ppo_step.py --lengths tldr           # prompts and responses as long as TL;DR's
 
 Models with random weights (policy, reference, critic, reward), one PPO epoch, prompts and responses
-of fixed length: what is measured is the machinery, not the learning. The first steps warm up and
-compile; the table has the best and the median of the rest.
+of fixed length unless told otherwise: what is measured is the machinery, not the learning. The
+first steps warm up and compile; the table has the best and the median of the rest.
 
 The limit counts what must be done, at the rates that this machine reaches in the same run: every
 multiplication at the rate of a large matrix product, and for each sampled token the weights and the
@@ -86,7 +87,7 @@ class Shape:
             intermediate_size=self.mlp,
             vocab_size=self.vocabulary,
             tie_word_embeddings=not self.lora,
-            max_position_embeddings=self.prompt + self.response,
+            max_position_embeddings=max(1024, self.prompt + self.response),
             num_labels=1,
             eos_token_id=1,
             pad_token_id=0,
@@ -133,6 +134,10 @@ RULES: dict[str, Callable[..., Any]] = {
     "perplexity": Perplexity(),
 }
 WARMUP = 2
+TLDR = {"rows": 128, "prompt": 228, "response": 48}
+"""A step of the runs behind docs/results.md: mean prompt, longest response."""
+TLDR_ENDS = 0.0162
+"""Share of the vocabulary that ends a response there: 33 tokens in the mean."""
 
 
 def main() -> None:
@@ -141,6 +146,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="smollm2" if gpu else "tiny")
     parser.add_argument("--steps", type=int, default=8, help="timed steps, of each rule")
     parser.add_argument("--budget", type=int, help="tokens in a micro-batch")
+    parser.add_argument("--lengths", choices=("fixed", "tldr"), default="fixed")
     parser.add_argument("--rules", action="store_true", help="compare rules of macro actions")
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--packed", action="store_true", help="packed rows, CUDA graphs")
@@ -148,6 +154,8 @@ def main() -> None:
     parser.add_argument("--no-trl", action="store_true", help="do not run TRL beside it")
     args = parser.parse_args()
     shape = SHAPES[args.shape]
+    varied = args.lengths == "tldr"
+    shape = replace(shape, **TLDR) if varied else shape
     shape = replace(shape, budget=args.budget) if args.budget else shape
     device = torch.device("cuda" if gpu else "cpu")
     name = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU"
@@ -165,7 +173,7 @@ def main() -> None:
         f"{shape.budget} in a micro-batch\n"
     )
     rules = RULES if args.rules else {"ngram 5": RULES["ngram 5"]}
-    bench = Bench(models, config, shape)
+    bench = Bench(models, config, shape, tldr_prompts(shape.rows) if varied else None)
     phases, by_rule = measure(bench, rules, args.steps)
     peak = torch.cuda.max_memory_allocated() / 2**30 if gpu else None
     print(f"{'phase':12}{'best s':>9}{'median s':>10}")
@@ -173,6 +181,9 @@ def main() -> None:
         print(f"{phase:12}{min(seconds):9.3f}{statistics.median(seconds):10.3f}")
     best, median = (shape.rows / f(phases["step"]) for f in (min, statistics.median))
     print(f"\nsamples/s            {best:.1f} (best) {median:.1f} (median)")
+    if varied:  # what the limit counts
+        shape = replace(shape, prompt=bench.mean_prompt, response=round(bench.numbers["rl/length"]))
+        print(f"mean tokens          {shape.prompt} + {shape.response}")
     tokens = shape.rows * shape.response / min(phases["rollout"])
     print(f"rollout tokens/s     {tokens:.0f} (with prefill)")
     print(f"log-prob gap         {bench.numbers['rl/logprob_gap']:.2e} (rollout - training)")
@@ -184,12 +195,12 @@ def main() -> None:
     if gpu:  # room for TRL, whose memory is measured too
         del models, bench.models, bench.optimizers
         gc.collect()
-    if not args.no_trl and not shape.lora:
+    if not args.no_trl and not shape.lora and not varied:
         print_trl(shape, device, args.steps, phases["step"], None if gpu else bench)
 
 
 def build(shape: Shape, device: torch.device, args: argparse.Namespace) -> tuple[Models, PPOConfig]:
-    """The four models; no token ends a response, so that lengths are fixed."""
+    """The four models; with fixed lengths no token ends a response."""
     config = PPOConfig(
         model="random",
         reward_model="random",
@@ -208,7 +219,10 @@ def build(shape: Shape, device: torch.device, args: argparse.Namespace) -> tuple
     budget = 2 * shape.budget
     scorer = RewardModel(reward, tokenizer, tokenizer, token_budget=budget)
     table = vocabulary(tokenizer, shape.vocabulary)
-    engine = NativeEngine(policy, [-1], 0, token_budget=config.rollout_tokens)
+    ends = [-1]
+    if args.lengths == "tldr":
+        ends = list(range(1, 1 + round(TLDR_ENDS * shape.vocabulary)))
+    engine = NativeEngine(policy, ends, 0, token_budget=config.rollout_tokens)
     models = Models(
         policy,
         reference,
@@ -264,13 +278,17 @@ def random_model(shape: Shape, device: torch.device, scalar: bool, checkpointing
 class Bench:
     """PPO steps on the same prompts, one after another, each with its seconds."""
 
-    def __init__(self, models: Models, config: PPOConfig, shape: Shape) -> None:
+    def __init__(
+        self, models: Models, config: PPOConfig, shape: Shape, prompts: list[int] | None = None
+    ) -> None:
         self.models, self.config, self.shape = models, config, shape
         self.optimizers = {
             "policy": make_optimizer(models.policy, 1e-6),
             "critic": make_optimizer(models.critic, 1e-6),
         }
-        ids = torch.randint(2, shape.vocabulary, (shape.rows, shape.prompt)).tolist()
+        lengths = prompts or [shape.prompt] * shape.rows
+        ids = [torch.randint(2, shape.vocabulary, (n,)).tolist() for n in lengths]
+        self.mean_prompt = round(sum(lengths) / len(lengths))
         self.examples = [Example(Row(""), prompt, [], []) for prompt in ids]
         self.sampler, self.shuffler = (torch.Generator().manual_seed(i) for i in range(2))
         self.steps = 0
@@ -300,6 +318,11 @@ class Bench:
         clock.mark("update")
         whole = {"step": time.perf_counter() - start}
         return {name.removeprefix("time/"): x for name, x in clock.phases.items()} | whole
+
+
+def tldr_prompts(rows: int) -> list[int]:
+    """Lengths of prompts, 228 tokens in the mean."""
+    return (torch.randn(rows) * 60 + TLDR["prompt"]).clamp(60, 400).int().tolist()
 
 
 def measure(
