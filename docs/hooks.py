@@ -23,17 +23,14 @@ def settings_page() -> str:
             f"\n## {kind}\n",
             method.help,
             "",
-            "| setting | type | default | |",
-            "|---|---|---|---|",
+            "| setting | default and type | meaning |",
+            "|---|---|---|",
         ]
         for name, type_, default, words in describe(kind_class(kind)):
-            cells = [f"`{name}`", _code(type_), _code(default), " ".join(words.split())]
-            parts.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+            value = f"`{default}`<br>`{type_}`" if type_ else ""  # groups have neither
+            # In backticks a bar is no end of a cell.
+            parts.append(f"| `{name}` | {value} | {' '.join(words.split())} |")
     return "\n".join(parts) + "\n"
-
-
-def _code(words: str) -> str:
-    return f"`{words}`" if words else ""
 
 
 def on_files(files: Any, config: Any) -> Any:
