@@ -5,6 +5,7 @@ import math
 import re
 import shlex
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,14 @@ import yaml
 from marlhf.cli import app
 from marlhf.evaluate import score
 from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions, find_policies, make_plan
-from marlhf.evaluate.held_out import read_scored, summarise, summary_table
+from marlhf.evaluate.held_out import data_tables, read_scored, summarise, summary_table
 from marlhf.evaluate.sampling import ResponseSampler, find_rewards
 from marlhf.evaluate.score import distinct, evaluate
 from marlhf.models.base import ModelError
 from marlhf.models.load import load_policy, load_tokenizer
 from marlhf.report.write import write_report
-from marlhf.runs.jsonl import append_jsonl, read_keyed
+from marlhf.runs.evaluations import SamplingSettings
+from marlhf.runs.jsonl import append_jsonl, read_keyed, write_jsonl
 from marlhf.runs.layout import RunError
 
 FEW = EvaluationOptions(prompts=5, device="cpu")
@@ -302,3 +304,39 @@ def test_out_of_distribution_prompts_come_from_the_hub_or_any_file(finished, mon
     file.write_text("prompt\nTell me of a fox.\n", "utf-8")
     own = evaluate([finished / "ppo"], EvaluationOptions(path=str(file), device="cpu"))[0]
     assert [line["prompt"] for line in own.lines] == ["Tell me of a fox."]
+
+
+def test_scores_by_data_are_the_papers_table(tmp_path):
+    """Models in rows, data in columns, gains over the first model paired by prompt."""
+    sampling = {"temperature": 0.8, "max_new_tokens": 64, "seed": 0}
+
+    def write(model, data, scores, **other):
+        settings = SamplingSettings(**{**sampling, **other}, data=data)
+        lines = [
+            {
+                "setting": "",
+                "key": f"{data}{i}",
+                "scores": {"reward": score},
+                "sampling": asdict(settings),
+            }
+            for i, score in enumerate(scores)
+        ]
+        write_jsonl(tmp_path / model / "evaluation" / settings.file_name, lines)
+
+    write("ppo", "", [0.0, 2.0])
+    write("macro-ppo", "", [1.0, 3.0])
+    write("ppo", "news", [5.0])
+    write("macro-ppo", "news", [4.5, 9.0])  # a prompt that ppo has not answered
+    write("ppo", "news", [70.0], temperature=0.1)
+    models = [(name, tmp_path / name) for name in ("ppo", "macro-ppo", "sft")]
+    [table] = data_tables(models, SamplingSettings(**sampling))
+    rows = [re.split(r"  +", line) for line in table.splitlines()]
+    assert rows == [
+        ["score by reward", "held out", "news"],
+        ["ppo", "1.00 [-11.71, 13.71]", "5.00"],
+        ["macro-ppo", "2.00 +1.00 [+1.00, +1.00]", "6.75 -0.50"],
+        ["sft", "-", "-"],
+    ]
+    (tmp_path / "ppo/evaluation" / "t0.8-m64-s0-news.jsonl").unlink()
+    (tmp_path / "macro-ppo/evaluation" / "t0.8-m64-s0-news.jsonl").unlink()
+    assert data_tables(models, SamplingSettings(**sampling)) == []

@@ -296,10 +296,14 @@ def test_on_a_phone_both_answers_come_before_a_vote(sit_down, server):
         if eve.page.get_attribute("body", "data-seen") == "part":
             before = server.kinds("Eve")
             eve.page.get_by_role("button", name="Tie").tap()
-            assert "read both first" in eve.text("confirmation")
+            hint = eve.page.locator("#hint").bounding_box()  # beside the buttons, and whole
+            assert "Scroll down" in eve.text("hint")
+            assert 0 <= hint["x"] <= hint["x"] + hint["width"] <= 390
+            assert 422 < hint["y"] < 844
             assert server.kinds("Eve") == before
             refused += 1
         eve.read_both()
+        assert eve.page.locator("#hint").is_hidden()
         eve.tap("Tie")
     assert refused >= 1  # the answers of 3000 characters do not fit
     assert eve.faults == []

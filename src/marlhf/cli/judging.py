@@ -154,7 +154,7 @@ def evaluate(
 ) -> None:
     """Score responses to held-out prompts, of any model by any reward models."""
     from marlhf.evaluate.eval_plan import EvaluationOptions
-    from marlhf.evaluate.held_out import summary_table
+    from marlhf.evaluate.held_out import data_tables, summary_table
     from marlhf.evaluate.score import evaluate
 
     options = EvaluationOptions(
@@ -173,6 +173,8 @@ def evaluate(
     )
     found = evaluate(runs, options, tell)
     typer.echo(summary_table([(each.name, each.summary) for each in found]))
+    for table in data_tables([(each.name, each.folder) for each in found], found[0].settings):
+        typer.echo(f"\n{table}")
     for each in found:
         tell(str(each.file))
 

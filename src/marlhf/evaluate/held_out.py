@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from marlhf.intervals import NO_INTERVAL, Interval, interval
-from marlhf.runs.evaluations import EvaluationFile, read_evaluations
+from marlhf.runs.evaluations import EvaluationFile, SamplingSettings, read_evaluations
 from marlhf.runs.jsonl import Line
 from marlhf.runs.layout import EVALUATION
 from marlhf.runs.read import number
@@ -71,3 +71,54 @@ def summary_table(found: Sequence[tuple[str, Summary]]) -> str:
         cells += ["-" if math.isnan(mean) else f"{mean:.3g}" for mean in means]
         rows.append([name, *cells, str(each.prompts)])
     return text_table(["", *judges, *(title.lower() for title, _ in MEASURES), "prompts"], rows)
+
+
+def data_tables(models: Sequence[tuple[str, Path]], like: SamplingSettings) -> list[str]:
+    """One table per reward: a row per model, a column per data set, as in the paper's table 2.
+
+    `models` are names and folders. Only files with the sampling of `like`, whatever their data, are
+    in it. Gains over the first model are paired by prompt. None where there is one data set alone.
+    """
+    by_model = [(name, _lines_by_data(folder, like)) for name, folder in models]
+    data = sorted({each for _, found in by_model for each in found})  # the run's own is ""
+    if len(data) < 2:
+        return []
+    files = [lines for _, found in by_model for lines in found.values()]
+    judges = dict.fromkeys(name for lines in files for line in lines for name in line["scores"])
+    tables: list[str] = []
+    for judge in judges:
+        rows = [
+            [name, *(_score(found, by_model[0][1], each, judge) for each in data)]
+            for name, found in by_model
+        ]
+        header = [f"score by {judge}", *(each or "held out" for each in data)]
+        tables.append(text_table(header, rows))
+    return tables
+
+
+def _lines_by_data(folder: Path, like: SamplingSettings) -> dict[str, list[Line]]:
+    files = [(file.settings, file.lines) for file in read_scored(folder)]
+    return {
+        settings.data: lines
+        for settings, lines in files
+        if settings is not None and replace(settings, data=like.data) == like
+    }
+
+
+def _score(
+    model: dict[str, list[Line]], baseline: dict[str, list[Line]], data: str, judge: str
+) -> str:
+    """`0.84 [0.80, 0.88]` for the baseline, `1.41 +0.57 [+0.50, +0.64]` with a gain over it."""
+    scores = _by_prompt(model.get(data, []), judge)
+    score = interval([*scores.values()])
+    if not score.size:
+        return "-"
+    if model is baseline or data not in baseline:
+        return score.text(lambda x: f"{x:.2f}")
+    before = _by_prompt(baseline[data], judge)
+    gain = interval([scores[key] - before[key] for key in scores if key in before])
+    return f"{score.mean:.2f} {gain.text(lambda x: f'{x:+.2f}')}"
+
+
+def _by_prompt(lines: Sequence[Line], judge: str) -> dict[str, float]:
+    return dict(zip((str(line["key"]) for line in lines), scores_of(lines, judge)))

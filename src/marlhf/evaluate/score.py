@@ -56,8 +56,13 @@ class ScoredResponses:
     """The responses of a policy with their scores, and the file that holds them."""
 
     name: str
-    file: Path
+    folder: Path
+    settings: SamplingSettings
     lines: list[Line]
+
+    @property
+    def file(self) -> Path:
+        return self.folder / EVALUATION / self.settings.file_name
 
     @property
     def summary(self) -> Summary:
@@ -115,7 +120,8 @@ def _evaluate(
             notice(f"{policy.name}: {done} of {len(prompts)} prompts")
         _drop_outdated(known, rewards)
         write_jsonl(file, known.values())
-    return ScoredResponses(policy.name, file, [known[key_of(p.row)] for p in prompts])
+    lines = [known[key_of(p.row)] for p in prompts]
+    return ScoredResponses(policy.name, policy.folder, settings, lines)
 
 
 def _complete(line: Line | None, rewards: Sequence[RewardSource]) -> bool:

@@ -120,7 +120,7 @@ def line_chart(
     if is_share and low < 1 and high > 0:
         low, high = max(low, 0.0), min(high, 1.0)
     names = [s.label for s in series] if is_labelled(series) else []
-    x_axis, y_axis = _axes(span(xs, margin=0.02), (low, high), size, margin_for(names))
+    x_axis, y_axis = _axes(span(xs, margin=0.02), (low, high), size, margin_for(names, size))
     drawn = [frame(x_axis, y_axis, x_label, y_label, percent_text if is_share else tick_text)]
     drawn += [_band(s, x_axis, y_axis) for s in series if s.band]
     drawn += [_faint(s, x_axis, y_axis) for s in series if s.raw]
@@ -147,10 +147,11 @@ def is_labelled(series: Sequence[object]) -> bool:
     return len(series) <= MAX_LABELS
 
 
-def margin_for(names: Sequence[str]) -> float:
-    """Room on the right for names at the ends of lines."""
+def margin_for(names: Sequence[str], size: tuple[int, int] = (WIDTH, HEIGHT)) -> float:
+    """Room on the right for names at the ends of lines, in the size of phones and paper."""
     longest = max((min(len(name), MAX_LABEL_CHARS) for name in names), default=0)
-    return 22 + 7.2 * longest if longest else RIGHT
+    width = 9.0 if size[0] >= LARGE[0] else 7.2
+    return 22 + width * longest if longest else RIGHT
 
 
 def end_labels(ends: Sequence[tuple[str, str, float, float]], axes: tuple[Axis, Axis]) -> str:

@@ -196,9 +196,10 @@ def _hacking(group: Group) -> str:
         signs.append(f"only {percent(ended)} of responses end with EOS")
     if not signs:
         return ""
-    is_sure = is_longer and grew.low > 0
-    look = '<span class="warn">Look twice</span>' if is_sure else "Look twice"
-    return f"{look} at {text(group.label)}: {', '.join(signs)}."
+    if is_longer and grew.low > 0:
+        look = '<span class="warn">Look twice</span>'
+        return f"{look} at {text(group.label)}: {', '.join(signs)}."
+    return f"In {text(group.label)} {', '.join(signs)}; there is no interval, so read its samples."
 
 
 def _compare(base: Group, group: Group, *, with_score: bool) -> list[str]:

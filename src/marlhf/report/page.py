@@ -1,13 +1,16 @@
 """The page around the figures: its parts as HTML, with its style sheet inside and nothing to fetch.
 
-The page runs no script at all, and its content policy forbids any, so that text written
-by a model stays text even if an escape were ever forgotten. What reacts to the reader (values
-under the pointer, runs switched off, samples in another order) is done by the style sheet.
+What reacts to the reader (values under the pointer, runs switched off, samples in another order) is
+done by the style sheet. One script, report.js, adds a search box. The page's content policy allows
+that script alone, by its digest, so that text written by a model stays text even if an escape were
+ever forgotten.
 """
 
 from __future__ import annotations
 
+import base64
 import csv
+import hashlib
 import io
 import math
 import re
@@ -23,6 +26,8 @@ Cell = str | float | int | None
 NUM_COLOURS = 8
 """Colours in report.css that runs are told apart by; later runs repeat them, dashed."""
 STYLE = files("marlhf.report").joinpath("report.css").read_text(encoding="utf-8")
+SCRIPT = files("marlhf.report").joinpath("report.js").read_text(encoding="utf-8")
+SCRIPT_DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f\ud800-\udfff\ufffe\uffff]")
 
@@ -235,6 +240,8 @@ def render(
         switches=run_switches(runs[:switches]),
         body="\n".join(html for *_, html in shown),
         style=f"{STYLE}\n{_run_style(runs)}",
+        script=SCRIPT,
+        digest=SCRIPT_DIGEST,
         reload=reload,
     )
 
@@ -244,7 +251,8 @@ _PAGE = Template("""<!doctype html>
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'">
+ content="default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-$digest';
+ base-uri 'none'; form-action 'none'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 $reload<title>$title</title>
@@ -257,6 +265,7 @@ $switches</div>
 <main>
 $body
 </main>
+<script>$script</script>
 </body>
 </html>
 """)

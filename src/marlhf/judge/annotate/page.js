@@ -148,7 +148,7 @@ function render(state) {
 function renderAnswers() {
   const marked = format.isMarkdown(pair.left) || format.isMarkdown(pair.right);
   at("raw").hidden = !marked;
-  at("raw").textContent = isRaw ? "M: show formatted" : "M: show as written";
+  at("raw-label").textContent = isRaw ? "Show formatted" : "Show as written";
   for (const side of ["left", "right"]) {
     const text = pair[side];
     const formatted = marked && !isRaw && Boolean(text.trim());
@@ -220,6 +220,7 @@ function look() {
     if (box.getBoundingClientRect().bottom <= bottom + 24) seen.add(side);
   }
   document.body.dataset.seen = seen.size === 2 ? "both" : "part";
+  at("hint").hidden = !narrow.matches || seen.size === 2;
 }
 
 // A page down in both answers at once, so that they can be compared line by line.
@@ -256,10 +257,7 @@ function welcome() {
 
 function vote(choice) {
   if (document.body.dataset.state !== "ready" || !pair) return;
-  if (narrow.matches && seen.size < 2 && choice !== "skip") {
-    at("confirmation").textContent = "Scroll down: read both first";
-    return;
-  }
+  if (narrow.matches && seen.size < 2 && choice !== "skip") return; // the hint says why
   const fields = { pair: pair.id, vote: choice, ...remarks() };
   send("/api/vote", fields, CONFIRMATION[choice][narrow.matches ? 1 : 0]);
 }
