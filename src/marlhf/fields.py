@@ -95,8 +95,12 @@ def check_settings(config: Any, prefix: str = "") -> None:
             raise SettingError(f"{prefix}{field.name} must be one of {listed}; got {value!r}.")
         if value is None or not {int, float} & set(kinds) or set(kinds) & {str, tuple}:
             continue
+        words = [x for kind in kinds for x in typing.get_args(kind)]  # such as "auto"
+        if value in words:
+            continue
         wanted = _wanted(value, float in kinds, _facts(type(config), field.name))
         if wanted:
+            wanted = " or ".join([wanted, *words])
             raise SettingError(f"{prefix}{field.name} must be {wanted}; got {value!r}.")
 
 
@@ -131,4 +135,5 @@ def type_hints(cls: type) -> dict[str, Any]:
 
 def type_options(hint: Any) -> tuple[Any, ...]:
     """`int | None` as its parts, `int` as itself alone."""
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    return typing.get_args(hint) if union else (hint,)

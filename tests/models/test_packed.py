@@ -56,7 +56,15 @@ def test_windows_and_soft_caps_are_not_packed(small, name):
     model = small(name)
     assert not can_pack(model)
     pack_rows(model)
-    assert forward._packed_passes(model) is None
+    assert forward._packed_passes(model, Sequences.from_lists(PROMPTS, RESPONSES, 0)) is None
+
+
+def test_rows_of_nearly_one_length_stay_padded(small, monkeypatch):
+    model = small("llama")
+    pack_rows(model)
+    alike = Sequences.from_lists([[5, 6, 7, 8]] * 3, [[9, 10], [11, 12], [13]], 0)
+    assert forward._packed_passes(model, alike) is None
+    assert forward._packed_passes(model, Sequences.from_lists(PROMPTS, RESPONSES, 0)) is not None
 
 
 def test_a_model_that_differs_over_packed_rows_is_padded_and_says_so(small, monkeypatch):

@@ -4,9 +4,16 @@ import pytest
 import torch
 
 from conftest import TOY, assert_close, read_lines
+from marlhf.runs.write import RunFolder
 from marlhf.train import dpo, experience, ppo, reward, rloo, sft
 from marlhf.train.distributed import World
-from marlhf.train.memory import OutOfMemory, fit_memory
+from marlhf.train.memory import (
+    OutOfMemory,
+    fit_memory,
+    seek_token_budget,
+    settle_token_budget,
+)
+from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.stages import METHODS
 
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB"
@@ -119,3 +126,88 @@ def test_gradients_of_a_failed_pass_are_dropped():
     assert tries == [1, 2, 4]
     assert layer.weight.grad is not None
     assert float(layer.weight.grad) == 1.0
+
+
+class FakeGPU:
+    """The memory of a GPU as torch would report it: bytes in use, their peak, and what is free."""
+
+    def __init__(self, monkeypatch, free: int) -> None:
+        self.used = self.peak = 0
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.used)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.used)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free - self.used, free))
+
+    def reset(self, device) -> None:
+        self.peak = self.used
+
+    def take(self, count: int, keep: int = 0) -> None:
+        """Use so many bytes for a while, and keep some of them."""
+        self.peak = max(self.peak, self.used + count)
+        self.used += keep
+
+
+def auto_run(world: World, tmp_path) -> tuple[PPOConfig, RunFolder]:
+    config = PPOConfig(model="tiny", reward_model="x", output_dir=str(tmp_path))
+    run = RunFolder(config.output_dir, "ppo", config)
+    seek_token_budget(config, world, run)
+    return config, run
+
+
+def test_the_token_budget_grows_to_what_memory_holds(monkeypatch, tmp_path):
+    world, gpu = World(torch.device("cuda")), FakeGPU(monkeypatch, free=1 << 40)
+    config, run = auto_run(world, tmp_path)
+    lengths = [100] * 400
+
+    def compute() -> int:
+        micros = world.batches(lengths, config.pass_tokens)
+        for number, micro in enumerate(micros):  # 1 MiB a token, and gradients of 5 GiB
+            gpu.take(len(micro.rows) * 100 << 20, keep=0 if number else 5 << 30)
+        gpu.used -= 5 << 30
+        return len(micros)
+
+    assert fit_memory(world, compute) == 3  # of 16384 tokens
+    settle_token_budget(config, world, run)
+    # Half of the memory at 1 MiB a token, give or take the gradients, as a power of two.
+    assert world.pass_limit.found == 1 << 18
+    assert fit_memory(world, compute) == 1
+    run.log("train", 2, {})
+    run.finish("stopped")
+
+    again = World(torch.device("cuda"))
+    auto_run(again, tmp_path)
+    assert again.pass_limit.found == 1 << 18
+    assert not again.pass_limit.watching
+
+
+def test_a_model_that_leaves_little_room_keeps_its_passes(monkeypatch, tmp_path):
+    world, gpu = World(torch.device("cuda")), FakeGPU(monkeypatch, free=1 << 33)
+    config, run = auto_run(world, tmp_path)
+
+    def compute() -> None:
+        world.batches([100] * 400, config.pass_tokens)
+        gpu.take(1 << 33)
+
+    fit_memory(world, compute)
+    settle_token_budget(config, world, run)
+    assert world.pass_limit.found == config.pass_tokens
+
+
+@pytest.mark.parametrize(
+    ("world", "budget"),
+    [
+        (World(torch.device("cpu")), "auto"),
+        (World(torch.device("cuda"), size=2), "auto"),
+        (World(torch.device("cuda")), 4096),
+    ],
+)
+def test_nothing_is_measured_on_a_cpu_by_several_or_with_a_number(world, budget, tmp_path):
+    config = PPOConfig(
+        model="tiny", reward_model="x", output_dir=str(tmp_path), token_budget=budget
+    )
+    run = RunFolder(config.output_dir, "ppo", config)
+    seek_token_budget(config, world, run)
+    assert not world.pass_limit.watching
+    settle_token_budget(config, world, run)
+    assert world.pass_limit.found is None

@@ -16,6 +16,8 @@ Parallel = Literal["data", "fsdp"]
 
 Config = TypeVar("Config", bound="StageConfig")
 DEFAULT_DATA = DataConfig(source="toy")
+AUTO_TOKENS = 16384
+"""What `token_budget: auto` begins with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +48,10 @@ class StageConfig:
     """Passes over the data."""
     num_steps: int | None = setting(None, least=1, on_card=True)
     """Stop after so many steps, whatever the epochs."""
-    token_budget: int = setting(16384, above=0, may_change=True)
-    """Padded tokens in one forward pass. Where a GPU runs out of memory, passes are halved until
-    they fit. Changes no result."""
+    token_budget: int | Literal["auto"] = setting("auto", above=0, may_change=True)
+    """Padded tokens in one forward pass. `auto`: 16384, and more once two steps have shown how much
+    of a GPU's memory a token takes. Where memory runs out, passes are halved until they fit.
+    Changes no result."""
     precision: Precision = "auto"
     """What to compute in. `auto`: bfloat16 on GPUs that have it, else float32."""
     compile: bool = setting(True, may_change=True)
@@ -102,6 +105,11 @@ class StageConfig:
         check_settings(self)
         if abs(self.seed) >= 2**32:
             raise SettingError(f"seed must be below 2 to the 32; got {self.seed}.")
+
+    @property
+    def pass_tokens(self) -> int:
+        """The tokens of a pass, before anything is known about memory."""
+        return AUTO_TOKENS if self.token_budget == "auto" else self.token_budget
 
     def warmup(self, total: int) -> int:
         """Steps of warm-up in a run of `total`."""

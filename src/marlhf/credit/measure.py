@@ -143,7 +143,7 @@ def _batch(
     segmented = shape_and_segment(experience, models, config, state.kl_coef, shuffler)
     credit = assign_credit(segmented, critic_values(experience, models, config), config)
     measurement = measure_options(configs, experience, credit, models, shuffler)
-    for micro in micro_batches(experience.sequences, config.token_budget, models.world):
+    for micro in micro_batches(experience.sequences, config.pass_tokens, models.world):
         with autocast(models.world.device, config.precision):
             logprobs = token_stats(
                 models.policy, micro.sequences, config.sampling.scale, scores=measurement.watch()

@@ -29,6 +29,9 @@ from marlhf.models.logprobs import LogitRule, chosen_logprobs, fit_rule, probe
 from marlhf.models.packed import Packing, can_pack, packed_hidden
 from marlhf.models.scores import TokenScores
 
+PACKED_BELOW = 0.85
+"""Rows are packed where they fill less than this share of a padded batch. Otherwise the padded pass
+is faster: its attention kernel is."""
 PACKING_TOLERANCE = 0.1
 """Share of the spread of hidden states that rounding to bfloat16 explains."""
 
@@ -113,7 +116,8 @@ def token_stats(
     `scores` watches the pass, for the gradients of other losses of the same log-probs.
     """
     head = cast(Any, model).get_output_embeddings()
-    passes = None if entropy or scores else _packed_passes(model)  # graphs replay without hooks
+    # Graphs replay without hooks.
+    passes = None if entropy or scores else _packed_passes(model, sequences)
     options: dict[str, Any] = {"entropy": entropy, "scores": scores}
     if not sum(sequences.lengths) or _RULES.get(model, LogitRule()) is None or not _plain(head):
         return plain_token_stats(model, sequences, temperature, **options)
@@ -170,14 +174,14 @@ def plain_token_stats(
 
 def token_values(model: nn.Module, sequences: Sequences) -> Tensor:
     """The value of the state before each response token, float32: [B, R]. 0 at padding."""
-    if sum(sequences.lengths) and (passes := _packed_passes(model)) is not None:
+    if sum(sequences.lengths) and (passes := _packed_passes(model, sequences)) is not None:
         return _spread(_packed_scalars(model, passes, sequences, _before(sequences)), sequences)
     return torch.where(sequences.mask, _scalar(model, sequences.ids, sequences.before), 0.0)
 
 
 def final_scores(model: nn.Module, sequences: Sequences) -> Tensor:
     """The scalar at each row's last real token, float32: [B]."""
-    if (passes := _packed_passes(model)) is not None:
+    if (passes := _packed_passes(model, sequences)) is not None:
         last = [(length - 1, 1) for length in sequences.total_lengths]
         return _packed_scalars(model, passes, sequences, last)
     prompts = send(torch.tensor(sequences.prompt_lengths), sequences.ids.device)
@@ -314,15 +318,18 @@ _PACKED: WeakKeyDictionary[nn.Module, GraphedPasses | None] = WeakKeyDictionary(
 
 
 def pack_rows(model: nn.Module) -> None:
-    """Let passes of this model run over packed rows and as CUDA graphs, where it can."""
+    """Let passes of this model run over packed rows and as CUDA graphs, where it can.
+
+    It does where the lengths of rows differ enough for that to be faster.
+    """
     if can_pack(model):
         _PACKED[model] = GraphedPasses(model)
 
 
-def _packed_passes(model: nn.Module) -> GraphedPasses | None:
+def _packed_passes(model: nn.Module, sequences: Sequences) -> GraphedPasses | None:
     """What runs a model's packed passes, once a first small pass has shown that they are right."""
     passes = _PACKED.get(model)
-    if passes is None:
+    if passes is None or sum(sequences.total_lengths) > PACKED_BELOW * sequences.ids.numel():
         return None
     kind = next(model.parameters()).device.type
     if kind == "cuda" and not torch.is_autocast_enabled(kind):

@@ -35,8 +35,9 @@ from marlhf.rollout.state import DecodeState
 
 SIZE_MULTIPLE = 64
 """Slots and positions are rounded up to this, so that batches of similar size share a cache."""
-PREFILL_TOKENS = 1 << 16
-"""The most tokens in one prefill, whatever the budget: more do not make it faster."""
+PREFILL_TOKENS = 1 << 14
+"""The most tokens in one prefill, whatever the budget: more do not make it faster, and prompts of
+more different lengths would be padded to the longest."""
 KEPT_CACHE_SHARE = 0.05
 """A cache above this share of the GPU's memory is not kept from one call to the next."""
 

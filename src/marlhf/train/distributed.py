@@ -55,12 +55,19 @@ TIMEOUT = timedelta(hours=2)
 
 @dataclass
 class PassLimit:
-    """A limit on the tokens of a pass below the token budget, once memory has run out."""
+    """What is known about how many tokens a pass may have, besides the token budget."""
 
     tokens: int | None = None
+    """The most, once memory has run out."""
+    found: int | None = None
+    """What there is room for, with `token_budget: auto`; measured in the first steps."""
+    watching: bool = False
+    """Whether `bytes_per_token` is being measured."""
+    bytes_per_token: float = 0.0
+    passes: int = 0
     most_rows: int = 0
     most_tokens: int = 0
-    """Of the micro-batches that were cut last, the largest."""
+    """Of the micro-batches that were cut last: how many, and the largest."""
 
     def lower(self) -> bool:
         """Halve the largest pass; False where each has a single row already."""
@@ -97,12 +104,14 @@ class World(SingleProcess):
         weight 0.
         """
         by_rank: list[list[Micro]] = []
+        budget = max(budget, self.pass_limit.found or budget)
         budget = min(budget, self.pass_limit.tokens or budget)
         for rank in range(self.size):
             share = _share(lengths, rank, self.size)
             batches = token_budget_batches([lengths[i] for i in share], budget)
             by_rank.append([Micro([share[i] for i in batch]) for batch in batches])
         own = [micro.rows for micro in by_rank[self.rank]]
+        self.pass_limit.passes = len(own)
         self.pass_limit.most_rows = max(map(len, own), default=0)
         self.pass_limit.most_tokens = max(
             (len(rows) * max(lengths[i] for i in rows) for rows in own), default=0

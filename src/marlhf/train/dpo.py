@@ -132,7 +132,7 @@ def backward(
     """Gradients of the batch's mean loss, by micro-batches: the loss, and log-probs [2, B]."""
     total = torch.zeros((), device=world.device)
     batch_logprobs = torch.zeros(2, len(rows), device=world.device)
-    for micro in pair_batches(rows, config.token_budget, world):
+    for micro in pair_batches(rows, config.pass_tokens, world):
         pairs = [rows[i] for i in micro.rows]
         logprobs = pair_logprobs(model, pairs, pad_id, config, world.device)
         ref = ref_logprobs[:, micro.rows]
@@ -192,7 +192,7 @@ def all_logprobs(
 ) -> Tensor:
     """Log-probs of whole responses, by all ranks together: [2, B]."""
     logprobs = torch.zeros(2, len(rows), device=world.device)
-    for micro in pair_batches(rows, config.token_budget, world) if rows else ():
+    for micro in pair_batches(rows, config.pass_tokens, world) if rows else ():
         pairs = [rows[i] for i in micro.rows]
         part = pair_logprobs(model, pairs, pad_id, config, world.device)
         logprobs[:, micro.rows] += part * micro.weight

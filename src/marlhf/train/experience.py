@@ -160,7 +160,7 @@ def score_rollout(
 def reference_logprobs(sequences: Sequences, models: Models, config: RLConfig) -> Tensor:
     """Log-probs of the response tokens under the reference, [B, T], by a pass of their own."""
     logprobs = torch.zeros(sequences.mask.shape, device=sequences.mask.device)
-    for micro in micro_batches(sequences, 2 * config.token_budget, models.world):
+    for micro in micro_batches(sequences, 2 * config.pass_tokens, models.world):
         with autocast(models.world.device, config.precision):
             stats = token_stats(models.reference, micro.sequences, config.sampling.scale)
         micro.add(logprobs, stats.logprobs)
@@ -176,7 +176,7 @@ def reference_and_old_logprobs(
     ref_logprobs = torch.zeros(sequences.mask.shape, device=device)
     # With one update the old policy is the new one, and its log-probs need no pass of their own.
     old_logprobs = None if config.one_update else torch.zeros_like(ref_logprobs)
-    for micro in micro_batches(sequences, 2 * config.token_budget, world):
+    for micro in micro_batches(sequences, 2 * config.pass_tokens, world):
         with autocast(device, config.precision):
             ref = token_stats(models.reference, micro.sequences, temperature).logprobs
             micro.add(ref_logprobs, ref)

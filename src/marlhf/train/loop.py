@@ -31,6 +31,7 @@ from marlhf.train.callbacks import Callbacks
 from marlhf.train.checkpoint import load_latest, save_checkpoint
 from marlhf.train.distributed import World
 from marlhf.train.interrupts import Stopped
+from marlhf.train.memory import WATCHED_STEPS, seek_token_budget, settle_token_budget
 from marlhf.train.objects import GivenObjects
 from marlhf.train.progress import Steps, format_numbers, say, warn
 from marlhf.train.stage import due, finish, record_outcome
@@ -92,6 +93,7 @@ class Loop:
             main=world.main,
         )
         self.rows = {"training": rows[0], "held-out": rows[1]}
+        seek_token_budget(config, world, run)
         self._stack = contextlib.ExitStack()
         self._stopping = False  # a signal has reached some rank
 
@@ -175,6 +177,8 @@ class Loop:
 
     def log(self, numbers: dict[str, float], show: Sequence[str] = ()) -> None:
         """The metrics of a step that is done: to the folder, the bar, trackers and callbacks."""
+        if self.step - self.done >= WATCHED_STEPS:
+            settle_token_budget(self.config, self.world, self.run)
         self.callbacks.step_end(self.step)
         self.run.log("train", self.step, numbers)
         self._bar.advance(self.step, {key: numbers[key] for key in show})

@@ -1,12 +1,14 @@
-"""When a GPU runs out of memory: smaller passes where that helps, else a sentence.
+"""How large a pass may be: as large as memory allows, smaller where it runs out, else a sentence.
 
-A run that meets the limit halves its largest pass and repeats the computation. Losses and gradients
-are sums over micro-batches, so the number of passes changes nothing but rounding.
+Losses and gradients are sums over micro-batches, so the number of passes changes nothing but
+rounding. With `token_budget: auto` the first two steps measure what a token takes of a GPU's
+memory. A run that meets the limit halves its largest pass and repeats the computation.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -16,10 +18,19 @@ from torch import nn
 from marlhf.configs.rl import RLConfig
 from marlhf.configs.stage import StageConfig
 from marlhf.errors import MarlhfError
+from marlhf.runs.write import RunFolder
 from marlhf.train.distributed import World
 from marlhf.train.progress import warn
 
 T = TypeVar("T")
+
+WATCHED_STEPS = 2
+"""Steps that measure memory: the first allocates what the optimizers keep, and compiles."""
+SHARE = 0.5
+"""Of the memory that is free after them, what passes may take: other batches have other shapes, and
+other runs may share the GPU."""
+FOUND = "token_budget"
+"""Where a run's state has what was found."""
 
 
 class OutOfMemory(MarlhfError, RuntimeError):
@@ -41,7 +52,8 @@ def fit_memory(
     """
     while True:
         try:
-            return compute()
+            with _watched(world):
+                return compute()
         except torch.OutOfMemoryError as error:
             if world.size > 1 or not world.pass_limit.lower():
                 raise
@@ -57,6 +69,53 @@ def fit_memory(
             f"out of memory. {asked} From here on a pass has at most {world.pass_limit.tokens} "
             "tokens, which changes no result. Set token_budget so for the next run."
         )
+
+
+def seek_token_budget(config: StageConfig, world: World, run: RunFolder) -> None:
+    """With `token_budget: auto` on a GPU, measure from here on, or take what the run has found."""
+    # Several processes would find different numbers.
+    if config.token_budget == "auto" and world.device.type == "cuda" and world.size == 1:
+        world.pass_limit.found = run.state.get(FOUND)
+        world.pass_limit.watching = world.pass_limit.found is None
+
+
+def settle_token_budget(config: StageConfig, world: World, run: RunFolder) -> None:
+    """Turn what was measured into the tokens of a pass for the rest of the run.
+
+    A power of two, so that a little more or less free memory gives the same passes.
+    """
+    limit = world.pass_limit
+    if not limit.watching or not limit.bytes_per_token:
+        return
+    limit.watching = False
+    fits = int(SHARE * _free_bytes(world.device) / limit.bytes_per_token)
+    limit.found = max(config.pass_tokens, 1 << int(math.log2(max(1, fits))))
+    run.state[FOUND] = limit.found
+    run.write_state()
+
+
+@contextlib.contextmanager
+def _watched(world: World) -> Iterator[None]:
+    """Note how much memory the passes in here take for each of their tokens."""
+    limit = world.pass_limit
+    if not limit.watching:
+        yield
+        return
+    torch.cuda.reset_peak_memory_stats(world.device)
+    before = torch.cuda.memory_allocated(world.device)
+    yield
+    taken = torch.cuda.max_memory_allocated(world.device) - before
+    if limit.passes > 1:  # gradients of the first pass are there in the others, and stay
+        taken -= max(0, torch.cuda.memory_allocated(world.device) - before)
+    per_token = taken / max(1, limit.most_tokens)
+    limit.bytes_per_token = max(limit.bytes_per_token, per_token)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Free on the GPU, or held by torch without being in use."""
+    free, _ = torch.cuda.mem_get_info(device)
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + idle
 
 
 @contextlib.contextmanager

@@ -190,7 +190,7 @@ def _critic_values(experience: Experience, models: Models, config: PPOConfig) ->
     sequences, world = experience.sequences, models.world
     values = torch.zeros(sequences.mask.shape, device=sequences.mask.device)
     # Twice the budget: without gradients a pass needs far less memory.
-    for micro in micro_batches(sequences, 2 * config.token_budget, world):
+    for micro in micro_batches(sequences, 2 * config.pass_tokens, world):
         with autocast(world.device, config.precision):
             micro.add(values, token_values(models.critic, micro.sequences))
     return world.sum(values)
@@ -208,7 +208,7 @@ def values_and_critic_backward(
     values = torch.zeros(sequences.mask.shape, device=sequences.mask.device)
     counts = count_terms(segmented.segments)
     total_loss = torch.zeros((), device=sequences.mask.device)
-    for micro in micro_batches(sequences, config.token_budget, world):
+    for micro in micro_batches(sequences, config.pass_tokens, world):
         with autocast(world.device, config.precision):
             new_values = token_values(models.critic, micro.sequences)
         old_values = new_values.detach()
@@ -380,7 +380,7 @@ def backward(
     train_critic = config.has_critic and not config.one_update
     names = (*POLICY_METRICS, "rl/value_loss") if train_critic else POLICY_METRICS
     sums = MetricSums(names, sequences.mask.device)
-    for micro in micro_batches(sequences, config.token_budget, world, rows):
+    for micro in micro_batches(sequences, config.pass_tokens, world, rows):
         segments = micro.segments(credit.segments)
         with torch.set_grad_enabled(train_policy), autocast(world.device, config.precision):
             scores = measurement.watch() if measurement else None

@@ -89,7 +89,7 @@ def backward(
     """Gradients of the batch's mean loss, micro-batch by micro-batch: the loss, and margins [B]."""
     total = torch.zeros((), device=world.device)
     margins = torch.zeros(len(rows), device=world.device)
-    for micro in pair_batches(rows, config.token_budget, world):
+    for micro in pair_batches(rows, config.pass_tokens, world):
         pairs = [rows[i] for i in micro.rows]
         chosen, rejected = score_pairs(model, pairs, pad_id, config, world.device)
         loss = reward_loss(chosen, rejected, center_coef=config.center_coef, num_pairs=len(rows))
@@ -109,7 +109,7 @@ def evaluate(
     if not rows:
         return {"eval/accuracy": float("nan"), "eval/loss": float("nan")}
     scores = torch.zeros(2, len(rows), device=world.device)
-    for micro in pair_batches(rows, config.token_budget, world):
+    for micro in pair_batches(rows, config.pass_tokens, world):
         pairs = [rows[i] for i in micro.rows]
         chosen, rejected = score_pairs(model, pairs, pad_id, config, world.device)
         scores[:, micro.rows] += torch.stack((chosen, rejected)) * micro.weight

@@ -111,7 +111,7 @@ def _load_engine(config: RLConfig, policy: Model, tokenizer: Tokenizer, world: W
             policy,
             ends,
             pad,
-            token_budget=2 * config.token_budget,
+            token_budget=2 * config.pass_tokens,
             precision=config.precision,
             memory=config.vllm_memory,
         )
@@ -121,7 +121,7 @@ def _load_engine(config: RLConfig, policy: Model, tokenizer: Tokenizer, world: W
         ends,
         pad,
         folder=config.output_dir,
-        token_budget=2 * config.token_budget,
+        token_budget=2 * config.pass_tokens,
         precision=config.precision,
     )
 
@@ -163,7 +163,7 @@ def _reward_model(
         model,
         load_tokenizer(source, trust_remote_code=remote, setting="reward_model"),
         tokenizer,
-        token_budget=2 * config.token_budget,
+        token_budget=2 * config.pass_tokens,
         precision=config.precision,
         processes=world,
     )

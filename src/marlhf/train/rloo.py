@@ -217,7 +217,7 @@ def backward(
     counts = count_terms(credit.segments, rows)
     num_terms = counts["token" if config.ratio == "token" else "macro"]
     sums = MetricSums(POLICY_METRICS, sequences.mask.device)
-    for micro in micro_batches(sequences, config.token_budget, world, rows):
+    for micro in micro_batches(sequences, config.pass_tokens, world, rows):
         segments = micro.segments(credit.segments)
         with autocast(world.device, config.precision):
             logprobs = token_stats(models.policy, micro.sequences, config.sampling.scale).logprobs

@@ -115,7 +115,7 @@ def loss_parts(
     """The loss of each micro-batch of this rank, as a part of the mean over all rows."""
     prompts, responses = [e.prompt for e in rows], [e.chosen for e in rows]
     batch = Sequences.from_lists(prompts, responses, pad_id, world.device)
-    for micro in world.batches(batch.total_lengths, config.token_budget):
+    for micro in world.batches(batch.total_lengths, config.pass_tokens):
         part = batch.rows(micro.rows)
         with autocast(world.device, config.precision):
             logprobs = token_stats(model, part).logprobs

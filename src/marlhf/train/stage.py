@@ -26,6 +26,7 @@ from marlhf.runs.write import RunFolder
 from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.distributed import World, describe_lost_rank
 from marlhf.train.interrupts import Interrupts, Stopped
+from marlhf.train.memory import FOUND
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import Diverged
 from marlhf.train.progress import say, warn
@@ -232,15 +233,16 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def memory_words(peak: float, gpu: float | None) -> str:
-    """Peak memory in words, and whether there was room to go faster.
+def memory_words(peak: float, gpu: float | None, *, found: bool = False) -> str:
+    """Peak memory in words, and whether there was room to go faster, unless that was found out.
 
     >>> memory_words(12.8, 139.8)
     "12.8 of the GPU's 140 GiB at most: a larger token_budget would fit, and may be faster"
     """
     if gpu is None:
         return f"{peak:.1f} GiB at most, of RAM"
-    room = ": a larger token_budget would fit, and may be faster" if peak < gpu / 4 else ""
+    room = ": a larger token_budget would fit, and may be faster"
+    room = room if peak < gpu / 4 and not found else ""
     return f"{peak:.1f} of the GPU's {gpu:.0f} GiB at most{room}"
 
 
@@ -259,7 +261,7 @@ def finish(run: RunFolder, summary: dict[str, Any], next_step: str = "") -> Path
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
         gpu = device.total_memory / 2**30
-    say(f"  memory  {memory_words(peak, gpu)}")
+    say(f"  memory  {memory_words(peak, gpu, found=FOUND in run.state)}")
     if next_step:
         say(f"  next    {next_step}")
     return run.model
