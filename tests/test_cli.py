@@ -113,7 +113,10 @@ def test_doctor_lists_every_extra(marlhf):
     project = (Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8")
     part = project.split("[project.optional-dependencies]")[1].split("\n[")[0]
     extras = set(re.findall(r"^(\w+) = \[", part, re.M)) - {"dev"}
-    listed = marlhf("doctor").stdout.split("\nextras\n")[1].split("\nsandbox")[0]
+    part = marlhf("doctor").stdout.split("\nextras")[1].split("\nsandbox")[0]
+    heading, listed = part.split("\n", 1)
+    assert "pip install 'marlhf[NAME]'" in heading
+    assert max(map(len, listed.splitlines())) <= 80
     assert {line.split()[0] for line in listed.splitlines()} == extras
     assert all(line.split()[1] in ("yes", "no") for line in listed.splitlines())
 

@@ -15,8 +15,8 @@ EXTRAS = {
     "gguf": ("gguf", "models from GGUF files"),
     "lora": ("peft", "LoRA adapters"),
     "quant": ("bitsandbytes", "QLoRA: adapters on a base of 4 or 8 bits"),
-    "code": ("tree-sitter-python", "macro actions along Python's syntax"),
-    "spacy": ("spacy", "macro actions along spaCy's phrases"),
+    "code": ("tree-sitter-python", "macro actions in Python code"),
+    "spacy": ("spacy", "macro actions by spaCy's parses"),
     "judge": ("openai", "judging by an API"),
     "annotate": ("fastapi", "the page on which people vote"),
     "vllm": ("vllm", "sampling with vLLM"),
@@ -38,11 +38,11 @@ def examine() -> Iterator[str]:
         yield f"  {name:14}{_version(name) or 'MISSING: pip install marlhf again'}"
     yield "devices"
     yield from _devices()
-    yield "extras"
+    yield "extras (pip install 'marlhf[NAME]')"
     for extra, (package, gives) in EXTRAS.items():
         version = _version(package)
-        state = f"{package} {version}" if version else f"pip install 'marlhf[{extra}]'"
-        yield f"  {extra:14}{'yes' if version else 'no':5}{gives} ({state})"
+        state = f"yes  {gives} ({package} {version})" if version else f"no   {gives}"
+        yield f"  {extra:14}{state}"
     yield "sandbox for programs"
     yield from _sandbox()
     yield "hub"

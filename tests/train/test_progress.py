@@ -27,6 +27,35 @@ def test_slow_steps_have_a_line_every_half_minute(capfd, monkeypatch):
     assert 3 <= len(capfd.readouterr().err.splitlines()) <= 6
 
 
+def test_the_eta_is_by_recent_steps(capfd, monkeypatch):
+    """Ten slow steps, as of compiling, are forgotten after twenty fast ones."""
+    clock = itertools.chain([0.0], range(100, 1001, 100), range(1001, 1091))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    with Steps("ppo", 100) as steps:
+        for step in range(1, 101):
+            steps.advance(step, {})
+    lines = dict(line.split("  ") for line in capfd.readouterr().err.splitlines())
+    assert lines["ppo 1/100"] == "eta 2:45:00"
+    assert lines["ppo 40/100"] == "eta 0:01:00"
+    assert lines["ppo 100/100"] == "done"
+
+
+def test_one_eta_is_that_of_all_stages(capfd, monkeypatch):
+    """A later stage of the same method is expected to take as long a step."""
+    clock = itertools.count(step=2.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    ahead = progress.StagesAhead()
+    monkeypatch.setattr(progress, "stages_ahead", ahead)
+    ahead.begin("ppo", [("ppo", 30)])
+    with Steps("ppo", 10) as steps:
+        steps.advance(1, {})
+    ahead.begin("ppo", [("dpo", 30)])
+    with Steps("ppo", 10) as steps:
+        steps.advance(1, {})
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == ["ppo 1/10  eta 0:00:18, all stages 0:01:18", "ppo 1/10  eta 0:00:18"]
+
+
 def test_evaluations_and_checkpoints_are_in_the_log(tmp_path, capfd):
     config = SFTConfig(
         model="tiny",

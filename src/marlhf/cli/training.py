@@ -60,9 +60,15 @@ def run_all(recipe: Recipe, overrides: Overrides = None) -> None:
     from marlhf.preflight import check_stages
 
     check_stages(stages)
-    for number, stage in enumerate(stages, start=1):
-        tell(f"[{number}/{len(stages)}] {stage.name}", bold=True)
-        _train(stage)
+    from marlhf.train.progress import stages_ahead
+
+    try:
+        for number, stage in enumerate(stages, start=1):
+            tell(f"[{number}/{len(stages)}] {stage.name}", bold=True)
+            stages_ahead.begin(stage.kind, [(s.kind, s.config.num_steps) for s in stages[number:]])
+            _train(stage)
+    finally:
+        stages_ahead.begin("", [])
     if main_rank():
         write_report_of([root], root / "report.html")
         typer.echo(_results(stages))

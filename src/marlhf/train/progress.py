@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -16,8 +17,8 @@ from rich.progress import (
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
+from rich.text import Text
 
 # Under torchrun only rank 0 prints, from the first line on. A cluster may set RANK alone.
 _rank, _world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
@@ -28,27 +29,78 @@ SECONDS_BETWEEN_LINES = 30.0
 """Without a terminal, a line is due after this share of the steps or this time."""
 
 
+RECENT_STEPS = 20
+"""An ETA is by the pace of so many steps, evaluations between them included."""
+
+
+class StagesAhead:
+    """How long the stages take that `marlhf run` trains after the present one.
+
+    A stage is expected to have the pace of the last one of its method. Without one, or where the
+    data decides the number of steps, there is no estimate.
+
+    >>> ahead = StagesAhead()
+    >>> ahead.begin("ppo", [("ppo", 40), ("dpo", 10)])
+    >>> ahead.seconds(pace=2.0)
+    >>> ahead.begin("ppo", [("ppo", 40)])
+    >>> ahead.seconds(pace=2.0)
+    80.0
+    """
+
+    def __init__(self) -> None:
+        self.method = ""
+        self.stages: list[tuple[str, int | None]] = []
+        self.paces: dict[str, float] = {}
+
+    def begin(self, method: str, later: Sequence[tuple[str, int | None]]) -> None:
+        """A stage of this method begins; `later` are the method and steps of those after it."""
+        self.method, self.stages = method, list(later)
+
+    def seconds(self, pace: float) -> float | None:
+        """Of all stages to come; `pace` is the present stage's, in seconds per step."""
+        self.paces[self.method] = pace
+        total = 0.0
+        for method, steps in self.stages:
+            if steps is None or method not in self.paces:
+                return None
+            total += steps * self.paces[method]
+        return total
+
+
+stages_ahead = StagesAhead()
+
+
+class _TwoLines(Progress):
+    """The bar, and below it the numbers of the last batch, which would not fit beside it."""
+
+    numbers = ""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        if self.numbers:
+            yield Text(f"  {self.numbers}", no_wrap=True, overflow="ellipsis")
+
+
 class Steps:
     """`with Steps("ppo", total, done) as steps: steps.advance(step, {...})`."""
 
     def __init__(self, name: str, total: int, done: int = 0) -> None:
         self.name, self.total, self.done = name, total, done
-        self._start, self._first = time.perf_counter(), done
-        self._printed_step, self._printed_at = done, self._start
-        self._bar: Progress | None = None
+        self._first = done
+        self._printed_step, self._printed_at = done, time.perf_counter()
+        self._recent = deque([(done, self._printed_at)], maxlen=RECENT_STEPS + 1)
+        self._bar: _TwoLines | None = None
         if console.is_terminal and not console.is_dumb_terminal and not console.quiet:
-            bar = Progress(
+            bar = _TwoLines(
                 SpinnerColumn(),
                 TextColumn("[bold]{task.description}"),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
-                TextColumn("eta"),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[numbers]}"),
+                TextColumn("{task.fields[eta]}"),
                 console=console,
             )
-            self._task = bar.add_task(name, total=total, completed=done, numbers="")
+            self._task = bar.add_task(name, total=total, completed=done, eta="")
             self._bar = bar
 
     def __enter__(self) -> Steps:
@@ -62,33 +114,48 @@ class Steps:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Leave the bar where it is: what is printed from now on comes below it."""
         if self._bar:
             self._bar.stop()
 
     def advance(self, step: int, numbers: dict[str, float]) -> None:
-        self.done = step
-        text = format_numbers(numbers)
+        self.done, now = step, time.perf_counter()
+        self._recent.append((step, now))
+        text = f"batch: {format_numbers(numbers)}" if numbers else ""
         if self._bar:
-            self._bar.update(self._task, completed=step, numbers=text)
-        elif not console.quiet and self._line_is_due(step):
-            self._printed_step, self._printed_at = step, time.perf_counter()
-            each = (self._printed_at - self._start) / max(1, step - self._first)
-            left = time.strftime("%H:%M:%S", time.gmtime(each * (self.total - step)))
-            line = f"{self.name} {step}/{self.total}  eta {left}  {text}"
+            self._bar.numbers = text
+            self._bar.update(self._task, completed=step, eta=self._eta())
+        elif not console.quiet and self._line_is_due(step, now):
+            self._printed_step, self._printed_at = step, now
+            line = f"{self.name} {step}/{self.total}  {self._eta()}  {text}".rstrip()
             print(line, file=sys.stderr, flush=True)
 
-    def _line_is_due(self, step: int) -> bool:
+    def _eta(self) -> str:
+        """Of this stage by its recent steps, and of all stages where that is known."""
+        (first, since), (last, now) = self._recent[0], self._recent[-1]
+        pace = (now - since) / max(1, last - first)
+        left, later = pace * (self.total - last), stages_ahead.seconds(pace)
+        if last >= self.total:
+            return "done"
+        eta = f"eta {_clock(left)}"
+        return f"{eta}, all stages {_clock(left + later)}" if later else eta
+
+    def _line_is_due(self, step: int, now: float) -> bool:
         """After the first step, every tenth of the run, and where steps take long."""
         if step == self._first + 1:
             return True
         if step * LINES_PER_RUN // self.total > self._printed_step * LINES_PER_RUN // self.total:
             return True
-        return time.perf_counter() - self._printed_at >= SECONDS_BETWEEN_LINES
+        return now - self._printed_at >= SECONDS_BETWEEN_LINES
 
 
-def say(message: str, style: str = "") -> None:
-    """A line above the bar."""
-    console.print(message, style=style or None, markup=False, soft_wrap=True)
+def say(message: str, style: str = "", *, wrap: bool = False) -> None:
+    """A line above the bar; wrapped between words on request, as paths and commands must not be."""
+    soft_wrap = not (wrap and console.is_terminal)
+    console.print(message, style=style or None, markup=False, soft_wrap=soft_wrap)
 
 
 def warn(message: str) -> None:
@@ -96,5 +163,11 @@ def warn(message: str) -> None:
 
 
 def format_numbers(numbers: Mapping[str, float]) -> str:
-    """Metrics by their last name: `rl/kl` is kl."""
-    return "  ".join(f"{name.rpartition('/')[2]} {x:.4g}" for name, x in numbers.items())
+    """Metrics by their last name: `rl/kl` is kl; what is 0 up to rounding is 0."""
+    shown = {name: 0.0 if abs(x) < 1e-6 else x for name, x in numbers.items()}
+    return "  ".join(f"{name.rpartition('/')[2]} {x:.4g}" for name, x in shown.items())
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
