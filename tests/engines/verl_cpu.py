@@ -116,8 +116,14 @@ def __getattr__(name):
         raise AttributeError(name)
     import ray
     from verl.workers.rollout.base import BaseRollout
+    from verl.workers.rollout.utils import ensure_async_iterator
 
     class ServerAdapter(BaseRollout):
+        def __init__(self, *args, replica_rank=None, **kwargs):
+            super().__init__(*args, **kwargs)
+            # In the trainer's workers each rank has a replica; apart from it they are numbered.
+            self.replica_rank = int(os.environ["RANK"]) if replica_rank is None else replica_rank
+
         async def resume(self, tags):
             pass
 
@@ -126,8 +132,10 @@ def __getattr__(name):
 
         async def update_weights(self, weights, global_steps=None, **kwargs):
             # Reading a sharded weight is a collective call, so every rank reads all of them.
-            state = {name: tensor.detach().cpu().clone() for name, tensor in weights}
-            server = ray.get_actor(f"hf_server_{os.environ['RANK']}_0")
+            state = {}
+            async for name, tensor in ensure_async_iterator(weights):
+                state[name] = tensor.detach().cpu().clone()
+            server = ray.get_actor(f"hf_server_{self.replica_rank}_0")
             await server.load_weights.remote(state, global_steps)
 
     return ServerAdapter

@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 REWARD = """
@@ -45,7 +47,9 @@ def write_toy(folder: Path) -> Path:
     return folder
 
 
-def overrides(toy: Path, out: Path, *, batch: int = 16, slots: int = 1) -> list[str]:
+def overrides(
+    toy: Path, out: Path, *, batch: int = 16, micro: int = 4, slots: int = 1
+) -> list[str]:
     """What makes verl small, and run on a CPU without flash attention."""
     engines = {
         "actor_rollout_ref.actor": "fsdp_config",
@@ -64,7 +68,7 @@ def overrides(toy: Path, out: Path, *, batch: int = 16, slots: int = 1) -> list[
         small += [f"{role}.strategy=fsdp2", f"{role}.optim.lr=1e-3"]
         # Two passes over one mini-batch: ratios differ from 1, and rows need no order.
         small += [f"{role}.ppo_mini_batch_size={batch}", f"{role}.ppo_epochs=2"]
-        small += [f"{role}.ppo_micro_batch_size_per_gpu=4"]
+        small += [f"{role}.ppo_micro_batch_size_per_gpu={micro}"]
     return [
         *small,
         f"data.train_files={toy}/train.parquet",
@@ -110,6 +114,7 @@ def run_verl(
     *words: str,
     slots: int = 1,
     batch: int = 16,
+    micro: int = 4,
     kill_after: int | None = None,
 ) -> dict[int, dict[str, float]]:
     """`marlhf verl` in a namespace whose only network is its own loopback; metrics by step.
@@ -130,11 +135,12 @@ def run_verl(
         "RAY_USAGE_STATS_ENABLED": "0",
         "HYDRA_FULL_ERROR": "1",
         "PYTHONUNBUFFERED": "1",
+        "RAY_TMPDIR": tempfile.mkdtemp(prefix="ray-", dir="/tmp"),  # its sockets need a short path
     }
     shell = 'ip link set lo up; exec "$@"'
     marlhf = [sys.executable, "-m", "marlhf", "verl"]
     command = ["unshare", "-n", "--kill-child", "-fp", "--mount-proc", "bash", "-c", shell, "_"]
-    command += [*marlhf, *overrides(toy, out, batch=batch, slots=slots), *words]
+    command += [*marlhf, *overrides(toy, out, batch=batch, micro=micro, slots=slots), *words]
     metrics: dict[int, dict[str, float]] = {}
     with (out / "log.txt").open("a") as log:
         process = subprocess.Popen(
@@ -157,6 +163,7 @@ def run_verl(
             if process.poll() is None and sys.exc_info()[0] is not None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
     if kill_after is None and process.returncode:
         raise RuntimeError("".join((out / "log.txt").read_text().splitlines(True)[-60:]))
     (out / "metrics.json").write_text(json.dumps(metrics, indent=1))
