@@ -1,9 +1,12 @@
+import contextlib
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -145,6 +148,59 @@ def test_run_ends_with_one_table_and_what_to_do_next(marlhf, tmp_path):
     assert "report:" in out.stderr
     assert f"next: marlhf chat {tmp_path}/toy/ppo {tmp_path}/toy/macro-ppo" in out.stderr
     assert f"marlhf judge {tmp_path}/toy/ppo {tmp_path}/toy/macro-ppo" in out.stderr
+
+
+def test_in_a_terminal_bars_end_above_their_summaries(in_terminal, tmp_path):
+    """Two stages at 80 columns: bars stay above what comes after, and nothing is cut off."""
+    recipe = tmp_path / "two.yaml"
+    recipe.write_text(
+        f"output_dir: {tmp_path}/two\n"
+        "defaults: {data: {source: toy, limit: 30, eval_size: 8, parts: {}}, device: cpu}\n"
+        "stages:\n"
+        "  one: {kind: sft, model: tiny, batch_size: 4, num_steps: 3}\n"
+        "  two: {like: one}\n"
+    )
+    status, shown = in_terminal("run", str(recipe))
+    assert status == 0, shown
+    for stage in ("one", "two"):
+        assert shown.rindex(f"{stage} ━") < shown.index(f"{stage} finished in")
+    assert re.search(r"3/3 \d:\d\d:\d\d done\r", shown)
+    assert "batch: loss " in shown
+    assert "…" not in shown
+
+
+@pytest.fixture
+def in_terminal(monkeypatch):
+    """`in_terminal("run", ...)`: exit status in a terminal of 80 columns, and what it showed."""
+
+    def run(*args: str) -> tuple[int, str]:
+        ours, theirs = pty.openpty()
+        chunks: list[bytes] = []
+        reader = threading.Thread(target=read_all, args=(ours, chunks))
+        reader.start()
+        with open(theirs, "w", encoding="utf-8") as screen, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", screen)
+            patch.setattr(sys, "stderr", screen)
+            patch.setattr(sys, "argv", ["marlhf", *args])
+            for name, value in {"COLUMNS": "80", "LINES": "24", "TERM": "xterm"}.items():
+                patch.setenv(name, value)
+            try:
+                main()
+                status = 0
+            except SystemExit as end:
+                status = int(end.code or 0)
+        reader.join()
+        text = b"".join(chunks).decode("utf-8")
+        return status, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+    return run
+
+
+def read_all(descriptor: int, chunks: list[bytes]) -> None:
+    with contextlib.suppress(OSError):  # Linux says so when the other side is closed
+        while chunk := os.read(descriptor, 65536):
+            chunks.append(chunk)
+    os.close(descriptor)
 
 
 def test_config_prints_help_and_resolved_recipes(marlhf):

@@ -187,7 +187,8 @@ class Loop:
 
     def evaluated(self, metrics: dict[str, float]) -> None:
         self.run.log("eval", self.step, metrics)
-        say(f"{self.run.path.name} {self.step}/{self.total}  held out: {format_numbers(metrics)}")
+        numbers = format_numbers(metrics)
+        say(f"{self.run.path.name} {self.step}/{self.total}  held out: {numbers}", wrap=True)
         self.trackers.log(self.step, metrics)
         self.callbacks.evaluate(self.step, metrics)
 
@@ -244,6 +245,7 @@ class Loop:
 
     def close(self, model: Model, summary: dict[str, Any], next_step: str) -> Path:
         """Save the model, end the run, and say where things are."""
+        self._bar.stop()
         if self.verdict:
             warn(self.verdict)
             self.run.state["note"] = self.verdict

@@ -6,7 +6,6 @@ There is no base trainer: a stage is a loop of its own that calls these.
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from marlhf.train.interrupts import Interrupts, Stopped
 from marlhf.train.memory import FOUND
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import Diverged
-from marlhf.train.progress import say, warn
+from marlhf.train.progress import say, stages_ahead, warn
 
 
 @dataclass(frozen=True)
@@ -250,18 +249,13 @@ def finish(run: RunFolder, summary: dict[str, Any], next_step: str = "") -> Path
     """Close the run and say where things are."""
     run.state["peak_memory_gib"] = peak = peak_memory()
     run.finish("finished", summary)
-    numbers = "  ".join(
-        f"{name} {value:.4g}"
-        for name, value in summary.items()
-        if isinstance(value, float) and math.isfinite(value)
-    )
-    say(f"{run.path.name} finished in {run.state['seconds']:.0f} s  {numbers}", style="bold green")
+    say(f"{run.path.name} finished in {run.state['seconds']:.0f} s", style="bold green")
     say(f"  model   {run.model}\n  metrics {run.path / METRICS}")
     gpu = None
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
         gpu = device.total_memory / 2**30
     say(f"  memory  {memory_words(peak, gpu, found=FOUND in run.state)}")
-    if next_step:
+    if next_step and not stages_ahead.method:  # `marlhf run` goes on by itself
         say(f"  next    {next_step}")
     return run.model
