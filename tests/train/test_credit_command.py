@@ -197,6 +197,26 @@ def test_a_reward_that_is_not_deterministic_is_told(run, capfd):
     assert "other scores the second time" in " ".join(capfd.readouterr().err.split())
 
 
+def test_scores_are_normalised_as_the_run_does_it(parents, tmp_path):
+    """By what its folder says, at any step; before the first step as the run will find it."""
+    config = small_ppo(parents, tmp_path / "run", num_steps=1, save_every=0, normalize_scores=True)
+    folder = Path(config.output_dir)
+    ppo.train(config)
+    mean, deviation = json.loads((folder / "run.json").read_text())["score_scale"]
+    scores = torch.tensor([1.0, -2.0])
+    for step in (0, 1):
+        found = open_state(folder, step=step, device="cpu").normalise(scores)
+        torch.testing.assert_close(found, (scores - mean) / deviation)
+
+    state = json.loads((folder / "run.json").read_text())
+    del state["score_scale"]
+    (folder / "run.json").write_text(json.dumps(state))
+    found = open_state(folder, step=0, device="cpu").normalise(scores)
+    torch.testing.assert_close(found, (scores - mean) / deviation)
+    with pytest.raises(CreditError, match="at step 0"):
+        open_state(folder, step=1, device="cpu")
+
+
 def test_nothing_in_the_run_changes(run):
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     measure(open_state(run, device="cpu"), ("token lam=1",), batches=3, seed=5)

@@ -16,12 +16,13 @@ from torch import Tensor
 from marlhf.build import build, make_segmenter, raise_problems
 from marlhf.errors import MarlhfError
 from marlhf.evaluate.eval_plan import PolicySource, check_rewards, located
-from marlhf.runs.layout import CHECKPOINTS, CRITIC, GIVEN, MODEL, is_run
+from marlhf.runs.layout import CHECKPOINTS, CRITIC, GIVEN, MODEL, is_run, read_state
 from marlhf.runs.read import Run, read_run
 from marlhf.settings import SegmenterSpec
 from marlhf.train.checkpoint import checkpoints_in, load_weights
 from marlhf.train.credit_choice import CreditChooser
 from marlhf.train.distributed import start
+from marlhf.train.held_out import SCORE_SCALE, starting_scale
 from marlhf.train.objects import NO_OBJECTS
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models, load_models, load_prompts
@@ -60,7 +61,12 @@ def open_state(
         reference = config.ref_model or config.model
         config = replace(config, model=str(where), ref_model=reference, critic_model=critic)
         saved = _last_state(folder)
-    mean, deviation = _scale(config, saved, at_step)
+    scale = _known_scale(config, saved, folder)
+    if scale is None and where is not None:
+        raise CreditError(
+            f"The scores of {folder} are normalised (normalize_scores), and nothing there says by "
+            f"what at step {at_step}. Measure it at a step that was saved, or at step 0."
+        )
     config = _chosen(config, saved)
     world = start(device)
     models = load_models(config, NO_OBJECTS, world, critic=True)
@@ -69,11 +75,12 @@ def open_state(
     for model in (models.policy, models.critic):
         model.requires_grad_(False).eval()
     models.engine.update_weights(models.policy)
-    examples, _ = load_prompts(config, models, NO_OBJECTS)
+    examples, held_out = load_prompts(config, models, NO_OBJECTS)
     if len(examples) < config.batch_size:
         raise CreditError(
             f"{folder} has {len(examples)} prompts, fewer than a batch of {config.batch_size}."
         )
+    mean, deviation = scale or starting_scale(config, models, held_out)
     kl_coef = float(saved.get("kl_coef", config.kl_coef))
     return RunState(
         folder, config, models, examples, at_step, kl_coef, lambda x: (x - mean) / deviation
@@ -151,16 +158,16 @@ def _last_state(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _scale(config: PPOConfig, saved: dict[str, Any], step: int) -> tuple[float, float]:
-    """Mean and deviation by which scores are normalised."""
+def _known_scale(
+    config: PPOConfig, saved: dict[str, Any], folder: Path
+) -> tuple[float, float] | None:
+    """Mean and deviation by which the run normalises scores, wherever its folder has them."""
     if not config.normalize_scores:
         return 0.0, 1.0
-    if "probe" not in saved:
-        raise CreditError(
-            f"The scores of {config.output_dir} are normalised (normalize_scores), and no "
-            f"checkpoint says by what at step {step}. Measure it at a step that was saved."
-        )
-    return float(saved["probe"]["mean"]), float(saved["probe"]["std"])
+    if found := read_state(folder).get(SCORE_SCALE):
+        return float(found[0]), float(found[1])
+    probe = (saved or _last_state(folder)).get("probe")  # runs of version 0.1
+    return None if probe is None else (float(probe["mean"]), float(probe["std"]))
 
 
 def _chosen(config: PPOConfig, saved: dict[str, Any]) -> PPOConfig:

@@ -14,7 +14,7 @@ from marlhf.data.toy import gold_score
 from marlhf.models.base import Tokenizer
 from marlhf.rollout.repetition import repetition
 from marlhf.runs.layout import EVAL, SAMPLES, RunError
-from marlhf.train.experience import Credit, Experience, rollout_and_score
+from marlhf.train.experience import Credit, Experience, rollout_and_score, sample_responses
 from marlhf.train.loop import Loop
 from marlhf.train.optim import check_finite
 from marlhf.train.progress import say, warn
@@ -24,6 +24,8 @@ from marlhf.train.stage import Example
 from marlhf.train.timing import Clock
 
 SEED = 20241003  # the same draws at every evaluation of every run
+SCORE_SCALE = "score_scale"
+"""Where a run's state has the mean and deviation by which scores are normalised."""
 
 
 class HeldOutEvaluation:
@@ -130,11 +132,10 @@ class HeldOutEvaluation:
         return verdict
 
     def _normalise_by(self, scores: Tensor) -> None:
-        self.mean = float(scores.mean())
-        self.std = float(scores.std()) if len(scores) > 1 else 0.0
-        if self.std < 1e-6:
-            self.std = 1.0
-            warn("held-out scores are all alike, so they are centred but not scaled.")
+        self.mean, self.std = score_scale(scores)
+        run = self.loop.run
+        run.state[SCORE_SCALE] = [self.mean, self.std]
+        run.write_state()
         say(f"scores are normalised by mean {self.mean:.4g}, deviation {self.std:.4g}")
 
     def _gold_scores(self, tokens: list[list[int]], texts: list[str]) -> list[float] | None:
@@ -184,6 +185,27 @@ class HeldOutEvaluation:
     def load_state(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
+
+
+@torch.no_grad()
+def starting_scale(
+    config: RLConfig, models: Models, held_out: list[Example]
+) -> tuple[float, float]:
+    """What a run that begins with these models will normalise its scores by."""
+    rows = held_out[: config.eval_prompts]
+    seeds = [SEED + i for i in range(len(rows))]
+    rollout = sample_responses([e.prompt for e in rows], models, config.sampling, seeds)
+    prompts = [e.prompt for e in rows]
+    return score_scale(models.reward(prompts, rollout.responses, [e.row for e in rows]))
+
+
+def score_scale(scores: Tensor) -> tuple[float, float]:
+    """Mean and deviation of scores; a deviation of 1 where all are alike."""
+    deviation = float(scores.std()) if len(scores) > 1 else 0.0
+    if deviation < 1e-6:
+        deviation = 1.0
+        warn("held-out scores are all alike, so they are centred but not scaled.")
+    return float(scores.mean()), deviation
 
 
 def _pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
