@@ -1,9 +1,9 @@
 """The tables and figures of docs/results.md, from packed archives of sweeps: no GPU.
 
-    python bench/evidence_report.py docs/results/identify.tar.xz --docs docs
+    python bench/evidence_report.py docs/results/{identify,auto,sums,sparse}.tar.xz --docs docs
 
-Archives are what bench/evidence_pack.py makes; folders of sweeps do as well. Several
-are read as one.
+Archives are what bench/evidence_pack.py makes; folders of sweeps do as well. The page names them
+without .tar.xz; tables that name none, and the figures, are of the first.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, required=True, help="the folder of results.md")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folders = [
-            given if given.is_dir() else unpack(given, Path(temporary) / str(i))
-            for i, given in enumerate(args.archives)
-        ]
-        print(write_page(read_results(folders), args.docs))
+        campaigns = {
+            given.name.removesuffix(".tar.xz"): read_results(
+                given if given.is_dir() else unpack(given, Path(temporary) / given.name)
+            )
+            for given in args.archives
+        }
+        print(write_page(campaigns, args.docs))
 
 
 if __name__ == "__main__":

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from marlhf.config import load_recipe
@@ -23,9 +21,10 @@ import evidence_pack
 import evidence_report
 from evidence.data import prepare
 from evidence.page import MINUS, number, signed
-from evidence.results import LABELS, Results, method_of, objective, read_results, score
+from evidence.results import LABELS, Results, method_of, objective, score
 
 ARCHIVE = ROOT / "docs" / "results" / "identify.tar.xz"
+OTHERS = ("auto", "sparse")
 MAX_ARCHIVE = 400_000
 
 
@@ -178,7 +177,8 @@ def test_the_page_is_made_from_the_committed_archive(tmp_path, monkeypatch):
     begin = page.index("<!-- evidence: over-ppo -->\n") + len("<!-- evidence: over-ppo -->\n")
     emptied = page[:begin] + page[page.index("<!-- end of evidence -->", begin) :]
     (docs / "results.md").write_text(emptied, encoding="utf-8")
-    words = ["evidence_report.py", str(ARCHIVE), "--docs", str(docs)]
+    archives = [str(ARCHIVE), *(str(ARCHIVE.with_name(f"{name}.tar.xz")) for name in OTHERS)]
+    words = ["evidence_report.py", *archives, "--docs", str(docs)]
     monkeypatch.setattr(sys, "argv", words)
     evidence_report.main()
     assert (docs / "results.md").read_text("utf-8") == page
@@ -189,14 +189,3 @@ def test_the_page_is_made_from_the_committed_archive(tmp_path, monkeypatch):
         marks = re.findall("<title>.*?</title>", drawn)  # the style may change, numbers may not
         assert len(marks) > 20
         assert marks == re.findall("<title>.*?</title>", committed)
-
-
-def test_of_two_archives_the_run_that_came_further_counts(tmp_path):
-    for name in ("first", "second"):
-        shutil.unpack_archive(ARCHIVE, tmp_path / name, filter="data")
-    evaluations = tmp_path / "first" / "evidence" / "ppo" / "eval.jsonl"
-    write_lines(evaluations, read_lines(evaluations)[:2])
-    both = read_results([tmp_path / "first", tmp_path / "second"])
-    [run] = both.runs["ppo", "reward"]
-    assert run.evaluations[-1].step == 100
-    assert np.isfinite(both.mean(score, "ppo", "reward", 100))

@@ -3,45 +3,67 @@
 <!-- evidence: reward-models -->
 ...
 <!-- end of evidence -->
+
+A block is made from the first archive unless it names another: "evidence: over-ppo of auto" is from
+auto.tar.xz. Runs of different archives have other SFT and reward models and are not compared.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from evidence.figures import end_points, gold_over_steps
-from evidence.results import BETA, LABELS, Results, gold, kl, length, objective, score
+from evidence.results import (
+    BETA,
+    LABELS,
+    SUMS_LABELS,
+    Results,
+    gold,
+    kl,
+    length,
+    objective,
+    score,
+)
 from marlhf.config import check_recipe
 
 PAGE = "results.md"
-BLOCK = re.compile(r"(<!-- evidence: ([\w-]+) -->\n).*?(<!-- end of evidence -->)", re.S)
+BLOCK = re.compile(
+    r"(<!-- evidence: ([\w-]+)(?: of ([\w-]+))? -->\n).*?(<!-- end of evidence -->)", re.S
+)
 STEPS = (50, 100)
 MINUS = "\u2212"
 PAIRS = (("n5-start", "n5-equal"), ("rloo", "n5-start"), ("lam1", "n5-start"))
 """Differences that matter beside those to PPO."""
 
 
-def write_page(results: Results, docs: Path) -> Path:
-    """Fill the marked blocks of the page, and draw its figures."""
-    page = docs / PAGE
+def write_page(campaigns: Mapping[str, Results], docs: Path) -> Path:
+    """Fill the marked blocks of the page, and draw the first campaign's figures.
+
+    Blocks of campaigns that are not given stay as they are.
+    """
+    page, [first, *_] = docs / PAGE, campaigns
     blocks: dict[str, Callable[[Results], str]] = {
         "reward-models": reward_models,
         "over-ppo": over_ppo,
         "pairs": pairs,
         "runs": runs,
         "not-run": not_run,
+        "right": right,
     }
 
     def fill(found: re.Match[str]) -> str:
-        return f"{found[1]}{blocks[found[2]](results)}{found[3]}"
+        mark, block, campaign, end = found.groups()
+        if (campaign or first) not in campaigns:
+            return found[0]
+        return f"{mark}{blocks[block](campaigns[campaign or first])}{end}"
 
     page.write_text(BLOCK.sub(fill, page.read_text("utf-8")), encoding="utf-8")
     folder = docs / "results"
     folder.mkdir(exist_ok=True)
-    (folder / "end-points.svg").write_text(end_points(results), encoding="utf-8")
-    (folder / "gold.svg").write_text(gold_over_steps(results), encoding="utf-8")
+    (folder / "end-points.svg").write_text(end_points(campaigns[first]), encoding="utf-8")
+    (folder / "gold.svg").write_text(gold_over_steps(campaigns[first]), encoding="utf-8")
     return page
 
 
@@ -118,6 +140,30 @@ def runs(results: Results) -> str:
     return text.removesuffix("\n")
 
 
+def right(results: Results) -> str:
+    """How many answers are right, at four steps; at the last also the KL and what PPO has."""
+    [nobody] = results.teachers  # the reward is a function
+    steps = sorted({e.step for [run, *_] in results.runs.values() for e in run.evaluations})
+    shown = [steps[round(i * (len(steps) - 1) / 3)] for i in range(4)]
+    rows: list[list[str]] = []
+    for method, label in SUMS_LABELS.items():
+        if (method, nobody) not in results.runs:
+            continue
+        means = [results.mean(score, method, nobody, step) for step in shown]
+        over, count = results.difference(score, method, "ppo", [nobody], shown[-1])
+        rows.append(
+            [
+                label,
+                *(f"{mean:.1%}" for mean in means),
+                number(results.mean(kl, method, nobody, shown[-1])),
+                over.text(points) if count and method != "ppo" else "",
+                str(len(results.runs[method, nobody])),
+            ]
+        )
+    head = [f"right after {shown[0]} steps", *map(str, shown[1:]), "KL", "points over PPO", "seeds"]
+    return table(["", *head], rows)
+
+
 def not_run(results: Results) -> str:
     """Stages of the recipe without a last step, in its order."""
     finished = set(results.reward_models)
@@ -138,6 +184,12 @@ def number(value: float, decimals: int = 2) -> str:
     """With a real minus sign, and none before what rounds to zero."""
     shown = f"{value:.{decimals}f}"
     return shown.removeprefix("-") if float(shown) == 0 else shown.replace("-", MINUS)
+
+
+def points(value: float) -> str:
+    """A difference of shares in percentage points."""
+    shown = number(100 * value, 0)
+    return f"+{shown}" if value > 0 and float(shown) else shown
 
 
 def signed(value: float) -> str:

@@ -29,8 +29,24 @@ LABELS = {
     "n5-start-lr8": "n = 5, `start`, lr 8e-5",
     "ppo-lr2": "PPO, lr 2e-5",
     "n5-start-lr2": "n = 5, `start`, lr 2e-5",
+    "auto": "`credit: auto`",
 }
-"""Methods in the order of the tables and of their colours."""
+"""Methods on TL;DR in the order of the tables and of their colours."""
+SUMS_LABELS = {
+    "ppo": "PPO, lambda .95",
+    "lam99": "PPO, lambda .99",
+    "lam1": "PPO, lambda 1",
+    "unbiased-critic": "PPO, lambda .95, `lam_value: 1`",
+    "n5": "n = 5",
+    "lines": "lines",
+    "lines-lam99": "lines, lambda .99",
+    "boundary": "lines, `credit: boundary`",
+    "auto": "`credit: auto`",
+    "monte-carlo": "lines, `values: monte_carlo`, lambda 0",
+    "rloo": "RLOO, 4 samples a prompt",
+    "tree": "RLOO, `tree: [4, 4]` by lines",
+}
+"""Methods on chained sums."""
 
 Measure = Callable[[Evaluation], Floats]
 
@@ -115,22 +131,15 @@ class Results:
         return mean_over_groups([[x.tolist() for x in rises]])
 
 
-def read_results(folders: Sequence[Path]) -> Results:
-    """Runs of several unpacked archives; of one that is in two of them, the one that came further.
-
-    Archives hold runs with the same SFT and reward models; others cannot be compared.
-    """
-    best: dict[str, Run] = {}
-    for run in find_runs(folders):
-        known = best.get(run.name)
-        if known is None or (run.last_step or 0) > (known.last_step or 0):
-            best[run.name] = run
+def read_results(folder: Path) -> Results:
+    """The runs of an unpacked archive; where the reward is a function, the reward model is ""."""
+    found = {run.name: run for run in find_runs([folder])}
     runs: dict[tuple[str, str], list[Run]] = {}
-    for name, run in sorted(best.items()):
+    for name, run in sorted(found.items()):
         if run.is_policy and run.evaluations and run.evaluations[-1].step > 0:
-            teacher = Path(str(run.config["reward_model"])).parent.name
+            teacher = Path(str(run.config.get("reward_model") or "")).parent.name
             runs.setdefault((method_of(name), teacher), []).append(run)
-    rewards = {name: run for name, run in sorted(best.items()) if run.stage == "reward"}
+    rewards = {name: run for name, run in sorted(found.items()) if run.stage == "reward"}
     return Results(runs, rewards)
 
 
