@@ -4,12 +4,14 @@ import json
 import math
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from marlhf.cli import main
-from marlhf.core import NGram, Perplexity, Sentences, Words
+from marlhf.core import Lines, NGram, Perplexity, Sentences, Words
 from marlhf.evaluate import blocks as module
 from marlhf.evaluate.best_of_n import best_of_n
 from marlhf.evaluate.best_of_n_grid import kl_bound
@@ -27,6 +29,11 @@ def with_critic(finished):
     """All runs, of which PPO's has a critic that is not its reward model."""
     shutil.copytree(finished / "other", finished / "ppo" / "critic")
     return finished
+
+
+def change_config(run: Path, **changes) -> None:
+    config = yaml.safe_load((run / "config.yaml").read_text()) | changes
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
 
 
 def responses(found: BlockLines) -> list[str]:
@@ -58,7 +65,7 @@ def test_one_block_is_best_of_n(with_critic, value, n):
 
 
 @pytest.mark.parametrize("value", ["reward", "monte_carlo"])
-@pytest.mark.parametrize("rule", [NGram(3), Words(), Sentences()])
+@pytest.mark.parametrize("rule", [NGram(3), Words(), Sentences(), Lines()])
 def test_each_block_is_the_best_of_its_candidates(finished, monkeypatch, value, rule):
     decisions, real = [], BlockDecider._values
 
@@ -95,7 +102,16 @@ def test_more_candidates_score_higher(finished):
     assert high.point().tokens > 4 * low.point().tokens
 
 
-def test_the_critic_values_the_state_after_the_block(with_critic, monkeypatch):
+@pytest.mark.parametrize("scale", [None, (2.0, 3.0)])
+def test_the_critic_values_the_state_after_the_block(with_critic, monkeypatch, scale):
+    """Where the run normalises scores, its critic's values are turned back into scores."""
+    if scale:
+        change_config(with_critic / "ppo", normalize_scores=True)
+        with pytest.raises(EvaluationError, match="nothing there says by what"):
+            best_of_blocks(with_critic / "ppo", FEW, options(NGram(3), [2], value="critic"))
+        state = json.loads((with_critic / "ppo/run.json").read_text()) | {"score_scale": scale}
+        (with_critic / "ppo/run.json").write_text(json.dumps(state))
+    mean, deviation = scale or (0.0, 1.0)
     seen = []
     real = BlockDecider._critic_values
     monkeypatch.setattr(
@@ -110,7 +126,7 @@ def test_the_critic_values_the_state_after_the_block(with_critic, monkeypatch):
         with torch.no_grad():
             hidden = decider.critic.model(ids).last_hidden_state[0, -1]
             exact = decider.critic.score(hidden)
-        assert value == pytest.approx(float(exact), abs=1e-4)
+        assert value == pytest.approx(float(exact) * deviation + mean, abs=1e-4)
 
 
 def test_a_stopped_command_resumes_to_the_same_end(finished, monkeypatch):
@@ -172,7 +188,7 @@ def test_responses_are_written_as_data(tmp_path):
         (lambda: options(NGram(3), [0]), "--k must be at least 1.*got .0"),
         (lambda: options(NGram(3), value="luck"), "--value must be one of critic, reward, monte"),
         (lambda: options(NGram(3), continuations=0), "--continuations must be at least 1"),
-        (lambda: options(Perplexity()), "--blocks takes ngram, words or sentences"),
+        (lambda: options(Perplexity()), "--blocks takes ngram, words, sentences or lines"),
         (lambda: options(NGram(9)), "Blocks of 9 tokens are longer than a response.* at most 8"),
     ],
 )

@@ -194,7 +194,7 @@ def best_of_n(
         Path | None, typer.Option(help="Write the best responses here, as data for SFT.")
     ] = None,
     blocks: Annotated[
-        str | None, typer.Option(help="Decide block by block: 'ngram n=12', sentences, words.")
+        str | None, typer.Option(help="Decide block by block: 'ngram n=12', lines, words ...")
     ] = None,
     k: Annotated[list[int] | None, typer.Option(help="Candidates for each block; 4.")] = None,
     value: Annotated[

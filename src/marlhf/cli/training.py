@@ -142,7 +142,7 @@ def run_distil(
     overrides: Overrides = None,
     stage: StageName = None,
     blocks: Annotated[
-        str, typer.Option(help="'ngram n=12', sentences, words, as for best-of-n.")
+        str, typer.Option(help="'ngram n=12', sentences, lines ..., as for best-of-n.")
     ] = "ngram n=12",
     k: Annotated[int, typer.Option(help="Candidates for each block.")] = 4,
     value: Annotated[str, typer.Option(help="reward, critic or monte_carlo.")] = "reward",

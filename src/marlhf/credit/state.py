@@ -16,13 +16,13 @@ from torch import Tensor
 from marlhf.build import build, make_segmenter, raise_problems
 from marlhf.errors import MarlhfError
 from marlhf.evaluate.eval_plan import PolicySource, check_rewards, located
-from marlhf.runs.layout import CHECKPOINTS, CRITIC, GIVEN, MODEL, is_run, read_state
+from marlhf.runs.layout import CHECKPOINTS, CRITIC, GIVEN, MODEL, is_run, read_score_scale
 from marlhf.runs.read import Run, read_run
 from marlhf.settings import SegmenterSpec
 from marlhf.train.checkpoint import checkpoints_in, load_weights
 from marlhf.train.credit_choice import CreditChooser
 from marlhf.train.distributed import start
-from marlhf.train.held_out import SCORE_SCALE, starting_scale
+from marlhf.train.held_out import starting_scale
 from marlhf.train.objects import NO_OBJECTS
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models, load_models, load_prompts
@@ -61,7 +61,7 @@ def open_state(
         reference = config.ref_model or config.model
         config = replace(config, model=str(where), ref_model=reference, critic_model=critic)
         saved = _last_state(folder)
-    scale = _known_scale(config, saved, folder)
+    scale = read_score_scale(folder) if config.normalize_scores else (0.0, 1.0)
     if scale is None and where is not None:
         raise CreditError(
             f"The scores of {folder} are normalised (normalize_scores), and nothing there says by "
@@ -154,20 +154,8 @@ def _last_state(folder: Path) -> dict[str, Any]:
     """The state of the newest checkpoint, for what does not change in a run."""
     for checkpoint in reversed(checkpoints_in(folder / CHECKPOINTS)):
         state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-        return {key: state[key] for key in ("kl_coef", "probe", "credit") if key in state}
+        return {key: state[key] for key in ("kl_coef", "credit") if key in state}
     return {}
-
-
-def _known_scale(
-    config: PPOConfig, saved: dict[str, Any], folder: Path
-) -> tuple[float, float] | None:
-    """Mean and deviation by which the run normalises scores, wherever its folder has them."""
-    if not config.normalize_scores:
-        return 0.0, 1.0
-    if found := read_state(folder).get(SCORE_SCALE):
-        return float(found[0]), float(found[1])
-    probe = (saved or _last_state(folder)).get("probe")  # runs of version 0.1
-    return None if probe is None else (float(probe["mean"]), float(probe["std"]))
 
 
 def _chosen(config: PPOConfig, saved: dict[str, Any]) -> PPOConfig:

@@ -20,7 +20,7 @@ from typing import Literal, get_args
 
 import torch
 
-from marlhf.core import NGram, Responses, Segmenter, Sentences, Words, segment
+from marlhf.core import Lines, NGram, Responses, Segmenter, Sentences, Words, segment
 from marlhf.data import Encoded, decode, pad_right, token_budget_batches
 from marlhf.data.rows import is_blank
 from marlhf.evaluate.best_of_n import ROWS, SamplingTask, find_task, total_scores
@@ -40,12 +40,12 @@ from marlhf.rollout.engine import Rollout
 from marlhf.runs.digests import weights_digest
 from marlhf.runs.evaluations import read_sampled
 from marlhf.runs.jsonl import Line, append_jsonl, write_jsonl
-from marlhf.runs.layout import BLOCKS, CRITIC, is_run
+from marlhf.runs.layout import BLOCKS, CRITIC, is_run, read_score_scale
 from marlhf.spans import vocabulary
 
 Value = Literal["critic", "reward", "monte_carlo"]
 MAX_BLOCK = 64
-"""Words and sentences are looked for in this many new tokens; a longer block ends there."""
+"""Words, sentences and lines are looked for in this many new tokens; a longer block ends there."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class BlockOptions:
             raise EvaluationError(f"--value must be one of {listed}; got {self.value}.")
         if self.continuations < 1:
             raise EvaluationError(f"--continuations must be at least 1; got {self.continuations}.")
-        if not isinstance(self.rule, NGram | Words | Sentences):
+        if not isinstance(self.rule, NGram | Words | Sentences | Lines):
             raise EvaluationError(
-                f"--blocks takes ngram, words or sentences, whose boundaries follow from the "
-                f"tokens alone; got {self.label}."
+                f"--blocks takes ngram, words, sentences or lines, whose boundaries follow from "
+                f"the tokens alone; got {self.label}."
             )
 
     def check_length(self, max_new_tokens: int) -> None:
@@ -105,7 +105,7 @@ def decide_blocks(
 ) -> list[BlockLines]:
     plan = task.plan
     blocks.check_length(plan.sampling.max_new_tokens)
-    critic_path = find_critic(task) if blocks.value == "critic" else None
+    critic = find_critic(task) if blocks.value == "critic" else None
     settings = sampling_settings(plan, options.seed, task.reward_names)
     decider: BlockDecider | None = None
     found: list[BlockLines] = []
@@ -115,7 +115,7 @@ def decide_blocks(
             plan,
             options.seed,
             [(r.digest, r.weight) for r in task.rewards],
-            [blocks.label, k, blocks.value, critic_path and weights_digest(critic_path)],
+            [blocks.label, k, blocks.value, critic and weights_digest(critic.path)],
             blocks.continuations if blocks.value == "monte_carlo" else None,
         )
         way = re.sub(r"[^\w.]+", "_", f"{blocks.label} k{k} {blocks.value}")
@@ -124,7 +124,7 @@ def decide_blocks(
         left = [p for p in task.prompts if key_of(p.row) not in known]
         notice(f"k = {k}: {len(task.prompts) - len(left)} of {len(task.prompts)} prompts")
         if left:
-            decider = decider or BlockDecider(task, blocks, critic_path, options)
+            decider = decider or BlockDecider(task, blocks, critic, options)
             same = {"setting": setting, "sampling": asdict(settings), "k": k}
             same |= {"blocks": blocks.label, "value": blocks.value}
             per_prompt = k * (blocks.continuations if blocks.value == "monte_carlo" else 1)
@@ -139,19 +139,30 @@ def decide_blocks(
     return found
 
 
-def find_critic(task: SamplingTask) -> str:
+@dataclass(frozen=True)
+class CriticSource:
+    """Where a critic is, and by what the scores that it predicts were normalised."""
+
+    path: str
+    mean: float = 0.0
+    deviation: float = 1.0
+
+
+def find_critic(task: SamplingTask) -> CriticSource:
     """The critic of the run, else of the run named by --like."""
     for source in (task.policy, task.fallback):
         if source is None:
             continue
         run = source.folder if is_run(source.folder) else source.folder.parent  # of its `best/`
         if (run / CRITIC).is_dir():
-            if source.config.get("normalize_scores"):
-                raise EvaluationError(
-                    f"The critic of {run} predicts normalised scores, which cannot be compared "
-                    "with the reward of finished responses. Take --value reward or monte_carlo."
-                )
-            return str(run / CRITIC)
+            if not source.config.get("normalize_scores"):
+                return CriticSource(str(run / CRITIC))
+            if scale := read_score_scale(run):
+                return CriticSource(str(run / CRITIC), *scale)
+            raise EvaluationError(
+                f"The critic of {run} predicts normalised scores, and nothing there says by what. "
+                "Take --value reward or monte_carlo."
+            )
     raise EvaluationError(
         f"{task.policy.folder} has no critic: only PPO trains one. Take --value reward or "
         "monte_carlo, or name a PPO run with --like RUN."
@@ -186,7 +197,7 @@ class BlockDecider:
         self,
         task: SamplingTask,
         blocks: BlockOptions,
-        critic_path: str | None,
+        critic: CriticSource | None,
         options: EvaluationOptions,
     ) -> None:
         self.task, self.blocks, self.seed = task, blocks, options.seed
@@ -198,9 +209,10 @@ class BlockDecider:
         if not isinstance(blocks.rule, NGram):
             self.vocabulary = vocabulary(task.tokenizer)
         self.critic: Model | None = None
-        if critic_path is not None:
+        self.critic_source = critic
+        if critic is not None:
             remote = task.plan.trust_remote_code
-            self.critic = load_scalar(critic_path, trust_remote_code=remote).to(device).eval()
+            self.critic = load_scalar(critic.path, trust_remote_code=remote).to(device).eval()
 
     def respond(self, prompts: Sequence[Encoded], k: int) -> list[Line]:
         """One response to each prompt, with its score and what it cost."""
@@ -324,6 +336,7 @@ class BlockDecider:
     def _critic_values(self, rows: Sequence[tuple[Encoded, list[int]]]) -> list[float]:
         """The critic's value of the state after the last token."""
         assert self.critic is not None
+        assert self.critic_source is not None
         device, pad_id = self.reward_models.device, self.task.tokenizer.pad_token_id
         prompts, responses = [p.prompt_ids for p, _ in rows], [tokens for _, tokens in rows]
         sequences = Sequences.from_lists(prompts, responses, pad_id, device)
@@ -332,7 +345,7 @@ class BlockDecider:
             with autocast(device, self.task.plan.precision):
                 part = final_scores(self.critic, sequences.rows(batch))
             values[torch.tensor(batch, device=device)] = part
-        return values.tolist()
+        return (values * self.critic_source.deviation + self.critic_source.mean).tolist()
 
     def _continued(self, drafts: list[Draft], candidates: Sequence[Candidate]) -> list[float]:
         """The mean reward of several continuations of each candidate to the end."""

@@ -47,6 +47,9 @@ JUDGED = "judged"
 CREDIT = "credit.json"
 CREDIT_LINES = "credit.jsonl"
 
+SCORE_SCALE = "score_scale"
+"""What run.json calls the mean and deviation by which scores are normalised."""
+
 GIVEN = "(given in Python)"
 """How the settings of a run name a model or data that were Python objects."""
 
@@ -78,6 +81,15 @@ def has_model(folder: Path, state: Mapping[str, Any]) -> bool:
 def read_state(folder: Path) -> dict[str, Any]:
     """What run.json says; nothing where it is missing or damaged."""
     return read_object(folder / STATE)
+
+
+def read_score_scale(folder: Path) -> tuple[float, float] | None:
+    """Mean and deviation by which a run normalises scores, where its folder says so."""
+    found = read_state(folder).get(SCORE_SCALE)
+    if not found:  # version 0.1 had it in checkpoints alone
+        probes = (read_object(p).get("probe") for p in folder.glob(f"{CHECKPOINTS}/*/state.json"))
+        found = next(([p["mean"], p["std"]] for p in probes if p), None)
+    return (float(found[0]), float(found[1])) if found else None
 
 
 def read_config(folder: Path) -> dict[str, Any]:

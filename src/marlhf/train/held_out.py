@@ -13,7 +13,7 @@ from marlhf.data.encode import decode
 from marlhf.data.toy import gold_score
 from marlhf.models.base import Tokenizer
 from marlhf.rollout.repetition import repetition
-from marlhf.runs.layout import EVAL, SAMPLES, RunError
+from marlhf.runs.layout import EVAL, SAMPLES, SCORE_SCALE, RunError
 from marlhf.train.experience import Credit, Experience, rollout_and_score, sample_responses
 from marlhf.train.loop import Loop
 from marlhf.train.optim import check_finite
@@ -24,8 +24,6 @@ from marlhf.train.stage import Example
 from marlhf.train.timing import Clock
 
 SEED = 20241003  # the same draws at every evaluation of every run
-SCORE_SCALE = "score_scale"
-"""Where a run's state has the mean and deviation by which scores are normalised."""
 
 
 class HeldOutEvaluation:
