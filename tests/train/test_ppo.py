@@ -15,7 +15,7 @@ from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine
 from marlhf.runs.layout import RunError
 from marlhf.spans.apply import SegmenterError
-from marlhf.train import experience, ppo
+from marlhf.train import experience, held_out, ppo, rl_warnings
 from marlhf.train.distributed import start
 from marlhf.train.objects import NO_OBJECTS
 from marlhf.train.rl_models import load_models, load_prompts
@@ -257,14 +257,48 @@ def test_training_says_so(ppo_config, monkeypatch):
 
 
 def test_guards_judge_by_hand():
-    start = {"eval/kl": 0.0, "eval/repetition": 0.1, "eval/length": 40.0}
-    guards = Guards(max_repetition=0.5)
+    start = {"eval/kl": 0.0, "eval/repetition": 0.1, "eval/length": 40.0, "eval/ended": 0.8}
+    guards = Guards(max_repetition=0.5, max_cut=0.7)
     assert guards.judge(start, start) == ([], "")
     warnings, stop = guards.judge({**start, "eval/length": 10.0, "eval/kl": 60.0}, start)
     assert len(warnings) == 2
     assert not stop
     _, stop = guards.judge({**start, "eval/repetition": 0.7}, start)
     assert "repetition has risen by 0.6" in stop
+    [warning], stop = guards.judge({**start, "eval/ended": 0.4}, start)
+    assert warning.startswith("the share of responses cut off has risen by 0.4")
+    assert not stop
+    assert "cut off has risen by 0.8" in guards.judge({**start, "eval/ended": 0.0}, start)[1]
+
+
+def test_a_judge_that_falls_while_the_score_rises_is_told(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(rl_warnings, "warn", said.append)
+    before = [0.1 * i for i in range(20)]
+    for noise, fall, warned in ((0.1, 0.5, True), (2.0, 0.5, False), (0.1, -0.5, False)):
+        said.clear()
+        now = [x - fall + noise * (-1) ** i for i, x in enumerate(before)]
+        rl_warnings.warn_about_fallen_gold(7, now, before)
+        assert bool(said) == warned
+    rl_warnings.warn_about_fallen_gold(7, [0.0], [9.0])  # one prompt says nothing
+    assert not said
+
+
+def test_the_judge_is_compared_with_the_start_of_the_run(ppo_config, monkeypatch):
+    """The offline task's true score is the judge; the score rises at every other evaluation."""
+    seen: list[tuple[int, list[float], list[float]]] = []
+    lifts = iter([0.0, 9.0, -9.0, 9.0])
+
+    def lifted(*args):
+        found = experience.rollout_and_score(*args)
+        return replace(found, raw_scores=found.raw_scores + next(lifts))
+
+    monkeypatch.setattr(held_out, "rollout_and_score", lifted)
+    monkeypatch.setattr(held_out, "warn_about_fallen_gold", lambda *args: seen.append(args))
+    config = ppo_config(num_steps=3, eval_every=1)
+    run(config)
+    lines = read_lines(config.output_dir, "eval.jsonl")
+    assert seen == [(step, lines[step]["gold"], lines[0]["gold"]) for step in (1, 3)]
 
 
 def test_samples_show_macro_actions(ppo_config):

@@ -12,7 +12,7 @@ class Guards:
     """Limits, on held-out responses except for the gap. Past `warn_*` there is a warning, past
     `max_*` the run stops.
 
-    >>> start = {"eval/kl": 0.0, "eval/repetition": 0.1, "eval/length": 40.0}
+    >>> start = {"eval/kl": 0, "eval/repetition": 0.1, "eval/length": 40, "eval/ended": 0.9}
     >>> warnings, verdict = Guards(max_kl=20).judge(start | {"eval/kl": 25.0}, start)
     >>> verdict
     'Stopped early: the KL to the reference is 25, past the limit of 20.'
@@ -30,6 +30,10 @@ class Guards:
     """Mean length over that of the starting policy, or the other way round."""
     max_length: float | None = setting(None, least=1)
     """Stop beyond this ratio of lengths."""
+    warn_cut: float = setting(0.3, least=0)
+    """Share of responses that run to `max_new_tokens`, above that of the starting policy."""
+    max_cut: float | None = setting(None, least=0)
+    """Stop beyond this share, above that of the starting policy."""
     warn_logprob_gap: float = 0.1
     """Nats per token between log-probs while sampling and while training, at every step: both are
     of one policy, so more than rounding is a fault."""
@@ -44,10 +48,12 @@ class Guards:
         repeated = now["eval/repetition"] - start["eval/repetition"]
         ratio = max(now["eval/length"], 1.0) / max(start["eval/length"], 1.0)
         drift = max(ratio, 1 / ratio)
+        cut = start["eval/ended"] - now["eval/ended"]
         signs = (
             ("the KL to the reference is", now["eval/kl"], self.warn_kl, self.max_kl),
             ("repetition has risen by", repeated, self.warn_repetition, self.max_repetition),
             ("mean length has changed by a factor of", drift, self.warn_length, self.max_length),
+            ("the share of responses cut off has risen by", cut, self.warn_cut, self.max_cut),
         )
         warnings = []
         for what, value, noticed, limit in signs:

@@ -19,7 +19,7 @@ from marlhf.train.loop import Loop
 from marlhf.train.optim import check_finite
 from marlhf.train.progress import say, warn
 from marlhf.train.rl_models import Models
-from marlhf.train.rl_warnings import warn_about_first_kl
+from marlhf.train.rl_warnings import warn_about_fallen_gold, warn_about_first_kl
 from marlhf.train.stage import Example
 from marlhf.train.timing import Clock
 
@@ -57,6 +57,7 @@ class HeldOutEvaluation:
         self.prompts = [e.prompt for e in self.rows]
         self.start: dict[str, float] = {}
         self.start_scores: list[float] = []
+        self.start_gold: list[float] = []
         self.latest: dict[str, float] = {}
         self.best = 0.0
         self.mean, self.std = 0.0, 1.0
@@ -90,7 +91,7 @@ class HeldOutEvaluation:
         texts = [decode(self.models.tokenizer, row) for row in tokens]
         gold = self._gold_scores(tokens, texts)
         if step == 0:
-            self.start_scores = scores
+            self.start_scores, self.start_gold = scores, gold or []
         metrics = {
             "eval/score": _mean(scores),
             "eval/kl": _mean(kl),
@@ -127,6 +128,8 @@ class HeldOutEvaluation:
         warnings, verdict = self.config.guards.judge(metrics, self.start)
         for line in warnings:
             warn(f"step {step}: {line}")
+        if gold and self.start_gold and metrics["eval/score"] > self.start["eval/score"]:
+            warn_about_fallen_gold(step, gold, self.start_gold)
         return verdict
 
     def _normalise_by(self, scores: Tensor) -> None:
@@ -177,7 +180,7 @@ class HeldOutEvaluation:
             )
 
     def state(self) -> dict[str, Any]:
-        names = ("start", "start_scores", "latest", "best", "mean", "std")
+        names = ("start", "start_scores", "start_gold", "latest", "best", "mean", "std")
         return {name: getattr(self, name) for name in names}
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from marlhf.configs.rl import RLConfig
 from marlhf.core import NGram, masked_mean
@@ -32,6 +32,23 @@ def warn_about_first_kl(kl: float, config: RLConfig) -> None:
             f"before the first step the KL to the reference is {kl:.2g} nats a response. Unless "
             "you gave another model as the reference it should be 0: what samples and what scores "
             "disagree. Try precision: float32, or engine: native where it is vllm."
+        )
+
+
+def warn_about_fallen_gold(step: int, gold: Sequence[float], start: Sequence[float]) -> None:
+    """Where a judge that trains nobody has fallen since the start, while the score rose.
+
+    Prompt by prompt, and only where the fall is beyond two standard errors.
+    """
+    falls = [before - now for before, now in zip(start, gold)]
+    if len(falls) < 2:
+        return
+    fall, error = statistics.fmean(falls), statistics.stdev(falls) / len(falls) ** 0.5
+    if fall > 2 * error:
+        warn(
+            f"step {step}: the score has risen since the start, but the independent judge has "
+            f"fallen by {fall:.2g} (standard error {error:.1g}): the policy is gaming the reward "
+            "model. Take an earlier checkpoint, raise kl_coef, or lower the learning rate."
         )
 
 
