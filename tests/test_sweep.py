@@ -269,9 +269,16 @@ def test_a_sweep_trains_shares_skips_and_tells(recipe, started, capfd):
     assert "finished in" in (root / "seed=1" / "ppo,n=3.log").read_text()
     table = describe(found)
     assert table[0].split() == ["run", "state", "score", "KL", "length", "s"]
-    assert [line.split()[0] for line in table[1:]] == [
+    assert [line.split()[0] for line in table[1:5]] == [
         f"seed={s}/ppo,n={n}" for n in (1, 3) for s in (0, 1)
     ]
+    assert table[5] == ""
+    assert table[6].split() == ["mean", "over", "seeds", "seeds", "score", "KL", "length", "s"]
+    for n, line in zip((1, 3), table[7:], strict=True):
+        scores = [each.score for each in found.outcomes if each.folder.name == f"ppo,n={n}"]
+        low, high = min(scores), max(scores)
+        assert line.startswith(f"ppo,n={n} ")
+        assert f"2  {sum(scores) / 2:.3f} [{low:.3f}, {high:.3f}]" in line
     assert found.report is not None
     assert found.report.is_file()
     policies = [g for g in group_runs(find_runs([root])) if g.runs[0].is_policy]

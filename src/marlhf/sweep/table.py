@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from marlhf.runs.write import is_finished
 from marlhf.sweep.plan import Plan, Training
-from marlhf.sweep.run import Sweep
+from marlhf.sweep.run import Outcome, Sweep
 from marlhf.text_table import text_table
 
 
@@ -34,7 +35,10 @@ def describe_plan(plan: Plan) -> list[str]:
 
 
 def describe(found: Sweep) -> list[str]:
-    """The table of a sweep: a row a training of the stages that no other starts from."""
+    """The table of a sweep: a row per training of the stages that no other starts from.
+
+    A second one has the means of settings that were trained with several seeds.
+    """
     needed = {folder for run in found.plan.runs for folder in run.needs}
     stages = {run.stage for run in found.plan.runs if run.folder in needed}
     rows = [each for each in found.outcomes if each.stage not in stages] or list(found.outcomes)
@@ -47,9 +51,33 @@ def describe(found: Sweep) -> list[str]:
         numbers = [getattr(row, c) for c in used]
         cells.append([row.name, row.state, *(_number(x, c) for x, c in zip(numbers, used))])
     lines = text_table(cells[0], cells[1:], words=2).split("\n")
+    if means := _means_over_seeds(rows, used):
+        header = ["mean over seeds", "seeds", *(columns[c] for c in used)]
+        lines += ["", *text_table(header, means).split("\n")]
     for each in found.failed:
         lines.append(f"{each.name} failed: {each.note}")
     return lines
+
+
+def _means_over_seeds(rows: Sequence[Outcome], columns: Sequence[str]) -> list[list[str]]:
+    """One row per setting, named by its folder: seeds are folders above. Empty without seeds."""
+    settings: dict[str, list[Outcome]] = {}
+    for row in rows:
+        if row.state == "finished":
+            settings.setdefault(row.folder.name, []).append(row)
+    if all(len(seeds) < 2 for seeds in settings.values()):
+        return []
+    cells: list[list[str]] = []
+    for name, seeds in settings.items():
+        row = [name, str(len(seeds))]
+        for column in columns:
+            values = [getattr(seed, column) for seed in seeds]
+            shown = _number(sum(values) / len(values), column)
+            if column in ("score", "loss"):  # with the lowest and the highest
+                shown += f" [{_number(min(values), column)}, {_number(max(values), column)}]"
+            row.append(shown)
+        cells.append(row)
+    return cells
 
 
 def _number(value: float, column: str) -> str:
