@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from marlhf.core import Turns, gae, macro_gae, segment, whiten
-from marlhf.core.segmenters import Responses
+from marlhf.core.responses import Responses
 from marlhf.engines import skyrl, slime
 from marlhf.engines.settings import EngineError
 from marlhf.models.tiny import tiny_tokenizer

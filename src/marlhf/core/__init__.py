@@ -12,6 +12,7 @@ from marlhf.core.advantages import (
 from marlhf.core.agreement import Agreement, gradient_agreement, jackknife_error
 from marlhf.core.losses import dpo_loss, ppo_policy_loss, ppo_value_loss, reward_loss, sft_loss
 from marlhf.core.masked import masked_mean, moments, whiten
+from marlhf.core.responses import Responses, Vocabulary, pack_spans
 from marlhf.core.rewards import kl_estimate, shape_rewards
 from marlhf.core.segmenters import (
     Constituents,
@@ -19,14 +20,11 @@ from marlhf.core.segmenters import (
     NGram,
     Perplexity,
     RandomNGram,
-    Responses,
     Segmenter,
     Sentences,
     Surprise,
     Turns,
-    Vocabulary,
     Words,
-    pack_spans,
     segment,
 )
 from marlhf.core.segments import Segments
