@@ -8,6 +8,7 @@ from marlhf.data.encode import (
     encode_prompt,
     encode_prompts,
     encode_response,
+    encode_responses,
     fit_prompts,
 )
 from marlhf.data.files import read_records
@@ -29,6 +30,7 @@ __all__ = [
     "encode_prompt",
     "encode_prompts",
     "encode_response",
+    "encode_responses",
     "fit_prompts",
     "held_out",
     "load_data",

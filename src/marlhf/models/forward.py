@@ -28,6 +28,7 @@ from marlhf.models.graphs import GraphedPasses
 from marlhf.models.logprobs import LogitRule, chosen_logprobs, fit_rule, probe
 from marlhf.models.packed import Packing, can_pack, packed_hidden
 from marlhf.models.scores import TokenScores
+from marlhf.models.unpadded import Rows, fits, unpadded_hidden
 
 PACKED_BELOW = 0.85
 """Rows are packed where they fill less than this share of a padded batch. Otherwise the padded pass
@@ -125,8 +126,12 @@ def token_stats(
         found = _packed_logprobs(model, passes, sequences, temperature)
         return TokenStats(_spread(found, sequences), None)
     real = _real(sequences)  # [N]
-    rows, width = real // sequences.mask.shape[1], sequences.ids.shape[1]
-    hidden, rule = _hidden_at(model, sequences.ids, rows * width + sequences.before.flatten()[real])
+    if _can_unpad(model, sequences):
+        hidden, rule = _unpadded(model, sequences, _before(sequences)), _rule(model)
+    else:
+        rows, width = real // sequences.mask.shape[1], sequences.ids.shape[1]
+        positions = rows * width + sequences.before.flatten()[real]
+        hidden, rule = _hidden_at(model, sequences.ids, positions)
     if rule is None:
         return plain_token_stats(model, sequences, temperature, **options)
     if scores is not None and not hidden.requires_grad:
@@ -176,14 +181,17 @@ def token_values(model: nn.Module, sequences: Sequences) -> Tensor:
     """The value of the state before each response token, float32: [B, R]. 0 at padding."""
     if sum(sequences.lengths) and (passes := _packed_passes(model, sequences)) is not None:
         return _spread(_packed_scalars(model, passes, sequences, _before(sequences)), sequences)
+    if sum(sequences.lengths) and _can_unpad(model, sequences):
+        return _spread(_unpadded_scalars(model, sequences, _before(sequences)), sequences)
     return torch.where(sequences.mask, _scalar(model, sequences.ids, sequences.before), 0.0)
 
 
 def final_scores(model: nn.Module, sequences: Sequences) -> Tensor:
     """The scalar at each row's last real token, float32: [B]."""
     if (passes := _packed_passes(model, sequences)) is not None:
-        last = [(length - 1, 1) for length in sequences.total_lengths]
-        return _packed_scalars(model, passes, sequences, last)
+        return _packed_scalars(model, passes, sequences, _last(sequences))
+    if _can_unpad(model, sequences):
+        return _unpadded_scalars(model, sequences, _last(sequences))
     prompts = send(torch.tensor(sequences.prompt_lengths), sequences.ids.device)
     last = prompts + sequences.mask.sum(dim=1) - 1
     return _scalar(model, sequences.ids, last[:, None]).squeeze(1)
@@ -281,6 +289,15 @@ def _hidden_at(model: nn.Module, ids: Tensor, positions: Tensor) -> tuple[Tensor
     if known is not None:
         _RULES[model] = fit_rule(known, logits.detach().flatten())
     return inputs[0], _RULES[model]
+
+
+@torch.no_grad()
+def _rule(model: nn.Module) -> LogitRule | None:
+    """What a model does to its head's output, by a pass over one token if there was none yet."""
+    if model not in _RULES:
+        first = torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)
+        _hidden_at(model, first[None], first)
+    return _RULES[model]
 
 
 def _plain(head: nn.Module) -> bool:
@@ -418,6 +435,27 @@ def _pack(sequences: Sequences, picked: Sequence[tuple[int, int]]) -> Packing:
 def _before(sequences: Sequences) -> list[tuple[int, int]]:
     """The tokens before the response tokens of each row, as (first column, count)."""
     return [(p - 1, r) for p, r in zip(sequences.prompt_lengths, sequences.lengths)]
+
+
+def _last(sequences: Sequences) -> list[tuple[int, int]]:
+    """The last token of each row, as (column, 1)."""
+    return [(length - 1, 1) for length in sequences.total_lengths]
+
+
+def _can_unpad(model: nn.Module, sequences: Sequences) -> bool:
+    return not is_compiled(model) and fits(cast(Any, model), sequences.ids.shape[1])
+
+
+def _unpadded(model: nn.Module, sequences: Sequences, picked: Sequence[tuple[int, int]]) -> Tensor:
+    rows = Rows.of(sequences.total_lengths, sequences.ids.shape[1], picked)
+    return unpadded_hidden(cast(Any, model), sequences.ids, rows)
+
+
+def _unpadded_scalars(
+    model: nn.Module, sequences: Sequences, picked: Sequence[tuple[int, int]]
+) -> Tensor:
+    """The scalar head at some tokens of each row, (first column, count): [N]."""
+    return cast(nn.Module, model.score)(_unpadded(model, sequences, picked)).squeeze(1)
 
 
 def _spread(flat: Tensor, sequences: Sequences) -> Tensor:

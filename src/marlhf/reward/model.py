@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from marlhf.data import Row
 from marlhf.data.collate import SingleProcess
-from marlhf.data.encode import decode, encode_prompts, encode_response, opening_ids
+from marlhf.data.encode import decode, encode_prompts, encode_responses, opening_ids
 from marlhf.models.base import Precision, autocast
 from marlhf.models.forward import Sequences, final_scores, send
 from marlhf.models.load import same_tokenizer
@@ -86,9 +86,9 @@ class RewardModel:
         mine, theirs = self.tokenizer, self.policy_tokenizer
         eos_id = cast(int, mine.eos_token_id)
         texts = [self._prompt_text(prompt) for prompt in prompts]
+        pairs = [(prompt, decode(theirs, ids)) for prompt, ids in zip(texts, responses)]
         new_responses = []
-        for prompt, response in zip(texts, responses):
-            ids = encode_response(mine, prompt, decode(theirs, response), eos_id)
+        for response, ids in zip(responses, encode_responses(mine, pairs, eos_id)):
             ended = len(response) > 0 and response[-1] in self._marks
             new_responses.append(ids if ended else ids[:-1])
         # An empty prompt still needs a token: the score is read at one.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from marlhf.errors import SettingError
 from marlhf.models.base import Model
+from marlhf.models.unpadded import LENGTH_DEPENDENT_ROPE
 from marlhf.rollout.plain import PlainEngine
 from marlhf.rollout.slots import Decoder, forward_parameters
 
@@ -28,8 +29,6 @@ BEYOND = 4
 """The check has this many times as many tokens: just beyond its size a window changes little."""
 STEPS = 16
 """Tokens that the check of the plain engine feeds one at a time."""
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Rotary embeddings whose angles depend on the length of the longest text in a batch."""
 
 
 def check_length(config: Any, longest: int) -> int:

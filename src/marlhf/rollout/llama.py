@@ -15,11 +15,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from marlhf.models.base import Model
-from marlhf.rollout.check import LENGTH_DEPENDENT_ROPE
+from marlhf.models.unpadded import attention_window, is_plain_llama
 from marlhf.rollout.kernels import (
     Positions,
     add_norm,
@@ -90,11 +89,7 @@ class Block:
         if hasattr(attention, "q_norm"):
             query, epsilon = _norm(attention.q_norm)
             self.head_norms = query, attention.k_norm.weight, epsilon
-        # Qwen sets the window per layer; in Mistral the config's window holds for all layers.
-        if hasattr(attention, "sliding_window"):
-            self.window = attention.sliding_window
-        else:
-            self.window = getattr(config, "sliding_window", None)
+        self.window = attention_window(attention, config)
 
     @property
     def projections(self) -> list[Projection]:
@@ -127,20 +122,8 @@ class LlamaDecoder:
 
     @staticmethod
     def fits(model: Model) -> bool:
-        """Whether this model is computed here: a known family with no layer replaced.
-
-        Adapters and quantisation replace linear layers, FSDP shards them.
-        """
-        if type(model).__name__ not in FAMILIES:
-            return False
-        rotary = model.config.rope_parameters.get("rope_type", "default")
-        matrices = (m for m in model.modules() if hasattr(m, "weight") and m.weight.ndim == 2)
-        return (
-            model.config.hidden_act == "silu"
-            and rotary not in LENGTH_DEPENDENT_ROPE  # no table can hold those
-            and all(type(m) in (nn.Linear, nn.Embedding) for m in matrices)
-            and not any(isinstance(p, DTensor) for p in model.parameters())
-        )
+        """Whether this model is computed here: a known family with no layer replaced."""
+        return type(model).__name__ in FAMILIES and is_plain_llama(model)
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:

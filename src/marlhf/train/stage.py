@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from marlhf.configs.stage import StageConfig
-from marlhf.data import DataError, Loaded, Row, encode_response, fit_prompts, load_data
+from marlhf.data import DataError, Loaded, Row, encode_responses, fit_prompts, load_data
 from marlhf.data.counts import Counts
 from marlhf.errors import MarlhfError
 from marlhf.models.base import Model, Tokenizer
@@ -113,24 +113,21 @@ def _encode(
     prompts, counts = fit_prompts(
         rows, tokenizer, config.data.max_prompt_tokens, config.data.too_long
     )
+    rows = [encoded.row for encoded in prompts]
+    eos = tokenizer.eos_token_id
+    responses: dict[str, list[list[int]]] = {}
+    for name in ("chosen", "rejected"):
+        texts = [getattr(row, name) if name in needs else None for row in rows]
+        given = [(row.prompt, text) for row, text in zip(rows, texts) if text is not None]
+        ids = iter(encode_responses(tokenizer, given, eos, max_response_tokens))
+        responses[name] = [[] if text is None else next(ids) for text in texts]
     examples = []
-    for number, encoded in enumerate(prompts, start=1):
-        row, ids = encoded.row, {}
-        for name, text in (("chosen", row.chosen), ("rejected", row.rejected)):
-            wanted = name in needs and text is not None
-            ids[name] = (
-                encode_response(
-                    tokenizer, row.prompt, text, tokenizer.eos_token_id, max_response_tokens
-                )
-                if wanted and text is not None
-                else []
-            )
-        longest = max(map(len, ids.values()))
-        if max_response_tokens is not None and longest > max_response_tokens:
-            position = row.position or f"row {number}"
+    for number, (encoded, *both) in enumerate(zip(prompts, *responses.values()), start=1):
+        if max_response_tokens is not None and max(map(len, both)) > max_response_tokens:
+            position = encoded.row.position or f"row {number}"
             counts.drop(f"a response is longer than {max_response_tokens} tokens", position)
             continue
-        examples.append(Example(row, encoded.prompt_ids, ids["chosen"], ids["rejected"]))
+        examples.append(Example(encoded.row, encoded.prompt_ids, *both))
     return examples, counts
 
 
