@@ -89,6 +89,20 @@ def policy_loss(logprobs, old, advantages, ids, mask, *, clip, dual_clip, ratio)
     return sum(terms) / max(len(terms), 1)
 
 
+def importance_weights(logprobs, sampled, ids, mask, *, cap, ratio):
+    """Lists of rows: one weight per token, 0 where the mask is."""
+    rows = []
+    for lp, s, i, m in zip(logprobs, sampled, ids, mask):
+        row = [0.0] * len(lp)
+        for action in groups(i, m):
+            logs = [lp[t] - s[t] for t in action]
+            joint = sum(logs) / (len(logs) if ratio == "macro_mean" else 1)
+            for t, log in zip(action, logs):
+                row[t] = min(math.exp(log if ratio == "token" else joint), cap)
+        rows.append(row)
+    return rows
+
+
 def value_loss(values, old, returns, ids, mask, *, clip, level, sigma):
     terms = []
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from marlhf.core import (
     Segments,
     dpo_loss,
+    importance_weights,
     masked_mean,
     moments,
     ppo_policy_loss,
@@ -37,6 +38,38 @@ def test_policy_loss_is_the_obvious_loop(segments, seed, ratio, dual_clip, clip)
     rows = [x.tolist() for x in (*inputs, segments.ids, segments.mask)]
     wanted = reference.policy_loss(*rows, **options)
     torch.testing.assert_close(got, torch.tensor(wanted, dtype=torch.float64))
+
+
+@given(batches(), seeds, ratios, st.floats(0.5, 4))
+def test_importance_weights_are_the_obvious_loop(segments, seed, ratio, cap):
+    new, sampled, _ = policy_inputs(segments, seed)
+    options = {"cap": cap, "ratio": ratio}
+    got = importance_weights(new, sampled, segments.mask, segments=segments, **options)
+    rows = [x.tolist() for x in (new, sampled, segments.ids, segments.mask)]
+    wanted = reference.importance_weights(*rows, **options)
+    torch.testing.assert_close(got, torch.tensor(wanted, dtype=torch.float64).reshape(got.shape))
+
+
+def test_weighted_samples_have_the_gradient_of_the_policy_itself():
+    """Every token of a vocabulary, as often as another policy draws it: an exact expectation."""
+    logits = torch.randn(1, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits.requires_grad_(True)
+    logprobs, sampled = logits.log_softmax(dim=1), torch.full((1, 5), 0.2).double().log()
+    advantages, mask = torch.arange(5.0)[None].double(), torch.ones(1, 5).bool()
+    weights = importance_weights(logprobs, sampled, mask, cap=100.0)
+    assert not weights.requires_grad
+    loss = ppo_policy_loss(logprobs, logprobs.detach(), weights * advantages, mask)
+    [stale] = torch.autograd.grad(loss, logits, retain_graph=True)
+    [fresh] = torch.autograd.grad(-(logprobs.exp() * advantages).sum(), logits)
+    torch.testing.assert_close(stale, fresh)
+
+
+def test_a_weight_beyond_all_numbers_is_the_cap():
+    logprobs, sampled = torch.zeros(1, 2), torch.full((1, 2), -500.0)
+    weights = importance_weights(logprobs, sampled, torch.ones(1, 2).bool(), cap=2.0)
+    assert weights.tolist() == [[2.0, 2.0]]
+    with pytest.raises(ValueError, match="cap must be positive"):
+        importance_weights(logprobs, sampled, torch.ones(1, 2).bool(), cap=0.0)
 
 
 @given(batches(), seeds, st.sampled_from(["token", "macro"]), sigmas, st.sampled_from([None, 0.2]))

@@ -411,6 +411,36 @@ def test_a_server_that_was_away_gets_the_weights_again(serve, small):
     assert len(asked) == 2 * len(PROMPTS) + 1  # all of them, for any may be of the old weights
 
 
+def test_a_server_samples_ahead_with_the_weights_of_when_it_began(serve, small):
+    policy = small("llama-tied")
+    server = serve(small("llama-tied", seed=5))
+    made = VLLMServer(server.url, policy, ENDS, 0)
+    expected = NativeEngine(policy, ENDS, 0).generate(PROMPTS, SAMPLED, SEEDS)
+    finish = made.begin(PROMPTS, SAMPLED, SEEDS)
+    new = changed(policy)
+    made.update_weights(new)
+    after = made.generate(PROMPTS, SAMPLED, SEEDS)  # sends the new weights once the batch is there
+    same(finish(), expected)
+    same(after, NativeEngine(new, ENDS, 0).generate(PROMPTS, SAMPLED, SEEDS))
+
+
+def test_a_server_that_goes_away_while_it_samples_ahead_is_a_sentence(serve, small):
+    policy = small("llama-tied")
+    server = serve(policy)
+    made = VLLMServer(server.url, policy, ENDS, 0)
+    server.faults["/v1/completions"] = [200, "drop"]  # the first is the check before the batch
+    finish = made.begin(PROMPTS, SAMPLED, SEEDS)
+    with pytest.raises(RolloutError, match=r"went away while it sampled ahead.*same command"):
+        finish()
+
+
+def test_a_server_of_another_model_is_noticed_before_it_samples_ahead(serve, small, monkeypatch):
+    made = VLLMServer(serve(small("llama", seed=5)).url, small("llama"), ENDS, 0)
+    monkeypatch.setattr(made, "_send_weights", lambda: None)
+    with pytest.raises(RolloutError, match="does not sample from the policy"):
+        made.begin(PROMPTS, SAMPLED, SEEDS)
+
+
 def test_a_server_that_is_not_there_is_a_sentence(monkeypatch):
     monkeypatch.setattr(vllm_server, "RETRY_WAITS", (0.01,))
     with socket.socket() as free:
@@ -515,6 +545,17 @@ def test_a_run_is_the_same_with_either_engine(fake_vllm, serve, tmp_path):
     url = serve(load_policy("tiny")).url
     alike(run(tmp_path / "server", engine="vllm", vllm_url=url), native)
     assert not [f.name for f in (tmp_path / "server").iterdir() if "vllm" in f.name]
+
+
+def test_a_run_that_samples_ahead_is_the_same_with_a_server(serve, tmp_path):
+    ahead = {"async_steps": 1, "num_steps": 3}
+    native = run(tmp_path / "native", **ahead)
+    url = serve(load_policy("tiny")).url
+    server = run(tmp_path / "server", engine="vllm", vllm_url=url, **ahead)
+    assert [line["async/age"] for line in server] == [0, 1, 1]
+    for line, other in zip(server, native, strict=True):
+        for key in ("rl/score", "rl/kl", "rl/policy_loss", "async/kl", "async/weight_max"):
+            assert line[key] == pytest.approx(other[key], abs=1e-4), key
 
 
 def test_settings_that_do_not_go_together_are_refused():

@@ -30,7 +30,7 @@ from marlhf.rollout import Sampling
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
 from marlhf.settings import to_raw
-from marlhf.train import dpo, held_out, ppo, reward, rl_run, rloo, sft
+from marlhf.train import dpo, experience, ppo, reward, rl_run, rloo, sft
 from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.distributed import World
 from marlhf.train.loop import Loop
@@ -77,7 +77,7 @@ def train(stage: str, config, objects: GivenObjects = NO_OBJECTS) -> SimpleNames
     """Train a stage, and keep hold of what was inside."""
     seen = SimpleNamespace(config=config, path=Path(config.output_dir), experiences=[], plans=[])
     close, load = Loop.close, rl_run.load_models
-    rollout_and_score, assign_credit = ppo.rollout_and_score, ppo.assign_credit
+    score_rollout, assign_credit = experience.score_rollout, ppo.assign_credit
 
     def watched_close(loop, *args):
         seen.models = dict(loop.models)
@@ -87,8 +87,8 @@ def train(stage: str, config, objects: GivenObjects = NO_OBJECTS) -> SimpleNames
         seen.all = load(*args, **options)
         return seen.all
 
-    def watched_rollout(*args):
-        seen.experiences.append(rollout_and_score(*args))
+    def watched_score(*args):
+        seen.experiences.append(score_rollout(*args))
         return seen.experiences[-1]
 
     def watched_credit(*args):
@@ -99,8 +99,8 @@ def train(stage: str, config, objects: GivenObjects = NO_OBJECTS) -> SimpleNames
         patch.setattr(Loop, "close", watched_close)
         patch.setattr(ppo, "assign_credit", watched_credit)
         patch.setattr(rl_run, "load_models", watched_load)
-        for module in (ppo, rloo, held_out):
-            patch.setattr(module, "rollout_and_score", watched_rollout)
+        for module in (ppo, rloo, experience):
+            patch.setattr(module, "score_rollout", watched_score)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             seen.model = STAGES[stage][0].train(config, objects)

@@ -429,7 +429,8 @@ def test_the_pass_that_values_trains_the_critic_as_one_of_its_own_would(ppo_conf
     models = load_models(config, NO_OBJECTS, world, critic=True)
     examples, _ = load_prompts(config, models, NO_OBJECTS)
     clock, shuffler = Clock(world.device), torch.Generator().manual_seed(0)
-    found = ppo.rollout_and_score(examples[:5], models, config, [1, 2, 3, 4, 5], lambda x: x, clock)
+    seeds = [1, 2, 3, 4, 5]
+    found = experience.rollout_and_score(examples[:5], models, config, seeds, lambda x: x, clock)
     segmented = ppo.shape_and_segment(found, models, config, 0.05, shuffler)
     values, losses = ppo.values_and_critic_backward(found, segmented, models, config)
     once = [p.grad.clone() for p in models.critic.parameters()]

@@ -170,15 +170,14 @@ def test_metrics_are_ppos_without_the_critics(rloo_config):
 
 def test_each_prompt_has_different_responses(rloo_config, monkeypatch):
     seen = []
-    real = rloo.rollout_and_score
+    real = rloo.score_rollout
 
-    def rollout_and_score(examples, *rest):
+    def score_rollout(examples, *rest):
         found = real(examples, *rest)
-        if len(examples) == 12:  # a training batch
-            seen.append(([tuple(e.prompt) for e in examples], found.sequences.responses))
+        seen.append(([tuple(e.prompt) for e in examples], found.sequences.responses))
         return found
 
-    monkeypatch.setattr(rloo, "rollout_and_score", rollout_and_score)
+    monkeypatch.setattr(rloo, "score_rollout", score_rollout)
     run(rloo_config(num_steps=1))
     prompts, responses = seen[0]
     assert all(len(set(prompts[i : i + 3])) == 1 for i in range(0, 12, 3))

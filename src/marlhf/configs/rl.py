@@ -59,6 +59,13 @@ class RLConfig(StageConfig):
     vllm_memory: float = setting(0.3, least=0, most=1, may_change=True)
     """The share of the GPU's memory that vLLM has in this process, for weights and cache."""
 
+    async_steps: int = setting(0, least=0, most=1, on_card=True)
+    """Sample the next step's responses while this one trains (1), with the weights from before its
+    update, in a process of its own or by a vLLM server; 0 samples after the update."""
+    importance_cap: float = setting(2.0, least=1)
+    """With `async_steps: 1`: the most that a response of older weights counts, relative to what
+    the policy gives it now. 1 never weighs one up."""
+
     segmenter: Segmenter = field(default_factory=ngram)
     """The termination rule of macro actions: `{type: ngram, n: 5}`; n: 1 is ordinary PPO."""
     ratio: Ratio = setting("token", on_card=True)
@@ -124,10 +131,30 @@ class RLConfig(StageConfig):
             raise SettingError("vllm_url is set, but vLLM is not asked for. Set engine: vllm.")
         if self.vllm_url:
             check_url(self.vllm_url)
+        if self.async_steps:
+            self._check_async()
         if self.batch_size % self.num_mini_batches:
             raise SettingError(
                 f"num_mini_batches ({self.num_mini_batches}) must divide "
                 f"batch_size ({self.batch_size})."
+            )
+
+    def _check_async(self) -> None:
+        if self.engine == "vllm" and not self.vllm_url:
+            raise SettingError(
+                "async_steps: 1 samples while training, which vLLM in the training process cannot. "
+                "Set vllm_url to a vLLM server, or engine: native."
+            )
+        if self.engine == "vllm" and self.sampling.truncated:
+            raise SettingError(
+                "async_steps: 1 with vLLM weighs responses by the server's log-probs, which with "
+                "top_k or top_p are not of the whole distribution. Leave these out, or set "
+                "engine: native."
+            )
+        if self.engine == "native" and self.lora is not None and self.lora.quantize:
+            raise SettingError(
+                "async_steps: 1 gives the sampling process a copy of the policy, which does not "
+                "work for a quantized one. Leave out lora.quantize, or async_steps."
             )
 
     def warmup(self, total: int) -> int:
@@ -138,3 +165,13 @@ class RLConfig(StageConfig):
     def one_update(self) -> bool:
         """Whether each batch makes a single update, so that the old policy is the new one."""
         return self.num_mini_batches == 1
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether the policy's log-probs before its updates take a pass of their own."""
+        return not self.one_update or self.async_steps > 0
+
+    @property
+    def responses_per_prompt(self) -> int:
+        """Rows of each prompt in a batch."""
+        return 1

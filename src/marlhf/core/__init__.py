@@ -10,7 +10,14 @@ from marlhf.core.advantages import (
     tree_advantages,
 )
 from marlhf.core.agreement import Agreement, gradient_agreement, jackknife_error
-from marlhf.core.losses import dpo_loss, ppo_policy_loss, ppo_value_loss, reward_loss, sft_loss
+from marlhf.core.losses import (
+    dpo_loss,
+    importance_weights,
+    ppo_policy_loss,
+    ppo_value_loss,
+    reward_loss,
+    sft_loss,
+)
 from marlhf.core.masked import masked_mean, moments, whiten
 from marlhf.core.responses import Responses, Vocabulary, pack_spans
 from marlhf.core.rewards import kl_estimate, shape_rewards
@@ -49,6 +56,7 @@ __all__ = [
     "gae",
     "gradient_agreement",
     "group_advantages",
+    "importance_weights",
     "jackknife_error",
     "kl_estimate",
     "macro_gae",

@@ -9,6 +9,7 @@ Axes: B rows, T response tokens, M macro actions.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -62,6 +63,38 @@ def ppo_policy_loss(
     if dual_clip is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
     return masked_mean(loss, mask, num_tokens)
+
+
+def importance_weights(
+    logprobs: Tensor,  # [B, T], of the policy that learns
+    sampled_logprobs: Tensor,  # [B, T], of the policy that sampled
+    mask: Tensor,  # [B, T] bool
+    *,
+    cap: float,
+    ratio: Ratio = "token",
+    segments: Segments | None = None,
+) -> Tensor:
+    """Truncated importance weights of samples that another policy drew: min(p / p_sampled, cap).
+
+    Multiplied into the advantages they weigh each term of `ppo_policy_loss`, so `ratio` is as
+    there: the weight of a token, or that of its macro action (joint, or the geometric mean). They
+    are data: no gradient flows through them. [B, T], 0 where the mask is.
+
+    >>> sampled, mask = torch.tensor([[0.5, 0.1]]).log(), torch.ones(1, 2).bool()
+    >>> importance_weights(torch.tensor([[0.4, 0.9]]).log(), sampled, mask, cap=2.0)
+    tensor([[0.8000, 2.0000]])
+    """
+    check_tokens(mask, logprobs=logprobs, sampled_logprobs=sampled_logprobs)
+    check_choice("ratio", ratio, ("token", "macro", "macro_mean"))
+    if not cap > 0:
+        raise ValueError(f"cap must be positive; got {cap}.")
+    log_weight = keep(logprobs.detach() - sampled_logprobs.detach(), mask)
+    if ratio != "token":
+        segments = _need(segments, f"ratio={ratio!r}")
+        pool = segments.sum if ratio == "macro" else segments.mean
+        log_weight = segments.spread(pool(log_weight))
+    # Truncated before the exponential, which could overflow for a long macro action.
+    return keep(log_weight.clamp(max=math.log(cap)).exp().clamp(max=cap), mask)
 
 
 def ppo_value_loss(

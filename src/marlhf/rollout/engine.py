@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,6 +58,27 @@ class Engine(Protocol):
 
     def update_weights(self, model: nn.Module) -> None:
         """Sample from these weights from now on. Nothing to do where they are shared."""
+        ...
+
+
+class AsyncEngine(Protocol):
+    """Sampling while the policy trains, from a copy of its weights."""
+
+    def begin(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+    ) -> Callable[[], Rollout]:
+        """Start to sample with the weights that the policy has now; one batch at a time.
+
+        The function that is returned waits for the responses. They are what `Engine.generate`
+        would return now, whatever becomes of the policy meanwhile.
+        """
+        ...
+
+    def close(self) -> None:
+        """Nothing more will be sampled."""
         ...
 
 

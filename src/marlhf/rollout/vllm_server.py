@@ -9,15 +9,19 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 
 from marlhf.configs.sampling import Sampling, check_url
 from marlhf.models.base import Model, Precision
+from marlhf.rollout.engine import Rollout
+from marlhf.rollout.plain import check_prompts
 from marlhf.rollout.vllm import VLLM, Completion, RolloutError, fields, short
 
 RETRY_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
@@ -65,6 +69,7 @@ class VLLMServer(VLLM):
         self.folder = None if folder is None else Path(folder).resolve()
         self.timeout = timeout
         self.lost = False  # whether a connection broke during the current call
+        self.ahead: Future[list[Completion]] | None = None  # what `begin` started last
         # No proxy: the environment's is meant for the internet, and servers are local.
         self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         models = self._call("/v1/models").get("data")
@@ -73,17 +78,63 @@ class VLLMServer(VLLM):
         self.model: str = models[0]["id"]
         self.max_length = models[0].get("max_model_len") or 1 << 62
 
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+    ) -> Rollout:
+        """Sample one response per prompt; repeat a prompt, with another seed, for several."""
+        if self.ahead is not None:
+            self.ahead.exception()  # waits for it: it needs the weights that the server has now
+        return super().generate(prompts, sampling, seeds)
+
+    @torch.no_grad()
+    def begin(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+    ) -> Callable[[], Rollout]:
+        """Start to sample with the weights that the policy has now."""
+        assert self.policy is not None
+        assert not sampling.truncated, "log-probs would be of the truncated distribution"
+        check_prompts(prompts, seeds)
+        self._check_lengths(prompts, sampling)
+        if self.stale:
+            self._update()
+        # Checked now by a short response: when the others are there, the policy has changed.
+        short = replace(sampling, max_new_tokens=min(16, sampling.max_new_tokens))
+        [check] = self._complete(prompts[:1], short, seeds[:1])
+        self._verify(prompts[0], check, sampling.scale)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="sampling ahead")
+        pending = self.ahead = thread.submit(self._complete_ahead, prompts, sampling, seeds)
+        thread.shutdown(wait=False)
+        return lambda: self._rollout(pending.result())
+
+    def close(self) -> None:
+        """The server is the user's, and stays."""
+
+    def _complete_ahead(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+    ) -> list[Completion]:
+        completions = self._request_all(prompts, sampling, seeds)
+        if self.lost:
+            raise RolloutError(
+                f"{self.where} went away while it sampled ahead, and may be back with the weights "
+                "of its files. Run the same command again: it resumes from the last checkpoint."
+            )
+        return completions
+
+    def _request_all(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+    ) -> list[Completion]:
+        self.lost = False
+        pool = ThreadPoolExecutor(min(len(prompts), CONNECTIONS))
+        try:
+            return list(pool.map(lambda p, s: self._request(p, sampling, s), prompts, seeds))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
     def _complete(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Completion]:
         for _ in range(3):
-            self.lost = False
-            pool = ThreadPoolExecutor(min(len(prompts), CONNECTIONS))
-            try:
-                rows = pool.map(lambda p, s: self._request(p, sampling, s), prompts, seeds)
-                completions = list(rows)
-            finally:
-                pool.shutdown(cancel_futures=True)
+            completions = self._request_all(prompts, sampling, seeds)
             if not self.lost or self.policy is None:
                 return completions
             # It may have been restarted, with the weights of its files: send ours, sample again.

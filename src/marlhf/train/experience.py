@@ -21,6 +21,7 @@ from marlhf.core import (
     Responses,
     Segments,
     Vocabulary,
+    importance_weights,
     kl_estimate,
     masked_mean,
     shape_rewards,
@@ -46,7 +47,7 @@ class Experience:
     ended: Tensor  # [B] bool
     logprobs: Tensor  # [B, T], of the policy that sampled
     ref_logprobs: Tensor  # [B, T]
-    old_logprobs: Tensor | None  # [B, T], by the training pass; None when one update follows
+    old_logprobs: Tensor | None  # [B, T], by the training pass; None where it is not needed
     spans: Tensor | None = None  # [B, S, 2], constituents, where the segmenter needs them
     eos_penalty: Tensor | float = 0.0  # [B], of responses that did not end by themselves
 
@@ -63,9 +64,12 @@ class Experience:
 
     def token_rewards(self, config: RLConfig, kl_coef: float) -> Tensor:
         """The KL penalty of each token, and the score at the last: [B, T]."""
+        # The penalty is the learning policy's, which with `async_steps` is not what sampled.
+        logprobs = self.old_logprobs if config.async_steps else self.logprobs
+        assert logprobs is not None
         return shape_rewards(
             self.clipped_scores(config.score_clip),
-            self.logprobs,
+            logprobs,
             self.ref_logprobs,
             self.sequences.mask,
             kl_coef,
@@ -175,7 +179,7 @@ def reference_and_old_logprobs(
     world, device, temperature = models.world, models.world.device, config.sampling.scale
     ref_logprobs = torch.zeros(sequences.mask.shape, device=device)
     # With one update the old policy is the new one, and its log-probs need no pass of their own.
-    old_logprobs = None if config.one_update else torch.zeros_like(ref_logprobs)
+    old_logprobs = torch.zeros_like(ref_logprobs) if config.needs_old_logprobs else None
     for micro in micro_batches(sequences, 2 * config.pass_tokens, world):
         with autocast(device, config.precision):
             ref = token_stats(models.reference, micro.sequences, temperature).logprobs
@@ -267,6 +271,8 @@ class MetricSums:
         return dict(zip(self.sums, world.sum(torch.stack(list(self.sums.values())))))
 
 
+NO_CAP = 1e30
+"""A cap on importance weights that is none, but keeps their logged maximum finite."""
 POLICY_METRICS = ("rl/policy_loss", "rl/clip_fraction", "rl/approx_kl", "rl/logprob_gap")
 """What every update of a policy measures."""
 
@@ -291,6 +297,53 @@ def drift_metrics(
         "rl/approx_kl": masked_mean(kl_estimate(old_logprobs, logprobs, "k3"), mask, num_tokens),
         "rl/logprob_gap": masked_mean((logprobs - sampled_logprobs).abs(), mask, num_tokens),
     }
+
+
+def weigh_samples(
+    advantages: Tensor, experience: Experience, segments: Segments, config: RLConfig
+) -> Tensor:
+    """Advantages [B, T] of responses that older weights sampled, as the policy would sample them.
+
+    Each is multiplied by its truncated importance weight. Without `async_steps` it is 1.
+    """
+    if not config.async_steps:
+        return advantages
+    return advantages * _weights(experience, segments, config, config.importance_cap)
+
+
+@torch.no_grad()
+def staleness_metrics(
+    experience: Experience, segments: Segments, config: RLConfig, age: int
+) -> dict[str, Tensor]:
+    """How far the weights that sampled are from the policy, and what importance weights do.
+
+    The largest weight is from before truncation, the mean from after it.
+    """
+    assert experience.old_logprobs is not None
+    mask = experience.sequences.mask
+    counted = mask if config.ratio == "token" else segments.starts
+    weights = _weights(experience, segments, config, NO_CAP)
+    cap = config.importance_cap
+    kl = kl_estimate(experience.logprobs, experience.old_logprobs, "k3")
+    return {
+        "async/age": torch.tensor(float(age)),
+        "async/kl": masked_mean(kl, mask),
+        "async/weight_mean": masked_mean(weights.clamp(max=cap), counted),
+        "async/weight_max": weights.max(),
+        "async/truncated": masked_mean((weights > cap).float(), counted),
+    }
+
+
+def _weights(experience: Experience, segments: Segments, config: RLConfig, cap: float) -> Tensor:
+    assert experience.old_logprobs is not None
+    return importance_weights(
+        experience.old_logprobs,
+        experience.logprobs,
+        segments.mask,
+        cap=cap,
+        ratio=config.ratio,
+        segments=segments,
+    )
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ with loop:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -96,6 +96,10 @@ class Loop:
         seek_token_budget(config, world, run)
         self._stack = contextlib.ExitStack()
         self._stopping = False  # a signal has reached some rank
+
+    def at_end(self, close: Callable[[], None]) -> None:
+        """Call this when the loop has ended, however it ends."""
+        self._stack.callback(close)
 
     def resume(self) -> dict[str, Any] | None:
         """Resume from the last complete checkpoint, if there is one; returns its state."""

@@ -47,7 +47,9 @@ from marlhf.train.experience import (
     mean_metrics,
     micro_batches,
     mini_batches,
-    rollout_and_score,
+    score_rollout,
+    staleness_metrics,
+    weigh_samples,
 )
 from marlhf.train.loop import open_run
 from marlhf.train.memory import fit_memory
@@ -90,11 +92,9 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             clock = Clock(world.device)
             if chooser:
                 config = chooser.config
-            batch = rl.prompts(step)
-            seeds = rl.response_seeds(len(batch))
-            experience = rollout_and_score(
-                batch, models, config, seeds, evaluation.normalise, clock
-            )
+            batch, rollout = rl.sample(step)
+            clock.mark("rollout")
+            experience = score_rollout(batch, rollout, models, config, evaluation.normalise, clock)
             segmented = shape_and_segment(experience, models, config, rl.kl.coef, rl.shuffler)
             if not config.has_critic:
                 seeds = rl.response_seeds(count_continuations(segmented.segments, config))
@@ -147,12 +147,15 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             clock.mark("update")
             metrics = losses | batch_metrics(experience, credit, models, rl.kl.coef)
             metrics |= value_metrics(credit)
+            if config.async_steps:
+                metrics |= staleness_metrics(experience, credit.segments, config, rl.age)
             if chooser:
                 metrics["credit/reach"] = reach(credit, config.lam)
             numbers = to_numbers(metrics) | clock.times(len(batch))
             if chooser and measurement is not None:
                 numbers |= chooser.update(step, world.sum(measurement.sums))
-            sampling_watch(step, experience, numbers)
+            if rl.age == 0:  # else log-probs of sampling are of older weights
+                sampling_watch(step, experience, numbers)
             if config.has_critic:
                 critic_watch(step, numbers["rl/explained_variance"])
             rl.kl.update(numbers["rl/kl"], len(batch))
@@ -312,7 +315,9 @@ def update(
 
     The first pass over the batch also takes the `measurement` for `credit: auto`, if there is one.
     """
-    credit = replace(credit, advantages=whitened_advantages(credit, config))
+    advantages = whitened_advantages(credit, config)
+    advantages = weigh_samples(advantages, experience, credit.segments, config)
+    credit = replace(credit, advantages=advantages)
     trained = {"policy": models.policy, "critic": models.critic}
     learning = [name for name in optimizers if name != "policy" or train_policy]
     # With one update the critic has its gradients already, and `backward` adds none.

@@ -82,6 +82,7 @@ class PPOConfig(RLConfig):
             known = "compares rules by their gradients"
             self._need("credit: auto", known, pooling="sum", rho=1.0, ratio="token")
             self._need("credit: auto", known, value_level="token", values="critic")
+            self._need("credit: auto", "measures responses of the policy itself", async_steps=0)
         elif self.credit_candidates:
             raise SettingError("credit_candidates are of use with credit: auto alone. Set it.")
         parse_candidates(self.credit_candidates)
@@ -92,6 +93,8 @@ class PPOConfig(RLConfig):
             self._need("values: monte_carlo", none, critic_warmup_steps=0, critic_model=None)
             self._need("values: monte_carlo", none, lam_value=None)
             self._need("values: monte_carlo", "adds up rewards as they are", gamma=1.0)
+            after = "samples again after each rollout"
+            self._need("values: monte_carlo", after, async_steps=0)
 
     def _need(self, choice: str, why: str, **settings: object) -> None:
         """Refuse settings that another one makes meaningless, rather than ignore them."""

@@ -15,8 +15,9 @@ from marlhf.data import Row
 from marlhf.models.base import Model, Tokenizer
 from marlhf.models.load import check_vocabulary, end_tokens, load_tokenizer
 from marlhf.reward import RewardFunction, RewardModel, Rewards, import_function
-from marlhf.rollout.engine import Engine
+from marlhf.rollout.engine import AsyncEngine, Engine
 from marlhf.rollout.native import NativeEngine
+from marlhf.rollout.sampler_process import SamplerProcess
 from marlhf.rollout.vllm import VLLMEngine
 from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.runs.layout import RunError
@@ -43,6 +44,7 @@ class Models:
     world: World
     parsing: Parsing | None = None  # for rules that follow constituents
     gold: RewardModel | None = None  # judges held-out responses, and teaches nobody
+    ahead: AsyncEngine | None = None  # samples while the policy trains, with `async_steps: 1`
 
 
 def load_models(config: RLConfig, objects: GivenObjects, world: World, *, critic: bool) -> Models:
@@ -62,6 +64,7 @@ def load_models(config: RLConfig, objects: GivenObjects, world: World, *, critic
             gold = _reward_model(config.gold_model, models["gold"], None, config, tokenizer, world)
         parsing = open_parsing(config.segmenter, tokenizer)
         engine = _load_engine(config, policy, tokenizer, world)
+        ahead = _load_ahead(config, policy, tokenizer, world, engine)
     table = vocabulary(tokenizer, policy.config.get_text_config().vocab_size)
     return Models(
         policy,
@@ -74,6 +77,7 @@ def load_models(config: RLConfig, objects: GivenObjects, world: World, *, critic
         world,
         parsing,
         gold,
+        ahead,
     )
 
 
@@ -122,6 +126,28 @@ def _load_engine(config: RLConfig, policy: Model, tokenizer: Tokenizer, world: W
         pad,
         folder=config.output_dir,
         token_budget=2 * config.pass_tokens,
+        precision=config.precision,
+    )
+
+
+def _load_ahead(
+    config: RLConfig, policy: Model, tokenizer: Tokenizer, world: World, engine: Engine
+) -> AsyncEngine | None:
+    """What samples while the policy trains: the vLLM server, or a process with a copy of it."""
+    if not config.async_steps:
+        return None
+    if world.size > 1:
+        raise RunError(
+            "async_steps: 1 works with one training process, not with several. Leave async_steps "
+            "out, or start without torchrun."
+        )
+    if isinstance(engine, VLLMServer):
+        return engine
+    return SamplerProcess(
+        policy,
+        end_tokens(policy, tokenizer),
+        tokenizer.pad_token_id,
+        token_budget=config.rollout_tokens,
         precision=config.precision,
     )
 

@@ -10,10 +10,12 @@ import torch
 
 from marlhf.configs.rl import RLConfig
 from marlhf.errors import SettingError
+from marlhf.rollout.engine import Rollout
 from marlhf.runs.write import RunFolder
+from marlhf.train.ahead import SampledAhead
 from marlhf.train.checkpoint import generator_state, set_generator_state
 from marlhf.train.distributed import World
-from marlhf.train.experience import Credit
+from marlhf.train.experience import Credit, sample_responses
 from marlhf.train.held_out import HeldOutEvaluation
 from marlhf.train.loop import Loop
 from marlhf.train.objects import GivenObjects
@@ -70,15 +72,48 @@ class RLRun:
         self.kl = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
         self.saved = self.loop.resume() or {}
         """The checkpoint's state, for what only one method has."""
+        self.ahead: SampledAhead | None = None
+        if engine := self.models.ahead:
+            self.ahead = SampledAhead(engine, config.sampling, world.device)
+            self.loop.at_end(engine.close)
         if saved := self.saved:
             set_generator_state(self.sampler, saved["sampler"])
             set_generator_state(self.shuffler, saved["shuffler"])
             self.kl.coef = saved["kl_coef"]
             self.evaluation.load_state(saved["probe"])  # so named by version 0.1
+            if self.ahead:
+                self.ahead.load_state(saved["in_flight"])
 
     def prompts(self, step: int) -> list[Example]:
         rows = batch_rows(step - 1, self.config, len(self.examples))
         return [self.examples[i] for i in rows]
+
+    def batch(self, step: int) -> list[Example]:
+        """The prompts of a step, each as often as it has responses."""
+        return [e for e in self.prompts(step) for _ in range(self.config.responses_per_prompt)]
+
+    def sample(self, step: int) -> tuple[list[Example], Rollout]:
+        """The rows of a step's batch, and a response to each."""
+        batch = self.batch(step)
+        if self.ahead is None:
+            prompts, seeds = [e.prompt for e in batch], self.response_seeds(len(batch))
+            return batch, sample_responses(prompts, self.models, self.config.sampling, seeds)
+        if self.ahead.in_flight is None:
+            self._begin(step, now=step)  # the first step: nothing was sampled ahead yet
+        rollout = self.ahead.take(step)
+        if step < self.num_steps:
+            self._begin(step + 1, now=step)
+        return batch, rollout
+
+    @property
+    def age(self) -> int:
+        """How many steps old the weights are that sampled the last batch."""
+        return self.ahead.age if self.ahead else 0
+
+    def _begin(self, step: int, *, now: int) -> None:
+        assert self.ahead is not None
+        prompts = [e.prompt for e in self.batch(step)]
+        self.ahead.begin(step, prompts, self.response_seeds(len(prompts)), now=now)
 
     def response_seeds(self, count: int) -> list[int]:
         return torch.randint(2**62, (count,), generator=self.sampler).tolist()
@@ -97,6 +132,7 @@ class RLRun:
             shuffler=generator_state(self.shuffler),
             kl_coef=self.kl.coef,
             probe=self.evaluation.state(),
+            in_flight=self.ahead.state() if self.ahead else None,
         )
 
     def close(self) -> Path:

@@ -39,8 +39,9 @@ from marlhf.train.experience import (
     mean_metrics,
     micro_batches,
     mini_batches,
-    rollout_and_score,
     score_rollout,
+    staleness_metrics,
+    weigh_samples,
 )
 from marlhf.train.loop import open_run
 from marlhf.train.memory import fit_memory
@@ -72,19 +73,14 @@ def train(config: RLOOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             evaluation(0, rl.kl.coef)
         for step in loop:
             clock = Clock(world.device)
-            prompts, tree = rl.prompts(step), None
-            batch = [e for e in prompts for _ in range(config.responses_per_prompt)]
+            tree = None
             if config.tree is None:
-                seeds = rl.response_seeds(len(batch))
-                experience = rollout_and_score(
-                    batch, models, config, seeds, evaluation.normalise, clock
-                )
+                batch, rollout = rl.sample(step)
             else:
+                prompts, batch = rl.prompts(step), rl.batch(step)
                 rollout, tree = grow_tree(prompts, models, config, rl.response_seeds, rl.shuffler)
-                clock.mark("rollout")
-                experience = score_rollout(
-                    batch, rollout, models, config, evaluation.normalise, clock
-                )
+            clock.mark("rollout")
+            experience = score_rollout(batch, rollout, models, config, evaluation.normalise, clock)
             credit = assign_credit(experience, models, config, rl.kl.coef, rl.shuffler, tree)
             check_finite(
                 [
@@ -103,8 +99,11 @@ def train(config: RLOOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             metrics |= batch_metrics(experience, credit, models, rl.kl.coef)
             by_prompt = experience.scores.view(-1, config.responses_per_prompt)
             metrics["rl/group_std"] = by_prompt.std(dim=1).mean()
+            if config.async_steps:
+                metrics |= staleness_metrics(experience, credit.segments, config, rl.age)
             numbers = to_numbers(metrics) | clock.times(len(batch))
-            sampling_watch(step, experience, numbers)
+            if rl.age == 0:  # else log-probs of sampling are of older weights
+                sampling_watch(step, experience, numbers)
             rl.kl.update(numbers["rl/kl"], len(batch))
             loop.log(numbers, show=("rl/score", "rl/kl", "rl/length"))
             if loop.must_evaluate:
@@ -191,6 +190,8 @@ def update(
     shuffler: torch.Generator,
 ) -> dict[str, Tensor]:
     """All updates that this batch of responses is used for."""
+    advantages = weigh_samples(credit.advantages, experience, credit.segments, config)
+    credit = replace(credit, advantages=advantages)
     updates: list[dict[str, Tensor]] = []
     for rows in mini_batches(len(experience.scores), config, shuffler):
         compute = partial(backward, rows, experience, credit, models, config, kl_coef)

@@ -68,6 +68,11 @@ class RLOOConfig(RLConfig):
                 f"tree: {list(tree)} gives {math.prod(tree)} responses to a prompt, but "
                 f"num_samples is {self.num_samples}. Leave num_samples out."
             )
+        if self.async_steps:
+            raise SettingError(
+                "A tree is sampled level by level, each after the macro actions of the last are "
+                "known, so not ahead. Leave out async_steps, or tree."
+            )
         if len(tree) > self.sampling.max_new_tokens:
             raise SettingError(
                 f"A response of at most {self.sampling.max_new_tokens} tokens has no room for the "

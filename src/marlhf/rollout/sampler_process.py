@@ -1,0 +1,221 @@
+"""Sampling in a second process, with a copy of the policy, while this one trains.
+
+The copy is in memory that both processes share: this one writes new weights into it while the other
+waits for prompts, so nothing is sent but prompts and responses. Frozen weights, such as the base
+under adapters, are not copied. The copy is on the policy's own device, so on one GPU both processes
+take turns; a vLLM server samples on another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import signal
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+from torch import multiprocessing
+
+from marlhf.configs.sampling import Sampling
+from marlhf.errors import MarlhfError
+from marlhf.models.base import Model, Precision
+from marlhf.models.compile import uncompile_blocks
+from marlhf.rollout.engine import Rollout
+from marlhf.rollout.native import NativeEngine
+from marlhf.rollout.plain import check_prompts
+
+RESUME = "Run the same command again: it resumes from the last checkpoint."
+
+
+class SamplerError(MarlhfError, RuntimeError):
+    """The process that samples has failed, with what to do about it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    prompts: list[list[int]]
+    sampling: Sampling
+    seeds: list[int]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error of the other process, as its text."""
+
+    text: str
+
+
+class SamplerProcess:
+    """The native engine in a process of its own, which starts with the first batch."""
+
+    def __init__(
+        self,
+        policy: Model,
+        end_tokens: Sequence[int],
+        pad_id: int,
+        *,
+        token_budget: int = 1 << 17,
+        precision: Precision = "auto",
+    ) -> None:
+        self.policy = policy
+        self.settings = (list(end_tokens), pad_id, token_budget, precision)
+        self.copy: Model | None = None
+        self.process: Any = None
+        self.connection: Connection
+        self._close: Callable[[], object] = lambda: None
+
+    def begin(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+    ) -> Callable[[], Rollout]:
+        check_prompts(prompts, seeds)
+        if self.process is None:
+            self._start()
+        self._copy_weights()
+        request = Request([list(p) for p in prompts], sampling, list(seeds))
+        with self._explain_death():
+            self.connection.send(request)
+        return self._receive
+
+    def close(self) -> None:
+        """End the process. It also ends when this object is forgotten or this program ends."""
+        self._close()
+
+    def _receive(self) -> Rollout:
+        with self._explain_death():
+            # Waiting for both notices a process that was killed before it could answer.
+            wait([self.connection, self.process.sentinel])
+            answer = self.connection.recv()
+        if isinstance(answer, Failure):
+            raise SamplerError(f"{answer.text} {RESUME}")
+        responses, logprobs, ended = answer
+        device = self.policy.device
+        return Rollout(
+            responses, torch.from_numpy(logprobs).to(device), torch.from_numpy(ended).to(device)
+        )
+
+    @contextlib.contextmanager
+    def _explain_death(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError):
+            self.process.join()
+            raise SamplerError(
+                "The process that samples ahead was killed or failed "
+                f"(status {self.process.exitcode}), often for lack of memory. Its message, if it "
+                f"left one, is above. {RESUME}"
+            ) from None
+
+    def _start(self) -> None:
+        # Frozen weights stay shared with the policy.
+        frozen = {id(p): p for p in _all_parameters(self.policy) if not p.requires_grad}
+        model = copy.deepcopy(self.policy, frozen).requires_grad_(False)
+        uncompile_blocks(model)  # sampling does not use the compiled layers
+        self.copy = model
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(
+            target=serve,
+            args=(theirs, model, *self.settings, torch.get_num_threads()),
+            name="marlhf sampler",
+            daemon=True,
+        )
+        with _without_main(), _sharing_by_name():
+            self.process.start()
+        theirs.close()  # so that its end is noticed here
+        self._close = weakref.finalize(self, _end, self.process, self.connection)
+
+    @torch.no_grad()
+    def _copy_weights(self) -> None:
+        assert self.copy is not None
+        for ours, theirs in zip(self.policy.parameters(), self.copy.parameters(), strict=True):
+            theirs.copy_(ours)
+        if self.policy.device.type == "cuda":
+            torch.cuda.synchronize(self.policy.device)  # before the other process reads them
+
+
+def serve(
+    connection: Connection,
+    model: Model,
+    end_tokens: list[int],
+    pad_id: int,
+    token_budget: int,
+    precision: Precision,
+    num_threads: int,
+) -> None:
+    """Sample for each request, until the other side is gone."""
+    # Ctrl-C and the end of a job are for the main program, which finishes its step first.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(num_threads)
+    engine = NativeEngine(model, end_tokens, pad_id, token_budget=token_budget, precision=precision)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            request: Request = connection.recv()
+            connection.send(_answer(engine, request))
+
+
+def _answer(engine: NativeEngine, request: Request) -> Any:
+    try:
+        rollout = engine.generate(request.prompts, request.sampling, request.seeds)
+    except torch.OutOfMemoryError as error:
+        return Failure(
+            f"Out of memory while sampling ahead: {error} Lower rollout_tokens, or leave out "
+            "async_steps: the process that samples has a copy of the policy."
+        )
+    except Exception as error:  # the main program raises it
+        return Failure(f"Sampling ahead failed: {type(error).__name__}: {error}")
+    # Arrays, not tensors: torch would hand over memory that has to outlive this process.
+    return rollout.responses, rollout.logprobs.cpu().numpy(), rollout.ended.cpu().numpy()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _end(process: Any, connection: Connection) -> None:
+    connection.close()
+    process.kill()
+    process.join()
+
+
+def _all_parameters(model: Model) -> Iterator[torch.nn.Parameter]:
+    """A model's parameters and, with adapters, those of the base underneath."""
+    yield from model.parameters()
+    base = getattr(model, "base", None)
+    if base is not None:
+        yield from base.module.parameters()
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Without this, a spawned process would first run the user's script a second time."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+@contextlib.contextmanager
+def _sharing_by_name() -> Iterator[None]:
+    """Share memory by name: by descriptor torch keeps a file open for every weight."""
+    before = multiprocessing.get_sharing_strategy()
+    multiprocessing.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        multiprocessing.set_sharing_strategy(before)
