@@ -22,6 +22,7 @@ from marlhf import trainers
 from marlhf.configs.model import LoRA
 from marlhf.core import Constituents, NGram, RandomNGram
 from marlhf.data import DataConfig
+from marlhf.reward.code import unit_tests
 from marlhf.rollout import Sampling
 from marlhf.train.stages import METHODS
 
@@ -59,8 +60,10 @@ RUNS = {kind: (kind, {}) for kind in METHODS} | {
     "constituents": ("ppo", {"segmenter": Constituents(max_length=6)}),
     "lora": ("ppo", {"lora": LoRA(r=2)}),
     "lora-reward": ("reward", {"lora": LoRA(r=2, merge=False)}),
+    "sandbox": ("rloo", {"num_steps": 1, "eval_prompts": 1}),
 }
-"""What one process and two must do alike: each kind of stage, odd batches, a parser, adapters."""
+"""What one process and two must do alike: each kind of stage, odd batches, a parser, adapters,
+programs in a sandbox."""
 RESUMED = ("sft", "ppo", "lora")
 SCORED: list[int] = []
 """The number of completions in each call of the reward function in this process."""
@@ -69,6 +72,14 @@ SCORED: list[int] = []
 def brevity(completions, **_):
     SCORED.append(len(completions))
     return [-len(completion) / 100 for completion in completions]
+
+
+def tested(completions, **_):
+    """Runs a program for each completion in the sandbox of this process."""
+    SCORED.append(len(completions))
+    tests = {"kind": "stdin", "inputs": ["0\n", "1\n"], "outputs": ["0\n", "1\n"]}
+    programs = [f"print({len(completion) % 3})" for completion in completions]
+    return unit_tests(programs, [tests] * len(programs))
 
 
 def one_sided(completions, **_):
@@ -98,6 +109,7 @@ class Witness(TrainerCallback):
 
 
 def make(root, name, kind, changes, parallel="data", reward=brevity, callbacks=()):
+    reward = tested if name == "sandbox" else reward
     settings = COMMON | OWN.get(kind, {}) | changes
     config = METHODS[kind].config(output_dir=str(Path(root) / name), parallel=parallel, **settings)
     rewards = {"reward_funcs": reward} if kind in OWN else {}
@@ -214,6 +226,9 @@ def test_each_process_scores_its_share(pair):
         scored = [account[name]["scored"] for account in accounts]
         assert sum(scored) == 3 * 6 + 3 * 5
         assert min(scored) >= 3 * 3 + 3 * 2
+    # One step of 6 prompts with 2 responses each, 2 evaluations of a response.
+    scored = [account["sandbox"]["scored"] for account in accounts]
+    assert sorted(scored) == [6, 8]
 
 
 def test_adapters_keep_their_shapes(pair):
