@@ -12,7 +12,7 @@ from test_resume import everything, start, wait_for_step, weights
 
 from conftest import TOY, assert_close, read_lines
 from marlhf.core import NGram
-from marlhf.models.forward import token_stats
+from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.rollout.sampler_process import SamplerError
@@ -20,6 +20,7 @@ from marlhf.runs.layout import RunError
 from marlhf.train import ppo, rl_models, rloo
 from marlhf.train.ahead import SampledAhead
 from marlhf.train.distributed import World
+from marlhf.train.experience import Experience
 from marlhf.train.objects import GivenObjects
 from marlhf.train.rloo_config import GRPOConfig
 
@@ -84,6 +85,16 @@ def test_samples_are_of_the_weights_one_step_ago(ppo_config, grpo_config, module
     assert lines[0]["async/weight_max"] == pytest.approx(1, abs=1e-4)
     assert lines[0]["async/truncated"] == 0 < lines[1]["async/truncated"] < 1
     assert lines[1]["async/weight_mean"] < 1.01 < lines[1]["async/weight_max"]
+
+
+def test_the_kl_penalty_is_of_the_policy_that_learns():
+    sequences, zeros = Sequences.from_lists([[5]], [[7, 8]], pad_id=0), torch.zeros(1)
+    sampled, learning, reference = (torch.full((1, 2), x) for x in (-3.0, -2.0, -1.0))
+    config = ppo.PPOConfig(model="tiny", output_dir="x", async_steps=1)
+    made = Experience(sequences, zeros, zeros, zeros == 0, sampled, reference, learning)
+    assert made.token_rewards(config, 0.1).tolist() == [[pytest.approx(0.1)] * 2]
+    fresh = replace(made, old_logprobs=None)  # continuations, which the policy itself samples
+    assert fresh.token_rewards(config, 0.1).tolist() == [[pytest.approx(0.2)] * 2]
 
 
 def test_while_the_policy_stands_still_it_is_training_without_async(ppo_config):

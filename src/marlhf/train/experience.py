@@ -64,9 +64,9 @@ class Experience:
 
     def token_rewards(self, config: RLConfig, kl_coef: float) -> Tensor:
         """The KL penalty of each token, and the score at the last: [B, T]."""
-        # The penalty is the learning policy's, which with `async_steps` is not what sampled.
-        logprobs = self.old_logprobs if config.async_steps else self.logprobs
-        assert logprobs is not None
+        logprobs = self.logprobs
+        if config.async_steps and self.old_logprobs is not None:
+            logprobs = self.old_logprobs  # of the policy that learns, which is not what sampled
         return shape_rewards(
             self.clipped_scores(config.score_clip),
             logprobs,
