@@ -32,7 +32,8 @@ PAGE = "results.md"
 BLOCK = re.compile(
     r"(<!-- evidence: ([\w-]+)(?: of ([\w-]+))? -->\n).*?(<!-- end of evidence -->)", re.S
 )
-STEPS = (50, 100)
+HALF_WAY = 50
+"""Evaluations at this step are compared beside the last ones, in runs of twice as many."""
 MINUS = "\u2212"
 PAIRS = (("n5-start", "n5-equal"), ("rloo", "n5-start"), ("lam1", "n5-start"))
 """Differences that matter beside those to PPO."""
@@ -84,22 +85,27 @@ def reward_models(results: Results) -> str:
 
 def over_ppo(results: Results) -> str:
     """Differences to PPO in what all are trained for, by reward model and over all."""
-    text = ""
-    for step in STEPS:
+    tables: list[str] = []
+    for step in compared_steps(results):
         rows: list[list[str]] = []
         for method in LABELS:
             cells = differences(results, method, "ppo", step)
             if method != "ppo" and any(cells):
                 rows.append([LABELS[method], *cells])
         head = [f"over PPO at step {step}", *(f"`{t}`" for t in results.teachers), "over all"]
-        text += table(head, rows) + ("" if step == STEPS[-1] else "\n")
-    return text
+        tables.append(table(head, rows))
+    return "\n".join(tables)
+
+
+def compared_steps(results: Results) -> list[int]:
+    last = max(results.last_step(*key) for key in results.runs)
+    return [HALF_WAY, last] if last == 2 * HALF_WAY else [last]
 
 
 def pairs(results: Results) -> str:
     rows: list[list[str]] = []
     for ours, theirs in PAIRS:
-        for step in STEPS:
+        for step in compared_steps(results):
             name = f"{LABELS[ours]} over {LABELS[theirs]}, step {step}"
             rows.append([name, *differences(results, ours, theirs, step)])
     return table(["", *(f"`{t}`" for t in results.teachers), "over all"], rows)

@@ -144,5 +144,8 @@ def read_results(folder: Path) -> Results:
 
 
 def method_of(name: str) -> str:
-    """`n5-start-r1-s1` is the method `n5-start` with the reward model `-r1` and seed 1."""
-    return re.sub(r"(-r\d+)?(-s\d+)?$", "", name)
+    """`n5-start-r1-s1` is the method `n5-start` with the reward model `-r1` and seed 1.
+
+    The recipe of the offline task calls it `macro-ppo`.
+    """
+    return re.sub(r"(-r\d+)?(-s\d+)?$", "", name).replace("macro-ppo", "n5-start")
