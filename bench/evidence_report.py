@@ -1,6 +1,6 @@
 """The tables and figures of docs/results.md, from packed archives of sweeps: no GPU.
 
-    python bench/evidence_report.py docs/results/{identify,auto,offline,sparse,sums}.tar.xz --docs docs
+    python bench/evidence_report.py docs/results/{identify,*}.tar.xz --docs docs
 
 Archives are what bench/evidence_pack.py makes; folders of sweeps do as well. The page names them
 without .tar.xz; tables that name none, and the figures, are of the first.
