@@ -93,6 +93,8 @@ def test_segment_by_perplexity_asks_the_model(marlhf):
         (["ppo", "nowhere"], "There is no recipe 'nowhere'"),
         (["sft", "toy", "learnign_rate=1"], "Did you mean learning_rate"),
         (["report", "nowhere"], "nowhere"),
+        (["report", "{}/run/toyy"], "Did you mean {}/run/toy?"),
+        (["evaluate", "{}/run/toyy"], "Did you mean {}/run/toy?"),
         (["sft", "toy", "output_dir=/dev/null/x"], "Cannot write to /dev/null/x"),
         (["sft", "toy", "device=gpu", "output_dir={}/a"], "There is no device 'gpu'"),
         (["sft", "toy", "model={}/x/model", "output_dir={}/b"], "run that stage first"),
@@ -100,9 +102,10 @@ def test_segment_by_perplexity_asks_the_model(marlhf):
     ],
 )
 def test_mistakes_get_a_sentence_and_status_1(marlhf, args, message, tmp_path):
+    (tmp_path / "run" / "toy").mkdir(parents=True)
     out = marlhf(*(arg.replace("{}", str(tmp_path)) for arg in args))
     assert out.returncode == 1
-    assert message in out.stderr
+    assert message.replace("{}", str(tmp_path)) in out.stderr
 
 
 def test_doctor_names_versions_and_extras(marlhf):

@@ -490,3 +490,13 @@ def test_yaml_merge_keys_are_read(write):
 def test_a_setting_of_the_wrong_kind_is_named_in_python_too(settings, message):
     with pytest.raises(ValueError, match=message):
         PPOConfig(**settings)
+
+
+def test_a_setting_of_several_types_is_one_mistake():
+    with pytest.raises(ConfigError) as caught:
+        load_stage("toy", "ppo", ["segmenter.n=five", "data.eval_size=all", "seed=x"], "ppo")
+    lines = str(caught.value).splitlines()
+    assert lines[0].endswith("3 mistakes")
+    assert sum("data.eval_size: must be int or float (got 'all')" in line for line in lines) == 1
+    assert sum("segmenter.n: must be int or float (got 'five')" in line for line in lines) == 1
+    assert sum("seed: Input should be a valid integer" in line for line in lines) == 1

@@ -40,7 +40,7 @@ def build(cls: type[T], raw: Any, where: str, problems: list[str], *, rules: boo
     try:
         built = _adapter(cls).validate_python(raw)
     except ValidationError as error:
-        for one in error.errors(include_url=False):
+        for one in _by_setting(cls, error.errors(include_url=False)):
             place = where
             for part in one["loc"]:
                 place = at(place, str(part))
@@ -49,6 +49,27 @@ def build(cls: type[T], raw: Any, where: str, problems: list[str], *, rules: boo
             message = one["msg"].removeprefix("Value error, ")
             problems.append(f"{place or 'recipe'}: {message}{given}")
     return typing.cast(T, built if len(problems) == before else None)
+
+
+def _by_setting(cls: type, errors: list[Any]) -> list[dict[str, Any]]:
+    """One error per setting: where several types are allowed, pydantic reports each of them."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for one in errors:
+        loc, inner = one["loc"], cls
+        depth = 0
+        while depth < len(loc) and inner is not None and loc[depth] in field_names(inner):
+            inner = dataclass_in(type_hints(inner)[loc[depth]])
+            depth += 1
+        wrong_type = one["type"].endswith(("_type", "_parsing"))
+        is_option = 0 < depth == len(loc) - 1 and inner is None and isinstance(loc[depth], str)
+        is_option = is_option and wrong_type
+        if not is_option:
+            found[loc, len(found)] = one
+        elif loc[:depth] in found:
+            found[loc[:depth]]["msg"] += f" or {loc[depth]}"
+        else:
+            found[loc[:depth]] = {**one, "loc": loc[:depth], "msg": f"must be {loc[depth]}"}
+    return list(found.values())
 
 
 @cache

@@ -19,7 +19,7 @@ from marlhf.rollout import Sampling
 from marlhf.runs.digests import weights_digest
 from marlhf.runs.evaluations import SamplingSettings
 from marlhf.runs.layout import GIVEN, MODEL, is_run, model_folder
-from marlhf.runs.read import find_runs, read_run
+from marlhf.runs.read import find_runs, nearest_folder, read_run
 from marlhf.runs.stage_facts import facts_of
 
 SHIPPED_FUNCTIONS = (
@@ -111,8 +111,8 @@ def find_policies(paths: Sequence[Path | str]) -> list[PolicySource]:
 def _policies(path: Path) -> list[PolicySource]:
     if not path.is_dir():
         raise EvaluationError(
-            f"There is no folder {path}. Give the folder of a run (its `output_dir`), or of a "
-            "model."
+            f"There is no folder {path}. {nearest_folder(path)}Give the folder of a run (its "
+            "`output_dir`), or of a model."
         )
     if is_run(path):
         return [_of_run(path)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -113,14 +114,21 @@ def number(value: object) -> float:
     return float(value) if abs(value) < MAX_MAGNITUDE else math.nan
 
 
+def nearest_folder(path: Path) -> str:
+    """`Did you mean runs/toy? ` where that is beside it and its name is like that of `path`."""
+    beside = [p.name for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    return f"Did you mean {path.parent / near[0]}? " if near else ""
+
+
 def find_runs(paths: Sequence[Path | str]) -> list[Run]:
     """Every run under `paths`: run folders, or folders that hold them up to three levels down."""
     found: dict[Path, Run] = {}
     for path in map(Path, paths):
         if not path.exists():
             raise NoRuns(
-                f"There is no folder {path}. Give the folder of a run (its `output_dir`), "
-                "or one that holds several."
+                f"There is no folder {path}. {nearest_folder(path)}Give the folder of a run (its "
+                "`output_dir`), or one that holds several."
             )
         folders = list(_run_folders(path, depth=3)) if path.is_dir() else []
         if not folders:
