@@ -25,7 +25,7 @@ demo: $(STAMP)  ## SFT, reward model, PPO and macro PPO on the offline task, and
 	@echo "open runs/toy/report.html in a browser"
 
 test: $(STAMP)  ## all tests, a process for each core
-	$(BIN)/python -m pytest -q -n auto --maxschedchunk 1
+	$(BIN)/python -m pytest -q -n auto --dist loadgroup --no-loadscope-reorder
 
 # verl needs an older transformers than constraints.txt has, so it has an environment of its own.
 ENGINES ?= .venv-engines

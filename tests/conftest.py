@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start; models here are minuscule
+os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")  # as the command line has it
 
 import pytest
 import torch
@@ -58,6 +59,11 @@ EXPECTED_SKIPS = (
 )
 """Why tests may be skipped on CI. Any other skip fails it: a check that should run did not."""
 _unexpected_skips: dict[str, str] = {}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first: with a process for each core, none is left to run alone at the end."""
+    items.sort(key=lambda item: not any(map(item.get_closest_marker, ("slow", "distributed"))))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -26,7 +26,10 @@ from marlhf.reward.code import unit_tests
 from marlhf.rollout import Sampling
 from marlhf.train.stages import METHODS
 
-pytestmark = pytest.mark.distributed
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.xdist_group("distributed"),  # one process, so that runs are launched once
+]
 TRAINERS = {
     kind.stage: kind
     for kind in (

@@ -39,6 +39,7 @@ from marlhf.train.objects import NO_OBJECTS, GivenObjects
 
 peft = pytest.importorskip("peft")
 
+pytestmark = pytest.mark.xdist_group("lora")  # one process, so that shared runs are trained once
 TOY = DataConfig(source="toy", limit=120, eval_size=8)
 STAGES = {
     "sft": (sft, sft.SFTConfig),
