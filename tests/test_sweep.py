@@ -322,6 +322,22 @@ def test_points_and_axes_are_added_and_other_settings_refused(recipe, started):
         sweep(file, ["seed=0,1", "output_dir=."])
 
 
+def test_a_sweep_of_an_earlier_version_lacks_settings_that_came_since(recipe, started):
+    file = recipe(LONE)
+    sweep(file, ["learning_rate=1.0e-3,2.0e-3"])
+    kept = Path("runs/my-sweep/sweep.json")
+    state = json.loads(kept.read_text())
+    for name in ("weight_decay", "schedule"):
+        del state["settings"]["sft"][name]
+    kept.write_text(json.dumps(state))
+    started.clear()
+    sweep(file, ["learning_rate=1.0e-3,2.0e-3"])
+    assert not started
+    kept.write_text(json.dumps(state))
+    with pytest.raises(RunError, match=r"sft.weight_decay: '\(not there\)' there, 0.1 now"):
+        sweep(file, ["learning_rate=3.0e-3,4.0e-3", "weight_decay=0.1"])
+
+
 def test_a_failed_point_stops_no_other_and_is_tried_again(recipe, started):
     words = ["sft.model=tiny,./nowhere", "num_steps=1"]
     Path("nowhere").mkdir()  # a folder that is no model, which only loading it finds out

@@ -56,6 +56,11 @@ def flatten(raw: Any, where: str = "") -> dict[str, Any]:
     return flat
 
 
+def default_settings(cls: type) -> dict[str, Any]:
+    """Every setting of a config as it is unless given, under dotted names."""
+    return flatten(to_raw(cls()))
+
+
 def to_raw(config: Any) -> Any:
     """A config as plain data for YAML and JSON; secrets are left out by name."""
     if isinstance(config, SegmenterSpec):

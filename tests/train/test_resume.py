@@ -240,6 +240,20 @@ def test_a_folder_with_another_run_is_refused(ppo_config, tmp_path):
         ppo.train(ppo_config("file"))
 
 
+def test_a_folder_of_an_earlier_version_lacks_settings_that_came_since(ppo_config):
+    """They had their defaults, and a run with other values is another run."""
+    config = ppo_config(num_steps=1)
+    ppo.train(config)
+    file = Path(config.output_dir) / "config.yaml"
+    old = yaml.safe_load(file.read_text())
+    for name in ("lam_value", "critic_warmup_steps", "credit"):
+        del old[name]
+    file.write_text(yaml.safe_dump(old))
+    assert ppo.train(config) == Path(config.output_dir) / "model"
+    with pytest.raises(RunError, match=r"critic_warmup_steps: 0 there, 3 now"):
+        ppo.train(replace(config, critic_warmup_steps=3))
+
+
 def test_not_a_number_stops_with_the_last_good_checkpoint(ppo_config, monkeypatch):
     config = ppo_config(num_steps=4, eval_every=0)
     real, calls = RewardModel.__call__, []

@@ -39,7 +39,7 @@ from marlhf.runs.layout import (
     read_state,
 )
 from marlhf.runs.lock import FolderInUse, lock_folder
-from marlhf.settings import flatten, to_raw
+from marlhf.settings import default_settings, flatten, to_raw
 
 LOGS = (METRICS, EVAL, SAMPLES)
 LOCKS: dict[Path, int] = {}
@@ -149,6 +149,9 @@ class RunFolder:
                 "file back, delete the folder, or choose another output_dir."
             )
         old, new = flatten(before), flatten(self.config)
+        # A setting that the folder does not know came with a later version, and had its default.
+        known = default_settings(self.settings)
+        old |= {key: known[key] for key in new.keys() - old.keys() if key in known}
         may_change = settings_with(self.settings, "may_change")
         changed = [
             f"{key}: {old.get(key, '(not there)')!r} there, {new.get(key, '(not there)')!r} now"

@@ -19,6 +19,7 @@ from marlhf.runs.atomic import explain_disk_errors, write_json
 from marlhf.runs.layout import RunError, read_object
 from marlhf.runs.lock import FolderInUse, lock_folder
 from marlhf.runs.write import is_finished
+from marlhf.settings import default_settings
 from marlhf.sweep.plan import MAY_CHANGE, Plan, Training
 from marlhf.train.stages import METHODS
 
@@ -156,6 +157,7 @@ def _compare(before: dict[str, Any], plan: Plan) -> None:
     """Refuse to mix two sweeps: but for the axes, old and new, all settings must be the same."""
     axes = [*before.get("axes", {}), *(axis.key for axis in plan.axes)]
     changed: list[str] = []
+    defaults = [default_settings(method.config) for method in METHODS.values()]
     for stage, old in before.get("settings", {}).items():
         new = plan.settings.get(stage)
         if new is None:
@@ -164,6 +166,8 @@ def _compare(before: dict[str, Any], plan: Plan) -> None:
         for key in sorted({*old, *new}):
             was, now = old.get(key, "(not there)"), new.get(key, "(not there)")
             same = _plain(now) == was
+            if key not in old:  # it came with a later version, and had its default
+                same = any(now == known[key] for known in defaults if key in known)
             if not (same or key.split(".")[0] in MAY_CHANGE or _free(key, axes, plan)):
                 changed.append(f"{stage}.{key}: {was!r} there, {now!r} now")
     if changed:
