@@ -4,6 +4,9 @@ The offline task's own recipes with fewer steps. The bounds are far from what a 
 nothing would give and leave room for seeds: they are no benchmark.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from conftest import read_lines
@@ -16,7 +19,15 @@ from marlhf.rollout.native import NativeEngine
 from marlhf.train import dpo, ppo, reward, rloo, sft
 from marlhf.train.stage import load_examples
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # all methods of a seed
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+]
+SEEDS = [
+    pytest.param(seed, id=f"seed{seed}", marks=pytest.mark.xdist_group(f"learning {seed}"))
+    for seed in (0, 1, 2)
+]
+"""All that starts from one SFT and reward model runs in one process, where these are trained."""
 SHORTER = [
     "sft.num_steps=150",
     "reward.num_steps=300",  # a weaker one is gamed within these few steps, on some seeds
@@ -37,31 +48,39 @@ def evals(folder: str) -> tuple[dict, dict]:
     return found[0], found[-1]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_every_stage_learns(seed, tmp_path):
-    """One test a seed, for all that follows starts from its SFT and reward models."""
-    overrides = [*SHORTER, f"seed={seed}", f"output_dir={tmp_path}"]
-    stages = {stage.name: stage.config for stage in load_recipe("toy-baselines", overrides)}
-    check_sft_and_reward(stages)
-    for name in ("ppo", "macro-ppo"):
-        check_ppo(stages[name])
-    for name in ("rloo", "macro-rloo", "grpo") if seed == 0 else ("rloo",):
-        check_without_a_critic(stages[name])
-    check_dpo(stages)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Callable[[int], dict[str, Any]]:
+    """A recipe's stages by seed, with the SFT and reward model that the others start from."""
+    done: dict[int, dict[str, Any]] = {}
+
+    def train(seed: int) -> dict[str, Any]:
+        if seed not in done:
+            folder = tmp_path_factory.mktemp(f"seed-{seed}")
+            overrides = [*SHORTER, f"seed={seed}", f"output_dir={folder}"]
+            stages = {stage.name: stage.config for stage in load_recipe("toy-baselines", overrides)}
+            sft.train(stages["sft"])
+            reward.train(stages["reward"])
+            done[seed] = stages
+        return done[seed]
+
+    return train
 
 
-def check_sft_and_reward(stages) -> None:
-    sft.train(stages["sft"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sft_and_reward_model_learn(seed, trained):
+    stages = trained(seed)
     start, end = evals(stages["sft"].output_dir)
     assert start["eval/loss"] > 5.5  # about log of the vocabulary
     assert end["eval/loss"] < 1.0
-    reward.train(stages["reward"])
     start, end = evals(stages["reward"].output_dir)
     assert start["eval/accuracy"] < 0.65  # 128 pairs: half right, give or take 0.09
     assert end["eval/accuracy"] > 0.67
 
 
-def check_ppo(config: ppo.PPOConfig) -> None:
+@pytest.mark.parametrize("name", ["ppo", "macro-ppo"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ppo_learns(seed, name, trained):
+    config = trained(seed)[name]
     ppo.train(config)
     start, end = evals(config.output_dir)
     assert abs(start["eval/score"]) < 1e-4  # normalised on these very responses
@@ -71,7 +90,18 @@ def check_ppo(config: ppo.PPOConfig) -> None:
     assert end["eval/kl"] < 15
 
 
-def check_without_a_critic(config: rloo.RLOOConfig) -> None:
+@pytest.mark.parametrize(
+    ("seed", "name"),
+    [
+        *(
+            pytest.param(*seed.values, "rloo", marks=seed.marks, id=f"{seed.id}-rloo")
+            for seed in SEEDS
+        ),
+        *(pytest.param(0, name, marks=SEEDS[0].marks) for name in ("macro-rloo", "grpo")),
+    ],
+)
+def test_methods_without_a_critic_learn(seed, name, trained):
+    config = trained(seed)[name]
     rloo.train(config)
     start, end = evals(config.output_dir)
     assert abs(start["eval/score"]) < 1e-4
@@ -81,8 +111,10 @@ def check_without_a_critic(config: rloo.RLOOConfig) -> None:
     assert end["eval/kl"] < 15
 
 
-def check_dpo(stages) -> None:
+@pytest.mark.parametrize("seed", SEEDS)
+def test_dpo_learns(seed, trained):
     """Not only to tell the pairs apart: it writes what people prefer."""
+    stages = trained(seed)
     dpo.train(stages["dpo"])
     start, end = evals(stages["dpo"].output_dir)
     assert start["eval/accuracy"] == 0.5
