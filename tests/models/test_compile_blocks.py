@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import pytest
 import torch
@@ -89,3 +90,14 @@ def test_layers_pass_bfloat16_on_under_autocast(small):
         forward.is_compiled = before
     assert seen == [torch.bfloat16]
     torch.testing.assert_close(found, expected, atol=0.3, rtol=0)
+
+
+@torch.no_grad()
+def test_a_compiled_model_arrives_plain_in_another_process(small):
+    model = small("llama")
+    compile_blocks(model, backend="eager")
+    sent = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    layer = sent.model.layers[0]
+    assert layer.forward.__func__ is type(layer).forward
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(sent(ids).logits, small("llama")(ids).logits)

@@ -42,13 +42,6 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
     _COMPILED.add(model)
 
 
-def uncompile_blocks(model: nn.Module) -> None:
-    """Undo `compile_blocks` in a copy of a compiled model: compiled code cannot be sent."""
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            vars(layer).pop("forward", None)  # the class's own again
-
-
 def is_compiled(model: nn.Module) -> bool:
     return model in _COMPILED
 

@@ -28,7 +28,6 @@ from torch import multiprocessing
 from marlhf.configs.sampling import Sampling
 from marlhf.errors import MarlhfError
 from marlhf.models.base import Model, Precision
-from marlhf.models.compile import uncompile_blocks
 from marlhf.rollout.engine import Rollout
 from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.plain import check_prompts
@@ -118,7 +117,6 @@ class SamplerProcess:
         # Frozen weights stay shared with the policy.
         frozen = {id(p): p for p in _all_parameters(self.policy) if not p.requires_grad}
         model = copy.deepcopy(self.policy, frozen).requires_grad_(False)
-        uncompile_blocks(model)  # sampling does not use the compiled layers
         self.copy = model
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
