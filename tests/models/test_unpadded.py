@@ -63,5 +63,8 @@ def test_only_plain_models_within_their_window_are_unpadded(small):
     hooked = small("llama")
     hooked.model.layers[0].mlp.register_forward_hook(lambda *_: None)
     assert not fits(hooked, 4)
+    remote = small("llama")  # code that came with a model may compute anything under this name
+    remote.__class__ = type("LlamaForCausalLM", (type(remote),), {"__module__": "modeling_mine"})
+    assert not fits(remote, 4)
     with torch.autocast("cpu", torch.bfloat16):
         assert not fits(small("llama"), 4)

@@ -37,7 +37,8 @@ def is_plain_llama(model: Model) -> bool:
 
     Adapters and quantisation replace linear layers, FSDP shards them.
     """
-    if type(model).__name__ not in FAMILIES:
+    own = type(model).__module__.startswith("transformers.")  # not code that came with a model
+    if type(model).__name__ not in FAMILIES or not own:
         return False
     rotary = model.config.rope_parameters.get("rope_type", "default")
     matrices = (m for m in model.modules() if hasattr(m, "weight") and m.weight.ndim == 2)
