@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from marlhf.models import forward
-from marlhf.models.forward import Sequences, final_scores, token_stats, token_values
+from marlhf.models.forward import (
+    Sequences,
+    final_scores,
+    token_stats,
+    token_values,
+    unpad_rows,
+)
 from marlhf.models.unpadded import fits
 
 UNPADDED = ("llama", "llama-tied", "qwen2", "qwen3")
@@ -32,12 +38,12 @@ def test_numbers_and_gradients_are_the_models_own(small, name, read, rows, monke
     for parameter in model.parameters():  # no bias of 0, no norm of 1
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.manual_seed(1))
     plain, sequences = copy.deepcopy(model), Sequences.from_lists(*rows, 0)
+    unpad_rows(model)
     calls = []
     real = forward.unpadded_hidden
     monkeypatch.setattr(forward, "unpadded_hidden", lambda *a: calls.append(1) or real(*a))
     ours = read(model, sequences)
     assert calls == [1]
-    monkeypatch.setattr(forward, "_can_unpad", lambda *_: False)
     theirs = read(plain, sequences)
     weights = torch.rand(ours.shape, generator=torch.Generator().manual_seed(0))
     for found in (ours, theirs):

@@ -77,7 +77,7 @@ def brevity(completions, **_):
     return [-len(completion) / 100 for completion in completions]
 
 
-def tested(completions, **_):
+def by_unit_tests(completions, **_):
     """Runs a program for each completion in the sandbox of this process."""
     SCORED.append(len(completions))
     tests = {"kind": "stdin", "inputs": ["0\n", "1\n"], "outputs": ["0\n", "1\n"]}
@@ -112,7 +112,7 @@ class Witness(TrainerCallback):
 
 
 def make(root, name, kind, changes, parallel="data", reward=brevity, callbacks=()):
-    reward = tested if name == "sandbox" else reward
+    reward = by_unit_tests if name == "sandbox" else reward
     settings = COMMON | OWN.get(kind, {}) | changes
     config = METHODS[kind].config(output_dir=str(Path(root) / name), parallel=parallel, **settings)
     rewards = {"reward_funcs": reward} if kind in OWN else {}

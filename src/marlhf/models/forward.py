@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -442,8 +442,20 @@ def _last(sequences: Sequences) -> list[tuple[int, int]]:
     return [(length - 1, 1) for length in sequences.total_lengths]
 
 
+_UNPADDED: WeakSet[nn.Module] = WeakSet()
+
+
+def unpad_rows(model: nn.Module) -> None:
+    """Let passes of this model on a CPU do without padding, where they can.
+
+    For training, where nothing needs the bits of the padded pass: its rounding is another, and
+    depends on the rows of a batch.
+    """
+    _UNPADDED.add(model)
+
+
 def _can_unpad(model: nn.Module, sequences: Sequences) -> bool:
-    return not is_compiled(model) and fits(cast(Any, model), sequences.ids.shape[1])
+    return model in _UNPADDED and fits(cast(Any, model), sequences.ids.shape[1])
 
 
 def _unpadded(model: nn.Module, sequences: Sequences, picked: Sequence[tuple[int, int]]) -> Tensor:

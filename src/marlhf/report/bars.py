@@ -24,7 +24,9 @@ def stacked_bars(
     totals = [sum(value for _, value, _ in parts) for _, parts in rows]
     height = TOP + BOTTOM + 44 * len(rows)
     width = LARGE[0]
-    x_axis = Axis(0.0, max(totals, default=0.0) * 1.02 or 1.0, 16.0, width - 40.0)
+    longest = max((len(f"{total:.3g}") for total in totals), default=0)
+    room = 40.0 if inside else max(40.0, 10 + 9 * longest)  # for the sum; phones draw it larger
+    x_axis = Axis(0.0, max(totals, default=0.0) * 1.02 or 1.0, 16.0, width - room)
     y_axis = Axis(0.0, 1.0, height - BOTTOM, TOP)
     drawn = [frame(x_axis, y_axis, x_label, "")]
     for i, (label, parts) in enumerate(rows):

@@ -38,7 +38,7 @@ from marlhf.data.collate import Micro, SingleProcess, pad_right, token_budget_ba
 from marlhf.models.adapters import AdaptedModel, AdaptedScalarModel
 from marlhf.models.base import Model, Precision, computes_in_bfloat16, pick_device
 from marlhf.models.compile import compile_blocks
-from marlhf.models.forward import pack_rows
+from marlhf.models.forward import pack_rows, unpad_rows
 from marlhf.rollout.engine import Rollout
 from marlhf.runs.layout import RunError
 from marlhf.train import progress
@@ -179,10 +179,12 @@ class World(SingleProcess):
         *,
         compiled: bool = False,
         packed: bool = False,
+        unpadded: bool = True,
     ) -> Model:
         """The model on this rank's device, sharded with `parallel: fsdp`.
 
-        `compiled` and `packed` apply on a GPU, to whole models that are not sharded.
+        All apply to whole models that are not sharded: `compiled` and `packed` on a GPU, `unpadded`
+        on a CPU.
         """
         if not self.sharded:
             placed: Model = model.to(self.device)
@@ -190,6 +192,8 @@ class World(SingleProcess):
                 compile_blocks(placed)
                 if packed:
                     pack_rows(placed)
+            if unpadded and self.device.type == "cpu":
+                unpad_rows(placed)
             return placed
         # The model stays on the CPU here: `fully_shard` moves one block at a time, and only this
         # rank's shard of it, so that a model larger than one GPU fits.

@@ -50,7 +50,11 @@ def load_sources(
     def place(role: str) -> None:
         compiled = config.compile and role not in NOT_COMPILED
         placed = world.place(
-            models[role], config.precision, compiled=compiled, packed=config.packed
+            models[role],
+            config.precision,
+            compiled=compiled,
+            packed=config.packed,
+            unpadded=config.lora is None,  # adapted models are padded, and the others match them
         )
         models[role] = placed if role in trained else placed.requires_grad_(False)
 
