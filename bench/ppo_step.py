@@ -39,7 +39,7 @@ from marlhf.core import NGram, Perplexity, RandomNGram, Vocabulary
 from marlhf.data import Row
 from marlhf.models.adapters import FrozenBaseModel, cast_linear_layers, frozen_dtype
 from marlhf.models.compile import compile_blocks
-from marlhf.models.forward import pack_rows
+from marlhf.models.forward import pack_rows, unpad_rows
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.reward import RewardModel, Rewards
 from marlhf.rollout import Sampling
@@ -216,6 +216,9 @@ def build(shape: Shape, device: torch.device, args: argparse.Namespace) -> tuple
             compile_blocks(model)
             if args.packed:
                 pack_rows(model)
+    if device.type == "cpu" and not shape.lora:  # as World.place does it
+        for model in (policy, reference, critic, reward):
+            unpad_rows(model)
     budget = 2 * shape.budget
     scorer = RewardModel(reward, tokenizer, tokenizer, token_budget=budget)
     table = vocabulary(tokenizer, shape.vocabulary)
