@@ -493,10 +493,12 @@ def test_a_setting_of_the_wrong_kind_is_named_in_python_too(settings, message):
 
 
 def test_a_setting_of_several_types_is_one_mistake():
+    wrong = ["segmenter.n=five", "data.eval_size=all", "seed=x", "token_budget=lots"]
     with pytest.raises(ConfigError) as caught:
-        load_stage("toy", "ppo", ["segmenter.n=five", "data.eval_size=all", "seed=x"], "ppo")
+        load_stage("toy", "ppo", wrong, "ppo")
     lines = str(caught.value).splitlines()
-    assert lines[0].endswith("3 mistakes")
+    assert lines[0].endswith("4 mistakes")
+    assert sum("token_budget: must be int or 'auto' (got 'lots')" in line for line in lines) == 1
     assert sum("data.eval_size: must be int or float (got 'all')" in line for line in lines) == 1
     assert sum("segmenter.n: must be int or float (got 'five')" in line for line in lines) == 1
     assert sum("seed: Input should be a valid integer" in line for line in lines) == 1

@@ -60,15 +60,17 @@ def _by_setting(cls: type, errors: list[Any]) -> list[dict[str, Any]]:
         while depth < len(loc) and inner is not None and loc[depth] in field_names(inner):
             inner = dataclass_in(type_hints(inner)[loc[depth]])
             depth += 1
-        wrong_type = one["type"].endswith(("_type", "_parsing"))
+        wrong_type = one["type"].endswith(("_type", "_parsing")) or one["type"] == "literal_error"
         is_option = 0 < depth == len(loc) - 1 and inner is None and isinstance(loc[depth], str)
         is_option = is_option and wrong_type
         if not is_option:
             found[loc, len(found)] = one
-        elif loc[:depth] in found:
-            found[loc[:depth]]["msg"] += f" or {loc[depth]}"
+            continue
+        option = one["ctx"]["expected"] if one["type"] == "literal_error" else loc[depth]
+        if loc[:depth] in found:
+            found[loc[:depth]]["msg"] += f" or {option}"
         else:
-            found[loc[:depth]] = {**one, "loc": loc[:depth], "msg": f"must be {loc[depth]}"}
+            found[loc[:depth]] = {**one, "loc": loc[:depth], "msg": f"must be {option}"}
     return list(found.values())
 
 

@@ -59,7 +59,7 @@ class StageConfig:
     Not with LoRA or `parallel: fsdp`."""
     packed: bool = setting(False, may_change=True)
     """With `compile`, passes over rows packed without padding, each replayed as one CUDA graph.
-    Faster where lengths vary, slower where all rows have the same."""
+    Rows of nearly one length stay padded, which is faster for them."""
     gradient_checkpointing: bool = setting(False, may_change=True)
     """Trade time for memory in the backward pass."""
     device: str = setting("auto", may_change=True, private=True)
