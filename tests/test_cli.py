@@ -172,6 +172,16 @@ def test_in_a_terminal_bars_end_above_their_summaries(in_terminal, tmp_path):
     assert "…" not in shown
 
 
+def test_in_a_terminal_errors_break_between_words(in_terminal, tmp_path):
+    missing = tmp_path / "a-folder-that-is-not-there" / "-".join(["long"] * 20)
+    status, shown = in_terminal("report", str(missing))
+    lines = shown.replace("\r", "").splitlines()
+    assert status == 1
+    assert any(str(missing) in line for line in lines)  # whole, for copying
+    assert all(len(line) <= 80 for line in lines if str(missing) not in line)
+    assert " ".join(lines).startswith(f"There is no folder {missing}. Give the folder of a run")
+
+
 @pytest.fixture
 def in_terminal(monkeypatch):
     """`in_terminal("run", ...)`: exit status in a terminal of 80 columns, and what it showed."""

@@ -86,9 +86,10 @@ def test_histogram_shares_add_up_and_share_their_bins():
     assert (sum(a), sum(b), b[-1]) == (pytest.approx(1), 1.0, 1.0)
 
 
-def test_lines_are_named_at_their_ends_without_meeting():
+@pytest.mark.parametrize("is_share", [False, True])  # shares end at the top edge
+def test_lines_are_named_at_their_ends_without_meeting(is_share):
     lines = [Series(f"run {i}", [(0, 0), (1, 1 + i / 1000)], "red") for i in range(7)]
-    drawn = line_chart(lines, x_label="x", y_label="y")
+    drawn = line_chart(lines, x_label="x", y_label="y", is_share=is_share)
     places = sorted(float(y) for y in re.findall(r'class="end" x="[^"]+" y="([^"]+)"', drawn))
     assert len(places) == 7
     assert min(b - a for a, b in pairwise(places)) >= 12.9

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,8 +148,22 @@ def fail(message: str, status: int) -> None:
         # the others at once; what is still here after a while has an error of its own.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(RANK_DELAY)
+    if sys.stderr.isatty():
+        message = "\n".join(_wrapped(line) for line in message.splitlines())
     typer.secho(message, fg="red", err=True)
     sys.exit(status)
+
+
+def _wrapped(line: str) -> str:
+    """A line broken between words, never inside a path, at the terminal's width."""
+    indent = line[: len(line) - len(line.lstrip())]
+    return textwrap.fill(
+        line,
+        shutil.get_terminal_size().columns,
+        subsequent_indent=f"{indent}  " if indent else "",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def write_report_of(runs: list[Path], output: Path) -> None:

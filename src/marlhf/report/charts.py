@@ -164,7 +164,7 @@ def end_labels(ends: Sequence[tuple[str, str, float, float]], axes: tuple[Axis, 
         if math.isfinite(x) and math.isfinite(y)
     ]
     known.sort()
-    places = [y for y, *_ in known]
+    places = [max(y, y_axis.end + 4) for y, *_ in known]
     for i in range(1, len(places)):
         places[i] = max(places[i], places[i - 1] + gap)
     limit = y_axis.start

@@ -155,11 +155,14 @@ class Steps:
 def say(message: str, style: str = "", *, wrap: bool = False) -> None:
     """A line above the bar; wrapped between words on request, as paths and commands must not be."""
     soft_wrap = not (wrap and console.is_terminal)
-    console.print(message, style=style or None, markup=False, soft_wrap=soft_wrap)
+    overflow = None if soft_wrap else "ignore"  # a path that is too long stays whole
+    console.print(
+        message, style=style or None, markup=False, soft_wrap=soft_wrap, overflow=overflow
+    )
 
 
 def warn(message: str) -> None:
-    say(f"warning: {message}", style="yellow")
+    say(f"warning: {message}", style="yellow", wrap=True)
 
 
 def format_numbers(numbers: Mapping[str, float]) -> str:
