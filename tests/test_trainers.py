@@ -21,6 +21,7 @@ from transformers import (
     TrainingArguments,
 )
 
+import marlhf
 from conftest import assert_close, read_lines  # tests/train
 from marlhf import (
     DPOConfig,
@@ -45,7 +46,7 @@ from marlhf.models.load import load_policy, load_scalar
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
 from marlhf.reward import RewardError
 from marlhf.runs.layout import RunError
-from marlhf.trl_names import RENAMED
+from marlhf.trl_names import RENAMED, hint_for
 
 ROWS = [
     {"prompt": r.prompt, "chosen": r.chosen, "rejected": r.rejected, "wanted": 20}
@@ -584,6 +585,21 @@ def test_what_trl_renamed_exists_here():
     }
     for new in RENAMED.values():
         assert re.findall(r"\w+", new)[0] in known
+
+
+@pytest.mark.parametrize("stage", ["ppo", "grpo", "rloo", "dpo", "sft", "reward"])
+def test_every_setting_of_trls_configs_is_answered(stage):
+    trl = pytest.importorskip("trl")
+    from trl.experimental.ppo import PPOConfig as TheirPPOConfig
+
+    name = {"sft": "SFTConfig", "reward": "RewardConfig"}.get(stage, f"{stage.upper()}Config")
+    theirs = TheirPPOConfig if stage == "ppo" else getattr(trl, name)
+    ours = {f.name for f in dataclasses.fields(getattr(marlhf, name))}
+    settings = {f.name for f in dataclasses.fields(theirs)}
+    for setting in settings - {f.name for f in dataclasses.fields(TrainingArguments)} - ours:
+        assert hint_for(setting), setting
+        if setting in RENAMED:
+            assert re.findall(r"\w+", RENAMED[setting])[0] in ours, setting
 
 
 def test_grpo_is_rloo_with_its_settings(tmp_path):
