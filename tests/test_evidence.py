@@ -21,7 +21,16 @@ import evidence_pack
 import evidence_report
 from evidence.data import prepare
 from evidence.page import MINUS, number, signed
-from evidence.results import LABELS, Results, method_of, objective, score
+from evidence.results import (
+    LABELS,
+    OTHER_BETAS,
+    SUMS_LABELS,
+    UPDATES_LABELS,
+    Results,
+    method_of,
+    objective,
+    score,
+)
 
 ARCHIVE = ROOT / "docs" / "results" / "identify.tar.xz"
 OTHERS = ("auto", "offline", "sparse", "sums")
@@ -166,7 +175,16 @@ def test_every_stage_of_the_recipe_has_a_place_in_the_tables():
     assert {method_of(stage.name) for stage in stages} == set(LABELS)
     for stage in stages:
         assert Path(stage.config.gold_model).parent.name == "gold"
-        assert stage.config.kl_coef == 0.05
+        assert stage.config.kl_coef == OTHER_BETAS.get(method_of(stage.name)[-4:], 0.05)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "labels"),
+    [("evidence/sums", SUMS_LABELS), ("evidence/updates", UPDATES_LABELS)],
+)
+def test_every_stage_of_the_sums_has_a_place_in_its_table(recipe, labels):
+    stages = [stage for stage in load_recipe(recipe) if stage.kind in ("ppo", "rloo")]
+    assert {method_of(stage.name) for stage in stages} == set(labels)
 
 
 def test_the_page_is_made_from_the_committed_archive(tmp_path, monkeypatch):

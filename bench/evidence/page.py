@@ -18,7 +18,9 @@ from evidence.figures import end_points, gold_over_steps
 from evidence.results import (
     BETA,
     LABELS,
+    OTHER_BETAS,
     SUMS_LABELS,
+    UPDATES_LABELS,
     Results,
     gold,
     kl,
@@ -52,6 +54,7 @@ def write_page(campaigns: Mapping[str, Results], docs: Path) -> Path:
         "runs": runs,
         "not-run": not_run,
         "right": right,
+        "updates": updates,
     }
 
     def fill(found: re.Match[str]) -> str:
@@ -89,8 +92,10 @@ def over_ppo(results: Results) -> str:
     for step in compared_steps(results):
         rows: list[list[str]] = []
         for method in LABELS:
+            if method == "ppo" or method.endswith(tuple(OTHER_BETAS)):
+                continue  # what others are trained for is not compared
             cells = differences(results, method, "ppo", step)
-            if method != "ppo" and any(cells):
+            if any(cells):
                 rows.append([LABELS[method], *cells])
         head = [f"over PPO at step {step}", *(f"`{t}`" for t in results.teachers), "over all"]
         tables.append(table(head, rows))
@@ -147,27 +152,48 @@ def runs(results: Results) -> str:
 
 
 def right(results: Results) -> str:
-    """How many answers are right, at four steps; at the last also the KL and what PPO has."""
+    """How many sums are right, at four steps, and what it took."""
+    return shares_right(results, SUMS_LABELS)
+
+
+def updates(results: Results) -> str:
+    """The same where each batch makes several updates."""
+    return shares_right(results, UPDATES_LABELS)
+
+
+def shares_right(results: Results, labels: Mapping[str, str]) -> str:
+    """The share of right answers at four steps; at the last also the worst seed, KL and PPO's.
+
+    "as PPO's end" is the first evaluation at which a method has what PPO has at its last, unless
+    it started with that.
+    """
     [nobody] = results.teachers  # the reward is a function
     steps = sorted({e.step for [run, *_] in results.runs.values() for e in run.evaluations})
     shown = [steps[round(i * (len(steps) - 1) / 3)] for i in range(4)]
+    last = shown[-1]
+    goal = results.mean(score, "ppo", nobody, last)
     rows: list[list[str]] = []
-    for method, label in SUMS_LABELS.items():
+    for method, label in labels.items():
         if (method, nobody) not in results.runs:
             continue
-        means = [results.mean(score, method, nobody, step) for step in shown]
-        over, count = results.difference(score, method, "ppo", [nobody], shown[-1])
+        means = {step: results.mean(score, method, nobody, step) for step in steps}
+        seeds = [score(each).mean() for each in results.at(method, nobody, last).values()]
+        over, count = results.difference(score, method, "ppo", [nobody], last)
+        reached = next((str(step) for step, mean in means.items() if mean >= goal), "never")
         rows.append(
             [
                 label,
-                *(f"{mean:.1%}" for mean in means),
-                number(results.mean(kl, method, nobody, shown[-1])),
+                *(f"{means[step]:.1%}" for step in shown),
+                f"{min(seeds):.1%}",
+                number(results.mean(kl, method, nobody, last)),
                 over.text(points) if count and method != "ppo" else "",
-                str(len(results.runs[method, nobody])),
+                "" if reached == "0" else reached,
+                f"{results.seconds(method, nobody):.0f}",
+                str(len(seeds)),
             ]
         )
-    head = [f"right after {shown[0]} steps", *map(str, shown[1:]), "KL", "points over PPO", "seeds"]
-    return table(["", *head], rows)
+    head = [f"right after {shown[0]} steps", *map(str, shown[1:]), "worst seed", "KL"]
+    return table(["", *head, "points over PPO", "as PPO's end", "s", "seeds"], rows)
 
 
 def not_run(results: Results) -> str:

@@ -13,6 +13,8 @@ from marlhf.intervals import Floats, Interval, mean_over_groups
 from marlhf.runs.read import Evaluation, Run, find_runs
 
 BETA = 0.05
+OTHER_BETAS = {"-b02": 0.02, "-b10": 0.1}
+"""How the names of methods end that were trained with another beta."""
 LABELS = {
     "ppo": "PPO, lambda .95",
     "lam1": "PPO, lambda 1",
@@ -27,6 +29,14 @@ LABELS = {
     "rloo": "RLOO, 4 samples a prompt",
     "ppo-lr8": "PPO, lr 8e-5",
     "n5-start-lr8": "n = 5, `start`, lr 8e-5",
+    "ppo-b02": "PPO, beta .02",
+    "ppo-b10": "PPO, beta .1",
+    "n5-start-b02": "n = 5, `start`, beta .02",
+    "n5-start-b10": "n = 5, `start`, beta .1",
+    "lam1-b02": "PPO, lambda 1, beta .02",
+    "lam1-b10": "PPO, lambda 1, beta .1",
+    "rloo-b02": "RLOO, beta .02",
+    "rloo-b10": "RLOO, beta .1",
     "ppo-lr2": "PPO, lr 2e-5",
     "n5-start-lr2": "n = 5, `start`, lr 2e-5",
     "auto": "`credit: auto`",
@@ -40,6 +50,7 @@ SUMS_LABELS = {
     "n5": "n = 5",
     "lines": "lines",
     "lines-lam99": "lines, lambda .99",
+    "lines-unbiased": "lines, `lam_value: 1`",
     "boundary": "lines, `credit: boundary`",
     "auto": "`credit: auto`",
     "monte-carlo": "lines, `values: monte_carlo`, lambda 0",
@@ -47,6 +58,17 @@ SUMS_LABELS = {
     "tree": "RLOO, `tree: [4, 4]` by lines",
 }
 """Methods on chained sums."""
+_UPDATES = {
+    "ppo": "token",
+    "n5": "n = 5, `ratio: token`",
+    "n5-macro": "n = 5, `macro`",
+    "n5-mean": "n = 5, `macro_mean`",
+    "lines": "lines, `ratio: token`",
+    "lines-macro": "lines, `macro`",
+    "lines-mean": "lines, `macro_mean`",
+}
+UPDATES_LABELS = _UPDATES | {f"{name}-fast": f"{x}, lr 1e-3" for name, x in _UPDATES.items()}
+"""Methods on chained sums with eight updates on each batch."""
 
 Measure = Callable[[Evaluation], Floats]
 
@@ -104,6 +126,10 @@ class Results:
     def mean(self, measure: Measure, method: str, teacher: str, step: int) -> float:
         found = self.at(method, teacher, step).values()
         return float(np.mean([measure(each).mean() for each in found]))
+
+    def seconds(self, method: str, teacher: str) -> float:
+        """What a training took in the mean, beside the others that ran at the same time."""
+        return float(np.mean([run.seconds or np.nan for run in self.runs[method, teacher]]))
 
     def differences(
         self, measure: Measure, method: str, base: str, teacher: str, step: int

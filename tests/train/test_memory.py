@@ -195,17 +195,16 @@ def test_a_model_that_leaves_little_room_keeps_its_passes(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("world", "budget"),
+    ("world", "change"),
     [
-        (World(torch.device("cpu")), "auto"),
-        (World(torch.device("cuda"), size=2), "auto"),
-        (World(torch.device("cuda")), 4096),
+        (World(torch.device("cpu")), {}),
+        (World(torch.device("cuda"), size=2), {}),
+        (World(torch.device("cuda")), {"token_budget": 4096}),
+        (World(torch.device("cuda")), {"deterministic": True}),
     ],
 )
-def test_nothing_is_measured_on_a_cpu_by_several_or_with_a_number(world, budget, tmp_path):
-    config = PPOConfig(
-        model="tiny", reward_model="x", output_dir=str(tmp_path), token_budget=budget
-    )
+def test_nothing_is_measured_on_a_cpu_by_several_or_with_a_number(world, change, tmp_path):
+    config = PPOConfig(model="tiny", reward_model="x", output_dir=str(tmp_path), **change)
     run = RunFolder(config.output_dir, "ppo", config)
     seek_token_budget(config, world, run)
     assert not world.pass_limit.watching

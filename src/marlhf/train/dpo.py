@@ -39,6 +39,7 @@ from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import apply_update, check_finite, make_optimizer
 from marlhf.train.progress import say
 from marlhf.train.reward import MAX_HELD_OUT, accuracy, pair_batches
+from marlhf.train.seeding import seed_run
 from marlhf.train.stage import Example, batch_rows, check_positions, count_steps, load_supervised
 
 CACHE = "reference.safetensors"
@@ -53,7 +54,7 @@ def train(config: DPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     run = open_run(config, "dpo", world)
     if run.finished:
         return run.model
-    torch.manual_seed(config.seed)
+    seed_run(config)
     tokenizer, model, examples, held_out = load_supervised(
         config, config.part, objects, world, load_trained_policy
     )

@@ -73,8 +73,9 @@ def fit_memory(
 
 def seek_token_budget(config: StageConfig, world: World, run: RunFolder) -> None:
     """With `token_budget: auto` on a GPU, measure from here on, or take what the run has found."""
-    # Several processes would find different numbers.
-    if config.token_budget == "auto" and world.device.type == "cuda" and world.size == 1:
+    # Several processes would find different numbers, and so would a run that is to be repeated.
+    alone = world.size == 1 and not config.deterministic
+    if config.token_budget == "auto" and world.device.type == "cuda" and alone:
         world.pass_limit.found = run.state.get(FOUND)
         world.pass_limit.watching = world.pass_limit.found is None
 

@@ -19,6 +19,7 @@ from marlhf.train.model_loader import load_trained_scalar
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import apply_update, check_finite, make_optimizer
 from marlhf.train.reward_config import RewardConfig
+from marlhf.train.seeding import seed_run
 from marlhf.train.stage import Example, batch_rows, count_steps, load_supervised
 
 MAX_HELD_OUT = 1024
@@ -31,7 +32,7 @@ def train(config: RewardConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     run = open_run(config, "reward", world)
     if run.finished:
         return run.model
-    torch.manual_seed(config.seed)
+    seed_run(config)
     tokenizer, model, examples, held_out = load_supervised(
         config, "reward", objects, world, load_trained_scalar
     )

@@ -21,6 +21,7 @@ from marlhf.train.loop import Loop
 from marlhf.train.objects import GivenObjects
 from marlhf.train.optim import make_optimizer
 from marlhf.train.rl_models import load_models, load_prompts
+from marlhf.train.seeding import seed_run
 from marlhf.train.stage import Example, batch_rows, count_steps
 
 
@@ -40,7 +41,7 @@ class RLRun:
         learning_rates: Mapping[str, float],
     ) -> None:
         self.config, self.run, self.learning_rates = config, run, learning_rates
-        torch.manual_seed(config.seed)
+        seed_run(config)
         self.models = load_models(config, objects, world, critic="critic" in learning_rates)
         self.examples, held_out = load_prompts(config, self.models, objects)
         if sandbox_layers := self.models.reward.sandbox:

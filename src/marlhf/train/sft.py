@@ -19,6 +19,7 @@ from marlhf.train.memory import fit_memory
 from marlhf.train.model_loader import load_trained_policy
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import apply_update, check_finite, make_optimizer
+from marlhf.train.seeding import seed_run
 from marlhf.train.sft_config import SFTConfig
 from marlhf.train.stage import Example, batch_rows, count_steps, load_supervised
 
@@ -32,7 +33,7 @@ def train(config: SFTConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     run = open_run(config, "sft", world)
     if run.finished:
         return run.model
-    torch.manual_seed(config.seed)
+    seed_run(config)
     tokenizer, model, examples, held_out = load_supervised(
         config, "sft", objects, world, load_trained_policy
     )
