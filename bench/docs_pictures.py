@@ -17,7 +17,7 @@ import torch
 
 from marlhf.core import NGram, Responses, macro_gae, segment
 
-TEXT = "My flatmate serves used tea bags even to visitors . How do I say so ?"
+TEXT = "My friend serves used tea bags even to visitors . How do I say so ?"
 WORDS = TEXT.split()
 LAM = 0.8
 """Smaller than the usual 0.95, so that sixteen tokens show what hundreds would."""

@@ -390,7 +390,7 @@ def test_a_half_trained_object_is_no_start_for_the_same_run(trainer, unbroken):
     model = tiny_model()
     with pytest.raises(RewardError):
         make(model).train()
-    with pytest.raises(RunError, match="Load them again, and the run goes on"):
+    with pytest.raises(RunError, match="Load them again to resume the run"):
         make(model).train()
     again = make(tiny_model())
     again.train(resume_from_checkpoint=True)

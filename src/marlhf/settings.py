@@ -90,6 +90,7 @@ def describe(cls: type) -> Iterator[tuple[str, str, str, str]]:
     written = _written(cls)
     for field in dataclasses.fields(cls):
         kind, text = written.get(field.name, (str(field.type), ""))
+        kind = _choices(hints[field.name]) or kind
         inside = dataclass_in(hints[field.name])
         if inside is None or hints[field.name] is not inside:
             yield field.name, kind, _default(field), text
@@ -97,6 +98,22 @@ def describe(cls: type) -> Iterator[tuple[str, str, str, str]]:
             yield field.name, "", "", text
         for name, inner, default, help_ in describe(inside) if inside else ():
             yield f"{field.name}.{name}", inner, default, help_
+
+
+def _choices(hint: Any) -> str:
+    """The values of a `Literal`, also of one that has a name or is in a union; else nothing.
+
+    >>> _choices(int | typing.Literal["auto", "none"]), _choices(int | None)
+    ('int | auto | none', '')
+    """
+    kinds = type_options(hint)
+    if not any(typing.get_origin(kind) is typing.Literal for kind in kinds):
+        return ""
+    names: list[str] = []
+    for kind in kinds:
+        is_literal = typing.get_origin(kind) is typing.Literal
+        names += map(str, typing.get_args(kind)) if is_literal else [kind.__name__]
+    return " | ".join(names)
 
 
 def dataclass_in(hint: Any) -> type | None:

@@ -128,9 +128,9 @@ class Trainer:
         )
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
-        """Train to the end; an unfinished run in output_dir goes on where it was.
+        """Train to the end; an unfinished run in output_dir resumes where it was.
 
-        `resume_from_checkpoint=False` refuses to go on instead. Returns the step reached and the
+        `resume_from_checkpoint=False` refuses to resume instead. Returns the step reached and the
         run's summary, as transformers' trainers do.
         """
         self._check_resume(resume_from_checkpoint)
@@ -269,8 +269,8 @@ class Trainer:
     def _name_models(self, before: RunFolder) -> None:
         """Models given as objects go into the config by their weights.
 
-        They train in place. When a run fails and goes on with the same objects, their weights are
-        no longer those that it began with, and a reference copied from them would be another.
+        They train in place. When a run fails and is resumed with the same objects, their
+        weights are not those that it began with, and a reference copied from them would be another.
         """
         if self._given is None:
             return
@@ -281,7 +281,7 @@ class Trainer:
             if not before.finished:
                 raise RunError(
                     f"The models given do not have the weights that the run in {before.path} began "
-                    "with: they are trained in place. Load them again, and the run goes on; or "
+                    "with: they are trained in place. Load them again to resume the run; or "
                     "choose another output_dir."
                 )
             name = told
@@ -300,7 +300,7 @@ class Trainer:
         if isinstance(wanted, str) and (not saved or Path(wanted).resolve() != saved[-1].resolve()):
             last = f"The last is {saved[-1]}." if saved else "There is none."
             raise RunError(
-                f"marlhf goes on from the last checkpoint of output_dir, not from {wanted}. {last}"
+                f"marlhf resumes from the last checkpoint of output_dir, not from {wanted}. {last}"
             )
 
     def _load(self, path: str) -> Model:

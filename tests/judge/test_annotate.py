@@ -349,9 +349,13 @@ def test_a_question_of_your_own_is_kept_with_the_votes(files, tmp_path):
     guide.write_text("question: Which is shorter?\n")
     with pytest.raises(JudgeError, match="has votes on another question"):
         open_votes(files, task=str(guide))
-    alone = open_votes(files, question="Which is funnier?")
+    said = {"question": "Which is funnier?", "criteria": ["Witty: a play on words", "Short"]}
+    alone = open_votes(files, **said)
     assert (alone.task, alone.guide.question) == ("own", "Which is funnier?")
+    assert alone.guide.criteria == {"Witty": "a play on words", "Short": ""}
     alone.close()
+    with pytest.raises(JudgeError, match="give --question as well"):
+        open_votes(files, criteria=["Witty"])
 
 
 @pytest.mark.parametrize(

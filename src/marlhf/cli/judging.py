@@ -344,6 +344,9 @@ def annotate(
     ],
     task: Annotated[str, typer.Option(help="Criteria: tldr, hh, webgpt, or a YAML file.")] = "hh",
     question: Annotated[str | None, typer.Option(help="A question of your own.")] = None,
+    criterion: Annotated[
+        list[str] | None, typer.Option(help="With --question: `Name: meaning`; may be repeated.")
+    ] = None,
     strength: Annotated[
         bool, typer.Option("--strength", help="People may say how much better.")
     ] = False,
@@ -375,6 +378,7 @@ def annotate(
         runs,
         task=task,
         question=question,
+        criteria=criterion or (),
         strength=strength,
         votes=votes,
         limit=limit,

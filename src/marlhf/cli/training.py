@@ -124,7 +124,7 @@ def run_sweep(
     try:
         found = sweeping.sweep(recipe, overrides or (), jobs=jobs, deadline=deadline, only=stages)
     except KeyboardInterrupt:
-        fail("Stopped. The same command goes on.", 130)
+        fail("Stopped. The same command resumes.", 130)
         return
     typer.echo("\n".join(sweeping.describe(found)))
     if found.report:

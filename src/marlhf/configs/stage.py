@@ -27,7 +27,7 @@ class StageConfig:
     model: str = ""
     """Where training starts: a folder, a hub name, a GGUF file, `tiny`, or `@stage`."""
     output_dir: str = setting("", may_change=True, private=True)
-    """The run folder. The same command goes on with an unfinished run there."""
+    """The run folder. The same command resumes an unfinished run there."""
     data: DataConfig = field(default_factory=lambda: DEFAULT_DATA)
     """Which rows, from where, and how they are split."""
     seed: int = setting(0, tells_apart=False)

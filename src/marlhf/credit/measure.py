@@ -3,7 +3,7 @@ trained meanwhile.
 
 The same measure as `credit: auto` takes while training (train/credit_choice.py), with more
 candidates and as many batches as wanted. Every batch is written down, so a measurement that was
-interrupted goes on where it stopped.
+interrupted resumes where it stopped.
 
 Axes: E ways to assign credit, M batches, D numbers of a sketch.
 """

@@ -36,7 +36,7 @@ def read_hub(name: str, split: str = "train", config: str | None = None) -> Reco
         raise DataError(
             f"`{name}` is not a file or folder here, and could not be fetched from the hub "
             f"({cause}). Correct the name; log in with `hf auth login` if the data "
-            "set is private; or, without a network, download it before and give its folder."
+            "set is private; or, without a network, download it first and give its folder."
         ) from error
     except FileNotFoundError as error:
         raise DataError(

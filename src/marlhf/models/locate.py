@@ -71,7 +71,7 @@ def _on_hub(name: str, named: str) -> str:
         cause = "the hub has none either, or does not show it to you. Correct the name"
     except Exception as error:  # which class depends on the HTTP client of huggingface_hub
         reason = textwrap.shorten(str(error) or type(error).__name__, 100)
-        cause = f"the hub cannot be reached ({reason}). Correct the name, or download it before"
+        cause = f"the hub cannot be reached ({reason}). Correct the name, or download it first"
     else:
         return name
     for file in ("config.json", "tokenizer_config.json"):

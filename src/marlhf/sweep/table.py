@@ -11,6 +11,9 @@ from marlhf.sweep.plan import Plan, Training
 from marlhf.sweep.run import Outcome, Sweep
 from marlhf.text_table import text_table
 
+WITH_RANGE = ("score", "loss")
+"""Columns whose mean over seeds is shown with the lowest and the highest."""
+
 
 def describe_plan(plan: Plan) -> list[str]:
     """What `--dry-run` tells: the points, and what is left to train for each."""
@@ -52,7 +55,8 @@ def describe(found: Sweep) -> list[str]:
         cells.append([row.name, row.state, *(_number(x, c) for x, c in zip(numbers, used))])
     lines = text_table(cells[0], cells[1:], words=2).split("\n")
     if means := _means_over_seeds(rows, used):
-        header = ["mean over seeds", "seeds", *(columns[c] for c in used)]
+        ranged = {c: f"{columns[c]} [min, max]" for c in WITH_RANGE}
+        header = ["mean over seeds", "seeds", *(ranged.get(c, columns[c]) for c in used)]
         lines += ["", *text_table(header, means).split("\n")]
     for each in found.failed:
         lines.append(f"{each.name} failed: {each.note}")
@@ -73,7 +77,7 @@ def _means_over_seeds(rows: Sequence[Outcome], columns: Sequence[str]) -> list[l
         for column in columns:
             values = [getattr(seed, column) for seed in seeds]
             shown = _number(sum(values) / len(values), column)
-            if column in ("score", "loss"):  # with the lowest and the highest
+            if column in WITH_RANGE:
                 shown += f" [{_number(min(values), column)}, {_number(max(values), column)}]"
             row.append(shown)
         cells.append(row)

@@ -24,6 +24,7 @@ def open_votes(
     *,
     task: str = "hh",
     question: str | None = None,
+    criteria: Sequence[str] = (),
     strength: bool = False,
     votes: int | None = None,
     limit: int | None = None,
@@ -34,10 +35,11 @@ def open_votes(
 
     They are in `database`, else in `judged/` of the first run's folder. For every two runs the
     first `limit` prompts that both answered are shown. `task` may be a YAML file with a question,
-    criteria and guidelines of your own, and `question` a question alone. With `strength` people
-    may say how much better; with `votes` each pair is shown until so many people have voted on it.
+    criteria and guidelines of your own; `question` and `criteria` ("Name: meaning") say it without
+    a file. With `strength` people may say how much better; with `votes` each pair is shown until so
+    many people have voted on it.
     """
-    task, guide = find_guide(task, question, strength=strength)
+    task, guide = find_guide(task, question, criteria, strength=strength)
     comparisons = read_items(paths)
     file = Path(database or _default(paths[0], comparisons, task))
     exists = file.is_file() and file.stat().st_size > 0
@@ -72,6 +74,7 @@ def annotate(
     *,
     task: str = "hh",
     question: str | None = None,
+    criteria: Sequence[str] = (),
     strength: bool = False,
     votes: int | None = None,
     limit: int | None = None,
@@ -93,6 +96,7 @@ def annotate(
         paths,
         task=task,
         question=question,
+        criteria=criteria,
         strength=strength,
         votes=votes,
         limit=limit,
@@ -102,7 +106,7 @@ def annotate(
     try:
         same = sum(item.same for item in store.items.values())
         ties = f"; {same} with equal texts are ties and not shown" if same else ""
-        shared = f", {store.votes_each} people each" if store.votes_each else ""
+        shared = f", votes on each: {store.votes_each}" if store.votes_each else ""
         say(f"Pairs to compare: {len(store.shown)}{shared}{ties}")
         say(f"Votes are stored in {store.path}")
         server.serve(store, host, port, None if host in LOCAL else store.token, say)

@@ -71,19 +71,27 @@ GUIDES = {
 
 
 def find_guide(
-    task: str, question: str | None = None, *, strength: bool = False
+    task: str,
+    question: str | None = None,
+    criteria: Sequence[str] = (),
+    *,
+    strength: bool = False,
 ) -> tuple[str, Guide]:
-    """A guide with its name: of a task, of a YAML file of your own, or one question alone.
+    """A guide with its name: of a task, of a YAML file of your own, or of a question.
 
-    With `strength` people may also say how much better a response is.
+    `criteria` go with a question, each as "Name: meaning". With `strength` people may also say how
+    much better a response is.
     """
-    name, guide = _read_guide(task, question)
+    name, guide = _read_guide(task, question, criteria)
     return name, replace(guide, strength=strength or guide.strength)
 
 
-def _read_guide(task: str, question: str | None) -> tuple[str, Guide]:
+def _read_guide(task: str, question: str | None, criteria: Sequence[str]) -> tuple[str, Guide]:
     if question is not None:
-        return "own", Guide(question)
+        named = [criterion.partition(":") for criterion in criteria]
+        return "own", Guide(question, {name.strip(): words.strip() for name, _, words in named})
+    if criteria:
+        raise JudgeError("Criteria of your own go with a question: give --question as well.")
     if task in GUIDES:
         return task, GUIDES[task]
     file = Path(task)
