@@ -29,6 +29,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from forked import fork_server  # noqa: F401
+
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # run in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)  # and so in processes of tests

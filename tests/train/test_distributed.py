@@ -1,7 +1,7 @@
 """Two processes are one: the same numbers, whichever way the weights lie, and no one left waiting.
 
-Run under torchrun, this file is one of the processes: starting them takes most of the time, so one
-launch does everything that two processes have to do.
+Started by torchrun's launcher, this file is one of the processes: starting them takes most of the
+time, so one launch does everything that two processes have to do.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from marlhf.train.stages import METHODS
 
 pytestmark = [
     pytest.mark.distributed,
-    pytest.mark.xdist_group("distributed"),  # one process, so that runs are launched once
+    pytest.mark.xdist_group("forked"),  # one process, so that runs are launched once
 ]
 TRAINERS = {
     kind.stage: kind
@@ -168,7 +168,7 @@ def alone(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory):
+def launched(tmp_path_factory, fork_server):
     """The folder of what two processes did."""
     root = tmp_path_factory.mktemp("launched")
     for way in WAYS:
@@ -176,9 +176,9 @@ def launched(tmp_path_factory):
             kind, changes = RUNS[name]
             with pytest.raises(RuntimeError, match="Witness failed"):
                 make(root / way, f"{name}-left", kind, changes, callbacks=[Witness(3)]).train()
-    command = torchrun(__file__, root)
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-4000:]
+    process = fork_server.start_ranks(__file__, str(root))
+    _, errors = process.communicate(timeout=500)
+    assert process.returncode == 0, errors[-4000:]
     return root
 
 

@@ -4,7 +4,6 @@ import builtins
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 import warnings
 from dataclasses import replace
@@ -39,7 +38,7 @@ from marlhf.train.objects import NO_OBJECTS, GivenObjects
 
 peft = pytest.importorskip("peft")
 
-pytestmark = pytest.mark.xdist_group("lora")  # one process, so that shared runs are trained once
+pytestmark = pytest.mark.xdist_group("forked")  # one process, so that shared runs are trained once
 TOY = DataConfig(source="toy", limit=120, eval_size=8)
 STAGES = {
     "sft": (sft, sft.SFTConfig),
@@ -496,14 +495,13 @@ def test_the_engine_follows_the_adapter_in_bfloat16(shared, tmp_path, device):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("parallel", ["data", "fsdp"])
-def test_two_processes_equal_one(shared, tmp_path, parallel):
+def test_two_processes_equal_one(shared, tmp_path, parallel, fork_server):
     two = replace(shared.config, output_dir=str(tmp_path / "two"), parallel=parallel)
     recipe = tmp_path / "two.yaml"
     recipe.write_text(yaml.safe_dump(to_raw(two)))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node=2", "-m", "marlhf", "ppo", str(recipe)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert process.returncode == 0, process.stderr[-2000:]
+    process = fork_server.start_ranks("-m", "marlhf", "ppo", str(recipe))
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors[-2000:]
     assert_close(read_lines(shared.path), read_lines(two.output_dir), 1e-3)
     name = "model/adapter/adapter_model.safetensors"
     files = [Path(config.output_dir) / name for config in (shared.config, two)]

@@ -6,8 +6,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from conftest import TOY, read_lines
+from forked import ForkedProcess
 from marlhf.configs.guards import Guards
 from marlhf.core import RandomNGram
 from marlhf.models.base import ModelError
@@ -29,18 +28,23 @@ from marlhf.train import checkpoint, ppo, reward, rloo, sft
 from marlhf.train.held_out import HeldOutEvaluation
 from marlhf.train.interrupts import Stopped
 
+pytestmark = pytest.mark.xdist_group("forked")  # one process, so that one server forks
 SHORT = {"data": TOY, "batch_size": 8, "num_steps": 4, "eval_every": 2, "save_every": 1}
 
 
-def start(config, kind: str = "ppo") -> subprocess.Popen:
-    """The real command line, in a process of its own."""
-    recipe = Path(config.output_dir).parent / f"{Path(config.output_dir).name}.yaml"
-    recipe.write_text(yaml.safe_dump(to_raw(config)))
-    command = [sys.executable, "-m", "marlhf", kind, str(recipe)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+@pytest.fixture
+def start(fork_server):
+    """`start(config)`: the real command line, in a process of its own."""
+
+    def start(config, kind: str = "ppo") -> ForkedProcess:
+        recipe = Path(config.output_dir).parent / f"{Path(config.output_dir).name}.yaml"
+        recipe.write_text(yaml.safe_dump(to_raw(config)))
+        return fork_server.start("-m", "marlhf", kind, str(recipe))
+
+    return start
 
 
-def wait_for_step(folder: str, step: int, process: subprocess.Popen) -> None:
+def wait_for_step(folder: str, step: int, process: ForkedProcess) -> None:
     path = Path(folder) / "metrics.jsonl"
     end = time.monotonic() + 120
     while time.monotonic() < end and process.poll() is None:
@@ -59,7 +63,7 @@ def weights(folder: str) -> bytes:
     return (Path(folder) / "model" / "model.safetensors").read_bytes()
 
 
-def test_a_killed_run_resumes_identically(ppo_config):
+def test_a_killed_run_resumes_identically(ppo_config, start):
     """kill -9 twice at random moments; then the same command gives the same numbers, bit by bit."""
     options = {
         "num_steps": 6,
@@ -88,7 +92,7 @@ def test_a_killed_run_resumes_identically(ppo_config):
     assert weights(unbroken.output_dir) == weights(broken.output_dir)
 
 
-def test_a_killed_tree_resumes_identically(parents, tmp_path):
+def test_a_killed_tree_resumes_identically(parents, tmp_path, start):
     configs = [
         rloo.RLOOConfig(
             model=str(parents / "sft" / "model"),
@@ -113,7 +117,7 @@ def test_a_killed_tree_resumes_identically(parents, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_run_saves_first(ppo_config, number):
+def test_a_stopped_run_saves_first(ppo_config, number, start):
     config = ppo_config("stopped", num_steps=500, save_every=0, eval_every=0)
     process = start(config)
     wait_for_step(config.output_dir, 2, process)
@@ -312,7 +316,7 @@ def test_checkpoints_hold_no_pickles_that_run_code(ppo_config, monkeypatch):
     assert {p.suffix for p in folder.iterdir()} == {".safetensors", ".json"}
 
 
-def test_two_processes_do_not_share_a_folder(ppo_config):
+def test_two_processes_do_not_share_a_folder(ppo_config, start):
     config = ppo_config("shared", num_steps=500, save_every=0, eval_every=0)
     process = start(config)
     wait_for_step(config.output_dir, 1, process)

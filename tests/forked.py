@@ -1,0 +1,177 @@
+"""Commands in processes of their own that do not import torch anew.
+
+Importing torch, transformers and marlhf takes longer than most of what tests run in a process. A
+server has them imported and forks a process per command, before any of them has computed anything
+or started a thread. What tests see is that of a new process: its exit status, output, signals,
+working directory and environment. Whatever is about starting (imports, torchrun, terminals) needs
+`subprocess`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import IO
+
+import pytest
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+
+class ForkedProcess:
+    """As much of `subprocess.Popen` as tests need; output is read once the process has ended."""
+
+    def __init__(self, control: socket.socket, arguments: list[str], environment: dict[str, str]):
+        self._output = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
+        ours, theirs = os.pipe()
+        request = {"arguments": arguments, "environment": environment, "folder": os.getcwd()}
+        descriptors = [*(file.fileno() for file in self._output), theirs]
+        socket.send_fds(control, [json.dumps(request).encode()], descriptors)
+        os.close(theirs)
+        self._status = os.fdopen(ours, encoding="utf-8")
+        self.pid = int(self._status.readline())
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a forked command", timeout or 0)
+            self.returncode = int(self._status.readline())
+            self._status.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self.wait(timeout)
+        stdout, stderr = map(_read_and_close, self._output)
+        return stdout, stderr
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _read_and_close(file: IO[str]) -> str:
+    with file:
+        file.seek(0)
+        return file.read()
+
+
+class ForkServer:
+    """`server.start("-m", "marlhf", "sft", ...)` is `python -m marlhf sft ...`, forked."""
+
+    def __init__(self) -> None:
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        self._server = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        theirs.close()
+
+    def start(self, *arguments: str) -> ForkedProcess:
+        return ForkedProcess(self.control, list(arguments), dict(os.environ))
+
+    def start_ranks(self, *arguments: str) -> ForkedProcess:
+        """Two processes that torchrun's launcher starts."""
+        return self.start("two ranks", *arguments)
+
+    def close(self) -> None:
+        self.control.close()
+        self._server.wait()
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+def next_command(control: socket.socket) -> list[str]:
+    """Serve until the other side closes; returns in each forked process, with its arguments."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 3)
+        _reap()
+        if not message:
+            sys.exit()
+        if os.fork() == 0:
+            control.close()
+            _fork_and_report(*descriptors)
+            request = json.loads(message)
+            os.environ.clear()
+            os.environ.update(request["environment"])
+            os.chdir(request["folder"])
+            return request["arguments"]
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _fork_and_report(stdout: int, stderr: int, status: int) -> None:
+    """Return in the process of the command; report its process id and its exit status."""
+    pid = os.fork()
+    if pid == 0:
+        os.close(status)
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+        return
+    os.write(status, f"{pid}\n".encode())
+    _, ended = os.waitpid(pid, 0)
+    os.write(status, f"{os.waitstatus_to_exitcode(ended)}\n".encode())
+    os._exit(0)
+
+
+def run(arguments: list[str]) -> None:
+    """As `python` would, with arguments such as `-m marlhf` or a script."""
+    module = arguments[1] if arguments[0] == "-m" else None
+    sys.argv = arguments[1:] if module else arguments
+    if module:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(arguments[0]))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def run_ranks(arguments: list[str]) -> None:
+    """In two processes, forked by what torchrun starts them with."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="fork",
+    )
+    elastic_launch(config, run)(arguments)
+
+
+PRELOADED = ("peft", "transformers.models.llama.modeling_llama", "marlhf.cli", "marlhf.trainers")
+
+if __name__ == "__main__":
+    for name in PRELOADED:
+        importlib.import_module(name)
+    asked = next_command(socket.socket(fileno=int(sys.argv[1])))
+    if asked[0] == "two ranks":
+        run_ranks(asked[1:])
+    else:
+        run(asked)
