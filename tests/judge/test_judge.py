@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -716,6 +717,7 @@ def test_win_rates_at_equal_length():
     assert abs(alike["win_rate_at_equal_length"]["share"] - 0.625) < 0.01
     always = summarise([judgement("a", 20, 10 + n % 5) for n in range(40)])
     assert always["win_rate_at_equal_length"]["share"] > 0.97
+    assert math.isnan(always["win_rate_at_equal_length"]["low"])  # not a certain one
     assert summarise([])["pairs"] == 0
     lines = describe(found | {"a": "new", "b": "old", "without_verdict": 0})
     assert re.match(r"  win rate, ties as half: \d\d\.\d%; at equal length \d\d\.\d% \[", lines[1])

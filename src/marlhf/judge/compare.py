@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -164,10 +165,11 @@ def _lengths(summary: dict[str, Any]) -> list[str]:
     """The win rate beside the one at equal length."""
     equal = summary["win_rate_at_equal_length"]
     share, low, high = (100 * equal[key] for key in ("share", "low", "high"))
+    bounds = "" if math.isnan(low) else f" [{low:.1f}, {high:.1f}]"
     a, b = summary["mean_chars"]
     return [
-        f"  win rate, ties as half: {100 * summary['win_rate']:.1f}%; at equal length {share:.1f}% "
-        f"[{low:.1f}, {high:.1f}] ({a:.0f} against {b:.0f} characters)"
+        f"  win rate, ties as half: {100 * summary['win_rate']:.1f}%; at equal length {share:.1f}%"
+        f"{bounds} ({a:.0f} against {b:.0f} characters)"
     ]
 
 

@@ -6,6 +6,7 @@ the difference in length, and the win rate is what it predicts for responses of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -58,6 +59,9 @@ def win_rate_at_equal_length(
         return _sigmoid(theta)
 
     draws = min(1000, max(100, MAX_DRAWN // len(won)))
+    if len(set(wins)) == 1:  # every resample would be the same, as if it were certain
+        rate = float(at_equal_length(np.ones((1, len(won))))[0])
+        return Interval(rate, math.nan, math.nan, len(won))
     return bootstrap([1] * len(won), at_equal_length, draws=draws, seed=seed)
 
 
