@@ -3,9 +3,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
+from forked import ForkedProcess
 from marlhf.data import DataConfig
 from marlhf.rollout import Sampling
+from marlhf.settings import to_raw
 from marlhf.train import ppo, reward, sft
 
 TOY = DataConfig(source="toy", limit=300, eval_size=24)
@@ -51,6 +54,18 @@ def ppo_config(parents, tmp_path):
         return small_ppo(parents, tmp_path / name, **changes)
 
     return make
+
+
+@pytest.fixture
+def start(fork_server):
+    """`start(config)`: the real command line, in a process of its own."""
+
+    def start(config, kind: str = "ppo") -> ForkedProcess:
+        recipe = Path(config.output_dir).parent / f"{Path(config.output_dir).name}.yaml"
+        recipe.write_text(yaml.safe_dump(to_raw(config)))
+        return fork_server.start("-m", "marlhf", kind, str(recipe))
+
+    return start
 
 
 def read_lines(folder: Path | str, name: str = "metrics.jsonl") -> list[dict]:

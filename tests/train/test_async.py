@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_resume import everything, start, wait_for_step, weights
+from test_resume import everything, wait_for_step, weights
+from torch import multiprocessing
 
 from conftest import TOY, assert_close, read_lines
 from marlhf.core import NGram
@@ -23,6 +24,16 @@ from marlhf.train.distributed import World
 from marlhf.train.experience import Experience
 from marlhf.train.objects import GivenObjects
 from marlhf.train.rloo_config import GRPOConfig
+
+pytestmark = pytest.mark.xdist_group("forked")
+
+
+@pytest.fixture(autouse=True)
+def forked_samplers(monkeypatch):
+    """Samplers fork from a process that has torch imported; test_sampler_process.py spawns them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["marlhf.rollout.sampler_process"])
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
 
 
 def train_lines(config) -> list[dict]:
@@ -113,7 +124,7 @@ def test_while_the_policy_stands_still_it_is_training_without_async(ppo_config):
     assert_close(known, train_lines(plain), 1e-4)
 
 
-def test_a_killed_run_resumes_identically(ppo_config):
+def test_a_killed_run_resumes_identically(ppo_config, start):
     """kill -9 of trainer, and so of its sampler; then the same numbers, bit by bit."""
     unbroken, broken = (
         ppo_config(name, async_steps=1, num_steps=4, save_every=2)

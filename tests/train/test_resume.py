@@ -23,25 +23,12 @@ from marlhf.reward import RewardModel
 from marlhf.rollout import Sampling
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
-from marlhf.settings import to_raw
 from marlhf.train import checkpoint, ppo, reward, rloo, sft
 from marlhf.train.held_out import HeldOutEvaluation
 from marlhf.train.interrupts import Stopped
 
 pytestmark = pytest.mark.xdist_group("forked")  # one process, so that one server forks
 SHORT = {"data": TOY, "batch_size": 8, "num_steps": 4, "eval_every": 2, "save_every": 1}
-
-
-@pytest.fixture
-def start(fork_server):
-    """`start(config)`: the real command line, in a process of its own."""
-
-    def start(config, kind: str = "ppo") -> ForkedProcess:
-        recipe = Path(config.output_dir).parent / f"{Path(config.output_dir).name}.yaml"
-        recipe.write_text(yaml.safe_dump(to_raw(config)))
-        return fork_server.start("-m", "marlhf", kind, str(recipe))
-
-    return start
 
 
 def wait_for_step(folder: str, step: int, process: ForkedProcess) -> None:
