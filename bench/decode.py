@@ -3,6 +3,7 @@
     python bench/decode.py                    # SmolLM2-135M's shape on a GPU
     python bench/decode.py --shape tiny       # a CPU
     python bench/decode.py --shared 8         # eight samples of each prompt
+    python bench/decode.py --vllm-url http://127.0.0.1:8000    # a vLLM server, too
 
 With `--shared k` each prompt is sampled k times, as RLOO and best-of-n do, and the native engine is
 measured with and without sharing the prefill among them.
@@ -10,13 +11,18 @@ Random weights and prompts of one length. `fixed`: every response is as long as 
 lengths as people's prompts give them, most short and a few very long, by calling many tokens an
 end. Each line is the best of a few runs after one that warms up, prefill, sampling and log-probs
 included; generate gives no log-probs.
+
+vLLM is measured as `engine: vllm` runs it, with the first update of its weights in the first run. A
+server has to be started from a model of this shape, as docs/vllm.md says, with
+`--no-enable-prefix-caching`, so that repeated prompts are computed again.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
 import platform
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,9 +32,11 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from marlhf.rollout.engine import Rollout, Sampling
+from marlhf.rollout.engine import Engine, Rollout, Sampling
 from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.plain import PlainEngine
+from marlhf.rollout.vllm import VLLM, VLLMEngine
+from marlhf.rollout.vllm_server import VLLMServer
 
 MEAN, LONGEST = 35, 512
 
@@ -86,6 +94,7 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--shared", type=int, default=1, help="samples of each prompt")
     parser.add_argument("--budget", type=int, default=1 << 17, help="rollout_tokens")
+    parser.add_argument("--vllm-url", default="", help="address of a vLLM server")
     parser.add_argument("--only", nargs="+", help="systems to measure, by the start of their name")
     args = parser.parse_args()
     shape, device = SHAPES[args.shape], torch.device("cuda" if gpu else "cpu")
@@ -102,7 +111,7 @@ def main() -> None:
     columns = f"{'rows':>6}{'tokens':>9}{'mean':>6}{'first s':>9}{'best s':>9}{'tokens/s':>11}"
     print(f"{'system':24}{'lengths':9}{columns}")
     engines: list[NativeEngine] = []
-    for system, make in systems(model, engines, args.shared, args.budget).items():
+    for system, make in systems(model, engines, args.shared, args.budget, args.vllm_url).items():
         if args.only and not system.startswith(tuple(args.only)):
             continue
         for task in tasks:
@@ -140,7 +149,7 @@ Sample = Callable[[Task], list[int]]
 
 
 def systems(
-    model: PreTrainedModel, engines: list[NativeEngine], shared: int, budget: int
+    model: PreTrainedModel, engines: list[NativeEngine], shared: int, budget: int, vllm_url: str
 ) -> dict[str, Callable[[Task], Sample]]:
     """Each makes, for a task, a function that samples it and gives the lengths of responses."""
 
@@ -156,20 +165,33 @@ def systems(
         engine = PlainEngine(model, task.ends, 0)
         return lambda task: lengths_of(run_engine(engine, task))
 
-    found = {"marlhf native": native}
+    found: dict[str, Callable[[Task], Sample]] = {"marlhf native": native}
     if shared > 1:
         found["marlhf native, unshared"] = unshared
     found["marlhf plain loop"] = plain
     found["transformers generate"] = lambda task: generate_sampler(model, task)
-    try:
-        import vllm
-    except ImportError:
-        return found
-    found[f"vLLM {vllm.__version__}"] = lambda task: vllm_sampler(model, task)
+    if importlib.util.find_spec("vllm"):
+        found["vLLM"] = vllm_sampler(
+            lambda: VLLMEngine(model, [], 0, enable_prefix_caching=False)  # prompts are repeated
+        )
+    if vllm_url:
+        found["vLLM server"] = vllm_sampler(lambda: VLLMServer(vllm_url, model, [], 0))
     return found
 
 
-def run_engine(engine: NativeEngine | PlainEngine, task: Task) -> Rollout:
+def vllm_sampler(start: Callable[[], VLLM]) -> Callable[[Task], Sample]:
+    """One vLLM for all tasks: it starts with the first, and keeps its memory."""
+    started = functools.cache(start)
+
+    def make(task: Task) -> Sample:
+        engine = started()
+        engine.end_tokens = [token for token in task.ends if token >= 0]
+        return lambda task: lengths_of(run_engine(engine, task))
+
+    return make
+
+
+def run_engine(engine: Engine, task: Task) -> Rollout:
     return engine.generate(task.prompts, task.sampling, range(len(task.prompts)))
 
 
@@ -200,32 +222,6 @@ def generate_sampler(model: PreTrainedModel, task: Task) -> Sample:
         ended = torch.isin(out, torch.tensor(task.ends, device=out.device))
         first = torch.where(ended.any(dim=1), ended.int().argmax(dim=1) + 1, out.shape[1])
         return first.tolist()
-
-    return sample
-
-
-def vllm_sampler(model: PreTrainedModel, task: Task) -> Sample:
-    import vllm
-
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        engine = vllm.LLM(
-            folder, skip_tokenizer_init=True, dtype="auto", enable_prefix_caching=False
-        )
-    settings = vllm.SamplingParams(
-        max_tokens=task.sampling.max_new_tokens,
-        temperature=1.0,
-        top_k=task.sampling.top_k or -1,
-        top_p=task.sampling.top_p,
-        stop_token_ids=[token for token in task.ends if token >= 0],
-        logprobs=0,
-        detokenize=False,
-    )
-    prompts = [{"prompt_token_ids": prompt} for prompt in task.prompts]
-
-    def sample(_: Task) -> list[int]:
-        outputs = engine.generate(prompts, settings, use_tqdm=False)
-        return [len(output.outputs[0].token_ids) for output in outputs]
 
     return sample
 
