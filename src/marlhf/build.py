@@ -27,6 +27,20 @@ DEFAULT = SegmenterSpec("default", {})
 """The segmenter of a config that names none: making a rule takes torch, so it is made later."""
 
 
+EXPECTED = {
+    "missing": "must be given",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be text",
+}
+"""Pydantic's errors by their type, in words of a recipe."""
+
+
 def build(cls: type[T], raw: Any, where: str, problems: list[str], *, rules: bool = False) -> T:
     """Validate with pydantic, after naming unknown keys ourselves with the nearest known one.
 
@@ -46,7 +60,7 @@ def build(cls: type[T], raw: Any, where: str, problems: list[str], *, rules: boo
                 place = at(place, str(part))
             whole = one["type"] == "missing" or isinstance(one["input"], dict)
             given = "" if whole else f" (got {quoted(one['input'])})"  # a mapping may hold secrets
-            message = one["msg"].removeprefix("Value error, ")
+            message = EXPECTED.get(one["type"]) or one["msg"].removeprefix("Value error, ")
             problems.append(f"{place or 'recipe'}: {message}{given}")
     return typing.cast(T, built if len(problems) == before else None)
 
@@ -70,7 +84,8 @@ def _by_setting(cls: type, errors: list[Any]) -> list[dict[str, Any]]:
         if loc[:depth] in found:
             found[loc[:depth]]["msg"] += f" or {option}"
         else:
-            found[loc[:depth]] = {**one, "loc": loc[:depth], "msg": f"must be {option}"}
+            said = {"type": "several", "loc": loc[:depth], "msg": f"must be {option}"}
+            found[loc[:depth]] = {**one, **said}
     return list(found.values())
 
 

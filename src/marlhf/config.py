@@ -336,7 +336,7 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str], rules: bo
                 for x in value
             ]
     missing = [key for key in config_class.required(raw) if not raw.get(key)]
-    problems += [f"{at(where, key)}: Field required" for key in missing]
+    problems += [f"{at(where, key)}: must be given" for key in missing]
     raw = merge(presets.get(preset or "", {}), raw)
     config = build(config_class, raw, where, problems, rules=rules)
     try:

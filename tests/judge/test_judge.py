@@ -695,7 +695,8 @@ def test_known_prices_are_money_and_given_ones_override_them(files, server, monk
     judge(*files, "openai:gpt-4o-mini", base_url=server.url, dry_run=True, say=said.append)
     assert said[5].endswith("600 out")  # another server has other prices
     judge(*files, "openai:gpt-99", dry_run=True, say=said.append)
-    assert said[7].endswith("600 out")
+    assert said[8].endswith("600 out")
+    assert said[9].startswith("No price of gpt-99 is known.")
 
 
 def judgement(verdict, a, b):

@@ -127,6 +127,8 @@ def _ask_server(
         f"{prices(estimate.tokens_in, estimate.tokens_out)}"
     )
     if dry_run:
+        if prices == Prices():
+            say(f"No price of {client.model} is known. For a cost give --price-in and --price-out.")
         return []
     before = client.spent(questions)
     try:
