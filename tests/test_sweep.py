@@ -1,4 +1,4 @@
-"""Sweeps: which trainings they need, that they go on after anything, and what they tell."""
+"""Sweeps: which trainings they need, that they resume after anything, and what they print."""
 
 import json
 import os

@@ -67,7 +67,7 @@ def build(cls: type[T], raw: Any, where: str, problems: list[str], *, rules: boo
 
 def _by_setting(cls: type, errors: list[Any]) -> list[dict[str, Any]]:
     """One error per setting: where several types are allowed, pydantic reports each of them."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    problems: dict[tuple[Any, ...], dict[str, Any]] = {}
     for one in errors:
         loc, inner = one["loc"], cls
         depth = 0
@@ -78,15 +78,15 @@ def _by_setting(cls: type, errors: list[Any]) -> list[dict[str, Any]]:
         is_option = 0 < depth == len(loc) - 1 and inner is None and isinstance(loc[depth], str)
         is_option = is_option and wrong_type
         if not is_option:
-            found[loc, len(found)] = one
+            problems[loc, len(problems)] = one
             continue
         option = one["ctx"]["expected"] if one["type"] == "literal_error" else loc[depth]
-        if loc[:depth] in found:
-            found[loc[:depth]]["msg"] += f" or {option}"
+        if loc[:depth] in problems:
+            problems[loc[:depth]]["msg"] += f" or {option}"
         else:
             said = {"type": "several", "loc": loc[:depth], "msg": f"must be {option}"}
-            found[loc[:depth]] = {**one, **said}
-    return list(found.values())
+            problems[loc[:depth]] = {**one, **said}
+    return list(problems.values())
 
 
 @cache

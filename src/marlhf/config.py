@@ -44,6 +44,7 @@ from marlhf.recipe_files import (
     read_override,
     read_recipe,
 )
+from marlhf.runs.layout import MODEL
 from marlhf.train.stages import METHODS
 
 __all__ = [
@@ -189,9 +190,9 @@ def _read_stage(
         if name not in stages:
             raise ConfigError(f"{path} has no stage {name!r}. It has: {', '.join(stages)}.")
         stage = stages[name] | {"output_dir": str(root / name)}
-        found = stage.get("kind", name)
-        if found != kind:
-            raise ConfigError(f"Stage {name!r} of {path} is of kind {found!r}, not {kind!r}.")
+        actual = stage.get("kind", name)
+        if actual != kind:
+            raise ConfigError(f"Stage {name!r} of {path} is of kind {actual!r}, not {kind!r}.")
         where = f"stages.{name}"
     else:
         name, stage = name or kind, raw
@@ -329,10 +330,10 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str], rules: bo
     root = Path(str(raw.get("output_dir", "runs/stage"))).parent
     for key, value in raw.items():
         if isinstance(value, str) and value.startswith("@"):
-            raw[key] = str(root / value[1:] / "model")
+            raw[key] = str(root / value[1:] / MODEL)
         elif key == "reward_funcs" and isinstance(value, list):
             raw[key] = [
-                str(root / x[1:] / "model") if isinstance(x, str) and x.startswith("@") else x
+                str(root / x[1:] / MODEL) if isinstance(x, str) and x.startswith("@") else x
                 for x in value
             ]
     missing = [key for key in config_class.required(raw) if not raw.get(key)]

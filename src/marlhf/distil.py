@@ -57,10 +57,10 @@ def distil(
         data, folder = output_dir / f"round-{number}.jsonl", output_dir / f"round-{number}"
         # Another seed each round: the same prompts, but not the same random numbers.
         seeded = replace(options, seed=options.seed + number - 1)
-        found = decide_blocks(task, seeded, blocks, notice)
+        results = decide_blocks(task, seeded, blocks, notice)
         # The same rows when resuming; with other settings SFT finds its data changed, and refuses.
-        write_responses(found, data)
-        point = found[0].point()
+        write_responses(results, data)
+        point = results[0].point()
         notice(f"round {number} of {rounds}: mean score {point.score.text()} of {data}")
         fresh = DataConfig(
             path=str(data),

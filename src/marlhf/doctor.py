@@ -75,8 +75,8 @@ def _sandbox() -> Iterator[str]:
         yield f"  none: {error}"
         return
     with sandbox:
-        for layer, told in sandbox.layers.items():
-            yield f"  {layer:14}{told if isinstance(told, str) else 'yes' if told else 'no'}"
+        for layer, status in sandbox.layers.items():
+            yield f"  {layer:14}{status if isinstance(status, str) else 'yes' if status else 'no'}"
 
 
 def _version(name: str) -> str | None:

@@ -21,7 +21,7 @@ from marlhf.fields import settings_with
 from marlhf.models.heads import SCALAR
 from marlhf.runs.atomic import write_text
 from marlhf.runs.jsonl import read_jsonl
-from marlhf.runs.layout import METRICS, RunError, read_config, read_object
+from marlhf.runs.layout import BEST, METRICS, MODEL, RunError, read_config, read_object
 from marlhf.runs.stage_facts import facts_of
 from marlhf.runs.write import RunFolder
 
@@ -190,16 +190,16 @@ class _Loading:
 
 def _metadata(run: RunFolder, loading: _Loading, base: str, dataset: str) -> dict[str, Any]:
     tags = ["marlhf", "rlhf", "reward-model" if loading.scalar else run.stage]
-    found: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "library_name": "peft" if loading.adapter else "transformers",
         "pipeline_tag": "text-classification" if loading.scalar else "text-generation",
         "tags": [*tags, "macro-actions"] if _is_macro(run.config.get("segmenter")) else tags,
     }
     if _on_hub(base):
-        found["base_model"] = base
+        metadata["base_model"] = base
     if _on_hub(dataset):
-        found["datasets"] = [dataset]
-    return found
+        metadata["datasets"] = [dataset]
+    return metadata
 
 
 def _what(run: RunFolder, loading: _Loading, base: str, dataset: str) -> str:
@@ -231,9 +231,8 @@ def _training(
     if dataset:
         counted = ", ".join(f"{count} {name} rows" for name, count in (rows or {}).items())
         source = f" (form: {data['source']})" if data.get("source") and data.get("path") else ""
-        lines.append(
-            f"- data: {_link(dataset, 'datasets/')}{source}" + f", {counted}" * (counted > "")
-        )
+        about = [f"{_link(dataset, 'datasets/')}{source}", *([counted] if counted else [])]
+        lines.append(f"- data: {', '.join(about)}")
     if config.get("segmenter"):
         lines.append(f"- termination rule of macro actions: `{_inline(config['segmenter'])}`")
     table = [("setting", "value"), ("---", "---")]
@@ -340,7 +339,7 @@ def _shown(name: str) -> str:
     if _on_hub(name):
         return name
     last = parts[-1] if parts else ""
-    return parts[-2] if last in ("model", "best") and len(parts) > 1 else last
+    return parts[-2] if last in (MODEL, BEST) and len(parts) > 1 else last
 
 
 def _without_paths(text: str) -> str:

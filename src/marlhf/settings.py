@@ -118,8 +118,8 @@ def _choices(hint: Any) -> str:
 
 def dataclass_in(hint: Any) -> type | None:
     """The dataclass in `X`, `X | None`, if there is one."""
-    found = [o for o in type_options(hint) if dataclasses.is_dataclass(o) and isinstance(o, type)]
-    return found[0] if found else None
+    classes = [o for o in type_options(hint) if dataclasses.is_dataclass(o) and isinstance(o, type)]
+    return classes[0] if classes else None
 
 
 def _type_name(segmenter: Any) -> str:
@@ -139,10 +139,10 @@ def _hide(key: str, value: Any) -> Any:
 
 def _written(cls: type) -> dict[str, tuple[str, str]]:
     """Each field's type as written, and the string beneath it, which is its help."""
-    found: dict[str, tuple[str, str]] = {}
+    written: dict[str, tuple[str, str]] = {}
     for parent in cls.__mro__[:0:-1]:
         if dataclasses.is_dataclass(parent):
-            found |= _written(parent)
+            written |= _written(parent)
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
     for node, after in zip(body.body, [*body.body[1:], None]):
@@ -150,8 +150,8 @@ def _written(cls: type) -> dict[str, tuple[str, str]]:
             text = ""
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
                 text = " ".join(str(after.value.value).split())
-            found[node.target.id] = ast.unparse(node.annotation), text
-    return found
+            written[node.target.id] = ast.unparse(node.annotation), text
+    return written
 
 
 def _default(field: dataclasses.Field[Any]) -> str:

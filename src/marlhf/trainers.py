@@ -27,7 +27,7 @@ from marlhf.models.adapter_config import import_peft
 from marlhf.models.adapter_files import adapter_base, find_adapter
 from marlhf.models.base import Model, Tokenizer
 from marlhf.models.load import load_policy, load_scalar, load_tokenizer
-from marlhf.runs.layout import RunError, read_config
+from marlhf.runs.layout import CRITIC, RunError, read_config
 from marlhf.runs.stage_facts import facts_of
 from marlhf.runs.write import ReadOnlyRunFolder, RunFolder
 from marlhf.train.checkpoint import list_checkpoints
@@ -78,8 +78,13 @@ class Trainer:
     ) -> None:
         self._refuse(unknown)
         self._set_up(
-            *(model, self._arguments(args, model), train_dataset, eval_dataset),
-            *(processing_class, peft_config, callbacks),
+            model,
+            self._arguments(args, model),
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            peft_config,
+            callbacks,
         )
 
     def _set_up(
@@ -276,15 +281,15 @@ class Trainer:
             return
         given = (self._given, self.objects.ref_model, self.objects.critic_model)
         name = f"{GIVEN} {', '.join(by_weights(model) for model in given if model is not None)}"
-        told = read_config(before.path).get("model", "")
-        if told != name and told.startswith(GIVEN):
+        recorded = read_config(before.path).get("model", "")
+        if recorded != name and recorded.startswith(GIVEN):
             if not before.finished:
                 raise RunError(
                     f"The models given do not have the weights that the run in {before.path} began "
                     "with: they are trained in place. Load them again to resume the run; or "
                     "choose another output_dir."
                 )
-            name = told
+            name = recorded
         self.args = replace(self.args, model=name)
 
     def _check_resume(self, wanted: bool | str | None) -> None:
@@ -292,7 +297,7 @@ class Trainer:
         saved = list_checkpoints(self._folder())
         if wanted is False and saved and not self._folder().finished:
             raise RunError(
-                f"{path} holds an unfinished run. Let it go on (resume_from_checkpoint=True), "
+                f"{path} holds an unfinished run. Resume it (resume_from_checkpoint=True), "
                 "delete the folder, or choose another output_dir."
             )
         if wanted is True and not saved:
@@ -368,7 +373,13 @@ class DPOTrainer(Trainer):
         if path:
             args = replace(args, ref_model=path)
         self._set_up(
-            *(model, args, train_dataset, eval_dataset, processing_class, peft_config, callbacks),
+            model,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            peft_config,
+            callbacks,
             ref_model=reference,
         )
 
@@ -434,7 +445,13 @@ class MacroPPOTrainer(Trainer):
                 "reward_processing_classes. Give one each, None for functions."
             )
         self._set_up(
-            *(model, args, train_dataset, eval_dataset, processing_class, peft_config, callbacks),
+            model,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            peft_config,
+            callbacks,
             reward_funcs=rewards,
             reward_tokenizers=tokenizers,
             ref_model=reference,
@@ -447,7 +464,7 @@ class MacroPPOTrainer(Trainer):
         given = self.objects.critic_model
         if given is not None and not self._adapted:
             return given
-        folder = self._trained().with_name("critic")
+        folder = self._trained().with_name(CRITIC)
         if not folder.is_dir():
             raise AttributeError(f"{type(self).__name__} has no critic in {folder.parent}.")
         return self._load_trained(folder, scalar=True)

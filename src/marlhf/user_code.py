@@ -58,27 +58,27 @@ def import_named(name: str) -> Any:
     except (Exception, SystemExit) as error:  # whatever the user's module raises
         raise UserCodeError(f"Cannot import {module}: {type(error).__name__}: {error}") from error
     try:
-        found: Any = functools.reduce(getattr, attribute.split("."), loaded)
+        value: Any = functools.reduce(getattr, attribute.split("."), loaded)
     except AttributeError:
         near = difflib.get_close_matches(attribute, dir(loaded), n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise UserCodeError(f"{loaded.__file__} has no {attribute!r}.{hint}") from None
-    if isinstance(found, type) and "__call__" not in dir(found):
+    if isinstance(value, type) and "__call__" not in dir(value):
         raise UserCodeError(f"Objects of {name} cannot be called. Give the class a __call__.")
-    if not callable(found):
-        raise UserCodeError(f"{name} is {found!r:.80}, which is not callable. Name a function.")
-    if not _is_own(found, loaded.__name__):
+    if not callable(value):
+        raise UserCodeError(f"{name} is {value!r:.80}, which is not callable. Name a function.")
+    if not _is_own(value, loaded.__name__):
         raise UserCodeError(
             f"{name} was not written in {module}, which only imports it. Name a function of your "
             "own, which may call it."
         )
-    return found
+    return value
 
 
-def _is_own(found: Any, module: str) -> bool:
+def _is_own(value: Any, module: str) -> bool:
     """Whether a function or class is of the module's package; an object, not one of Python's."""
-    if isinstance(found, functools.partial):
-        return _is_own(found.func, module)
-    if inspect.isroutine(found) or isinstance(found, type):
-        return str(found.__module__).partition(".")[0] == module.partition(".")[0]
-    return type(found).__module__.partition(".")[0] not in sys.stdlib_module_names
+    if isinstance(value, functools.partial):
+        return _is_own(value.func, module)
+    if inspect.isroutine(value) or isinstance(value, type):
+        return str(value.__module__).partition(".")[0] == module.partition(".")[0]
+    return type(value).__module__.partition(".")[0] not in sys.stdlib_module_names

@@ -83,9 +83,7 @@ def test_a_run_without_progress_takes_the_data_there_are(config, data):
     RunFolder(config.output_dir, "sft", config).release()
     data.write_text(data.read_text() + json.dumps(LINES[0] | {"prompt": "one more"}) + "\n")
     sft.train(config)
-    assert read_state(Path(config.output_dir))["inputs"] == input_digests(
-        {"data": {"path": str(data)}}
-    )
+    assert read_state(Path(config.output_dir))["inputs"] == input_digests({"data.path": str(data)})
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing"])

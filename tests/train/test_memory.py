@@ -170,14 +170,14 @@ def test_the_token_budget_grows_to_what_memory_holds(monkeypatch, tmp_path):
     assert fit_memory(world, compute) == 3  # of 16384 tokens
     settle_token_budget(config, world, run)
     # Half of the memory at 1 MiB a token, give or take the gradients, as a power of two.
-    assert world.pass_limit.found == 1 << 18
+    assert world.pass_limit.auto_tokens == 1 << 18
     assert fit_memory(world, compute) == 1
     run.log("train", 2, {})
     run.finish("stopped")
 
     again = World(torch.device("cuda"))
     auto_run(again, tmp_path)
-    assert again.pass_limit.found == 1 << 18
+    assert again.pass_limit.auto_tokens == 1 << 18
     assert not again.pass_limit.watching
 
 
@@ -191,7 +191,7 @@ def test_a_model_that_leaves_little_room_keeps_its_passes(monkeypatch, tmp_path)
 
     fit_memory(world, compute)
     settle_token_budget(config, world, run)
-    assert world.pass_limit.found == config.pass_tokens
+    assert world.pass_limit.auto_tokens == config.pass_tokens
 
 
 @pytest.mark.parametrize(
@@ -209,4 +209,4 @@ def test_nothing_is_measured_on_a_cpu_by_several_or_with_a_number(world, change,
     seek_token_budget(config, world, run)
     assert not world.pass_limit.watching
     settle_token_budget(config, world, run)
-    assert world.pass_limit.found is None
+    assert world.pass_limit.auto_tokens is None

@@ -1,4 +1,4 @@
-"""Killed, stopped, damaged, full: a run goes on as if nothing had happened, or says what to do."""
+"""Killed, stopped, damaged, full: a run resumes as if nothing had happened, or says what to do."""
 
 import errno
 import json

@@ -231,8 +231,8 @@ def load_chat_models(
         )
     policies: dict[str, PolicySource] = {}
     for path in paths:
-        found = [_file_or_hub(str(path))] if _is_not_a_folder(path) else find_policies([path])
-        for policy in found:
+        named = [_file_or_hub(str(path))] if _is_not_a_folder(path) else find_policies([path])
+        for policy in named:
             policies.setdefault(policy.model, policy)
     names = [policy.name for policy in policies.values()]
     overrides = {"temperature": temperature, "max_new_tokens": max_new_tokens}

@@ -1,4 +1,4 @@
-"""What the commands share: the application, common arguments, and how errors are told."""
+"""What the commands share: the application, common arguments, and how errors are printed."""
 
 from __future__ import annotations
 

@@ -49,6 +49,7 @@ def pass_at_k(
 ) -> None:
     """Share of programming problems that k samples solve, by unit tests."""
     from marlhf.evaluate.pass_at_k import PassAtKOptions, measure
+    from marlhf.intervals import Interval
     from marlhf.reward.code import UnitTests
 
     ks = tuple(sorted({*(k or (1, 5))}))
@@ -69,15 +70,16 @@ def pass_at_k(
     def progress(done: int, total: int) -> None:
         tell(f"{done} of {total} problems")
 
-    found = measure(run, options, UnitTests(seconds=seconds), progress)
-    for row in found["rows"]:
-        numbers = [(k, *(100 * x for x in row[f"pass@{k}"])) for k in ks]
-        shown = "  ".join(
-            f"pass@{k} {m:5.2f} [{low:.2f}, {high:.2f}]" for k, m, low, high in numbers
-        )
-        typer.echo(f"{row['difficulty']:14} {row['problems']:5} problems  {shown}")
-    if found["without_verdict"]:
-        tell(f"{found['without_verdict']} problems have no verdict: see the log")
+    result = measure(run, options, UnitTests(seconds=seconds), progress)
+    for row in result["rows"]:
+        rates = {k: Interval(*row[f"pass@{k}"], row["problems"]) for k in ks}
+        shown = [
+            f"pass@{k} {100 * rate.mean:5.2f} {rate.bounds(lambda x: f'{100 * x:.2f}')}"
+            for k, rate in rates.items()
+        ]
+        typer.echo(f"{row['difficulty']:14} {row['problems']:5} problems  {'  '.join(shown)}")
+    if result["without_verdict"]:
+        tell(f"{result['without_verdict']} problems have no verdict: see the log")
 
 
 @app.command("credit", cls=Several)
@@ -111,23 +113,23 @@ def credit(
 
     state = open_state(run, step=step, device=device, trust_code=trust_code)
     measured = measure(state, tuple(rules or ()), batches=batches, seed=seed)
-    found: dict[str, Any] = {"step": state.step, "seed": seed} | measured.summary()
+    summary: dict[str, Any] = {"step": state.step, "seed": seed} | measured.summary()
     if where:
-        found["where"] = locate(
+        summary["where"] = locate(
             state,
             tuple(rules or ()),
             responses=responses,
             continuations=continuations,
             seed=seed,
         )
-    write_json(run / CREDIT, found)
+    write_json(run / CREDIT, summary)
     if as_json:
-        typer.echo(json.dumps(found, indent=1))
+        typer.echo(json.dumps(summary, indent=1))
         return
     typer.echo(table(measured))
     typer.echo(verdict(measured))
     if where:
-        typer.echo("\n" + where_table(found["where"]))
+        typer.echo("\n" + where_table(summary["where"]))
     tell(f"{run / CREDIT}; marlhf report shows it")
 
 
@@ -171,11 +173,11 @@ def evaluate(
         device=device,
         trust_code=trust_code,
     )
-    found = evaluate(runs, options, tell)
-    typer.echo(summary_table([(each.name, each.summary) for each in found]))
-    for table in data_tables([(each.name, each.folder) for each in found], found[0].settings):
+    scored = evaluate(runs, options, tell)
+    typer.echo(summary_table([(each.name, each.summary) for each in scored]))
+    for table in data_tables([(each.name, each.folder) for each in scored], scored[0].settings):
         typer.echo(f"\n{table}")
-    for each in found:
+    for each in scored:
         tell(str(each.file))
 
 
@@ -248,11 +250,11 @@ def best_of_n(
         return
     if k or value or write:
         raise EvaluationError("--k, --value and --write belong to --blocks, as in 'ngram n=12'.")
-    found = sampler.best_of_n(run, options, n or (4, 8, 16, 32), temperature or (), tell)
-    typer.echo(grid_table(found))
+    sampled = sampler.best_of_n(run, options, n or (4, 8, 16, 32), temperature or (), tell)
+    typer.echo(grid_table(sampled))
     if export is None:
         return
-    best, kept, left = sampler.export(found, export)
+    best, kept, left = sampler.export(sampled, export)
     tell(f"{export}: {kept} rows at temperature {best:g}; {left} cut off or empty left out")
     if held_out:
         tell(HELD_OUT_DATA)
@@ -275,13 +277,13 @@ def _best_of_blocks(
     from marlhf.evaluate.blocks_frontier import frontier_table, whole_points
 
     chosen = BlockOptions(rule, label, tuple(ks), value, continuations)
-    found = best_of_blocks(run, options, chosen, tell)
-    temperature = found[0].settings.temperature
+    results = best_of_blocks(run, options, chosen, tell)
+    temperature = results[0].settings.temperature
     grid = sample_whole(run, options, ns or (1, 4, 16), [temperature], tell)
-    points = [each.point() for each in found] + whole_points(grid, temperature)
+    points = [each.point() for each in results] + whole_points(grid, temperature)
     typer.echo(frontier_table(sorted(points, key=lambda point: point.kl_bound)))
     if write is not None:
-        k, kept, left = write_responses(found, write)
+        k, kept, left = write_responses(results, write)
         tell(f"{write}: {kept} rows of k = {k}; {left} cut off or empty left out")
 
 
@@ -313,7 +315,7 @@ def judge(
         if done == total or done % max(1, total // 20) == 0:
             tell(f"{done} of {total} questions")
 
-    found = judging.judge(
+    result = judging.judge(
         a,
         b,
         by,
@@ -332,9 +334,9 @@ def judge(
         say=tell,
         progress=progress,
     )
-    if found:
-        typer.echo("\n".join(judging.describe(found)))
-        typer.secho(f"verdicts: {found['path']}", bold=True, err=True)
+    if result:
+        typer.echo("\n".join(judging.describe(result)))
+        typer.secho(f"verdicts: {result['path']}", bold=True, err=True)
 
 
 @app.command("annotate")
@@ -368,10 +370,10 @@ def annotate(
     from marlhf.judge.compare import describe
 
     if export:
-        found = people.export_votes(
+        summaries = people.export_votes(
             runs, task=task, question=question, database=database, output=output, say=tell
         )
-        for summary in found:
+        for summary in summaries:
             typer.echo(f"{summary['judge']}: {describe(summary)[0]}")
         return
     people.annotate(

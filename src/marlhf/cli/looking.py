@@ -47,8 +47,8 @@ def config(
     if recipe:
         import yaml
 
-        found = load_stage(recipe, kind, overrides, stage)
-        typer.echo(yaml.safe_dump(to_raw(found.config), sort_keys=False, allow_unicode=True))
+        loaded = load_stage(recipe, kind, overrides, stage)
+        typer.echo(yaml.safe_dump(to_raw(loaded.config), sort_keys=False, allow_unicode=True))
         return
     for name, type_, default, text in describe(kind_class(kind)):
         head = typer.style(name, bold=True)

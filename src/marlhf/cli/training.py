@@ -86,11 +86,11 @@ def _results(stages: list[Stage]) -> str:
 
     names = {"score": "score", "gold": "gold", "kl": "KL", "length": "length"}
     names |= {"win_rate": "win rate", "accuracy": "accuracy", "loss": "loss"}
-    found = [read_state(Path(s.config.output_dir)).get("summary", {}) for s in stages]
-    columns = [key for key in names if any(f"eval/{key}" in summary for summary in found)]
+    summaries = [read_state(Path(s.config.output_dir)).get("summary", {}) for s in stages]
+    columns = [key for key in names if any(f"eval/{key}" in summary for summary in summaries)]
     rows = [
         [stage.name, *(_number(summary.get(f"eval/{key}")) for key in columns)]
-        for stage, summary in zip(stages, found)
+        for stage, summary in zip(stages, summaries)
     ]
     return text_table(["held out", *(names[key] for key in columns)], rows)
 
@@ -122,17 +122,17 @@ def run_sweep(
         typer.echo("\n".join(sweeping.describe_plan(plan)))
         return
     try:
-        found = sweeping.sweep(recipe, overrides or (), jobs=jobs, deadline=deadline, only=stages)
+        result = sweeping.sweep(recipe, overrides or (), jobs=jobs, deadline=deadline, only=stages)
     except KeyboardInterrupt:
         fail("Stopped. The same command resumes.", 130)
         return
-    typer.echo("\n".join(sweeping.describe(found)))
-    if found.report:
-        typer.secho(f"report: {found.report}", bold=True, err=True)
-    if found.failed:
-        fail(f"{len(found.failed)} failed; the same command tries again.", 1)
-    elif found.left:
-        fail(f"{len(found.left)} are left; the same command resumes them.", LEFT)
+    typer.echo("\n".join(sweeping.describe(result)))
+    if result.report:
+        typer.secho(f"report: {result.report}", bold=True, err=True)
+    if result.failed:
+        fail(f"{len(result.failed)} failed; the same command tries again.", 1)
+    elif result.left:
+        fail(f"{len(result.left)} are left; the same command resumes them.", LEFT)
 
 
 @app.command("distil")

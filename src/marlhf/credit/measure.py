@@ -117,9 +117,9 @@ def measure(state: RunState, rules: tuple[str, ...] = (), *, batches: int = 24, 
     )
     with Steps("credit", batches, batches - len(left)) as bar:
         for count, number in enumerate(left, batches - len(left) + 1):
-            experience, found = _batch(state, configs, number, seed)
-            done[str(number)] = found
-            append_jsonl(file, [{"setting": setting, "key": str(number)} | _encode(found)])
+            experience, of_batch = _batch(state, configs, number, seed)
+            done[str(number)] = of_batch
+            append_jsonl(file, [{"setting": setting, "key": str(number)} | _encode(of_batch)])
             bar.advance(count, {"score": float(experience.scores.mean())})
     gradients = torch.stack([done[str(n)] for n in range(batches)], dim=1).double()
     agreement = gradient_agreement(gradients[:-1], gradients[-1])

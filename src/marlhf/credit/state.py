@@ -5,7 +5,6 @@ Weights come from a checkpoint, from the model of a finished run, or from where 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from marlhf.evaluate.eval_plan import PolicySource, check_rewards, located
 from marlhf.runs.layout import CHECKPOINTS, CRITIC, GIVEN, MODEL, is_run, read_score_scale
 from marlhf.runs.read import Run, read_run
 from marlhf.settings import SegmenterSpec
-from marlhf.train.checkpoint import checkpoints_in, load_weights
+from marlhf.train.checkpoint import checkpoints_in, load_weights, read_checkpoint_state
 from marlhf.train.credit_choice import CreditChooser
 from marlhf.train.distributed import start
 from marlhf.train.held_out import starting_scale
@@ -55,7 +54,7 @@ def open_state(
     where, at_step = _weights(run, step)
     saved: dict[str, Any] = {}
     if where is not None and where.name != MODEL:
-        saved = json.loads((where / "state.json").read_text(encoding="utf-8"))
+        saved = read_checkpoint_state(where)
     elif where is not None:
         critic = str(folder / CRITIC)
         reference = config.ref_model or config.model
@@ -153,7 +152,7 @@ def _weights(run: Run, step: int | None) -> tuple[Path | None, int]:
 def _last_state(folder: Path) -> dict[str, Any]:
     """The state of the newest checkpoint, for what does not change in a run."""
     for checkpoint in reversed(checkpoints_in(folder / CHECKPOINTS)):
-        state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+        state = read_checkpoint_state(checkpoint)
         return {key: state[key] for key in ("kl_coef", "credit") if key in state}
     return {}
 

@@ -75,7 +75,7 @@ def locate(
     estimates = _estimates(state, experience, options, segments)
     texts = [decode(state.models.tokenizer, row) for row in _rows(experience)]
     first_wrong = _first_wrong() if by_line else None
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "responses": len(examples),
         "continuations": continuations,
         "critic_error": _critic_error(truth),
@@ -90,11 +90,11 @@ def locate(
         }
         if wrong:
             row["first_wrong"] = _share_lowest(estimate, segments, wrong)
-        found["rules"].append(row)
+        result["rules"].append(row)
     if wrong:
-        found["wrong"] = len(wrong)
-        found["first_wrong"] = _share_lowest(truth.credit, segments, wrong)
-    return found
+        result["wrong"] = len(wrong)
+        result["first_wrong"] = _share_lowest(truth.credit, segments, wrong)
+    return result
 
 
 def _truth(
@@ -151,12 +151,12 @@ def _estimates(
     rewards = _rewards(state, experience).rewards
     shuffler = torch.Generator().manual_seed(0)
     seen = experience.responses(state.models.vocabulary, shuffler)
-    found: list[Tensor] = []
+    estimates: list[Tensor] = []
     for option in options:
         cut = segment(option.config.segmenter, seen, split_last=option.config.split_last)
         credit = assign_credit(SegmentedRewards(rewards, cut), values, option.config)
-        found.append(segments.mean(credit.advantages))
-    return found
+        estimates.append(segments.mean(credit.advantages))
+    return estimates
 
 
 def _critic_error(truth: Truth) -> list[dict[str, Any]]:
@@ -180,8 +180,8 @@ def _correlation(true: Tensor, estimate: Tensor, mask: Tensor) -> float | None:
     pairs = torch.stack((true[mask], estimate[mask]))
     if pairs.shape[1] < 3 or float(pairs.std(dim=1).min()) == 0:
         return None
-    found = float(torch.corrcoef(pairs)[0, 1])
-    return found if math.isfinite(found) else None
+    correlation = float(torch.corrcoef(pairs)[0, 1])
+    return correlation if math.isfinite(correlation) else None
 
 
 def _samples(
@@ -192,7 +192,7 @@ def _samples(
     experience: Experience,
 ) -> list[dict[str, Any]]:
     """Each macro action's text with its true and its estimated credit."""
-    found: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = []
     ids, scores = truth.segments.ids.tolist(), experience.scores.tolist()
     for row, tokens in enumerate(_rows(experience)):
         pieces: list[dict[str, Any]] = []
@@ -211,8 +211,8 @@ def _samples(
                 }
             )
         prompt = decode(state.models.tokenizer, examples[row].prompt)
-        found.append({"prompt": prompt, "score": scores[row], "pieces": pieces})
-    return found
+        samples.append({"prompt": prompt, "score": scores[row], "pieces": pieces})
+    return samples
 
 
 def _first_wrong() -> FirstWrong:
@@ -241,21 +241,21 @@ def _rows(experience: Experience) -> list[list[int]]:
     return [r[:n] for r, n in zip(sequences.responses.tolist(), sequences.lengths)]
 
 
-def table(found: dict[str, Any]) -> str:
+def table(result: dict[str, Any]) -> str:
     """For the terminal: the critic's error, then the rules."""
     critic = text_table(
         ["of the response", "critic's error", "bias", "spread of values"],
         [
             [row["part"], *(f"{row[key]:.2f}" for key in ("error", "bias", "spread"))]
-            for row in found["critic_error"]
+            for row in result["critic_error"]
         ],
     )
     header = ["credit by", "correlation with true credit"]
-    rows = [[r["name"], _show(r["correlation"])] for r in found["rules"]]
-    if "wrong" in found:
-        header.append(f"lowest on the first wrong line, of {found['wrong']}")
-        rows = [[*row, f"{r['first_wrong']:.0%}"] for row, r in zip(rows, found["rules"])]
-        rows.append(["continuations", "", f"{found['first_wrong']:.0%}"])
+    rows = [[r["name"], _show(r["correlation"])] for r in result["rules"]]
+    if "wrong" in result:
+        header.append(f"lowest on the first wrong line, of {result['wrong']}")
+        rows = [[*row, f"{r['first_wrong']:.0%}"] for row, r in zip(rows, result["rules"])]
+        rows.append(["continuations", "", f"{result['first_wrong']:.0%}"])
     return f"{critic}\n\n{text_table(header, rows)}"
 
 

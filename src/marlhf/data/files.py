@@ -65,9 +65,9 @@ def ending(path: Path) -> str | None:
 
 def files_in(folder: Path) -> list[Path]:
     """The data files of a folder, sorted, so that every machine reads them in the same order."""
-    found = [f for f in folder.rglob("*") if f.is_file() and not _is_hidden(f, folder)]
-    data = sorted(f for f in found if ending(f))
-    strange = sorted(str(f) for f in found if not ending(f) and f.suffix not in COMPANIONS)
+    files = [f for f in folder.rglob("*") if f.is_file() and not _is_hidden(f, folder)]
+    data = sorted(f for f in files if ending(f))
+    strange = sorted(str(f) for f in files if not ending(f) and f.suffix not in COMPANIONS)
     if strange:
         raise DataError(
             f"The folder {folder} holds files that cannot be read: {', '.join(strange[:5])}. "

@@ -63,10 +63,10 @@ def to_tests(asserts: list[str], setup: str = "") -> dict[str, Any] | None:
     """
     inputs, outputs = [], []
     for text in asserts:
-        found = [_equation(statement) for statement in ast.parse(text).body]
-        inputs += [each[0] for each in found if each]
-        outputs += [each[1] for each in found if each]
-        if not all(found):
+        equations = [_equation(statement) for statement in ast.parse(text).body]
+        inputs += [each[0] for each in equations if each]
+        outputs += [each[1] for each in equations if each]
+        if not all(equations):
             break
     else:
         return {"kind": "expression", "setup": setup, "inputs": inputs, "outputs": outputs}

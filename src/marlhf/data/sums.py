@@ -98,10 +98,10 @@ def right_lines(prompt: str, response: str) -> list[bool]:
     right: list[bool] = []
     for number, line in enumerate(response.split("\n")[:NUM_LINES]):
         right.append(line == _write_line(number, value, steps[number % CYCLE]))
-        found = LINE.fullmatch(line)
-        if found is None:
+        match = LINE.fullmatch(line)
+        if match is None:
             break  # nothing to build on
-        value = int(found[1])
+        value = int(match[1])
     return right + [False] * (NUM_LINES - len(right))
 
 

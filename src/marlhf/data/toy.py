@@ -166,7 +166,7 @@ def explain(prompt: str, response: str) -> dict[str, float]:
     words = re.findall(r"[a-z']+", text.lower())
     kind = _deeds(ALL_KIND, text)
     needed = {_verb(deed) for deed in KIND.get(_first(tuple(KIND), text), ())}
-    different = {_verb(found[0]) for found in kind}
+    different = {_verb(match[0]) for match in kind}
     after_help = text[kind[0].end() :].lower() if kind else ""
     happy, sad = (any(ending in text for ending in endings) for endings in (HAPPY, SAD))
     parts = {
@@ -259,8 +259,8 @@ def _keeps(requested: str, written: str) -> int:
 
 def _first(options: tuple[str, ...], text: str) -> str:
     """Whichever option the text names first, or ""."""
-    found = _any_of(options).search(text)
-    return found[0] if found else ""
+    match = _any_of(options).search(text)
+    return match[0] if match else ""
 
 
 def _deeds(deeds: tuple[str, ...], text: str) -> list[re.Match[str]]:

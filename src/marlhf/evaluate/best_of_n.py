@@ -90,7 +90,7 @@ def best_of_n(
     policy, plan, prompts, rewards = task.policy, task.plan, task.prompts, task.rewards
     reward_models = RewardModelCache(pick_device(options.device))
     sampler: ResponseSampler | None = None
-    found: dict[float, list[Line]] = {}
+    by_temperature: dict[float, list[Line]] = {}
     for temperature in sorted(set(temperatures)) or [plan.sampling.temperature]:
         plan = replace(plan, sampling=replace(plan.sampling, temperature=temperature))
         setting = setting_of(policy, plan, options.seed, [(r.digest, r.weight) for r in rewards])
@@ -109,8 +109,8 @@ def best_of_n(
                 known |= {line["key"]: line for line in lines}
                 append_jsonl(file, lines)
             write_jsonl(file, known.values())
-        found[temperature] = [known[key_of(p.row)] for p in prompts]
-    return Grid(sorted(set(ns)), found)
+        by_temperature[temperature] = [known[key_of(p.row)] for p in prompts]
+    return Grid(sorted(set(ns)), by_temperature)
 
 
 def _count(known: Mapping[str, Line], prompt: Encoded) -> int:

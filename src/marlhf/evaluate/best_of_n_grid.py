@@ -60,22 +60,22 @@ class Grid:
         return mean([expected_of_best(x["lengths"], x["scores"], n) for x in lines])
 
 
-def grid_table(found: Grid) -> str:
+def grid_table(grid: Grid) -> str:
     """What `marlhf best-of-n` prints: one row per temperature, one column per n."""
-    rows = [[f"{t:g}", *(found.cell(t, n).text() for n in found.ns)] for t in found.lines]
-    return text_table(["temperature", *(f"best of {n}" for n in found.ns)], rows)
+    rows = [[f"{t:g}", *(grid.cell(t, n).text() for n in grid.ns)] for t in grid.lines]
+    return text_table(["temperature", *(f"best of {n}" for n in grid.ns)], rows)
 
 
 def read_grids(folder: Path) -> dict[str, Grid]:
     """What `marlhf best-of-n` left in a run folder, by all settings but the temperature."""
-    found: dict[str, dict[float, list[Line]]] = {}
+    by_label: dict[str, dict[float, list[Line]]] = {}
     for file in read_evaluations(folder / BEST_OF_N):
         lines = [line for line in file.lines if _is_complete(line)]
         if lines and file.settings is not None:
-            by_temperature = found.setdefault(file.settings.label_without_temperature, {})
+            by_temperature = by_label.setdefault(file.settings.label_without_temperature, {})
             by_temperature[file.settings.temperature] = lines
     grids: dict[str, Grid] = {}
-    for name, lines in found.items():
+    for name, lines in by_label.items():
         most = min(len(line["scores"]) for each in lines.values() for line in each)
         ns = sorted({*(2**i for i in range(most.bit_length())), most})
         grids[name] = Grid(ns, dict(sorted(lines.items())))

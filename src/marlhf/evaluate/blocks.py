@@ -108,7 +108,7 @@ def decide_blocks(
     critic = find_critic(task) if blocks.value == "critic" else None
     settings = sampling_settings(plan, options.seed, task.reward_names)
     decider: BlockDecider | None = None
-    found: list[BlockLines] = []
+    results: list[BlockLines] = []
     for k in sorted(set(blocks.ks)):
         setting = setting_of(
             task.policy,
@@ -135,8 +135,8 @@ def decide_blocks(
                 append_jsonl(file, lines)
             write_jsonl(file, known.values())
         lines = [known[key_of(p.row)] for p in task.prompts]
-        found.append(BlockLines(blocks.label, blocks.value, k, settings, lines))
-    return found
+        results.append(BlockLines(blocks.label, blocks.value, k, settings, lines))
+    return results
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class BlockCandidate:
     """A draft with one more block."""
 
     draft: int
@@ -220,7 +220,7 @@ class BlockDecider:
         while unfinished := [i for i, draft in enumerate(drafts) if not self._finished(draft)]:
             candidates = self._draw(drafts, unfinished, k)
             values = self._values(drafts, candidates) if k > 1 else [0.0] * len(candidates)
-            best: dict[int, tuple[float, Candidate]] = {}
+            best: dict[int, tuple[float, BlockCandidate]] = {}
             for candidate, value in zip(candidates, values):
                 if candidate.draft not in best or value > best[candidate.draft][0]:
                     best[candidate.draft] = value, candidate
@@ -242,10 +242,10 @@ class BlockDecider:
             for draft, score in zip(drafts, scores)
         ]
 
-    def _finished(self, candidate: Draft | Candidate) -> bool:
+    def _finished(self, candidate: Draft | BlockCandidate) -> bool:
         return candidate.ended or len(candidate.tokens) >= self.max_new_tokens
 
-    def _draw(self, drafts: list[Draft], unfinished: list[int], k: int) -> list[Candidate]:
+    def _draw(self, drafts: list[Draft], unfinished: list[int], k: int) -> list[BlockCandidate]:
         """k candidates for each unfinished draft."""
         # The first block has the numbers, and so the seeds, of best-of-n: one block is best-of-n.
         rows = [(i, drafts[i].num_blocks * k + j) for i in unfinished for j in range(k)]
@@ -254,10 +254,10 @@ class BlockDecider:
             [self._block_length(drafts[i], k) for i, _ in rows],
             [number for _, number in rows],
         )
-        candidates: list[Candidate] = []
+        candidates: list[BlockCandidate] = []
         for (i, number), new, ended in zip(rows, rollout.responses, rollout.ended.tolist()):
             drafts[i].num_sampled += len(new)
-            candidates.append(Candidate(i, number, [*drafts[i].tokens, *new], ended))
+            candidates.append(BlockCandidate(i, number, [*drafts[i].tokens, *new], ended))
         if self.vocabulary is None or k == 1:
             return candidates
         cuts = self._cuts([c.tokens for c in candidates], [len(drafts[i].tokens) for i, _ in rows])
@@ -304,7 +304,7 @@ class BlockDecider:
                 responses[i], ended[i] = response, end
         return Rollout(responses, torch.zeros(len(rows), 0), ended)
 
-    def _values(self, drafts: list[Draft], candidates: list[Candidate]) -> list[float]:
+    def _values(self, drafts: list[Draft], candidates: list[BlockCandidate]) -> list[float]:
         """Finished responses by their reward, others by the value function."""
         if self.blocks.value == "reward":
             chosen = list(range(len(candidates)))
@@ -347,7 +347,7 @@ class BlockDecider:
             values[torch.tensor(batch, device=device)] = part
         return (values * self.critic_source.deviation + self.critic_source.mean).tolist()
 
-    def _continued(self, drafts: list[Draft], candidates: Sequence[Candidate]) -> list[float]:
+    def _continued(self, drafts: list[Draft], candidates: Sequence[BlockCandidate]) -> list[float]:
         """The mean reward of several continuations of each candidate to the end."""
         if not candidates:
             return []
@@ -367,12 +367,12 @@ class BlockDecider:
         return [mean(scores[i : i + count]) for i in range(0, len(scores), count)]
 
 
-def write_responses(found: Sequence[BlockLines], file: Path) -> tuple[int, int, int]:
+def write_responses(results: Sequence[BlockLines], file: Path) -> tuple[int, int, int]:
     """Write the responses of the k that scores highest as data for `marlhf sft`.
 
     Those that were cut off or are empty are left out. Returns k, the rows written and left out.
     """
-    best = max(found, key=lambda each: mean([line["score"] for line in each.lines]))
+    best = max(results, key=lambda each: mean([line["score"] for line in each.lines]))
     rows = [
         {"prompt": line["prompt"], "chosen": line["response"], "score": line["score"]}
         for line in best.lines

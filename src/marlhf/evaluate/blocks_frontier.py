@@ -79,24 +79,24 @@ def frontier_table(points: Sequence[Point]) -> str:
 
 def read_frontiers(folder: Path) -> dict[str, dict[str, list[Point]]]:
     """What a run folder has, by setting and by way of choosing, each in the order of k or n."""
-    found: dict[str, dict[str, list[Point]]] = {}
+    frontiers: dict[str, dict[str, list[Point]]] = {}
     grids = read_grids(folder)
     for file in read_evaluations(folder / BLOCKS):
         lines = [line for line in file.lines if _is_complete(line)]
         if not lines or file.settings is None:
             continue
         first, settings = lines[0], file.settings
-        of_setting = found.setdefault(settings.label, {})
+        of_setting = frontiers.setdefault(settings.label, {})
         grid = grids.get(settings.label_without_temperature)
         if grid is not None and settings.temperature in grid.lines:
             of_setting.setdefault("whole responses", whole_points(grid, settings.temperature))
         name = f"{first['blocks']}, {first['value']}"
         each = BlockLines(str(first["blocks"]), str(first["value"]), first["k"], settings, lines)
         of_setting.setdefault(name, []).append(each.point())
-    for of_setting in found.values():
+    for of_setting in frontiers.values():
         for points in of_setting.values():
             points.sort(key=lambda point: point.candidates)
-    return found
+    return frontiers
 
 
 def _is_complete(line: Line) -> bool:

@@ -99,13 +99,13 @@ class EvaluationPlan:
 
 def find_policies(paths: Sequence[Path | str]) -> list[PolicySource]:
     """Every policy under `paths`; of a folder of runs those that write text and are finished."""
-    found: dict[str, PolicySource] = {}
+    policies: dict[str, PolicySource] = {}
     for path in map(Path, paths):
         for policy in _policies(path):
-            found.setdefault(str(Path(policy.model).resolve()), policy)
-    if not found:
+            policies.setdefault(str(Path(policy.model).resolve()), policy)
+    if not policies:
         raise EvaluationError("No path was given. Give the folder of at least one run.")
-    return list(found.values())
+    return list(policies.values())
 
 
 def _policies(path: Path) -> list[PolicySource]:

@@ -53,19 +53,19 @@ def _number(value: object) -> float:
 
 def read_scored(folder: Path) -> list[EvaluationFile]:
     """What `marlhf evaluate` left in a run folder: files whose lines have scores by name."""
-    found: list[EvaluationFile] = []
+    files: list[EvaluationFile] = []
     for file in read_evaluations(folder / EVALUATION):
         lines = [line for line in file.lines if isinstance(line.get("scores"), dict)]
         if lines:
-            found.append(replace(file, lines=lines))
-    return found
+            files.append(replace(file, lines=lines))
+    return files
 
 
-def summary_table(found: Sequence[tuple[str, Summary]]) -> str:
+def summary_table(summaries: Sequence[tuple[str, Summary]]) -> str:
     """What `marlhf evaluate` prints: one row per model."""
-    judges = list(dict.fromkeys(name for _, each in found for name in each.scores))
+    judges = list(dict.fromkeys(name for _, each in summaries for name in each.scores))
     rows: list[list[str]] = []
-    for name, each in found:
+    for name, each in summaries:
         cells = [each.scores.get(judge, NO_INTERVAL).text() for judge in judges]
         means = [each.measures[key].mean for _, key in MEASURES]
         cells += ["-" if math.isnan(mean) else f"{mean:.3g}" for mean in means]
@@ -80,16 +80,16 @@ def data_tables(models: Sequence[tuple[str, Path]], like: SamplingSettings) -> l
     in it. Gains over the first model are paired by prompt. None where there is one data set alone.
     """
     by_model = [(name, _lines_by_data(folder, like)) for name, folder in models]
-    data = sorted({each for _, found in by_model for each in found})  # the run's own is ""
+    data = sorted({each for _, by_data in by_model for each in by_data})  # the run's own is ""
     if len(data) < 2:
         return []
-    files = [lines for _, found in by_model for lines in found.values()]
+    files = [lines for _, by_data in by_model for lines in by_data.values()]
     judges = dict.fromkeys(name for lines in files for line in lines for name in line["scores"])
     tables: list[str] = []
     for judge in judges:
         rows = [
-            [name, *(_score(found, by_model[0][1], each, judge) for each in data)]
-            for name, found in by_model
+            [name, *(_score(by_data, by_model[0][1], each, judge) for each in data)]
+            for name, by_data in by_model
         ]
         header = [f"score by {judge}", *(each or "held out" for each in data)]
         tables.append(text_table(header, rows))

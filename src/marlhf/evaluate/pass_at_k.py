@@ -113,12 +113,12 @@ def _ask(
     rollout = sampler.sample([p for p, _ in asked], seeds)
     responses = [decode(sampler.tokenizer, response) for response in rollout.responses]
     verdicts = unit_tests.judge(responses, [p.row.columns["tests"] for p, _ in asked])
-    found = {key_of(problem.row): list(_results(known, problem)) for problem in chunk}
+    by_problem = {key_of(problem.row): list(_results(known, problem)) for problem in chunk}
     for (problem, _), verdict in zip(asked, verdicts):
-        found[key_of(problem.row)].append(verdict.result)
+        by_problem[key_of(problem.row)].append(verdict.result)
     return [
         {"setting": setting, "key": key, "results": results}
-        for key, results in found.items()
+        for key, results in by_problem.items()
         if "sandbox_error" not in results
     ]
 
@@ -142,7 +142,7 @@ def _write(
     ]
     if not judged:
         raise DataError("No problem could be judged: the sandbox failed on each. See the log.")
-    found = {
+    summary = {
         "setting": setting,
         "k": sorted(options.k),
         "samples": options.samples,
@@ -151,5 +151,5 @@ def _write(
         "sandbox": unit_tests.layers,
         "rows": summarise(judged, sorted(options.k)),
     }
-    write_json(policy.folder / PASS_AT_K, found)
-    return found
+    write_json(policy.folder / PASS_AT_K, summary)
+    return summary

@@ -32,9 +32,9 @@ def summarise(problems: Sequence[Mapping[str, Any]], ks: Sequence[int]) -> list[
 
     Each problem has `difficulty` and `results`, one word per sample.
     """
-    found = {problem["difficulty"] for problem in problems} - {""}
-    known = [name for name in DIFFICULTIES if name in found]
-    groups = [*known, *sorted(found - set(known)), ALL]
+    present = {problem["difficulty"] for problem in problems} - {""}
+    known = [name for name in DIFFICULTIES if name in present]
+    groups = [*known, *sorted(present - set(known)), ALL]
     rows = []
     for name in groups if len(groups) > 2 else [ALL]:
         chosen = [p["results"] for p in problems if name in (ALL, p["difficulty"])]

@@ -32,11 +32,11 @@ from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import (
     check_vocabulary,
     end_tokens,
+    has_same_tokenizer,
     is_scalar,
     load_policy,
     load_scalar,
     load_tokenizer,
-    same_tokenizer,
 )
 from marlhf.reward import RewardFunction, RewardModel, import_function
 from marlhf.rollout.engine import Rollout
@@ -134,7 +134,7 @@ def load_reference(
     if path is None or weights_digest(path) == weights_digest(policy.model):
         return None
     remote = plan.trust_remote_code
-    if not same_tokenizer(tokenizer, load_tokenizer(path, trust_remote_code=remote)):
+    if not has_same_tokenizer(path, tokenizer, trust_remote_code=remote):
         raise EvaluationError(
             f"The tokenizer of the reference {path} is not that of {policy.model}, so there is no "
             "KL between them. Give another --reference, or --reference none."
@@ -226,8 +226,8 @@ class RewardModelCache:
             texts = [decode(tokenizer, response) for response in responses]
             return [gold_score(str(row.prompt), text) for row, text in zip(rows, texts)]
         if is_function(reward.path):
-            found = RewardFunction(import_function(reward.path), tokenizer)(ids, responses, rows)
-            return [None if math.isnan(x) else x for x in found.tolist()]
+            scores = RewardFunction(import_function(reward.path), tokenizer)(ids, responses, rows)
+            return [None if math.isnan(x) else x for x in scores.tolist()]
         model, own = self._reward_model(reward.path, plan)
         scorer = RewardModel(model, own, tokenizer, token_budget=TOKENS, precision=plan.precision)
         return _finite(scorer(ids, responses), reward)

@@ -77,10 +77,10 @@ def evaluate(
     fallback = find_fallback(policies, options.like)
     plans = [make_plan(policy, options, fallback) for policy in policies]
     reward_models = RewardModelCache(pick_device(options.device))
-    found: list[ScoredResponses] = []
+    scored: list[ScoredResponses] = []
     for policy, plan in zip(policies, plans):
-        found.append(_evaluate(policy, plan, options, reward_models, notice))
-    return found
+        scored.append(_evaluate(policy, plan, options, reward_models, notice))
+    return scored
 
 
 def _evaluate(
@@ -153,9 +153,9 @@ def _sample(
     kl: list[Any] = [None if plan.reference is None else 0.0] * len(prompts)
     if reference is not None:
         kl = kl_to(reference, prompts, rollout, plan, tokenizer.pad_token_id)
-    found: dict[str, Line] = {}
+    lines: dict[str, Line] = {}
     for i, (prompt, ids) in enumerate(zip(prompts, rollout.responses)):
-        found[keys[i]] = {
+        lines[keys[i]] = {
             "setting": setting,
             "sampling": asdict(settings),
             "key": keys[i],
@@ -172,8 +172,8 @@ def _sample(
             "judges": {},
         }
         if reference_text := _reference_text(prompt.row):
-            found[keys[i]]["reference"] = reference_text
-    return found
+            lines[keys[i]]["reference"] = reference_text
+    return lines
 
 
 def _reference_text(row: Row) -> str:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from marlhf.intervals import Interval
 from marlhf.judge.client import Cache, OpenAIJudge
 from marlhf.judge.criteria import Answer, Question, find_criteria, slug
 from marlhf.judge.pairs import JudgeError, Pair, home, prompt_text, read_pairs
@@ -143,17 +143,15 @@ def _ask_server(
 
 def describe(summary: dict[str, Any]) -> list[str]:
     """A summary in a few lines."""
-    shares = [
-        f"{name} {100 * s['share']:.1f}% [{100 * s['low']:.1f}, {100 * s['high']:.1f}]"
-        for name, s in ((name, summary[name]) for name in ("win", "tie", "loss"))
-    ]
+    shares = [f"{name} {_percent(summary[name])}" for name in ("win", "tie", "loss")]
     lines = [f"{summary['a']} against {summary['b']}: {', '.join(shares)}"]
     lines += _lengths(summary)
     for name, sides in summary["dimensions"].items():
         a, b, d = (sides[side] for side in ("a", "b", "difference"))
+        difference = Interval(d["mean"], d["low"], d["high"], summary["pairs"])
         lines.append(
-            f"  {name}: {a['mean']:.2f} against {b['mean']:.2f}, difference {d['mean']:+.2f} "
-            f"[{d['low']:+.2f}, {d['high']:+.2f}]"
+            f"  {name}: {a['mean']:.2f} against {b['mean']:.2f}, difference "
+            f"{difference.text('{:+.2f}'.format)}"
         )
     if "orders_disagreed" in summary:
         count, total = summary["orders_disagreed"], summary["pairs"]
@@ -165,14 +163,17 @@ def describe(summary: dict[str, Any]) -> list[str]:
 
 def _lengths(summary: dict[str, Any]) -> list[str]:
     """The win rate beside the one at equal length."""
-    equal = summary["win_rate_at_equal_length"]
-    share, low, high = (100 * equal[key] for key in ("share", "low", "high"))
-    bounds = "" if math.isnan(low) else f" [{low:.1f}, {high:.1f}]"
-    a, b = summary["mean_chars"]
+    equal, (a, b) = _percent(summary["win_rate_at_equal_length"]), summary["mean_chars"]
     return [
-        f"  win rate, ties as half: {100 * summary['win_rate']:.1f}%; at equal length {share:.1f}%"
-        f"{bounds} ({a:.0f} against {b:.0f} characters)"
+        f"  win rate, ties as half: {100 * summary['win_rate']:.1f}%; at equal length {equal} "
+        f"({a:.0f} against {b:.0f} characters)"
     ]
+
+
+def _percent(part: dict[str, float]) -> str:
+    """`45.0% [40.2, 49.8]`."""
+    share = Interval(part["share"], part["low"], part["high"], 0)
+    return f"{100 * share.mean:.1f}% {share.bounds(lambda x: f'{100 * x:.1f}')}".rstrip()
 
 
 def _local_judge(kind: str, name: str, criteria: Any, device: str) -> Judge:

@@ -139,18 +139,18 @@ class Criteria:
         """The answer in a reply, or None and what is wrong with the reply."""
         if len(content) > MAX_REPLY:
             return None, f"it has more than {MAX_REPLY} characters"
-        found: list[Answer] = []
+        answers: list[Answer] = []
         fault = "there is no JSON object in it"
         for value in _objects(content):
             try:
-                found.append(self.form.model_validate(value).answer())
+                answers.append(self.form.model_validate(value).answer())
             except ValidationError as error:
                 first = error.errors()[0]
                 where = ".".join(map(str, first["loc"])) or "the object"
                 fault = f"{where}: {first['msg']}"
-        if len({answer.side for answer in found}) > 1:
+        if len({answer.side for answer in answers}) > 1:
             return None, "it holds several answers that differ"
-        return (found[-1], "") if found else (None, fault)
+        return (answers[-1], "") if answers else (None, fault)
 
     def schema(self) -> dict[str, Any]:
         """The JSON schema for servers that can constrain the output."""
@@ -178,19 +178,19 @@ def _objects(content: str) -> list[Any]:
     A brace that opens no object costs as much as was read after it, so a text of nested beginnings
     would take quadratic time. What may be read in vain is therefore limited.
     """
-    decoder, found, at = json.JSONDecoder(), [], 0
+    decoder, objects, at = json.JSONDecoder(), [], 0
     budget = 100_000 + 8 * len(content)
     while budget >= 0 and (start := content.find("{", at)) >= 0:
         try:
             value, at = decoder.raw_decode(content, start)
-            found.append(value)
+            objects.append(value)
         except json.JSONDecodeError as error:
             budget -= error.pos - start + 100
             at = start + 1
         except (ValueError, RecursionError):  # too many digits, or nested too deep
             budget -= len(content)
             at = start + 1
-    return found
+    return objects
 
 
 _GRADES = '{"A": 1 to 5, "B": 1 to 5}'

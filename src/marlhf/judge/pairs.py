@@ -152,18 +152,18 @@ def _answers(file: Path) -> dict[str, dict[str, Any]]:
         kept = [row for row in rows if row.get("setting") == rows[-1]["setting"]]
         rows = list({row.get("key"): row for row in kept}.values())
     last = max((number(row["step"]) for row in rows if "step" in row), default=None)
-    found: dict[str, dict[str, Any]] = {}
+    by_prompt: dict[str, dict[str, Any]] = {}
     for row in rows:
         if "step" in row and number(row["step"]) != last:
             continue
         if _readable(row):
-            found.setdefault(json.dumps(row["prompt"], sort_keys=True), row)
-    if not found:
+            by_prompt.setdefault(json.dumps(row["prompt"], sort_keys=True), row)
+    if not by_prompt:
         raise JudgeError(
             f"{file} has no line with a `prompt` and a `response` that are text. Write one JSON "
             "object a line with both."
         )
-    return found
+    return by_prompt
 
 
 def _readable(row: Mapping[str, Any]) -> bool:

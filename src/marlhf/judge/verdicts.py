@@ -51,20 +51,20 @@ def summarise(judgements: Sequence[Judgement]) -> dict[str, Any]:
     """Win, tie and loss of A with intervals, at equal length too; dimensions and orders."""
     total = len(judgements)
     counts = {v: sum(j.verdict == v for j in judgements) for v in VERDICTS}
-    found: dict[str, Any] = {"pairs": total}
+    summary: dict[str, Any] = {"pairs": total}
     for name, verdict in (("win", "a"), ("tie", "tie"), ("loss", "b")):
-        found[name] = {"count": counts[verdict], **share_with_bounds(counts[verdict], total)}
+        summary[name] = {"count": counts[verdict], **share_with_bounds(counts[verdict], total)}
     wins = [WINS[j.verdict] for j in judgements]
     chars = [len(j.response_a) for j in judgements], [len(j.response_b) for j in judgements]
     equal = win_rate_at_equal_length(wins, *chars)
-    found["win_rate"] = mean(wins)
-    found["win_rate_at_equal_length"] = dict(zip(("share", "low", "high"), equal[:3]))
-    found["mean_chars"] = [mean(chars[0]), mean(chars[1])]
+    summary["win_rate"] = mean(wins)
+    summary["win_rate_at_equal_length"] = dict(zip(("share", "low", "high"), equal[:3]))
+    summary["mean_chars"] = [mean(chars[0]), mean(chars[1])]
     both = [j for j in judgements if len(j.orders) > 1]
     if both:
-        found["orders_disagreed"] = sum(len(set(j.orders)) > 1 for j in both)
+        summary["orders_disagreed"] = sum(len(set(j.orders)) > 1 for j in both)
     names = list(dict.fromkeys(name for j in judgements for name in j.dimensions))
-    found["dimensions"] = {
+    summary["dimensions"] = {
         name: {
             side: dict(zip(("mean", "low", "high"), interval(values)[:3]))
             for side, values in zip(
@@ -73,7 +73,7 @@ def summarise(judgements: Sequence[Judgement]) -> dict[str, Any]:
         }
         for name in names
     }
-    return found
+    return summary
 
 
 def _columns(values: Sequence[tuple[float, float] | None]) -> tuple[list[float], ...]:
@@ -85,10 +85,10 @@ def write_verdicts(
     file: Path, judgements: Sequence[Judgement], about: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Write the verdicts, and beside them their summary, which is returned."""
-    found = {**about, **summarise(judgements), "file": file.name}
+    summary = {**about, **summarise(judgements), "file": file.name}
     write_jsonl(file, [{**about, **_plain(judgement)} for judgement in judgements])
-    write_json(file.with_suffix(".json"), found)
-    return found
+    write_json(file.with_suffix(".json"), summary)
+    return summary
 
 
 def _plain(judgement: Judgement) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def read_verdicts(file: Path) -> list[tuple[str, str, Verdict]]:
     A pair is identified by its texts, so that A against B and B against A are the same pair with
     the verdict reversed; or by `pair`, if a file has ids instead of texts.
     """
-    found: dict[tuple[str, str], Verdict] = {}
+    verdicts: dict[tuple[str, str], Verdict] = {}
     for count, row in enumerate(read_lines(file), start=1):
         verdict = row.get("verdict")
         if verdict not in REVERSED:
@@ -118,8 +118,8 @@ def read_verdicts(file: Path) -> list[tuple[str, str, Verdict]]:
             )
         pair, reverse = _pair_id(row, file, count)
         judge = str(row.get("judge") or file.stem)
-        found[judge, pair] = REVERSED[verdict] if reverse else verdict
-    return [(*key, verdict) for key, verdict in found.items()]
+        verdicts[judge, pair] = REVERSED[verdict] if reverse else verdict
+    return [(*key, verdict) for key, verdict in verdicts.items()]
 
 
 def _pair_id(row: Mapping[str, Any], file: Path, count: int) -> tuple[str, bool]:

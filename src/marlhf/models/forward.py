@@ -123,8 +123,8 @@ def token_stats(
     if not sum(sequences.lengths) or _RULES.get(model, LogitRule()) is None or not _plain(head):
         return plain_token_stats(model, sequences, temperature, **options)
     if passes is not None:
-        found = _packed_logprobs(model, passes, sequences, temperature)
-        return TokenStats(_spread(found, sequences), None)
+        packed = _packed_logprobs(model, passes, sequences, temperature)
+        return TokenStats(_spread(packed, sequences), None)
     real = _real(sequences)  # [N]
     if _can_unpad(model, sequences):
         hidden, rule = _unpadded(model, sequences, _before(sequences)), _rule(model)
@@ -403,8 +403,8 @@ def _packed_logprobs(
 
     ids = sequences.ids.flatten()[packing.source]
     inputs = (ids, *packing.tensors[1:], tokens)
-    found = passes(("logprobs", temperature, packing.longest), run, inputs)
-    return found[: sum(sequences.lengths)]
+    logprobs = passes(("logprobs", temperature, packing.longest), run, inputs)
+    return logprobs[: sum(sequences.lengths)]
 
 
 def _packed_scalars(
@@ -423,8 +423,8 @@ def _packed_scalars(
             return cast(nn.Module, model.score)(hidden.float()).squeeze(1)
 
     ids = sequences.ids.flatten()[packing.source]
-    found = passes(("scalars", packing.longest), run, (ids, *packing.tensors[1:]))
-    return found[: sum(count for _, count in picked)]
+    scalars = passes(("scalars", packing.longest), run, (ids, *packing.tensors[1:]))
+    return scalars[: sum(count for _, count in picked)]
 
 
 def _pack(sequences: Sequences, picked: Sequence[tuple[int, int]]) -> Packing:

@@ -198,6 +198,14 @@ def same_tokenizer(a: Tokenizer, b: Tokenizer) -> bool:
     return a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
 
 
+def has_same_tokenizer(
+    path: str | Tokenizer, tokenizer: Tokenizer, *, trust_remote_code: bool, setting: str = ""
+) -> bool:
+    """Whether the model at a path reads the tokens of this tokenizer."""
+    own = load_tokenizer(path, trust_remote_code=trust_remote_code, setting=setting)
+    return same_tokenizer(own, tokenizer)
+
+
 def end_tokens(model: Model, tokenizer: Tokenizer) -> list[int]:
     """Every id that ends a response: the tokenizer's EOS and those the model declares."""
     declared = model.generation_config.eos_token_id if model.generation_config else None
@@ -240,8 +248,8 @@ def _load_gguf(path: str) -> Model:
     if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     auto: Any = AutoModelForCausalLM
-    loaded, found = auto.from_pretrained(**options, dtype=torch.float32, output_loading_info=True)
-    _check_whole(path, loaded, set(found["missing_keys"]))
+    loaded, info = auto.from_pretrained(**options, dtype=torch.float32, output_loading_info=True)
+    _check_whole(path, loaded, set(info["missing_keys"]))
     # A model read from GGUF counts as quantised and cannot be saved; a fresh one can.
     config = loaded.config
     config.__dict__.pop("quantization_config", None)

@@ -78,6 +78,6 @@ def at_kl(curve: Curve, level: float) -> Floats:
     """
     if not curve.kls.shape[-1]:
         return np.full(len(curve.kls), np.nan)
-    found = score_at_kl(curve.scores, curve.kls, level)
-    is_short = np.isnan(found) & (curve.kls[..., -1] < level)
-    return np.where(is_short, curve.scores[..., -1], found)
+    scores = score_at_kl(curve.scores, curve.kls, level)
+    is_short = np.isnan(scores) & (curve.kls[..., -1] < level)
+    return np.where(is_short, curve.scores[..., -1], scores)

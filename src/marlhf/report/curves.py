@@ -56,14 +56,14 @@ def curve_figure(
         lines.append(Series(group.label, line, group.colour, band, group.dash, raw=raw))
         ends = [[s.mean] if window > 1 else [] for s in smooth]
         rows += [[group.label, *point, *end] for point, end in zip(kept, ends)]
+    header = ["run", "step", "seconds", key, "lowest seed", "highest seed"]
     return figure(
         title,
         line_chart(lines, x_label=x, y_label=title, size=size, is_share=key in SHARES),
         file=f"{title} by {x}",
         key=legend_of(lines),
         note=f"Running means over {window} steps." if window > 1 else "",
-        header=["run", "step", "seconds", key, "lowest seed", "highest seed"]
-        + ["running mean"] * (window > 1),
+        header=[*header, "running mean"] if window > 1 else header,
         rows=rows,
     )
 

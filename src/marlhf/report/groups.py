@@ -126,12 +126,12 @@ def start_of(run: Run) -> Evaluation | None:
 
 def labelled(groups: Sequence[Group]) -> list[tuple[str, Group, Path]]:
     """Every run under the name of its group, its seed added where the group has several."""
-    found: list[tuple[str, Group, Path]] = []
+    labels: list[tuple[str, Group, Path]] = []
     for group in groups:
         for run in group.runs:
             name = group.label if len(group.runs) == 1 else f"{group.label}, seed {run.seed}"
-            found.append((name, group, run.path))
-    return found
+            labels.append((name, group, run.path))
+    return labels
 
 
 def groups_by_name(groups: Sequence[Group]) -> dict[str, Group]:

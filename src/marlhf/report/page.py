@@ -172,8 +172,8 @@ def run_class(colour: str) -> str:
 
     Runs have a colour each, so that a checkbox can hide all of a run by this class.
     """
-    found = re.fullmatch(r"var\(--c(\d+)\)", colour)
-    return f"r{found[1]}" if found else ""
+    match = re.fullmatch(r"var\(--c(\d+)\)", colour)
+    return f"r{match[1]}" if match else ""
 
 
 def class_of(colour: str, kind: str = "") -> str:

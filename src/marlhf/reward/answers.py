@@ -58,8 +58,8 @@ def _fenced(response: str) -> Iterator[tuple[str, str]]:
         if not marked.startswith(FENCE):
             continue
         if language is None:
-            found = LANGUAGE.match(marked, len(FENCE))
-            language, begin = found[1].lower() if found else "", number + 1
+            match = LANGUAGE.match(marked, len(FENCE))
+            language, begin = match[1].lower() if match else "", number + 1
         else:
             yield language, "".join(f"{line}\n" for line in lines[begin:number])
             language = None

@@ -114,17 +114,18 @@ class RewardFunction:
         self.device = device
         self._known: set[str] = set()
         try:
-            found = inspect.signature(function).parameters.values()
+            parameters = inspect.signature(function).parameters.values()
         except ValueError:
             raise RewardError(
                 f"The arguments of `{self.name}` cannot be inspected. Wrap it in a function "
                 "f(prompts, completions)."
             ) from None
-        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in found)
-        named = [p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self._takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._named = {p.name for p in named}
         self._required = [p.name for p in named if p.default is p.empty]
-        nameless = [p.name for p in found if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+        required = [p for p in parameters if p.default is p.empty]
+        nameless = [p.name for p in required if p.kind is p.POSITIONAL_ONLY]
         if nameless:
             raise RewardError(
                 f"The reward function `{self.name}` takes `{nameless[0]}` by position only, but "

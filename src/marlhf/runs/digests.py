@@ -1,7 +1,8 @@
 """What a run was made from: short names for the contents of models and data files.
 
 A stage is finished only for the inputs it had. Their digests stand in run.json from its start on,
-so that a model trained again or a data file edited since is noticed.
+so that a model trained again or a data file edited since is noticed. Settings have dotted names
+here, as `flatten` gives them.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-from marlhf.settings import flatten
 
 EDGE = 1 << 16
 """Bytes read at each end of a file of weights: training changes all of it."""
@@ -33,30 +32,30 @@ def weights_digest(path: str) -> str:
     return digest.hexdigest()[:12]
 
 
-def input_digests(config: Mapping[str, Any]) -> dict[str, str]:
-    """The digest of each model and data file that a config names and that is on this disk."""
-    found: dict[str, str] = {}
-    for key, value in _paths(config):
+def input_digests(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The digest of each model and data file that settings name and that is on this disk."""
+    digests: dict[str, str] = {}
+    for key, value in _paths(settings):
         path = Path(value).expanduser()
         try:
             if any(path.glob("*.safetensors")):
-                found[key] = weights_digest(str(path))
+                digests[key] = weights_digest(str(path))
             elif path.suffix == ".gguf" and path.is_file():
-                found[key] = _file_digest(path, _version(path), most=0)
+                digests[key] = _file_digest(path, _version(path), most=0)
             elif key.startswith("data.") and path.exists():
                 files = [path] if path.is_file() else [f for f in path.rglob("*") if f.is_file()]
                 parts = [f"{f.name} {_file_digest(f, _version(f))}" for f in sorted(files)]
-                found[key] = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+                digests[key] = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
         except (OSError, ValueError):  # not a path, or one that may not be read: training says so
             continue
-    return found
+    return digests
 
 
-def changed_inputs(config: Mapping[str, Any], recorded: Mapping[str, str]) -> list[str]:
+def changed_inputs(settings: Mapping[str, Any], recorded: Mapping[str, str]) -> list[str]:
     """A phrase for each input that is no longer what it was: `model: /runs/sft/model is gone`."""
     if not recorded:  # a run of version 0.1, or one that began with nothing on this disk
         return []
-    now, paths = input_digests(config), dict(_paths(config))
+    now, paths = input_digests(settings), dict(_paths(settings))
     return [
         f"{key}: {paths.get(key, '')} {'has changed' if key in now else 'is gone'}"
         for key, digest in recorded.items()
@@ -64,9 +63,9 @@ def changed_inputs(config: Mapping[str, Any], recorded: Mapping[str, str]) -> li
     ]
 
 
-def _paths(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _paths(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Settings that may be paths: text, but for where the run itself is written."""
-    for key, value in flatten(config).items():
+    for key, value in settings.items():
         values = {key: value}
         if isinstance(value, list):
             values = {f"{key}.{i}": each for i, each in enumerate(value)}

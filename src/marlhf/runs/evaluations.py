@@ -61,13 +61,13 @@ class EvaluationFile:
 
 def read_evaluations(folder: Path) -> list[EvaluationFile]:
     """Every file in `evaluation/` or `best_of_n/` of a run that has lines."""
-    found: list[EvaluationFile] = []
+    files: list[EvaluationFile] = []
     for file in sorted(folder.glob("*.jsonl")):
         lines = list(read_keyed(file).values())
         if lines:
             settings = _from_line(lines[-1]) or from_name(file.stem)
-            found.append(EvaluationFile(file.stem, settings, lines))
-    return found
+            files.append(EvaluationFile(file.stem, settings, lines))
+    return files
 
 
 def read_sampled(file: Path, setting: str, settings: SamplingSettings) -> dict[str, Line]:

@@ -35,6 +35,7 @@ METRICS = "metrics.jsonl"
 EVAL = "eval.jsonl"
 SAMPLES = "samples.jsonl"
 CHECKPOINTS = "checkpoints"
+CHECKPOINT_STATE = "state.json"
 MODEL = "model"
 BEST = "best"
 CRITIC = "critic"
@@ -85,11 +86,13 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def read_score_scale(folder: Path) -> tuple[float, float] | None:
     """Mean and deviation by which a run normalises scores, where its folder says so."""
-    found = read_state(folder).get(SCORE_SCALE)
-    if not found:  # version 0.1 had it in checkpoints alone
-        probes = (read_object(p).get("probe") for p in folder.glob(f"{CHECKPOINTS}/*/state.json"))
-        found = next(([p["mean"], p["std"]] for p in probes if p), None)
-    return (float(found[0]), float(found[1])) if found else None
+    scale = read_state(folder).get(SCORE_SCALE)
+    if not scale:  # version 0.1 had it in checkpoints alone
+        probes = (
+            read_object(p).get("probe") for p in folder.glob(f"{CHECKPOINTS}/*/{CHECKPOINT_STATE}")
+        )
+        scale = next(([p["mean"], p["std"]] for p in probes if p), None)
+    return (float(scale[0]), float(scale[1])) if scale else None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -104,7 +107,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_object(file: Path) -> dict[str, Any]:
     """The object in a JSON file; an empty one where the file is missing or damaged."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8", errors="replace"))
+        value = json.loads(file.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}

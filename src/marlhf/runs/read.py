@@ -123,7 +123,7 @@ def nearest_folder(path: Path) -> str:
 
 def find_runs(paths: Sequence[Path | str]) -> list[Run]:
     """Every run under `paths`: run folders, or folders that hold them up to three levels down."""
-    found: dict[Path, Run] = {}
+    by_folder: dict[Path, Run] = {}
     for path in map(Path, paths):
         if not path.exists():
             raise NoRuns(
@@ -137,9 +137,9 @@ def find_runs(paths: Sequence[Path | str]) -> list[Run]:
                 "metrics.jsonl. Give the `output_dir` of a training."
             )
         for folder in folders:
-            if folder.resolve() not in found:
-                found[folder.resolve()] = read_run(folder)
-    runs = list(found.values())
+            if folder.resolve() not in by_folder:
+                by_folder[folder.resolve()] = read_run(folder)
+    runs = list(by_folder.values())
     if not runs:
         raise NoRuns("No path was given. Give the folder of at least one run.")
     if all(run.is_empty for run in runs):
@@ -163,8 +163,8 @@ def read_run(path: Path | str) -> Run:
         )
     problems: list[str] = []
     about, config = read_state(path), read_config(path)
-    for name, found in ((STATE, about), (CONFIG, config)):
-        if not found and (path / name).is_file():
+    for name, content in ((STATE, about), (CONFIG, config)):
+        if not content and (path / name).is_file():
             problems.append(f"{name} is damaged and was left out")
     metrics = [_current_names(row) for row in _read_rows(path / METRICS, problems)]
     if not metrics and about.get("status") == "finished":
@@ -237,12 +237,12 @@ def _current_names(row: Row) -> Row:
 
 def _by_step(rows: Iterator[Row] | list[Row]) -> list[Row]:
     """One row a step, in order; the later one wins, as in a run resumed from a checkpoint."""
-    found: dict[int, Row] = {}
+    by_step: dict[int, Row] = {}
     for row in rows:
         step = number(row.get("step"))
         if math.isfinite(step):
-            found[int(step)] = {**row, "step": int(step)}
-    return [found[step] for step in sorted(found)]
+            by_step[int(step)] = {**row, "step": int(step)}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def _evaluation(row: Row) -> Evaluation | None:
@@ -256,8 +256,8 @@ def _evaluation(row: Row) -> Evaluation | None:
 def _numbers(values: object) -> list[float] | None:
     if not isinstance(values, list) or not values:
         return None
-    found = [number(value) for value in values]
-    return found if any(map(math.isfinite, found)) else None
+    numbers = [number(value) for value in values]
+    return numbers if any(map(math.isfinite, numbers)) else None
 
 
 def _merge(evals: list[Row], evaluations: list[Evaluation], train: list[Row]) -> list[Row]:

@@ -53,6 +53,7 @@ class RunFolder:
         self.path = Path(path)
         self.stage = stage
         self.config = to_raw(config)
+        self.flat = flatten(self.config)
         self.settings = type(config) if isinstance(config, StageConfig) else RLConfig
         self.state: dict[str, Any] = {
             "name": self.path.name,
@@ -90,9 +91,9 @@ class RunFolder:
         if self.path.is_file():
             raise RunError(f"{self.path} is a file. Choose another output_dir.")
         if (self.path / CONFIG).is_file():
-            before = read_state(self.path)
+            before, old = read_state(self.path), read_config(self.path)
             if self.has_progress or "marlhf" not in before:
-                self._check_settings()
+                self._check_settings(old)
                 self.state |= before
                 if not self.finished:
                     self.lock()
@@ -108,7 +109,7 @@ class RunFolder:
         with explain_disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock()
-        self.state["inputs"] = input_digests(self.config)
+        self.state["inputs"] = input_digests(self.flat)
         settings = yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True)
         write_text(self.path / CONFIG, settings)
         self.write_state()
@@ -141,14 +142,13 @@ class RunFolder:
         if held is not None:
             os.close(held)
 
-    def _check_settings(self) -> None:
-        before = read_config(self.path)
+    def _check_settings(self, before: dict[str, Any]) -> None:
         if not before:
             raise RunError(
                 f"{self.path / CONFIG} is damaged, so the run there cannot be identified. Put the "
                 "file back, delete the folder, or choose another output_dir."
             )
-        old, new = flatten(before), flatten(self.config)
+        old, new = flatten(before), self.flat
         # A setting that the folder does not know came with a later version, and had its default.
         known = default_settings(self.settings)
         old |= {key: known[key] for key in new.keys() - old.keys() if key in known}
@@ -166,11 +166,11 @@ class RunFolder:
 
     def _check_inputs(self) -> None:
         """Refuse a run whose models or data are no longer those that it began with."""
-        changed = changed_inputs(self.config, self.state.get("inputs") or {})
+        changed = changed_inputs(self.flat, self.state.get("inputs") or {})
         if not changed:
             return
         if not self.model.exists() and not self.checkpoints.exists():
-            self.state["inputs"] = input_digests(self.config)  # nothing was learnt from the others
+            self.state["inputs"] = input_digests(self.flat)  # nothing was learnt from the others
             return
         verdict = "is finished, but for" if self.finished else "began with"
         raise RunError(
@@ -289,7 +289,7 @@ def is_finished(folder: Path) -> bool:
     state = read_state(folder)
     if state.get("status") != "finished" or not has_model(folder, state):
         return False
-    return not changed_inputs(read_config(folder), state.get("inputs") or {})
+    return not changed_inputs(flatten(read_config(folder)), state.get("inputs") or {})
 
 
 def hardware() -> str:

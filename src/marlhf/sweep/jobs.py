@@ -126,13 +126,13 @@ def start(words: list[str], log: Path, environment: dict[str, str], lock: int | 
 
 def job_environment(slot: int, jobs: int, device: str) -> dict[str, str]:
     """Environment variables that divide this machine among jobs: its cores, and its GPUs if any."""
-    found: dict[str, str] = {}
+    environment: dict[str, str] = {}
     if jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
-        found["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))
+        environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))
     gpus = visible_gpus() if jobs > 1 and device == "auto" else []
     if len(gpus) > 1:
-        found["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
-    return found
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
+    return environment
 
 
 def visible_gpus() -> list[str]:
@@ -173,5 +173,5 @@ def free_slot(jobs: Sequence[Job]) -> int:
 def main_numbers(summary: dict[str, Any]) -> str:
     """The numbers of a finished run that a line has room for."""
     keys = ("eval/score", "eval/kl", "eval/length", "eval/loss", "eval/accuracy")
-    found = [(key[5:], summary[key]) for key in keys if isinstance(summary.get(key), float)]
-    return "  ".join(f"{name} {value:.4g}" for name, value in found)
+    numbers = [(key[5:], summary[key]) for key in keys if isinstance(summary.get(key), float)]
+    return "  ".join(f"{name} {value:.4g}" for name, value in numbers)

@@ -54,13 +54,13 @@ class Axis:
 
     def labels(self) -> list[str]:
         """`n=5` and so on, safe as names of files, no two alike."""
-        found: list[str] = []
+        labels: list[str] = []
         for text, value in zip(self.values, self.parsed):
             label = _label(value)
-            if len(label) > MAX_LABEL or label.lower() in (each.lower() for each in found):
+            if len(label) > MAX_LABEL or label.lower() in (each.lower() for each in labels):
                 label = f"{label[:MAX_LABEL]}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
-            found.append(label)
-        return [f"{self.name}={label}" for label in found]
+            labels.append(label)
+        return [f"{self.name}={label}" for label in labels]
 
 
 @dataclass(frozen=True)
@@ -275,8 +275,8 @@ def _runs(
             where = [(axes[i], labels[i][place[i]]) for i in sorted(reach[stage.name])]
             seeds = [label for axis, label in where if axis.is_seed]
             others = [label for axis, label in where if not axis.is_seed]
-            folder = root.joinpath(*[",".join(seeds)] * bool(seeds))
-            folder /= ",".join([stage.name, *others])
+            parent = root / ",".join(seeds) if seeds else root
+            folder = parent / ",".join([stage.name, *others])
             needed = {name: homes[place][name] for name in references[id(stage)]}
             homes[place][stage.name] = folder
             wanted.setdefault(folder, (stage, needed))
@@ -300,10 +300,10 @@ def _runs(
             runs[folder] = run
         return runs[folder].folder
 
-    found = {
+    by_point = {
         place: [settle(homes[place][stage.name]) for stage in own] for place, own in stages.items()
     }
-    return found, _ordered({run.folder: run for run in runs.values()}.values())
+    return by_point, _ordered({run.folder: run for run in runs.values()}.values())
 
 
 def _only(runs: list[Training], patterns: Sequence[str]) -> list[Training]:
@@ -372,12 +372,12 @@ def _same(built: Mapping[Path, Training], reach: Mapping[str, set[int]]) -> dict
 
 def _known(root: Path) -> dict[str, Path]:
     """Runs that are there already, by what they learn."""
-    found: dict[str, Path] = {}
+    known: dict[str, Path] = {}
     for file in sorted([*root.glob(f"*/{CONFIG}"), *root.glob(f"*/*/{CONFIG}")]):
         config, state = read_config(file.parent), read_state(file.parent)
         if config and "stage" in state:  # else it is damaged, and its own stage will say so
-            found.setdefault(identity(state["stage"], config), file.parent)
-    return found
+            known.setdefault(identity(state["stage"], config), file.parent)
+    return known
 
 
 def _identity_of(run: Training) -> str:
@@ -403,8 +403,8 @@ def _references(stage: Stage, root: Path) -> list[str]:
     values = [v for v in vars(stage.config).values() if isinstance(v, (str, tuple))]
     texts = [x for v in values for x in (v if isinstance(v, tuple) else [v]) if isinstance(x, str)]
     models = [x for x in texts if x.endswith("model")]  # few are: paths are slow to take apart
-    found = [Path(x).parent.name for x in models if x == _model(root, Path(x).parent.name)]
-    return list(dict.fromkeys(found))
+    names = [Path(x).parent.name for x in models if x == _model(root, Path(x).parent.name)]
+    return list(dict.fromkeys(names))
 
 
 def _model(root: Path, stage: str) -> str:

@@ -140,17 +140,22 @@ def _read(root: Path) -> dict[str, Any]:
                 f"{root} is not empty and holds no sweep. Choose another output_dir for it."
             )
         return {}
-    found = read_object(file)
-    try:
-        assert isinstance(found["axes"], dict)
-        assert isinstance(found["settings"], dict)
-        assert all(name in found["runs"] for point in found["points"] for name in point["runs"])
-    except (AssertionError, KeyError, TypeError):
+    state = read_object(file)
+    if not _is_complete(state):
         raise RunError(
-            f"{file} is damaged, so it cannot be told which sweep is there. Put the file back, "
+            f"{file} is damaged, so the sweep there cannot be identified. Put the file back, "
             "delete the folder, or choose another output_dir."
-        ) from None
-    return found
+        )
+    return state
+
+
+def _is_complete(state: dict[str, Any]) -> bool:
+    try:
+        listed = [name for point in state["points"] for name in point["runs"]]
+        known = all(name in state["runs"] for name in listed)
+        return known and all(isinstance(state[key], dict) for key in ("axes", "settings"))
+    except (KeyError, TypeError):
+        return False
 
 
 def _compare(before: dict[str, Any], plan: Plan) -> None:

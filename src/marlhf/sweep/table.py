@@ -16,35 +16,35 @@ WITH_RANGE = ("score", "loss")
 
 
 def describe_plan(plan: Plan) -> list[str]:
-    """What `--dry-run` tells: the points, and what is left to train for each."""
+    """What `--dry-run` prints: the points, and what is left to train for each."""
     width = max(len(point.name) for point in plan.points)
-    known: set[Path] = {run.folder for run in plan.runs if is_finished(run.folder)}
-    left = len(plan.runs) - len(known)
+    finished = {run.folder for run in plan.runs if is_finished(run.folder)}
+    left = len(plan.runs) - len(finished)
     lines = [
         f"{len(plan.points)} points in {plan.root}: {len(plan.runs)} trainings, {left} of them left"
     ]
     by_folder: dict[Path, Training] = {run.folder: run for run in plan.runs}
-    told: set[Path] = set()
+    printed: set[Path] = set()
     for point in plan.points:
         mine = [by_folder[folder] for folder in point.runs]
         shown = [
-            f"{run.folder.relative_to(plan.root)}{' (finished)' * (run.folder in known)}"
+            f"{run.folder.relative_to(plan.root)}{' (finished)' if run.folder in finished else ''}"
             for run in mine
-            if run.folder not in told
+            if run.folder not in printed
         ]
-        told |= set(point.runs)
+        printed |= set(point.runs)
         lines.append(f"{point.name:{width}}  {'  '.join(shown)}".rstrip())
     return lines
 
 
-def describe(found: Sweep) -> list[str]:
+def describe(result: Sweep) -> list[str]:
     """The table of a sweep: a row per training of the stages that no other starts from.
 
     A second one has the means of settings that were trained with several seeds.
     """
-    needed = {folder for run in found.plan.runs for folder in run.needs}
-    stages = {run.stage for run in found.plan.runs if run.folder in needed}
-    rows = [each for each in found.outcomes if each.stage not in stages] or list(found.outcomes)
+    needed = {folder for run in result.plan.runs for folder in run.needs}
+    stages = {run.stage for run in result.plan.runs if run.folder in needed}
+    rows = [each for each in result.outcomes if each.stage not in stages] or list(result.outcomes)
     columns = {"score": "score", "kl": "KL", "length": "length", "loss": "loss", "seconds": "s"}
     used = [c for c in columns if any(math.isfinite(getattr(row, c)) for row in rows)]
     if "score" in used and "loss" in used and all(math.isfinite(row.score) for row in rows):
@@ -58,7 +58,7 @@ def describe(found: Sweep) -> list[str]:
         ranged = {c: f"{columns[c]} [min, max]" for c in WITH_RANGE}
         header = ["mean over seeds", "seeds", *(ranged.get(c, columns[c]) for c in used)]
         lines += ["", *text_table(header, means).split("\n")]
-    for each in found.failed:
+    for each in result.failed:
         lines.append(f"{each.name} failed: {each.note}")
     return lines
 

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from marlhf.errors import MarlhfError
 from marlhf.runs.atomic import explain_disk_errors, replace_folder
-from marlhf.runs.layout import RunError
+from marlhf.runs.layout import CHECKPOINT_STATE, RunError
 from marlhf.runs.write import RunFolder
 from marlhf.train.distributed import World
 
@@ -76,7 +76,7 @@ def save_checkpoint(
                 for name, optimizer in optimizers.items():
                     moments = _moments(models[name], optimizer)
                     save_file(moments, temporary / f"optimizer-{name}.safetensors")
-            (temporary / "state.json").write_text(json.dumps(full_state), encoding="utf-8")
+            (temporary / CHECKPOINT_STATE).write_text(json.dumps(full_state), encoding="utf-8")
             files = sorted(p for p in temporary.rglob("*") if p.is_file())
             sizes = {str(p.relative_to(temporary)): [p.stat().st_size, _crc(p)] for p in files}
             (temporary / "manifest.json").write_text(json.dumps(sizes), encoding="utf-8")
@@ -101,7 +101,7 @@ def load_latest(
     if folder is None:
         return None, damaged
     folder = Path(folder)
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    state = read_checkpoint_state(folder)
     world.reshard(models.values())
     with world.raise_on_all_ranks():
         for name, optimizer in optimizers.items():
@@ -113,6 +113,11 @@ def load_latest(
         _load_sharded(folder, world, wanted)
     _set_rng(state["rng"])
     return state, damaged
+
+
+def read_checkpoint_state(folder: Path) -> dict[str, Any]:
+    """What a checkpoint holds besides tensors."""
+    return json.loads((folder / CHECKPOINT_STATE).read_text(encoding="utf-8"))
 
 
 def load_weights(folder: Path, models: Mapping[str, nn.Module], world: World) -> None:
@@ -139,7 +144,7 @@ def _find_latest(run: RunFolder) -> tuple[str | None, list[str]]:
     for folder in reversed(list_checkpoints(run)):
         try:
             _verify(folder)
-            json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            read_checkpoint_state(folder)
         except (Damaged, OSError, ValueError) as error:
             damaged[folder] = error
             continue

@@ -101,8 +101,8 @@ def continuation_returns(
     for index in _groups(repeated, models.policy, config.sampling.max_new_tokens):
         chosen = [repeated[i] for i in index]
         chosen_seeds = [seeds[i] for i in index]
-        found = _returns(chosen, models, config, chosen_seeds, kl_coef, normalise)
-        returns[send(torch.tensor(index), returns.device)] = found
+        fresh = _returns(chosen, models, config, chosen_seeds, kl_coef, normalise)
+        returns[send(torch.tensor(index), returns.device)] = fresh
     models.reward.latest = of_batch  # the metrics are of the batch, not of what continued it
     return returns.view(len(states), count)
 

@@ -59,7 +59,7 @@ class PassLimit:
 
     tokens: int | None = None
     """The most, once memory has run out."""
-    found: int | None = None
+    auto_tokens: int | None = None
     """What there is room for, with `token_budget: auto`; measured in the first steps."""
     watching: bool = False
     """Whether `bytes_per_token` is being measured."""
@@ -104,7 +104,7 @@ class World(SingleProcess):
         weight 0.
         """
         by_rank: list[list[Micro]] = []
-        budget = max(budget, self.pass_limit.found or budget)
+        budget = max(budget, self.pass_limit.auto_tokens or budget)
         budget = min(budget, self.pass_limit.tokens or budget)
         for rank in range(self.size):
             share = _share(lengths, rank, self.size)

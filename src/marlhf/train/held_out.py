@@ -13,7 +13,7 @@ from marlhf.data.encode import decode
 from marlhf.data.toy import gold_score
 from marlhf.models.base import Tokenizer
 from marlhf.rollout.repetition import repetition
-from marlhf.runs.layout import EVAL, SAMPLES, SCORE_SCALE, RunError
+from marlhf.runs.layout import BEST, EVAL, SAMPLES, SCORE_SCALE, RunError
 from marlhf.train.experience import Credit, Experience, rollout_and_score, sample_responses
 from marlhf.train.loop import Loop
 from marlhf.train.optim import check_finite
@@ -124,7 +124,7 @@ class HeldOutEvaluation:
         if metrics["eval/score"] > self.best:
             self.best = metrics["eval/score"]
             if self.config.keep_best:
-                self.loop.keep_model(self.models.policy, "best")
+                self.loop.keep_model(self.models.policy, BEST)
         warnings, verdict = self.config.guards.judge(metrics, self.start)
         for line in warnings:
             warn(f"step {step}: {line}")

@@ -29,7 +29,7 @@ WATCHED_STEPS = 2
 SHARE = 0.5
 """Of the memory that is free after them, what passes may take: other batches have other shapes, and
 other runs may share the GPU."""
-FOUND = "token_budget"
+BUDGET = "token_budget"
 """Where a run's state has what was found."""
 
 
@@ -76,8 +76,8 @@ def seek_token_budget(config: StageConfig, world: World, run: RunFolder) -> None
     # Several processes would find different numbers, and so would a run that is to be repeated.
     alone = world.size == 1 and not config.deterministic
     if config.token_budget == "auto" and world.device.type == "cuda" and alone:
-        world.pass_limit.found = run.state.get(FOUND)
-        world.pass_limit.watching = world.pass_limit.found is None
+        world.pass_limit.auto_tokens = run.state.get(BUDGET)
+        world.pass_limit.watching = world.pass_limit.auto_tokens is None
 
 
 def settle_token_budget(config: StageConfig, world: World, run: RunFolder) -> None:
@@ -90,8 +90,8 @@ def settle_token_budget(config: StageConfig, world: World, run: RunFolder) -> No
         return
     limit.watching = False
     fits = int(SHARE * _free_bytes(world.device) / limit.bytes_per_token)
-    limit.found = max(config.pass_tokens, 1 << int(math.log2(max(1, fits))))
-    run.state[FOUND] = limit.found
+    limit.auto_tokens = max(config.pass_tokens, 1 << int(math.log2(max(1, fits))))
+    run.state[BUDGET] = limit.auto_tokens
     run.write_state()
 
 

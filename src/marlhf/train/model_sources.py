@@ -17,10 +17,10 @@ from torch import nn
 from marlhf.configs.rl import RLConfig
 from marlhf.configs.stage import StageConfig
 from marlhf.models.adapter_config import Task
-from marlhf.models.adapter_files import adapter_base, find_adapter, is_scalar_adapter
+from marlhf.models.adapter_files import find_adapter, is_scalar_adapter, split_adapter
 from marlhf.models.adapters import AdapterInit
 from marlhf.models.base import Model, Tokenizer
-from marlhf.models.load import is_scalar, load_tokenizer, same_tokenizer
+from marlhf.models.load import has_same_tokenizer, is_scalar
 from marlhf.runs.layout import RunError
 from marlhf.train.objects import GivenObjects
 from marlhf.train.progress import warn
@@ -78,8 +78,8 @@ def policy_source(config: StageConfig, objects: GivenObjects) -> Source:
     settings = adapter_settings(config, objects)
     if settings is None:
         return WholeModel(origin, "language", seed=config.seed)
-    base = WholeModel(_base_origin(origin), "language", seed=config.seed)
-    return OnBase(base, "language", _saved_adapter(origin) or settings)
+    base, saved = split_adapter(origin)
+    return OnBase(WholeModel(base, "language", seed=config.seed), "language", saved or settings)
 
 
 def scalar_source(config: StageConfig, objects: GivenObjects) -> Source:
@@ -95,8 +95,8 @@ def scalar_source(config: StageConfig, objects: GivenObjects) -> Source:
         has_head = hasattr(origin, "score")
     # A language model stays one beneath the adapter, so that a policy can share it later.
     base_head: Task = "scalar" if has_head else "language"
-    base = WholeModel(_base_origin(origin), base_head, seed=config.seed)
-    return OnBase(base, "scalar", _saved_adapter(origin) or settings)
+    base, saved = split_adapter(origin)
+    return OnBase(WholeModel(base, base_head, seed=config.seed), "scalar", saved or settings)
 
 
 def rl_sources(
@@ -141,8 +141,7 @@ def reward_items(config: RLConfig, objects: GivenObjects) -> list[RewardItem]:
 
 def check_reference_tokenizer(config: Any, path: str, tokenizer: Tokenizer) -> None:
     remote = config.trust_remote_code
-    own = load_tokenizer(path, trust_remote_code=remote, setting="ref_model")
-    if not same_tokenizer(tokenizer, own):
+    if not has_same_tokenizer(path, tokenizer, trust_remote_code=remote, setting="ref_model"):
         raise RunError(
             f"The tokenizer of the reference {path} is not that of {config.model}: its "
             "log-probs would be of other tokens. Set ref_model to a model with the policy's "
@@ -190,9 +189,9 @@ def _critic(config: Any, objects: GivenObjects, tokenizer: Tokenizer, policy: So
         _check_critic_tokenizer(config, start.origin, tokenizer, start.setting)
     if isinstance(policy, WholeModel):
         return start
-    base = replace(start, origin=_base_origin(start.origin))
-    adapter = _saved_adapter(start.origin) or adapter_settings(config, objects)
-    return OnBase(base, "scalar", adapter)
+    base, saved = split_adapter(start.origin)
+    adapter = saved or adapter_settings(config, objects)
+    return OnBase(replace(start, origin=base), "scalar", adapter)
 
 
 def _critic_start(config: Any, objects: GivenObjects, tokenizer: Tokenizer) -> WholeModel:
@@ -221,8 +220,7 @@ def _readers(config: RLConfig, objects: GivenObjects, tokenizer: Tokenizer) -> I
         if reward.is_model:
             own = reward.tokenizer or (reward.item if isinstance(reward.item, str) else tokenizer)
             remote = config.trust_remote_code
-            own = load_tokenizer(own, trust_remote_code=remote, setting="reward_funcs")
-            if same_tokenizer(own, tokenizer):
+            if has_same_tokenizer(own, tokenizer, trust_remote_code=remote, setting="reward_funcs"):
                 yield reward
 
 
@@ -264,9 +262,10 @@ def _reward(reward: RewardItem, config: RLConfig, policy: Source, critic: Source
         adapter = find_adapter(reward.item)
         if adapter is not None and is_scalar_adapter(adapter):
             return OnBase(policy.base, "scalar", adapter)
-    own_base = WholeModel(_base_origin(reward.item), "scalar", seed=config.seed)
+    base, saved = split_adapter(reward.item)
+    own_base = WholeModel(base, "scalar", seed=config.seed)
     if isinstance(critic, OnBase) and critic.base == own_base:
-        return OnBase(own_base, "scalar", _saved_adapter(reward.item))
+        return OnBase(own_base, "scalar", saved)
     return WholeModel(reward.item, "scalar", setting=setting)
 
 
@@ -286,24 +285,9 @@ def _check_critic_tokenizer(
     config: RLConfig, path: str, tokenizer: Tokenizer, setting: str
 ) -> None:
     remote = config.trust_remote_code
-    own = load_tokenizer(path, trust_remote_code=remote, setting=setting)
-    if not same_tokenizer(tokenizer, own):
+    if not has_same_tokenizer(path, tokenizer, trust_remote_code=remote, setting=setting):
         raise RunError(
             f"The critic starts from {path}, whose tokenizer is not that of {config.model}: "
             "it would read other tokens. Set critic_model to a model with the policy's tokenizer, "
             "such as the SFT model."
         )
-
-
-def _base_origin(origin: str | Model) -> str | Model:
-    """What adapters go on: the base of a saved adapter, or the model itself."""
-    if isinstance(origin, str):
-        return adapter_base(origin) or origin
-    return origin
-
-
-def _saved_adapter(origin: str | Model) -> Path | None:
-    """The adapter that a model's folder is, if it is one."""
-    if isinstance(origin, str) and adapter_base(origin) is not None:
-        return Path(origin)
-    return None

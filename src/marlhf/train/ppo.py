@@ -291,12 +291,13 @@ def measure_options(
 ) -> Measurement:
     """The advantages of a batch by every way to assign credit that is compared."""
     responses = experience.responses(models.vocabulary, shuffler)
-    found: list[Tensor] = []
+    advantages: list[Tensor] = []
     for config in configs:
         segments = segment(config.segmenter, responses, split_last=config.split_last)
         segmented = SegmentedRewards(credit.rewards, segments)
-        found.append(whitened_advantages(assign_credit(segmented, credit.values, config), config))
-    return Measurement.of(torch.stack(found) / credit.segments.mask.sum().clamp(min=1))
+        assigned = assign_credit(segmented, credit.values, config)
+        advantages.append(whitened_advantages(assigned, config))
+    return Measurement.of(torch.stack(advantages) / credit.segments.mask.sum().clamp(min=1))
 
 
 def update(

@@ -63,8 +63,9 @@ def load_models(config: RLConfig, objects: GivenObjects, world: World, *, critic
         if config.gold_model:
             gold = _reward_model(config.gold_model, models["gold"], None, config, tokenizer, world)
         parsing = open_parsing(config.segmenter, tokenizer)
-        engine = _load_engine(config, policy, tokenizer, world)
-        ahead = _load_ahead(config, policy, tokenizer, world, engine)
+        ends, pad = end_tokens(policy, tokenizer), tokenizer.pad_token_id
+        engine = _load_engine(config, policy, ends, pad, world)
+        ahead = _load_ahead(config, policy, ends, pad, world, engine)
     table = vocabulary(tokenizer, policy.config.get_text_config().vocab_size)
     return Models(
         policy,
@@ -99,9 +100,10 @@ def load_prompts(
     return examples, held_out
 
 
-def _load_engine(config: RLConfig, policy: Model, tokenizer: Tokenizer, world: World) -> Engine:
+def _load_engine(
+    config: RLConfig, policy: Model, ends: list[int], pad: int, world: World
+) -> Engine:
     """What samples: the policy itself, or vLLM with a copy of it."""
-    ends, pad = end_tokens(policy, tokenizer), tokenizer.pad_token_id
     if config.engine == "native":
         budget = config.rollout_tokens
         return NativeEngine(policy, ends, pad, token_budget=budget, precision=config.precision)
@@ -131,7 +133,7 @@ def _load_engine(config: RLConfig, policy: Model, tokenizer: Tokenizer, world: W
 
 
 def _load_ahead(
-    config: RLConfig, policy: Model, tokenizer: Tokenizer, world: World, engine: Engine
+    config: RLConfig, policy: Model, ends: list[int], pad: int, world: World, engine: Engine
 ) -> AsyncEngine | None:
     """What samples while the policy trains: the vLLM server, or a process with a copy of it."""
     if not config.async_steps:
@@ -145,8 +147,8 @@ def _load_ahead(
         return engine
     return SamplerProcess(
         policy,
-        end_tokens(policy, tokenizer),
-        tokenizer.pad_token_id,
+        ends,
+        pad,
         token_budget=config.rollout_tokens,
         precision=config.precision,
     )
@@ -211,8 +213,8 @@ class SharedFunction(RewardFunction):
         mine = self.world.share([len(r) for r in responses])
         scores = torch.zeros(len(rows), device=self.world.device)
         with self.world.raise_on_all_ranks():
-            found = super().__call__(
+            own_scores = super().__call__(
                 [prompts[i] for i in mine], [responses[i] for i in mine], [rows[i] for i in mine]
             )
-        scores[torch.tensor(mine, dtype=torch.int64, device=self.world.device)] = found
+        scores[torch.tensor(mine, dtype=torch.int64, device=self.world.device)] = own_scores
         return self.world.sum(scores)

@@ -11,6 +11,7 @@ import torch
 from marlhf.configs.rl import RLConfig
 from marlhf.errors import SettingError
 from marlhf.rollout.engine import Rollout
+from marlhf.runs.layout import CRITIC
 from marlhf.runs.write import RunFolder
 from marlhf.train.ahead import SampledAhead
 from marlhf.train.checkpoint import generator_state, set_generator_state
@@ -139,7 +140,7 @@ class RLRun:
     def close(self) -> Path:
         """Save what was trained, and end the run: the folder of the policy."""
         if "critic" in self.trained:
-            self.loop.keep_model(self.models.critic, "critic")
+            self.loop.keep_model(self.models.critic, CRITIC)
         root = self.run.path.parent
         next_step = f"marlhf report {root} -o {root / 'report.html'}"
         summary = self.evaluation.latest | {"steps": self.loop.step}

@@ -25,7 +25,7 @@ from marlhf.runs.write import RunFolder
 from marlhf.train.checkpoint import list_checkpoints
 from marlhf.train.distributed import World, describe_lost_rank
 from marlhf.train.interrupts import Interrupts, Stopped
-from marlhf.train.memory import FOUND
+from marlhf.train.memory import BUDGET
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import Diverged
 from marlhf.train.progress import say, stages_ahead, warn
@@ -229,8 +229,8 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def memory_words(peak: float, gpu: float | None, *, found: bool = False) -> str:
-    """Peak memory in words, and whether there was room to go faster, unless that was found out.
+def memory_words(peak: float, gpu: float | None, *, searched: bool = False) -> str:
+    """Peak memory in words, and whether there was room to go faster, unless it was searched for.
 
     >>> memory_words(12.8, 139.8)
     "12.8 of the GPU's 140 GiB at most: a larger token_budget would fit, and may be faster"
@@ -238,7 +238,7 @@ def memory_words(peak: float, gpu: float | None, *, found: bool = False) -> str:
     if gpu is None:
         return f"{peak:.1f} GiB at most, of RAM"
     room = ": a larger token_budget would fit, and may be faster"
-    room = room if peak < gpu / 4 and not found else ""
+    room = room if peak < gpu / 4 and not searched else ""
     return f"{peak:.1f} of the GPU's {gpu:.0f} GiB at most{room}"
 
 
@@ -252,7 +252,7 @@ def finish(run: RunFolder, summary: dict[str, Any], next_step: str = "") -> Path
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
         gpu = device.total_memory / 2**30
-    say(f"  memory  {memory_words(peak, gpu, found=FOUND in run.state)}")
-    if next_step and not stages_ahead.method:  # `marlhf run` goes on by itself
+    say(f"  memory  {memory_words(peak, gpu, searched=BUDGET in run.state)}")
+    if next_step and not stages_ahead.method:  # `marlhf run` begins it by itself
         say(f"  next    {next_step}")
     return run.model

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from marlhf.core import (
+    Lines,
     NGram,
     RandomNGram,
     Responses,
@@ -46,7 +47,7 @@ from marlhf.train.rl_models import Models
 from marlhf.train.rloo_config import RLOOConfig
 from marlhf.train.stage import Example
 
-NO_REFERENCE_RULES = (NGram, RandomNGram, Words, Sentences, Surprise, Turns)
+NO_REFERENCE_RULES = (NGram, RandomNGram, Words, Sentences, Lines, Surprise, Turns)
 """Rules that do not look at the reference's log-probs, which cost a pass at each level."""
 LENGTH_STEPS = 8
 """The longest continuation is rounded up to this share of a response: each length that an engine
@@ -54,7 +55,7 @@ samples at records CUDA graphs of its own."""
 
 
 @dataclass
-class Row:
+class TreeRow:
     """One sampled response: its parent's tokens up to `begins`, and its own after that."""
 
     example: int
@@ -161,7 +162,7 @@ def grow_tree(
         [examples[i].prompt for i in first], models, config.sampling, draw_seeds(len(first))
     )
     rows = [
-        Row(i, response, logprobs[: len(response)], ended, 0, [])
+        TreeRow(i, response, logprobs[: len(response)], ended, 0, [])
         for i, response, logprobs, ended in zip(
             first, rollout.responses, rollout.logprobs.tolist(), rollout.ended.tolist()
         )
@@ -200,7 +201,7 @@ def grow_tree(
 
 
 def _find_cuts(
-    rows: list[Row],
+    rows: list[TreeRow],
     leaves: list[int],
     target: int,
     examples: list[Example],
@@ -221,7 +222,7 @@ def _find_cuts(
 
 
 def _macro_starts(
-    rows: list[Row],
+    rows: list[TreeRow],
     examples: list[Example],
     models: Models,
     config: RLOOConfig,
@@ -253,13 +254,13 @@ def _macro_starts(
 
 
 def _continue(
-    rows: list[Row],
+    rows: list[TreeRow],
     parents: list[int],
     examples: list[Example],
     models: Models,
     config: RLOOConfig,
     seeds: list[int],
-) -> list[Row]:
+) -> list[TreeRow]:
     """A new continuation of each parent's beginning, up to its last cut."""
     longest = config.sampling.max_new_tokens
     positions = getattr(models.policy.config, "max_position_embeddings", None) or math.inf
@@ -275,7 +276,7 @@ def _continue(
         if len(prompts[-1]) + length > positions:
             length = left
         by_length.setdefault(length, []).append(i)
-    new: dict[int, Row] = {}
+    new: dict[int, TreeRow] = {}
     for length, chosen in sorted(by_length.items()):
         rollout = sample_responses(
             [prompts[i] for i in chosen],
@@ -288,7 +289,7 @@ def _continue(
             parent = rows[parents[i]]
             cut = parent.cuts[-1]
             own = rollout.responses[j][: longest - cut]
-            new[i] = Row(
+            new[i] = TreeRow(
                 parent.example,
                 parent.response[:cut] + own,
                 parent.logprobs[:cut] + logprobs[j][: len(own)],

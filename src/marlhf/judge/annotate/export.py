@@ -26,7 +26,7 @@ def export(store: Store, folder: Path | str | None = None) -> list[dict[str, Any
     """
     store.refresh()
     folder = Path(folder or store.path.parent)
-    found: list[dict[str, Any]] = []
+    summaries: list[dict[str, Any]] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in store.annotators():
@@ -38,7 +38,7 @@ def export(store: Store, folder: Path | str | None = None) -> list[dict[str, Any
                     total = sum(item.runs == runs for item in store.items.values())
                     summary = write_verdicts(file, judgements, about)
                     more = {"path": str(file), "without_verdict": total - len(judgements)}
-                    found.append(summary | more)
+                    summaries.append(summary | more)
                 else:  # every vote was undone: an earlier export is out of date
                     file.unlink(missing_ok=True)
                     file.with_suffix(".json").unlink(missing_ok=True)
@@ -48,7 +48,7 @@ def export(store: Store, folder: Path | str | None = None) -> list[dict[str, Any
             f"Cannot write votes to {folder}: {error.strerror}. Give another -o; the votes are "
             f"safe in {store.path}."
         ) from error
-    return found
+    return summaries
 
 
 def describe(store: Store) -> list[str]:
@@ -74,16 +74,16 @@ def _judgements(store: Store, annotator: str, runs: Comparison) -> list[Judgemen
     is_done = all(pair in last for pair in store.shown)
     # Places are hexadecimal: "g" is after all of them.
     reached = "g" if is_done else max(store.place(annotator, pair) for pair in last)
-    found: list[Judgement] = []
+    judgements: list[Judgement] = []
     for name, item in store.items.items():
         if item.runs != runs:
             continue
         texts = item.prompt, item.response_a, item.response_b
         if item.same and store.place(annotator, name) < reached:
-            found.append(Judgement(*texts, "tie"))
+            judgements.append(Judgement(*texts, "tie"))
         elif name in votes and (verdict := votes[name].verdict):
-            found.append(Judgement(*texts, verdict, (verdict,)))
-    return found if any(store.items[pair].runs == runs for pair in votes) else []
+            judgements.append(Judgement(*texts, verdict, (verdict,)))
+    return judgements if any(store.items[pair].runs == runs for pair in votes) else []
 
 
 def _file_name(runs: Comparison, annotator: str, task: str) -> str:

@@ -265,20 +265,20 @@ def _parsed(kind: Any, body: bytes) -> Any:
 
 def _shown(store: Store, state: State) -> dict[str, Any]:
     """A state with the texts to compare. Which run is on which side stays here."""
-    found = asdict(state)
+    shown = asdict(state)
     if state.pair is not None:
         item = store.items[state.pair]
         left, right = store.sides(state.annotator, state.pair)
         prompt: Any = item.prompt
         turns = [{"role": "", "content": prompt}] if isinstance(prompt, str) else prompt
-        found["pair"] = {
+        shown["pair"] = {
             "id": state.pair,
             "prompt": turns,
             "reference": item.reference,
             "left": left,
             "right": right,
         }
-    return found
+    return shown
 
 
 def _sender(file: Path, kind: str) -> Callable[[], Response]:

@@ -344,8 +344,8 @@ class Store:
         return known.get(name.casefold(), name)
 
     def _known(self, action: str | None) -> bool:
-        found = self._db.execute("SELECT 1 FROM events WHERE action = ?", (action,))
-        return action is not None and found.fetchone() is not None
+        events = self._db.execute("SELECT 1 FROM events WHERE action = ?", (action,))
+        return action is not None and events.fetchone() is not None
 
     def _left_run(self, annotator: str, pair: str) -> str:
         place = self._places[pair]

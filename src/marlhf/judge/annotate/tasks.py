@@ -145,17 +145,17 @@ def read_items(paths: Sequence[Path | str]) -> list[list[Item]]:
     """The pairs of every two runs, one list per two runs, in the order of the first file."""
     if len(paths) < 2:
         raise JudgeError("There is nothing to compare. Give two or more runs.")
-    found: list[list[Item]] = []
+    by_runs: list[list[Item]] = []
     for (a, name_a), (b, name_b) in combinations(zip(paths, short_names(paths)), 2):
         runs = Comparison(name_a, name_b)
         pairs = read_pairs(a, b).pairs
-        found.append([Item(runs, p.prompt, p.reference, p.a.text, p.b.text) for p in pairs])
-    if all(item.same for items in found for item in items):
+        by_runs.append([Item(runs, p.prompt, p.reference, p.a.text, p.b.text) for p in pairs])
+    if all(item.same for items in by_runs for item in items):
         raise JudgeError(
             "The runs answer every shared prompt with the same text, so there is nothing to "
             "compare. Give runs that differ."
         )
-    return found
+    return by_runs
 
 
 def a_is_left(seed: int, annotator: str, runs: Comparison, place: int) -> bool:

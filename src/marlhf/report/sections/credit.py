@@ -27,8 +27,8 @@ def credit(groups: Sequence[Group]) -> str:
     measured = [
         part
         for label, group, folder in labelled(groups)
-        if (found := _read(folder))
-        for part in _measured(label, group, found)
+        if (summary := _read(folder))
+        for part in _measured(label, group, summary)
     ]
     chosen = [_choices(label, run) for label, run in _automatic(groups)]
     reaches = curve_figure("Tokens that credit reaches back", groups, ("credit/reach",))
@@ -45,17 +45,17 @@ def credit(groups: Sequence[Group]) -> str:
 
 def _read(folder: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads((folder / CREDIT).read_text(encoding="utf-8"))
+        summary = json.loads((folder / CREDIT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("rows"), list) else None
+    return summary if isinstance(summary, dict) and isinstance(summary.get("rows"), list) else None
 
 
-def _measured(label: str, group: Group, found: dict[str, Any]) -> list[str]:
+def _measured(label: str, group: Group, summary: dict[str, Any]) -> list[str]:
     """The dots of one `marlhf credit`, and what `--where` saw."""
     dots: list[Dot] = []
     rows: list[list[Cell]] = []
-    for row in found["rows"]:
+    for row in summary["rows"]:
         if not isinstance(row, dict):  # edited by hand
             continue
         mean, error = number(row.get("cosine")), 2 * number(row.get("error"))
@@ -67,21 +67,21 @@ def _measured(label: str, group: Group, found: dict[str, Any]) -> list[str]:
         rows.append([name, mean, error / 2, number(row.get("consistency")), row.get("samples")])
     if not dots:
         return []
-    best, own = str(found.get("best")), str(found.get("own"))
+    best, own = str(summary.get("best")), str(summary.get("own"))
     advice = (
         f"Nothing is measurably ahead of {text(own)}."
         if best == own
-        else f"{text(best)} is ahead of {text(own)}: <code>{text(found.get('recipe'))}</code>."
+        else f"{text(best)} is ahead of {text(own)}: <code>{text(summary.get('recipe'))}</code>."
     )
     shown = figure(
-        f"{label}, step {found.get('step')}",
+        f"{label}, step {summary.get('step')}",
         dot_rows(dots, x_label="cosine with the true gradient", width=520),
         file=f"credit {label}",
-        note=f"{found.get('batches')} batches, {found.get('responses')} responses. {advice}",
+        note=f"{summary.get('batches')} batches, {summary.get('responses')} responses. {advice}",
         header=["credit by", "cosine", "error", "consistency", "samples needed"],
         rows=rows,
     )
-    where = found.get("where")
+    where = summary.get("where")
     return [grid([shown, *(_where(where) if isinstance(where, dict) else [])], "two")]
 
 

@@ -78,11 +78,11 @@ def equal_kl(compared: Comparison) -> str:
     if most <= 1e-3:
         return ""
     levels = [most / 3, 2 * most / 3, most]
-    found = compared.intervals(lambda cs: [at_kl(c, level) for c in cs for level in levels])
+    intervals = compared.intervals(lambda cs: [at_kl(c, level) for c in cs for level in levels])
     rows: list[list[str]] = []
     data: list[list[Cell]] = []
     for i, group in enumerate(groups):
-        cells = found[i * len(levels) : (i + 1) * len(levels)]
+        cells = intervals[i * len(levels) : (i + 1) * len(levels)]
         rows.append([chip(group.label, group.colour), *map(interval_cell, cells)])
         data += [[group.label, level, *cell[:3]] for level, cell in zip(levels, cells)]
     header = ["Run", *(f"Score at KL {num(level)}" for level in levels)]
@@ -109,10 +109,10 @@ def _differences(compared: Comparison, level: float) -> str:
         scores = [at_kl(curve, level) for curve in curves]
         return [scores[b] - scores[a] for a, b in pairs]
 
-    found = compared.intervals(ahead)
+    intervals = compared.intervals(ahead)
     dots = [
         Dot(f"{groups_b.label} \u2212 {groups_a.label}", value, groups_b.colour)
-        for (a, b), value in zip(pairs, found)
+        for (a, b), value in zip(pairs, intervals)
         for groups_a, groups_b in [(compared.groups[a], compared.groups[b])]
     ]
     rows = [[dot.label.replace("\u2212", "minus"), *dot.value[:3]] for dot in dots]

@@ -42,16 +42,16 @@ MAX_FIGURES = 6
 def judged(runs: Sequence[Run], groups: Sequence[Group] = ()) -> str:
     """Win, tie and loss by judge; dimension scores; how much the judges agree."""
     colours = {name: group.colour for name, group in groups_by_name(groups).items()}
-    found = read_summaries(runs)
-    if not found:
+    summaries = read_summaries(runs)
+    if not summaries:
         return ""
     return section(
         "judged",
         "Judged in pairs",
         "Two responses to the same prompt, and which is better: shares of the first-named run, "
         "with 95% intervals over prompts. Read them together with how much the judges agree.",
-        f'<div class="beside">{_bars(found, colours)}<div>{_shares(found)}</div></div>',
-        _dimensions(found, colours),
+        f'<div class="beside">{_bars(summaries, colours)}<div>{_shares(summaries)}</div></div>',
+        _dimensions(summaries, colours),
         _agreement(runs),
     )
 
@@ -63,7 +63,7 @@ def read_summaries(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def _summaries(folder: Path) -> list[dict[str, Any]]:
     """Summaries that are complete; others are left out."""
-    found = []
+    summaries = []
     for file in sorted(folder.glob("*.json")):
         try:
             summary = read_object(file)
@@ -73,14 +73,14 @@ def _summaries(folder: Path) -> list[dict[str, Any]]:
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
         if whole is not False:
-            found.append(summary | {"path": file.with_suffix(".jsonl")})
-    return found
+            summaries.append(summary | {"path": file.with_suffix(".jsonl")})
+    return summaries
 
 
-def _with_majority(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_majority(summaries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Adds the majority verdict where several people judged the same two runs."""
     together: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for summary in found:
+    for summary in summaries:
         if str(summary["judge"]).startswith(PERSON):
             key = str(summary["a"]), str(summary["b"]), str(summary["task"])
             together.setdefault(key, []).append(summary)
@@ -93,7 +93,7 @@ def _with_majority(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for part, verdict in (("win", "a"), ("tie", "tie"), ("loss", "b")):
                 about[part] = share_with_bounds(verdicts.count(verdict), len(verdicts))
             added.append(about)
-    return found + added
+    return summaries + added
 
 
 def _majority(files: Sequence[Path]) -> list[str]:
@@ -130,16 +130,16 @@ def _interval(numbers: dict[str, Any], middle: str, size: int) -> Interval:
     return Interval(mean, low, high, size)
 
 
-def _bars(found: Sequence[dict[str, Any]], colours: dict[str, str]) -> str:
+def _bars(summaries: Sequence[dict[str, Any]], colours: dict[str, str]) -> str:
     rows: list[tuple[str, list[tuple[str, float, str]]]] = []
-    for s in found:
+    for s in summaries:
         a, b = _side_colours(s, colours)
         shades = zip(PARTS, (a, "var(--t4)", b))
         rows.append((_label(s), [(part, 100 * s[part]["share"], shade) for part, shade in shades]))
     data: list[list[Cell]] = [
         [s["a"], s["b"], s["judge"], s["task"], s["pairs"]]
         + [s[part][key] for part in PARTS for key in ("share", "low", "high")]
-        for s in found
+        for s in summaries
     ]
     names = [f"{part} {key}" for part in PARTS for key in ("share", "low", "high")]
     return figure(
@@ -152,9 +152,9 @@ def _bars(found: Sequence[dict[str, Any]], colours: dict[str, str]) -> str:
     )
 
 
-def _shares(found: Sequence[dict[str, Any]]) -> str:
+def _shares(summaries: Sequence[dict[str, Any]]) -> str:
     rows = []
-    for s in found:
+    for s in summaries:
         cells = [interval_cell(_interval(s[part], "share", s["pairs"]), percent) for part in PARTS]
         turned = s.get("orders_disagreed")
         share = percent(turned / s["pairs"]) if isinstance(turned, int) else num(None)
@@ -167,10 +167,10 @@ def _shares(found: Sequence[dict[str, Any]]) -> str:
     return table([*header, "Orders disagreed"], rows)
 
 
-def _dimensions(found: Sequence[dict[str, Any]], colours: dict[str, str]) -> str:
+def _dimensions(summaries: Sequence[dict[str, Any]], colours: dict[str, str]) -> str:
     rows: list[list[str]] = []
     data: list[list[Cell]] = []
-    for s in found:
+    for s in summaries:
         for name, sides in s["dimensions"].items():
             a, b = (number(sides[side]["mean"]) for side in ("a", "b"))
             difference = _interval(sides["difference"], "mean", s["pairs"])
@@ -183,7 +183,7 @@ def _dimensions(found: Sequence[dict[str, Any]], colours: dict[str, str]) -> str
     link = csv_link("dimensions", header, data)
     return (
         "<h3>By dimension</h3>"
-        + grid([_dimension_figure(s, colours) for s in found if s["dimensions"]][:MAX_FIGURES])
+        + grid([_dimension_figure(s, colours) for s in summaries if s["dimensions"]][:MAX_FIGURES])
         + table(
             ["Comparison", "Dimension", "First", "Second", "Difference"], rows, csv=link, words=2
         )
@@ -210,21 +210,22 @@ def _dimension_figure(summary: dict[str, Any], colours: dict[str, str]) -> str:
 def _agreement(runs: Sequence[Run]) -> str:
     folders = [run.path / JUDGED for run in runs if any((run.path / JUDGED).glob("*.jsonl"))]
     try:
-        found = compare(read_votes(folders))
+        agreement = compare(read_votes(folders))
     except JudgeError:  # one judge, no shared pair, or a damaged file: nothing to show
         return ""
     rows = []
     data: list[list[Cell]] = []
-    for b in found.between:
+    for b in agreement.between:
         share, kappa = b.agreement, b.kappa
         cells = [interval_cell(share, percent), interval_cell(kappa)]
         rows.append([text(b.one), text(b.other), str(b.pairs), *cells])
         data.append([b.one, b.other, b.pairs, *share[:3], *kappa[:3]])
     numbers = ["agreement", "low", "high", "kappa", "kappa low", "kappa high"]
     link = csv_link("agreement", ["judge", "other judge", "pairs", *numbers], data)
-    fleiss = found.fleiss
+    fleiss = agreement.fleiss
     all_of_them = (
-        f'<p class="lead">Fleiss\' kappa of all {len(found.judges)} on {found.common} pairs: '
+        f'<p class="lead">Fleiss\' kappa of all {len(agreement.judges)} on '
+        f"{agreement.common} pairs: "
         f"{fleiss.text(num)}.</p>"
         if fleiss is not None
         else ""

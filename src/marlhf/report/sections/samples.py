@@ -30,7 +30,7 @@ class Macro(NamedTuple):
     advantage: float
 
 
-class Answer(NamedTuple):
+class ShownResponse(NamedTuple):
     """The response of one run to a prompt."""
 
     label: str
@@ -82,7 +82,7 @@ def _key(scales: dict[str, float]) -> str:
     )
 
 
-def _example(prompts: list[tuple[str, list[Answer]]], scales: dict[str, float]) -> str:
+def _example(prompts: list[tuple[str, list[ShownResponse]]], scales: dict[str, float]) -> str:
     """One macro action in words: the one with the largest advantage in the first prompt."""
     candidates = [
         (macro.length > 1, abs(macro.advantage), answer.label, macro)
@@ -104,10 +104,10 @@ def _example(prompts: list[tuple[str, list[Answer]]], scales: dict[str, float]) 
     )
 
 
-def _answers(policies: list[Group]) -> list[tuple[str, list[Answer]]]:
+def _answers(policies: list[Group]) -> list[tuple[str, list[ShownResponse]]]:
     """Prompts with their answers, those that most runs answered first."""
-    found: dict[tuple[float, str], list[Answer]] = {}
-    before: dict[tuple[float, str], Answer] = {}
+    by_prompt: dict[tuple[float, str], list[ShownResponse]] = {}
+    before: dict[tuple[float, str], ShownResponse] = {}
     for group in policies:
         rows = [row for row in group.runs[0].samples if isinstance(row.get("prompt"), str)]
         steps = [number(row.get("step")) for row in rows]
@@ -115,17 +115,19 @@ def _answers(policies: list[Group]) -> list[tuple[str, list[Answer]]]:
         for row, step in zip(rows, steps):
             key = (number(row.get("index", 0)), row["prompt"])
             if step == 0:
-                before.setdefault(key, Answer("before RL", START_COLOUR, row))
+                before.setdefault(key, ShownResponse("before RL", START_COLOUR, row))
             elif step == last:
-                found.setdefault(key, []).append(Answer(group.label, group.colour, row))
+                by_prompt.setdefault(key, []).append(ShownResponse(group.label, group.colour, row))
     for key, answer in before.items():
-        found.setdefault(key, []).insert(0, answer)
-    ordered = sorted(found.items(), key=lambda item: (-len(item[1]), item[0][0]))
+        by_prompt.setdefault(key, []).insert(0, answer)
+    ordered = sorted(by_prompt.items(), key=lambda item: (-len(item[1]), item[0][0]))
     return [(prompt, answers) for (_, prompt), answers in ordered]
 
 
-def _within_budget(prompts: list[tuple[str, list[Answer]]]) -> list[tuple[str, list[Answer]]]:
-    kept: list[tuple[str, list[Answer]]] = []
+def _within_budget(
+    prompts: list[tuple[str, list[ShownResponse]]],
+) -> list[tuple[str, list[ShownResponse]]]:
+    kept: list[tuple[str, list[ShownResponse]]] = []
     spans = 0
     for prompt, answers in prompts[:MAX_PROMPTS]:
         spans += sum(len(macro_actions(answer.sample)) for answer in answers)
@@ -157,7 +159,7 @@ def _same_length(values: object, length: int) -> list[Any]:
     return values if isinstance(values, list) and len(values) == length else []
 
 
-def _advantage_scales(prompts: list[tuple[str, list[Answer]]]) -> dict[str, float]:
+def _advantage_scales(prompts: list[tuple[str, list[ShownResponse]]]) -> dict[str, float]:
     """The size of a large advantage of each run, so that one outlier does not pale the rest.
 
     Macro actions sum more rewards than tokens do: on a shared scale one run would look flat.
@@ -170,7 +172,7 @@ def _advantage_scales(prompts: list[tuple[str, list[Answer]]]) -> dict[str, floa
     return {label: max(quantiles(each, [0.95])[0], 1e-9) for label, each in sizes.items() if each}
 
 
-def _score_gaps(prompts: list[tuple[str, list[Answer]]]) -> list[tuple[str, dict[int, int]]]:
+def _score_gaps(prompts: list[tuple[str, list[ShownResponse]]]) -> list[tuple[str, dict[int, int]]]:
     """For pairs of runs, the place of each prompt by their gap in score, largest first.
 
     Prompts without both scores have no place.
@@ -207,7 +209,7 @@ def _orders(orders: list[tuple[str, dict[int, int]]]) -> str:
 
 
 def _sample(
-    prompt: str, answers: list[Answer], scales: dict[str, float], ranks: list[int | None]
+    prompt: str, answers: list[ShownResponse], scales: dict[str, float], ranks: list[int | None]
 ) -> str:
     shown = "".join(
         _answer(answer, scales.get(answer.label, math.nan)) for answer in thin(answers, 8)
@@ -219,7 +221,7 @@ def _sample(
     )
 
 
-def _answer(answer: Answer, scale: float) -> str:
+def _answer(answer: ShownResponse, scale: float) -> str:
     sample = answer.sample
     macros = macro_actions(sample)
     body = "".join(_spans(macros, scale))

@@ -6,12 +6,7 @@ from marlhf.intervals import mean
 from marlhf.report.curves import curve_figure
 from marlhf.report.groups import Group
 from marlhf.report.page import chip, duration, grid, num, percent, section, table, text
-
-STAGE_NAMES = {
-    "sft": "supervised fine-tuning",
-    "reward": "reward model",
-    "dpo": "direct preference optimisation",
-}
+from marlhf.runs.stage_facts import facts_of
 
 
 def stages(groups: list[Group], *, with_table: bool) -> str:
@@ -58,18 +53,17 @@ def stage_table(groups: list[Group]) -> str:
             values = [value for key in keys for value in group.finals(key)]
             shown.append(form(mean(values)))
         seconds = mean([run.seconds for run in group.runs if run.seconds is not None])
-        stage = STAGE_NAMES.get(group.stage)
         steps = max((run.last_step or 0 for run in group.runs), default=0)
-        rows.append(
-            [name_cell(group), text(stage or group.stage), str(steps), *shown, duration(seconds)]
-        )
+        stage = text(facts_of(group.stage).label)
+        rows.append([name_cell(group), stage, str(steps), *shown, duration(seconds)])
     return table(header, rows, words=2) if rows else ""
 
 
 def name_cell(group: Group, kind: str = "") -> str:
-    count = f"{group.num_seeds} seeds" if group.num_seeds > 1 else f"{len(group.runs)} runs"
-    words = [count] * (len(group.runs) > 1) + sorted(
-        {run.status for run in group.runs} - {"unknown"}
-    )
+    words = sorted({run.status for run in group.runs} - {"unknown"})
+    if group.num_seeds > 1:
+        words.insert(0, f"{group.num_seeds} seeds")
+    elif len(group.runs) > 1:
+        words.insert(0, f"{len(group.runs)} runs")
     below = "".join(f"<small>{text(line)}</small>" for line in (kind, ", ".join(words)) if line)
     return chip(group.label, group.colour) + below

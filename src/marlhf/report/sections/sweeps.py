@@ -75,8 +75,8 @@ def find_sweeps(groups: Sequence[Group]) -> list[Sweep]:
     keys = [key for key, _ in differing([group.chosen for group in known])]
     if "segmenter.type" in keys:
         keys = [RULE, *(key for key in keys if key != "segmenter.type")]
-    found = [sweep for key in keys if (sweep := _along(key, known)) is not None]
-    return found[:MAX_SWEEPS]
+    kept = [sweep for key in keys if (sweep := _along(key, known)) is not None]
+    return kept[:MAX_SWEEPS]
 
 
 def _along(key: str, groups: Sequence[Group]) -> Sweep | None:

@@ -116,10 +116,10 @@ def times_to_score(compared: Comparison, shares: Sequence[float]) -> list[Times]
             numbers += [_ratio(theirs, own) for theirs, own in zip(base, reached[-1])]
         return numbers
 
-    found = iter(compared.intervals(statistic))
+    each = iter(compared.intervals(statistic))
     count = len(shares)
     return [
-        Times(list(islice(found, count)), list(islice(found, count)), next(found), next(found))
+        Times(list(islice(each, count)), list(islice(each, count)), next(each), next(each))
         for _ in compared.groups
     ]
 

@@ -89,27 +89,27 @@ def speed(group: Group) -> Speed:
 
 
 def _speed_figure(policies: list[Group]) -> str:
-    speeds = [(group, found) for group in policies if (found := speed(group)).per_second > 0]
+    speeds = [(group, times) for group in policies if (times := speed(group)).per_second > 0]
     if not speeds:
         return ""
     scattered = [
         f'<span class="warn">Steps of {text(group.label)} scatter:</span> the median takes '
-        f"{duration(found.median_step)}, one in twenty {duration(found.slow_step)} or more."
-        for group, found in speeds
-        if found.slow_step > SCATTER * found.median_step
+        f"{duration(times.median_step)}, one in twenty {duration(times.slow_step)} or more."
+        for group, times in speeds
+        if times.slow_step > SCATTER * times.median_step
     ]
     name = "responses per second"
     return figure(
         "Responses per second",
         stacked_bars(
-            [(group.label, [(name, found.per_second, group.colour)]) for group, found in speeds],
+            [(group.label, [(name, times.per_second, group.colour)]) for group, times in speeds],
             x_label=name,
         ),
         file=name,
         note=" ".join(scattered),
         header=["run", name, "median step", "95% of steps within", "steps"],
         rows=[
-            [group.label, found.per_second, found.median_step, found.slow_step, found.num_steps]
-            for group, found in speeds
+            [group.label, times.per_second, times.median_step, times.slow_step, times.num_steps]
+            for group, times in speeds
         ],
     )
