@@ -169,8 +169,8 @@ def test_benepar_gives_constituents(monkeypatch):
     ("name", "command"),
     [
         ("spacy:en_core_web_sm", r"pip install 'marlhf\[spacy\]'"),
-        ("stanza:en", "pip install stanza"),
-        ("benepar:benepar_en3", "pip install benepar"),
+        ("stanza:en", r"pip install 'marlhf\[stanza\]'"),
+        ("benepar:benepar_en3", r"pip install 'marlhf\[benepar\]'"),
         ("python", r"pip install 'marlhf\[code\]'"),
         ("auto", r"pip install 'marlhf\[code\]'"),
     ],

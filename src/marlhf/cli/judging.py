@@ -49,7 +49,7 @@ def pass_at_k(
 ) -> None:
     """Share of programming problems that k samples solve, by unit tests."""
     from marlhf.evaluate.pass_at_k import PassAtKOptions, measure
-    from marlhf.intervals import Interval
+    from marlhf.evaluate.pass_rates import read_row
     from marlhf.reward.code import UnitTests
 
     ks = tuple(sorted({*(k or (1, 5))}))
@@ -71,13 +71,12 @@ def pass_at_k(
         tell(f"{done} of {total} problems")
 
     result = measure(run, options, UnitTests(seconds=seconds), progress)
-    for row in result["rows"]:
-        rates = {k: Interval(*row[f"pass@{k}"], row["problems"]) for k in ks}
-        shown = [
+    for row in map(read_row, result["rows"]):
+        shown = "  ".join(
             f"pass@{k} {100 * rate.mean:5.2f} {rate.bounds(lambda x: f'{100 * x:.2f}')}"
-            for k, rate in rates.items()
-        ]
-        typer.echo(f"{row['difficulty']:14} {row['problems']:5} problems  {'  '.join(shown)}")
+            for k, rate in row.pass_at.items()
+        )
+        typer.echo(f"{row.difficulty:14} {row.problems:5} problems  {shown}")
     if result["without_verdict"]:
         tell(f"{result['without_verdict']} problems have no verdict: see the log")
 

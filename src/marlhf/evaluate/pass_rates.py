@@ -77,13 +77,13 @@ def read_summary(folder: Path) -> PassRates | None:
     """What was measured in a run folder; None where it was not, or the file is damaged."""
     try:
         summary = read_object(folder / PASS_AT_K)
-        rows = [_read_row(row) for row in summary["rows"]]
+        rows = [read_row(row) for row in summary["rows"]]
         return PassRates(int(summary["samples"]), rows) if rows else None
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _read_row(row: Mapping[str, Any]) -> PassRate:
+def read_row(row: Mapping[str, Any]) -> PassRate:
     problems = int(row["problems"])
     pass_at: dict[int, Interval] = {}
     for key, value in row.items():

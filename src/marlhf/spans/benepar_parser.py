@@ -18,7 +18,7 @@ class BeneparParser:
             import benepar  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise ParserError(
-                f"The parser benepar:{name} needs benepar: pip install benepar"
+                f"The parser benepar:{name} needs benepar: pip install 'marlhf[benepar]'"
             ) from None
         try:
             self.parser: Any = benepar.Parser(name)

@@ -17,7 +17,7 @@ class StanzaParser:
             import stanza  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise ParserError(
-                f"The parser stanza:{language} needs stanza: pip install stanza"
+                f"The parser stanza:{language} needs stanza: pip install 'marlhf[stanza]'"
             ) from None
         try:
             self.pipeline: Any = stanza.Pipeline(
