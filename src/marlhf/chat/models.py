@@ -27,8 +27,9 @@ from marlhf.evaluate.eval_plan import (
 )
 from marlhf.evaluate.sampling import seed_of
 from marlhf.models.base import Model, Precision, Tokenizer, autocast
-from marlhf.models.forward import Sequences, token_stats
+from marlhf.models.forward import token_stats
 from marlhf.models.load import check_vocabulary, end_tokens, load_policy, load_tokenizer
+from marlhf.models.sequences import Sequences
 from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine
 from marlhf.runs.layout import model_folder

@@ -34,8 +34,9 @@ from marlhf.evaluate.eval_plan import (
 from marlhf.evaluate.sampling import TOKENS, ResponseSampler, RewardModelCache, key_of, seed_of
 from marlhf.intervals import mean
 from marlhf.models.base import Model, autocast, pick_device
-from marlhf.models.forward import Sequences, final_scores
+from marlhf.models.forward import final_scores
 from marlhf.models.load import load_scalar
+from marlhf.models.sequences import Sequences
 from marlhf.rollout.engine import Rollout
 from marlhf.runs.digests import weights_digest
 from marlhf.runs.evaluations import read_sampled

@@ -28,7 +28,7 @@ from marlhf.data import (
 from marlhf.data.rows import prompt_key
 from marlhf.evaluate.eval_plan import EvaluationError, EvaluationPlan, PolicySource, is_function
 from marlhf.models.base import Model, Tokenizer, autocast
-from marlhf.models.forward import Sequences, token_stats
+from marlhf.models.forward import token_stats
 from marlhf.models.load import (
     check_vocabulary,
     end_tokens,
@@ -38,6 +38,7 @@ from marlhf.models.load import (
     load_scalar,
     load_tokenizer,
 )
+from marlhf.models.sequences import Sequences
 from marlhf.reward import RewardFunction, RewardModel, import_function
 from marlhf.rollout.engine import Rollout
 from marlhf.rollout.native import NativeEngine

@@ -13,8 +13,9 @@ from marlhf.data.rows import Text
 from marlhf.judge.criteria import Answer, Criteria, Question, Side
 from marlhf.judge.pairs import JudgeError, Response
 from marlhf.models.base import autocast, pick_device
-from marlhf.models.forward import Sequences, token_stats
+from marlhf.models.forward import token_stats
 from marlhf.models.load import is_scalar, load_policy, load_scalar, load_tokenizer
+from marlhf.models.sequences import Sequences
 from marlhf.reward.model import RewardModel
 from marlhf.runs.layout import model_folder
 

@@ -12,7 +12,6 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -21,13 +20,12 @@ import torch
 from torch import Tensor, nn
 from transformers import masking_utils
 
-from marlhf.data.collate import pad_right
-from marlhf.errors import SettingError
 from marlhf.models.compile import is_compiled
 from marlhf.models.graphs import GraphedPasses
 from marlhf.models.logprobs import LogitRule, chosen_logprobs, fit_rule, probe
 from marlhf.models.packed import Packing, can_pack, packed_hidden
 from marlhf.models.scores import TokenScores
+from marlhf.models.sequences import Sequences, send
 from marlhf.models.unpadded import Rows, fits, unpadded_hidden
 
 PACKED_BELOW = 0.85
@@ -35,62 +33,6 @@ PACKED_BELOW = 0.85
 is faster: its attention kernel is."""
 PACKING_TOLERANCE = 0.1
 """Share of the spread of hidden states that rounding to bfloat16 explains."""
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """Prompts with their responses. Masks come from lengths: pad may be eos."""
-
-    ids: Tensor  # [B, W]
-    responses: Tensor  # [B, R]
-    mask: Tensor  # [B, R] bool
-    before: Tensor  # [B, R], the column of the token before each response token
-    prompt_lengths: tuple[int, ...]  # on the host, for cutting micro-batches
-    lengths: tuple[int, ...]
-
-    @classmethod
-    def from_lists(
-        cls,
-        prompts: Sequence[Sequence[int]],
-        responses: Sequence[Sequence[int]],
-        pad_id: int,
-        device: torch.device | str = "cpu",
-    ) -> Sequences:
-        if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
-            raise SettingError(
-                f"Rows {empty} have no prompt, so nothing comes before the first response token. "
-                "Begin each prompt with BOS, or with EOS where the tokenizer has no BOS."
-            )
-        ids, _ = pad_right([[*p, *r] for p, r in zip(prompts, responses)], pad_id)
-        lengths = tuple(map(len, prompts)), tuple(map(len, responses))
-        first, count = (torch.tensor(x, dtype=torch.int64)[:, None] for x in lengths)
-        place = torch.arange(max(lengths[1], default=0))
-        mask = place < count
-        before = torch.where(mask, first - 1 + place, 0)
-        right = torch.where(mask, ids.gather(1, torch.where(mask, first + place, 0)), pad_id)
-        tensors = (ids, right, mask, before)
-        ids, right, mask, before = (send(x, device) for x in tensors)
-        return cls(ids, right, mask, before, *lengths)
-
-    def rows(self, index: Sequence[int]) -> Sequences:
-        """Some of the rows, without the padding that only the others needed."""
-        prompt_lengths = tuple(self.prompt_lengths[i] for i in index)
-        lengths = tuple(self.lengths[i] for i in index)
-        where = send(torch.tensor(index), self.ids.device)
-        whole = max(p + r for p, r in zip(prompt_lengths, lengths))
-        width = max(lengths)
-        return Sequences(
-            self.ids[where, :whole],
-            self.responses[where, :width],
-            self.mask[where, :width],
-            self.before[where, :width],
-            prompt_lengths,
-            lengths,
-        )
-
-    @property
-    def total_lengths(self) -> list[int]:
-        return [p + r for p, r in zip(self.prompt_lengths, self.lengths)]
 
 
 class TokenStats(NamedTuple):
@@ -124,10 +66,10 @@ def token_stats(
         return plain_token_stats(model, sequences, temperature, **options)
     if passes is not None:
         packed = _packed_logprobs(model, passes, sequences, temperature)
-        return TokenStats(_spread(packed, sequences), None)
-    real = _real(sequences)  # [N]
+        return TokenStats(sequences.spread(packed), None)
+    real = sequences.real_tokens()  # [N]
     if _can_unpad(model, sequences):
-        hidden, rule = _unpadded(model, sequences, _before(sequences)), _rule(model)
+        hidden, rule = _unpadded(model, sequences, sequences.before_responses()), _rule(model)
     else:
         rows, width = real // sequences.mask.shape[1], sequences.ids.shape[1]
         positions = rows * width + sequences.before.flatten()[real]
@@ -149,8 +91,8 @@ def token_stats(
     )
     if scores is not None:
         scores.watch(hidden, logprobs)
-    entropies = None if surprise is None else _spread(surprise, sequences)
-    return TokenStats(_spread(logprobs, sequences), entropies)
+    entropies = None if surprise is None else sequences.spread(surprise)
+    return TokenStats(sequences.spread(logprobs), entropies)
 
 
 def plain_token_stats(
@@ -169,7 +111,7 @@ def plain_token_stats(
     normaliser = logits.logsumexp(dim=2)
     logprobs = torch.where(sequences.mask, chosen - normaliser, 0.0)
     if scores is not None:
-        scores.watch(hidden[0], logprobs, _real(sequences))
+        scores.watch(hidden[0], logprobs, sequences.real_tokens())
     if not entropy:
         return TokenStats(logprobs, None)
     with torch.no_grad():
@@ -179,32 +121,23 @@ def plain_token_stats(
 
 def token_values(model: nn.Module, sequences: Sequences) -> Tensor:
     """The value of the state before each response token, float32: [B, R]. 0 at padding."""
+    before = sequences.before_responses()
     if sum(sequences.lengths) and (passes := _packed_passes(model, sequences)) is not None:
-        return _spread(_packed_scalars(model, passes, sequences, _before(sequences)), sequences)
+        return sequences.spread(_packed_scalars(model, passes, sequences, before))
     if sum(sequences.lengths) and _can_unpad(model, sequences):
-        return _spread(_unpadded_scalars(model, sequences, _before(sequences)), sequences)
+        return sequences.spread(_unpadded_scalars(model, sequences, before))
     return torch.where(sequences.mask, _scalar(model, sequences.ids, sequences.before), 0.0)
 
 
 def final_scores(model: nn.Module, sequences: Sequences) -> Tensor:
     """The scalar at each row's last real token, float32: [B]."""
     if (passes := _packed_passes(model, sequences)) is not None:
-        return _packed_scalars(model, passes, sequences, _last(sequences))
+        return _packed_scalars(model, passes, sequences, sequences.last_tokens())
     if _can_unpad(model, sequences):
-        return _unpadded_scalars(model, sequences, _last(sequences))
+        return _unpadded_scalars(model, sequences, sequences.last_tokens())
     prompts = send(torch.tensor(sequences.prompt_lengths), sequences.ids.device)
     last = prompts + sequences.mask.sum(dim=1) - 1
     return _scalar(model, sequences.ids, last[:, None]).squeeze(1)
-
-
-def send(x: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a host tensor to a device without waiting for the device.
-
-    A copy from pageable memory waits until everything launched before it is done, and the device
-    then idles until the host launches the next pass. A copy from pinned memory does not wait.
-    """
-    pinned = x.pin_memory() if torch.device(device).type == "cuda" else x
-    return pinned.to(device, non_blocking=True)
 
 
 def position_ids(attention: Tensor) -> Tensor:
@@ -306,15 +239,6 @@ def _plain(head: nn.Module) -> bool:
     return type(head) is nn.Linear and type(head.weight.data) is Tensor and not hooked
 
 
-def _real(sequences: Sequences) -> Tensor:
-    """Flat indices of the response tokens that are not padding, [N]."""
-    # As mask.nonzero(), but the size comes from the host, so nothing waits for the device.
-    mask, count = sequences.mask.flatten(), sum(sequences.lengths)
-    place = torch.where(mask, mask.cumsum(dim=0) - 1, count)  # padding goes to a last, extra place
-    index = place.new_empty(count + 1)
-    return index.scatter_(0, place, torch.arange(len(mask), device=mask.device))[:count]
-
-
 def _scalar(model: nn.Module, ids: Tensor, columns: Tensor) -> Tensor:
     """The scalar head at some columns of each row, in float32 even under autocast: [B, R]."""
     backbone, head = cast(nn.Module, model.base_model), cast(nn.Module, model.score)
@@ -386,9 +310,9 @@ def _packed_logprobs(
     model: nn.Module, passes: GraphedPasses, sequences: Sequences, temperature: float
 ) -> Tensor:
     """Log-probs of all response tokens, row after row: [N]."""
-    packing = _pack(sequences, _before(sequences))
+    packing = _pack(sequences, sequences.before_responses())
     tokens = torch.zeros_like(packing.picked)
-    tokens[: sum(sequences.lengths)] = sequences.responses.flatten()[_real(sequences)]
+    tokens[: sum(sequences.lengths)] = sequences.responses.flatten()[sequences.real_tokens()]
     rule = _RULES[model]
     assert rule is not None
 
@@ -432,16 +356,6 @@ def _pack(sequences: Sequences, picked: Sequence[tuple[int, int]]) -> Packing:
     return packing.to(lambda x: send(x, sequences.ids.device))
 
 
-def _before(sequences: Sequences) -> list[tuple[int, int]]:
-    """The tokens before the response tokens of each row, as (first column, count)."""
-    return [(p - 1, r) for p, r in zip(sequences.prompt_lengths, sequences.lengths)]
-
-
-def _last(sequences: Sequences) -> list[tuple[int, int]]:
-    """The last token of each row, as (column, 1)."""
-    return [(length - 1, 1) for length in sequences.total_lengths]
-
-
 _UNPADDED: WeakSet[nn.Module] = WeakSet()
 
 
@@ -468,12 +382,6 @@ def _unpadded_scalars(
 ) -> Tensor:
     """The scalar head at some tokens of each row, (first column, count): [N]."""
     return cast(nn.Module, model.score)(_unpadded(model, sequences, picked)).squeeze(1)
-
-
-def _spread(flat: Tensor, sequences: Sequences) -> Tensor:
-    """A number for each response token, row after row, [N], as [B, R] with 0 at padding."""
-    whole = torch.zeros(sequences.mask.numel(), device=flat.device)
-    return whole.index_copy(0, _real(sequences), flat.float()).view_as(sequences.mask)
 
 
 def _cast_dtype(hidden: Tensor) -> torch.dtype:

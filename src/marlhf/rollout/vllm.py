@@ -26,7 +26,8 @@ from marlhf.data.collate import token_budget_batches
 from marlhf.errors import MarlhfError
 from marlhf.models.adapters import AdaptedModel, merged_tensors
 from marlhf.models.base import Model, Precision, autocast, computes_in_bfloat16
-from marlhf.models.forward import Sequences, token_stats
+from marlhf.models.forward import token_stats
+from marlhf.models.sequences import Sequences
 from marlhf.rollout.engine import Rollout, Sampling
 from marlhf.rollout.plain import check_prompts
 

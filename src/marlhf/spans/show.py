@@ -9,8 +9,9 @@ import torch
 
 from marlhf.core import Constituents, Perplexity, Responses, Segmenter, Surprise
 from marlhf.data.rows import DataError
-from marlhf.models.forward import Sequences, token_stats
+from marlhf.models.forward import token_stats
 from marlhf.models.load import load_policy, load_tokenizer
+from marlhf.models.sequences import Sequences
 from marlhf.spans.align import TokenBytes
 from marlhf.spans.apply import apply_segmenter
 from marlhf.spans.parser import build_parser

@@ -20,7 +20,7 @@ from torch import Tensor
 from marlhf.configs.rl import RLConfig
 from marlhf.core import Segments
 from marlhf.models.base import Model
-from marlhf.models.forward import Sequences, send
+from marlhf.models.sequences import Sequences, send
 from marlhf.rollout.engine import Rollout
 from marlhf.train.experience import Experience, reference_logprobs, sample_responses
 from marlhf.train.memory import fit_memory

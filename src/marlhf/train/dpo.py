@@ -23,8 +23,9 @@ from torch import Tensor
 from marlhf.core import dpo_loss
 from marlhf.models.adapters import AdaptedModel
 from marlhf.models.base import Model, Tokenizer, autocast
-from marlhf.models.forward import Sequences, token_stats
+from marlhf.models.forward import token_stats
 from marlhf.models.load import check_vocabulary, load_policy
+from marlhf.models.sequences import Sequences
 from marlhf.runs.atomic import explain_disk_errors, replacing
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder

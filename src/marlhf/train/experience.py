@@ -27,7 +27,8 @@ from marlhf.core import (
     shape_rewards,
 )
 from marlhf.models.base import autocast
-from marlhf.models.forward import Sequences, send, token_stats
+from marlhf.models.forward import token_stats
+from marlhf.models.sequences import Sequences, send
 from marlhf.rollout import Sampling
 from marlhf.rollout.engine import Rollout
 from marlhf.train.distributed import World, gather_rollout

@@ -11,7 +11,8 @@ from torch import Tensor
 from marlhf.core import reward_loss
 from marlhf.data.collate import Micro
 from marlhf.models.base import Model, autocast
-from marlhf.models.forward import Sequences, final_scores
+from marlhf.models.forward import final_scores
+from marlhf.models.sequences import Sequences
 from marlhf.train.distributed import World, start
 from marlhf.train.loop import Loop, open_run
 from marlhf.train.memory import fit_memory

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from marlhf.core import sft_loss
 from marlhf.models.base import Model, autocast
-from marlhf.models.forward import Sequences, token_stats
+from marlhf.models.forward import token_stats
+from marlhf.models.sequences import Sequences
 from marlhf.train.distributed import World, start
 from marlhf.train.loop import Loop, open_run
 from marlhf.train.memory import fit_memory

@@ -34,7 +34,7 @@ from marlhf.core import (
     segment,
     tree_advantages,
 )
-from marlhf.models.forward import Sequences, send
+from marlhf.models.sequences import Sequences, send
 from marlhf.rollout.engine import Rollout
 from marlhf.spans.apply import explain_segmenter_errors
 from marlhf.train.experience import (

@@ -1,0 +1,103 @@
+"""Prompts with their responses as tensors, as forward passes take them.
+
+Axes: B rows, W tokens of prompt and response, R response tokens, N response tokens without padding.
+Rows begin in the first column and are padded on the right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from marlhf.data.collate import pad_right
+from marlhf.errors import SettingError
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Prompts with their responses. Masks come from lengths: pad may be eos."""
+
+    ids: Tensor  # [B, W]
+    responses: Tensor  # [B, R]
+    mask: Tensor  # [B, R] bool
+    before: Tensor  # [B, R], the column of the token before each response token
+    prompt_lengths: tuple[int, ...]  # on the host, for cutting micro-batches
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def from_lists(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        pad_id: int,
+        device: torch.device | str = "cpu",
+    ) -> Sequences:
+        if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
+            raise SettingError(
+                f"Rows {empty} have no prompt, so nothing comes before the first response token. "
+                "Begin each prompt with BOS, or with EOS where the tokenizer has no BOS."
+            )
+        ids, _ = pad_right([[*p, *r] for p, r in zip(prompts, responses)], pad_id)
+        lengths = tuple(map(len, prompts)), tuple(map(len, responses))
+        first, count = (torch.tensor(x, dtype=torch.int64)[:, None] for x in lengths)
+        place = torch.arange(max(lengths[1], default=0))
+        mask = place < count
+        before = torch.where(mask, first - 1 + place, 0)
+        right = torch.where(mask, ids.gather(1, torch.where(mask, first + place, 0)), pad_id)
+        tensors = (ids, right, mask, before)
+        ids, right, mask, before = (send(x, device) for x in tensors)
+        return cls(ids, right, mask, before, *lengths)
+
+    def rows(self, index: Sequence[int]) -> Sequences:
+        """Some of the rows, without the padding that only the others needed."""
+        prompt_lengths = tuple(self.prompt_lengths[i] for i in index)
+        lengths = tuple(self.lengths[i] for i in index)
+        where = send(torch.tensor(index), self.ids.device)
+        whole = max(p + r for p, r in zip(prompt_lengths, lengths))
+        width = max(lengths)
+        return Sequences(
+            self.ids[where, :whole],
+            self.responses[where, :width],
+            self.mask[where, :width],
+            self.before[where, :width],
+            prompt_lengths,
+            lengths,
+        )
+
+    @property
+    def total_lengths(self) -> list[int]:
+        return [p + r for p, r in zip(self.prompt_lengths, self.lengths)]
+
+    def before_responses(self) -> list[tuple[int, int]]:
+        """The tokens before the response tokens of each row, as (first column, count)."""
+        return [(p - 1, r) for p, r in zip(self.prompt_lengths, self.lengths)]
+
+    def last_tokens(self) -> list[tuple[int, int]]:
+        """The last token of each row, as (column, 1)."""
+        return [(length - 1, 1) for length in self.total_lengths]
+
+    def real_tokens(self) -> Tensor:
+        """Flat indices of the response tokens that are not padding, [N]."""
+        # As mask.nonzero(), but the size comes from the host, so nothing waits for the device.
+        mask, count = self.mask.flatten(), sum(self.lengths)
+        place = torch.where(mask, mask.cumsum(dim=0) - 1, count)  # padding: to a last, extra place
+        index = place.new_empty(count + 1)
+        return index.scatter_(0, place, torch.arange(len(mask), device=mask.device))[:count]
+
+    def spread(self, flat: Tensor) -> Tensor:
+        """A number for each response token, row after row, [N], as [B, R] with 0 at padding."""
+        whole = torch.zeros(self.mask.numel(), device=flat.device)
+        return whole.index_copy(0, self.real_tokens(), flat.float()).view_as(self.mask)
+
+
+def send(x: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a host tensor to a device without waiting for the device.
+
+    A copy from pageable memory waits until everything launched before it is done, and the device
+    then idles until the host launches the next pass. A copy from pinned memory does not wait.
+    """
+    pinned = x.pin_memory() if torch.device(device).type == "cuda" else x
+    return pinned.to(device, non_blocking=True)
