@@ -21,7 +21,6 @@ from marlhf.intervals import (
     mean_by_position,
     mean_over_groups,
     mean_over_seeds,
-    paired_difference,
     quantiles,
     score_at_kl,
     t_quantile,
@@ -61,13 +60,6 @@ def test_one_value_has_no_interval_and_none_has_no_mean():
     assert interval([4.0])[0] == 4.0
     assert math.isnan(interval([4.0]).low)
     assert math.isnan(interval([]).mean)
-
-
-def test_pairing_takes_out_how_hard_a_prompt_is():
-    # Each prompt improved by exactly 1, though prompts differ by tens.
-    assert paired_difference([0.0, 10.0, 50.0], [1.0, 11.0, 51.0]) == (1.0, 1.0, 1.0, 3)
-    with pytest.raises(ValueError, match="2 and 1 prompts"):
-        paired_difference([1.0, 2.0], [1.0])
 
 
 def test_a_tie_is_half_an_improvement():

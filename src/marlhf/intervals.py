@@ -110,17 +110,6 @@ def _t_within(t: float, df: int) -> float:
     return math.sin(angle) * total
 
 
-def paired_difference(before: Sequence[float], after: Sequence[float]) -> Interval:
-    """How much `after` exceeds `before`, prompt by prompt.
-
-    Pairing removes how hard each prompt is, so this interval is narrower, and fairer,
-    than comparing the two means.
-    """
-    if len(before) != len(after):
-        raise ValueError(f"{len(before)} and {len(after)} prompts cannot be paired.")
-    return interval(np.subtract(after, before))
-
-
 def win_rate(before: Sequence[float], after: Sequence[float]) -> float:
     """The share of prompts on which `after` is higher; a tie counts half. This is what a win is."""
     rise = np.subtract(after, before)

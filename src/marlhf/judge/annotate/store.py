@@ -51,8 +51,6 @@ CREATE TABLE IF NOT EXISTS remarks (
 )
 """
 """Added to databases of earlier versions when they are opened."""
-STRENGTHS = (1, 2, 3)
-"""Slightly, clearly and much better."""
 LONGEST_NOTE = 500
 
 
@@ -67,7 +65,7 @@ class NoPair(VoteError):
 class Remarks(NamedTuple):
     """What an annotator may add to a vote."""
 
-    strength: int | None = None
+    strength: int | None = None  # 1, 2, 3: slightly, clearly, much better
     flag: bool = False
     note: str = ""
 
