@@ -9,6 +9,8 @@ import shutil
 import warnings
 from collections.abc import Iterator
 
+from marlhf._version import __version__
+
 NEEDED = ("torch", "transformers", "accelerate", "safetensors", "pydantic", "rich", "typer")
 EXTRAS = {
     "hub": ("datasets", "data sets by their hub name"),
@@ -17,6 +19,8 @@ EXTRAS = {
     "quant": ("bitsandbytes", "QLoRA: adapters on a base of 4 or 8 bits"),
     "code": ("tree-sitter-python", "macro actions in Python code"),
     "spacy": ("spacy", "macro actions by spaCy's parses"),
+    "stanza": ("stanza", "macro actions by stanza's parses"),
+    "benepar": ("benepar", "macro actions by the Berkeley parser"),
     "judge": ("openai", "judging by an API"),
     "annotate": ("fastapi", "the page on which people vote"),
     "vllm": ("vllm", "sampling with vLLM"),
@@ -31,8 +35,6 @@ EXTRAS = {
 
 def examine() -> Iterator[str]:
     """A line for each thing worth knowing."""
-    from marlhf._version import __version__
-
     yield f"marlhf {__version__}, Python {platform.python_version()}, {platform.platform()}"
     for name in NEEDED:
         yield f"  {name:14}{_version(name) or 'MISSING: pip install marlhf again'}"

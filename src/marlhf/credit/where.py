@@ -11,7 +11,7 @@ Axes: B rows, M macro actions, S states, K continuations.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from marlhf.core import Lines, Segments, segment
 from marlhf.credit.measure import MEASURED, sample_batch
 from marlhf.credit.state import CreditError, RunState
 from marlhf.data.encode import decode
+from marlhf.data.sums import first_wrong_line
 from marlhf.text_table import text_table
 from marlhf.train.continuations import continuation_returns, states_of
 from marlhf.train.credit_choice import Option, options_of
@@ -34,9 +35,6 @@ from marlhf.train.stage import Example
 PARTS = ("first third", "second third", "last third")
 CHUNK = 256
 """Continuations between two updates of the progress bar."""
-
-FirstWrong = Callable[[str, str], int | None]
-"""The line of a response, from 0, that is the first wrong one; None where all are right."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,6 @@ def locate(
     truth = _truth(state, experience, examples, segments, continuations, seed)
     estimates = _estimates(state, experience, options, segments)
     texts = [decode(state.models.tokenizer, row) for row in _rows(experience)]
-    first_wrong = _first_wrong() if by_line else None
     result: dict[str, Any] = {
         "responses": len(examples),
         "continuations": continuations,
@@ -82,7 +79,7 @@ def locate(
         "rules": [],
         "samples": _samples(state, truth, estimates[0], examples, experience),
     }
-    wrong = _wrong_lines(first_wrong, examples, texts) if first_wrong else []
+    wrong = _wrong_lines(examples, texts) if by_line else []
     for option, estimate in zip(options, estimates):
         row: dict[str, Any] = {
             "name": option.name,
@@ -215,17 +212,9 @@ def _samples(
     return samples
 
 
-def _first_wrong() -> FirstWrong:
-    from marlhf.data.sums import first_wrong_line
-
-    return first_wrong_line
-
-
-def _wrong_lines(
-    first_wrong: FirstWrong, examples: Sequence[Example], texts: Sequence[str]
-) -> list[tuple[int, int]]:
+def _wrong_lines(examples: Sequence[Example], texts: Sequence[str]) -> list[tuple[int, int]]:
     """Rows with a wrong line, and the number of the first one."""
-    lines = [first_wrong(str(e.row.prompt), text) for e, text in zip(examples, texts)]
+    lines = [first_wrong_line(str(e.row.prompt), text) for e, text in zip(examples, texts)]
     return [(row, line) for row, line in enumerate(lines) if line is not None]
 
 

@@ -26,6 +26,7 @@ from marlhf.data import (
     token_budget_batches,
 )
 from marlhf.data.rows import prompt_key
+from marlhf.data.toy import gold_score
 from marlhf.evaluate.eval_plan import EvaluationError, EvaluationPlan, PolicySource, is_function
 from marlhf.models.base import Model, Tokenizer, autocast
 from marlhf.models.forward import token_stats
@@ -222,8 +223,6 @@ class RewardModelCache:
         """One number per response; None where a function returns none."""
         rows, ids = [p.row for p in prompts], [p.prompt_ids for p in prompts]
         if reward.path == GOLD:
-            from marlhf.data.toy import gold_score
-
             texts = [decode(tokenizer, response) for response in responses]
             return [gold_score(str(row.prompt), text) for row, text in zip(rows, texts)]
         if is_function(reward.path):

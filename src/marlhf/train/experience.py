@@ -33,6 +33,7 @@ from marlhf.rollout import Sampling
 from marlhf.rollout.engine import Rollout
 from marlhf.train.distributed import World, gather_rollout
 from marlhf.train.memory import fit_memory
+from marlhf.train.optim import check_finite
 from marlhf.train.rl_models import Models
 from marlhf.train.stage import Example
 from marlhf.train.timing import Clock
@@ -344,6 +345,18 @@ def _weights(experience: Experience, segments: Segments, config: RLConfig, cap: 
         cap=cap,
         ratio=config.ratio,
         segments=segments,
+    )
+
+
+def check_batch(experience: Experience, credit: Credit) -> None:
+    """Stop before an update that would spread NaN or infinity to the weights."""
+    check_finite(
+        [
+            ("the scores", experience.scores),
+            ("the reference's log-probs", experience.ref_logprobs),
+            ("the critic's values", credit.values),
+            ("the rewards", credit.rewards),
+        ]
     )
 
 

@@ -42,6 +42,7 @@ from marlhf.train.experience import (
     MetricSums,
     SegmentedRewards,
     batch_metrics,
+    check_batch,
     count_terms,
     drift_metrics,
     mean_metrics,
@@ -64,6 +65,7 @@ from marlhf.train.rl_warnings import (
     warn_about_divided_scores,
     warn_about_sampling,
 )
+from marlhf.train.stage import Example
 from marlhf.train.timing import Clock, explained_variance, to_numbers
 
 
@@ -96,36 +98,9 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             clock.mark("rollout")
             experience = score_rollout(batch, rollout, models, config, evaluation.normalise, clock)
             segmented = shape_and_segment(experience, models, config, rl.kl.coef, rl.shuffler)
-            if not config.has_critic:
-                seeds = rl.response_seeds(count_continuations(segmented.segments, config))
-                values = monte_carlo_values(
-                    batch,
-                    segmented.segments,
-                    experience,
-                    models,
-                    config,
-                    seeds,
-                    rl.kl.coef,
-                    evaluation.normalise,
-                )
-                losses = {}
-            elif config.one_update:
-                values, losses = fit_memory(
-                    world,
-                    partial(values_and_critic_backward, experience, segmented, models, config),
-                    models.critic,
-                )
-            else:
-                values, losses = critic_values(experience, models, config), {}
+            values, losses = state_values(batch, experience, segmented, config, rl)
             credit = assign_credit(segmented, values, config)
-            check_finite(
-                [
-                    ("the scores", experience.scores),
-                    ("the reference's log-probs", experience.ref_logprobs),
-                    ("the critic's values", credit.values),
-                    ("the rewards", credit.rewards),
-                ]
-            )
+            check_batch(experience, credit)
             train_policy = step > config.critic_warmup_steps
             measurement = None
             if chooser and train_policy:
@@ -181,6 +156,34 @@ def shape_and_segment(
     with explain_segmenter_errors(config.segmenter):  # it may be the user's own code
         segments = segment(config.segmenter, responses, split_last=config.split_last).validate()
     return SegmentedRewards(rewards, segments)
+
+
+def state_values(
+    batch: list[Example],
+    experience: Experience,
+    segmented: SegmentedRewards,
+    config: PPOConfig,
+    rl: RLRun,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The value of the state before each token, [B, T], and the critic's loss if it trained."""
+    models = rl.models
+    if not config.has_critic:
+        seeds = rl.response_seeds(count_continuations(segmented.segments, config))
+        values = monte_carlo_values(
+            batch,
+            segmented.segments,
+            experience,
+            models,
+            config,
+            seeds,
+            rl.kl.coef,
+            rl.evaluation.normalise,
+        )
+        return values, {}
+    if config.one_update:
+        compute = partial(values_and_critic_backward, experience, segmented, models, config)
+        return fit_memory(models.world, compute, models.critic)
+    return critic_values(experience, models, config), {}
 
 
 def critic_values(experience: Experience, models: Models, config: PPOConfig) -> Tensor:

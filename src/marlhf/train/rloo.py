@@ -34,6 +34,7 @@ from marlhf.train.experience import (
     Experience,
     MetricSums,
     batch_metrics,
+    check_batch,
     count_terms,
     drift_metrics,
     mean_metrics,
@@ -82,13 +83,7 @@ def train(config: RLOOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             clock.mark("rollout")
             experience = score_rollout(batch, rollout, models, config, evaluation.normalise, clock)
             credit = assign_credit(experience, models, config, rl.kl.coef, rl.shuffler, tree)
-            check_finite(
-                [
-                    ("the scores", experience.scores),
-                    ("the reference's log-probs", experience.ref_logprobs),
-                    ("the rewards", credit.rewards),
-                ]
-            )
+            check_batch(experience, credit)
             clock.mark("credit")
             optimizer, rate = rl.optimizers["policy"], rl.rates(step)["policy"]
             trained = experience, credit
