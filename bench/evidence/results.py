@@ -26,7 +26,7 @@ LABELS = {
     "sentences": "sentences, `sigma: start`",
     "perplexity": "perplexity, `sigma: start`",
     "official": "n = 5, `preset: official`",
-    "rloo": "RLOO, 4 samples a prompt",
+    "rloo": "RLOO, 4 samples per prompt",
     "ppo-lr8": "PPO, lr 8e-5",
     "n5-start-lr8": "n = 5, `start`, lr 8e-5",
     "ppo-b02": "PPO, beta .02",
@@ -54,7 +54,7 @@ SUMS_LABELS = {
     "boundary": "lines, `credit: boundary`",
     "auto": "`credit: auto`",
     "monte-carlo": "lines, `values: monte_carlo`, lambda 0",
-    "rloo": "RLOO, 4 samples a prompt",
+    "rloo": "RLOO, 4 samples per prompt",
     "tree": "RLOO, `tree: [4, 4]` by lines",
 }
 """Methods on chained sums."""

@@ -11,7 +11,7 @@ from marlhf.data import DataError, Row, held_out, prompt_key, split_rows
 
 PARTS = {"sft": 0.2, "reward": 0.4, "ppo": 0.4}
 
-# many rows a prompt, as in real comparisons
+# many rows per prompt, as in real comparisons
 prompts = st.lists(st.integers(0, 30).map(str), max_size=120)
 
 

@@ -160,7 +160,7 @@ def test_metrics_are_ppos_without_the_critics(rloo_config):
     assert abs(train["rl/kl"]) < 1e-4
     assert train["rl/logprob_gap"] < 1e-5
     assert train["rl/approx_kl"] == train["rl/clip_fraction"] == 0
-    assert train["rl/macro_length"] == train["rl/length"]  # one action a response
+    assert train["rl/macro_length"] == train["rl/length"]  # one action per response
     assert train["rl/group_std"] > 0
     assert not any("value" in key or "critic" in key or "variance" in key for key in train)
     docs = Path(__file__).parents[2] / "docs"
@@ -275,7 +275,7 @@ def test_one_held_out_prompt_has_samples_too(rloo_config):
         ({"tree": ()}, "at least 2 branches"),
         ({"tree": (4, 4)}, "gives 16 responses to a prompt, but num_samples is 3. Leave"),
         ({"tree": (2,) * 13, "num_samples": 4}, "at most 12 tokens has no room for the 13 levels"),
-        ({"tree": (2, 2), "num_samples": 4}, "one action a response has none. Set segmenter"),
+        ({"tree": (2, 2), "num_samples": 4}, "one action per response has none. Set segmenter"),
     ],
 )
 def test_settings_that_make_no_sense(rloo_config, change, message):

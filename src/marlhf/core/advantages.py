@@ -156,7 +156,7 @@ def rloo_advantages(
 
     Rows come prompt by prompt, `num_samples` of each. With token rewards and segments, every
     macro action is credited with the reward still to come from it on, against the others' whole
-    return: credit by macro action without a critic. With one action a response this is RLOO.
+    return: credit by macro action without a critic. With one action per response this is RLOO.
 
     With `gamma` below 1 the reward to go is discounted from each macro action on, but the factor
     gamma^m by which the gradient of the discounted return weighs the m-th action is left out, as

@@ -258,7 +258,7 @@ class Sentences:
 
 @dataclass(frozen=True)
 class Lines:
-    """One macro action a line: a step of a derivation, a statement, an item of a list.
+    """One macro action per line: a step of a derivation, a statement, an item of a list.
 
     The line break ends its line, and blank lines stay with the line that they close.
 

@@ -32,7 +32,7 @@ def expected_of_best(values: Sequence[float], scores: Sequence[float], n: int) -
     count = len(scores)
     if not 1 <= n <= count:
         raise SettingError(
-            f"The best of {n} needs at least {n} samples a prompt; there are {count}."
+            f"The best of {n} needs at least {n} samples per prompt; there are {count}."
         )
     order = sorted(range(count), key=lambda i: scores[i])
     shares = [math.comb(i, n - 1) / math.comb(count, n) for i in range(count)]

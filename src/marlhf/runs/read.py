@@ -55,7 +55,7 @@ class Evaluation:
 class Run:
     """One stage of one training, as its folder recorded it.
 
-    `train` and `evals` hold one row a step in order of steps; a resumed run that wrote
+    `train` and `evals` hold one row per step in order of steps; a resumed run that wrote
     a step twice keeps the later row. `problems` says what could not be read.
     """
 
@@ -236,7 +236,7 @@ def _current_names(row: Row) -> Row:
 
 
 def _by_step(rows: Iterator[Row] | list[Row]) -> list[Row]:
-    """One row a step, in order; the later one wins, as in a run resumed from a checkpoint."""
+    """One row per step, in order; the later one wins, as in a run resumed from a checkpoint."""
     by_step: dict[int, Row] = {}
     for row in rows:
         step = number(row.get("step"))

@@ -13,7 +13,7 @@ from marlhf.fields import setting
 
 @dataclass(frozen=True, kw_only=True)
 class RLOOConfig(RLConfig):
-    """Settings of RLOO, which are the defaults. The paper: rate 1.5e-5, 4 samples a prompt.
+    """Settings of RLOO, which are the defaults. The paper: rate 1.5e-5, 4 samples per prompt.
 
     GRPO is `baseline: group`, `kl_in: loss`, `ratio: macro_mean`.
 
@@ -35,7 +35,7 @@ class RLOOConfig(RLConfig):
     """Where kl_coef acts: a penalty on the reward (RLOO), or a term of the loss, by the estimator
     k3 (GRPO)."""
     segmenter: Segmenter = field(default_factory=lambda: ngram(n=math.inf))
-    """The termination rule of macro actions. One action a response is RLOO; shorter ones are
+    """The termination rule of macro actions. One action per response is RLOO; shorter ones are
     credited with the reward still to come: `{type: ngram, n: 5}`."""
     ratio: Ratio = "macro"
     """The ratio by action (RLOO: a response's log-prob is the sum over its tokens), its mean over
@@ -80,7 +80,7 @@ class RLOOConfig(RLConfig):
             )
         if len(tree) > 1 and self.segmenter == ngram(n=math.inf):
             raise SettingError(
-                f"tree: {list(tree)} branches at macro boundaries, and one action a response has "
+                f"tree: {list(tree)} branches at macro boundaries, and one action per response has "
                 "none. Set segmenter: {type: ngram, n: 5}, or another rule."
             )
 
