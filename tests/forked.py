@@ -168,6 +168,7 @@ def run_ranks(arguments: list[str]) -> None:
 PRELOADED = ("peft", "transformers.models.llama.modeling_llama", "marlhf.cli", "marlhf.trainers")
 
 if __name__ == "__main__":
+    os.fsync = os.fstat  # as in conftest.py
     for name in PRELOADED:
         importlib.import_module(name)
     asked = next_command(socket.socket(fileno=int(sys.argv[1])))
