@@ -62,7 +62,7 @@ def _characters(text: str, source: bytes) -> Sequence[int]:
     if len(source) == len(text):
         return range(len(source) + 1)
     place = [0] * (len(source) + 1)
-    widths = (1 + (c >= "\x80") + (c >= "\u0800") + (c >= "\U00010000") for c in text)
+    widths = (len(character.encode("utf-8", errors="surrogatepass")) for character in text)
     for number, end in enumerate(accumulate(widths), start=1):
         place[end] = number
     return place

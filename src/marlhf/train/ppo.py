@@ -9,7 +9,7 @@ Axes: B rows, T response tokens, M macro actions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -81,7 +81,8 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     if config.has_critic:
         rates["critic"] = config.critic_learning_rate
     chooser = CreditChooser(config) if config.credit == "auto" else None
-    rl = RLRun(config, run, world, objects, credit_of_samples(chooser), rates)
+    credit_of_samples = partial(held_out_credit, chooser=chooser)
+    rl = RLRun(config, run, world, objects, credit_of_samples, rates)
     models, evaluation = rl.models, rl.evaluation
     if chooser and "credit" in rl.saved:
         chooser.load_state(rl.saved["credit"])
@@ -255,8 +256,11 @@ def held_out_credit(
     config: PPOConfig,
     kl_coef: float,
     shuffler: torch.Generator,
+    chooser: CreditChooser | None = None,
 ) -> Credit:
-    """Credit of held-out samples, from which nothing learns."""
+    """Credit of held-out samples, from which nothing learns, by the settings that are in use."""
+    if chooser is not None:
+        config = chooser.config
     segmented = shape_and_segment(experience, models, config, kl_coef, shuffler)
     if config.has_critic:
         return assign_credit(segmented, critic_values(experience, models, config), config)
@@ -265,23 +269,6 @@ def held_out_credit(
     returns = segmented.rewards.sum(dim=1).mean()
     values = torch.where(segmented.segments.mask, returns, 0.0)
     return assign_credit(segmented, values, replace(config, lam=1.0))
-
-
-def credit_of_samples(chooser: CreditChooser | None) -> Callable[..., Credit]:
-    """`held_out_credit`, by the settings that are in use when it is called."""
-    if chooser is None:
-        return held_out_credit
-
-    def by_choice(
-        experience: Experience,
-        models: Models,
-        _: PPOConfig,
-        kl_coef: float,
-        shuffler: torch.Generator,
-    ) -> Credit:
-        return held_out_credit(experience, models, chooser.config, kl_coef, shuffler)
-
-    return by_choice
 
 
 @torch.no_grad()
