@@ -30,7 +30,6 @@ from marlhf.errors import SettingError
 from marlhf.models.adapters import FrozenBaseModel
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import load_policy
-from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling, vllm_server
 from marlhf.rollout import vllm as module
 from marlhf.rollout.native import NativeEngine
@@ -580,7 +579,7 @@ def test_several_processes_are_refused(fake_vllm, small, tmp_path):
     world = World(torch.device("cpu"), rank=0, size=2)
     config = PPOConfig(model="tiny", output_dir=str(tmp_path), engine="vllm")
     with pytest.raises(RunError, match="works with one training process"):
-        _load_engine(config, small("llama"), tiny_tokenizer(), world)
+        _load_engine(config, small("llama"), [2], 0, world)
 
 
 # The real one. Head size 32, for its attention on a CPU has no smaller ones.

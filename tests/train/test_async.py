@@ -14,7 +14,6 @@ from torch import multiprocessing
 from conftest import TOY, assert_close, read_lines
 from marlhf.core import NGram
 from marlhf.models.forward import Sequences, token_stats
-from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.rollout.sampler_process import SamplerError
 from marlhf.runs.layout import RunError
@@ -221,4 +220,4 @@ def test_several_processes_are_refused(small, tmp_path):
     world = World(torch.device("cpu"), rank=0, size=2)
     config = ppo.PPOConfig(model="tiny", output_dir=str(tmp_path), async_steps=1)
     with pytest.raises(RunError, match="async_steps: 1 works with one training process"):
-        rl_models._load_ahead(config, small("llama"), tiny_tokenizer(), world, None)
+        rl_models._load_ahead(config, small("llama"), [2], 0, world, None)
