@@ -56,7 +56,6 @@ EXPECTED_SKIPS = (
     "this version of transformers",
     "only a fork of this process",
     "ordinary user",
-    "bitsandbytes",
     "by +SKIP option",  # examples that need a network
     *os.environ.get("MARLHF_EXPECTED_SKIPS", "").split(";"),
 )

@@ -16,7 +16,7 @@ EXTRAS = {
     "hub": ("datasets", "data sets by their hub name"),
     "gguf": ("gguf", "models from GGUF files"),
     "lora": ("peft", "LoRA adapters"),
-    "quant": ("bitsandbytes", "QLoRA: adapters on a base of 4 or 8 bits"),
+    "quant": ("bitsandbytes", "QLoRA: adapters on a 4- or 8-bit base"),
     "code": ("tree-sitter-python", "macro actions in Python code"),
     "spacy": ("spacy", "macro actions by spaCy's parses"),
     "stanza": ("stanza", "macro actions by stanza's parses"),

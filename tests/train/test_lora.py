@@ -1,7 +1,6 @@
 """Adapters in every stage: what trains, what is saved, what shares a base, what is refused."""
 
 import builtins
-import importlib.util
 import json
 import re
 import sys
@@ -439,7 +438,8 @@ def test_what_is_missing_is_told_before_a_model_loads(tmp_path, monkeypatch):
     with pytest.raises(RunError, match=r"quantize does not work with parallel: fsdp.*parallel: d"):
         load_trained_policy(packed, NO_OBJECTS, halves)
     here = World(torch.device("cpu"))
-    if importlib.util.find_spec("bitsandbytes") is None:
+    with monkeypatch.context() as patched:
+        patched.setattr("importlib.util.find_spec", lambda _: None)
         with pytest.raises(ModelError, match=r"pip install .marlhf\[quant\]"):
             load_trained_policy(packed, NO_OBJECTS, here)
     real = builtins.__import__
