@@ -29,7 +29,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from forked import fork_server  # noqa: F401
+from forked import fork_server, forked_samplers  # noqa: F401
 
 torch.set_num_threads(1)
 os.fsync = os.fstat  # the crash of a machine is no test here, and a run waits for the disk 40 times

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from typing import IO
 
 import pytest
+from torch import multiprocessing
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 
@@ -100,6 +101,14 @@ def fork_server() -> Iterator[ForkServer]:
     server = ForkServer()
     yield server
     server.close()
+
+
+@pytest.fixture
+def forked_samplers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that sample ahead are forked as well, by the server that Python has for it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["marlhf.rollout.sampler_process"])
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
 
 
 def next_command(control: socket.socket) -> list[str]:

@@ -17,6 +17,7 @@ from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.sampler_process import SamplerError, SamplerProcess
 
 PROMPTS, SEEDS, ENDS = [[5, 6, 7], [8, 9]], [3, 4], [1]
+forked = pytest.mark.xdist_group("forked")
 SAMPLING = Sampling(max_new_tokens=12, temperature=0.9)
 
 
@@ -72,7 +73,8 @@ def test_responses_are_those_of_the_weights_when_it_began(running):
     assert_samples_of_when_it_began(*running)
 
 
-def test_adapters_are_copied_and_their_base_is_not():
+@forked
+def test_adapters_are_copied_and_their_base_is_not(forked_samplers):
     base = FrozenBaseModel(tiny_model(), "tiny")
     policy, _ = base.language_model(LoRA(r=4)), base.scalar_model(LoRA(r=4))
     open_files = len(os.listdir("/proc/self/fd"))
@@ -101,7 +103,8 @@ def test_a_signal_for_the_main_program_does_not_end_it(running):
     assert_same(process.begin(PROMPTS, SAMPLING, SEEDS)(), expected)
 
 
-def test_a_killed_process_is_a_sentence():
+@forked
+def test_a_killed_process_is_a_sentence(forked_samplers):
     with sampling_from(tiny_model()) as process:
         finish = process.begin(PROMPTS, SAMPLING, SEEDS)
         os.kill(process.process.pid, signal.SIGKILL)

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 from test_resume import everything, wait_for_step, weights
-from torch import multiprocessing
 
 from conftest import TOY, assert_close, read_lines
 from marlhf.core import NGram
@@ -24,15 +23,7 @@ from marlhf.train.experience import Experience
 from marlhf.train.objects import GivenObjects
 from marlhf.train.rloo_config import GRPOConfig
 
-pytestmark = pytest.mark.xdist_group("forked")
-
-
-@pytest.fixture(autouse=True)
-def forked_samplers(monkeypatch):
-    """Samplers fork from a process that has torch imported; test_sampler_process.py spawns them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["marlhf.rollout.sampler_process"])
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
+pytestmark = [pytest.mark.xdist_group("forked"), pytest.mark.usefixtures("forked_samplers")]
 
 
 def train_lines(config) -> list[dict]:
