@@ -714,7 +714,9 @@ def test_win_rates_at_equal_length():
     assert equal["low"] < 0.5 < equal["high"]
     fair = summarise([judgement("a" if draw.random() < 0.8 else "b", a, b) for a, b in pairs])
     assert abs(fair["win_rate_at_equal_length"]["share"] - fair["win_rate"]) < 0.06
-    alike = summarise([judgement(v, 9, 9) for v in ("a", "a", "tie", "b")])
+    four = [judgement(v, 9, 9) for v in ("a", "a", "tie", "b")]
+    assert math.isnan(summarise(four)["win_rate_at_equal_length"]["share"])  # too few
+    alike = summarise(4 * four)
     assert abs(alike["win_rate_at_equal_length"]["share"] - 0.625) < 0.01
     always = summarise([judgement("a", 20, 10 + n % 5) for n in range(40)])
     assert always["win_rate_at_equal_length"]["share"] > 0.97

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -163,9 +164,10 @@ def describe(summary: dict[str, Any]) -> list[str]:
 
 def _lengths(summary: dict[str, Any]) -> list[str]:
     """The win rate beside the one at equal length."""
-    equal, (a, b) = _percent(summary["win_rate_at_equal_length"]), summary["mean_chars"]
+    equal, (a, b) = summary["win_rate_at_equal_length"], summary["mean_chars"]
+    at_equal = "" if math.isnan(equal["share"]) else f"; at equal length {_percent(equal)}"
     return [
-        f"  win rate, ties as half: {100 * summary['win_rate']:.1f}%; at equal length {equal} "
+        f"  win rate, ties as half: {100 * summary['win_rate']:.1f}%{at_equal} "
         f"({a:.0f} against {b:.0f} characters)"
     ]
 

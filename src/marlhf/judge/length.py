@@ -16,6 +16,8 @@ from marlhf.intervals import NO_INTERVAL, Floats, Interval, bootstrap
 RIDGE = 0.01
 """Weak prior on both coefficients: they stay finite where one side always wins."""
 STEPS = 25
+MIN_PAIRS = 10
+"""With fewer, two coefficients would fit whatever there is."""
 MAX_DRAWN = 4_000_000
 """Resamples times pairs: beyond it there are fewer resamples, so that memory stays small."""
 
@@ -34,7 +36,7 @@ def win_rate_at_equal_length(
     >>> round(sum(wins) / 12, 2), round(rate.mean, 2)
     (0.58, 0.5)
     """
-    if not wins:
+    if len(wins) < MIN_PAIRS:
         return NO_INTERVAL
     won = np.asarray(wins, dtype=np.float64)  # [N]
     difference = np.subtract(lengths_a, lengths_b).astype(np.float64)

@@ -50,7 +50,8 @@ def judged(runs: Sequence[Run], groups: Sequence[Group] = ()) -> str:
         "Judged in pairs",
         "Two responses to the same prompt, and which is better: shares of the first-named run, "
         "with 95% intervals over prompts. Read them together with how much the judges agree.",
-        f'<div class="beside">{_bars(summaries, colours)}<div>{_shares(summaries)}</div></div>',
+        grid([_bars(summaries, colours)]),
+        _shares(summaries),
         _dimensions(summaries, colours),
         _agreement(runs),
     )
