@@ -12,7 +12,10 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
-pytestmark = pytest.mark.browser
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.xdist_group("annotate page"),  # one process, so that one browser starts
+]
 TURNS = [
     {"role": "user", "content": "Hello"},
     {"role": "assistant", "content": "Hi.\n" * 40},

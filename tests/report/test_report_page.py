@@ -9,7 +9,10 @@ import pytest
 
 from marlhf.report.write import write_report
 
-pytestmark = pytest.mark.browser
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.xdist_group("report page"),  # one process, so that one browser starts
+]
 DATA = {"source": "toy", "limit": 400, "eval_size": 16}
 
 

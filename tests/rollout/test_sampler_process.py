@@ -16,8 +16,8 @@ from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.sampler_process import SamplerError, SamplerProcess
 
+pytestmark = pytest.mark.xdist_group("forked")  # one process, so that one sampler starts
 PROMPTS, SEEDS, ENDS = [[5, 6, 7], [8, 9]], [3, 4], [1]
-forked = pytest.mark.xdist_group("forked")
 SAMPLING = Sampling(max_new_tokens=12, temperature=0.9)
 
 
@@ -73,7 +73,6 @@ def test_responses_are_those_of_the_weights_when_it_began(running):
     assert_samples_of_when_it_began(*running)
 
 
-@forked
 def test_adapters_are_copied_and_their_base_is_not(forked_samplers):
     base = FrozenBaseModel(tiny_model(), "tiny")
     policy, _ = base.language_model(LoRA(r=4)), base.scalar_model(LoRA(r=4))
@@ -103,7 +102,6 @@ def test_a_signal_for_the_main_program_does_not_end_it(running):
     assert_same(process.begin(PROMPTS, SAMPLING, SEEDS)(), expected)
 
 
-@forked
 def test_a_killed_process_is_a_sentence(forked_samplers):
     with sampling_from(tiny_model()) as process:
         finish = process.begin(PROMPTS, SAMPLING, SEEDS)
