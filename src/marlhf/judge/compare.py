@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from marlhf.intervals import Interval
+from marlhf.intervals import Interval, mean
 from marlhf.judge.client import Cache, OpenAIJudge
 from marlhf.judge.criteria import Answer, Question, find_criteria, slug
 from marlhf.judge.pairs import JudgeError, Pair, home, prompt_text, read_pairs
@@ -233,14 +233,10 @@ def _combine(
             for swapped, answer in received
         ]
         dimensions = {
-            n: (_mean([s[n][0] for s in sides]), _mean([s[n][1] for s in sides]))
+            n: (mean([s[n][0] for s in sides]), mean([s[n][1] for s in sides]))
             for n in (sides[0] if sides else {})
         }
         judgements.append(
             Judgement(pair.prompt, pair.a.text, pair.b.text, verdict, by_order, dimensions)
         )
     return judgements
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from marlhf.errors import MarlhfError
+from marlhf.intervals import mean
 from marlhf.runs.jsonl import read_jsonl
 from marlhf.runs.layout import (
     BEST,
@@ -265,21 +266,16 @@ def _merge(evals: list[Row], evaluations: list[Evaluation], train: list[Row]) ->
     seconds = {row["step"]: row.get("seconds") for row in train}
     merged: dict[int, Row] = {}
     for evaluation in evaluations:
-        row: Row = {"step": evaluation.step, "eval/score": _mean(evaluation.scores)}
+        row: Row = {"step": evaluation.step, "eval/score": mean(evaluation.scores)}
         row["seconds"] = 0.0 if evaluation.step == 0 else seconds.get(evaluation.step)
         for key in ("gold", "kl", "length"):
-            row[f"eval/{key}"] = _mean(getattr(evaluation, key) or [])
+            row[f"eval/{key}"] = mean(getattr(evaluation, key) or [])
         merged[evaluation.step] = row
     for row in evals:
         known = merged.get(row["step"], {})
         said = {k: v for k, v in row.items() if k not in known or math.isfinite(number(v))}
         merged[row["step"]] = known | said
     return [merged[step] for step in sorted(merged)]
-
-
-def _mean(values: list[float]) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    return math.fsum(finite) / len(finite) if finite else math.nan
 
 
 def _guess_stage(rows: list[Row]) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 from marlhf.configs.rl import RLConfig
 from marlhf.data.encode import decode
 from marlhf.data.toy import gold_score
+from marlhf.intervals import win_rate
 from marlhf.models.base import Tokenizer
 from marlhf.rollout.repetition import repetition
 from marlhf.runs.layout import BEST, EVAL, SAMPLES, SCORE_SCALE, RunError
@@ -98,7 +99,7 @@ class HeldOutEvaluation:
             "eval/length": _mean(sequences.lengths),
             "eval/repetition": _mean([repetition(row) for row in tokens]),
             "eval/ended": float(experience.ended.float().mean()),
-            "eval/win_rate": _win_rate(scores, self.start_scores),
+            "eval/win_rate": win_rate(self.start_scores, scores),
         }
         if gold:
             metrics["eval/gold"] = _mean(gold)
@@ -220,11 +221,6 @@ def _pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
         pieces.append(text[len(before) :])
         before = text
     return pieces
-
-
-def _win_rate(scores: list[float], others: list[float]) -> float:
-    """Share of prompts on which the score is higher; ties count half."""
-    return _mean([float(a > b) + 0.5 * (a == b) for a, b in zip(scores, others)])
 
 
 def _mean(numbers: Any) -> float:
