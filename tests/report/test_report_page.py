@@ -7,6 +7,7 @@ from urllib.parse import unquote
 
 import pytest
 
+from marlhf.judge.verdicts import Judgement, write_verdicts
 from marlhf.report.write import write_report
 
 pytestmark = [
@@ -211,10 +212,36 @@ def test_it_prints_on_white_and_in_pages(trained, open_page):
     assert page.pdf(format="A4")[:5] == b"%PDF-"
 
 
-def test_the_whole_demo_with_judges_fits_a_phone(demo, open_page):
-    page = open_page(demo, width=390)
+@pytest.fixture
+def judged_demo(demo):
+    """The demo with the verdicts of a judge who saw both orders."""
+    verdicts = [("a", "a"), ("a", "b"), ("b", "b")] * 8
+    judgements = [
+        Judgement(f"p{i}", "x" * (20 + i), "x" * 30, first if first == second else "tie")
+        for i, (first, second) in enumerate(verdicts)
+    ]
+    about = {
+        "judge": "openai:gpt-4o",
+        "task": "tldr",
+        "order": "both",
+        "a": "macro-ppo",
+        "b": "ppo",
+    }
+    write_verdicts(demo / "seed1/macro-ppo/judged/gpt.jsonl", judgements, about)
+    return demo
+
+
+def test_the_whole_demo_with_judges_fits_a_phone(judged_demo, open_page):
+    page = open_page(judged_demo, width=390)
     _fits(page)
     _is_quiet(page)
+
+
+def test_every_column_is_in_sight_on_a_wide_page(judged_demo, open_page):
+    page = open_page(judged_demo, width=1440)
+    assert "At equal length" in page.locator("#judged .table").first.inner_text()
+    cut_off = "all => all.filter(e => e.scrollWidth > e.clientWidth).map(e => e.innerText)"
+    assert page.eval_on_selector_all("#summary .table, #judged .table", cut_off) == []
 
 
 def test_hostile_names_and_samples_run_nothing(make_run, open_page):
