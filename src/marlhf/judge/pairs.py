@@ -133,12 +133,7 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _has_responses(file: Path) -> bool:
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        try:
-            first = json.loads(lines.readline())
-        except ValueError:
-            return False
-    return isinstance(first, dict) and {"prompt", "response"} <= first.keys()
+    return any({"prompt", "response"} <= row.keys() for row in read_jsonl(file).rows[:1])
 
 
 def _answers(file: Path) -> dict[str, dict[str, Any]]:
