@@ -17,7 +17,7 @@ from marlhf.models.load import end_tokens, load_policy, load_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine
 from marlhf.train import dpo, ppo, reward, rloo, sft
-from marlhf.train.stage import load_examples
+from marlhf.train.stage import Example, load_examples
 
 pytestmark = [
     pytest.mark.slow,
@@ -120,14 +120,14 @@ def test_dpo_learns(seed, trained):
     assert start["eval/accuracy"] == 0.5
     assert end["eval/margin"] > 0.03
     assert end["eval/loss"] < start["eval/loss"] - 0.005
-    assert gold(stages["dpo"]) > gold(stages["sft"]) + 0.3
+    needs = ("prompt", "chosen", "rejected")
+    rows = load_examples(stages["dpo"], "reward", load_tokenizer("tiny"), needs=needs)[1][:64]
+    assert gold(stages["dpo"], rows) > gold(stages["sft"], rows) + 0.3
 
 
-def gold(config: sft.SFTConfig | dpo.DPOConfig) -> float:
+def gold(config: sft.SFTConfig | dpo.DPOConfig, rows: list[Example]) -> float:
     """Mean true score of what a run's model writes to held-out prompts."""
     tokenizer, model = load_tokenizer("tiny"), load_policy(f"{config.output_dir}/model")
-    needs = ("prompt", "chosen", "rejected")
-    rows = load_examples(config, "reward", tokenizer, needs=needs)[1][:64]
     engine = NativeEngine(model, end_tokens(model, tokenizer), tokenizer.pad_token_id)
     sampling = Sampling(max_new_tokens=96)
     rollout = engine.generate([e.prompt for e in rows], sampling, range(len(rows)))

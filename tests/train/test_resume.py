@@ -1,6 +1,7 @@
 """Killed, stopped, damaged, full: a run resumes as if nothing had happened, or says what to do."""
 
 import errno
+import functools
 import json
 import os
 import random
@@ -14,7 +15,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from conftest import TOY, read_lines
+from conftest import TOY, read_lines, small_ppo
 from forked import ForkedProcess
 from marlhf.configs.guards import Guards
 from marlhf.core import RandomNGram
@@ -151,22 +152,47 @@ def test_sft_and_reward_resume_identically(module, config, tmp_path, monkeypatch
     assert weights(whole.output_dir) == weights(parts.output_dir)
 
 
-def stopped(ppo_config, monkeypatch, step: int, **changes):
-    config = ppo_config("run", num_steps=4, **changes)
-    with monkeypatch.context() as patched:
-        stop_after(step, patched, ppo)
-        with pytest.raises(Stopped):
-            ppo.train(config)
-    return config
+@pytest.fixture(scope="module")
+def stopped_once(parents, tmp_path_factory):
+    """`stopped_once(step)`: the folder of a run of four steps that was stopped after some."""
+
+    @functools.cache
+    def train(step: int) -> str:
+        config = small_ppo(parents, tmp_path_factory.mktemp("stopped") / "run", num_steps=4)
+        with pytest.MonkeyPatch.context() as patched:
+            stop_after(step, patched, ppo)
+            with pytest.raises(Stopped):
+                ppo.train(config)
+        return config.output_dir
+
+    return train
+
+
+@pytest.fixture
+def stopped(ppo_config, stopped_once):
+    """`stopped(step)`: the settings of a copy of such a run."""
+
+    def copy(step: int) -> ppo.PPOConfig:
+        config = ppo_config("run", num_steps=4)
+        shutil.copytree(stopped_once(step), config.output_dir)
+        return config
+
+    return copy
+
+
+@pytest.fixture(scope="module")
+def never_stopped(parents, tmp_path_factory) -> str:
+    """The folder of the same run without a stop."""
+    config = small_ppo(parents, tmp_path_factory.mktemp("whole") / "run", num_steps=4)
+    ppo.train(config)
+    return config.output_dir
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete", "garbage"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
-    ppo_config, monkeypatch, damage, capfd
+    stopped, never_stopped, damage, capfd
 ):
-    whole = ppo_config("whole", num_steps=4)
-    ppo.train(whole)
-    config = stopped(ppo_config, monkeypatch, 3)
+    config = stopped(3)
     saved = checkpoint.list_checkpoints(_folder(config))
     assert [p.name for p in saved] == ["step-000002", "step-000003"]
     victim = saved[-1] / "policy.safetensors"
@@ -186,13 +212,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
     assert "step-000003 is damaged" in errors
     assert "resuming from step-000002 instead." in errors
     assert "resuming from step 2" in errors
-    assert everything(whole.output_dir) == everything(config.output_dir)
+    assert everything(never_stopped) == everything(config.output_dir)
 
 
-def test_without_any_whole_checkpoint_the_warnings_say_that_training_starts_again(
-    ppo_config, monkeypatch, capfd
-):
-    config = stopped(ppo_config, monkeypatch, 2)
+def test_without_any_whole_checkpoint_the_warnings_say_that_training_starts_again(stopped, capfd):
+    config = stopped(2)
     for folder in checkpoint.list_checkpoints(_folder(config)):
         (folder / "manifest.json").unlink()
     capfd.readouterr()
@@ -202,8 +226,8 @@ def test_without_any_whole_checkpoint_the_warnings_say_that_training_starts_agai
     assert "instead" not in errors
 
 
-def test_half_a_line_in_the_metrics_does_not_matter(ppo_config, monkeypatch):
-    config = stopped(ppo_config, monkeypatch, 2)
+def test_half_a_line_in_the_metrics_does_not_matter(stopped):
+    config = stopped(2)
     with (Path(config.output_dir) / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')
     ppo.train(config)
@@ -297,8 +321,8 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(ppo_config, monkeypatch):
     assert read_lines(config.output_dir)[-1]["step"] == 4
 
 
-def test_checkpoints_hold_no_pickles_that_run_code(ppo_config, monkeypatch):
-    config = stopped(ppo_config, monkeypatch, 1)
+def test_checkpoints_hold_no_pickles_that_run_code(stopped):
+    config = stopped(1)
     folder = checkpoint.list_checkpoints(_folder(config))[-1]
     assert {p.suffix for p in folder.iterdir()} == {".safetensors", ".json"}
 
@@ -338,8 +362,8 @@ def test_a_run_that_failed_on_its_input_may_be_mended(ppo_config, tmp_path):
 
 @pytest.mark.parametrize("name", ["config.yaml", "run.json"])
 @pytest.mark.parametrize("damage", ["", "[1, 2]", "{a: [", "\x00\x01"])
-def test_damaged_files_of_a_run(ppo_config, monkeypatch, name, damage):
-    config = stopped(ppo_config, monkeypatch, 2)
+def test_damaged_files_of_a_run(stopped, name, damage):
+    config = stopped(2)
     (Path(config.output_dir) / name).write_text(damage)
     if name == "config.yaml":
         with pytest.raises(RunError, match=r"config\.yaml is damaged"):
@@ -355,8 +379,8 @@ def test_a_kill_while_the_first_file_is_written_leaves_a_usable_folder(ppo_confi
     ppo.train(ppo_config(num_steps=1))
 
 
-def test_strays_among_checkpoints_are_left_alone(ppo_config, monkeypatch):
-    config = stopped(ppo_config, monkeypatch, 1)
+def test_strays_among_checkpoints_are_left_alone(stopped):
+    config = stopped(1)
     folder = Path(config.output_dir) / "checkpoints"
     (folder / "step-000001-mine").mkdir()
     (folder / "step-000009.txt").write_text("")
@@ -369,8 +393,8 @@ def test_strays_among_checkpoints_are_left_alone(ppo_config, monkeypatch):
     assert found == ["step-000001-mine", "step-000003", "step-000004", "step-000009.txt"]
 
 
-def test_lines_with_odd_line_breaks_survive_a_resumption(ppo_config, monkeypatch):
-    config = stopped(ppo_config, monkeypatch, 2)
+def test_lines_with_odd_line_breaks_survive_a_resumption(stopped):
+    config = stopped(2)
     samples = Path(config.output_dir) / "samples.jsonl"
     line = json.dumps({"step": 0, "response": "a\u2028b\x85c"}, ensure_ascii=False)
     samples.write_text(line + "\n" + samples.read_text())
