@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from evidence.results import BETA, LABELS, Results, gold, kl, score
+from evidence.results import BETA, LABELS, OTHER_BETAS, Results, gold, kl, score
 from marlhf.report.charts import BOTTOM, LEFT, TOP, Axis, frame, span
 from marlhf.report.groups import NUM_COLOURS
 from marlhf.report.page import STYLE, text
@@ -36,7 +36,36 @@ def end_points(results: Results) -> str:
         for method, (x, y) in points.items():
             note = f"{_plain(method)}, step {steps[method]}: {y:.2f} at KL {x:.1f}"
             drawn.append(_mark(method, x_axis(x), y_axis(y), note, hollow=steps[method] < final))
-    return _figure("Score against KL at the last evaluation", drawn, results)
+    return _figure("Score against KL at the last evaluation", drawn, *_shown(results))
+
+
+def frontier(results: Results) -> str:
+    """Score and gold against KL at the end, a line through the betas of each method."""
+    lines: dict[str, list[tuple[str, list[float]]]] = {}
+    [teacher] = {t for m, t in results.runs if m.endswith(tuple(OTHER_BETAS))}
+    for method in results.methods(teacher):
+        base = re.sub(f"({'|'.join(OTHER_BETAS)})$", "", method)
+        step = results.last_step(method, teacher)
+        ends = [results.mean(measure, method, teacher, step) for measure in (kl, score, gold)]
+        lines.setdefault(base, []).append((method, ends))
+    lines = {
+        base: sorted(points, key=lambda point: point[1])
+        for base, points in lines.items()
+        if len(points) > 1
+    }
+    drawn: list[str] = []
+    for panel, name in enumerate(("score", "gold")):
+        xs = [ends[0] for points in lines.values() for _, ends in points]
+        ys = [ends[1 + panel] for points in lines.values() for _, ends in points]
+        x_axis, y_axis = _axes(panel, xs, ys)
+        drawn += [frame(x_axis, y_axis, "KL (nats per response)", name), _panel_title(panel, name)]
+        for base, points in lines.items():
+            places = [(x_axis(ends[0]), y_axis(ends[1 + panel])) for _, ends in points]
+            path = "L".join(f"{x} {y}" for x, y in places)
+            drawn.append(f'<path class="line" stroke="{_colour(base)}" d="M{path}"/>')
+            for (x, y), (method, _) in zip(places, points, strict=True):
+                drawn.append(_mark(base, x, y, _plain(method)))
+    return _figure("End points over several betas", drawn, list(lines), panels=2)
 
 
 def gold_over_steps(results: Results) -> str:
@@ -63,7 +92,7 @@ def gold_over_steps(results: Results) -> str:
             drawn.append(f'<path class="line" stroke="{_colour(method)}"{dash} d="M{path}"/>')
             x, y = line[-1]
             drawn.append(_mark(method, x_axis(x), y_axis(y), f"{_plain(method)}: {y:.2f}"))
-    return _figure("Mean score by `gold`, which trains no policy", drawn, results)
+    return _figure("Mean score by `gold`, which trains no policy", drawn, *_shown(results))
 
 
 def _axes(panel: int, xs: Sequence[float], ys: Sequence[float]) -> tuple[Axis, Axis]:
@@ -110,13 +139,18 @@ def _plain(method: str) -> str:
     return LABELS[method].replace("`", "")
 
 
-def _figure(title: str, drawn: Sequence[str], results: Results) -> str:
-    """An SVG file: a title, the panels, the key below; light and dark."""
+def _shown(results: Results) -> tuple[list[str], int]:
+    """All methods, and a panel for each reward model."""
     shown = {method for teacher in results.teachers for method in results.methods(teacher)}
-    width, height = PANEL[0] * len(results.teachers), PANEL[1]
+    return [method for method in LABELS if method in shown], len(results.teachers)
+
+
+def _figure(title: str, drawn: Sequence[str], methods: Sequence[str], panels: int) -> str:
+    """An SVG file: a title, the panels, the key below; light and dark."""
+    width, height = PANEL[0] * panels, PANEL[1]
     keys: list[str] = []
     x, y = float(LEFT), height + 12.0
-    for method in (m for m in LABELS if m in shown):
+    for method in methods:
         wide = 26 + CHARACTER * len(_plain(method))
         if x + wide > width and x > LEFT:
             x, y = float(LEFT), y + ROW

@@ -11,10 +11,10 @@ auto.tar.xz. Runs of different archives have other SFT and reward models and are
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from evidence.figures import end_points, gold_over_steps
+from evidence.figures import end_points, frontier, gold_over_steps
 from evidence.results import (
     BETA,
     LABELS,
@@ -34,6 +34,8 @@ PAGE = "results.md"
 BLOCK = re.compile(
     r"(<!-- evidence: ([\w-]+)(?: of ([\w-]+))? -->\n).*?(<!-- end of evidence -->)", re.S
 )
+BETAS = "auto"
+"""The campaign in which methods were trained with several betas."""
 HALF_WAY = 50
 """Evaluations at this step are compared beside the last ones, in runs of twice as many."""
 MINUS = "\u2212"
@@ -42,7 +44,7 @@ PAIRS = (("n5-start", "n5-equal"), ("rloo", "n5-start"), ("lam1", "n5-start"))
 
 
 def write_page(campaigns: Mapping[str, Results], docs: Path) -> Path:
-    """Fill the marked blocks of the page, and draw the first campaign's figures.
+    """Fill the marked blocks of the page, and draw its figures.
 
     Blocks of campaigns that are not given stay as they are.
     """
@@ -52,7 +54,7 @@ def write_page(campaigns: Mapping[str, Results], docs: Path) -> Path:
         "over-ppo": over_ppo,
         "pairs": pairs,
         "runs": runs,
-        "not-run": not_run,
+        "not-run": lambda _: not_run(campaigns.values()),
         "right": right,
         "updates": updates,
     }
@@ -68,6 +70,8 @@ def write_page(campaigns: Mapping[str, Results], docs: Path) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "end-points.svg").write_text(end_points(campaigns[first]), encoding="utf-8")
     (folder / "gold.svg").write_text(gold_over_steps(campaigns[first]), encoding="utf-8")
+    if BETAS in campaigns:
+        (folder / "frontier.svg").write_text(frontier(campaigns[BETAS]), encoding="utf-8")
     return page
 
 
@@ -188,21 +192,22 @@ def shares_right(results: Results, labels: Mapping[str, str]) -> str:
                 number(results.mean(kl, method, nobody, last)),
                 over.text(points) if count and method != "ppo" else "",
                 "" if reached == "0" else reached,
-                f"{results.seconds(method, nobody):.0f}",
                 str(len(seeds)),
             ]
         )
     head = [f"right after {shown[0]} steps", *map(str, shown[1:]), "worst seed", "KL"]
-    return table(["", *head, "points over PPO", "as PPO's end", "s", "seeds"], rows)
+    return table(["", *head, "points over PPO", "as PPO's end", "seeds"], rows)
 
 
-def not_run(results: Results) -> str:
-    """Stages of the recipe without a last step, in its order."""
-    finished = set(results.reward_models)
-    for seeds in results.runs.values():
-        finished |= {run.name for run in seeds if run.status == "finished"}
-    left = [stage.name for stage in check_recipe("evidence/identify")]
-    left = [name for name in left if name not in finished and name != "sft"]
+def not_run(campaigns: Iterable[Results]) -> str:
+    """Stages of the recipe for TL;DR that no campaign has finished, in the recipe's order."""
+    finished: set[str] = {"sft"}
+    for results in campaigns:
+        if "gold" in results.reward_models:
+            finished |= set(results.reward_models)
+            seeds = [run for runs in results.runs.values() for run in runs]
+            finished |= {run.name for run in seeds if run.status == "finished"}
+    left = [s.name for s in check_recipe("evidence/identify") if s.name not in finished]
     return f"Not finished ({len(left)}): " + ", ".join(f"`{name}`" for name in left) + ".\n"
 
 

@@ -127,10 +127,6 @@ class Results:
         found = self.at(method, teacher, step).values()
         return float(np.mean([measure(each).mean() for each in found]))
 
-    def seconds(self, method: str, teacher: str) -> float:
-        """What a training took in the mean, beside the others that ran at the same time."""
-        return float(np.mean([run.seconds or np.nan for run in self.runs[method, teacher]]))
-
     def differences(
         self, measure: Measure, method: str, base: str, teacher: str, step: int
     ) -> list[Floats]:

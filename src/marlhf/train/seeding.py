@@ -19,9 +19,9 @@ def seed_run(config: StageConfig) -> None:
     """
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it as it starts
-        # Only a warning where an operation has no such kernel: torch counts among them sums along
-        # rows that repeat in fact, and a run with a warning is better than none.
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
+        # Guards against reading what was never written, at three times the cost of a step.
+        torch.utils.deterministic.fill_uninitialized_memory = False
         if hasattr(inductor_config, "deterministic"):  # not before torch 2.9
             inductor_config.deterministic = True
     torch.manual_seed(config.seed)
