@@ -14,7 +14,7 @@ PANEL = (250, 240)
 """Width and height of a panel, in the figure's own units."""
 TITLE, ROW, CHARACTER = 26, 17, 6.2
 """Height of the title, height of a row of the key, width of a letter in it."""
-RULES = "".join(re.findall(r"^(?:svg text|svg \.name|\.grid path|\.line) \{.*$", STYLE, re.M))
+RULES = "".join(re.findall(r"^(?:svg text|svg \.name|\.grid path|\.line) \{[^}]*\}", STYLE, re.M))
 ROOTS = STYLE[STYLE.index(":root") : STYLE.index("* { box-sizing")]
 
 
