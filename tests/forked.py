@@ -83,15 +83,20 @@ class ForkServer:
         command = [sys.executable, __file__, str(theirs.fileno())]
         self._server = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()
+        self._processes: list[ForkedProcess] = []
 
     def start(self, *arguments: str) -> ForkedProcess:
-        return ForkedProcess(self.control, list(arguments), dict(os.environ))
+        process = ForkedProcess(self.control, list(arguments), dict(os.environ))
+        self._processes.append(process)
+        return process
 
     def start_ranks(self, *arguments: str) -> ForkedProcess:
         """Two processes that torchrun's launcher starts."""
         return self.start("two ranks", *arguments)
 
     def close(self) -> None:
+        for process in self._processes:
+            process.kill()  # what a test that failed left running
         self.control.close()
         self._server.wait()
 
