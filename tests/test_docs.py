@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import io
 import json
 import re
@@ -90,6 +91,7 @@ def first_column(page: Path, first: str) -> list[str]:
     return [span for cell in cells for span in SPAN.findall(cell)]
 
 
+@functools.cache
 def known_settings() -> set[str]:
     names = {name for kind in METHODS for name, *_ in describe(kind_class(kind))}
     rules = [getattr(core, rule) for rule in SEGMENTERS.values()]
@@ -162,6 +164,10 @@ def recipes(tmp_path_factory):
     sys.modules.pop("my_module", None)
 
 
+one_process = pytest.mark.xdist_group("pages that ran")  # so that each runs once
+
+
+@one_process
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_python_blocks_run(page, ran):
     ran(page)
@@ -180,9 +186,14 @@ def test_recipes_load(page, recipes):
             load_stage(file, "ppo" if scored else "sft")
 
 
+@functools.cache
+def command_group() -> typer.core.TyperGroup:
+    return typer.main.get_command(app)
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: f"{c.page.stem}: {c.words[0]}")
 def test_commands_exist(command, recipes):
-    group = typer.main.get_command(app)
+    group = command_group()
     name, *words = command.words
     assert name in group.commands
     known = {flag for option in group.commands[name].params for flag in option.opts}
@@ -243,6 +254,7 @@ def test_settings_exist(page):
     assert written <= leaves
 
 
+@one_process
 def test_every_metric_is_explained(ran):
     """Just those that a run writes, and each of them."""
     folder = ran(ROOT / "docs/align.md") / "runs/py"
@@ -251,6 +263,7 @@ def test_every_metric_is_explained(ran):
     assert set(first_column(ROOT / "docs/report.md", "metric")) == written
 
 
+@one_process
 def test_every_file_of_a_run_is_explained(ran):
     there = {path.name for path in (ran(ROOT / "docs/align.md") / "runs/py/ppo").iterdir()}
     there.add("best")  # only where the start was beaten
