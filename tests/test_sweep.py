@@ -600,3 +600,19 @@ def test_time_is_expected_from_steps_where_nothing_is_finished(recipe, monkeypat
     state.runs["seed=1/sft"] |= {"state": "finished", "seconds": 60.0}
     # three quarters of the first are left
     assert expected_seconds(first, plan.runs, state, []) == pytest.approx(45)
+
+
+def test_time_is_expected_from_those_most_alike(recipe):
+    """One slow kind of training among others says nothing about them."""
+    plan = make_plan(recipe(LONE), ["seed=0,1", "learning_rate=1e-3,2e-3", "num_steps=100"])
+    state = sweep_state.SweepState(plan)
+    for name, entry in state.runs.items():
+        if "seed=0" in name:
+            seconds = 600.0 if "learning_rate=1e-3" in name else 60.0
+            entry |= {"state": "finished", "seconds": seconds}
+    expected = {
+        training.config.learning_rate: expected_seconds(training, plan.runs, state, [])
+        for training in plan.runs
+        if training.config.seed == 1
+    }
+    assert expected == {1e-3: 600.0, 2e-3: 60.0}

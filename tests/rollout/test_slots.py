@@ -198,6 +198,13 @@ def test_graphs_sample_what_the_plain_loop_samples(small, family, temperature):
         torch.testing.assert_close(again.logprobs, plain.logprobs, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[gpu, on_gpu])])
+def test_without_end_tokens_every_response_runs_to_the_limit(small, device):
+    engine = NativeEngine(small("llama", head_dim=16).to(device), [], 0, precision="float32")
+    responses = engine.generate(PROMPTS, Sampling(6, 0.9), range(13)).responses
+    assert {len(response) for response in responses} == {6}
+
+
 @gpu
 @on_gpu
 def test_kernels_are_their_plain_twins(monkeypatch):

@@ -366,7 +366,7 @@ def sample(logits: Tensor, state: DecodeState, ends: Tensor, temperature: float)
         size,
         block,
         triton.next_power_of_2(triton.cdiv(size, block)),
-        triton.next_power_of_2(len(ends)),
+        triton.next_power_of_2(max(1, len(ends))),
         num_warps=8,
     )
 

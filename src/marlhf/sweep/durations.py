@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +21,33 @@ RECENT = 1 << 15
 def expected_seconds(
     training: Training, trainings: Sequence[Training], state: SweepState, running: Sequence[Job]
 ) -> float | None:
-    """Seconds that are left of a training, judged by others of its kind; None where none ran.
+    """Seconds that are left of a training, judged by those most like it; None where none ran.
 
-    Those that are running count first, by their present pace: it depends on how many share the
-    machine. Else those that are finished. Time is taken to grow with the number of steps, where
-    both give it.
+    Alike are trainings of its kind with the fewest other settings: values from continuations take
+    ten times as long as those of a critic. Those that are running count first, by their present
+    pace: it depends on how many share the machine. Else those that are finished. Time is taken to
+    grow with the number of steps, where both give it.
     """
-    alike = [other for other in trainings if other.kind == training.kind]
-    known = [
-        seconds * _scale(training, job.training)
-        for job in running
-        if job.training in alike and (seconds := _projected(job)) is not None
-    ]
-    known = known or [
-        seconds * _scale(training, other)
-        for other in alike
-        if (seconds := state.seconds(other)) is not None and state.is_finished(other.folder)
-    ]
-    return statistics.median(known) * _share_left(training) if known else None
+    paces = {job.training.folder: _projected(job) for job in running}
+    known: dict[tuple[int, bool], list[float]] = {}
+    for other in trainings:
+        seconds, runs = paces.get(other.folder), True
+        if seconds is None and state.is_finished(other.folder):
+            seconds, runs = state.seconds(other), False
+        if seconds is not None and other.kind == training.kind:
+            rank = (_differing_settings(training, other), not runs)
+            known.setdefault(rank, []).append(seconds * _scale(training, other))
+    return statistics.median(known[min(known)]) * _share_left(training) if known else None
+
+
+def _differing_settings(training: Training, other: Training) -> int:
+    """How many settings differ, but for those that take no time: seeds, and where things are."""
+    ours, theirs = (training.config, other.config)
+    return sum(
+        getattr(ours, f.name) != getattr(theirs, f.name)
+        for f in fields(ours)
+        if f.name not in ("seed", "output_dir", "num_steps")
+    )
 
 
 def _scale(training: Training, other: Training) -> float:
