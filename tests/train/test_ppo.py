@@ -246,6 +246,24 @@ def test_a_critic_that_misleads_for_long_is_told_once(ppo_config, monkeypatch, e
     assert all("the critic misleads" in line for line in said)
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"segmenter": NGram(1), "lam": 0.5}, 1),  # two tokens of twelve
+        ({"segmenter": NGram(1), "lam": 0.95}, 0),
+        ({"segmenter": NGram(5), "lam": 0.5}, 0),
+        ({"segmenter": NGram(1), "lam": 1.0}, 0),
+    ],
+)
+def test_credit_that_ends_long_before_the_first_tokens_is_told(
+    ppo_config, monkeypatch, change, told
+):
+    said = []
+    monkeypatch.setattr("marlhf.train.rl_warnings.warn", said.append)
+    run(ppo_config(num_steps=2, eval_every=0, **change))
+    assert len([line for line in said if line.startswith("credit reaches 2 tokens back")]) == told
+
+
 def test_training_says_so(ppo_config, monkeypatch):
     said = []
     for name, value in {

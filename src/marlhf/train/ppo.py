@@ -64,6 +64,7 @@ from marlhf.train.rl_warnings import (
     SamplingWatch,
     warn_about_divided_scores,
     warn_about_sampling,
+    warn_about_short_reach,
 )
 from marlhf.train.stage import Example
 from marlhf.train.timing import Clock, explained_variance, to_numbers
@@ -134,6 +135,9 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
                 sampling_watch(step, experience, numbers)
             if config.has_critic:
                 critic_watch(step, numbers["rl/explained_variance"])
+                if step == 1 and not chooser:
+                    tokens_back = float(reach(credit, config.lam))
+                    warn_about_short_reach(tokens_back, numbers["rl/length"], config.lam)
             rl.kl.update(numbers["rl/kl"], len(batch))
             loop.log(numbers, show=("rl/score", "rl/kl", "rl/length"))
             if loop.must_evaluate:
