@@ -5,6 +5,7 @@ server. Those at the end run against the real one, in an environment of its own:
 `MARLHF_VLLM_PYTHON=/path/to/venv/bin/python pytest tests/rollout/test_vllm.py`.
 """
 
+import contextlib
 import copy
 import json
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +38,7 @@ from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.sample import truncate
 from marlhf.rollout.vllm import RolloutError, VLLMEngine
 from marlhf.rollout.vllm_server import VLLMServer
+from marlhf.rollout.weight_transfer import EXTENSION, WeightReceiver, WeightSender, connect, receive
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
 from marlhf.train.distributed import World
@@ -147,7 +150,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             try:
                 found = server.respond(self.path, body)
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 code, found = 500, {"error": {"message": str(error)}}
         data = found if isinstance(found, bytes) else json.dumps(found).encode()
         self.send_response(code)
@@ -156,10 +159,24 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
 
+class FakeWorker(WeightReceiver):
+    """A worker with marlhf's extension; `taken` is what it was given last, type and all."""
+
+    def __init__(self, copy):
+        self.copy, self.taken = copy, {}
+
+    def reload_weights(self, weights_iterator):
+        self.taken = dict(weights_iterator)
+        self.copy.load(self.taken)
+
+
 class FakeServer(ThreadingHTTPServer):
-    def __init__(self, folder):
+    """`workers`: those with marlhf's extension; none if it was started without."""
+
+    def __init__(self, folder, num_workers):
         super().__init__(("127.0.0.1", 0), Handler)
         self.copy, self.faults, self.seen = Copy(folder), {}, []
+        self.workers = [FakeWorker(self.copy) for _ in range(num_workers)]
         self.lock = threading.Lock()
 
     @property
@@ -170,7 +187,12 @@ class FakeServer(ThreadingHTTPServer):
         with self.lock:
             if path == "/v1/models":
                 return {"data": [{"id": "its-name", "max_model_len": 64}]}
+            if path.startswith("/server_info"):
+                extension = EXTENSION if self.workers else ""
+                return {"vllm_config": {"parallel_config": {"worker_extension_cls": extension}}}
             if path == "/collective_rpc":
+                if self.workers and body["method"].startswith("marlhf_"):
+                    return {"results": self.call_workers(body["method"], body.get("kwargs", {}))}
                 assert body["method"] == "reload_weights"
                 files = list(Path(body["kwargs"]["weights_path"]).glob("*.safetensors"))
                 self.copy.load({k: v for f in files for k, v in load_file(f).items()})
@@ -184,17 +206,21 @@ class FakeServer(ThreadingHTTPServer):
             tokens, logprobs = self.copy.answer(body["prompt"], body)
             return {"choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}]}
 
+    def call_workers(self, method, kwargs):
+        with ThreadPoolExecutor(len(self.workers)) as pool:
+            return list(pool.map(lambda worker: getattr(worker, method)(**kwargs), self.workers))
+
 
 @pytest.fixture
 def serve(tmp_path, monkeypatch):
-    """`serve(model)`: a stand-in server that was started from that model."""
+    """`serve(model)`: a stand-in server that was started from that model, with the extension."""
     monkeypatch.setattr(vllm_server, "RETRY_WAITS", (0.01, 0.01))
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # must not matter
     started = []
 
-    def start(model):
+    def start(model, num_workers=1):
         model.save_pretrained(tmp_path / "served")
-        server = FakeServer(tmp_path / "served")
+        server = FakeServer(tmp_path / "served", num_workers)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         started.append(server)
         return server
@@ -205,7 +231,7 @@ def serve(tmp_path, monkeypatch):
         server.server_close()
 
 
-@pytest.fixture(params=["process", "server"])
+@pytest.fixture(params=["process", "server", "server without extension"])
 def engine(request, small):
     """`engine(policy)`: vLLM's stand-in, in this process or as a server of other weights."""
     fixture = request.getfixturevalue("fake_vllm" if request.param == "process" else "serve")
@@ -214,7 +240,7 @@ def engine(request, small):
         if request.param == "process":
             return VLLMEngine(policy, ENDS, 0, **options)
         other = small("llama-tied", seed=5)
-        server = fixture(other)
+        server = fixture(other, num_workers=int(request.param == "server"))
         made = VLLMServer(server.url, policy, ENDS, 0, **options)
         made.llm = server.copy
         return made
@@ -452,8 +478,149 @@ def test_a_server_that_is_not_there_is_a_sentence(monkeypatch):
 def test_a_server_that_cannot_take_weights_is_a_sentence(serve, small):
     server = serve(small("llama"))
     made = VLLMServer(server.url, small("llama"), ENDS, 0)
-    server.faults["/collective_rpc"] = [404]
+    server.faults = {"/server_info?config_format=json": [404], "/collective_rpc": [404]}
     with pytest.raises(RolloutError, match=r"404: not now.* Start it with VLLM_SERVER_DEV_MODE=1"):
+        made.generate(PROMPTS, SAMPLED, SEEDS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_worker_gets_every_byte_and_no_file_is_written(serve, small, tmp_path, dtype):
+    policy, server = small("llama-tied"), serve(small("llama-tied", seed=5), num_workers=2)
+    made = VLLMServer(server.url, policy, ENDS, 0, folder=tmp_path / "never")
+    made._dtype = lambda policy: dtype
+    made._update()
+    expected = {name: x.to(dtype) for name, x in policy.state_dict().items()}
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= expected.keys()
+    for worker in server.workers:
+        assert worker.taken.keys() == expected.keys()
+        for name, x in expected.items():
+            assert worker.taken[name].dtype == dtype
+            assert torch.equal(worker.taken[name], x)
+    assert not (tmp_path / "never").exists()
+
+
+def test_odd_shapes_and_types_arrive():
+    sent = {
+        "number": torch.tensor(3.5),
+        "nothing": torch.zeros(0, 4),
+        "counts": torch.arange(5),
+        "flags": torch.tensor([[True, False]]),
+        "view": torch.arange(12.0).view(3, 4).t(),
+    }
+    sender = WeightSender("127.0.0.1", 1, timeout=30)
+    with ThreadPoolExecutor(1) as thread:
+        num_bytes = thread.submit(sender.send, sent.items(), lambda: False)
+        with connect(**sender.address, token=sender.token) as trainer:
+            taken = dict(receive(trainer, []))
+    assert taken.keys() == sent.keys()
+    for name, x in sent.items():
+        assert taken[name].dtype == x.dtype
+        assert torch.equal(taken[name], x)
+    assert num_bytes.result() == 4 + 0 + 5 * 8 + 2 + 12 * 4
+
+
+def test_only_the_token_opens_and_only_one_update_long():
+    sender = WeightSender("127.0.0.1", 1, timeout=30)
+    address = sender.address
+    with ThreadPoolExecutor(1) as thread:
+        done = thread.submit(sender.send, [("x", torch.ones(2))], lambda: False)
+        with pytest.raises(ConnectionError, match=r"at 127\.0\.0\.1:\d+ refused a worker's token"):
+            connect(**address, token="0" * len(sender.token))
+        with socket.create_connection(tuple(address.values())) as silent:
+            silent.sendall(b"short")
+        with connect(**address, token=sender.token) as trainer:
+            with pytest.raises(ConnectionError, match="cannot reach the trainer"):
+                connect(**address, token=sender.token)  # the one worker is there: nobody listens
+            assert [name for name, _ in receive(trainer, [])] == ["x"]
+        assert done.result() == 8
+
+
+def test_a_trainer_that_dies_half_way_is_a_sentence():
+    def dies():
+        yield "first", torch.ones(2)
+        raise ZeroDivisionError
+
+    taken = []
+    worker = WeightReceiver()
+    worker.reload_weights = lambda weights_iterator: taken.extend(weights_iterator)
+    sender = WeightSender("127.0.0.1", 1, timeout=30)
+    with ThreadPoolExecutor(1) as thread:
+        done = thread.submit(sender.send, dies(), lambda: False)
+        answer = worker.marlhf_receive_weights(**sender.address, token=sender.token)
+        with pytest.raises(ZeroDivisionError):
+            done.result()
+    assert [name for name, _ in taken] == ["first"]  # vLLM can finish what it has begun
+    assert answer.startswith("ConnectionError: A worker lost its connection to the trainer after f")
+
+
+def test_a_worker_that_dies_half_way_is_a_sentence(serve, small, monkeypatch):
+    policy = small("llama-tied")
+    server = serve(policy)
+    made = VLLMServer(server.url, policy, ENDS, 0)
+
+    def dies(self, weights_iterator):
+        next(weights_iterator)
+        raise OSError("the worker ran out of memory")
+
+    monkeypatch.setattr(FakeWorker, "reload_weights", dies)
+    with pytest.raises(
+        RolloutError, match=r"did not take .* \(OSError: the worker ran out of memory\)"
+    ):
+        made.generate(PROMPTS, SAMPLED, SEEDS)
+    monkeypatch.setattr(FakeWorker, "reload_weights", lambda self, weights_iterator: None)
+    monkeypatch.setattr(made, "_weights", lambda: [("large", torch.zeros(1 << 24))])
+    with pytest.raises(RolloutError, match=r"did not get .* \(\[Errno"):
+        made.generate(PROMPTS, SAMPLED, SEEDS)
+
+
+def test_a_server_that_dies_half_way_is_a_sentence(serve, small):
+    policy = small("llama-tied")
+    server = serve(policy)
+    made = VLLMServer(server.url, policy, ENDS, 0)
+    server.faults["/collective_rpc"] = [200, "drop"]  # the first asks for the protocol
+    with pytest.raises(RolloutError, match="cannot be reached"):
+        made.generate(PROMPTS, SAMPLED, SEEDS)
+    assert made.skipped == set()  # nothing was refused, so tied weights are not the reason
+
+
+def test_workers_that_cannot_connect_are_a_sentence(serve, small, monkeypatch):
+    policy = small("llama")
+    made = VLLMServer(serve(policy).url, policy, ENDS, 0)
+
+    def elsewhere(host, num_workers, timeout):
+        sender = WeightSender(host, num_workers, timeout)
+        with socket.create_server((host, 0)) as closed:
+            sender.address = {"host": host, "port": closed.getsockname()[1]}
+        return sender
+
+    monkeypatch.setattr(vllm_server, "WeightSender", elsewhere)
+    with pytest.raises(RolloutError, match=r"cannot reach the trainer .* set vllm_weights_host to"):
+        made.generate(PROMPTS, SAMPLED, SEEDS)
+    monkeypatch.undo()
+    made.weights_host = "192.0.2.1"  # of no machine
+    with pytest.raises(RolloutError, match=r"cannot listen on 192\.0\.2\.1 .* vllm_weights_host"):
+        made.generate(PROMPTS, SAMPLED, SEEDS)
+
+
+def test_a_server_without_the_extension_reads_a_folder_which_is_said_once(serve, small, recwarn):
+    policy = small("llama-tied")
+    server = serve(policy, num_workers=0)
+    made = VLLMServer(server.url, policy, ENDS, 0)
+    made.generate(PROMPTS, SAMPLED, SEEDS)
+    made.update_weights(changed(policy))
+    made.generate(PROMPTS, SAMPLED, SEEDS)
+    [warning] = [str(each.message) for each in recwarn if "extension" in str(each.message)]
+    assert "started without --worker-extension-cls marlhf.rollout.weight" in warning
+    assert server.copy.loads == 2
+    asked = [body["method"] for path, body, _ in server.seen if path == "/collective_rpc"]
+    assert asked == ["reload_weights", "reload_weights"]
+
+
+def test_a_server_with_another_protocol_is_a_sentence(serve, small, monkeypatch):
+    monkeypatch.setattr(FakeWorker, "marlhf_protocol", lambda self: "0")
+    policy = small("llama")
+    made = VLLMServer(serve(policy).url, policy, ENDS, 0)
+    with pytest.raises(RolloutError, match="has another version of marlhf"):
         made.generate(PROMPTS, SAMPLED, SEEDS)
 
 
@@ -562,6 +729,14 @@ def test_settings_that_do_not_go_together_are_refused():
         PPOConfig(model="tiny", output_dir="x", vllm_url="http://127.0.0.1:8000")
     with pytest.raises(ValueError, match="must be like http"):
         PPOConfig(model="tiny", output_dir="x", engine="vllm", vllm_url="127.0.0.1:8000")
+    with pytest.raises(ValueError, match="must be one address of this machine"):
+        PPOConfig(
+            model="tiny",
+            output_dir="x",
+            engine="vllm",
+            vllm_url="http://127.0.0.1:8000",
+            vllm_weights_host="0.0.0.0",
+        )
     with pytest.raises(ValueError, match="vllm_memory must be"):
         PPOConfig(model="tiny", output_dir="x", engine="vllm", vllm_memory=2)
 
@@ -650,14 +825,22 @@ print("FOUND" + json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory, small):
-    """A tied Llama and what an optimiser's step made of it, with folders of both."""
-    root, model = tmp_path_factory.mktemp("tied"), small("llama-tied", **WIDE)
+def pair(root, model):
+    """A model and what an optimiser's step made of it, with folders of both."""
     models = {"first": model, "second": changed(model)}
     for name, one in models.items():
         one.save_pretrained(root / name)
     return root, models
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory, small):
+    return pair(tmp_path_factory.mktemp("tied"), small("llama-tied", **WIDE))
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory, small):
+    return pair(tmp_path_factory.mktemp("untied"), small("llama", **WIDE))
 
 
 def environment():
@@ -719,18 +902,17 @@ def test_real_samples_follow_the_distribution(measured):
     assert statistic < 2.5 * outcomes + 10
 
 
-@pytest.fixture(scope="module")
-def real_server(tied, tmp_path_factory):
-    """The address of a real server, of the first of the tied models."""
-    root, _ = tied
+@contextlib.contextmanager
+def real_server(root, *options):
+    """The address of a real server of the first of two models."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [VLLM, "-m", "vllm.entrypoints.openai.api_server", "--model", str(root / "first")]
     command += ["--host", "127.0.0.1", "--port", str(port), "--skip-tokenizer-init"]
     command += ["--dtype", "float32", "--enforce-eager", "--gpu-memory-utilization", "0.1"]
-    command += ["--logprobs-mode", "processed_logprobs"]
-    log = tmp_path_factory.mktemp("server") / "log"
+    command += ["--logprobs-mode", "processed_logprobs", *options]
+    log = root / "log"
     with log.open("w") as file:
         server = subprocess.Popen(command, env=environment(), stdout=file, stderr=file)
     try:
@@ -741,7 +923,7 @@ def real_server(tied, tmp_path_factory):
                     break
             time.sleep(1)
         assert server.poll() is None, log.read_text()[-3000:]
-        yield f"http://127.0.0.1:{port}", log
+        yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
         try:
@@ -751,12 +933,14 @@ def real_server(tied, tmp_path_factory):
             server.wait()
 
 
-@real
-@pytest.mark.slow
-def test_real_server_from_start_to_end(real_server, tied, tmp_path):
-    url, _ = real_server
-    _, models = tied
-    engine = VLLMServer(url, models["first"], ENDS, 0, folder=tmp_path)
+@pytest.fixture(scope="module")
+def real_tied_server(tied):
+    with real_server(tied[0], "--worker-extension-cls", EXTENSION) as url:
+        yield url
+
+
+def check_updates(engine, models):
+    """Responses and log-probs of a real server are the policy's, before and after an update."""
     seen = []
     for model in models.values():
         engine.update_weights(model)
@@ -772,14 +956,56 @@ def test_real_server_from_start_to_end(real_server, tied, tmp_path):
             torch.testing.assert_close(runs[0].logprobs, logprobs, atol=1e-4, rtol=0)
         seen.append(runs[0].responses)
     assert seen[0] != seen[1]
+
+
+@real
+@pytest.mark.slow
+def test_real_server_takes_tied_weights_over_tcp(real_tied_server, tied, tmp_path):
+    engine = VLLMServer(real_tied_server, tied[1]["first"], ENDS, 0, folder=tmp_path / "never")
+    check_updates(engine, tied[1])
+    assert not engine.by_folder
+    assert not (tmp_path / "never").exists()
+
+
+@real
+@pytest.mark.slow
+def test_real_server_takes_weights_over_tcp(untied, tmp_path):
+    with real_server(untied[0], "--worker-extension-cls", EXTENSION) as url:
+        engine = VLLMServer(url, untied[1]["first"], ENDS, 0, folder=tmp_path / "never")
+        check_updates(engine, untied[1])
+    assert not engine.by_folder
+    assert not (tmp_path / "never").exists()
+
+
+@real
+@pytest.mark.slow
+def test_real_server_without_the_extension_reads_a_folder(tied, tmp_path):
+    with real_server(tied[0]) as url:
+        engine = VLLMServer(url, tied[1]["first"], ENDS, 0, folder=tmp_path)
+        with pytest.warns(UserWarning, match="worker-extension-cls"):
+            check_updates(engine, tied[1])
     assert list(tmp_path.iterdir()) == []
 
 
 @real
 @pytest.mark.slow
-def test_real_server_refuses_another_model(real_server, small, tmp_path):
-    url, _ = real_server
+def test_real_server_names_the_trainer_that_it_cannot_reach(real_tied_server, tied):
+    engine = VLLMServer(real_tied_server, tied[1]["first"], ENDS, 0)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    call = {"host": "127.0.0.1", "port": port, "token": "0"}
+    answer = engine._call("/collective_rpc", {"method": "marlhf_receive_weights", "kwargs": call})
+    assert f"cannot reach the trainer at 127.0.0.1:{port}" in answer["results"][0]
+    same(  # and it goes on with the weights that it had
+        engine.generate(PROMPTS, SAMPLED, SEEDS),
+        engine.generate(PROMPTS, SAMPLED, SEEDS),
+    )
+
+
+@real
+@pytest.mark.slow
+def test_real_server_refuses_another_model(real_tied_server, small):
     for other in ({"hidden_size": 64}, {"num_hidden_layers": 1}, {"num_hidden_layers": 3}):
-        engine = VLLMServer(url, small("llama-tied", **WIDE | other), ENDS, 0, folder=tmp_path)
+        engine = VLLMServer(real_tied_server, small("llama-tied", **WIDE | other), ENDS, 0)
         with pytest.raises(RolloutError, match=r"does not sample from the policy|did not take"):
             engine.generate(PROMPTS, SAMPLED, SEEDS)

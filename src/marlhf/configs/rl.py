@@ -56,6 +56,8 @@ class RLConfig(StageConfig):
     """What samples: marlhf itself, or vLLM, in this process or as a server."""
     vllm_url: str = setting("", may_change=True)
     """The vLLM server to sample with, such as http://127.0.0.1:8000; in this process if empty."""
+    vllm_weights_host: str = setting("127.0.0.1", may_change=True)
+    """This machine's address where the server's workers fetch new weights, over TCP."""
     vllm_memory: float = setting(0.3, least=0, most=1, may_change=True)
     """The share of the GPU's memory that vLLM has in this process, for weights and cache."""
 
@@ -131,6 +133,11 @@ class RLConfig(StageConfig):
             raise SettingError("vllm_url is set, but vLLM is not asked for. Set engine: vllm.")
         if self.vllm_url:
             check_url(self.vllm_url)
+            if self.vllm_weights_host in ("", "0.0.0.0", "::"):
+                raise SettingError(
+                    "vllm_weights_host must be one address of this machine, by which the vLLM "
+                    "server reaches it."
+                )
         if self.async_steps:
             self._check_async()
         if self.batch_size % self.num_mini_batches:

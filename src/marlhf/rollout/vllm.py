@@ -47,6 +47,10 @@ class RolloutError(MarlhfError, ValueError):
     """vLLM cannot sample, with what to do about it."""
 
 
+class RefusedError(RolloutError):
+    """vLLM is there, and did not do what it was asked for."""
+
+
 class Completion(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
@@ -130,7 +134,7 @@ class VLLM(ABC):
         """
         try:
             self._send_weights()
-        except RolloutError:
+        except RefusedError:
             tied = _tied_names(self.policy)
             if self.skipped or not tied:
                 raise
@@ -287,7 +291,7 @@ class VLLMEngine(VLLM):
         try:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._weights()})
         except Exception as error:
-            raise RolloutError(
+            raise RefusedError(
                 f"vLLM did not take the policy's weights ({type(error).__name__}: "
                 f"{short(error)}). Use vLLM 0.32 or newer; if that does not help, it knows this "
                 "model by other names, so set engine: native."

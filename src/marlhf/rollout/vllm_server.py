@@ -9,6 +9,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -22,7 +23,8 @@ from marlhf.configs.sampling import Sampling, check_url
 from marlhf.models.base import Model, Precision
 from marlhf.rollout.engine import Rollout
 from marlhf.rollout.plain import check_prompts
-from marlhf.rollout.vllm import VLLM, Completion, RolloutError, fields, short
+from marlhf.rollout.vllm import VLLM, Completion, RefusedError, RolloutError, fields, short
+from marlhf.rollout.weight_transfer import EXTENSION, PROTOCOL, WeightSender
 
 RETRY_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Seconds before each retry."""
@@ -43,11 +45,12 @@ DEFAULTS = {
 
 
 class VLLMServer(VLLM):
-    """A vLLM server, over HTTP. New weights go through a folder that both can read.
+    """A vLLM server, over HTTP. New weights go over TCP, or through a folder that both can read.
 
     The server must run in development mode, or it accepts no new weights:
-    `VLLM_SERVER_DEV_MODE=1 ... --logprobs-mode processed_logprobs`. The API key is read from
-    `VLLM_API_KEY`, as by the server.
+    `VLLM_SERVER_DEV_MODE=1 ... --logprobs-mode processed_logprobs`, and for TCP with
+    `--worker-extension-cls marlhf.rollout.weight_transfer.WeightReceiver`. The API key is read
+    from `VLLM_API_KEY`, as by the server.
     """
 
     def __init__(
@@ -58,15 +61,21 @@ class VLLMServer(VLLM):
         pad_id: int,
         *,
         folder: str | Path | None = None,
+        weights_host: str = "127.0.0.1",
         token_budget: int = 1 << 15,
         precision: Precision = "auto",
         timeout: float = 600.0,
     ) -> None:
-        """`folder`: where weights are written for the server to read; a temporary one if None."""
+        """`weights_host`: this machine's address where the server's workers fetch weights.
+
+        `folder`: where weights are written for a server that cannot; a temporary one if None.
+        """
         super().__init__(policy, end_tokens, pad_id, token_budget, precision)
         self.url = check_url(url)
         self.where = f"The vLLM server at {self.url}"
         self.folder = None if folder is None else Path(folder).resolve()
+        self.by_folder = False  # whether the server takes weights from a folder alone
+        self.weights_host = weights_host
         self.timeout = timeout
         self.lost = False  # whether a connection broke during the current call
         self.ahead: Future[list[Completion]] | None = None  # what `begin` started last
@@ -153,21 +162,18 @@ class VLLMServer(VLLM):
         return Completion(tokens, logprobs["token_logprobs"])
 
     def _send_weights(self) -> None:
-        if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".vllm-", dir=self.folder) as folder:
-            # Clones: safetensors refuses tensors that share memory, as tied weights do.
-            tensors = {name: x.detach().cpu().clone() for name, x in self._weights()}
-            save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-            rpc = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-            try:
-                self._call("/collective_rpc", rpc)
-            except RolloutError as error:
-                raise RolloutError(
-                    f"{error} So it did not take the policy's weights from {folder}. Start it with "
-                    "VLLM_SERVER_DEV_MODE=1, from the policy's model, where it can read that "
-                    "folder; its log has more."
-                ) from error
+        workers = 0 if self.by_folder else self._count_workers()
+        if workers:
+            self._stream_weights(workers)
+        else:
+            self._write_weights()
+            if not self.by_folder:
+                self.by_folder = True
+                warnings.warn(
+                    f"{self.where} was started without --worker-extension-cls {EXTENSION}, so each "
+                    "update writes the policy's weights to disk for it to read.",
+                    stacklevel=2,
+                )
         # The prefix cache holds keys and values of the old weights.
         for wait in RETRY_WAITS:
             if self._call("/reset_prefix_cache", {}).get("success", True):
@@ -178,14 +184,87 @@ class VLLMServer(VLLM):
             "other users."
         )
 
-    def _call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _count_workers(self) -> int:
+        """How many workers take weights over TCP; 0 if they do not know how to."""
+        try:
+            # Not by calling a method that may be missing: see `WeightReceiver` on errors.
+            info = self._call("/server_info?config_format=json")
+        except RefusedError:
+            return 0
+        if EXTENSION not in str(info.get("vllm_config")):
+            return 0
+        versions = self._call("/collective_rpc", {"method": "marlhf_protocol"})["results"]
+        if set(versions) != {PROTOCOL}:
+            raise RolloutError(
+                f"{self.where} has another version of marlhf, which takes weights in another way. "
+                "Install the version of this process there, and restart it."
+            )
+        return len(versions)
+
+    def _stream_weights(self, workers: int) -> None:
+        """Send the weights to each worker over TCP, tensor by tensor."""
+        try:
+            sender = WeightSender(self.weights_host, workers, self.timeout)
+        except OSError as error:
+            raise RolloutError(
+                f"This process cannot listen on {self.weights_host} ({short(error)}). Set "
+                "vllm_weights_host to an address of this machine by which the server reaches it."
+            ) from None
+        rpc = {
+            "method": "marlhf_receive_weights",
+            "kwargs": sender.address | {"token": sender.token},
+        }
+        broken = ""
+        with ThreadPoolExecutor(1, thread_name_prefix="weight update") as thread:
+            # Tried once: a second call would find nobody listening.
+            call = thread.submit(self._call, "/collective_rpc", rpc, waits=())
+            try:
+                sender.send(self._weights(), call.done)
+            except OSError as error:
+                broken = short(error)
+        failures = [answer for answer in call.result()["results"] if answer]
+        # A worker that fails breaks the connections of the others, so its own words come first.
+        refusals = [each for each in failures if not each.startswith("ConnectionError")]
+        if refusals:
+            raise RefusedError(
+                f"{self.where} did not take the policy's weights ({short(refusals[0])}). Start it "
+                "again, from the policy's model; its log has more."
+            )
+        if failures or broken:
+            raise RolloutError(
+                f"{self.where} did not get the policy's weights ({short([*failures, broken][0])}). "
+                f"Its workers connect to {self.weights_host} for them: set vllm_weights_host to "
+                "an address of this machine that they reach. Its log has more."
+            )
+
+    def _write_weights(self) -> None:
+        """Write the weights into a folder that the server reads."""
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".vllm-", dir=self.folder) as folder:
+            # Clones: safetensors refuses tensors that share memory, as tied weights do.
+            tensors = {name: x.detach().cpu().clone() for name, x in self._weights()}
+            save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+            rpc = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+            try:
+                self._call("/collective_rpc", rpc)
+            except RolloutError as error:
+                raise type(error)(
+                    f"{error} So it did not take the policy's weights from {folder}. Start it with "
+                    "VLLM_SERVER_DEV_MODE=1, from the policy's model, where it can read that "
+                    "folder; its log has more."
+                ) from error
+
+    def _call(
+        self, path: str, body: dict[str, Any] | None = None, waits: tuple[float, ...] | None = None
+    ) -> dict[str, Any]:
         """One request, with retries where the server is away or busy."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("VLLM_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers)
-        for wait in (*RETRY_WAITS, None):
+        for wait in (*(RETRY_WAITS if waits is None else waits), None):
             try:
                 with self.opener.open(request, timeout=self.timeout) as response:
                     text = response.read()
@@ -193,7 +272,7 @@ class VLLMServer(VLLM):
             except urllib.error.HTTPError as error:
                 if error.code not in RETRY_STATUS or wait is None:
                     hint = " Set VLLM_API_KEY to its key." if error.code == 401 else ""
-                    raise RolloutError(
+                    raise RefusedError(
                         f"{self.where} refused {path} ({error.code}: {_reason(error)}).{hint}"
                     ) from None
             except json.JSONDecodeError:

@@ -127,6 +127,7 @@ def _load_engine(
         ends,
         pad,
         folder=config.output_dir,
+        weights_host=config.vllm_weights_host,
         token_budget=2 * config.pass_tokens,
         precision=config.precision,
     )
