@@ -175,6 +175,7 @@ def run_ranks(arguments: list[str]) -> None:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         start_method="fork",
+        max_restarts=0,  # as torchrun
     )
     elastic_launch(config, run)(arguments)
 

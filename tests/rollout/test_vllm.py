@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +42,7 @@ from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.rollout.weight_transfer import EXTENSION, WeightReceiver, WeightSender, connect, receive
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
+from marlhf.settings import to_raw
 from marlhf.train.distributed import World
 from marlhf.train.loop import Loop
 from marlhf.train.objects import GivenObjects
@@ -499,6 +501,18 @@ def test_every_worker_gets_every_byte_and_no_file_is_written(serve, small, tmp_p
     assert not (tmp_path / "never").exists()
 
 
+def test_the_extension_needs_torch_alone():
+    """So that marlhf can be installed beside any vLLM without what it requires."""
+    code = "import sys, marlhf.rollout.weight_transfer; print(*sys.modules)"
+    known = os.pathsep.join([str(Path(module.__file__).parents[2]), *sys.path])
+    loaded = subprocess.check_output(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": known}, text=True
+    )
+    packages = {name.partition(".")[0] for name in loaded.split()}
+    assert {"torch", "marlhf"} <= packages
+    assert not packages & {"transformers", "safetensors", "accelerate", "yaml", "typer", "peft"}
+
+
 def test_odd_shapes_and_types_arrive():
     sent = {
         "number": torch.tensor(3.5),
@@ -750,11 +764,91 @@ def test_the_engine_is_part_of_a_run_and_its_address_is_not(fake_vllm, tmp_path)
         RunFolder(tmp_path / "run", "ppo", config | {"engine": "native"})
 
 
-def test_several_processes_are_refused(fake_vllm, small, tmp_path):
+def test_several_processes_need_a_server(fake_vllm, small, tmp_path):
     world = World(torch.device("cpu"), rank=0, size=2)
     config = PPOConfig(model="tiny", output_dir=str(tmp_path), engine="vllm")
-    with pytest.raises(RunError, match="works with one training process"):
+    with pytest.raises(RunError, match=r"one process, not with several\. Set vllm_url"):
         _load_engine(config, small("llama"), [2], 0, world)
+
+
+def ranks_config(folder, **changes):
+    """A PPO run of two steps, for the command line."""
+    return PPOConfig(
+        model="tiny",
+        reward_model="tiny",
+        random_reward_head=True,
+        data=DataConfig(source="toy", limit=60, eval_size=8),
+        output_dir=str(folder),
+        sampling=Sampling(max_new_tokens=8, temperature=0.8),
+        batch_size=5,
+        learning_rate=1e-2,
+        warmup_steps=0,
+        num_steps=2,
+        eval_prompts=3,
+        save_every=0,
+        device="cpu",
+        **changes,
+    )
+
+
+def train_lines(folder):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == "train"]
+
+
+@pytest.mark.distributed
+@pytest.mark.xdist_group("forked")
+@pytest.mark.parametrize(
+    ("parallel", "num_workers", "changes"),
+    [
+        ("fsdp", 2, {}),
+        ("fsdp", 1, {"lora": LoRA(r=2), "sampling": Sampling(8, 0.8, top_k=5)}),
+        ("data", 0, {}),
+    ],
+)
+def test_two_processes_with_a_server_are_one(
+    serve, fork_server, tmp_path, parallel, num_workers, changes
+):
+    server = serve(load_policy("tiny"), num_workers)
+    alone = replace(ranks_config(tmp_path / "alone"), **changes)
+    train(alone)
+    two = {"output_dir": str(tmp_path / "two"), "parallel": parallel}
+    vllm = {"engine": "vllm", "vllm_url": server.url}
+    recipe = tmp_path / "two.yaml"
+    recipe.write_text(yaml.safe_dump(to_raw(replace(alone, **two, **vllm))))
+    process = fork_server.start_ranks("-m", "marlhf", "ppo", str(recipe))
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors[-3000:]
+    for line, other in zip(
+        train_lines(tmp_path / "two"), train_lines(tmp_path / "alone"), strict=True
+    ):
+        for key in ("rl/score", "rl/kl", "rl/length", "rl/policy_loss", "rl/value_loss"):
+            assert line[key] == pytest.approx(other[key], abs=2e-4), key
+        assert line["rl/logprob_gap"] < 1e-5
+    asked = sum(path == "/v1/completions" for path, _, _ in server.seen)
+    checks = 4 if "sampling" in changes else 0  # with top-k, a response more for each batch
+    assert asked == 2 * 5 + 2 * 3 + checks  # by one process: two steps and two evaluations
+    assert server.copy.loads == max(num_workers, 1) * 3  # at first, and after each step
+
+
+@pytest.mark.distributed
+@pytest.mark.xdist_group("forked")
+def test_a_server_that_fails_ends_both_processes(serve, fork_server, tmp_path, monkeypatch):
+    server = serve(load_policy("tiny"))
+
+    def refuse(self, weights_iterator):
+        next(weights_iterator)
+        raise KeyError("odd")
+
+    monkeypatch.setattr(FakeWorker, "reload_weights", refuse)
+    config = ranks_config(tmp_path / "run", parallel="fsdp", engine="vllm", vllm_url=server.url)
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text(yaml.safe_dump(to_raw(config)))
+    process = fork_server.start_ranks("-m", "marlhf", "ppo", str(recipe))
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode
+    assert "did not take the policy's weights (KeyError: 'odd')" in errors
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
 
 
 # The real one. Head size 32, for its attention on a CPU has no smaller ones.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -89,3 +89,12 @@ class SingleProcess:
     def sum(self, x: Tensor) -> Tensor:
         """Over all processes."""
         return x
+
+    @property
+    def main(self) -> bool:
+        """Whether this process speaks for all."""
+        return True
+
+    def broadcast(self, value: Any) -> Any:
+        """The main process's value."""
+        return value

@@ -2,7 +2,7 @@
 
 vLLM has a copy of the policy, so weights have to be sent. `update_weights` only notes that they
 have changed, and the next `generate` sends them: once, however many updates there were, and also
-after a checkpoint was loaded. A sharded policy is gathered for sampling, so it is whole then.
+after a checkpoint was loaded.
 
 Whether the copy really is the policy is checked: the log-probs of one response of every batch are
 compared with those of the policy itself.
@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from marlhf.data.collate import token_budget_batches
+from marlhf.data.collate import SingleProcess
 from marlhf.errors import MarlhfError
 from marlhf.models.adapters import AdaptedModel, merged_tensors
 from marlhf.models.base import Model, Precision, autocast, computes_in_bfloat16
@@ -69,12 +70,14 @@ class VLLM(ABC):
         pad_id: int,
         token_budget: int,
         precision: Precision,
+        processes: SingleProcess,
     ) -> None:
         self.policy: Model = policy  # or None
         self.end_tokens = list(end_tokens)
         self.pad_id = pad_id
         self.token_budget = token_budget
         self.precision: Precision = precision
+        self.processes = processes
         self.stale = policy is not None
         self.skipped: set[str] = set()  # weights not to send
 
@@ -143,14 +146,18 @@ class VLLM(ABC):
         self.stale = False
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights in the type in which vLLM computes."""
+        """The policy's weights in the type in which vLLM computes.
+
+        Sharded ones are gathered one at a time, which all processes have to do together.
+        """
         model, dtype = self.policy, self._dtype(self.policy)
         plain = (
             merged_tensors(model) if isinstance(model, AdaptedModel) else model.state_dict().items()
         )
         for name, tensor in plain:
             if name not in self.skipped:
-                yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+                whole = tensor.to(dtype) if tensor.is_floating_point() else tensor
+                yield name, whole.full_tensor() if isinstance(whole, DTensor) else whole
 
     def _dtype(self, policy: Model) -> torch.dtype:
         bf16 = computes_in_bfloat16(policy.device, self.precision)
@@ -177,12 +184,13 @@ class VLLM(ABC):
         device = self.policy.device
         sequences = Sequences.from_lists(prompts, responses, self.pad_id, device)
         logprobs = torch.zeros(sequences.mask.shape, device=device)
-        for rows in token_budget_batches(sequences.total_lengths, self.token_budget):
-            part = sequences.rows(rows)
+        for micro in self.processes.batches(sequences.total_lengths, self.token_budget):
+            part = sequences.rows(micro.rows)
             with autocast(device, self.precision):
                 computed = token_stats(self.policy, part, temperature).logprobs
-            logprobs[torch.tensor(rows, device=device), : computed.shape[1]] = computed
-        return logprobs
+            rows = torch.tensor(micro.rows, device=device)
+            logprobs[rows, : computed.shape[1]] += computed * micro.weight
+        return self.processes.sum(logprobs)
 
     def _verify(self, prompt: Sequence[int], completion: Completion, temperature: float) -> None:
         """Refuse vLLM if it has other weights, another model, or other log-probs."""
@@ -232,7 +240,7 @@ class VLLMEngine(VLLM):
     ) -> None:
         """`memory`: vLLM's share of the GPU. `options` go to `vllm.LLM`."""
         policy = None if isinstance(source, str) else source
-        super().__init__(policy, end_tokens, pad_id, token_budget, precision)
+        super().__init__(policy, end_tokens, pad_id, token_budget, precision, SingleProcess())
         self.vllm = _import_vllm()
         # For families that it lacks, vLLM patches transformers' classes: notice that below.
         modules = () if policy is None else policy.modules()

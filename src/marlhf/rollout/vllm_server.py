@@ -10,22 +10,26 @@ import time
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from marlhf.configs.sampling import Sampling, check_url
+from marlhf.data.collate import SingleProcess
 from marlhf.models.base import Model, Precision
 from marlhf.rollout.engine import Rollout
 from marlhf.rollout.plain import check_prompts
 from marlhf.rollout.vllm import VLLM, Completion, RefusedError, RolloutError, fields, short
 from marlhf.rollout.weight_transfer import EXTENSION, PROTOCOL, WeightSender
 
+T = TypeVar("T")
 RETRY_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Seconds before each retry."""
 RETRY_STATUS = (429, 502, 503, 504)
@@ -65,12 +69,15 @@ class VLLMServer(VLLM):
         token_budget: int = 1 << 15,
         precision: Precision = "auto",
         timeout: float = 600.0,
+        processes: SingleProcess | None = None,
     ) -> None:
         """`weights_host`: this machine's address where the server's workers fetch weights.
 
         `folder`: where weights are written for a server that cannot; a temporary one if None.
+        `processes`: those that train. Each makes every call; the main one speaks with the server.
         """
-        super().__init__(policy, end_tokens, pad_id, token_budget, precision)
+        together = processes or SingleProcess()
+        super().__init__(policy, end_tokens, pad_id, token_budget, precision, together)
         self.url = check_url(url)
         self.where = f"The vLLM server at {self.url}"
         self.folder = None if folder is None else Path(folder).resolve()
@@ -143,8 +150,10 @@ class VLLMServer(VLLM):
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Completion]:
         for _ in range(3):
-            completions = self._request_all(prompts, sampling, seeds)
-            if not self.lost or self.policy is None:
+            completions, lost = self._on_main(
+                lambda: (self._request_all(prompts, sampling, seeds), self.lost)
+            )
+            if not lost or self.policy is None:
                 return completions
             # It may have been restarted, with the weights of its files: send ours, sample again.
             self._update()
@@ -161,12 +170,39 @@ class VLLMServer(VLLM):
             )
         return Completion(tokens, logprobs["token_logprobs"])
 
+    def _on_main(self, call: Callable[[], T]) -> T:
+        """What a call returns in the main process, or its error, in all processes."""
+        result: T | RolloutError | None = None
+        if self.processes.main:
+            try:
+                result = call()
+            except RolloutError as error:
+                result = error
+        result = self.processes.broadcast(result)
+        if isinstance(result, RolloutError):
+            raise result
+        return cast(T, result)
+
     def _send_weights(self) -> None:
+        # All processes gather each weight of a sharded policy, to the last one.
+        weights = self._weights()
+
+        def transfer() -> None:
+            try:
+                self._transfer(weights)
+            finally:
+                deque(weights, maxlen=0)
+
+        if not self.processes.main:
+            deque(weights, maxlen=0)
+        self._on_main(transfer)
+
+    def _transfer(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         workers = 0 if self.by_folder else self._count_workers()
         if workers:
-            self._stream_weights(workers)
+            self._stream_weights(weights, workers)
         else:
-            self._write_weights()
+            self._write_weights(weights)
             if not self.by_folder:
                 self.by_folder = True
                 warnings.warn(
@@ -201,7 +237,7 @@ class VLLMServer(VLLM):
             )
         return len(versions)
 
-    def _stream_weights(self, workers: int) -> None:
+    def _stream_weights(self, weights: Iterator[tuple[str, Tensor]], workers: int) -> None:
         """Send the weights to each worker over TCP, tensor by tensor."""
         try:
             sender = WeightSender(self.weights_host, workers, self.timeout)
@@ -219,7 +255,7 @@ class VLLMServer(VLLM):
             # Tried once: a second call would find nobody listening.
             call = thread.submit(self._call, "/collective_rpc", rpc, waits=())
             try:
-                sender.send(self._weights(), call.done)
+                sender.send(weights, call.done)
             except OSError as error:
                 broken = short(error)
         failures = [answer for answer in call.result()["results"] if answer]
@@ -237,13 +273,13 @@ class VLLMServer(VLLM):
                 "an address of this machine that they reach. Its log has more."
             )
 
-    def _write_weights(self) -> None:
+    def _write_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Write the weights into a folder that the server reads."""
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".vllm-", dir=self.folder) as folder:
             # Clones: safetensors refuses tensors that share memory, as tied weights do.
-            tensors = {name: x.detach().cpu().clone() for name, x in self._weights()}
+            tensors = {name: x.detach().cpu().clone() for name, x in weights}
             save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
             rpc = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
             try:

@@ -31,6 +31,7 @@ from marlhf.models.forward import token_stats
 from marlhf.models.sequences import Sequences, send
 from marlhf.rollout import Sampling
 from marlhf.rollout.engine import Rollout
+from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.train.distributed import World, gather_rollout
 from marlhf.train.memory import fit_memory
 from marlhf.train.optim import check_finite
@@ -197,6 +198,8 @@ def sample_responses(
     prompts: list[list[int]], models: Models, sampling: Sampling, seeds: list[int]
 ) -> Rollout:
     """A response to each prompt. Each rank samples its share and then has all of them."""
+    if isinstance(models.engine, VLLMServer):  # rank 0 asks it for all, and no weights are needed
+        return models.engine.generate(prompts, sampling, seeds)
     share, rollout = models.world.share([len(p) for p in prompts]), None
     with models.world.gathered(models.policy):
         if share:

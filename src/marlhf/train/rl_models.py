@@ -107,12 +107,12 @@ def _load_engine(
     if config.engine == "native":
         budget = config.rollout_tokens
         return NativeEngine(policy, ends, pad, token_budget=budget, precision=config.precision)
-    if world.size > 1:
-        raise RunError(
-            "engine: vllm works with one training process, not with several. Leave engine out, "
-            "or start without torchrun: a vLLM server may itself use several GPUs."
-        )
     if not config.vllm_url:
+        if world.size > 1:
+            raise RunError(
+                "vLLM in the training process works with one process, not with several. Set "
+                "vllm_url to a vLLM server, leave engine out, or start without torchrun."
+            )
         return VLLMEngine(
             policy,
             ends,
@@ -130,6 +130,7 @@ def _load_engine(
         weights_host=config.vllm_weights_host,
         token_budget=2 * config.pass_tokens,
         precision=config.precision,
+        processes=world,
     )
 
 
