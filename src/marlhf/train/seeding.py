@@ -21,7 +21,7 @@ def seed_run(config: StageConfig) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it as it starts
         torch.use_deterministic_algorithms(True)
         # Guards against reading what was never written, at three times the cost of a step.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         if hasattr(inductor_config, "deterministic"):  # not before torch 2.9
             inductor_config.deterministic = True
     torch.manual_seed(config.seed)
