@@ -309,6 +309,12 @@ def test_any_dataclass_can_be_a_config(write):
     assert load_config(Mine, write("nats: 2")) == Mine(2.0)
 
 
+def test_an_override_of_a_stage_that_is_not_trained_is_refused():
+    assert load_stage("toy", "ppo", ["ppo.batch_size=32"], name="macro-ppo").config.batch_size == 32
+    with pytest.raises(ConfigError, match=r"macro-ppo\.batch_size is a setting of another stage"):
+        load_stage("toy", "ppo", ["macro-ppo.batch_size=32"])
+
+
 def test_a_stages_override_reaches_those_that_are_like_it(write):
     *_, ppo, macro = (s.config for s in load_recipe(write(PIPELINE), ["ppo.kl_coef=0.3"]))
     assert ppo.kl_coef == macro.kl_coef == 0.3

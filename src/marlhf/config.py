@@ -193,6 +193,7 @@ def _read_stage(
         actual = stage.get("kind", name)
         if actual != kind:
             raise ConfigError(f"Stage {name!r} of {path} is of kind {actual!r}, not {kind!r}.")
+        _refuse_other_stages(raw, name, overrides or [])
         where = f"stages.{name}"
     else:
         name, stage = name or kind, raw
@@ -263,6 +264,20 @@ def _override_stages(
         else:
             general.append((key, value))
     return general
+
+
+def _refuse_other_stages(raw: Raw, name: str, overrides: list[str]) -> None:
+    """An override of a stage that is not run, and that this one is not `like`, would do nothing."""
+    reached = [name]
+    while like := (raw["stages"][reached[-1]] or {}).get("like"):
+        reached.append(like)
+    for key, _ in map(read_override, overrides):
+        first, _, rest = key.partition(".")
+        if rest and first in raw["stages"] and first not in reached:
+            raise ConfigError(
+                f"{key} is a setting of another stage: this command trains {name} alone. Leave it "
+                "out, or train all stages with `marlhf run`."
+            )
 
 
 def _stages(raw: Raw, path: Path, problems: list[str]) -> tuple[dict[str, Raw], Path]:
