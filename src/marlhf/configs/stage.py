@@ -61,8 +61,8 @@ class StageConfig:
     """With `compile`, passes over rows packed without padding, each replayed as one CUDA graph.
     Rows of nearly one length stay padded, which is faster for them."""
     deterministic: bool = setting(False, may_change=True)
-    """On a GPU, the same bits from the same seed: no kernels that add up in any order. Slower, also
-    since `token_budget: auto` stays at 16384. A CPU gives the same bits anyway."""
+    """On a GPU, only kernels that repeat bit for bit, none that add up in any order. Slower, also
+    since `token_budget: auto` stays at 16384. A CPU repeats anyway."""
     gradient_checkpointing: bool = setting(False, may_change=True)
     """Trade time for memory in the backward pass."""
     device: str = setting("auto", may_change=True, private=True)

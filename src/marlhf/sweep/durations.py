@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from marlhf.fields import settings_with
 from marlhf.runs.jsonl import read_jsonl
 from marlhf.runs.layout import METRICS
 from marlhf.sweep.jobs import Job
@@ -41,13 +42,11 @@ def expected_seconds(
 
 
 def _differing_settings(training: Training, other: Training) -> int:
-    """How many settings differ, but for those that take no time: seeds, and where things are."""
-    ours, theirs = (training.config, other.config)
-    return sum(
-        getattr(ours, f.name) != getattr(theirs, f.name)
-        for f in fields(ours)
-        if f.name not in ("seed", "output_dir", "num_steps")
-    )
+    """How many settings differ, but for those that do not tell trainings apart."""
+    ours, theirs = training.config, other.config
+    idle = {"num_steps", *settings_with(type(ours), "idle")}
+    names = [field.name for field in fields(ours) if field.name not in idle]
+    return sum(getattr(ours, name) != getattr(theirs, name) for name in names)
 
 
 def _scale(training: Training, other: Training) -> float:
