@@ -2,7 +2,8 @@
 
     python bench/ppo_step.py                          # SmolLM2-135M's shape on a GPU
     python bench/ppo_step.py --shape tiny             # a CPU; beside TRL 1.12 where installed
-    python bench/ppo_step.py --shape gemma-2b         # 2.5B parameters, trained whole
+    python bench/ppo_step.py --shape qwen2-1.5b       # 1.5B parameters, trained whole
+    python bench/ppo_step.py --shape gemma-2b         # 2.5B
     python bench/ppo_step.py --shape llama-7b-lora    # adapters on one shared base
     python bench/ppo_step.py --rules                  # what macro actions cost
     python bench/ppo_step.py --lengths tldr           # prompts and responses as long as TL;DR's
@@ -121,6 +122,7 @@ class Shape:
 SHAPES = {
     "tiny": Shape("LlamaConfig", 64, 2, 4, 2, 16, 128, 512, 32, 32, 32, 16384),
     "smollm2": Shape("LlamaConfig", 576, 30, 9, 3, 64, 1536, 49152, 256, 256, 64, 40960),
+    "qwen2-1.5b": Shape("Qwen2Config", 1536, 28, 12, 2, 128, 8960, 151936, 64, 256, 256, 8192),
     "gemma-2b": Shape("GemmaConfig", 2048, 18, 8, 1, 256, 16384, 256000, 64, 256, 128, 4096),
     "llama-7b-lora": Shape(
         "LlamaConfig", 4096, 32, 32, 32, 128, 11008, 32000, 64, 256, 128, 4096, lora=True

@@ -95,6 +95,54 @@ def test_records_of_another_form_are_counted(tmp_path):
     assert dict(loaded.counts.dropped) == {"not in the form of `source: tldr`": 1}
 
 
+def test_rows_for_evaluation_from_a_file_of_their_own(pairs, tmp_path):
+    test = write(tmp_path / "test.jsonl", [{"prompt": p} for p in ("p3", "new", " p4  ")])
+    loaded = load_data(DataConfig(path=pairs, parts={}, eval_path=test))
+    assert [row.prompt for row in loaded.eval] == ["p3", "new", " p4  "]
+    assert keys(loaded.train) == {f"p{i}" for i in range(20)} - {"p3", "p4"}
+    stages = [load_data(DataConfig(path=pairs, eval_path=test), part) for part in ("sft", "ppo")]
+    assert stages[0].eval == stages[1].eval == loaded.eval
+    assert not keys(stages[0].train) & keys(stages[1].train)
+
+
+def test_rows_for_evaluation_that_a_stage_cannot_use_are_left_out(pairs, tmp_path):
+    records = [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "d", "chosen": "e"}]
+    test = write(tmp_path / "test.jsonl", records)
+    loaded = load_data(DataConfig(path=pairs, parts={}, eval_path=test), needs=PAIR)
+    assert keys(loaded.eval) == {"a"}
+
+
+def test_rows_for_evaluation_from_another_split(monkeypatch):
+    problem = "What is {}?"
+
+    def read(name, split, config):
+        assert (name, config) == ("openai/gsm8k", "main")
+        for i in {"train": range(8), "test": range(7, 10)}[split]:
+            yield {"question": problem.format(i), "answer": f"It is.\n#### {i}"}, f"{split}:{i}"
+
+    monkeypatch.setattr(load, "read_hub", read)
+    loaded = load_data(DataConfig(source="gsm8k", parts={}, eval_split="test"))
+    assert [row.columns["answer"] for row in loaded.eval] == ["7", "8", "9"]
+    assert [row.columns["answer"] for row in loaded.train] == [str(i) for i in range(7)]
+
+
+def test_text_prompts_in_a_chat(tmp_path):
+    messages = [{"role": "system", "content": "Sing."}, {"role": "user", "content": "Bird?"}]
+    records = [
+        {"prompt": "Name a bird.\n", "chosen": " A robin. ", "rejected": " No."},
+        {"prompt": messages, "chosen": "A wren.", "rejected": "No."},
+        {"prompt": "  ", "chosen": "A wren.", "rejected": "No."},
+    ]
+    path = write(tmp_path / "birds.jsonl", records)
+    loaded = load_data(DataConfig(path=path, parts={}, eval_size=0, chat=True), needs=PAIR)
+    user = [{"role": "user", "content": "Name a bird."}]
+    robin, wren, no = (
+        [{"role": "assistant", "content": t}] for t in ("A robin.", "A wren.", "No.")
+    )
+    assert loaded.train == [Row(user, robin, no), Row(messages, wren, no)]
+    assert "the prompt is empty" in str(loaded.counts)
+
+
 def test_a_file_wins_over_the_hub(tmp_path, monkeypatch):
     (tmp_path / "owner" / "name").mkdir(parents=True)
     write(tmp_path / "owner" / "name" / "a.jsonl", [{"prompt": "x"}])

@@ -1,6 +1,6 @@
 """The data sets in the form their authors published them in."""
 
-from marlhf.data import Row, cnn_dailymail, hh, tldr, webgpt
+from marlhf.data import Row, cnn_dailymail, gsm8k, hh, tldr, webgpt
 
 COMPARISON = {
     "info": {"id": "t3", "post": " I lost my cat.\n", "title": "Cat", "subreddit": "cats"},
@@ -168,3 +168,25 @@ def test_of_openais_comparisons_the_news_are_taken_and_the_posts_left():
     assert row is not None
     assert row.prompt == "POST\nNews.\nTL;DR:"
     assert cnn_dailymail.to_row(COMPARISON)[1] == "a Reddit post, not a news article"
+
+
+def test_gsm8k_solution_without_the_calculator():
+    record = {
+        "question": "Tom has 48 figs and sells half. How many are left? ",
+        "answer": "He sells 48/2 = <<48/2=24>>24.\nSo 48-24 = <<48-24=24>>24 < 48.\n#### 1,024",
+    }
+    assert gsm8k.recognises(record)
+    row, remark = gsm8k.to_row(record)
+    assert remark == ""
+    assert row == Row(
+        "Tom has 48 figs and sells half. How many are left?\n"
+        "Think step by step. End with the answer as a number after ####.\n",
+        chosen="He sells 48/2 = 24.\nSo 48-24 = 24 < 48.\n#### 1,024",
+        columns={"answer": "1,024"},
+    )
+
+
+def test_gsm8k_other_questions_are_not_taken_for_it():
+    assert not gsm8k.recognises({"question": "Why?", "answer": "Because."})
+    assert gsm8k.to_row({"question": 3, "answer": "#### 3"})[0] is None
+    assert gsm8k.write_prompt(" ") == ""

@@ -3,6 +3,7 @@
 import pytest
 
 from marlhf.data import DataConfig, load_data
+from marlhf.reward.gsm8k import right_answer
 
 PAIR = {"prompt", "chosen", "rejected"}
 
@@ -42,3 +43,12 @@ def test_webgpt(shared_data):
     assert len(loaded.train) == 656
     assert loaded.counts.dropped.total() == 245
     assert all(row.columns["chosen_score"] > row.columns["rejected_score"] for row in loaded.train)
+
+
+def test_gsm8k_solutions_are_right(shared_data):
+    path = str(shared_data / "gsm8k" / "test.jsonl")
+    rows = load_data(DataConfig(path=path, parts={}, eval_size=0), needs=("prompt", "chosen")).train
+    assert len(rows) == 1319
+    answers = [row.columns["answer"] for row in rows]
+    assert right_answer([row.chosen for row in rows], answers) == [1.0] * 1319
+    assert sum(right_answer([f"#### {i}" for i in range(1319)], answers)) < 20

@@ -268,7 +268,7 @@ def find_form(policy: PolicySource, tokenizer: Tokenizer) -> str:
         return "text"
     path = Path(str(data.get("path"))).expanduser()
     if data.get("path") and path.exists():
-        few = {"parts": {}, "eval_size": 0, "limit": 4}
+        few = {"parts": {}, "eval_size": 0, "eval_split": None, "eval_path": None, "limit": 4}
         try:
             prompt = load_data(DataConfig(**{**data, **few})).train[0].prompt
         except DataError:  # the file has changed since the training

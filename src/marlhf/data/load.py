@@ -13,6 +13,7 @@ from typing import Any, Literal
 from marlhf.data import (
     apps,
     cnn_dailymail,
+    gsm8k,
     hh,
     humaneval,
     local,
@@ -26,7 +27,15 @@ from marlhf.data import (
 from marlhf.data.counts import Counts
 from marlhf.data.files import ENDINGS, Records, read_records
 from marlhf.data.hub import read_hub
-from marlhf.data.rows import DataError, Parsed, Row, prompt_fault, response_fault
+from marlhf.data.rows import (
+    DataError,
+    Parsed,
+    Row,
+    as_chat,
+    prompt_fault,
+    prompt_key,
+    response_fault,
+)
 from marlhf.data.splits import STAGE_PARTS, check_fractions, held_out, split_rows
 from marlhf.fields import check_settings, setting
 
@@ -38,11 +47,14 @@ PUBLISHED = {
     "apps": apps,
     "mbpp": mbpp,
     "humaneval": humaneval,
+    "gsm8k": gsm8k,
 }
 """Data sets in the form in which their authors published them."""
 GENERATED = {"toy": toy, "toy-code": toy_code, "sums": sums}
 """Tasks that make their own rows, without a file or a network."""
-HUB_CONFIGS = {module.HUB_NAME: module.HUB_CONFIG for module in (tldr, cnn_dailymail, apps, mbpp)}
+HUB_CONFIGS = {
+    module.HUB_NAME: module.HUB_CONFIG for module in (tldr, cnn_dailymail, apps, mbpp, gsm8k)
+}
 """Which configuration to read of data sets with several."""
 
 
@@ -68,6 +80,7 @@ class DataConfig:
         "apps",
         "mbpp",
         "humaneval",
+        "gsm8k",
         "toy",
         "toy-code",
         "sums",
@@ -85,6 +98,10 @@ class DataConfig:
     config: str | None = None
     """Which configuration of a hub data set to read, for those that have several."""
 
+    chat: bool = False
+    """Ask text prompts as a user in a chat, through the tokenizer's chat template: for
+    instruction-tuned models and data that is not messages."""
+
     columns: dict[str, str] = field(default_factory=dict)
     """Our names to those in your file, as in `{prompt: question, chosen: best_answer}`."""
 
@@ -95,6 +112,12 @@ class DataConfig:
     eval_size: int | float = setting(0.05, least=0)
     """Rows held out for evaluation, by prompt: a number (200) or a share (0.05). The same rows
     for every stage, since they are set aside before the parts are cut. 0 for none."""
+
+    eval_split: str | None = None
+    """Evaluate on this split of the data set, such as `test`, instead of holding out rows."""
+
+    eval_path: str | None = None
+    """Evaluate on the rows of this file, folder or hub data set, instead of holding out rows."""
 
     seed: int = 0
     """Decides which prompts fall into which part. Keep it the same for all stages of a run."""
@@ -120,6 +143,17 @@ class DataConfig:
                 f"`source: {self.source}` makes its own rows and reads no file, but `path: "
                 f"{self.path}` is given. Set `source: auto` to read it."
             )
+
+        if self.has_eval_rows and self.source in GENERATED:
+            raise DataError(
+                f"`source: {self.source}` makes its own rows and has no splits. Leave out "
+                "eval_split and eval_path: `eval_size` says how many rows are held out."
+            )
+
+    @property
+    def has_eval_rows(self) -> bool:
+        """Whether the rows for evaluation are named, rather than held out from the others."""
+        return self.eval_split is not None or self.eval_path is not None
 
     def check_named(self) -> None:
         """Refuse settings that name no rows, as beside rows that a trainer was given."""
@@ -162,7 +196,12 @@ def load_data(
     rows, unusable, counts = _sort_out(
         _read_rows(config, needs), needs, config.path or config.source
     )
-    rest, evaluation = held_out(rows, config.eval_size, config.seed)
+    if config.has_eval_rows:
+        evaluation, unfit = _eval_rows(config, needs)
+        unusable |= unfit
+        rest = _without_prompts(rows, evaluation)
+    else:
+        rest, evaluation = held_out(rows, config.eval_size, config.seed)
     mine = split_rows(rest, config.parts, config.seed)[part] if config.parts else rest
     train = [row for row in mine if id(row) not in unusable]
     if not train:
@@ -172,6 +211,20 @@ def load_data(
             "to let every stage use them all."
         )
     return Loaded(train, [row for row in evaluation if id(row) not in unusable], counts)
+
+
+def _eval_rows(config: DataConfig, needs: Collection[str]) -> tuple[list[Row], set[int]]:
+    """All rows of the file or split that the recipe names for evaluation."""
+    path, split = config.eval_path or config.path, config.eval_split or config.split
+    named = replace(config, path=path, split=split, eval_path=None, eval_split=None)
+    rows, unusable, _ = _sort_out(_read_rows(named, needs), needs, path or config.source)
+    return rows, unusable
+
+
+def _without_prompts(rows: list[Row], others: list[Row]) -> list[Row]:
+    """Those rows whose prompts are not among the others: nothing is evaluated that was learnt."""
+    taken = {prompt_key(row) for row in others}
+    return [row for row in rows if prompt_key(row) not in taken]
 
 
 def rows_from_records(
@@ -259,7 +312,8 @@ def _read_rows(config: DataConfig, needs: Collection[str]) -> Iterator[Positione
         raise DataError(f"The split `{config.split}` of {config.path} is empty. Name another.")
     parse = _choose_parser(config, needs, *first)
     for record, position in itertools.chain([first], records):
-        yield *parse(record), position
+        row, remark = parse(record)
+        yield as_chat(row) if row and config.chat else row, remark, position
 
 
 def _read_source(config: DataConfig) -> Records:

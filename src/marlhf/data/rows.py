@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from marlhf.errors import MarlhfError
@@ -66,6 +66,23 @@ def prompt_key(row: Row) -> str:
         return collapse_spaces(row.prompt)
     turns = [[message["role"], collapse_spaces(message["content"])] for message in row.prompt]
     return json.dumps(turns, ensure_ascii=False)
+
+
+def as_chat(row: Row) -> Row:
+    """The row with a text prompt as a user's message, and its responses as an assistant's.
+
+    >>> as_chat(Row("2 + 2 = ", chosen=" 4")).prompt
+    [{'role': 'user', 'content': '2 + 2 ='}]
+    """
+    if not isinstance(row.prompt, str) or not row.prompt.strip():
+        return row
+
+    def turn(role: str, text: Text | None) -> Text | None:
+        return [{"role": role, "content": text.strip()}] if isinstance(text, str) else text
+
+    prompt: list[Message] = [{"role": "user", "content": row.prompt.strip()}]
+    chosen, rejected = turn("assistant", row.chosen), turn("assistant", row.rejected)
+    return replace(row, prompt=prompt, chosen=chosen, rejected=rejected)
 
 
 def collapse_spaces(text: str) -> str:

@@ -26,6 +26,7 @@ SHIPPED_FUNCTIONS = (
     "marlhf.reward.code:unit_tests",
     "marlhf.reward.sums:solved",
     "marlhf.reward.sums:share_right",
+    "marlhf.reward.gsm8k:right_answer",
 )
 """Reward functions of marlhf itself, which a run folder may name."""
 
@@ -205,13 +206,14 @@ def _data(policy: PolicySource, fallback: PolicySource, options: EvaluationOptio
     chosen = {name: value for name, value in chosen.items() if value is not None}
     if chosen:
         if "source" in chosen or "path" in chosen:  # another data set altogether
-            raw = {k: v for k, v in raw.items() if k in ("max_prompt_tokens", "too_long")}
+            raw = {k: v for k, v in raw.items() if k in ("max_prompt_tokens", "too_long", "chat")}
         if options.source == "cnn_dailymail":
             # Most articles are longer than the posts that a policy was trained on.
             raw["too_long"] = "truncate"
             if options.path is None:
                 chosen.setdefault("split", "test")
         raw |= {**chosen, "parts": {}, "eval_size": 0, "limit": None}
+        raw |= {"eval_split": None, "eval_path": None}
     if _given(raw):
         raise EvaluationError(
             f"{policy.folder} was trained on rows given in Python, which are not in its folder. "
