@@ -67,10 +67,7 @@ def train(config: DPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
         used = sorted({i for s in range(total) for i in batch_rows(s, config, len(examples))})
         pairs = [examples[i] for i in used]
         key = fingerprint(reference, pairs + held_out) if world.main else ""
-    # Padded on a CPU as well: policy and reference begin with the same bits in any batch.
-    model = world.place(
-        model, config.precision, compiled=config.compile, packed=config.packed, unpadded=False
-    )
+    model = world.place(model, config.precision, compiled=config.compile, packed=config.packed)
     optimizer = make_optimizer(model, config.learning_rate, config.weight_decay)
     pad = tokenizer.pad_token_id
     # Before a checkpoint is loaded: the policy is still its own reference.
@@ -92,10 +89,11 @@ def train(config: DPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
         rows=(len(examples), len(held_out)),
         metric="accuracy",
     )
+    measure = partial(evaluate, model, held_out, held_out_ref, pad, config, world)
     loop.resume()
     with loop:
         if not loop.done:
-            loop.evaluated(evaluate(model, held_out, held_out_ref, pad, config, world))
+            loop.evaluated(measure())
         for step in loop:
             index = batch_rows(step - 1, config, len(examples))
             rows = [examples[i] for i in index]
@@ -118,10 +116,10 @@ def train(config: DPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             }
             loop.log(metrics, show=("dpo/loss", "dpo/accuracy"))
             if loop.must_evaluate:
-                loop.evaluated(evaluate(model, held_out, held_out_ref, pad, config, world))
+                loop.evaluated(measure())
             if loop.must_save:
                 loop.save()
-        final = evaluate(model, held_out, held_out_ref, pad, config, world)
+        final = loop.final_metrics(measure)
         next_step = f"marlhf report {run.path.parent} -o {run.path.parent / 'report.html'}"
         return loop.close(model, {**final, "steps": loop.step}, next_step)
 
@@ -250,11 +248,7 @@ def reference_logprobs(
     logprobs = world.broadcast(cached)
     if logprobs is None:
         say(f"computing the reference's log-probs of {sum(map(len, sets))} pairs, once")
-        placed = (
-            model
-            if reference is model
-            else world.place(reference, config.precision, unpadded=False)
-        )
+        placed = model if reference is model else world.place(reference, config.precision)
         logprobs = [
             fit_memory(world, partial(all_logprobs, placed, rows, pad_id, config, world))
             for rows in sets

@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -27,15 +27,18 @@ from marlhf.models.adapters import AdaptedModel
 from marlhf.models.base import Model, Tokenizer, quiet_transformers
 from marlhf.runs.layout import MODEL, RunError
 from marlhf.runs.write import ReadOnlyRunFolder, RunFolder
-from marlhf.train.callbacks import Callbacks
 from marlhf.train.checkpoint import load_latest, save_checkpoint
 from marlhf.train.distributed import World
 from marlhf.train.interrupts import Stopped
 from marlhf.train.memory import WATCHED_STEPS, seek_token_budget, settle_token_budget
+from marlhf.train.no_callbacks import NoCallbacks
 from marlhf.train.objects import GivenObjects
 from marlhf.train.progress import Steps, format_numbers, say, warn
 from marlhf.train.stage import due, finish, record_outcome
 from marlhf.train.trackers import Trackers
+
+if TYPE_CHECKING:
+    from marlhf.train.callbacks import Callbacks
 
 
 def open_run(config: StageConfig, stage: str, world: World) -> RunFolder:
@@ -80,22 +83,26 @@ class Loop:
         self.step = self.done = 0
         self.verdict = ""
         """Why to stop before the last step, if a guard or a callback says so."""
-        model = next(iter(models.values()))
-        self.callbacks = Callbacks(
-            objects.callbacks,
-            config,
-            total_steps=total,
-            steps_per_epoch=rows[0] // config.batch_size,
-            metric=metric,
-            model=model,
-            processing_class=tokenizer,
-            optimizer=next(iter(optimizers.values())),
-            main=world.main,
-        )
+        self.callbacks: Callbacks | NoCallbacks = NoCallbacks()
+        if objects.callbacks:
+            from marlhf.train.callbacks import Callbacks  # takes seconds: see no_callbacks.py
+
+            self.callbacks = Callbacks(
+                objects.callbacks,
+                config,
+                total_steps=total,
+                steps_per_epoch=rows[0] // config.batch_size,
+                metric=metric,
+                model=next(iter(models.values())),
+                processing_class=tokenizer,
+                optimizer=next(iter(optimizers.values())),
+                main=world.main,
+            )
         self.rows = {"training": rows[0], "held-out": rows[1]}
         seek_token_budget(config, world, run)
         self._stack = contextlib.ExitStack()
         self._stopping = False  # a signal has reached some rank
+        self._last_evaluation: tuple[int, dict[str, float]] | None = None  # its step, and metrics
 
     def at_end(self, close: Callable[[], None]) -> None:
         """Call this when the loop has ended, however it ends."""
@@ -190,11 +197,18 @@ class Loop:
         self.callbacks.log(self.step, numbers)
 
     def evaluated(self, metrics: dict[str, float]) -> None:
+        self._last_evaluation = self.step, metrics
         self.run.log("eval", self.step, metrics)
         numbers = format_numbers(metrics)
         say(f"{self.run.path.name} {self.step}/{self.total}  held out: {numbers}", wrap=True)
         self.trackers.log(self.step, metrics)
         self.callbacks.evaluate(self.step, metrics)
+
+    def final_metrics(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Held-out metrics of the final weights, evaluated only if the last step was not."""
+        if self._last_evaluation is not None and self._last_evaluation[0] == self.step:
+            return self._last_evaluation[1]
+        return evaluate()
 
     @property
     def must_evaluate(self) -> bool:

@@ -80,7 +80,7 @@ def train(config: RewardConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
                 loop.evaluated(measure())
             if loop.must_save:
                 loop.save()
-        final = measure()
+        final = loop.final_metrics(measure)
         next_step = f"marlhf ppo, with reward_model: {run.model}"
         return loop.close(model, {**final, "steps": loop.step}, next_step)
 

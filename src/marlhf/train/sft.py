@@ -59,7 +59,7 @@ def train(config: SFTConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     loop.resume()
     with loop:
         if not loop.done:
-            loop.evaluated({"eval/loss": measure()})
+            loop.evaluated(measure())
         for step in loop:
             start_time = time.perf_counter()
             rows = [examples[i] for i in batch_rows(step - 1, config, len(examples))]
@@ -76,12 +76,12 @@ def train(config: SFTConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             }
             loop.log(metrics, show=("sft/loss",))
             if loop.must_evaluate:
-                loop.evaluated({"eval/loss": measure()})
+                loop.evaluated(measure())
             if loop.must_save:
                 loop.save()
-        final = measure()
+        final = loop.final_metrics(measure)
         next_step = f"marlhf reward, and then marlhf ppo, with model: {run.model}"
-        return loop.close(model, {"eval/loss": final, "steps": loop.step}, next_step)
+        return loop.close(model, {**final, "steps": loop.step}, next_step)
 
 
 def backward(
@@ -98,17 +98,17 @@ def backward(
 @torch.no_grad()
 def evaluate(
     model: Model, rows: list[Example], pad_id: int, config: SFTConfig, world: World
-) -> float:
+) -> dict[str, float]:
     """Mean loss on held-out rows; NaN when there are none."""
     rows = rows[:MAX_HELD_OUT]
     if not rows:
-        return float("nan")
+        return {"eval/loss": float("nan")}
     total = torch.zeros((), device=world.device)
     for loss in loss_parts(model, rows, pad_id, config, world):
         total += loss
     total = world.sum(total)
     check_finite([("the held-out loss", total)])
-    return float(total)
+    return {"eval/loss": float(total)}
 
 
 def loss_parts(
