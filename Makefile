@@ -5,6 +5,9 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 STAMP = $(VENV)/.installed
 
+# Compiled modules, and tests with their asserts rewritten, are kept for the next process.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-engines check format docs bench wheel clean
 

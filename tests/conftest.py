@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+gc.disable()  # until all is imported: see pytest_collection_finish
 os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start; models here are minuscule
 os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")  # as the command line has it
 os.fsync = os.fstat  # the crash of a machine is no test here, and a run waits for the disk 40 times
@@ -37,9 +40,39 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.import_plugin("models_for_tests")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests first: with a process for each core, none is left to run alone at the end."""
-    items.sort(key=lambda item: not any(map(item.get_closest_marker, ("slow", "distributed"))))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long tests first: with a process for each core, none is left to run alone at the end.
+
+    There the other files follow in reverse, since many of the last train, and the doctests, which
+    come first otherwise, are short.
+    """
+    files = {path: number for number, path in enumerate(item.path for item in items)}
+    direction = -1 if hasattr(config, "workerinput") else 1
+
+    def place(item: pytest.Item) -> tuple[bool, int]:
+        long = any(map(item.get_closest_marker, ("slow", "distributed")))
+        return not long, direction * files[item.path]
+
+    items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """The half a million objects of torch and transformers stay: nothing searches them anew."""
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of one file or group run in one process, which sets up once what they share."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class ByFileOrGroup(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            group = super()._split_scope(nodeid)
+            return nodeid.split("::")[0] if group == nodeid else group
+
+    return ByFileOrGroup(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
