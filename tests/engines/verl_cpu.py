@@ -1,4 +1,4 @@
-"""verl on a CPU, for tests alone: a platform, and a rollout by transformers. verl is not changed.
+"""verl on a CPU, for tests alone: a platform, and the rollout of `verl_hf`. verl is not changed.
 
     VERL_USE_EXTERNAL_MODULES=verl_cpu VERL_PLATFORM=cpu VERL_ENGINE_DEVICE=cuda
     actor_rollout_ref.rollout.name=hf trainer.device=cpu +ray_kwargs.ray_init.num_gpus=1
@@ -7,7 +7,6 @@ verl has no CPU platform: it asks for a device count, for memory and for streams
 answers here keep its whole trainer running, with FSDP2 over gloo.
 """
 
-import os
 import types
 from contextlib import contextmanager
 from functools import partial
@@ -93,73 +92,14 @@ class PlatformCPU(PlatformBase):
         yield
 
 
-def load_replica():
-    import ray
-    from verl.workers.rollout.replica import RolloutReplica
-    from verl_hf_server import HFServer
-
-    class HFReplica(RolloutReplica):
-        async def launch_servers(self):
-            name = f"hf_server_{self.replica_rank}_0"
-            actor = ray.remote(HFServer).options(name=name, max_concurrency=1000, num_cpus=0)
-            server = actor.remote(self.model_config.path, self.config.response_length)
-            await server.ready.remote()
-            self.servers, self._server_handle = [server], server
-            self._server_address = f"ray://{name}"
-
-    return HFReplica
-
-
-def __getattr__(name):
-    """verl looks the class up by its dotted name, long after this module is loaded."""
-    if name != "ServerAdapter":
-        raise AttributeError(name)
-    import ray
-    from verl.workers.rollout.base import BaseRollout
-    from verl.workers.rollout.utils import ensure_async_iterator
-
-    class ServerAdapter(BaseRollout):
-        def __init__(self, *args, replica_rank=None, **kwargs):
-            super().__init__(*args, **kwargs)
-            # In the trainer's workers each rank has a replica; apart from it they are numbered.
-            self.replica_rank = int(os.environ["RANK"]) if replica_rank is None else replica_rank
-
-        async def resume(self, tags):
-            pass
-
-        async def release(self):
-            pass
-
-        async def update_weights(self, weights, global_steps=None, **kwargs):
-            # Reading a sharded weight is a collective call, so every rank reads all of them.
-            state = {}
-            async for name, tensor in ensure_async_iterator(weights):
-                state[name] = tensor.detach().cpu().clone()
-            server = ray.get_actor(f"hf_server_{self.replica_rank}_0")
-            await server.load_weights.remote(state, global_steps)
-
-    return ServerAdapter
-
-
-def load_valuehead_model(local_path, torch_dtype, model_config, trust_remote_code):
-    from transformers import AutoModelForTokenClassification
-
-    return AutoModelForTokenClassification.from_pretrained(
-        local_path, dtype=torch_dtype, config=model_config, trust_remote_code=trust_remote_code
-    )
-
-
 def register():
-    from verl.utils import distributed, model
-    from verl.workers.rollout import base, replica
+    import verl_hf  # noqa: F401 - registers the rollout
+    from verl.utils import distributed
 
     # verl asks for "cpu:gloo,<device>:<backend>", which names the CPU twice where it is the device.
     start = distributed.initialize_global_process_group_ray
     distributed.initialize_global_process_group_ray = partial(start, backend="gloo")
-    model.load_valuehead_model = load_valuehead_model  # verl's insists on flash_attention_2
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # FSDP2 pins the reference model
-    base._ROLLOUT_REGISTRY[("hf", "async")] = "verl_cpu.ServerAdapter"
-    replica.RolloutReplicaRegistry.register("hf", load_replica)
 
 
 register()

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 REWARD = """
@@ -81,6 +83,8 @@ def overrides(
         f"critic.model.path={toy}/critic",
         "actor_rollout_ref.actor.use_torch_compile=False",
         "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.rollout.max_num_seqs=1",  # responses that depend on their prompt alone
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
         "actor_rollout_ref.rollout.agent.num_workers=1",
@@ -121,30 +125,48 @@ def run_verl(
 
     `kill_after` ends the whole process group with SIGKILL once that step has been logged.
     """
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
+        "VERL_PLATFORM": "cpu",
+        "VERL_ENGINE_DEVICE": "cuda",
+    }
+    shell = 'ip link set lo up; exec "$@"'
+    namespace = ["unshare", "-n", "--kill-child", "-fp", "--mount-proc", "bash", "-c", shell, "_"]
+    words = (*overrides(toy, out, batch=batch, micro=micro, slots=slots), *words)
+    return start_verl(words, out, environment, namespace=namespace, kill_after=kill_after)
+
+
+def start_verl(
+    words: Sequence[str],
+    out: Path,
+    environment: Mapping[str, str],
+    *,
+    namespace: Sequence[str] = (),
+    kill_after: int | None = None,
+    seconds: float | None = None,
+) -> dict[int, dict[str, float]]:
+    """`marlhf verl` with the modules of this folder; metrics by step, and out/log.txt.
+
+    It is killed, and an error, after that many `seconds`.
+    """
     out.mkdir(parents=True, exist_ok=True)
     here = Path(__file__).parent
     environment = {
         **os.environ,
-        "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "HF_HUB_OFFLINE": "1",
-        "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
-        "VERL_PLATFORM": "cpu",
-        "VERL_ENGINE_DEVICE": "cuda",
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "HYDRA_FULL_ERROR": "1",
         "PYTHONUNBUFFERED": "1",
         "RAY_TMPDIR": tempfile.mkdtemp(prefix="ray-", dir="/tmp"),  # its sockets need a short path
+        **environment,
     }
-    shell = 'ip link set lo up; exec "$@"'
-    marlhf = [sys.executable, "-m", "marlhf", "verl"]
-    command = ["unshare", "-n", "--kill-child", "-fp", "--mount-proc", "bash", "-c", shell, "_"]
-    command += [*marlhf, *overrides(toy, out, batch=batch, micro=micro, slots=slots), *words]
     metrics: dict[int, dict[str, float]] = {}
-    with (out / "log.txt").open("a") as log:
+    with (out / "log.txt").open("a", buffering=1) as log:
         process = subprocess.Popen(
-            command,
+            [*namespace, sys.executable, "-m", "marlhf", "verl", *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -152,6 +174,9 @@ def run_verl(
             env=environment,
             start_new_session=True,
         )
+        deadline = threading.Timer(seconds or 0, os.killpg, [process.pid, signal.SIGKILL])
+        if seconds is not None:
+            deadline.start()
         try:
             for line in process.stdout:
                 log.write(line)
@@ -160,13 +185,14 @@ def run_verl(
                     if int(found[1]) == kill_after:
                         os.killpg(process.pid, signal.SIGKILL)
         finally:
+            deadline.cancel()
             if process.poll() is None and sys.exc_info()[0] is not None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
+    (out / "metrics.json").write_text(json.dumps(metrics, indent=1))
     if kill_after is None and process.returncode:
         raise RuntimeError("".join((out / "log.txt").read_text().splitlines(True)[-60:]))
-    (out / "metrics.json").write_text(json.dumps(metrics, indent=1))
     return metrics
 
 
