@@ -24,6 +24,8 @@ from evidence.page import MINUS, number, signed
 from evidence.results import (
     LABELS,
     OTHER_BETAS,
+    QWEN_LABELS,
+    QWEN_TASKS,
     SUMS_LABELS,
     UPDATES_LABELS,
     Results,
@@ -185,6 +187,11 @@ def test_every_stage_of_the_recipe_has_a_place_in_the_tables():
 def test_every_stage_of_the_sums_has_a_place_in_its_table(recipe, labels):
     stages = [stage for stage in load_recipe(recipe) if stage.kind in ("ppo", "rloo")]
     assert {method_of(stage.name) for stage in stages} == set(labels)
+
+
+def test_every_stage_of_the_larger_model_has_a_place_in_its_table():
+    named = {f"{task}-{method}" for task in QWEN_TASKS for method in QWEN_LABELS}
+    assert {method_of(stage.name) for stage in load_recipe("evidence/qwen")} == named
 
 
 def test_the_page_is_made_from_the_committed_archive(tmp_path, monkeypatch):

@@ -14,11 +14,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from evidence.figures import end_points, frontier, gold_over_steps
 from evidence.results import (
     BETA,
     LABELS,
     OTHER_BETAS,
+    QWEN_LABELS,
+    QWEN_TASKS,
     SUMS_LABELS,
     UPDATES_LABELS,
     Results,
@@ -27,6 +31,7 @@ from evidence.results import (
     length,
     objective,
     score,
+    solved,
 )
 from marlhf.config import check_recipe
 
@@ -57,6 +62,7 @@ def write_page(campaigns: Mapping[str, Results], docs: Path) -> Path:
         "not-run": lambda _: not_run(campaigns.values()),
         "right": right,
         "updates": updates,
+        "larger": larger,
     }
 
     def fill(found: re.Match[str]) -> str:
@@ -197,6 +203,54 @@ def shares_right(results: Results, labels: Mapping[str, str]) -> str:
         )
     head = [f"right after {shown[0]} steps", *map(str, shown[1:]), "worst seed", "KL"]
     return table(["", *head, "points over PPO", "as PPO's end", "seeds"], rows)
+
+
+def larger(results: Results) -> str:
+    """For each task how much a larger model solves before, half-way and after, and what it took.
+
+    RLOO has more steps, as many as take PPO's time, so it is shown at PPO's last step and its own.
+    """
+    [nobody] = results.teachers
+    tables: list[str] = []
+    for task, name in QWEN_TASKS.items():
+        base, rows = f"{task}-ppo", []
+        if (base, nobody) not in results.runs:
+            continue
+        end = results.last_step(base, nobody)
+        for label, text in QWEN_LABELS.items():
+            method = f"{task}-{label}"
+            if (method, nobody) not in results.runs:
+                continue
+            own = results.last_step(method, nobody)
+            rows += [
+                solved_cells(results, method, base, f"{text}, {step} steps", step)
+                for step in sorted({min(own, end), own})
+            ]
+        head = [f"{name}, held out", "before", f"step {end // 2}", "after", "points gained"]
+        head += ["points over PPO", "KL", "tokens", "seconds per step", "seeds"]
+        tables.append(table(head, rows))
+    return "\n".join(tables)
+
+
+def solved_cells(results: Results, method: str, base: str, label: str, step: int) -> list[str]:
+    [nobody] = results.teachers
+    steps = sorted({e.step for run in results.runs[method, nobody] for e in run.evaluations})
+    middle = max(s for s in steps if s <= results.last_step(base, nobody) // 2)
+    shares = [results.mean(solved, method, nobody, each) for each in (0, middle, step)]
+    shared = min(step, results.last_step(base, nobody))
+    over, count = results.difference(solved, method, base, [nobody], shared)
+    runs = results.runs[method, nobody]
+    times = [t for run in runs for _, _, t in run.curve("time/step")]
+    return [
+        label,
+        *(f"{share:.1%}" for share in shares),
+        results.gain(solved, method, nobody, step).text(points),
+        over.text(points) if count and method != base and step == shared else "",
+        number(results.mean(kl, method, nobody, step)),
+        number(results.mean(length, method, nobody, step), 0),
+        number(float(np.median(times)), 1) if times else "",
+        str(len(runs)),
+    ]
 
 
 def not_run(campaigns: Iterable[Results]) -> str:

@@ -69,12 +69,25 @@ _UPDATES = {
 }
 UPDATES_LABELS = _UPDATES | {f"{name}-fast": f"{x}, lr 1e-3" for name, x in _UPDATES.items()}
 """Methods on chained sums with eight updates on each batch."""
+QWEN_TASKS = {"gsm8k": "GSM8K", "mbpp": "MBPP"}
+QWEN_LABELS = {
+    "ppo": "PPO, lambda .95",
+    "lam1": "PPO, lambda 1",
+    "lines": "lines, lambda .95",
+    "rloo": "RLOO, 4 samples per prompt",
+}
+"""Methods of the larger model, on each of its tasks."""
 
 Measure = Callable[[Evaluation], Floats]
 
 
 def score(evaluation: Evaluation) -> Floats:
     return np.array(evaluation.scores)
+
+
+def solved(evaluation: Evaluation) -> Floats:
+    """1 where the reward is all there is to earn: the right answer, or every test passed."""
+    return (score(evaluation) > 0.999).astype(float)
 
 
 def gold(evaluation: Evaluation) -> Floats:
