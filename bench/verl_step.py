@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import sys
 import time
 from pathlib import Path
@@ -238,6 +239,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.steps <= WARM_UP:
         parser.error(f"--steps must be more than {WARM_UP}, which are not counted")
+    # Without this the run, in a session of its own, would outlive a `timeout` around this script.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     args.model, args.out = args.model.resolve(), args.out.resolve()
     write_inputs(str(args.model), args.data, args.out)
     if not args.cpu:
