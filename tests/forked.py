@@ -10,6 +10,7 @@ working directory and environment. Whatever is about starting (imports, torchrun
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -184,8 +185,11 @@ PRELOADED = ("peft", "transformers.models.llama.modeling_llama", "marlhf.cli", "
 
 if __name__ == "__main__":
     os.fsync = os.fstat  # as in conftest.py
+    gc.disable()
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.freeze()  # no fork searches, and so copies, what was imported
+    gc.enable()
     asked = next_command(socket.socket(fileno=int(sys.argv[1])))
     if asked[0] == "two ranks":
         run_ranks(asked[1:])

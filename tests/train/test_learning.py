@@ -30,12 +30,12 @@ SEEDS = [
 """All that starts from one SFT and reward model runs in one process, where these are trained."""
 SHORTER = [
     "sft.num_steps=150",
-    "reward.num_steps=300",  # a weaker one is gamed within these few steps, on some seeds
-    "ppo.num_steps=16",
+    "reward.num_steps=200",  # a weaker one is gamed within these few steps, on some seeds
+    "ppo.num_steps=12",
     "ppo.batch_size=48",
-    "rloo.num_steps=16",
+    "rloo.num_steps=12",
     "rloo.batch_size=12",
-    "dpo.num_steps=60",
+    "dpo.num_steps=40",
     "eval_prompts=128",  # true scores have a deviation of one: 64 would leave much to chance
     "eval_every=0",
     "save_every=0",
