@@ -39,7 +39,7 @@ TRAINERS = {
 }
 WAYS = ("data", "fsdp")
 COMMON = {
-    "data": DataConfig(source="toy", limit=200, eval_size=12),
+    "data": DataConfig(source="toy", limit=200, eval_size=7),
     "batch_size": 6,
     "num_steps": 3,
     "eval_every": 2,

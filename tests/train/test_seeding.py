@@ -1,8 +1,5 @@
 """Runs that repeat: the same seed gives the same numbers, with `deterministic` to the bit."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -24,12 +21,15 @@ print(
 """
 
 
+@pytest.mark.xdist_group("forked")
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_only_deterministic_runs_restrict_the_kernels(deterministic):
-    code = SEEDED.format(deterministic=deterministic)
-    words = [sys.executable, "-c", code]
-    printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
-    assert printed == [str(deterministic)] * 3
+def test_only_deterministic_runs_restrict_the_kernels(deterministic, tmp_path, fork_server):
+    script = tmp_path / "seeded.py"
+    script.write_text(SEEDED.format(deterministic=deterministic))
+    process = fork_server.start(str(script))
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert printed.split() == [str(deterministic)] * 3
 
 
 def test_the_seed_decides_what_is_drawn():
