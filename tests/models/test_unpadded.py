@@ -24,6 +24,8 @@ PROMPTS = [
 ]
 RESPONSES = [[20, 21, 1], [22, 23, 24, 25, 26], [], [27]]
 EQUAL = [[5, 6, 7], [8, 9, 10]]
+LONG = [[5 + i % 20 for i in range(40)], [9, 10]]  # with both, several blocks of queries
+LONG_RESPONSES = [[7 + i % 19 for i in range(31)], [11, 12, 13]]
 
 
 def read_logprobs(model, sequences):
@@ -32,7 +34,11 @@ def read_logprobs(model, sequences):
 
 @pytest.mark.parametrize("name", UNPADDED)
 @pytest.mark.parametrize("read", [read_logprobs, token_values, final_scores])
-@pytest.mark.parametrize("rows", [(PROMPTS, RESPONSES), (EQUAL, EQUAL)], ids=["uneven", "equal"])
+@pytest.mark.parametrize(
+    "rows",
+    [(PROMPTS, RESPONSES), (EQUAL, EQUAL), (LONG, LONG_RESPONSES)],
+    ids=["uneven", "equal", "long"],
+)
 def test_numbers_and_gradients_are_the_models_own(small, name, read, rows, monkeypatch):
     model = small(name, read is not read_logprobs, attention_bias=name == "llama")
     for parameter in model.parameters():  # no bias of 0, no norm of 1

@@ -6,11 +6,13 @@ rows follow each other without padding, except in attention, and the operations 
 products have their gradients written out. `forward.py` has the padded pass, which gives the same
 numbers and stays for other families and devices.
 
-Axes: B rows, W columns of a padded batch, T tokens, N picked tokens, D head size.
+Axes: B rows, W columns of a padded batch, T tokens, N picked tokens, P the most that are picked of
+one row, D head size.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +32,11 @@ FAMILIES = tuple(
 """What is computed here. These differ in biases, windows and norms of heads only."""
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Rotary embeddings whose angles depend on the length of the longest text in a batch."""
+QUERY_BLOCK = 32
+"""Causal attention is computed for so many queries at a time, each over the keys up to its last:
+torch's kernel for CPUs computes the scores of later keys too, and then discards them."""
+MAX_BLOCKS = 4
+"""More blocks save little arithmetic and cost a call each."""
 
 
 def is_plain_llama(model: Model) -> bool:
@@ -77,7 +84,8 @@ class Rows(NamedTuple):
     size: tuple[int, int]  # B, W
     places: Tensor  # [T], flat places of the tokens in [B, W]
     picked: Tensor  # [N], which of the tokens are wanted
-    one_each: bool  # whether each row has one picked token
+    picked_places: Tensor  # [N], flat places of the picked tokens in [B, P]
+    picked_columns: Tensor  # [B, P], their columns in [B, W]; any where fewer are picked
 
     @classmethod
     def of(cls, lengths: Sequence[int], width: int, picked: Sequence[tuple[int, int]]) -> Rows:
@@ -86,6 +94,8 @@ class Rows(NamedTuple):
         >>> rows = Rows.of([3, 2], width=4, picked=[(1, 2), (0, 1)])
         >>> rows.places.tolist(), rows.picked.tolist()
         ([0, 1, 2, 4, 5], [1, 2, 3])
+        >>> rows.picked_places.tolist(), rows.picked_columns.tolist()
+        ([0, 1, 2], [[1, 2], [0, 1]])
         """
         columns = torch.arange(width)
         real = columns < torch.tensor(lengths)[:, None]  # [B, W]
@@ -93,20 +103,23 @@ class Rows(NamedTuple):
         wanted = (columns >= first) & (columns < first + count)  # [B, W]
         places = real.flatten().nonzero().squeeze(1)
         chosen = wanted.flatten()[places].nonzero().squeeze(1)
-        return cls((len(lengths), width), places, chosen, bool((count == 1).all()))
+        order = torch.arange(int(count.max()))
+        filled = (order < count).flatten().nonzero().squeeze(1)
+        return cls((len(lengths), width), places, chosen, filled, first + order)
 
 
 def unpadded_hidden(model: Model, ids: Tensor, rows: Rows) -> Tensor:
     """The last hidden states of the picked tokens, row after row: [N, hidden size]."""
     trunk = model.base_model
     x = trunk.embed_tokens(ids.flatten()[rows.places])  # [T, hidden size]
-    columns = rows.places % rows.size[1]
     with torch.no_grad():
-        cos, sin = (table[0, :, None] for table in trunk.rotary_emb(x, columns[None]))  # [T, 1, D]
+        # Angles of each column once, then each token its column's: [T, 1, D].
+        tables = trunk.rotary_emb(x, torch.arange(rows.size[1])[None])
+        columns = rows.places % rows.size[1]
+        cos, sin = (table[0].index_select(0, columns)[:, None] for table in tables)
         # Rotation is x * cos + rotate_half(x) * sin, where rotate_half negates its first half.
         # Negating the sines instead leaves a plain roll in place of rotate_half.
-        half = sin.shape[2] // 2
-        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=2)
+        sin[..., : sin.shape[2] // 2].neg_()
     for layer in trunk.layers[:-1]:
         x = _layer(layer, x, cos, sin, rows)
     return _norm(trunk.norm, _last_layer(trunk.layers[-1], x, cos, sin, rows))
@@ -118,8 +131,8 @@ def _layer(layer: Any, x: Tensor, cos: Tensor, sin: Tensor, rows: Rows) -> Tenso
     names = ("q_proj", "k_proj", "v_proj")
     query, key, value = (_heads(attention, name, normed) for name in names)
     query, key = _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)
-    query, key, value = (_pad(each, rows.places, rows) for each in (query, key, value))
-    out = _attend(query, key, value, attention.scaling)
+    query, key, value = (_pad(each, rows.places, rows.size) for each in (query, key, value))
+    out = _causal_attention(query, key, value, attention.scaling)
     x = x + attention.o_proj(_unpad(out, rows.places).flatten(1))
     return x + _feed_forward(layer, x)
 
@@ -132,19 +145,17 @@ def _last_layer(layer: Any, x: Tensor, cos: Tensor, sin: Tensor, rows: Rows) -> 
     key, value = (_heads(attention, name, normed) for name in ("k_proj", "v_proj"))
     query = _Rotate.apply(query, cos[picked], sin[picked])
     key = _Rotate.apply(key, cos, sin)
-    key, value = (_pad(each, rows.places, rows) for each in (key, value))
-    places = rows.places[picked]
-    if rows.one_each:
+    key, value = (_pad(each, rows.places, rows.size) for each in (key, value))
+    visible = torch.arange(rows.size[1]) <= rows.picked_columns[:, :, None]  # [B, P, W]
+    bias = torch.where(visible, 0.0, -torch.inf).to(query.dtype)[:, None]
+    if rows.picked_columns.shape[1] == 1:
         # The query heads that share keys become rows of one product, [B, KV heads, group, D].
         folded = query.view(len(query), key.shape[1], -1, query.shape[2])
-        visible = torch.arange(rows.size[1]) <= (places % rows.size[1])[:, None]
-        mask = visible[:, None, None]
-        out = F.scaled_dot_product_attention(
-            folded, key, value, attn_mask=mask, scale=attention.scaling
-        ).flatten(1)
+        out = _attend(folded, key, value, attention.scaling, bias).flatten(1)
     else:
-        padded = _attend(_pad(query, places, rows), key, value, attention.scaling)
-        out = _unpad(padded, places).flatten(1)
+        padded = _pad(query, rows.picked_places, rows.picked_columns.shape)
+        out = _attend(padded, key, value, attention.scaling, bias)
+        out = _unpad(out, rows.picked_places).flatten(1)
     x = _Take.apply(x, picked) + attention.o_proj(out)
     return x + _feed_forward(layer, x)
 
@@ -156,17 +167,35 @@ def _heads(attention: Any, name: str, x: Tensor) -> Tensor:
     return out if norm is None else _norm(norm, out.flatten(0, 1)).view_as(out)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Padding comes last, so causality alone keeps every token from seeing it."""
+def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Each token over those before it: [B, heads, W, D].
+
+    Padding comes last, so causality alone keeps every token from seeing it.
+    """
+    width = query.shape[2]
+    block = max(QUERY_BLOCK, math.ceil(width / MAX_BLOCKS))
+    columns = torch.arange(width)
+    outs: list[Tensor] = []
+    for start in range(0, width, block):
+        end = min(start + block, width)
+        visible = columns[:end] <= columns[start:end, None]
+        bias = torch.where(visible, 0.0, -torch.inf).to(query.dtype)
+        queries, keys, values = query[:, :, start:end], key[:, :, :end], value[:, :, :end]
+        outs.append(_attend(queries, keys, values, scale, bias))
+    # The kernel's output lies as [B, W, heads, D], and is read so afterwards.
+    return torch.cat([out.transpose(1, 2) for out in outs], dim=1).transpose(1, 2)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor) -> Tensor:
     groups = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scale, enable_gqa=groups
+        query, key, value, attn_mask=bias, scale=scale, enable_gqa=groups
     )
 
 
-def _pad(x: Tensor, places: Tensor, rows: Rows) -> Tensor:
+def _pad(x: Tensor, places: Tensor, size: Sequence[int]) -> Tensor:
     """Heads of tokens as a padded batch: [T, heads, D] -> [B, heads, W, D]."""
-    height, width = rows.size
+    height, width = size
     if len(x) < height * width:
         x = _Put.apply(x, places, height * width)
     return x.view(height, width, *x.shape[1:]).transpose(1, 2)
