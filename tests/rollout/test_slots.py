@@ -6,7 +6,7 @@ import platform
 import pytest
 import torch
 
-from marlhf.rollout import Sampling, continuous, kernels
+from marlhf.rollout import Sampling, continuous, kernels, llama
 from marlhf.rollout.check import decoder_error
 from marlhf.rollout.continuous import sample
 from marlhf.rollout.engine import draws
@@ -53,6 +53,19 @@ def test_llama_and_its_like_are_written_out_and_their_modules_agree(small):
         with torch.no_grad():
             assert decoder_error(LlamaDecoder, model, None) < 1e-5
             assert decoder_error(ModuleDecoder, model, None) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_small_matrices_are_joined_and_sample_as_they_do_apart(small, family, monkeypatch):
+    model, sampling = small(family), Sampling(10, 1.0)
+    joined = NativeEngine(model, ENDS, 0).generate(PROMPTS, sampling, range(13))
+    monkeypatch.setattr(llama, "SMALL_MATRIX", 0)
+    engine = NativeEngine(model, ENDS, 0)
+    apart = engine.generate(PROMPTS, sampling, range(13))
+    assert engine.session is not None
+    assert not any(p.copied for block in engine.session.decoder.blocks for p in block.projections)
+    assert apart.responses == joined.responses
+    torch.testing.assert_close(apart.logprobs, joined.logprobs, atol=1e-5, rtol=0)
 
 
 def test_a_response_depends_on_its_prompt_and_seed_alone(small):

@@ -45,7 +45,7 @@ class Positions:
         Negating the sines instead leaves a plain `roll` in place of rotate_half.
         """
         if self._rotary is None:
-            cos, sin = (table[self.positions][:, None] for table in tables)
+            cos, sin = (table.index_select(0, self.positions)[:, None] for table in tables)
             sin[..., : sin.shape[-1] // 2].neg_()
             self._rotary = cos, sin
         return self._rotary
@@ -58,8 +58,8 @@ class Positions:
             if window is not None:
                 visible &= key > self.positions[:, None] - window
             visible = visible[:, None, None]
-            bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-            self._masks[window, length] = visible, bias.masked_fill_(~visible, -torch.inf)
+            bias = torch.where(visible, 0.0, -torch.inf).to(dtype)
+            self._masks[window, length] = visible, bias
         return self._masks[window, length]
 
 
@@ -75,7 +75,12 @@ def add_norm(
         return triton_kernels.add_norm(residual, delta, weight, eps, dtype)
     if delta is not None:
         residual += delta
-    return F.rms_norm(residual, residual.shape[-1:], weight, eps).to(dtype)
+    if not (residual.is_cpu and residual.dtype == dtype == torch.float32):
+        return F.rms_norm(residual, residual.shape[-1:], weight, eps).to(dtype)
+    # The same in half as many operations as F.rms_norm is on a CPU.
+    size = torch.linalg.vector_norm(residual, dim=1, keepdim=True)
+    scale = size.square_().mul_(1 / residual.shape[1]).add_(eps).rsqrt_()
+    return (residual * scale).mul_(weight)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
