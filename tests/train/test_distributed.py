@@ -299,30 +299,25 @@ def test_a_signal_to_torchrun_saves(tmp_path):
     assert len(list((folder / "sharded").glob("*.safetensors"))) == 2
 
 
-def rank_process(torchrun_pid: int, rank: int) -> int:
-    """The process id of a rank, by the environment that torchrun gave it."""
+def rank_process(launcher: int, rank: int) -> int:
+    """The process id of a rank: the launcher forks them one after the other."""
+    ranks = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            variables = (folder / "environ").read_bytes().split(b"\0")
-            if parent == torchrun_pid and f"RANK={rank}".encode() in variables:
-                return int(folder.name)
-    raise AssertionError("no such process")
+            ranks += [int(folder.name)] * (parent == launcher)
+    assert len(ranks) == 2
+    return sorted(ranks)[rank]
 
 
-def test_a_killed_process_is_named_in_one_sentence(tmp_path):
+def test_a_killed_process_is_named_in_one_sentence(tmp_path, fork_server):
     recipe = tmp_path / "sft.yaml"
     data = "{source: toy, limit: 200, eval_size: 12}"
     recipe.write_text(
         f"model: tiny\noutput_dir: {tmp_path}/run\ndata: {data}\nbatch_size: 2\nnum_epochs: 100\n"
         "save_every: 1\neval_every: 0\n"
     )
-    process = subprocess.Popen(
-        torchrun("-m", "marlhf", "sft", recipe),
-        env=environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = fork_server.start_ranks("-m", "marlhf", "sft", str(recipe))
     end = time.monotonic() + 120
     while time.monotonic() < end and not list((tmp_path / "run").glob("checkpoints/step-*")):
         time.sleep(0.2)
@@ -330,7 +325,7 @@ def test_a_killed_process_is_named_in_one_sentence(tmp_path):
     _, errors = process.communicate(timeout=90)
     words = "Process 1 of 2 was killed, often for lack of memory. Run the same command again"
     assert errors.count(words) == 1, errors
-    ours = errors.partition("torch/distributed/run.py")[0]  # torchrun adds a report of its own
+    ours = errors.partition("torch/distributed/launcher")[0]  # which adds a report of its own
     assert "Traceback" not in ours.partition(words)[0]
     assert "was killed" in json.loads((tmp_path / "run" / "run.json").read_text())["note"]
 
