@@ -67,7 +67,11 @@ def train(config: DPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
         used = sorted({i for s in range(total) for i in batch_rows(s, config, len(examples))})
         pairs = [examples[i] for i in used]
         key = fingerprint(reference, pairs + held_out) if world.main else ""
-    model = world.place(model, config.precision, compiled=config.compile, packed=config.packed)
+    # Padded on a CPU as well: policy and reference begin with the same bits in any batch, and no
+    # pair near a tie changes sides with the size of passes.
+    model = world.place(
+        model, config.precision, compiled=config.compile, packed=config.packed, unpadded=False
+    )
     optimizer = make_optimizer(model, config.learning_rate, config.weight_decay)
     pad = tokenizer.pad_token_id
     # Before a checkpoint is loaded: the policy is still its own reference.
@@ -248,7 +252,11 @@ def reference_logprobs(
     logprobs = world.broadcast(cached)
     if logprobs is None:
         say(f"computing the reference's log-probs of {sum(map(len, sets))} pairs, once")
-        placed = model if reference is model else world.place(reference, config.precision)
+        placed = (
+            model
+            if reference is model
+            else world.place(reference, config.precision, unpadded=False)
+        )
         logprobs = [
             fit_memory(world, partial(all_logprobs, placed, rows, pad_id, config, world))
             for rows in sets
