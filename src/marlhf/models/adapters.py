@@ -125,18 +125,26 @@ class FrozenBaseModel:
         return model.requires_grad_(trainable)
 
     def scalar_model(
-        self, init: AdapterInit, name: str = "critic", *, seed: int = 0, trainable: bool = True
+        self,
+        init: AdapterInit,
+        name: str = "critic",
+        *,
+        seed: int = 0,
+        zero_head: bool = False,
+        trainable: bool = True,
     ) -> AdaptedScalarModel:
         """The base with an adapter and a scalar head.
 
-        The head is the saved adapter's, else a copy of the base's, else a fresh one.
+        The head is the saved adapter's, else a copy of the base's, else a fresh one: random, or
+        with `zero_head` at zero.
         """
         config, tensors = self._read(init, "scalar")
         self._insert(name, config, seed)
         base_head = getattr(self.module, "score", None)  # a language model has none
         if base_head is None:
             hidden_size = self.module.config.get_text_config().hidden_size
-            head = fresh_scalar_head(hidden_size, seed).to(self.module.device)
+            head = fresh_scalar_head(hidden_size, seed, zero=zero_head)
+            head = head.to(self.module.device)
         else:
             head = copy.deepcopy(base_head)
         model = AdaptedScalarModel(self, name, config, head)

@@ -22,21 +22,24 @@ SCALAR = "ForSequenceClassification"
 """How the names of transformers' classes with a scalar head end."""
 
 
-def init_scalar_head(head: nn.Linear, seed: int) -> None:
-    """Draw the weights of a fresh head, scaled so that scores are about 1.
+def init_scalar_head(head: nn.Linear, seed: int, *, zero: bool = False) -> None:
+    """Draw the weights of a fresh head, scaled for hidden states about 1; or start it at `zero`.
 
-    The seed alone decides them: torch's global generator is neither read nor moved, so a critic
+    The seed alone decides them: torch's global generator is neither read nor moved, so a model
     is the same whatever was loaded before it.
     """
+    if zero:
+        nn.init.zeros_(head.weight)
+        return
     generator = torch.Generator().manual_seed(seed)
     scale = 1 / math.sqrt(head.in_features + 1)
     with torch.no_grad():
         head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * scale)
 
 
-def fresh_scalar_head(hidden_size: int, seed: int) -> nn.Linear:
+def fresh_scalar_head(hidden_size: int, seed: int, *, zero: bool = False) -> nn.Linear:
     head: Any = nn.utils.skip_init(nn.Linear, hidden_size, 1, bias=False)
-    init_scalar_head(head, seed)
+    init_scalar_head(head, seed, zero=zero)
     return head
 
 
@@ -93,7 +96,7 @@ def _scalar_class(language_class: Any, config: Any) -> type[PreTrainedModel]:
     return type(name, (GenericForSequenceClassification, family), settings)
 
 
-def with_scalar_head(language_model: Model, seed: int) -> Model:
+def with_scalar_head(language_model: Model, seed: int, *, zero: bool = False) -> Model:
     """A copy of a language model in float32, with a fresh scalar head instead of its own."""
     config = scalar_config(language_model.config)
     try:
@@ -106,7 +109,7 @@ def with_scalar_head(language_model: Model, seed: int) -> Model:
         ) from error
     if not isinstance(getattr(model, "score", None), nn.Linear):
         raise unknown_head(f"The model of a {type(language_model).__name__}", model)
-    init_scalar_head(model.score, seed)
+    init_scalar_head(model.score, seed, zero=zero)
     return model
 
 

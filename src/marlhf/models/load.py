@@ -122,6 +122,7 @@ def load_scalar(
     path: str | Model,
     *,
     seed: int = 0,
+    zero_head: bool = False,
     trust_remote_code: bool = False,
     checkpointing: bool = False,
     quantization: Any = None,
@@ -131,7 +132,8 @@ def load_scalar(
     """A model with one number per token: a reward model or a critic.
 
     This is transformers' own sequence classifier with one label, so it saves and loads without
-    marlhf. From a language model the head starts fresh, its scale such that scores are about 1.
+    marlhf. From a language model the head starts fresh: random, or with `zero_head` such that
+    every score is 0, whatever the scale of the model's hidden states.
     """
     if not isinstance(path, str):
         if not isinstance(getattr(path, "score", None), nn.Linear):
@@ -146,11 +148,15 @@ def load_scalar(
             )
         return _ready(path.float(), checkpointing, f"The {type(path).__name__} given")
     if (base := adapter_base(path)) is not None:
-        scalar = load_scalar(base, seed=seed, trust_remote_code=trust_remote_code, setting=setting)
+        remote = trust_remote_code
+        scalar = load_scalar(
+            base, seed=seed, zero_head=zero_head, trust_remote_code=remote, setting=setting
+        )
         return _merged(scalar, path, checkpointing)
     if path == "tiny" or is_gguf(path):
         language_model = load_policy(path, seed=seed, setting=setting)
-        return _ready(with_scalar_head(language_model, seed), checkpointing, path)
+        scalar = with_scalar_head(language_model, seed, zero=zero_head)
+        return _ready(scalar, checkpointing, path)
     with explained(path, "model"):
         source = locate(path, setting)
         config = _config(source, trust_remote_code)
@@ -168,7 +174,7 @@ def load_scalar(
         raise unknown_head(path, model)
     _check_whole(path, model, missing - {"score.weight"} if fresh else missing)
     if fresh:
-        init_scalar_head(head, seed)
+        init_scalar_head(head, seed, zero=zero_head)
     return _ready(model, checkpointing, path)
 
 

@@ -83,10 +83,15 @@ class ModelLoader:
         self._bases: dict[WholeModel, FrozenBaseModel] = {}
 
     def read(self, role: str, source: Source, *, trains: bool) -> Model:
-        """A role's model, as it is before the first step."""
+        """A role's model, as it is before the first step.
+
+        A critic without a trained head begins with all values 0. With a random head they would be
+        as large as the model's hidden states, and the first advantages would be noise.
+        """
+        fresh_zero = {"zero_head": True} if role == "critic" else {}
         if isinstance(source, WholeModel):
             checkpointing = trains and self.config.gradient_checkpointing
-            return self._read_whole(source, checkpointing=checkpointing)
+            return self._read_whole(source, checkpointing=checkpointing, **fresh_zero)
         # The first adapter's warnings are about settings that all adapters of the run share.
         with _printed_warnings() if not self._bases else _no_warnings():
             base = self._base(source.base)
@@ -100,7 +105,8 @@ class ModelLoader:
                 return base.plain_scalar_model()
             else:
                 build = base.scalar_model
-            return build(source.adapter, role, seed=self.config.seed, trainable=trains)
+            seed = self.config.seed
+            return build(source.adapter, role, seed=seed, trainable=trains, **fresh_zero)
 
     def shrink(self, model: Model, source: Source) -> None:
         """Store a frozen model's matrices in the dtype that they are used in anyway.
@@ -118,7 +124,8 @@ class ModelLoader:
         load = load_scalar if source.head == "scalar" else load_policy
         origin = source.origin
         if source.copied:
-            origin = _copy(origin, source.head, source.seed)
+            zero = bool(options.get("zero_head"))
+            origin = _copy(origin, source.head, source.seed, zero_head=zero)
         options["trust_remote_code"] = self.config.trust_remote_code
         return load(origin, seed=source.seed, setting=source.setting, **options)
 
@@ -154,10 +161,10 @@ class ModelLoader:
         return base
 
 
-def _copy(model: Model, head: Task, seed: int) -> Model:
+def _copy(model: Model, head: Task, seed: int, *, zero_head: bool) -> Model:
     """A copy of a given object; a language model as a scalar one gets a fresh head."""
     if head == "scalar" and not hasattr(model, "score"):
-        return with_scalar_head(model, seed)
+        return with_scalar_head(model, seed, zero=zero_head)
     return copy.deepcopy(model).requires_grad_(True)
 
 

@@ -56,7 +56,7 @@ class PPOConfig(RLConfig):
     critic_learning_rate: float = setting(1.5e-5, above=0, on_card=True)
     """Peak learning rate of the critic. The paper: 1.5e-5 for 2B, 1e-6 for 7B and 27B."""
     critic_warmup_steps: int = setting(0, least=0, on_card=True)
-    """First steps in which only the critic learns, for critics that start from a random head."""
+    """First steps in which only the critic learns, for critics that start from a fresh head."""
     num_ppo_epochs: int = setting(1, above=0, on_card=True)
     """Passes over each batch of responses."""
     value_clip: float | None = setting(0.2, above=0)
