@@ -14,8 +14,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from evidence.figures import end_points, frontier, gold_over_steps
 from evidence.results import (
     BETA,
@@ -206,9 +204,9 @@ def shares_right(results: Results, labels: Mapping[str, str]) -> str:
 
 
 def larger(results: Results) -> str:
-    """For each task how much a larger model solves before, half-way and after, and what it took.
+    """For each task how much a larger model solves before, half-way and after.
 
-    RLOO has more steps, as many as take PPO's time, so it is shown at PPO's last step and its own.
+    RLOO has more steps, since they are shorter: it is shown at PPO's last step and at its own.
     """
     [nobody] = results.teachers
     tables: list[str] = []
@@ -227,7 +225,7 @@ def larger(results: Results) -> str:
                 for step in sorted({min(own, end), own})
             ]
         head = [f"{name}, held out", "before", f"step {end // 2}", "after", "points gained"]
-        head += ["points over PPO", "KL", "tokens", "seconds per step", "seeds"]
+        head += ["points over PPO", "KL", "tokens", "seeds"]
         tables.append(table(head, rows))
     return "\n".join(tables)
 
@@ -239,8 +237,6 @@ def solved_cells(results: Results, method: str, base: str, label: str, step: int
     shares = [results.mean(solved, method, nobody, each) for each in (0, middle, step)]
     shared = min(step, results.last_step(base, nobody))
     over, count = results.difference(solved, method, base, [nobody], shared)
-    runs = results.runs[method, nobody]
-    times = [t for run in runs for _, _, t in run.curve("time/step")]
     return [
         label,
         *(f"{share:.1%}" for share in shares),
@@ -248,8 +244,7 @@ def solved_cells(results: Results, method: str, base: str, label: str, step: int
         over.text(points) if count and method != base and step == shared else "",
         number(results.mean(kl, method, nobody, step)),
         number(results.mean(length, method, nobody, step), 0),
-        number(float(np.median(times)), 1) if times else "",
-        str(len(runs)),
+        str(len(results.runs[method, nobody])),
     ]
 
 
