@@ -323,7 +323,7 @@ def test_a_typo_is_reported_before_torch_loads(arguments):
 
 LATER = [
     ("ppo.reward_funcs=[no_such_module:f]", "There is no module 'no_such_module'"),
-    ("ppo.reward_funcs=[broken_rewards:f]", "Cannot import broken_rewards: SyntaxError"),
+    ("ppo.reward_funcs=[unparsable_rewards:f]", "Cannot import unparsable_rewards: SyntaxError"),
     ("ppo.reward_funcs=[brevity]", "as in my_rewards:brevity"),
     ("ppo.reward_weights=[1.0, 2.0, 3.0]", "reward_weights. Give one each"),
     ("ppo.reward_weights=[.nan]", "reward_weights must be finite"),
@@ -345,7 +345,7 @@ def test_mistakes_of_a_later_stage_are_reported_before_the_first_trains(
     marlhf, tmp_path, monkeypatch, override, message
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken_rewards.py").write_text("def f(:\n")
+    (tmp_path / "unparsable_rewards.py").write_text("def f(:\n")
     out = marlhf("run", "toy", "output_dir=runs/toy", override)
     assert out.returncode == 1
     assert message in out.stderr

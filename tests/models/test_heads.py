@@ -99,3 +99,19 @@ def test_models_whose_tokens_see_later_ones_are_refused(tmp_path, model):
 def test_a_bert_decoder_is_one():
     config = transformers.BertConfig(**SMALL, is_decoder=True)
     assert load_policy(transformers.BertLMHeadModel(config)).training
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["llama", "gpt_bigcode"])
+@pytest.mark.parametrize("size", [1 / 16, 1.0, 8.0])
+def test_a_fresh_head_scores_about_1_however_large_the_hidden_states(kind, size):
+    """A random head of one scale would start some critics with values of 8 for rewards of 1."""
+    model = language_model(kind)
+    plain = with_scalar_head(model, seed=3).score.weight
+    norm = [module for module in backbone(model).modules() if "Norm" in type(module).__name__][-1]
+    norm.weight.mul_(size)
+    scalar = load_scalar(with_scalar_head(model, seed=3))
+    assert torch.equal(scalar.score.weight, plain / size)  # by the same seed
+    assert 0.05 < float(final_scores(scalar, BATCH).square().mean().sqrt()) < 5
+    critic = FrozenBaseModel(model).scalar_model(LoRA(r=2), seed=3)
+    assert torch.equal(critic.score.weight, scalar.score.weight)

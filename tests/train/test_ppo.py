@@ -8,7 +8,6 @@ import torch
 
 from conftest import TOY, assert_close, read_lines, small_ppo
 from marlhf.configs.guards import Guards
-from marlhf.configs.model import LoRA
 from marlhf.core import Lines, NGram, Perplexity, RandomNGram, Responses, Sentences, Words, gae
 from marlhf.models.forward import Sequences, token_values
 from marlhf.models.tiny import tiny_tokenizer
@@ -496,23 +495,6 @@ def test_the_critics_own_lambda_leaves_the_first_policy_update_alone(ppo_config)
     first, changed = (next(x for x in lines if x["kind"] == "train") for lines in (plain, own))
     assert first["rl/policy_loss"] == changed["rl/policy_loss"]
     assert first["rl/value_loss"] != changed["rl/value_loss"]
-
-
-@pytest.mark.parametrize("lora", [None, LoRA(r=2), LoRA(r=2, shared_base=True)])
-def test_a_critic_from_a_language_model_begins_with_values_of_zero(ppo_config, lora):
-    """Hidden states can be large, and a random head's values with them."""
-    scored = ppo_config("scored")  # its critic starts from the reward model
-    models = load_models(scored, NO_OBJECTS, start("cpu", "auto"), critic=True)
-    assert models.critic.score.weight.abs().sum() > 0
-    funcs = ("marlhf.reward.sums:solved",)
-    config = replace(scored, reward_model="", reward_funcs=funcs, critic_model=None, lora=lora)
-    models = load_models(config, NO_OBJECTS, start("cpu", "auto"), critic=True)
-    assert models.critic.score.weight.abs().sum() == 0
-    sequences = Sequences.from_lists([[5, 6]], [[7, 8, 9]], 0, models.critic.device)
-    values = token_values(models.critic, sequences)
-    assert (values == 0).all()
-    (values - 1).square().sum().backward()
-    assert models.critic.score.weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("epochs", [1, 2])

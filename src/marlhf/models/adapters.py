@@ -27,7 +27,7 @@ from marlhf.configs.model import Precision
 from marlhf.models.adapter_config import Task, import_peft, to_peft
 from marlhf.models.adapter_files import digest, is_scalar_adapter, read_adapter, write_adapter
 from marlhf.models.base import Model, ModelError, autocast
-from marlhf.models.heads import backbone, fresh_scalar_head, scalar_config
+from marlhf.models.heads import backbone, fresh_scalar_head, hidden_scale, scalar_config
 
 NO_ADAPTER = "off"
 """A name that no adapter has: while it is active, every layer computes as the plain base does."""
@@ -125,25 +125,18 @@ class FrozenBaseModel:
         return model.requires_grad_(trainable)
 
     def scalar_model(
-        self,
-        init: AdapterInit,
-        name: str = "critic",
-        *,
-        seed: int = 0,
-        zero_head: bool = False,
-        trainable: bool = True,
+        self, init: AdapterInit, name: str = "critic", *, seed: int = 0, trainable: bool = True
     ) -> AdaptedScalarModel:
         """The base with an adapter and a scalar head.
 
-        The head is the saved adapter's, else a copy of the base's, else a fresh one: random, or
-        with `zero_head` at zero.
+        The head is the saved adapter's, else a copy of the base's, else a fresh one.
         """
         config, tensors = self._read(init, "scalar")
         self._insert(name, config, seed)
         base_head = getattr(self.module, "score", None)  # a language model has none
         if base_head is None:
             hidden_size = self.module.config.get_text_config().hidden_size
-            head = fresh_scalar_head(hidden_size, seed, zero=zero_head)
+            head = fresh_scalar_head(hidden_size, seed, hidden_scale(self.module))
             head = head.to(self.module.device)
         else:
             head = copy.deepcopy(base_head)

@@ -20,27 +20,45 @@ from marlhf.models.base import Model, ModelError
 
 SCALAR = "ForSequenceClassification"
 """How the names of transformers' classes with a scalar head end."""
+HALF = (torch.bfloat16, torch.float16)
 
 
-def init_scalar_head(head: nn.Linear, seed: int, *, zero: bool = False) -> None:
-    """Draw the weights of a fresh head, scaled for hidden states about 1; or start it at `zero`.
+def init_scalar_head(head: nn.Linear, seed: int, hidden_scale: float) -> None:
+    """Draw the weights of a fresh head, scaled so that scores are about 1.
 
-    The seed alone decides them: torch's global generator is neither read nor moved, so a model
+    The seed alone decides them: torch's global generator is neither read nor moved, so a critic
     is the same whatever was loaded before it.
     """
-    if zero:
-        nn.init.zeros_(head.weight)
-        return
     generator = torch.Generator().manual_seed(seed)
-    scale = 1 / math.sqrt(head.in_features + 1)
+    scale = 1 / math.sqrt(head.in_features + 1) / hidden_scale
     with torch.no_grad():
         head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * scale)
 
 
-def fresh_scalar_head(hidden_size: int, seed: int, *, zero: bool = False) -> nn.Linear:
+def fresh_scalar_head(hidden_size: int, seed: int, hidden_scale: float) -> nn.Linear:
     head: Any = nn.utils.skip_init(nn.Linear, hidden_size, 1, bias=False)
-    init_scalar_head(head, seed, zero=zero)
+    init_scalar_head(head, seed, hidden_scale)
     return head
+
+
+@torch.no_grad()
+def hidden_scale(model: Model) -> float:
+    """How large the numbers are that a model's head reads: their root mean square in a small pass.
+
+    The weights of the last norm decide it: 1 in a model that was just made, 8 in
+    Qwen2.5-Coder-1.5B. It is rounded to a power of two, so that rounding in the pass, which differs
+    between devices, does not change a fresh head.
+    """
+    body, training = backbone(model), model.training
+    ids = torch.tensor([[2, 3, 4, 5, 6]], device=model.device)
+    # Frozen bases hold their matrices in half the bits, and need autocast beside other weights.
+    half = next((p.dtype for p in body.parameters() if p.dtype in HALF), None)
+    with torch.autocast(model.device.type, half or torch.bfloat16, enabled=half is not None):
+        hidden = body.eval()(input_ids=ids, use_cache=False).last_hidden_state[:, 1:]
+    model.train(training)
+    size = float(hidden.float().square().mean().sqrt())
+    # Weights that are not finite are refused later, with a message.
+    return 2.0 ** round(math.log2(size)) if 0 < size < math.inf else 1.0
 
 
 def backbone(model: Model) -> Model:
@@ -96,7 +114,7 @@ def _scalar_class(language_class: Any, config: Any) -> type[PreTrainedModel]:
     return type(name, (GenericForSequenceClassification, family), settings)
 
 
-def with_scalar_head(language_model: Model, seed: int, *, zero: bool = False) -> Model:
+def with_scalar_head(language_model: Model, seed: int) -> Model:
     """A copy of a language model in float32, with a fresh scalar head instead of its own."""
     config = scalar_config(language_model.config)
     try:
@@ -109,7 +127,7 @@ def with_scalar_head(language_model: Model, seed: int, *, zero: bool = False) ->
         ) from error
     if not isinstance(getattr(model, "score", None), nn.Linear):
         raise unknown_head(f"The model of a {type(language_model).__name__}", model)
-    init_scalar_head(model.score, seed, zero=zero)
+    init_scalar_head(model.score, seed, hidden_scale(model))
     return model
 
 

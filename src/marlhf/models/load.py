@@ -26,6 +26,7 @@ from marlhf.models.base import Model, ModelError, Tokenizer
 from marlhf.models.dropout import disable_dropout
 from marlhf.models.heads import (
     SCALAR,
+    hidden_scale,
     init_scalar_head,
     scalar_config,
     unknown_head,
@@ -122,7 +123,6 @@ def load_scalar(
     path: str | Model,
     *,
     seed: int = 0,
-    zero_head: bool = False,
     trust_remote_code: bool = False,
     checkpointing: bool = False,
     quantization: Any = None,
@@ -132,8 +132,7 @@ def load_scalar(
     """A model with one number per token: a reward model or a critic.
 
     This is transformers' own sequence classifier with one label, so it saves and loads without
-    marlhf. From a language model the head starts fresh: random, or with `zero_head` such that
-    every score is 0, whatever the scale of the model's hidden states.
+    marlhf. From a language model the head starts fresh, its scale such that scores are about 1.
     """
     if not isinstance(path, str):
         if not isinstance(getattr(path, "score", None), nn.Linear):
@@ -148,15 +147,11 @@ def load_scalar(
             )
         return _ready(path.float(), checkpointing, f"The {type(path).__name__} given")
     if (base := adapter_base(path)) is not None:
-        remote = trust_remote_code
-        scalar = load_scalar(
-            base, seed=seed, zero_head=zero_head, trust_remote_code=remote, setting=setting
-        )
+        scalar = load_scalar(base, seed=seed, trust_remote_code=trust_remote_code, setting=setting)
         return _merged(scalar, path, checkpointing)
     if path == "tiny" or is_gguf(path):
         language_model = load_policy(path, seed=seed, setting=setting)
-        scalar = with_scalar_head(language_model, seed, zero=zero_head)
-        return _ready(scalar, checkpointing, path)
+        return _ready(with_scalar_head(language_model, seed), checkpointing, path)
     with explained(path, "model"):
         source = locate(path, setting)
         config = _config(source, trust_remote_code)
@@ -174,7 +169,7 @@ def load_scalar(
         raise unknown_head(path, model)
     _check_whole(path, model, missing - {"score.weight"} if fresh else missing)
     if fresh:
-        init_scalar_head(head, seed, zero=zero_head)
+        init_scalar_head(head, seed, hidden_scale(model))
     return _ready(model, checkpointing, path)
 
 

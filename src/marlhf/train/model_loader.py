@@ -83,15 +83,10 @@ class ModelLoader:
         self._bases: dict[WholeModel, FrozenBaseModel] = {}
 
     def read(self, role: str, source: Source, *, trains: bool) -> Model:
-        """A role's model, as it is before the first step.
-
-        A critic without a trained head begins with all values 0. With a random head they would be
-        as large as the model's hidden states, and the first advantages would be noise.
-        """
-        fresh_zero = {"zero_head": True} if role == "critic" else {}
+        """A role's model, as it is before the first step."""
         if isinstance(source, WholeModel):
             checkpointing = trains and self.config.gradient_checkpointing
-            return self._read_whole(source, checkpointing=checkpointing, **fresh_zero)
+            return self._read_whole(source, checkpointing=checkpointing)
         # The first adapter's warnings are about settings that all adapters of the run share.
         with _printed_warnings() if not self._bases else _no_warnings():
             base = self._base(source.base)
@@ -105,8 +100,7 @@ class ModelLoader:
                 return base.plain_scalar_model()
             else:
                 build = base.scalar_model
-            seed = self.config.seed
-            return build(source.adapter, role, seed=seed, trainable=trains, **fresh_zero)
+            return build(source.adapter, role, seed=self.config.seed, trainable=trains)
 
     def shrink(self, model: Model, source: Source) -> None:
         """Store a frozen model's matrices in the dtype that they are used in anyway.
@@ -124,8 +118,7 @@ class ModelLoader:
         load = load_scalar if source.head == "scalar" else load_policy
         origin = source.origin
         if source.copied:
-            zero = bool(options.get("zero_head"))
-            origin = _copy(origin, source.head, source.seed, zero_head=zero)
+            origin = _copy(origin, source.head, source.seed)
         options["trust_remote_code"] = self.config.trust_remote_code
         return load(origin, seed=source.seed, setting=source.setting, **options)
 
@@ -161,10 +154,10 @@ class ModelLoader:
         return base
 
 
-def _copy(model: Model, head: Task, seed: int, *, zero_head: bool) -> Model:
+def _copy(model: Model, head: Task, seed: int) -> Model:
     """A copy of a given object; a language model as a scalar one gets a fresh head."""
     if head == "scalar" and not hasattr(model, "score"):
-        return with_scalar_head(model, seed, zero=zero_head)
+        return with_scalar_head(model, seed)
     return copy.deepcopy(model).requires_grad_(True)
 
 
