@@ -40,6 +40,8 @@ def main() -> None:
     args = parser.parse_args()
     results = read_results(args.sweep)
     for start, text in STARTS.items():
+        if (f"{start}-ppo", "") not in results.runs:
+            continue  # not trained yet
         state = open_state(args.sweep / f"{start}-ppo", step=0, device=args.device)
         rows = measure(state, tuple(RULES.values()), batches=args.batches).rows()
         cosines = {row["name"]: (row["cosine"], row["error"]) for row in rows}
