@@ -135,6 +135,12 @@ def test_own_files_tell_their_form(tmp_path, row, form):
     assert load_chat_models([run], CPU)[0].form == "chat"
 
 
+@pytest.mark.parametrize(("chat", "form"), [(True, "chat"), (False, "text")])
+def test_text_that_was_trained_on_in_a_chat_is_asked_in_one(tmp_path, chat, form):
+    run = save_run(tmp_path / "run", "ppo", {"source": "mbpp", "chat": chat})
+    assert load_chat_models([run], CPU)[0].form == form
+
+
 def test_a_model_without_a_template_is_asked_in_text(tmp_path):
     run = save_run(tmp_path / "run", "sft", {"source": "local", "path": "gone"}, template=None)
     assert load_chat_models([run], CPU)[0].form == "text"

@@ -126,6 +126,17 @@ def test_rows_for_evaluation_from_another_split(monkeypatch):
     assert [row.columns["answer"] for row in loaded.train] == [str(i) for i in range(7)]
 
 
+def test_a_file_is_not_its_own_test_split(pairs):
+    with pytest.raises(DataError, match="name it with `eval_path`"):
+        load_data(DataConfig(path=pairs, parts={}, eval_split="test"))
+
+
+@pytest.mark.parametrize("change", [{"chat": True}, {"eval_split": "test"}, {"eval_path": "x"}])
+def test_tasks_that_make_their_rows_refuse_what_they_would_ignore(change):
+    with pytest.raises(DataError, match="makes its own rows, as text and without splits"):
+        DataConfig(source="sums", **change)
+
+
 def test_text_prompts_in_a_chat(tmp_path):
     messages = [{"role": "system", "content": "Sing."}, {"role": "user", "content": "Bird?"}]
     records = [

@@ -50,7 +50,7 @@ FORMS = {
 """Prompt formats by name, each with a description for the user."""
 REMEMBER = ("chat", "hh")
 """Formats in which earlier turns are part of the prompt, as in their data."""
-SINGLE = ("toy", "toy-code", "sums", "mbpp", "humaneval")
+SINGLE = ("toy", "toy-code", "sums", "mbpp", "humaneval", "gsm8k")
 """Sources whose prompts have no fixed format, or one that does not fit on a line."""
 MAX_NEW_TOKENS = 256
 """For models whose run does not record a response length."""
@@ -262,6 +262,8 @@ def find_form(policy: PolicySource, tokenizer: Tokenizer) -> str:
     """The prompt format that a model was trained on, as far as its run records it."""
     data: dict[str, Any] = policy.config.get("data") or {}
     source = data.get("source")
+    if data.get("chat"):
+        return "chat"
     if source in FORMS:
         return str(source)
     if source in SINGLE:

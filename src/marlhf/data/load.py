@@ -143,11 +143,10 @@ class DataConfig:
                 f"`source: {self.source}` makes its own rows and reads no file, but `path: "
                 f"{self.path}` is given. Set `source: auto` to read it."
             )
-
-        if self.has_eval_rows and self.source in GENERATED:
+        if (self.has_eval_rows or self.chat) and self.source in GENERATED:
             raise DataError(
-                f"`source: {self.source}` makes its own rows and has no splits. Leave out "
-                "eval_split and eval_path: `eval_size` says how many rows are held out."
+                f"`source: {self.source}` makes its own rows, as text and without splits. Leave "
+                "out chat, eval_split and eval_path; `eval_size` says how many rows are held out."
             )
 
     @property
@@ -200,6 +199,12 @@ def load_data(
         evaluation, unfit = _eval_rows(config, needs)
         unusable |= unfit
         rest = _without_prompts(rows, evaluation)
+        if not rest:
+            raise DataError(
+                f"Every prompt of {config.path or config.source} is also among the rows for "
+                "evaluation, so none is left to train on. A file has no splits: where the test "
+                "rows have a file of their own, name it with `eval_path`."
+            )
     else:
         rest, evaluation = held_out(rows, config.eval_size, config.seed)
     mine = split_rows(rest, config.parts, config.seed)[part] if config.parts else rest

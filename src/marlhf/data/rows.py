@@ -139,6 +139,15 @@ def is_blank(text: Text | None) -> bool:
     return not _plain(text)
 
 
+def response_text(response: Text) -> str:
+    """A response as text; of a chat, its last message.
+
+    >>> response_text([{"role": "assistant", "content": "A robin."}])
+    'A robin.'
+    """
+    return response if isinstance(response, str) else response[-1]["content"]
+
+
 def _plain(text: Text | None) -> str:
     if text is None:
         return ""

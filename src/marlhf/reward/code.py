@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from marlhf.data.code import check_tests
-from marlhf.data.rows import Text
+from marlhf.data.rows import Text, response_text
 from marlhf.reward.answers import (
     complete,
     extract_code,
@@ -137,7 +137,7 @@ class UnitTests:
         """The arguments that each check calls the function with; None if it cannot be run."""
 
     def __call__(self, completions: Sequence[Text], tests: Sequence[Tests]) -> list[float | None]:
-        verdicts = self.judge([_text(each) for each in completions], tests)
+        verdicts = self.judge([response_text(each) for each in completions], tests)
         return [verdict.reward for verdict in verdicts]
 
     @property
@@ -264,10 +264,6 @@ class UnitTests:
 
 unit_tests = UnitTests()
 """The reward with its default settings."""
-
-
-def _text(completion: Text) -> str:
-    return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def _processors_per_rank() -> int:

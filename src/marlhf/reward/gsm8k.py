@@ -9,16 +9,14 @@ import re
 from collections.abc import Sequence
 
 from marlhf.data.gsm8k import MARK
-from marlhf.data.rows import Message
+from marlhf.data.rows import Text, response_text
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?", re.A)
 MAX_DIGITS = 40
 """Longer numbers are wrong: converting digits takes quadratic time."""
 
 
-def right_answer(
-    completions: Sequence[str | list[Message]], answer: Sequence[str | float]
-) -> list[float]:
+def right_answer(completions: Sequence[Text], answer: Sequence[str | float]) -> list[float]:
     """1 where the final number is that of the column `answer`, else 0.
 
     >>> right_answer(["48 + 24 = 72\\n#### 72", "It is 7.", "I cannot say."], ["72", "8", "0"])
@@ -26,7 +24,8 @@ def right_answer(
     """
     rows = zip(completions, answer, strict=True)
     return [
-        float(_same(final_number(_text(text)), final_number(str(right)))) for text, right in rows
+        float(_same(final_number(response_text(text)), final_number(str(right))))
+        for text, right in rows
     ]
 
 
@@ -46,7 +45,3 @@ def _same(a: str | None, b: str | None) -> bool:
     if a is None or b is None or max(len(a), len(b)) > MAX_DIGITS:
         return False
     return float(a) == float(b)
-
-
-def _text(completion: str | list[Message]) -> str:
-    return completion if isinstance(completion, str) else completion[-1]["content"]
