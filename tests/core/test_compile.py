@@ -101,7 +101,7 @@ def test_the_whole_step_compiles_as_one_graph(inputs):
 
 
 def test_every_rule_compiles_as_one_graph(inputs):
-    """Whatever the rule, the rest of a step gets tensors of one layout: one rule is enough there."""
+    """Whatever the rule, the rest of a step gets tensors of one layout: one rule will do there."""
     responses, _, _ = inputs
     layout = [(x.dtype, x.shape, x.stride()) for x in vars(segment(NGram(5), responses)).values()]
     compiled = torch.compile(segment, fullgraph=True, backend="aot_eager", dynamic=False)
