@@ -55,15 +55,16 @@ OWN = {
     "ppo": RL | {"critic_learning_rate": 1e-3, "num_mini_batches": 2, "segmenter": RandomNGram()},
     "rloo": RL | {"num_samples": 2},
 }
+BRIEF = {"num_steps": 2, "eval_every": 0, "save_every": 0}  # the last step begins after an update
 RUNS = {kind: (kind, {}) for kind in METHODS} | {
-    "uneven": ("ppo", {"batch_size": 3, "num_mini_batches": 1}),
-    "few": ("ppo", {"batch_size": 1, "num_mini_batches": 1, "eval_prompts": 1}),
-    "few-pairs": ("reward", {"batch_size": 1}),
-    "tree": ("rloo", {"num_samples": 4, "tree": (2, 2), "segmenter": NGram(2)}),
-    "constituents": ("ppo", {"segmenter": Constituents(max_length=6)}),
+    "uneven": ("ppo", BRIEF | {"batch_size": 3, "num_mini_batches": 1}),
+    "few": ("ppo", BRIEF | {"batch_size": 1, "num_mini_batches": 1, "eval_prompts": 1}),
+    "few-pairs": ("reward", BRIEF | {"batch_size": 1}),
+    "tree": ("rloo", BRIEF | {"num_samples": 4, "tree": (2, 2), "segmenter": NGram(2)}),
+    "constituents": ("ppo", BRIEF | {"segmenter": Constituents(max_length=6)}),
     "lora": ("ppo", {"lora": LoRA(r=2)}),
-    "lora-reward": ("reward", {"lora": LoRA(r=2, merge=False)}),
-    "sandbox": ("rloo", {"num_steps": 1, "eval_prompts": 1}),
+    "lora-reward": ("reward", BRIEF | {"lora": LoRA(r=2, merge=False)}),
+    "sandbox": ("rloo", BRIEF | {"num_steps": 1, "eval_prompts": 1}),
 }
 """What one process and two must do alike: each kind of stage, odd batches, a parser, adapters,
 programs in a sandbox."""
