@@ -46,7 +46,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 ESTIMATORS = {
     "gae": ["algorithm.adv_estimator=gae"],
-    "macro_gae, n = 5": [
+    "macro_gae": [
         "algorithm.adv_estimator=macro_gae",
         "algorithm.macro.segmenter.n=5",
         "algorithm.macro.sigma=start",
@@ -234,9 +234,12 @@ def main() -> None:
     parser.add_argument("--response", type=int, default=128, help="tokens of the longest response")
     parser.add_argument("--workers", type=int, default=4, help="processes that send prompts")
     parser.add_argument("--seconds", type=float, default=1800, help="limit of each run")
+    parser.add_argument("--only", choices=ESTIMATORS, help="one of the two runs")
     parser.add_argument("--single", action="store_true", help="also compare n = 1 with gae")
     parser.add_argument("--cpu", action="store_true", help="on a CPU, to try this script")
     args = parser.parse_args()
+    if args.single and args.only == "macro_gae":
+        parser.error("--single compares with gae, which --only leaves out")
     if args.steps <= WARM_UP:
         parser.error(f"--steps must be more than {WARM_UP}, which are not counted")
     # Without this the run, in a session of its own, would outlive a `timeout` around this script.
@@ -246,11 +249,11 @@ def main() -> None:
     if not args.cpu:
         print(torch.cuda.get_device_name(), "torch", torch.__version__)
     runs = {}
-    for number, (name, words) in enumerate(ESTIMATORS.items()):
-        runs[name] = run(f"{number}-{name.split(',')[0]}", words, args.steps, args)
+    for name in [args.only] if args.only else ESTIMATORS:
+        runs[name] = run(name, ESTIMATORS[name], args.steps, args)
     print_table(runs, args.batch)
     if args.single:
-        single = run("2-single", SINGLE, WARM_UP + 1, args)
+        single = run("single", SINGLE, WARM_UP + 1, args)
         print_comparison(single, runs["gae"])
 
 

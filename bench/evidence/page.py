@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 
 from evidence.figures import end_points, frontier, gold_over_steps
 from evidence.results import (
@@ -207,6 +208,8 @@ def larger(results: Results) -> str:
     """For each task how much a larger model solves before, half-way and after.
 
     RLOO has more steps, since they are shorter: it is shown at PPO's last step and at its own.
+    "First ended": before and after on the prompts whose response ended before training began, so
+    that learning to stop in time does not count.
     """
     [nobody] = results.teachers
     tables: list[str] = []
@@ -225,7 +228,7 @@ def larger(results: Results) -> str:
                 for step in sorted({min(own, end), own})
             ]
         head = [f"{name}, held out", "before", f"step {end // 2}", "after", "points gained"]
-        head += ["points over PPO", "KL", "tokens", "seeds"]
+        head += ["points over PPO", "first ended", "KL", "tokens", "seeds"]
         tables.append(table(head, rows))
     return "\n".join(tables)
 
@@ -242,10 +245,24 @@ def solved_cells(results: Results, method: str, base: str, label: str, step: int
         *(f"{share:.1%}" for share in shares),
         results.gain(solved, method, nobody, step).text(points),
         over.text(points) if count and method != base and step == shared else "",
+        solved_where_first_ended(results, method, step),
         number(results.mean(kl, method, nobody, step)),
         number(results.mean(length, method, nobody, step), 0),
         str(len(results.runs[method, nobody])),
     ]
+
+
+def solved_where_first_ended(results: Results, method: str, step: int) -> str:
+    [nobody] = results.teachers
+    first, last = (results.at(method, nobody, each) for each in (0, step))
+    before: list[float] = []
+    after: list[float] = []
+    for run in results.runs[method, nobody]:
+        if run.seed in first and run.seed in last:
+            ended = length(first[run.seed]) < run.config["sampling"]["max_new_tokens"]
+            before.append(float(solved(first[run.seed])[ended].mean()))
+            after.append(float(solved(last[run.seed])[ended].mean()))
+    return f"{mean(before):.0%}, then {mean(after):.0%}"
 
 
 def not_run(campaigns: Iterable[Results]) -> str:

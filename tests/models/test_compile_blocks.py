@@ -38,6 +38,28 @@ def test_layers_and_shapes_share_their_code(small):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+def test_stages_with_many_settings_in_one_process_all_stay_compiled(small):
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    try:
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            model = small("llama").to(dtype)
+            compile_blocks(model, backend=backend)
+            for gradients in (True, False):
+                for deterministic in (True, False):
+                    torch.use_deterministic_algorithms(deterministic)
+                    with torch.set_grad_enabled(gradients):
+                        model(torch.tensor([[5, 6, 7]]), use_cache=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(graphs) == 12  # torch's own limit is 8
+
+
 @torch.no_grad()
 def test_passes_with_a_cache_are_not_compiled(small):
     model = small("llama")

@@ -245,9 +245,11 @@ def opening_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def _tokenize(tokenizer: Tokenizer, texts: list[str], **options: Any) -> list[list[int]]:
+    distinct = list(dict.fromkeys(texts))  # preference data has several pairs per prompt
     # verbose=False: prompts that are too long are counted here and need no warning of their own.
-    encoded = tokenizer(texts, add_special_tokens=False, verbose=False, **options)
-    return [list(ids) for ids in cast(Any, encoded["input_ids"])]
+    encoded = tokenizer(distinct, add_special_tokens=False, verbose=False, **options)
+    ids = dict(zip(distinct, cast(Any, encoded["input_ids"]), strict=True))
+    return [list(ids[text]) for text in texts]
 
 
 def _tokenize_after_text(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:

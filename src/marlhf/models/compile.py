@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -19,6 +20,9 @@ _COMPILED: WeakSet[nn.Module] = WeakSet()
 
 KEEP = 0.8
 """Share of a layer's results to keep for the backward pass rather than compute them again."""
+VARIANTS = 64
+"""Versions of a layer's code in one process, past which torch compiles nothing. The stages of a
+recipe want more than its 8: with and without gradients, masks, bfloat16, `deterministic`."""
 
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
@@ -35,6 +39,7 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
     Norms and activations are computed again in the backward pass, which takes a third off the
     memory and adds some percent of time; larger micro-batches more than make up for that.
     """
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, VARIANTS)
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             # A bound method, so that a copy of the model runs its own layers.
