@@ -835,6 +835,32 @@ def test_two_processes_with_a_server_are_one(
 
 @pytest.mark.distributed
 @pytest.mark.xdist_group("forked")
+def test_two_processes_sample_ahead_with_a_server_as_one_does(serve, fork_server, tmp_path):
+    ahead = {"engine": "vllm", "async_steps": 1, "num_steps": 3, "sampling": Sampling(8)}
+    asked = []
+    for name, ranks in (("alone", 1), ("two", 2)):
+        server = serve(load_policy("tiny"), num_workers=1)
+        config = replace(ranks_config(tmp_path / name), vllm_url=server.url, **ahead)
+        if ranks == 1:
+            train(config)
+        else:
+            recipe = tmp_path / "two.yaml"
+            recipe.write_text(yaml.safe_dump(to_raw(replace(config, parallel="fsdp"))))
+            process = fork_server.start_ranks("-m", "marlhf", "ppo", str(recipe))
+            _, errors = process.communicate(timeout=300)
+            assert process.returncode == 0, errors[-3000:]
+        asked.append(sum(path == "/v1/completions" for path, _, _ in server.seen))
+    # By one process: three steps, each with a short response first, and two evaluations.
+    assert asked == [3 * (1 + 5) + 2 * 3] * 2
+    alone, two = (train_lines(tmp_path / name) for name in ("alone", "two"))
+    assert [line["async/age"] for line in two] == [0, 1, 1]
+    for line, other in zip(two, alone, strict=True):
+        for key in ("rl/score", "rl/kl", "rl/policy_loss", "async/kl", "async/weight_max"):
+            assert line[key] == pytest.approx(other[key], abs=2e-4), key
+
+
+@pytest.mark.distributed
+@pytest.mark.xdist_group("forked")
 def test_a_server_that_fails_ends_both_processes(serve, fork_server, tmp_path, monkeypatch):
     server = serve(load_policy("tiny"))
 

@@ -58,12 +58,13 @@ def ppo_config(parents, tmp_path):
 
 @pytest.fixture
 def start(fork_server):
-    """`start(config)`: the real command line, in a process of its own."""
+    """`start(config)`: the real command line, in a process of its own, or in two ranks."""
 
-    def start(config, kind: str = "ppo") -> ForkedProcess:
+    def start(config, kind: str = "ppo", *, ranks: bool = False) -> ForkedProcess:
         recipe = Path(config.output_dir).parent / f"{Path(config.output_dir).name}.yaml"
         recipe.write_text(yaml.safe_dump(to_raw(config)))
-        return fork_server.start("-m", "marlhf", kind, str(recipe))
+        begin = fork_server.start_ranks if ranks else fork_server.start
+        return begin("-m", "marlhf", kind, str(recipe))
 
     return start
 

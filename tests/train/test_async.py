@@ -2,9 +2,11 @@
 
 import copy
 import os
+import shutil
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from marlhf.train import ppo, rl_models, rloo
 from marlhf.train.ahead import SampledAhead
 from marlhf.train.distributed import World
 from marlhf.train.experience import Experience
+from marlhf.train.loop import Loop
 from marlhf.train.objects import GivenObjects
 from marlhf.train.rloo_config import GRPOConfig
 
@@ -207,8 +210,31 @@ def test_settings_that_do_not_go_together_are_refused(config, changes, sentence)
         config(**{"model": "tiny", "output_dir": "x", "async_steps": 1, **changes})
 
 
-def test_several_processes_are_refused(small, tmp_path):
+@pytest.mark.distributed
+def test_two_processes_go_on_with_what_one_has_sampled_ahead(ppo_config, start, monkeypatch):
+    """Step 3's responses are in the checkpoint; step 4's are sampled by two, in equal shares."""
+    settings = {"async_steps": 1, "num_steps": 4, "keep_checkpoints": 4, "device": "cpu"}
+    alone, two = ppo_config("alone", **settings), ppo_config("two", **settings)
+    ppo.train(alone)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Loop, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ppo.train(two)
+    for step in (3, 4):
+        shutil.rmtree(Path(two.output_dir) / "checkpoints" / f"step-00000{step}")
+    process = start(two, ranks=True)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors[-3000:]
+    assert "resuming from step 2" in errors
+    assert_close(read_lines(two.output_dir), read_lines(alone.output_dir), 1e-4)
+
+
+def test_a_policy_in_shards_needs_a_server_to_sample_ahead(small, tmp_path):
     world = World(torch.device("cpu"), rank=0, size=2)
-    config = ppo.PPOConfig(model="tiny", output_dir=str(tmp_path), async_steps=1)
-    with pytest.raises(RunError, match="async_steps: 1 works with one training process"):
+    config = ppo.PPOConfig(model="tiny", output_dir=str(tmp_path), async_steps=1, parallel="fsdp")
+    with pytest.raises(RunError, match="Set engine: vllm and vllm_url"):
         rl_models._load_ahead(config, small("llama"), [2], 0, world, None)

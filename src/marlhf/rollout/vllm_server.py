@@ -85,7 +85,7 @@ class VLLMServer(VLLM):
         self.weights_host = weights_host
         self.timeout = timeout
         self.lost = False  # whether a connection broke during the current call
-        self.ahead: Future[list[Completion]] | None = None  # what `begin` started last
+        self.ahead: Future[list[Completion]] | None = None  # what `begin` started last, if main
         # No proxy: the environment's is meant for the internet, and servers are local.
         self.opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         models = self._call("/v1/models").get("data")
@@ -117,10 +117,17 @@ class VLLMServer(VLLM):
         short = replace(sampling, max_new_tokens=min(16, sampling.max_new_tokens))
         [check] = self._complete(prompts[:1], short, seeds[:1])
         self._verify(prompts[0], check, sampling.scale)
-        thread = ThreadPoolExecutor(1, thread_name_prefix="sampling ahead")
-        pending = self.ahead = thread.submit(self._complete_ahead, prompts, sampling, seeds)
-        thread.shutdown(wait=False)
-        return lambda: self._rollout(pending.result())
+        if self.processes.main:
+            thread = ThreadPoolExecutor(1, thread_name_prefix="sampling ahead")
+            self.ahead = thread.submit(self._complete_ahead, prompts, sampling, seeds)
+            thread.shutdown(wait=False)
+        pending = self.ahead
+
+        def wait() -> list[Completion]:
+            assert pending is not None, "only the main process waits for the server"
+            return pending.result()
+
+        return lambda: self._rollout(self._on_main(wait))
 
     def close(self) -> None:
         """The server is the user's, and stays."""

@@ -8,7 +8,7 @@ same ones, whose weights are gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from marlhf.configs.sampling import Sampling
 from marlhf.rollout.engine import AsyncEngine, Rollout
+from marlhf.train.distributed import World, gather_rollout
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,33 @@ class InFlight:
     step: int
     begun: int
     wait: Callable[[], Rollout]
+
+
+class SharedAhead:
+    """An engine on each rank, which samples its share; then every rank has all responses."""
+
+    def __init__(self, engine: AsyncEngine, world: World) -> None:
+        self.engine, self.world = engine, world
+
+    def begin(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+    ) -> Callable[[], Rollout]:
+        world, share = self.world, self.world.share([len(p) for p in prompts])
+        wait: Callable[[], Rollout] | None = None
+        with world.raise_on_all_ranks():
+            if share:
+                mine = [prompts[i] for i in share], sampling, [seeds[i] for i in share]
+                wait = self.engine.begin(*mine)
+
+        def gather() -> Rollout:
+            with world.raise_on_all_ranks():
+                rollout = None if wait is None else wait()
+            return gather_rollout(world, rollout, share, len(prompts))
+
+        return gather
+
+    def close(self) -> None:
+        self.engine.close()
 
 
 class SampledAhead:

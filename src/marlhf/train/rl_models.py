@@ -23,6 +23,7 @@ from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.runs.layout import RunError
 from marlhf.spans import vocabulary
 from marlhf.spans.parsing import Parsing, open_parsing
+from marlhf.train.ahead import SharedAhead
 from marlhf.train.distributed import World
 from marlhf.train.model_loader import load_sources
 from marlhf.train.model_sources import reward_items, reward_role, rl_sources
@@ -140,20 +141,22 @@ def _load_ahead(
     """What samples while the policy trains: the vLLM server, or a process with a copy of it."""
     if not config.async_steps:
         return None
-    if world.size > 1:
-        raise RunError(
-            "async_steps: 1 works with one training process, not with several. Leave async_steps "
-            "out, or start without torchrun."
-        )
     if isinstance(engine, VLLMServer):
         return engine
-    return SamplerProcess(
+    if world.size > 1 and config.parallel == "fsdp":
+        raise RunError(
+            "async_steps: 1 gives the process that samples a copy of the policy, of which no "
+            "process has the whole with parallel: fsdp. Set engine: vllm and vllm_url to a vLLM "
+            "server, which takes it weight by weight, or set parallel: data."
+        )
+    sampler = SamplerProcess(
         policy,
         ends,
         pad,
         token_budget=config.rollout_tokens,
         precision=config.precision,
     )
+    return SharedAhead(sampler, world) if world.size > 1 else sampler
 
 
 def _rewards(
