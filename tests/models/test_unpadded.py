@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from marlhf.models import forward
+from marlhf.models import forward, unpadded
 from marlhf.models.forward import (
     Sequences,
     final_scores,
@@ -13,7 +13,6 @@ from marlhf.models.forward import (
     token_values,
     unpad_rows,
 )
-from marlhf.models.unpadded import fits
 
 UNPADDED = ("llama", "llama-tied", "qwen2", "qwen3")
 PROMPTS = [
@@ -64,6 +63,10 @@ def test_numbers_and_gradients_are_the_models_own(small, name, read, rows, monke
             torch.testing.assert_close(parameter.grad, grads[name], rtol=1e-4, atol=1e-5 * scale)
 
 
+def fits(model, longest):
+    return unpadded.is_plain_llama(model) and unpadded.fits(model, longest)
+
+
 def test_only_plain_models_within_their_window_are_unpadded(small):
     assert fits(small("mistral"), 4)
     assert not fits(small("mistral"), 5)  # its window is 4
@@ -78,5 +81,6 @@ def test_only_plain_models_within_their_window_are_unpadded(small):
     remote = small("llama")  # code that came with a model may compute anything under this name
     remote.__class__ = type("LlamaForCausalLM", (type(remote),), {"__module__": "modeling_mine"})
     assert not fits(remote, 4)
+    assert not fits(small("llama").bfloat16(), 4)
     with torch.autocast("cpu", torch.bfloat16):
         assert not fits(small("llama"), 4)

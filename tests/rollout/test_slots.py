@@ -68,6 +68,32 @@ def test_small_matrices_are_joined_and_sample_as_they_do_apart(small, family, mo
     torch.testing.assert_close(apart.logprobs, joined.logprobs, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "mistral", "qwen2"])
+def test_a_step_on_a_cpu_has_the_bits_of_the_plain_step(small, family, joined, monkeypatch):
+    whole = {"sliding_window": None} if family == "mistral" else {}
+    model, sampling = small(family, **whole), Sampling(40, 1.0)
+    if not joined:
+        monkeypatch.setattr(llama, "SMALL_MATRIX", 0)
+    engine = NativeEngine(model, ENDS, 0, token_budget=64 * 6)  # six slots, refilled and shrunk
+    ours = engine.generate(PROMPTS, sampling, range(13))
+    assert engine.session is not None
+    assert len(engine.session.decoder.cpu_steps) > 1  # several numbers of slots
+    monkeypatch.setattr(llama.CPUStep, "fits", lambda _: False)
+    engine = NativeEngine(model, ENDS, 0, token_budget=64 * 6)
+    plain = engine.generate(PROMPTS, sampling, range(13))
+    assert not engine.session.decoder.cpu_steps
+    assert ours.responses == plain.responses
+    assert ours.logprobs.equal(plain.logprobs)
+
+
+def test_norms_of_heads_and_short_windows_take_the_plain_step(small):
+    for family in ("qwen3", "mistral"):
+        assert not llama.CPUStep.fits(LlamaDecoder(small(family), 2, 64, None))
+    assert not llama.CPUStep.fits(LlamaDecoder(small("llama"), 2, 64, torch.bfloat16))
+    assert llama.CPUStep.fits(LlamaDecoder(small("llama"), 2, 64, None))
+
+
 def test_a_response_depends_on_its_prompt_and_seed_alone(small):
     model, sampling = small("llama"), Sampling(10, 1.0)
     whole = NativeEngine(model, ENDS, 0).generate(PROMPTS, sampling, range(13))

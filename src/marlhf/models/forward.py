@@ -26,7 +26,7 @@ from marlhf.models.logprobs import LogitRule, chosen_logprobs, fit_rule, probe
 from marlhf.models.packed import Packing, can_pack, packed_hidden
 from marlhf.models.scores import TokenScores
 from marlhf.models.sequences import Sequences, send
-from marlhf.models.unpadded import Rows, fits, unpadded_hidden
+from marlhf.models.unpadded import Rows, fits, is_plain_llama, unpadded_hidden
 
 PACKED_BELOW = 0.85
 """Rows are packed where they fill less than this share of a padded batch. Otherwise the padded pass
@@ -363,9 +363,10 @@ def unpad_rows(model: nn.Module) -> None:
     """Let passes of this model on a CPU do without padding, where they can.
 
     For training, where nothing needs the bits of the padded pass: its rounding is another, and
-    depends on the rows of a batch.
+    depends on the rows of a batch. Layers must not be replaced after this.
     """
-    _UNPADDED.add(model)
+    if is_plain_llama(cast(Any, model)):
+        _UNPADDED.add(model)
 
 
 def _can_unpad(model: nn.Module, sequences: Sequences) -> bool:

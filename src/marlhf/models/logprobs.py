@@ -113,19 +113,27 @@ class _ChosenLogprobs(torch.autograd.Function):
         logprobs = hidden.new_empty(len(hidden), dtype=wide)
         spread = hidden.new_empty(len(hidden) if options.entropy else 0, dtype=wide)
         head = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-        kept: Tensor | None = None
+        # Kept where so few: exponentials of all logits, [N, V], and their sums, [N, 1].
+        weights = total = None
         for part in _parts(len(hidden), options.rows):
             logits, _ = _logits(hidden[part], *head, options.outer)
             if options.fused and not options.entropy:
                 logprobs[part] = _compiled_pick()(logits, tokens[part])
                 continue
+            small = options.outer is None and logits.numel() <= SMALL
+            if small and len(logits) == len(hidden) and not options.entropy:
+                # As log_softmax, but the exponentials, which take most of the time, are left.
+                below = logits.to(wide) - logits.amax(dim=1, keepdim=True)
+                chosen = below.gather(1, tokens[:, None])
+                weights = below.exp_()
+                total = weights.sum(dim=1, keepdim=True)
+                logprobs = (chosen - total.log()).squeeze(1)
+                break
             whole = torch.log_softmax(logits, dim=1, dtype=wide)
-            if options.outer is None and whole.numel() <= SMALL and len(whole) == len(hidden):
-                kept = whole
             logprobs[part] = whole.gather(1, tokens[part, None]).squeeze(1)
             if options.entropy:
                 spread[part] = -(whole.exp() * whole).sum(dim=1)
-        ctx.save_for_backward(hidden, weight, bias, tokens, logprobs, kept)
+        ctx.save_for_backward(hidden, weight, bias, tokens, logprobs, weights, total)
         ctx.mark_non_differentiable(spread)
         ctx.options = options
         return logprobs, spread
@@ -136,7 +144,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, ...]:
         """With p the probabilities, d logprob / d logits is onehot - p; here its negative."""
-        hidden, weight, bias, tokens, logprobs, kept = ctx.saved_tensors
+        hidden, weight, bias, tokens, logprobs, weights, total = ctx.saved_tensors
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         wide = logprobs.dtype
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
@@ -145,11 +153,11 @@ class _ChosenLogprobs(torch.autograd.Function):
         head = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         for part in _parts(len(hidden), ctx.options.rows):
             state, minus = hidden[part], -grads[0][part, None]
-            if kept is None:
+            if weights is None:
                 logits, slope = _logits(state, *head, ctx.options.outer)
                 change = torch.softmax(logits, dim=1, dtype=logits.dtype)
             else:
-                change, slope = kept.exp().to(hidden.dtype), None
+                change, slope = (weights / total).to(hidden.dtype), None
             # The chosen token's p - 1 from float32: nearly 0 where the model is sure.
             chosen = torch.expm1(logprobs[part, None]).to(change.dtype)
             change.scatter_(1, tokens[part, None], chosen)

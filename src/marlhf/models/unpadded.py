@@ -2,8 +2,8 @@
 
 A CPU computes whatever it is given, so a padded pass there costs its padding, and whatever the last
 layer computes for tokens whose output nobody reads: nearly half of a two-layer reward model. Here
-rows follow each other without padding, except in attention, and the operations between the matrix
-products have their gradients written out. `forward.py` has the padded pass, which gives the same
+rows follow each other without padding, except in attention, and a layer is a few operations whose
+gradients are written out (`llama_grads.py`). `forward.py` has the padded pass, which gives the same
 numbers and stays for other families and devices.
 
 Axes: B rows, W columns of a padded batch, T tokens, N picked tokens, P the most that are picked of
@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from marlhf.models.base import Model
+from marlhf.models.llama_grads import AfterAttention, NormLinear, Put, RMSNorm, Rotate, Take
 
 FAMILIES = tuple(
     f"{family}For{kind}"
@@ -65,12 +66,20 @@ def attention_window(attention: Any, config: Any) -> int | None:
 
 
 def fits(model: Model, longest: int) -> bool:
-    """Whether `unpadded_hidden` computes what this model does to rows of at most some length."""
-    if not is_plain_llama(model) or model.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
+    """Whether `unpadded_hidden` computes what a plain Llama now does to rows of some length.
+
+    This is asked before every pass, so it is one walk over the modules.
+    """
+    embedding = model.base_model.embed_tokens.weight
+    # Complex numbers, by which heads are rotated, are made of these types.
+    if not embedding.is_cpu or embedding.dtype not in (torch.float32, torch.float64):
         return False
-    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    if hooked or model.is_gradient_checkpointing:
+    if torch.is_autocast_enabled("cpu"):
         return False
+    for module in model.modules():
+        changed = module._forward_hooks or module._forward_pre_hooks
+        if changed or module.__dict__.get("gradient_checkpointing"):
+            return False
     attentions = [layer.self_attn for layer in model.base_model.layers]
     windows = [attention_window(attention, model.config) for attention in attentions]
     return all(window is None or longest <= window for window in windows) and not (
@@ -113,58 +122,85 @@ def unpadded_hidden(model: Model, ids: Tensor, rows: Rows) -> Tensor:
     trunk = model.base_model
     x = trunk.embed_tokens(ids.flatten()[rows.places])  # [T, hidden size]
     with torch.no_grad():
-        # Angles of each column once, then each token its column's: [T, 1, D].
-        tables = trunk.rotary_emb(x, torch.arange(rows.size[1])[None])
-        columns = rows.places % rows.size[1]
-        cos, sin = (table[0].index_select(0, columns)[:, None] for table in tables)
-        # Rotation is x * cos + rotate_half(x) * sin, where rotate_half negates its first half.
-        # Negating the sines instead leaves a plain roll in place of rotate_half.
-        sin[..., : sin.shape[2] // 2].neg_()
+        # Of each column once, then each token its column's.
+        cos, sin = (
+            table[0].chunk(2, dim=1)[0]
+            for table in trunk.rotary_emb(x, torch.arange(rows.size[1])[None])
+        )
+        angles = torch.complex(cos, sin).index_select(0, rows.places % rows.size[1])[:, None]
     for layer in trunk.layers[:-1]:
-        x = _layer(layer, x, cos, sin, rows)
-    return _norm(trunk.norm, _last_layer(trunk.layers[-1], x, cos, sin, rows))
+        x = _layer(layer, x, angles, rows)
+    return _norm(trunk.norm, _last_layer(trunk.layers[-1], x, angles, rows))
 
 
-def _layer(layer: Any, x: Tensor, cos: Tensor, sin: Tensor, rows: Rows) -> Tensor:
-    attention = layer.self_attn
-    normed = _norm(layer.input_layernorm, x)
-    names = ("q_proj", "k_proj", "v_proj")
-    query, key, value = (_heads(attention, name, normed) for name in names)
-    query, key = _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)
-    query, key, value = (_pad(each, rows.places, rows.size) for each in (query, key, value))
-    out = _causal_attention(query, key, value, attention.scaling)
-    x = x + attention.o_proj(_unpad(out, rows.places).flatten(1))
-    return x + _feed_forward(layer, x)
+def _layer(layer: Any, x: Tensor, angles: Tensor, rows: Rows) -> Tensor:
+    heads = _heads(layer, ("q_proj", "k_proj", "v_proj"), x, angles)
+    query, key, value = _pad(heads, rows.places, rows.size)
+    out = _causal_attention(query, key, value, layer.self_attn.scaling)
+    return _after_attention(layer, x, _unpad(out, rows.places))
 
 
-def _last_layer(layer: Any, x: Tensor, cos: Tensor, sin: Tensor, rows: Rows) -> Tensor:
+def _last_layer(layer: Any, x: Tensor, angles: Tensor, rows: Rows) -> Tensor:
     """The layer's output at the picked tokens. Only their keys and values need the others."""
-    attention, picked = layer.self_attn, rows.picked
-    normed = _norm(layer.input_layernorm, x)
-    query = _heads(attention, "q_proj", _Take.apply(normed, picked))
-    key, value = (_heads(attention, name, normed) for name in ("k_proj", "v_proj"))
-    query = _Rotate.apply(query, cos[picked], sin[picked])
-    key = _Rotate.apply(key, cos, sin)
-    key, value = (_pad(each, rows.places, rows.size) for each in (key, value))
-    visible = torch.arange(rows.size[1]) <= rows.picked_columns[:, :, None]  # [B, P, W]
-    bias = torch.where(visible, 0.0, -torch.inf).to(query.dtype)[:, None]
+    picked, scale = rows.picked, layer.self_attn.scaling
+    heads = _heads(layer, ("k_proj", "v_proj"), x, angles)
+    key, value = _pad(heads, rows.places, rows.size)
+    x = Take.apply(x, picked)
+    queries = _heads(layer, ("q_proj",), x, angles[picked])
+    later = torch.arange(rows.size[1]) > rows.picked_columns[:, :, None]  # [B, P, W]
+    bias = _bias(later, x.dtype)[:, None]
     if rows.picked_columns.shape[1] == 1:
         # The query heads that share keys become rows of one product, [B, KV heads, group, D].
-        folded = query.view(len(query), key.shape[1], -1, query.shape[2])
-        out = _attend(folded, key, value, attention.scaling, bias).flatten(1)
+        folded = queries.joined.unflatten(1, (key.shape[1], -1))
+        out = _attend(folded, key, value, scale, bias).flatten(1, 2)
     else:
-        padded = _pad(query, rows.picked_places, rows.picked_columns.shape)
-        out = _attend(padded, key, value, attention.scaling, bias)
-        out = _unpad(out, rows.picked_places).flatten(1)
-    x = _Take.apply(x, picked) + attention.o_proj(out)
-    return x + _feed_forward(layer, x)
+        [padded] = _pad(queries, rows.picked_places, rows.picked_columns.shape)
+        out = _unpad(_attend(padded, key, value, scale, bias), rows.picked_places)
+    return _after_attention(layer, x, out)
 
 
-def _heads(attention: Any, name: str, x: Tensor) -> Tensor:
-    """Queries, keys or values: [T, heads, D]."""
-    out = getattr(attention, name)(x).view(len(x), -1, attention.head_dim)
-    norm = getattr(attention, {"q_proj": "q_norm", "k_proj": "k_norm"}.get(name, ""), None)
-    return out if norm is None else _norm(norm, out.flatten(0, 1)).view_as(out)
+class _Heads(NamedTuple):
+    """Queries, keys or values of tokens, or several of them side by side."""
+
+    joined: Tensor  # [T, heads, D]
+    counts: list[int]  # of heads of each
+
+
+def _heads(layer: Any, names: Sequence[str], x: Tensor, angles: Tensor) -> _Heads:
+    """Some projections of the layer's input, queries and keys (which come first) rotated.
+
+    Each head of these has its numbers in another order than in the model, which changes no product
+    of a query with a key: the two that are rotated together, as a complex number, are neighbours.
+    """
+    attention, width = layer.self_attn, layer.self_attn.head_dim
+    layers = [getattr(attention, name) for name in names]
+    counts = [each.out_features // width for each in layers]
+    rotated = sum(count for name, count in zip(names, counts) if name != "v_proj")
+    order = _neighbours(rotated, sum(counts), width)
+    norm = layer.input_layernorm
+    parameters = [p for each in layers for p in (each.weight, each.bias)]
+    joined = NormLinear.apply(x, norm.weight, norm.variance_epsilon, order, *parameters)
+    joined = joined.unflatten(1, (-1, width))
+    if "q_norm" in attention._modules:
+        norms, order = {"q_proj": attention.q_norm, "k_proj": attention.k_norm}, order[:width]
+        parts = [
+            _norm(norms[name], part.flatten(0, 1), order).view_as(part) if name in norms else part
+            for name, part in zip(names, joined.split(counts, dim=1))
+        ]
+        joined = torch.cat(parts, dim=1)
+    return _Heads(Rotate.apply(joined, angles, rotated), counts)
+
+
+@cache
+def _neighbours(rotated: int, heads: int, width: int) -> Tensor:
+    """Where each number of some heads is in the model, which rotates the halves of the first ones.
+
+    >>> _neighbours(1, 2, 4).tolist()
+    [0, 2, 1, 3, 4, 5, 6, 7]
+    """
+    order = torch.arange(heads * width)
+    halves = order[: rotated * width].view(rotated, 2, width // 2)
+    return torch.cat((halves.transpose(1, 2).flatten(), order[rotated * width :]))
 
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -176,14 +212,18 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -
     block = max(QUERY_BLOCK, math.ceil(width / MAX_BLOCKS))
     columns = torch.arange(width)
     outs: list[Tensor] = []
-    for start in range(0, width, block):
-        end = min(start + block, width)
-        visible = columns[:end] <= columns[start:end, None]
-        bias = torch.where(visible, 0.0, -torch.inf).to(query.dtype)
-        queries, keys, values = query[:, :, start:end], key[:, :, :end], value[:, :, :end]
+    for queries, own in zip(query.split(block, dim=2), columns.split(block)):
+        end = min(len(outs) * block + block, width)
+        bias = _bias(columns[:end] > own[:, None], query.dtype)
+        keys, values = (key, value) if end == width else (key[:, :, :end], value[:, :, :end])
         outs.append(_attend(queries, keys, values, scale, bias))
     # The kernel's output lies as [B, W, heads, D], and is read so afterwards.
     return torch.cat([out.transpose(1, 2) for out in outs], dim=1).transpose(1, 2)
+
+
+def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """What attention adds to scores: -inf where a key is hidden, else 0."""
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tensor) -> Tensor:
@@ -193,124 +233,30 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, bias: Tenso
     )
 
 
-def _pad(x: Tensor, places: Tensor, size: Sequence[int]) -> Tensor:
-    """Heads of tokens as a padded batch: [T, heads, D] -> [B, heads, W, D]."""
-    height, width = size
-    if len(x) < height * width:
-        x = _Put.apply(x, places, height * width)
-    return x.view(height, width, *x.shape[1:]).transpose(1, 2)
+def _pad(heads: _Heads, places: Tensor, size: Sequence[int]) -> tuple[Tensor, ...]:
+    """Heads of tokens as padded batches, [B, heads, W, D]: queries, keys, values apart."""
+    x, (height, width) = heads.joined, size
+    if x.shape[0] < height * width:
+        x = Put.apply(x, places, height * width)
+    return x.unflatten(0, (height, width)).transpose(1, 2).split(heads.counts, dim=1)
 
 
 def _unpad(x: Tensor, places: Tensor) -> Tensor:
     """[B, heads, W, D] -> [T, heads, D]."""
     flat = x.transpose(1, 2).flatten(0, 1)
-    return flat if len(places) == len(flat) else _Take.apply(flat, places)
+    return flat if len(places) == len(flat) else Take.apply(flat, places)
 
 
-def _feed_forward(layer: Any, x: Tensor) -> Tensor:
-    x, mlp = _norm(layer.post_attention_layernorm, x), layer.mlp
-    return mlp.down_proj(_SwiGLU.apply(mlp.gate_proj(x), mlp.up_proj(x)))
+def _after_attention(layer: Any, x: Tensor, attended: Tensor) -> Tensor:
+    """The layer's output, from its input [T, hidden size] and from what its heads attended to."""
+    mlp, norm = layer.mlp, layer.post_attention_layernorm
+    layers = (layer.self_attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    parameters = [p for each in layers for p in (each.weight, each.bias)]
+    return AfterAttention.apply(
+        x, attended.flatten(1), norm.weight, norm.variance_epsilon, *parameters
+    )
 
 
-def _norm(norm: Any, x: Tensor) -> Tensor:
-    return _RMSNorm.apply(x, norm.weight, norm.variance_epsilon)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """x over its root mean square, times a weight: [T, width]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        scale = torch.rsqrt(x.square().mean(dim=1, keepdim=True) + epsilon)  # [T, 1]
-        unit = x * scale
-        ctx.save_for_backward(unit, scale, weight)
-        return unit * weight
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor, Tensor, None]:
-        unit, scale, weight = ctx.saved_tensors
-        product = grad * unit
-        share = (product @ weight / len(weight))[:, None]  # of the gradient that lies along x
-        grad_x = torch.addcmul(grad * weight, unit, share, value=-1).mul_(scale)
-        return grad_x, product.sum(dim=0), None
-
-
-class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up: [T, width]."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        sigmoid = gate.sigmoid()
-        ctx.save_for_backward(gate, up, sigmoid)
-        return (gate * sigmoid).mul_(up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        gate, up, sigmoid = ctx.saved_tensors
-        silu = gate * sigmoid
-        # d silu = sigmoid * (1 + gate * (1 - sigmoid)) = silu + sigmoid * (1 - silu)
-        slope = torch.addcmul(silu + sigmoid, silu, sigmoid, value=-1)
-        return slope.mul_(up).mul_(grad), silu.mul_(grad)
-
-
-class _Rotate(torch.autograd.Function):
-    """Rotary embedding: [T, heads, D] by angles [T, 1, D]; the first half of the sines negated."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return (x * cos).addcmul_(x.roll(x.shape[2] // 2, dims=2), sin)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        half = grad.shape[2] // 2
-        return (grad * cos).add_((grad * sin).roll(half, dims=2)), None, None
-
-
-class _Take(torch.autograd.Function):
-    """Some rows of a tensor, each at most once, which autograd does not know."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.size = len(x)
-        return x.index_select(0, places)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor, None]:
-        [places] = ctx.saved_tensors
-        return _put(grad, places, ctx.size), None
-
-
-class _Put(torch.autograd.Function):
-    """The reverse of `_Take`: rows at their places in a larger tensor, zeros elsewhere."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor, size: int) -> Tensor:
-        ctx.save_for_backward(places)
-        return _put(x, places, size)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor, None, None]:
-        [places] = ctx.saved_tensors
-        return grad.index_select(0, places), None, None
-
-
-def _put(x: Tensor, places: Tensor, size: int) -> Tensor:
-    return x.new_zeros(size, *x.shape[1:]).index_copy_(0, places, x)
+def _norm(norm: Any, x: Tensor, order: Tensor | None = None) -> Tensor:
+    weight = norm.weight if order is None else norm.weight[order]
+    return RMSNorm.apply(x, weight, norm.variance_epsilon)

@@ -80,7 +80,7 @@ def sample(logits: Tensor, sampling: Sampling, state: DecodeState, ends: Tensor)
     running, steps, positions = state.running, state.steps, state.positions
     uniform = state.uniform.gather(1, steps[:, None]).squeeze(1)
     token, logprob = draw(logits, sampling, uniform)
-    column = torch.where(running, steps, state.length)[:, None]  # slots at rest: the dummy column
+    column = steps.masked_fill(~running, state.length)[:, None]  # slots at rest: the dummy column
     state.out_tokens.scatter_(1, column, token[:, None])
     state.out_logprobs.scatter_(1, column, logprob[:, None])
     state.tokens.copy_(token)

@@ -45,7 +45,9 @@ def pick(weights: Tensor, uniform: Tensor) -> Tensor:
     rows, size = weights.shape
     if size <= ONE_LEVEL_SIZE:
         edges = weights.double().cumsum(dim=1)
-        return _first_above(edges, uniform[:, None] * edges[:, -1:]).squeeze(1)
+        # Here the target is between 0 and the last sum as soon as the number is below 1.
+        target = uniform.clamp(max=BELOW_ONE)[:, None] * edges[:, -1:]
+        return _search(edges, target).squeeze(1)
     if size % BLOCK:
         weights = torch.nn.functional.pad(weights, (0, -size % BLOCK))
     tiles = weights.view(rows, -1, BLOCK)
@@ -64,7 +66,10 @@ def _first_above(rising: Tensor, target: Tensor) -> Tensor:
 
     Rounding may put the target at or above the last sum, or below 0: it is kept in between.
     """
-    target = torch.minimum(target.clamp(min=0), rising[:, -1:] * BELOW_ONE)
+    return _search(rising, torch.minimum(target.clamp(min=0), rising[:, -1:] * BELOW_ONE))
+
+
+def _search(rising: Tensor, target: Tensor) -> Tensor:
     column = torch.searchsorted(rising, target, right=True)
     return column.clamp(max=rising.shape[1] - 1)  # NaN sorts last, beyond the last column
 
