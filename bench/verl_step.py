@@ -34,7 +34,7 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 ENGINES = Path(__file__).resolve().parents[1] / "tests" / "engines"
 sys.path.insert(0, str(ENGINES))
 
-from verl_toy import start_verl  # noqa: E402
+from verl_toy import plain_verl, start_verl  # noqa: E402
 
 REWARD = """
 from verl.utils.reward_score.gsm8k import compute_score as gsm8k_score
@@ -97,21 +97,10 @@ def write_inputs(model: str, data: Path, folder: Path) -> None:
 
 
 def overrides(args: argparse.Namespace) -> list[str]:
-    words = []
-    for role, config in (
-        ("actor_rollout_ref.actor", "fsdp_config"),
-        ("actor_rollout_ref.ref", "fsdp_config"),
-        ("critic", "fsdp"),
-    ):
-        words += [f"{role}.{config}.use_torch_compile=False"]
-        words += [f"+{role}.{config}.mixed_precision.param_dtype={'fp32' if args.cpu else 'bf16'}"]
-    for model in ("actor_rollout_ref.model", "critic.model"):
-        words += [f"{model}.use_remove_padding=False"]  # would need flash attention
-        words += [f"+{model}.override_config.attn_implementation=sdpa"]
-        words += [f"{model}.enable_gradient_checkpointing=False"]
+    dtype = "fp32" if args.cpu else "bf16"
+    words = plain_verl(args.out, args.model, args.out, dtype=dtype)
     for role in ("actor_rollout_ref.actor", "critic"):
-        words += [f"{role}.strategy=fsdp2", f"{role}.optim.lr=1e-5"]
-        words += [f"{role}.ppo_mini_batch_size={args.batch // 2}"]
+        words += [f"{role}.optim.lr=1e-5", f"{role}.ppo_mini_batch_size={args.batch // 2}"]
         words += [f"{role}.ppo_micro_batch_size_per_gpu={min(args.micro, args.batch // 2)}"]
     for role in ("rollout", "ref"):
         micro = min(2 * args.micro, args.batch)
@@ -120,42 +109,17 @@ def overrides(args: argparse.Namespace) -> list[str]:
         words += ["trainer.device=cpu", "actor_rollout_ref.rollout.dtype=float32"]
     return [
         *words,
-        f"data.train_files={args.out}/train.parquet",
         f"data.val_files={args.out}/train.parquet",
         f"data.train_batch_size={args.batch}",
         f"data.max_prompt_length={args.prompt}",
         f"data.max_response_length={args.response}",
         "data.filter_overlong_prompts=True",
-        "data.dataloader_num_workers=0",
-        f"actor_rollout_ref.model.path={args.model}",
-        f"critic.model.path={args.out}/critic",
-        "actor_rollout_ref.actor.use_torch_compile=False",
-        "actor_rollout_ref.rollout.name=hf",
         f"actor_rollout_ref.rollout.max_num_seqs={args.batch}",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         f"actor_rollout_ref.rollout.agent.num_workers={args.workers}",
-        "actor_rollout_ref.rollout.free_cache_engine=False",
-        "actor_rollout_ref.rollout.load_format=auto",
-        "algorithm.lam=0.95",
         "algorithm.use_kl_in_reward=True",
         "algorithm.kl_ctrl.kl_coef=0.001",
         f"reward.num_workers={args.workers}",
-        f"reward.custom_reward_function.path={args.out}/reward.py",
-        "trainer.n_gpus_per_node=1",
-        "trainer.nnodes=1",
-        "trainer.logger=[console]",
-        "trainer.val_before_train=False",
-        "trainer.test_freq=-1",
-        "trainer.save_freq=-1",
-        "trainer.resume_mode=disable",
-        f"trainer.default_local_dir={args.out}/checkpoints",
-        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
-        "ray_kwargs.ray_init.num_cpus=32",  # logical slots, not cores
-        "+ray_kwargs.ray_init.num_gpus=1",
-        "+ray_kwargs.ray_init.include_dashboard=False",
-        "+ray_kwargs.ray_init._node_ip_address=127.0.0.1",
         "+ray_kwargs.ray_init.object_store_memory=4000000000",
-        f"hydra.run.dir={args.out}/hydra",
     ]
 
 
@@ -173,7 +137,10 @@ def run(name: str, words: list[str], steps: int, args: argparse.Namespace) -> di
     started = time.perf_counter()
     words = [*overrides(args), *words, f"trainer.total_training_steps={steps}"]
     metrics = start_verl(words, args.out / name, environment, seconds=args.seconds)
-    assert sorted(metrics) == list(range(1, steps + 1)), sorted(metrics)
+    if len(metrics) <= WARM_UP:
+        sys.exit(f"{name}: {len(metrics)} steps in {args.seconds:.0f} s. Raise --seconds.")
+    if len(metrics) < steps:
+        print(f"{name}: cut off after {args.seconds:.0f} s and {len(metrics)} of {steps} steps")
     training = sum(metrics[step]["timing_s/step"] for step in metrics)
     seconds = time.perf_counter() - started
     print(f"{name}: {seconds:.0f} s, of which {training:.0f} s are steps", flush=True)
@@ -181,7 +148,7 @@ def run(name: str, words: list[str], steps: int, args: argparse.Namespace) -> di
 
 
 def print_table(runs: dict[str, dict[int, dict]], batch: int) -> None:
-    rows: dict[str, list[str]] = {}
+    rows: dict[str, list[str]] = {"steps counted": []}
 
     def add(row: str, value: float) -> None:
         rows.setdefault(row, []).append(f"{value:.4g}" if math.isfinite(value) else "")
@@ -190,6 +157,7 @@ def print_table(runs: dict[str, dict[int, dict]], batch: int) -> None:
         counted = [metrics[step] for step in sorted(metrics) if step > WARM_UP]
         seconds = [step["timing_s/step"] for step in counted]
         first, last = metrics[1], metrics[max(metrics)]
+        rows["steps counted"].append(f"{WARM_UP + 1} to {max(metrics)}")
         add("samples/s", batch / mean(seconds))
         add("seconds per step", mean(seconds))
         add("fastest step", min(seconds))
@@ -205,7 +173,7 @@ def print_table(runs: dict[str, dict[int, dict]], batch: int) -> None:
         add("score, last step", last["critic/score/mean"])
         for name in MACRO:
             add(f"macro/{name}, last step", last.get(f"macro/{name}", math.nan))
-    print(f"| steps {WARM_UP + 1} to {max(metrics)} | " + " | ".join(runs) + " |")
+    print("| | " + " | ".join(runs) + " |")
     print("|---" * (len(runs) + 1) + "|")
     for row, values in rows.items():
         print(f"| {row} | " + " | ".join(values) + " |")
@@ -233,7 +201,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=256, help="tokens of the longest prompt")
     parser.add_argument("--response", type=int, default=128, help="tokens of the longest response")
     parser.add_argument("--workers", type=int, default=4, help="processes that send prompts")
-    parser.add_argument("--seconds", type=float, default=1800, help="limit of each run")
+    parser.add_argument("--seconds", type=float, default=1800, help="after which a run is cut off")
     parser.add_argument("--only", choices=ESTIMATORS, help="one of the two runs")
     parser.add_argument("--single", action="store_true", help="also compare n = 1 with gae")
     parser.add_argument("--cpu", action="store_true", help="on a CPU, to try this script")

@@ -49,52 +49,39 @@ def write_toy(folder: Path) -> Path:
     return folder
 
 
-def overrides(
-    toy: Path, out: Path, *, batch: int = 16, micro: int = 4, slots: int = 1
-) -> list[str]:
-    """What makes verl small, and run on a CPU without flash attention."""
+def plain_verl(inputs: Path, policy: Path, out: Path, *, dtype: str, slots: int = 1) -> list[str]:
+    """What makes verl run on one machine without vLLM and flash attention, and save nothing.
+
+    `inputs` has train.parquet, the critic and reward.py; `slots` are GPUs, or what stands for them.
+    """
     engines = {
         "actor_rollout_ref.actor": "fsdp_config",
         "actor_rollout_ref.ref": "fsdp_config",
         "critic": "fsdp",
     }
-    small = []
+    words = []
     for role, config in engines.items():
-        small += [f"{role}.{config}.use_torch_compile=False"]
-        small += [f"+{role}.{config}.mixed_precision.param_dtype=fp32"]
+        words += [f"{role}.{config}.use_torch_compile=False"]
+        words += [f"+{role}.{config}.mixed_precision.param_dtype={dtype}"]
     for model in ("actor_rollout_ref.model", "critic.model"):
-        small += [f"{model}.use_remove_padding=False"]
-        small += [f"{model}.enable_gradient_checkpointing=False"]
-        small += [f"+{model}.override_config.attn_implementation=sdpa"]
-    for role in ("actor_rollout_ref.actor", "critic"):
-        small += [f"{role}.strategy=fsdp2", f"{role}.optim.lr=1e-3"]
-        # Two passes over one mini-batch: ratios differ from 1, and rows need no order.
-        small += [f"{role}.ppo_mini_batch_size={batch}", f"{role}.ppo_epochs=2"]
-        small += [f"{role}.ppo_micro_batch_size_per_gpu={micro}"]
+        words += [f"{model}.use_remove_padding=False"]  # would need flash attention
+        words += [f"{model}.enable_gradient_checkpointing=False"]
+        words += [f"+{model}.override_config.attn_implementation=sdpa"]
     return [
-        *small,
-        f"data.train_files={toy}/train.parquet",
-        f"data.val_files={toy}/val.parquet",
-        f"data.train_batch_size={batch}",
-        "data.max_prompt_length=32",
-        "data.max_response_length=24",
+        *words,
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "critic.strategy=fsdp2",
+        f"data.train_files={inputs}/train.parquet",
         "data.dataloader_num_workers=0",
-        f"actor_rollout_ref.model.path={toy}/model",
-        f"critic.model.path={toy}/critic",
+        f"actor_rollout_ref.model.path={policy}",
+        f"critic.model.path={inputs}/critic",
         "actor_rollout_ref.actor.use_torch_compile=False",
         "actor_rollout_ref.rollout.name=hf",
-        "actor_rollout_ref.rollout.dtype=float32",
-        "actor_rollout_ref.rollout.max_num_seqs=1",  # responses that depend on their prompt alone
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
-        "actor_rollout_ref.rollout.agent.num_workers=1",
         "actor_rollout_ref.rollout.free_cache_engine=False",
         "actor_rollout_ref.rollout.load_format=auto",
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
         "algorithm.lam=0.95",
-        "reward.num_workers=1",
-        f"reward.custom_reward_function.path={toy}/reward.py",
-        "trainer.device=cpu",
+        f"reward.custom_reward_function.path={inputs}/reward.py",
         f"trainer.n_gpus_per_node={slots}",
         "trainer.nnodes=1",
         "trainer.logger=[console]",
@@ -109,6 +96,31 @@ def overrides(
         "+ray_kwargs.ray_init.include_dashboard=False",
         "+ray_kwargs.ray_init._node_ip_address=127.0.0.1",
         f"hydra.run.dir={out}/hydra",
+    ]
+
+
+def overrides(
+    toy: Path, out: Path, *, batch: int = 16, micro: int = 4, slots: int = 1
+) -> list[str]:
+    """What makes verl small, and run on a CPU."""
+    words = plain_verl(toy, toy / "model", out, dtype="fp32", slots=slots)
+    for role in ("actor_rollout_ref.actor", "critic"):
+        # Two passes over one mini-batch: ratios differ from 1, and rows need no order.
+        words += [f"{role}.ppo_mini_batch_size={batch}", f"{role}.ppo_epochs=2"]
+        words += [f"{role}.ppo_micro_batch_size_per_gpu={micro}", f"{role}.optim.lr=1e-3"]
+    return [
+        *words,
+        f"data.val_files={toy}/val.parquet",
+        f"data.train_batch_size={batch}",
+        "data.max_prompt_length=32",
+        "data.max_response_length=24",
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.rollout.max_num_seqs=1",  # responses that depend on their prompt alone
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.rollout.agent.num_workers=1",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
+        "reward.num_workers=1",
+        "trainer.device=cpu",
     ]
 
 
@@ -148,7 +160,7 @@ def start_verl(
 ) -> dict[int, dict[str, float]]:
     """`marlhf verl` with the modules of this folder; metrics by step, and out/log.txt.
 
-    It is killed, and an error, after that many `seconds`.
+    After that many `seconds` it is killed, and the metrics are those it had logged.
     """
     out.mkdir(parents=True, exist_ok=True)
     here = Path(__file__).parent
@@ -174,7 +186,13 @@ def start_verl(
             env=environment,
             start_new_session=True,
         )
-        deadline = threading.Timer(seconds or 0, os.killpg, [process.pid, signal.SIGKILL])
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            os.killpg(process.pid, signal.SIGKILL)
+
+        deadline = threading.Timer(seconds or 0, end)
         if seconds is not None:
             deadline.start()
         try:
@@ -191,7 +209,7 @@ def start_verl(
             process.wait()
             shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
     (out / "metrics.json").write_text(json.dumps(metrics, indent=1))
-    if kill_after is None and process.returncode:
+    if kill_after is None and process.returncode and not late.is_set():
         raise RuntimeError("".join((out / "log.txt").read_text().splitlines(True)[-60:]))
     return metrics
 

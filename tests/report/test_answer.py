@@ -64,6 +64,13 @@ def test_without_a_true_score_equal_kl_comes_first(policy):
     assert lines[1].startswith("The learnt score: better, +1.00 [")
 
 
+def test_what_functions_give_is_not_called_learnt(policy):
+    given = {"reward_funcs": ["mine:solved"], "reward_model": ""}
+    lines = lines_of(policy(1, 1.0, kl=2.0, **given), policy(5, 2.0, kl=2.0, **given))
+    assert lines[0].startswith("n5 is better than n1 by the score at equal KL (2.00): ")
+    assert lines[1].startswith("The score: better, +1.00 [")
+
+
 def test_pairing_by_prompt_takes_out_how_hard_prompts_are(policy):
     hard = [100 * x for x in SPREAD]  # prompts differ by tens, settings by 0.1
     lines = lines_of(policy(1, 1.0, kl=0.0, prompts=hard), policy(5, 1.1, kl=0.0, prompts=hard))

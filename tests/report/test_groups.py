@@ -63,6 +63,15 @@ def test_of_several_baselines_the_one_with_most_seeds_comes_first(make_run):
     assert [group.label for group in groups] == ["ppo", "ppo-weak"]
 
 
+def test_of_equal_baselines_the_one_most_like_the_rest_comes_first(make_run):
+    settings = {"a-lam1": (1, 1.0), "b-ppo": (1, 0.95), "c-n5": (5, 0.95), "d-n9": (9, 0.95)}
+    runs = [
+        read_run(make_run(name, seed=0, config=_config(name, 0, n, lam=lam)))
+        for name, (n, lam) in settings.items()
+    ]
+    assert [group.label for group in group_runs(runs)] == ["b-ppo", "a-lam1", "c-n5", "d-n9"]
+
+
 def test_a_lone_seed_is_named_as_several_would_be(make_run):
     names = {"n5-s0": "n5", "n5-s1": "n5-s1", "gpt-2": "gpt-2", "x seed=0": "x"}
     for name, label in names.items():

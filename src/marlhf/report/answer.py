@@ -1,7 +1,7 @@
 """The first lines of the page: which setting is better, by what, and how sure that is.
 
 A score that was trained on flatters whoever optimised it hardest. So the true score or an
-independent judge comes first where there is one, then the score at equal KL, then the learnt score.
+independent judge comes first where there is one, then the score at equal KL, then the score itself.
 """
 
 from __future__ import annotations
@@ -124,12 +124,12 @@ def criteria_between(base: Group, group: Group) -> list[Criterion]:
     criteria += _at_equal_kl(base, group)
     score = difference(base, group)
     shown = score.text(signed) + _wins(base, group) + _costs(base, group)
-    return [*criteria, Criterion("the learnt score", score, shown)]
+    return [*criteria, Criterion(_score_name(group), score, shown)]
 
 
 def _since_start(group: Group) -> list[Criterion]:
     criteria: list[Criterion] = []
-    for name, field in (("the true (gold) score", "gold"), ("the learnt score", "score")):
+    for name, field in (("the true (gold) score", "gold"), (_score_name(group), "score")):
         value = change(group, field)
         if math.isfinite(value.mean):
             criteria.append(Criterion(name, value, value.text(signed)))
@@ -162,7 +162,15 @@ def _at_equal_kl(base: Group, group: Group) -> list[Criterion]:
     (value,) = compared.intervals(ahead)
     if not math.isfinite(value.mean):
         return []
-    return [Criterion(f"the learnt score at equal KL ({num(level)})", value, value.text(signed))]
+    name = f"{_score_name(group)} at equal KL ({num(level)})"
+    return [Criterion(name, value, value.text(signed))]
+
+
+def _score_name(group: Group) -> str:
+    """A reward model's score is learnt; what functions give is not."""
+    learnt = any(run.config.get("reward_model") or not run.config for run in group.runs)
+    functions = any(run.config.get("reward_funcs") for run in group.runs)
+    return "the score" if functions and not learnt else "the learnt score"
 
 
 def _by_judges(base: Group, group: Group) -> list[Criterion]:

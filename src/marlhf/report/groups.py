@@ -174,7 +174,14 @@ def group_runs(runs: list[Run]) -> list[Group]:
             key = json.dumps([run.stage, sorted(_in_text(picked).items())])
         together.setdefault(key, []).append(run)
         settings_of[key] = picked
-    ordered = sorted(together, key=lambda key: _place(together[key], settings_of[key]))
+    policies = [settings_of[key] for key, each in together.items() if each[0].is_policy]
+
+    def place(key: str) -> tuple[Any, ...]:
+        runs, picked = together[key], settings_of[key]
+        apart = _settings_apart(picked, policies) if runs[0].is_policy else 0
+        return *_place(runs, picked), apart
+
+    ordered = sorted(together, key=place)
     seeds = [sorted(together[key], key=lambda run: run.seed or 0) for key in ordered]
     picks = [settings_of[key] for key in ordered]
     parts = zip(_labels(seeds, picks), seeds, picks)
@@ -184,11 +191,17 @@ def group_runs(runs: list[Run]) -> list[Group]:
 def _place(runs: list[Run], picked: dict[str, Any]) -> tuple[Any, ...]:
     """Policies first, single tokens first among them, and longer n-grams after shorter.
 
-    Of several with single tokens, the one with most seeds is the baseline.
+    Of several with single tokens, the one with most seeds is the baseline; of as many, the one
+    that has most in common with the rest.
     """
     run, n = runs[0], picked.get("segmenter.n")
     size = float(n) if isinstance(n, (int, float)) and not isinstance(n, bool) else math.inf
     return not run.is_policy, not is_token_level(run.config), run.is_policy and size, -len(runs)
+
+
+def _settings_apart(picked: dict[str, Any], others: Sequence[dict[str, Any]]) -> int:
+    """How many settings differ between one policy and the others, taken together."""
+    return sum(len(differing([picked, other])) for other in others)
 
 
 def is_token_level(config: dict[str, Any]) -> bool:
