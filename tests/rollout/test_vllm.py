@@ -729,7 +729,8 @@ def test_a_run_is_the_same_with_either_engine(fake_vllm, serve, tmp_path):
     assert not [f.name for f in (tmp_path / "server").iterdir() if "vllm" in f.name]
 
 
-def test_a_run_that_samples_ahead_is_the_same_with_a_server(serve, tmp_path):
+@pytest.mark.xdist_group("forked")
+def test_a_run_that_samples_ahead_is_the_same_with_a_server(serve, forked_samplers, tmp_path):
     ahead = {"async_steps": 1, "num_steps": 3}
     native = run(tmp_path / "native", **ahead)
     url = serve(load_policy("tiny")).url

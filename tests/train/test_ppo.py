@@ -1,6 +1,7 @@
 import math
 import shutil
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,12 @@ from marlhf.train.rl_warnings import (
     warn_about_first_kl,
 )
 from marlhf.train.timing import Clock
+
+
+@pytest.fixture
+def ppo_config(ppo_config):
+    """Without checkpoints: nothing here resumes."""
+    return partial(ppo_config, save_every=0)
 
 
 def run(config: ppo.PPOConfig) -> list[dict]:
@@ -55,7 +62,7 @@ def _same_but(a: list[dict], b: list[dict], *keys: str) -> bool:
 @pytest.fixture(scope="module")
 def plain_at_one_token(parents, tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("plain") / "run"
-    return run(small_ppo(parents, folder, segmenter=NGram(1), num_steps=2))
+    return run(small_ppo(parents, folder, segmenter=NGram(1), num_steps=2, save_every=0))
 
 
 @pytest.mark.parametrize(
