@@ -346,7 +346,7 @@ def test_mistakes_of_a_later_stage_are_reported_before_the_first_trains(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "unparsable_rewards.py").write_text("def f(:\n")
-    out = marlhf("run", "toy", "output_dir=runs/toy", override)
+    out = marlhf("run", "toy", "output_dir=runs/toy", "data.limit=1000", override)
     assert out.returncode == 1
     assert message in out.stderr
     assert not (tmp_path / "runs").exists()
