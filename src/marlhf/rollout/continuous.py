@@ -85,7 +85,8 @@ def sample(logits: Tensor, sampling: Sampling, state: DecodeState, ends: Tensor)
     state.out_logprobs.scatter_(1, column, logprob[:, None])
     state.tokens.copy_(token)
     steps += running
-    running &= (steps < state.length) & (token[:, None] != ends).all(dim=1)
+    going_on = token != ends if len(ends) == 1 else (token[:, None] != ends).all(dim=1)
+    running &= (steps < state.length) & going_on
     positions += 1
     positions *= running  # a slot at rest attends to one key, so its attention costs nothing
 
@@ -211,8 +212,9 @@ class Schedule:
         noticed at the next call.
         """
         held = [slot for slot, row in enumerate(self.rows) if row is not None]
-        left = self.state.length - min(self.age[slot] for slot in held)
-        count = min(CHECK_EVERY, left) if self.gpu else 1
+        count = 1
+        if self.gpu:
+            count = min(CHECK_EVERY, self.state.length - min(self.age[slot] for slot in held))
         running: Tensor = self.state.running
         event = torch.cuda.Event() if self.gpu else None
         for i in range(count):

@@ -243,6 +243,10 @@ class CPUStep:
             empty(decoder.embedding.shape[1]) for _ in range(3)
         )
         self.size = empty(1)
+        # Numbers of a norm as tensors: a call with a Python number takes three times as long.
+        norms = [decoder.norm, *(norm for b in decoder.blocks for norm in b.norms)]
+        self.epsilons = {epsilon: torch.tensor(epsilon) for _, epsilon in norms}
+        self.share = torch.tensor(1 / self.residual.shape[1])
         # Rotation is as in `Positions.rotary`, but half by half, which saves the roll.
         cos, sin = decoder.rotary
         sin = torch.cat((-sin[:, : width // 2], sin[:, width // 2 :]), dim=1)
@@ -320,7 +324,8 @@ class CPUStep:
         if add:
             self.residual.add_(self.delta)
         torch.linalg.vector_norm(self.residual, dim=1, keepdim=True, out=self.size)
-        scale = self.size.mul_(self.size).mul_(1 / weight.shape[0]).add_(epsilon).rsqrt_()
+        square = self.size.mul_(self.size).mul_(self.share)
+        scale = square.add_(self.epsilons[epsilon]).rsqrt_()
         torch.mul(self.residual, scale, out=self.normed).mul_(weight)
 
     def _rotate(self) -> None:
