@@ -14,7 +14,7 @@ from typing import Any
 from marlhf.evaluate.held_out import read_scored, scores_of
 from marlhf.intervals import Curve, Floats, Interval, difference_over_seeds, wilson
 from marlhf.report.comparison import Comparison, at_kl, common_kl
-from marlhf.report.groups import Group, groups_by_name, measured_alike
+from marlhf.report.groups import Group, groups_by_name, measured_alike, scored_by_functions
 from marlhf.report.measures import change, difference, final_score, over_what, wins_over
 from marlhf.report.page import num, percent, signed, text
 from marlhf.report.sections.judged import read_summaries
@@ -167,10 +167,7 @@ def _at_equal_kl(base: Group, group: Group) -> list[Criterion]:
 
 
 def _score_name(group: Group) -> str:
-    """A reward model's score is learnt; what functions give is not."""
-    learnt = any(run.config.get("reward_model") or not run.config for run in group.runs)
-    functions = any(run.config.get("reward_funcs") for run in group.runs)
-    return "the score" if functions and not learnt else "the learnt score"
+    return "the score" if scored_by_functions([group]) else "the learnt score"
 
 
 def _by_judges(base: Group, group: Group) -> list[Criterion]:

@@ -11,7 +11,13 @@ from collections.abc import Callable
 
 from marlhf.intervals import Interval
 from marlhf.report.answer import comparable
-from marlhf.report.groups import Group, differences, measured_alike, unlike
+from marlhf.report.groups import (
+    Group,
+    differences,
+    measured_alike,
+    scored_by_functions,
+    unlike,
+)
 from marlhf.report.measures import (
     change,
     difference,
@@ -119,7 +125,7 @@ def _scorer(policies: list[Group]) -> str:
     configs = [run.config for group in policies for run in group.runs]
     functions = list(dict.fromkeys(f for c in configs for f in c.get("reward_funcs") or ()))
     by_functions = f"what functions give ({_codes(functions)})"
-    if functions and not any(c.get("reward_model") for c in configs):
+    if scored_by_functions(policies):
         return by_functions
     return "a reward model's, learnt from preferences" + (
         f", and {by_functions}" if functions else ""

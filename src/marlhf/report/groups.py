@@ -178,7 +178,7 @@ def group_runs(runs: list[Run]) -> list[Group]:
 
     def place(key: str) -> tuple[Any, ...]:
         runs, picked = together[key], settings_of[key]
-        apart = _settings_apart(picked, policies) if runs[0].is_policy else 0
+        apart = _settings_apart(picked, policies) if is_token_level(runs[0].config) else 0
         return *_place(runs, picked), apart
 
     ordered = sorted(together, key=place)
@@ -211,6 +211,14 @@ def is_token_level(config: dict[str, Any]) -> bool:
         isinstance(segmenter, dict)
         and segmenter.get("type") == "ngram"
         and number(segmenter.get("n")) == 1
+    )
+
+
+def scored_by_functions(groups: Sequence[Group]) -> bool:
+    """Whether functions alone gave the scores, and no reward model that learnt from preferences."""
+    configs = [run.config for group in groups for run in group.runs]
+    return any(c.get("reward_funcs") for c in configs) and not any(
+        c.get("reward_model") for c in configs
     )
 
 

@@ -132,6 +132,7 @@ class LlamaDecoder:
         tables = trunk.rotary_emb(self.embedding[:1], position_ids=positions[None])
         self.rotary = cast(tuple[Tensor, Tensor], tuple(table[0].contiguous() for table in tables))
         self.slots, self.capacity = torch.arange(slots, device=device), capacity
+        self.uses_cpu_steps = CPUStep.fits(self)
         self.cpu_steps: dict[int, CPUStep] = {}  # by the number of slots
 
     @staticmethod
@@ -175,7 +176,7 @@ class LlamaDecoder:
         self._forward(ids.flatten(), attention)
 
     def step(self, tokens: Tensor, positions: Tensor, reach: int | None) -> Tensor:
-        if not CPUStep.fits(self):
+        if not self.uses_cpu_steps:
             return self.plain_step(tokens, positions, reach)
         rows = len(tokens)
         if rows not in self.cpu_steps:
