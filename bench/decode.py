@@ -3,8 +3,12 @@
     python bench/decode.py                    # SmolLM2-135M's shape on a GPU
     python bench/decode.py --shape tiny       # a CPU
     python bench/decode.py --shared 8         # eight samples of each prompt
+    python bench/decode.py --family gemma2    # through the modules of another family
     python bench/decode.py --vllm-url http://127.0.0.1:8000    # a vLLM server, too
 
+`marlhf native` is what a training run takes, with its layers compiled on a GPU; families other than
+Llama and its like are computed by transformers' own modules, which `--modules` measures for every
+family, compiled and not.
 With `--shared k` each prompt is sampled k times, as RLOO and best-of-n do, and the native engine is
 measured with and without sharing the prefill among them.
 Random weights and prompts of one length. `fixed`: every response is as long as may be. `real`:
@@ -30,11 +34,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from marlhf.models.compile import compile_blocks
 from marlhf.rollout.engine import Engine, Rollout, Sampling
-from marlhf.rollout.native import NativeEngine
+from marlhf.rollout.native import DecoderClass, NativeEngine
 from marlhf.rollout.plain import PlainEngine
+from marlhf.rollout.slots import CompiledDecoder, ModuleDecoder
 from marlhf.rollout.vllm import VLLM, VLLMEngine
 from marlhf.rollout.vllm_server import VLLMServer
 
@@ -53,12 +59,14 @@ class Shape:
     prompt: int
     response: int
 
-    def config(self) -> LlamaConfig:
-        return LlamaConfig(
+    def config(self, family: str) -> PretrainedConfig:
+        return AutoConfig.for_model(
+            family,
             hidden_size=self.hidden,
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.groups,
+            head_dim=self.hidden // self.heads,
             intermediate_size=self.mlp,
             vocab_size=self.vocabulary,
             max_position_embeddings=1024,
@@ -73,6 +81,7 @@ SHAPES = {
     "smollm2": Shape(576, 30, 9, 3, 1536, 49152, 256, 256, 64),
     "tiny": Shape(64, 2, 4, 2, 128, 512, 32, 32, 32),
 }
+FAMILIES = ["llama", "gemma2", "gpt_neox", "qwen3"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     gpu = torch.cuda.is_available()
     parser.add_argument("--shape", choices=SHAPES, default="smollm2" if gpu else "tiny")
+    parser.add_argument("--family", choices=FAMILIES, default="llama", help="of these sizes")
+    parser.add_argument("--modules", action="store_true", help="transformers' modules, too")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -99,19 +110,23 @@ def main() -> None:
     args = parser.parse_args()
     shape, device = SHAPES[args.shape], torch.device("cuda" if gpu else "cpu")
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(shape.config())
+    model: Any = AutoModelForCausalLM.from_config(shape.config(args.family))
     model = model.to(device).eval()
+    if gpu:
+        compile_blocks(model)
     if args.shared < 1 or shape.rows % args.shared:
         parser.error(f"--shared must divide the {shape.rows} rows of this shape")
     tasks = make_tasks(shape, args.top_k, args.top_p, args.shared)
     name = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU"
     print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}")
     count = sum(p.numel() for p in model.parameters()) / 1e6
-    print(f"{args.shape}: {count:.1f}M parameters, prompts of {shape.prompt} tokens\n")
+    print(
+        f"{args.shape}, {args.family}: {count:.1f}M parameters, prompts of {shape.prompt} tokens\n"
+    )
     columns = f"{'rows':>6}{'tokens':>9}{'mean':>6}{'first s':>9}{'best s':>9}{'tokens/s':>11}"
     print(f"{'system':24}{'lengths':9}{columns}")
-    engines: list[NativeEngine] = []
-    for system, make in systems(model, engines, args.shared, args.budget, args.vllm_url).items():
+    engines: dict[str, NativeEngine] = {}
+    for system, make in systems(model, engines, args).items():
         if args.only and not system.startswith(tuple(args.only)):
             continue
         for task in tasks:
@@ -125,8 +140,8 @@ def main() -> None:
             numbers = f"{len(lengths):6}{tokens:9}{tokens / len(lengths):6.1f}"
             rates = f"{times[0]:9.3f}{best:9.3f}{tokens / best:11.0f}"
             print(f"{system:24}{task.name:9}{numbers}{rates}", flush=True)
-    if engines:
-        print_phases(engines[0], tasks[0])
+    for system, engine in engines.items():
+        print_phases(system, engine, tasks[0])
     if gpu:
         print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
 
@@ -149,33 +164,44 @@ Sample = Callable[[Task], list[int]]
 
 
 def systems(
-    model: PreTrainedModel, engines: list[NativeEngine], shared: int, budget: int, vllm_url: str
+    model: PreTrainedModel, engines: dict[str, NativeEngine], args: argparse.Namespace
 ) -> dict[str, Callable[[Task], Sample]]:
-    """Each makes, for a task, a function that samples it and gives the lengths of responses."""
+    """Each makes, for a task, a function that samples it and gives the lengths of responses.
 
-    def native(task: Task) -> Sample:
-        engines.append(NativeEngine(model, task.ends, 0, token_budget=budget))
-        return lambda task: lengths_of(run_engine(engines[-1], task))
+    The native engines of the fixed task are kept in `engines`.
+    """
 
-    def unshared(task: Task) -> Sample:
-        engine = NativeEngine(model, task.ends, 0, token_budget=budget, share_prefixes=False)
-        return lambda task: lengths_of(run_engine(engine, task))
+    def native(
+        name: str, decoder: DecoderClass | None = None, **options: Any
+    ) -> Callable[[Task], Sample]:
+        def make(task: Task) -> Sample:
+            engine = NativeEngine(model, task.ends, 0, token_budget=args.budget, **options)
+            if decoder is not None:
+                vars(engine)["_choose"] = lambda _: decoder
+            engines.setdefault(name, engine)
+            return lambda task: lengths_of(run_engine(engine, task))
+
+        return make
 
     def plain(task: Task) -> Sample:
         engine = PlainEngine(model, task.ends, 0)
         return lambda task: lengths_of(run_engine(engine, task))
 
-    found: dict[str, Callable[[Task], Sample]] = {"marlhf native": native}
-    if shared > 1:
-        found["marlhf native, unshared"] = unshared
+    found = {"marlhf native": native("marlhf native")}
+    if args.modules:
+        if model.device.type == "cuda":
+            found["marlhf compiled modules"] = native("compiled modules", CompiledDecoder)
+        found["marlhf modules"] = native("modules", ModuleDecoder)
+    if args.shared > 1:
+        found["marlhf native, unshared"] = native("unshared", share_prefixes=False)
     found["marlhf plain loop"] = plain
     found["transformers generate"] = lambda task: generate_sampler(model, task)
     if importlib.util.find_spec("vllm"):
         found["vLLM"] = vllm_sampler(
             lambda: VLLMEngine(model, [], 0, enable_prefix_caching=False)  # prompts are repeated
         )
-    if vllm_url:
-        found["vLLM server"] = vllm_sampler(lambda: VLLMServer(vllm_url, model, [], 0))
+    if args.vllm_url:
+        found["vLLM server"] = vllm_sampler(lambda: VLLMServer(args.vllm_url, model, [], 0))
     return found
 
 
@@ -201,7 +227,7 @@ def lengths_of(rollout: Rollout) -> list[int]:
 
 def generate_sampler(model: PreTrainedModel, task: Task) -> Sample:
     """Over transformers' default cache, in bfloat16 on a GPU, as one batch."""
-    whole: Any = LlamaForCausalLM(model.config)
+    whole: Any = AutoModelForCausalLM.from_config(model.config)
     whole.load_state_dict(model.state_dict())
     whole = whole.to(model.device).eval()
     if model.device.type == "cuda":
@@ -227,7 +253,7 @@ def generate_sampler(model: PreTrainedModel, task: Task) -> Sample:
 
 
 @torch.no_grad()
-def print_phases(engine: NativeEngine, task: Task) -> None:
+def print_phases(system: str, engine: NativeEngine, task: Task) -> None:
     """Prefill and decode alone, over the slots of the fixed task."""
     rows, length = len(task.prompts), len(task.prompts[0])
     run_engine(engine, task)
@@ -244,7 +270,7 @@ def print_phases(engine: NativeEngine, task: Task) -> None:
         step.state.steps[:] = 0
         seconds = timed(lambda: step(rows, reach), task.sampling.max_new_tokens - 2)
     kind = type(session.decoder).__name__
-    print(f"\nmarlhf native alone, {rows} slots ({kind}):")
+    print(f"\n{system} alone, {rows} slots ({kind}):")
     print(f"prefill {prefill:.4f} s, {rows * length / prefill:.0f} prompt tokens/s")
     print(f"decode {seconds * 1e3:.3f} ms a step, {rows / seconds:.0f} tokens/s")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import cache
 from types import MethodType
@@ -11,6 +12,7 @@ from weakref import WeakSet
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
+import torch.fx.experimental._config as shape_config
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -26,7 +28,7 @@ recipe want more than its 8: with and without gradients, masks, bfloat16, `deter
 
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile the decoder layers, for passes that keep no cache; sampling runs as it did.
+    """Compile the decoder layers, for passes without a cache or with a `LayerwiseCache`.
 
     Half of a small model's time is norms, rotations and activations, each a kernel of its own
     that reads and writes everything; compiled they are a few. All layers of a class share their
@@ -47,6 +49,22 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
     _COMPILED.add(model)
 
 
+class LayerwiseCache(Cache):
+    """A cache for passes that run compiled, which others with a cache do not."""
+
+    def of_layer(self, layer: nn.Module) -> Any | None:
+        """What a compiled layer gets in place of the cache; None for a layer to run as it is.
+
+        It must not depend on the number of the layer, so that all layers share their code.
+        """
+        raise NotImplementedError
+
+
+def distinct_sizes() -> contextlib.AbstractContextManager[None]:
+    """Sizes that happen to be equal in the first compiled pass are not taken to be so in all."""
+    return shape_config.patch(use_duck_shape=False)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def is_compiled(model: nn.Module) -> bool:
     return model in _COMPILED
 
@@ -54,8 +72,14 @@ def is_compiled(model: nn.Module) -> bool:
 @cache
 def _routed(backend: str | Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(x, Cache) for x in (*args, *kwargs.values())):
-            return type(self).forward(self, hidden_states, *args, **kwargs)
+        caches = [x for x in (*args, *kwargs.values()) if isinstance(x, Cache)]
+        if caches:
+            cache = caches[0]
+            view = cache.of_layer(self) if isinstance(cache, LayerwiseCache) else None
+            if view is None:
+                return type(self).forward(self, hidden_states, *args, **kwargs)
+            args = tuple(view if isinstance(x, Cache) else x for x in args)
+            kwargs = {name: view if isinstance(x, Cache) else x for name, x in kwargs.items()}
         kind = hidden_states.device.type
         if torch.is_autocast_enabled(kind):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(kind))

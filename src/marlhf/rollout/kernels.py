@@ -143,6 +143,32 @@ def attend(
     return out.reshape(query.shape)
 
 
+@torch.library.custom_op(
+    "marlhf::attend",
+    mutates_args=(),
+    schema="(Tensor query, Tensor keys, Tensor values, Tensor positions, float scale, int? window,"
+    " float? softcap) -> Tensor",
+)
+def attend_opaque(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """`attend` as one operation, which torch.compile does not look into."""
+    return attend(
+        query.contiguous(), keys, values, Positions(positions), None, scale, window, softcap
+    )
+
+
+@attend_opaque.register_fake
+def _(query: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
 def causal_attention(
     query: Tensor,
     key: Tensor,

@@ -27,6 +27,7 @@ from marlhf.rollout.kernels import (
     rotate_and_store,
     swiglu,
 )
+from marlhf.rollout.slots import PREFILL_TOKENS
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SMALL_MATRIX = 1 << 20
@@ -111,6 +112,8 @@ class Block:
 
 class LlamaDecoder:
     """A `slots.Decoder`."""
+
+    prefill_tokens = PREFILL_TOKENS
 
     def __init__(self, model: Model, slots: int, capacity: int, dtype: torch.dtype | None) -> None:
         config, trunk = model.config, model.model

@@ -25,19 +25,23 @@ from torch import Tensor, nn
 
 from marlhf.errors import SettingError
 from marlhf.models.base import Model, Precision, autocast
+from marlhf.models.compile import is_compiled
 from marlhf.rollout.check import check_length, check_rotary, decoder_error, plain_error
 from marlhf.rollout.continuous import MIN_SLOTS, DecodeStep, Schedule
 from marlhf.rollout.engine import Rollout, Sampling, draws
 from marlhf.rollout.llama import LlamaDecoder
 from marlhf.rollout.plain import PlainEngine, check_prompts, to_rollout
-from marlhf.rollout.slots import Decoder, ModuleDecoder, forward_parameters, sharded
+from marlhf.rollout.slots import (
+    CompiledDecoder,
+    Decoder,
+    ModuleDecoder,
+    forward_parameters,
+    sharded,
+)
 from marlhf.rollout.state import DecodeState
 
 SIZE_MULTIPLE = 64
 """Slots and positions are rounded up to this, so that batches of similar size share a cache."""
-PREFILL_TOKENS = 1 << 14
-"""The most tokens in one prefill, whatever the budget: more do not make it faster, and prompts of
-more different lengths would be padded to the longest."""
 KEPT_CACHE_SHARE = 0.05
 """A cache above this share of the GPU's memory is not kept from one call to the next."""
 
@@ -119,7 +123,7 @@ class NativeEngine:
         session = self._session(decoder_class, len(prompts), max(map(len, prompts)) + length)
         with session.decoder.ready():
             uniform = draws(seeds, length, device)
-            budget = min(self.token_budget, PREFILL_TOKENS)
+            budget = min(self.token_budget, session.decoder.prefill_tokens)
             schedule = Schedule(
                 session.step(sampling), prompts, uniform, budget, share_prefixes=self.share_prefixes
             )
@@ -178,8 +182,10 @@ class NativeEngine:
     def _choose(self, length: int) -> DecoderClass | None:
         """The fastest decoder whose logits are right; None for the plain engine."""
         candidates: list[DecoderClass] = [ModuleDecoder]
+        if is_compiled(self.model) and self.model.device.type == "cuda":
+            candidates.insert(0, CompiledDecoder)
         if LlamaDecoder.fits(self.model):
-            candidates = [LlamaDecoder, ModuleDecoder]
+            candidates.insert(0, LlamaDecoder)
         fault = ""
         for candidate in candidates:
             fault = self._fault(

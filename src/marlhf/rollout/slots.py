@@ -13,23 +13,31 @@ import contextlib
 import inspect
 from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AttentionInterface, Cache
+from transformers import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
 from marlhf.models.base import Model
-from marlhf.rollout.kernels import Positions, attend, causal_attention
+from marlhf.models.compile import LayerwiseCache, distinct_sizes
+from marlhf.rollout.kernels import Positions, attend, attend_opaque, causal_attention
 
 ATTENTION = "marlhf_slots"
-_active: ContextVar[SlotCache] = ContextVar("the cache of the current forward pass")
+PREFILL_TOKENS = 1 << 14
+"""The most tokens in one prefill, whatever the budget: more do not make it faster, and prompts of
+more different lengths would be padded to the longest."""
+_active: ContextVar[Pass] = ContextVar("the current forward pass")
 
 
 class Decoder(Protocol):
     """A model with a cache, as the engine drives it."""
+
+    prefill_tokens: int
+    """The most tokens in one prefill."""
 
     def ready(self) -> contextlib.AbstractContextManager[None]:
         """Everything else happens within this context, with the weights as of its beginning."""
@@ -54,45 +62,92 @@ class Decoder(Protocol):
         ...
 
 
-class SlotCache(Cache):
-    """Keys and values of all layers, [S, K, C, D] each, allocated when a layer is first used.
+@dataclass
+class Pass:
+    """What a forward pass over slots does: a prefill where `prefill_slots` is set, else a step."""
+
+    at: Positions | None = None  # of a decode step
+    prefill_slots: Tensor | None = None  # [B]
+    reach: int | None = None
+    use_softcap: bool = True
+
+
+@dataclass
+class LayerSlots:
+    """One layer's keys and values, [S, K, C, D] each, as its attention writes and reads them.
+
+    Compiled layers get this in place of the cache: it does not depend on the number of a layer, so
+    that all layers share their code.
+    """
+
+    keys: Tensor
+    values: Tensor
+    now: Pass
+
+    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store the keys and values of new tokens, and give those to attend to."""
+        keys, values = self.keys, self.values
+        if self.now.prefill_slots is not None:
+            slots = self.now.prefill_slots[:, None]
+            # Not `:length`: compiled, that would copy the positions of all slots and back.
+            columns = torch.arange(key.shape[2], device=key.device)
+            keys[slots, :, columns] = key.transpose(1, 2).to(keys.dtype)
+            values[slots, :, columns] = value.transpose(1, 2).to(values.dtype)
+            return key, value  # prompts attend to themselves alone
+        assert self.now.at is not None
+        rows, positions = self.now.at.slots, self.now.at.positions
+        assert rows is not None
+        keys[rows, :, positions] = key[:, :, 0].to(keys.dtype)
+        values[rows, :, positions] = value[:, :, 0].to(values.dtype)
+        reach = slice(self.now.reach)
+        return keys[: len(rows), :, reach], values[: len(rows), :, reach]
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 0  # transformers derives positions from this, but they are always passed
+
+
+class SlotCache(LayerwiseCache):
+    """Keys and values of all layers, allocated when a layer is first used.
 
     Layers with a sliding window keep everything too; attention applies the window.
     """
 
-    def __init__(self, slots: int, capacity: int, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, slots: int, capacity: int, dtype: torch.dtype | None, *, compiled: bool
+    ) -> None:
         super().__init__(layers=[])
         self.slots, self.capacity, self.dtype = slots, capacity, dtype
-        self.keys: dict[int, Tensor] = {}
-        self.values: dict[int, Tensor] = {}
-        # The pass in progress is a prefill where `prefill_slots` is set, else a decode step.
-        self.prefill_slots: Tensor | None = None  # [B]
-        self.at: Positions | None = None  # of a decode step
-        self.reach: int | None = None
-        self.use_softcap = True
+        self.compiled = compiled
+        self.slot_layers: dict[int, LayerSlots] = {}
+        self.now = Pass()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if layer_idx not in self.keys:
-            self.keys[layer_idx] = self._empty(key_states)
-            self.values[layer_idx] = self._empty(value_states)
-        keys, values = self.keys[layer_idx], self.values[layer_idx]
-        if self.prefill_slots is not None:
-            length = key_states.shape[2]
-            keys[self.prefill_slots, :, :length] = key_states.to(keys.dtype)
-            values[self.prefill_slots, :, :length] = value_states.to(values.dtype)
-            return key_states, value_states  # prompts attend to themselves alone
-        assert self.at is not None
-        rows, positions = self.at.slots, self.at.positions
-        assert rows is not None
-        keys[rows, :, positions] = key_states[:, :, 0].to(keys.dtype)
-        values[rows, :, positions] = value_states[:, :, 0].to(values.dtype)
-        reach = slice(self.reach)
-        return keys[: len(rows), :, reach], values[: len(rows), :, reach]
+        if layer_idx not in self.slot_layers:
+            keys, values = self._empty(key_states), self._empty(value_states)
+            self.slot_layers[layer_idx] = LayerSlots(keys, values, self.now)
+        return self.slot_layers[layer_idx].update(key_states, value_states)
+
+    def begin(self, now: Pass) -> None:
+        self.now = now
+        for layer in self.slot_layers.values():
+            layer.now = now
+
+    def of_layer(self, layer: nn.Module) -> LayerSlots | None:
+        if not self.compiled:
+            return None
+        numbers = (getattr(module, "layer_idx", None) for module in layer.modules())
+        number = next((n for n in numbers if n is not None), None)
+        # Not there before its first use, which allocates it.
+        return None if number is None else self.slot_layers.get(number)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0  # transformers derives positions from this, but they are always passed
+        return 0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for layer in self.slot_layers.values() for x in (layer.keys, layer.values)]
 
     def _empty(self, like: Tensor) -> Tensor:
         shape = (self.slots, like.shape[1], self.capacity, like.shape[3])
@@ -103,9 +158,13 @@ class SlotCache(Cache):
 class ModuleDecoder:
     """Through the model's own modules, whatever its family."""
 
+    prefill_tokens = PREFILL_TOKENS
+    compiled = False
+    """Whether layers run compiled, where the model's are for training."""
+
     def __init__(self, model: Model, slots: int, capacity: int, dtype: torch.dtype | None) -> None:
         self.model = model
-        self.cache = SlotCache(slots, capacity, dtype)
+        self.cache = SlotCache(slots, capacity, dtype, compiled=self.compiled)
         self.copies: WeightCopies | None = None
         if dtype is not None and model.device.type == "cuda" and not sharded(model):
             self.copies = WeightCopies(model, dtype)
@@ -123,33 +182,54 @@ class ModuleDecoder:
 
     @property
     def cache_bytes(self) -> int:
-        return sum(x.nbytes for x in (*self.cache.keys.values(), *self.cache.values.values()))
+        return sum(x.nbytes for x in self.cache.tensors)
 
     def prefill(self, ids: Tensor, slots: Tensor) -> None:
-        self.cache.prefill_slots = slots
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        self._logits(ids, positions)
-        self.cache.prefill_slots = None
+        self._logits(ids, positions, Pass(prefill_slots=slots))
 
     def step(self, tokens: Tensor, positions: Tensor, reach: int | None) -> Tensor:
         slots = torch.arange(len(positions), device=positions.device)
-        self.cache.at, self.cache.reach = Positions(positions, slots), reach
-        return self._logits(tokens[:, None], positions[:, None])
+        # Compiled layers would be compiled again for each reach.
+        reach = None if self.compiled else reach
+        now = Pass(Positions(positions, slots), reach=reach)
+        return self._logits(tokens[:, None], positions[:, None], now)
 
     def move(self, source: Tensor, target: Tensor, length: int | None = None) -> None:
-        for layer in (*self.cache.keys.values(), *self.cache.values.values()):
+        for layer in self.cache.tensors:
             layer[target, :, :length] = layer[source, :, :length]
 
-    def _logits(self, ids: Tensor, positions: Tensor) -> Tensor:
-        with _slot_attention(self.model, self.cache):
+    def _logits(self, ids: Tensor, positions: Tensor, now: Pass) -> Tensor:
+        # A family that hands keywords on to its attention hands on this one.
+        keywords = {"slot_pass": now} if self.compiled else {}
+        sizes = distinct_sizes() if self.compiled else contextlib.nullcontext()
+        with _slot_attention(self.model, self.cache, now), sizes:
             out = self.model(
                 input_ids=ids,
                 position_ids=positions,
                 past_key_values=self.cache,
                 use_cache=True,
                 **self.last_only,
+                **keywords,
             )
         return out.logits[:, -1]
+
+
+class CompiledDecoder(ModuleDecoder):
+    """The same with the layers compiled: half as many kernels in a step."""
+
+    prefill_tokens = 2 * PREFILL_TOKENS  # calling a compiled layer takes the host longer
+    compiled = True
+
+    def prefill(self, ids: Tensor, slots: Tensor) -> None:
+        if not self.cache.slot_layers:
+            super().prefill(ids[:1, :1], slots[:1])  # allocates, which compiled layers do not
+        # A size of one would be compiled once more: one row is done twice, and one column padded.
+        if len(ids) == 1:
+            ids, slots = ids.repeat(2, 1), slots.repeat(2)
+        if ids.shape[1] == 1:
+            ids = nn.functional.pad(ids, (0, 1))
+        super().prefill(ids, slots)
 
 
 class WeightCopies:
@@ -175,10 +255,9 @@ class WeightCopies:
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Bring the copies up to date, and let the layers compute with them for a while."""
-        originals = [layer._parameters[name] for layer, name in self.owners]
-        for copy, original in zip(self.copies, originals):
-            assert original is not None
-            copy.copy_(original)
+        originals = [cast(Tensor, layer._parameters[name]) for layer, name in self.owners]
+        if originals:
+            torch._foreach_copy_(self.copies, originals)  # pyright: ignore[reportPrivateImportUsage]
         try:
             # Straight into `_parameters`: assignment would refuse what is no nn.Parameter.
             for (layer, name), copy in zip(self.owners, self.copies):
@@ -186,7 +265,7 @@ class WeightCopies:
             yield
         finally:
             for (layer, name), original in zip(self.owners, originals):
-                layer._parameters[name] = original
+                layer._parameters[name] = cast(nn.Parameter, original)
 
 
 def sharded(model: nn.Module) -> bool:
@@ -203,18 +282,22 @@ def slot_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    slot_pass: Pass | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention over slots, called by transformers like flash attention; returns [B, P, H, D]."""
-    cache = _active.get()
-    softcap = softcap if cache.use_softcap else None
+    now = _active.get() if slot_pass is None else slot_pass
+    softcap = softcap if now.use_softcap else None
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    if cache.prefill_slots is not None:
+    if now.prefill_slots is not None:
         out = causal_attention(query, key, value, scale, sliding_window, softcap)
         return out.transpose(1, 2).contiguous(), None
-    assert cache.at is not None
+    assert now.at is not None
     query = query[:, :, 0].to(key.dtype)
-    out = attend(query, key, value, cache.at, None, scale, sliding_window, softcap)
+    if torch.compiler.is_compiling():
+        out = attend_opaque(query, key, value, now.at.positions, scale, sliding_window, softcap)
+    else:
+        out = attend(query, key, value, now.at, None, scale, sliding_window, softcap)
     return out[:, None], None
 
 
@@ -222,13 +305,14 @@ AttentionInterface.register(ATTENTION, slot_attention)
 
 
 @contextlib.contextmanager
-def _slot_attention(model: Model, cache: SlotCache) -> Iterator[None]:
-    """Let the model attend by `slot_attention`, over this cache, for a while."""
+def _slot_attention(model: Model, cache: SlotCache, now: Pass) -> Iterator[None]:
+    """Let the model attend by `slot_attention`, over this cache, for one pass."""
     config = model.config.get_text_config()
-    before, token = config._attn_implementation, _active.set(cache)
+    before, token = config._attn_implementation, _active.set(now)
     # Some versions of transformers ignore soft caps under SDPA. Training then does without them,
     # and sampling has to match it.
-    cache.use_softcap = before != "sdpa"
+    now.use_softcap = before != "sdpa"
+    cache.begin(now)
     config._attn_implementation = ATTENTION  # has no mask function, so no masks are built
     try:
         yield
