@@ -13,8 +13,8 @@ from marlhf.rollout.engine import draws
 from marlhf.rollout.llama import LlamaDecoder
 from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.plain import PlainEngine
-from marlhf.rollout.slots import ModuleDecoder, WeightCopies
-from marlhf.rollout.state import DecodeState
+from marlhf.rollout.slots import ModuleDecoder, WeightCopies, copy_prefixes
+from marlhf.rollout.state import DecodeState, Prefixes
 
 PROMPTS = [[5 + i % 7, 2 + i, *range(3, 3 + i % 5 * 4)] for i in range(13)]
 ENDS = [1, 7, 9]
@@ -115,9 +115,9 @@ def test_a_batch_costs_its_mean_and_not_its_longest(small):
     step = LlamaDecoder.step
     with pytest.MonkeyPatch.context() as patch:
 
-        def counted(self, tokens, positions, reach):
+        def counted(self, tokens, *arguments):
             rows.append(len(tokens))
-            return step(self, tokens, positions, reach)
+            return step(self, tokens, *arguments)
 
         patch.setattr(LlamaDecoder, "step", counted)
         rollout = engine.generate(PROMPTS * 3, Sampling(40, 1.0), range(39))
@@ -276,6 +276,9 @@ def test_kernels_are_their_plain_twins(monkeypatch):
         query = qkv[:, :heads]
         for window, cap in ((None, None), (7, None), (90, 3.0)):
             yield kernels.attend(query, keys, values, at, None, 0.125, window, cap)
+            at.prefixes = Prefixes(order, positions // 2)
+            yield kernels.attend(query, keys, values, at, None, 0.125, window, cap)
+            at.prefixes = None
         state = DecodeState.empty(slots, 5, torch.device("cuda"))
         state.uniform[:, :5] = uniform
         state.running[:30] = True
@@ -336,6 +339,36 @@ def test_a_running_slot_gives_its_prefix_to_later_rows(small, slots):
     assert prefilled < len(SHARED)
     assert part.responses == [whole.responses[i] for i in order]
     assert_same_logprobs(part.logprobs, whole.logprobs[order])
+
+
+@pytest.mark.parametrize("ends", [[], [*range(1, 12)]])  # many ends: slots are moved on the way
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_borrowed_prefixes_are_read_where_they_are(small, family, ends, monkeypatch):
+    model, sampling, seeds = small(family), Sampling(24, 0.9), range(len(SHARED))
+    copied = NativeEngine(model, ends, 0).generate(SHARED, sampling, seeds)
+    monkeypatch.setattr(llama, "fused", lambda _: True)  # as on a GPU
+    returned = []
+    monkeypatch.setattr(
+        llama, "copy_prefixes", lambda *args: (returned.append(1), copy_prefixes(*args))
+    )
+    engine = NativeEngine(model, ends, 0)
+    borrowed = engine.generate(SHARED, sampling, seeds)
+    assert engine.session is not None
+    assert (engine.session.step(sampling).state.prefix_ends > 0).any()
+    assert bool(returned) == bool(ends)
+    assert borrowed.responses == copied.responses
+    torch.testing.assert_close(borrowed.logprobs, copied.logprobs, atol=1e-5, rtol=0)
+
+
+def test_slots_that_are_refilled_borrow_nothing(small, monkeypatch):
+    model, sampling, seeds = small("llama"), Sampling(12, 0.9), range(len(SHARED))
+    copied = NativeEngine(model, ENDS, 0).generate(SHARED, sampling, seeds)
+    monkeypatch.setattr(llama, "fused", lambda _: True)
+    engine = NativeEngine(model, ENDS, 0, token_budget=64 * 7)
+    refilled = engine.generate(SHARED, sampling, seeds)
+    assert engine.session is not None
+    assert not (engine.session.step(sampling).state.prefix_ends > 0).any()
+    assert refilled.responses == copied.responses
 
 
 def test_prompts_of_one_token_share_nothing_and_need_nothing(small):

@@ -51,24 +51,30 @@ class DecodeStep:
     ) -> None:
         self.decoder, self.state, self.sampling, self.ends = decoder, state, sampling, ends
         self.use_graphs = graphs
-        self.warm: set[int] = set()
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.warm: set[tuple[int, bool]] = set()
+        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
 
-    def __call__(self, slots: int, reach: int) -> None:
-        """Step the first `slots`, all of which are at positions below `reach`."""
-        if not self.use_graphs or slots not in self.warm:
-            self.warm.add(slots)
-            self._step(slots, reach)
+    def __call__(self, slots: int, reach: int, *, borrow: bool = False) -> None:
+        """Step the first `slots`, all of which are at positions below `reach`.
+
+        With `borrow` they read their prefixes where the state says.
+        """
+        kind = slots, borrow
+        if not self.use_graphs or kind not in self.warm:
+            self.warm.add(kind)
+            self._step(slots, reach, borrow)
             return
-        if slots not in self.graphs:
-            self.graphs[slots] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graphs[slots]):
-                self._step(slots, None)  # a graph has fixed shapes, so it may attend to all keys
-        self.graphs[slots].replay()
+        if kind not in self.graphs:
+            self.graphs[kind] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graphs[kind]):
+                # A graph has fixed shapes, so it may attend to all keys.
+                self._step(slots, None, borrow)
+        self.graphs[kind].replay()
 
-    def _step(self, slots: int, reach: int | None) -> None:
+    def _step(self, slots: int, reach: int | None, borrow: bool) -> None:
         state = self.state.first(slots)
-        logits = self.decoder.step(state.tokens, state.positions, reach)
+        prefixes = state.prefixes if borrow else None
+        logits = self.decoder.step(state.tokens, state.positions, reach, prefixes)
         sample(logits, self.sampling, state, self.ends)
 
 
@@ -118,6 +124,9 @@ class Schedule:
         self.rows: list[int | None] = [None] * self._num_slots(len(prompts))  # in each slot
         self.age = [0] * len(self.rows)  # steps since a slot was filled
         shape, device = (len(prompts), self.state.length), self.state.device
+        # Prefixes are borrowed where no slot is refilled before all responses have ended.
+        self.may_borrow = self.decoder.borrows and len(prompts) <= len(self.rows)
+        self.borrowed: list[tuple[int, int, int]] = []  # source slot, target slot, positions
         self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(shape, device=device)
 
@@ -140,7 +149,8 @@ class Schedule:
         slots = free[:count]
         new, copies = self._find_copies(rows, slots)
         self._prefill([rows[i] for i in new], [slots[i] for i in new])
-        self._copy_prefixes(copies)
+        if not self.may_borrow:
+            self._copy_prefixes(copies)
         for slot, row in zip(slots, rows):
             self.rows[slot], self.age[slot] = row, 0
         # The last token of a prompt is left out of the prefill: the first step feeds it, so that
@@ -151,6 +161,8 @@ class Schedule:
         self.state.begin(
             self._to_device(slots), self._to_device(last), self._to_device(positions), uniform
         )
+        if self.may_borrow:
+            self._borrow_prefixes(copies)
 
     def _find_copies(
         self, rows: list[int], slots: list[int]
@@ -184,10 +196,27 @@ class Schedule:
         """
         length = max((positions for _, _, positions in copies), default=0)
         if length:
-            sources, targets, _ = zip(*copies)
-            self.decoder.move(
-                self._to_device(list(sources)), self._to_device(list(targets)), length
-            )
+            sources, targets, _ = (self._to_device(list(x)) for x in zip(*copies))
+            self.decoder.move(sources, targets, length)
+
+    def _borrow_prefixes(self, copies: list[tuple[int, int, int]]) -> None:
+        """Let slots read the keys and values of their prompts where another slot holds them.
+
+        Except for position 0, which the other slot overwrites once it is at rest.
+        """
+        self.borrowed = [copy for copy in copies if copy[2] > 1]
+        self._copy_prefixes([(source, target, min(n, 1)) for source, target, n in copies])
+        if self.borrowed:
+            sources, targets, lengths = (self._to_device(list(x)) for x in zip(*self.borrowed))
+            self.state.prefix_slots[targets] = sources
+            self.state.prefix_ends[targets] = lengths
+
+    def _return_prefixes(self) -> None:
+        """Give the slots in use a copy of what they borrow."""
+        held = [copy for copy in self.borrowed if self.rows[copy[1]] is not None]
+        if held:
+            self.decoder.copy_prefixes(*(self._to_device(list(x)) for x in zip(*held)))
+        self.borrowed = []
 
     def _prefill(self, rows: list[int], slots: list[int]) -> None:
         """Keys and values of all prompt tokens but the last."""
@@ -219,7 +248,8 @@ class Schedule:
         event = torch.cuda.Event() if self.gpu else None
         for i in range(count):
             reach = max(len(self.prompts[self.rows[slot] or 0]) + self.age[slot] for slot in held)
-            self.step(len(self.rows), reach + -reach % KEY_MULTIPLE)
+            reach += -reach % KEY_MULTIPLE
+            self.step(len(self.rows), reach, borrow=bool(self.borrowed))
             for slot in held:
                 self.age[slot] += 1
             if i == max(count - 2, 0):
@@ -258,6 +288,7 @@ class Schedule:
         size = self._num_slots(len(live))
         if self.waiting or not live or size > len(self.rows) // 2:
             return
+        self._return_prefixes()
         source = [slot for slot in live if slot >= size]
         target = [slot for slot in range(size) if self.rows[slot] is None][: len(source)]
         if source:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from marlhf.rollout.state import Prefixes
+
 triton_kernels: Any = None
 if importlib.util.find_spec("triton"):  # torch installs it only where there may be a GPU
     from marlhf.rollout import triton_kernels
@@ -32,9 +34,12 @@ class Positions:
     the plain forms compute them once and keep them here for the layers that follow.
     """
 
-    def __init__(self, positions: Tensor, slots: Tensor | None = None) -> None:
+    def __init__(
+        self, positions: Tensor, slots: Tensor | None = None, prefixes: Prefixes | None = None
+    ) -> None:
         self.positions = positions  # [T]
         self.slots = slots  # [T], where keys and values are stored
+        self.prefixes = prefixes  # of a decode step
         self._rotary: tuple[Tensor, Tensor] | None = None
         self._masks: dict[tuple[int | None, int], tuple[Tensor, Tensor]] = {}
 
@@ -129,9 +134,18 @@ def attend(
 ) -> Tensor:
     """Each slot's query over its keys up to its position: [S, H, D]."""
     if fused(query) and triton_kernels.can_attend(query, keys, values):
-        return triton_kernels.attend(query, keys, values, at.positions, scale, window, softcap)
+        return triton_kernels.attend(
+            query, keys, values, at.positions, scale, window, softcap, at.prefixes
+        )
     rows = query.shape[0]
     key, value = keys[:rows, :, :reach], values[:rows, :, :reach]
+    if at.prefixes is not None:
+        position = torch.arange(key.shape[2], device=key.device)
+        borrowed = (position > 0) & (position < at.prefixes.ends[:, None])
+        key, value = (
+            torch.where(borrowed[:, None, :, None], x[at.prefixes.slots, :, :reach], own)
+            for x, own in ((keys, key), (values, value))
+        )
     visible, bias = at.masks(window, key.shape[2], query.dtype)
     # Grouped queries: the heads that share keys become rows of one product, [S, K, H / K, D], so
     # that keys need not be repeated for each head.

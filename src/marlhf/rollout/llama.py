@@ -24,10 +24,12 @@ from marlhf.rollout.kernels import (
     add_norm,
     attend,
     causal_attention,
+    fused,
     rotate_and_store,
     swiglu,
 )
-from marlhf.rollout.slots import PREFILL_TOKENS
+from marlhf.rollout.slots import PREFILL_TOKENS, copy_prefixes
+from marlhf.rollout.state import Prefixes
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SMALL_MATRIX = 1 << 20
@@ -135,6 +137,8 @@ class LlamaDecoder:
         tables = trunk.rotary_emb(self.embedding[:1], position_ids=positions[None])
         self.rotary = cast(tuple[Tensor, Tensor], tuple(table[0].contiguous() for table in tables))
         self.slots, self.capacity = torch.arange(slots, device=device), capacity
+        # The kernel then reads a prefix from memory once, and from the GPU's L2 cache after that.
+        self.borrows = fused(self.embedding)
         self.uses_cpu_steps = CPUStep.fits(self)
         self.cpu_steps: dict[int, CPUStep] = {}  # by the number of slots
 
@@ -178,16 +182,28 @@ class LlamaDecoder:
 
         self._forward(ids.flatten(), attention)
 
-    def step(self, tokens: Tensor, positions: Tensor, reach: int | None) -> Tensor:
-        if not self.uses_cpu_steps:
-            return self.plain_step(tokens, positions, reach)
+    def step(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        reach: int | None,
+        prefixes: Prefixes | None = None,
+    ) -> Tensor:
+        if not self.uses_cpu_steps or prefixes is not None:
+            return self.plain_step(tokens, positions, reach, prefixes)
         rows = len(tokens)
         if rows not in self.cpu_steps:
             self.cpu_steps[rows] = CPUStep(self, rows)
         return self.cpu_steps[rows](tokens, positions, reach or self.capacity)
 
-    def plain_step(self, tokens: Tensor, positions: Tensor, reach: int | None) -> Tensor:
-        at = Positions(positions, self.slots[: len(tokens)])
+    def plain_step(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        reach: int | None,
+        prefixes: Prefixes | None = None,
+    ) -> Tensor:
+        at = Positions(positions, self.slots[: len(tokens)], prefixes)
 
         def attention(qkv: Tensor, layer: int) -> Tensor:
             self._rotate(qkv, layer, at)
@@ -202,6 +218,10 @@ class LlamaDecoder:
     def move(self, source: Tensor, target: Tensor, length: int | None = None) -> None:
         for layer in self.cache:  # one by one: what is copied exists twice for a moment
             layer[target, :, :length] = layer[source, :, :length]
+
+    def copy_prefixes(self, source: Tensor, target: Tensor, ends: Tensor) -> None:
+        for layer in self.cache:
+            copy_prefixes(layer, source, target, ends)
 
     def _forward(self, ids: Tensor, attention: Any) -> Tensor | None:
         """Tokens [T] through all layers: hidden states [T, hidden], or None if attention stops.

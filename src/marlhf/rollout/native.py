@@ -4,7 +4,7 @@ Responses live in slots of a key-value cache (`slots.py`), and a slot whose resp
 the next prompt (`continuous.py`), so a batch costs its mean length and not its longest. Prompts are
 prefilled except for their last token, which the first step feeds: all sampling then happens in one
 place, the step, and on a GPU that is one CUDA graph. Samples of one prompt, and prompts that begin
-with each other, are prefilled once and their keys and values copied from slot to slot.
+with each other, are prefilled once; the other slots read the keys and values there, or get a copy.
 
 Memory: the key-value cache of `token_budget` tokens and, where weights are float32 but computed in
 bfloat16, two bytes per weight. Both are kept between calls, unless the cache is large.

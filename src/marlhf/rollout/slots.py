@@ -25,6 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from marlhf.models.base import Model
 from marlhf.models.compile import LayerwiseCache, distinct_sizes
 from marlhf.rollout.kernels import Positions, attend, attend_opaque, causal_attention
+from marlhf.rollout.state import Prefixes
 
 ATTENTION = "marlhf_slots"
 PREFILL_TOKENS = 1 << 14
@@ -38,6 +39,8 @@ class Decoder(Protocol):
 
     prefill_tokens: int
     """The most tokens in one prefill."""
+    borrows: bool
+    """Whether steps are faster where slots borrow prefixes than where each has a copy."""
 
     def ready(self) -> contextlib.AbstractContextManager[None]:
         """Everything else happens within this context, with the weights as of its beginning."""
@@ -50,7 +53,13 @@ class Decoder(Protocol):
         """Write the keys and values of prompts, [B, P] and padded on the right, to slots [B]."""
         ...
 
-    def step(self, tokens: Tensor, positions: Tensor, reach: int | None) -> Tensor:
+    def step(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        reach: int | None,
+        prefixes: Prefixes | None = None,
+    ) -> Tensor:
         """Logits [S, V] after one more token in each of the first S slots, at positions [S].
 
         All positions are below `reach`, so attention may stop there; None where shapes are fixed.
@@ -59,6 +68,10 @@ class Decoder(Protocol):
 
     def move(self, source: Tensor, target: Tensor, length: int | None = None) -> None:
         """Copy some slots onto others, only their first `length` positions where given."""
+        ...
+
+    def copy_prefixes(self, source: Tensor, target: Tensor, ends: Tensor) -> None:
+        """Copy positions from 1 to the end of each pair of slots: what `Prefixes` borrow."""
         ...
 
 
@@ -159,6 +172,7 @@ class ModuleDecoder:
     """Through the model's own modules, whatever its family."""
 
     prefill_tokens = PREFILL_TOKENS
+    borrows = False
     compiled = False
     """Whether layers run compiled, where the model's are for training."""
 
@@ -188,7 +202,14 @@ class ModuleDecoder:
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         self._logits(ids, positions, Pass(prefill_slots=slots))
 
-    def step(self, tokens: Tensor, positions: Tensor, reach: int | None) -> Tensor:
+    def step(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        reach: int | None,
+        prefixes: Prefixes | None = None,
+    ) -> Tensor:
+        assert prefixes is None, "prefixes are copied where `borrows` is False"
         slots = torch.arange(len(positions), device=positions.device)
         # Compiled layers would be compiled again for each reach.
         reach = None if self.compiled else reach
@@ -198,6 +219,10 @@ class ModuleDecoder:
     def move(self, source: Tensor, target: Tensor, length: int | None = None) -> None:
         for layer in self.cache.tensors:
             layer[target, :, :length] = layer[source, :, :length]
+
+    def copy_prefixes(self, source: Tensor, target: Tensor, ends: Tensor) -> None:
+        for layer in self.cache.tensors:
+            copy_prefixes(layer, source, target, ends)
 
     def _logits(self, ids: Tensor, positions: Tensor, now: Pass) -> Tensor:
         # A family that hands keywords on to its attention hands on this one.
@@ -266,6 +291,13 @@ class WeightCopies:
         finally:
             for (layer, name), original in zip(self.owners, originals):
                 layer._parameters[name] = cast(nn.Parameter, original)
+
+
+def copy_prefixes(layer: Tensor, source: Tensor, target: Tensor, ends: Tensor) -> None:
+    """`Decoder.copy_prefixes` in one layer, [S, K, C, D]. What follows a prefix stays as it is."""
+    position = torch.arange(layer.shape[2], device=layer.device)
+    borrowed = (position > 0) & (position < ends[:, None])
+    layer[target] = torch.where(borrowed[:, None, :, None], layer[source], layer[target])
 
 
 def sharded(model: nn.Module) -> bool:

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Prefixes(NamedTuple):
+    """Slots that read the beginning of their prompt where another slot holds it.
+
+    Position 0 is always a slot's own: slots at rest write there.
+    """
+
+    slots: Tensor  # [S], whose keys and values are read
+    ends: Tensor  # [S], up to this position; 0 for slots that borrow nothing
 
 
 @dataclass(frozen=True)
@@ -23,6 +34,8 @@ class DecodeState:
     running: Tensor  # [S], bool
     out_tokens: Tensor  # [S, R + 1]
     out_logprobs: Tensor  # [S, R + 1]
+    prefix_slots: Tensor  # [S], see `Prefixes`
+    prefix_ends: Tensor  # [S]
 
     @classmethod
     def empty(cls, slots: int, length: int, device: torch.device) -> DecodeState:
@@ -37,6 +50,8 @@ class DecodeState:
             running=zeros(slots, dtype=torch.bool),
             out_tokens=zeros(slots, length + 1),
             out_logprobs=zeros(slots, length + 1, dtype=torch.float32),
+            prefix_slots=zeros(slots),
+            prefix_ends=zeros(slots),
         )
 
     @property
@@ -56,6 +71,10 @@ class DecodeState:
     def device(self) -> torch.device:
         return self.tokens.device
 
+    @property
+    def prefixes(self) -> Prefixes:
+        return Prefixes(self.prefix_slots, self.prefix_ends)
+
     def first(self, slots: int) -> DecodeState:
         """A view of the first slots."""
         if slots == self.slots:
@@ -69,6 +88,7 @@ class DecodeState:
         self.steps[slots] = 0
         self.running[slots] = True
         self.uniform[slots, : self.length] = uniform
+        self.prefix_ends[slots] = 0
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy some slots onto others, and put the first to rest."""

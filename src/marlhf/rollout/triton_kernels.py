@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from marlhf.rollout.state import DecodeState
+from marlhf.rollout.state import DecodeState, Prefixes
 
 
 @triton.jit
@@ -173,6 +173,8 @@ def _attend(
     keys,
     values,
     positions,
+    prefix_slots,
+    prefix_ends,
     out,
     scale,
     softcap,
@@ -185,6 +187,7 @@ def _attend(
     block: tl.constexpr,
     window: tl.constexpr,  # 0 for none
     capped: tl.constexpr,
+    borrows: tl.constexpr,  # whether slots read their prefix where another holds it
     precision: tl.constexpr,
 ):
     # Flash decoding: one program per slot and key head, for all query heads that share it. It goes
@@ -199,16 +202,23 @@ def _attend(
     column = tl.arange(0, width)
     mine = query + slot * query_stride + (group * share + row) * width + column[None, :]
     q = tl.load(mine, row < share, other=0.0).to(keys.dtype.element_ty)
-    base = slot * slot_stride + group * head_stride
+    own = slot * slot_stride + group * head_stride
+    if borrows:
+        prefix_end = tl.load(prefix_ends + slot)
+        other = tl.load(prefix_slots + slot) * slot_stride + group * head_stride
     highest = tl.full([rows, 1], -float("inf"), tl.float32)
     total = tl.zeros([rows, 1], tl.float32)
     mean = tl.zeros([rows, width], tl.float32)
     for start in range(begin // block * block, last + 1, block):
         position = start + tl.arange(0, block)
         visible = (position <= last) & (position >= begin)
-        at = position[:, None] * width + column[None, :]
-        k = tl.load(keys + base + at, visible[:, None], other=0.0)
-        v = tl.load(values + base + at, visible[:, None], other=0.0)
+        row_start = own + position * width
+        if borrows:
+            borrowed = (position > 0) & (position < prefix_end)
+            row_start = tl.where(borrowed, other, own) + position * width
+        at = row_start[:, None] + column[None, :]
+        k = tl.load(keys + at, visible[:, None], other=0.0)
+        v = tl.load(values + at, visible[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=precision) * scale
         if capped:
             tanh = 1 - 2 / (tl.exp(2 * scores / softcap) + 1)
@@ -246,6 +256,7 @@ def attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    prefixes: Prefixes | None,
 ) -> Tensor:
     slots, heads, width = query.shape
     groups = keys.shape[1]
@@ -257,6 +268,7 @@ def attend(
         keys,
         values,
         positions,
+        *(prefixes or (positions, positions)),
         out,
         scale,
         softcap or 1.0,
@@ -269,6 +281,7 @@ def attend(
         block,
         window or 0,
         softcap is not None,
+        prefixes is not None,
         "ieee" if keys.dtype == torch.float32 else "tf32",
         num_warps=WARPS,
         num_stages=STAGES,
