@@ -11,25 +11,19 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
+from transformers import masking_utils
 
 from marlhf.models.compile import is_compiled
 from marlhf.models.graphs import GraphedPasses
 from marlhf.models.logprobs import LogitRule, chosen_logprobs, fit_rule, probe
-from marlhf.models.packed import (
-    Packing,
-    Padding,
-    can_pack,
-    one_text_per_row,
-    packed_hidden,
-    padded_hidden,
-)
+from marlhf.models.packed import Packing, can_pack, packed_hidden
 from marlhf.models.scores import TokenScores
 from marlhf.models.sequences import Sequences, send
 from marlhf.models.unpadded import Rows, fits, is_plain_llama, unpadded_hidden
@@ -66,13 +60,13 @@ def token_stats(
     """
     head = cast(Any, model).get_output_embeddings()
     # Graphs replay without hooks.
-    passes = None if entropy or scores else _graphed_passes(model)
+    passes = None if entropy or scores else _packed_passes(model, sequences)
     options: dict[str, Any] = {"entropy": entropy, "scores": scores}
     if not sum(sequences.lengths) or _RULES.get(model, LogitRule()) is None or not _plain(head):
         return plain_token_stats(model, sequences, temperature, **options)
     if passes is not None:
-        logprobs = _graphed_logprobs(model, passes, sequences, temperature)
-        return TokenStats(sequences.spread(logprobs), None)
+        packed = _packed_logprobs(model, passes, sequences, temperature)
+        return TokenStats(sequences.spread(packed), None)
     real = sequences.real_tokens()  # [N]
     if _can_unpad(model, sequences):
         hidden, rule = _unpadded(model, sequences, sequences.before_responses()), _rule(model)
@@ -110,7 +104,7 @@ def plain_token_stats(
     scores: TokenScores | None = None,
 ) -> TokenStats:
     """What `token_stats` gives, through the model's own head and with all logits at once."""
-    with _head_at(model, sequences.before, leaf=scores is not None) as hidden, one_text_per_row():
+    with _head_at(model, sequences.before, leaf=scores is not None) as hidden, _one_text_per_row():
         logits = model(input_ids=sequences.ids, use_cache=False).logits  # [B, R, V]
     logits = logits.float() / temperature
     chosen = logits.gather(2, sequences.responses[:, :, None]).squeeze(2)
@@ -128,8 +122,8 @@ def plain_token_stats(
 def token_values(model: nn.Module, sequences: Sequences) -> Tensor:
     """The value of the state before each response token, float32: [B, R]. 0 at padding."""
     before = sequences.before_responses()
-    if sum(sequences.lengths) and (passes := _graphed_passes(model)) is not None:
-        return sequences.spread(_graphed_scalars(model, passes, sequences, before))
+    if sum(sequences.lengths) and (passes := _packed_passes(model, sequences)) is not None:
+        return sequences.spread(_packed_scalars(model, passes, sequences, before))
     if sum(sequences.lengths) and _can_unpad(model, sequences):
         return sequences.spread(_unpadded_scalars(model, sequences, before))
     return torch.where(sequences.mask, _scalar(model, sequences.ids, sequences.before), 0.0)
@@ -137,8 +131,8 @@ def token_values(model: nn.Module, sequences: Sequences) -> Tensor:
 
 def final_scores(model: nn.Module, sequences: Sequences) -> Tensor:
     """The scalar at each row's last real token, float32: [B]."""
-    if (passes := _graphed_passes(model)) is not None:
-        return _graphed_scalars(model, passes, sequences, sequences.last_tokens())
+    if (passes := _packed_passes(model, sequences)) is not None:
+        return _packed_scalars(model, passes, sequences, sequences.last_tokens())
     if _can_unpad(model, sequences):
         return _unpadded_scalars(model, sequences, sequences.last_tokens())
     prompts = send(torch.tensor(sequences.prompt_lengths), sequences.ids.device)
@@ -178,6 +172,21 @@ def _head_at(model: nn.Module, columns: Tensor, *, leaf: bool = False) -> Iterat
         handle.remove()
 
 
+@contextlib.contextmanager
+def _one_text_per_row() -> Iterator[None]:
+    """Skip transformers' search for rows that hold several texts, which ours never do.
+
+    The search copies a result to the host in every pass. Until that arrives nothing further is
+    launched, and the device runs out of work.
+    """
+    search = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda *_: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = search
+
+
 _RULES: WeakKeyDictionary[nn.Module, LogitRule | None] = WeakKeyDictionary()
 """What each model does to its head's output, found in its first pass; None if no rule fits."""
 
@@ -205,7 +214,7 @@ def _hidden_at(model: nn.Module, ids: Tensor, positions: Tensor) -> tuple[Tensor
         head.register_forward_hook(replace_output),
     )
     try:
-        with one_text_per_row():
+        with _one_text_per_row():
             logits = model(input_ids=ids, use_cache=False).logits
     finally:
         for handle in handles:
@@ -233,7 +242,7 @@ def _plain(head: nn.Module) -> bool:
 def _scalar(model: nn.Module, ids: Tensor, columns: Tensor) -> Tensor:
     """The scalar head at some columns of each row, in float32 even under autocast: [B, R]."""
     backbone, head = cast(nn.Module, model.base_model), cast(nn.Module, model.score)
-    with one_text_per_row():
+    with _one_text_per_row():
         hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state
     hidden = _at(hidden, columns)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -245,23 +254,23 @@ def _at(hidden: Tensor, columns: Tensor) -> Tensor:
     return hidden.gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[2]))
 
 
-_GRAPHED: WeakKeyDictionary[nn.Module, GraphedPasses | None] = WeakKeyDictionary()
-"""Models whose passes run as graphs; None where packed rows were tried and are not the same."""
+_PACKED: WeakKeyDictionary[nn.Module, GraphedPasses | None] = WeakKeyDictionary()
+"""Models whose passes run over packed rows; None where that was tried and is not the same."""
 
 
 def pack_rows(model: nn.Module) -> None:
-    """Let passes of this model run as CUDA graphs, over packed rows, where it can.
+    """Let passes of this model run over packed rows and as CUDA graphs, where it can.
 
-    Rows are packed where their lengths differ enough for that to be faster.
+    It does where the lengths of rows differ enough for that to be faster.
     """
     if can_pack(model):
-        _GRAPHED[model] = GraphedPasses(model)
+        _PACKED[model] = GraphedPasses(model)
 
 
-def _graphed_passes(model: nn.Module) -> GraphedPasses | None:
-    """What runs a model's passes as graphs, once a small pass has shown that packing is right."""
-    passes = _GRAPHED.get(model)
-    if passes is None:
+def _packed_passes(model: nn.Module, sequences: Sequences) -> GraphedPasses | None:
+    """What runs a model's packed passes, once a first small pass has shown that they are right."""
+    passes = _PACKED.get(model)
+    if passes is None or sum(sequences.total_lengths) > PACKED_BELOW * sequences.ids.numel():
         return None
     kind = next(model.parameters()).device.type
     if kind == "cuda" and not torch.is_autocast_enabled(kind):
@@ -274,8 +283,8 @@ def _graphed_passes(model: nn.Module) -> GraphedPasses | None:
                 "their spread), so its passes are padded and slower.",
                 stacklevel=2,
             )
-            _GRAPHED[model] = None
-    return _GRAPHED[model]
+            _PACKED[model] = None
+    return _PACKED[model]
 
 
 @torch.no_grad()
@@ -291,74 +300,60 @@ def _packing_error(model: nn.Module) -> float:
         ours = packed_hidden(model, ids.flatten()[packing.source], packing)[: sum(lengths)].float()
         if cast(Any, model).get_output_embeddings() is not None:  # also sees what becomes of logits
             _hidden_at(model, ids, torch.arange(57, device=device))
-        with one_text_per_row():
+        with _one_text_per_row():
             whole = cast(Any, model).base_model(input_ids=ids, use_cache=False).last_hidden_state
     whole = torch.cat([row[:n] for row, n in zip(whole.float(), lengths)])
     return float((ours - whole).norm() / (whole - whole.mean(0)).norm())
 
 
-def _graphed_logprobs(
+def _packed_logprobs(
     model: nn.Module, passes: GraphedPasses, sequences: Sequences, temperature: float
 ) -> Tensor:
     """Log-probs of all response tokens, row after row: [N]."""
-    name, hidden_of, rows = _fixed_rows(model, sequences, sequences.before_responses())
-    tokens = torch.zeros_like(rows[-1])
+    packing = _pack(sequences, sequences.before_responses())
+    tokens = torch.zeros_like(packing.picked)
     tokens[: sum(sequences.lengths)] = sequences.responses.flatten()[sequences.real_tokens()]
     rule = _RULES[model]
     assert rule is not None
 
-    def run(*inputs: Tensor) -> Tensor:
-        *rows, tokens = inputs
-        hidden = hidden_of(*rows)
+    def run(ids: Tensor, positions: Tensor, offsets: Tensor, picked: Tensor, tokens: Tensor):
+        rows = Packing(ids, positions, offsets, picked, packing.longest)
+        hidden = packed_hidden(model, ids, rows)
         head = cast(Any, model).get_output_embeddings()
         options = {"dtype": _cast_dtype(hidden), "fused": is_compiled(model)}
         return chosen_logprobs(
             hidden, head.weight, head.bias, tokens, rule=rule, temperature=temperature, **options
         )[0]
 
-    logprobs = passes(("logprobs", temperature, *name), run, (*rows, tokens))
+    ids = sequences.ids.flatten()[packing.source]
+    inputs = (ids, *packing.tensors[1:], tokens)
+    logprobs = passes(("logprobs", temperature, packing.longest), run, inputs)
     return logprobs[: sum(sequences.lengths)]
 
 
-def _graphed_scalars(
+def _packed_scalars(
     model: nn.Module,
     passes: GraphedPasses,
     sequences: Sequences,
     picked: Sequence[tuple[int, int]],
 ) -> Tensor:
     """The scalar head at some tokens of each row, (first column, count): [N]."""
-    name, hidden_of, rows = _fixed_rows(model, sequences, picked)
+    packing = _pack(sequences, picked)
 
-    def run(*rows: Tensor) -> Tensor:
-        hidden = hidden_of(*rows)
+    def run(ids: Tensor, positions: Tensor, offsets: Tensor, picked: Tensor) -> Tensor:
+        rows = Packing(ids, positions, offsets, picked, packing.longest)
+        hidden = packed_hidden(model, ids, rows)
         with torch.autocast(hidden.device.type, enabled=False):
             return cast(nn.Module, model.score)(hidden.float()).squeeze(1)
 
-    return passes(("scalars", *name), run, rows)[: sum(count for _, count in picked)]
+    ids = sequences.ids.flatten()[packing.source]
+    scalars = passes(("scalars", packing.longest), run, (ids, *packing.tensors[1:]))
+    return scalars[: sum(count for _, count in picked)]
 
 
-def _fixed_rows(
-    model: nn.Module, sequences: Sequences, picked: Sequence[tuple[int, int]]
-) -> tuple[tuple[Hashable, ...], Callable[..., Tensor], tuple[Tensor, ...]]:
-    """A pass over rows in one of a few shapes, packed where that is faster than padded.
-
-    Its name, what gives the hidden states of the picked tokens, and what that takes; the last is as
-    long as the picked tokens, rounded up.
-    """
-    ids, device = sequences.ids, sequences.ids.device
-    if sum(sequences.total_lengths) > PACKED_BELOW * ids.numel():
-        padding = Padding.of(len(ids), ids.shape[1], picked)
-        wider = nn.functional.pad(ids, (0, padding.more))
-        return ("padded",), partial(padded_hidden, model), (wider, send(padding.picked, device))
-    packing = Packing.of(sequences.total_lengths, ids.shape[1], picked)
-    packing = packing.to(lambda x: send(x, device))
-
-    def hidden(ids: Tensor, positions: Tensor, offsets: Tensor, picked: Tensor) -> Tensor:
-        rows = Packing(ids, positions, offsets, picked, packing.longest)
-        return packed_hidden(cast(Any, model), ids, rows)
-
-    inputs = (ids.flatten()[packing.source], *packing.tensors[1:])
-    return ("packed", packing.longest), hidden, inputs
+def _pack(sequences: Sequences, picked: Sequence[tuple[int, int]]) -> Packing:
+    packing = Packing.of(sequences.total_lengths, sequences.ids.shape[1], picked)
+    return packing.to(lambda x: send(x, sequences.ids.device))
 
 
 _UNPADDED: WeakSet[nn.Module] = WeakSet()

@@ -1,12 +1,10 @@
-"""Passes of a few fixed shapes, each replayed as one CUDA graph, over packed or padded rows.
+"""Passes over rows packed end to end, without padding, each replayed as one CUDA graph.
 
 A padded micro-batch wastes arithmetic on padding, and launching the kernels of a small model takes
-the host as long as the GPU needs to run them. Packed rows follow each other in one sequence of a
-few fixed sizes, and attention stops at the ends of rows. Where rows fill a padded batch they stay
-in it, since its attention kernel is faster, and only its sizes are rounded up. Either way a forward
-and a backward pass are one launch each. `forward.py` has the plain padded pass, which gives the
-same numbers and stays for everything else: CPUs, sharded and adapted models, attention with windows
-or soft caps.
+the host longer than the GPU needs to run them. Here rows follow each other in one sequence of a few
+fixed sizes, attention stops at the ends of rows, and a forward and a backward pass are one launch
+each. `forward.py` has the padded pass, which gives the same numbers and stays for everything that
+cannot be packed: CPUs, sharded and adapted models, attention with windows or soft caps.
 
 Axes: B rows, W columns of a padded batch, T packed tokens, N picked tokens, H hidden size.
 """
@@ -27,7 +25,7 @@ from marlhf.models.base import Model
 
 ATTENTION = "marlhf_packed"
 """The name under which transformers knows `attend`."""
-TOKENS, PICKED, ROWS, LENGTHS, WIDTH = 2048, 1024, 64, 128, 16
+TOKENS, PICKED, ROWS, LENGTHS = 2048, 1024, 64, 128
 """Sizes are rounded up to multiples of these. Every size is a graph of its own, so there must be
 few, and what is added must cost little."""
 
@@ -70,7 +68,12 @@ class Packing:
         offsets = torch.full((num_rows + 1,), total, dtype=torch.int32)
         offsets[0] = 0
         offsets[1 : len(rows) + 1] = ends
-        return cls(source, positions, offsets, _places(starts, picked), longest)
+        first, count = torch.tensor(picked).T
+        chosen = torch.repeat_interleave(torch.arange(len(count)), count)
+        inner = torch.arange(len(chosen)) - (count.cumsum(0) - count)[chosen]
+        places = torch.zeros(_round_up(len(chosen), PICKED), dtype=torch.int64)
+        places[: len(chosen)] = starts[chosen] + first[chosen] + inner
+        return cls(source, positions, offsets, places, longest)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -79,36 +82,6 @@ class Packing:
     def to(self, move: Callable[[Tensor], Tensor]) -> Packing:
         source, positions, offsets, picked = map(move, self.tensors)
         return Packing(source, positions, offsets, picked, self.longest)
-
-
-@dataclass(frozen=True)
-class Padding:
-    """A padded batch of rounded width, and which of its tokens are wanted."""
-
-    more: int
-    """Columns to add on the right: causal attention keeps every real token from seeing them."""
-    picked: Tensor  # [N], flat places in the wider batch whose outputs are wanted; 0 after the last
-
-    @classmethod
-    def of(cls, rows: int, width: int, picked: Sequence[tuple[int, int]]) -> Padding:
-        """On the host. `picked` has a (first column, count) for each row.
-
-        >>> padding = Padding.of(2, 14, [(1, 2), (0, 1)])
-        >>> padding.more, padding.picked[:3].tolist()
-        (2, [1, 2, 16])
-        """
-        rounded = _round_up(width, WIDTH)
-        return cls(rounded - width, _places(torch.arange(rows) * rounded, picked))
-
-
-def _places(starts: Tensor, picked: Sequence[tuple[int, int]]) -> Tensor:
-    """Flat places of the picked tokens of rows that start at `starts`, then zeros: [N]."""
-    first, count = torch.tensor(picked).T
-    chosen = torch.repeat_interleave(torch.arange(len(count)), count)
-    inner = torch.arange(len(chosen)) - (count.cumsum(0) - count)[chosen]
-    places = torch.zeros(_round_up(len(chosen), PICKED), dtype=torch.int64)
-    places[: len(chosen)] = starts[chosen] + first[chosen] + inner
-    return places
 
 
 def can_pack(model: Model) -> bool:
@@ -141,13 +114,6 @@ def packed_hidden(model: Model, ids: Tensor, packing: Packing) -> Tensor:
             max_length_k=packing.longest,
         ).last_hidden_state
     return hidden[0].index_select(0, packing.picked)
-
-
-def padded_hidden(model: Model, ids: Tensor, picked: Tensor) -> Tensor:
-    """The last hidden states of the picked tokens of a padded batch [B, W]: [N, H]."""
-    with one_text_per_row():
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    return hidden.flatten(0, 1).index_select(0, picked)
 
 
 def attend(
@@ -194,29 +160,15 @@ AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
 
 @contextlib.contextmanager
 def _packed_attention(model: Model) -> Iterator[None]:
-    """Let a model use `attend`, and not look for row ends by itself."""
-    config = model.config.get_text_config()
+    """Let a model use `attend`, and not look for row ends by itself, which waits for the GPU."""
+    config, search = model.config.get_text_config(), masking_utils.find_packed_sequence_indices
     before = config._attn_implementation
     config._attn_implementation = ATTENTION
-    try:
-        with one_text_per_row():
-            yield
-    finally:
-        config._attn_implementation = before
-
-
-@contextlib.contextmanager
-def one_text_per_row() -> Iterator[None]:
-    """Skip transformers' search for rows that hold several texts: it need not look for any.
-
-    The search copies a result to the host in every pass. Until that arrives nothing further is
-    launched, and the device runs out of work.
-    """
-    search = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda *_: None
     try:
         yield
     finally:
+        config._attn_implementation = before
         masking_utils.find_packed_sequence_indices = search
 
 
