@@ -21,7 +21,7 @@ from marlhf.fields import settings_with
 from marlhf.models.heads import SCALAR
 from marlhf.runs.atomic import write_text
 from marlhf.runs.jsonl import read_jsonl
-from marlhf.runs.layout import BEST, METRICS, MODEL, RunError, read_config, read_object
+from marlhf.runs.layout import BEST, METRICS, MODEL, RunError, read_config, read_object, to_yaml
 from marlhf.runs.stage_facts import facts_of
 from marlhf.runs.write import RunFolder
 
@@ -240,7 +240,7 @@ def _training(
         value = config.get(name)
         if value not in (None, "", [], {}):
             table.append((f"`{name}`", f"`{_inline(value)}`".replace("|", "\\|")))
-    whole = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+    whole = to_yaml(config)
     lines += ["", *(f"| {name} | {value} |" for name, value in table), ""]
     lines += ["<details><summary>All settings</summary>", "", f"```yaml\n{whole}```", ""]
     return "\n".join([*lines, "</details>"])

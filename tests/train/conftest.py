@@ -4,9 +4,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from transformers import LlamaForCausalLM
 
 from forked import ForkedProcess
 from marlhf.data import DataConfig
+from marlhf.models.tiny import tiny_config, tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.settings import to_raw
 from marlhf.train import ppo, reward, sft
@@ -14,12 +16,21 @@ from marlhf.train import ppo, reward, sft
 TOY = DataConfig(source="toy", limit=300, eval_size=24)
 
 
+def save_one_layer(folder: Path, seed: int = 0) -> Path:
+    """The tiny model with one layer, untrained."""
+    torch.manual_seed(seed)
+    LlamaForCausalLM(tiny_config(num_hidden_layers=1)).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def parents(tmp_path_factory) -> Path:
-    """A folder with a barely trained `sft` and `reward`, for tests of plumbing."""
+    """A folder with a barely trained `sft` and `reward` of one layer, for tests of plumbing."""
     root = tmp_path_factory.mktemp("parents")
     common = {"data": TOY, "batch_size": 16, "num_steps": 2, "eval_every": 0, "save_every": 0}
-    model = str(sft.train(sft.SFTConfig(model="tiny", output_dir=str(root / "sft"), **common)))
+    start = str(save_one_layer(root / "start"))
+    model = str(sft.train(sft.SFTConfig(model=start, output_dir=str(root / "sft"), **common)))
     reward.train(reward.RewardConfig(model=model, output_dir=str(root / "reward"), **common))
     return root
 

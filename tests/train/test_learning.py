@@ -6,19 +6,15 @@ for seeds: they are no benchmark.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaForCausalLM
 
-from conftest import read_lines
+from conftest import read_lines, save_one_layer
 from marlhf.config import load_recipe
 from marlhf.data.encode import decode
 from marlhf.data.toy import gold_score
 from marlhf.models.load import end_tokens, load_policy, load_tokenizer
-from marlhf.models.tiny import tiny_config, tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine
 from marlhf.train import dpo, ppo, reward, rloo, sft
@@ -51,14 +47,6 @@ SHORTER = [
 def evals(folder: str) -> tuple[dict, dict]:
     found = [line for line in read_lines(folder) if line["kind"] == "eval"]
     return found[0], found[-1]
-
-
-def save_one_layer(folder: Path, seed: int) -> Path:
-    """The tiny model with one layer, untrained."""
-    torch.manual_seed(seed)
-    LlamaForCausalLM(tiny_config(num_hidden_layers=1)).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

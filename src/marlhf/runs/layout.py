@@ -104,6 +104,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
+def to_yaml(value: Any) -> str:
+    """As YAML, by libyaml where PyYAML has it, which takes a quarter of the time."""
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    return yaml.dump(value, Dumper=dumper, sort_keys=False, allow_unicode=True)
+
+
 def read_object(file: Path) -> dict[str, Any]:
     """The object in a JSON file; an empty one where the file is missing or damaged."""
     try:

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from marlhf._version import __version__
 from marlhf.configs.rl import RLConfig
 from marlhf.configs.stage import StageConfig
@@ -37,6 +35,7 @@ from marlhf.runs.layout import (
     has_model,
     read_config,
     read_state,
+    to_yaml,
 )
 from marlhf.runs.lock import FolderInUse, lock_folder
 from marlhf.settings import default_settings, flatten, to_raw
@@ -110,8 +109,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock()
         self.state["inputs"] = input_digests(self.flat)
-        settings = yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True)
-        write_text(self.path / CONFIG, settings)
+        write_text(self.path / CONFIG, to_yaml(self.config))
         self.write_state()
 
     @property

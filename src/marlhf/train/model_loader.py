@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def load_sources(
     Each goes to its device before the next is read, so the host need not hold them all. Copies of
     a given object come first: compiling or sharding the object would change what is copied.
     """
-    loader = ModelLoader(config, world)
+    loader = ModelLoader(config, world, sources.values())
     models: dict[str, Model] = {}
 
     def place(role: str) -> None:
@@ -74,13 +75,21 @@ def load_sources(
 
 
 class ModelLoader:
-    """Reads sources, and keeps the frozen bases that roles share."""
+    """Reads sources, and keeps what several of them share.
 
-    def __init__(self, config: StageConfig, world: World) -> None:
+    That is frozen bases, and on a CPU the weights that more than one role starts from: these are
+    read once and copied. With a GPU or in shards the copy would be one more model on the host.
+    """
+
+    def __init__(self, config: StageConfig, world: World, sources: Iterable[Source] = ()) -> None:
         self.config = config
         self.world = world
         self.lora = config.lora or LoRA()
         self._bases: dict[WholeModel, FrozenBaseModel] = {}
+        self._read: dict[WholeModel, Model] = {}
+        named = [s for s in sources if isinstance(s, WholeModel) and isinstance(s.origin, str)]
+        copies = world.device.type == "cpu" and not world.sharded
+        self._roles = Counter(s for s in named if copies and named.count(s) > 1)
 
     def read(self, role: str, source: Source, *, trains: bool) -> Model:
         """A role's model, as it is before the first step."""
@@ -115,10 +124,22 @@ class ModelLoader:
             cast_linear_layers(model, dtype)
 
     def _read_whole(self, source: WholeModel, **options: Any) -> Model:
-        load = load_scalar if source.head == "scalar" else load_policy
         origin = source.origin
         if source.copied:
             origin = _copy(origin, source.head, source.seed)
+        elif source in self._roles:
+            origin = self._read_once(source)
+        return self._load(source, origin, **options)
+
+    def _read_once(self, source: WholeModel) -> Model:
+        """A copy for each role but the last, which gets the model that was read."""
+        if source not in self._read:
+            self._read[source] = self._load(source, source.origin)
+        self._roles[source] -= 1
+        return copy.deepcopy(self._read[source]) if self._roles[source] else self._read.pop(source)
+
+    def _load(self, source: WholeModel, origin: str | Model, **options: Any) -> Model:
+        load = load_scalar if source.head == "scalar" else load_policy
         options["trust_remote_code"] = self.config.trust_remote_code
         return load(origin, seed=source.seed, setting=source.setting, **options)
 
