@@ -21,9 +21,10 @@ from marlhf.credit.measure import MEASURED, sample_batch
 from marlhf.credit.state import open_state
 from marlhf.models.forward import token_stats
 from marlhf.text_table import text_table
+from marlhf.train.assign_credit import assign_credit, measure_options, shape_and_segment
 from marlhf.train.credit_choice import Measurement, options_of, unbiased
+from marlhf.train.critic import critic_values
 from marlhf.train.experience import micro_batches
-from marlhf.train.ppo import assign_credit, critic_values, measure_options, shape_and_segment
 
 
 def main() -> None:

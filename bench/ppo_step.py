@@ -46,16 +46,12 @@ from marlhf.reward import RewardModel, Rewards
 from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine
 from marlhf.spans import vocabulary
+from marlhf.train.assign_credit import assign_credit, shape_and_segment
+from marlhf.train.critic import value_metrics, values_and_critic_backward
 from marlhf.train.distributed import start
 from marlhf.train.experience import batch_metrics, rollout_and_score
 from marlhf.train.optim import make_optimizer
-from marlhf.train.ppo import (
-    assign_credit,
-    shape_and_segment,
-    update,
-    value_metrics,
-    values_and_critic_backward,
-)
+from marlhf.train.ppo import update
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.stage import Example

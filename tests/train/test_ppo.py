@@ -16,7 +16,7 @@ from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine
 from marlhf.runs.layout import RunError
 from marlhf.spans.apply import SegmenterError
-from marlhf.train import experience, held_out, ppo, rl_warnings
+from marlhf.train import assign_credit, experience, held_out, ppo, rl_warnings
 from marlhf.train.distributed import start
 from marlhf.train.objects import NO_OBJECTS
 from marlhf.train.rl_models import load_models, load_prompts
@@ -46,7 +46,7 @@ def test_one_token_macros_are_ppo(ppo_config, monkeypatch):
     def token_gae(rewards, values, segments, *, gamma, lam, **_):
         return gae(rewards, values, segments.mask, gamma=gamma, lam=lam)
 
-    monkeypatch.setattr(ppo, "macro_gae", token_gae)
+    monkeypatch.setattr(assign_credit, "macro_gae", token_gae)
     token = run(ppo_config("token", segmenter=NGram(math.inf)))
     assert _same_but(macro, token, "rl/macro_length")
 

@@ -28,9 +28,10 @@ from marlhf.models.forward import token_stats
 from marlhf.runs.jsonl import append_jsonl, read_keyed
 from marlhf.runs.layout import CREDIT_LINES
 from marlhf.text_table import text_table
+from marlhf.train.assign_credit import assign_credit, measure_options, shape_and_segment
 from marlhf.train.credit_choice import ERRORS, Option, better, options_of, unbiased
+from marlhf.train.critic import critic_values
 from marlhf.train.experience import Experience, micro_batches, rollout_and_score
-from marlhf.train.ppo import assign_credit, critic_values, measure_options, shape_and_segment
 from marlhf.train.progress import Steps, say, warn
 from marlhf.train.stage import Example, batch_rows
 from marlhf.train.timing import Clock

@@ -25,10 +25,11 @@ from marlhf.credit.state import CreditError, RunState
 from marlhf.data.encode import decode
 from marlhf.data.sums import first_wrong_line
 from marlhf.text_table import text_table
+from marlhf.train.assign_credit import assign_credit, shape_and_segment
 from marlhf.train.continuations import continuation_returns, states_of
 from marlhf.train.credit_choice import Option, options_of
+from marlhf.train.critic import critic_values
 from marlhf.train.experience import Experience, SegmentedRewards
-from marlhf.train.ppo import assign_credit, critic_values, shape_and_segment
 from marlhf.train.progress import Steps, say
 from marlhf.train.stage import Example
 

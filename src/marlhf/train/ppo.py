@@ -9,7 +9,7 @@ Axes: B rows, T response tokens, M macro actions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,23 +17,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from marlhf.configs.rl import RLConfig
-from marlhf.core import (
-    Segments,
-    boundary_gae,
-    macro_gae,
-    masked_mean,
-    moments,
-    ppo_policy_loss,
-    ppo_value_loss,
-    segment,
-    whiten,
-)
+from marlhf.core import ppo_policy_loss
 from marlhf.models.base import autocast
 from marlhf.models.forward import token_stats, token_values
-from marlhf.spans.apply import explain_segmenter_errors
+from marlhf.train.assign_credit import (
+    assign_credit,
+    measure_options,
+    shape_and_segment,
+    whitened_advantages,
+)
 from marlhf.train.continuations import count_continuations, monte_carlo_values
 from marlhf.train.credit_choice import CreditChooser, Measurement, reach
+from marlhf.train.critic import (
+    critic_values,
+    value_loss,
+    value_metrics,
+    values_and_critic_backward,
+)
 from marlhf.train.distributed import start
 from marlhf.train.experience import (
     POLICY_METRICS,
@@ -67,7 +67,7 @@ from marlhf.train.rl_warnings import (
     warn_about_short_reach,
 )
 from marlhf.train.stage import Example
-from marlhf.train.timing import Clock, explained_variance, to_numbers
+from marlhf.train.timing import Clock, to_numbers
 
 
 def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
@@ -147,22 +147,6 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
         return rl.close()
 
 
-@torch.no_grad()
-def shape_and_segment(
-    experience: Experience,
-    models: Models,
-    config: RLConfig,
-    kl_coef: float,
-    shuffler: torch.Generator,
-) -> SegmentedRewards:
-    """Token rewards (the KL penalty, and the score at the end), and the macro actions."""
-    responses = experience.responses(models.vocabulary, shuffler)
-    rewards = experience.token_rewards(config, kl_coef)
-    with explain_segmenter_errors(config.segmenter):  # it may be the user's own code
-        segments = segment(config.segmenter, responses, split_last=config.split_last).validate()
-    return SegmentedRewards(rewards, segments)
-
-
 def state_values(
     batch: list[Example],
     experience: Experience,
@@ -191,69 +175,6 @@ def state_values(
     return critic_values(experience, models, config), {}
 
 
-def critic_values(experience: Experience, models: Models, config: PPOConfig) -> Tensor:
-    """The critic's value of the state before each token, [B, T]."""
-    return fit_memory(models.world, partial(_critic_values, experience, models, config))
-
-
-@torch.no_grad()
-def _critic_values(experience: Experience, models: Models, config: PPOConfig) -> Tensor:
-    sequences, world = experience.sequences, models.world
-    values = torch.zeros(sequences.mask.shape, device=sequences.mask.device)
-    # Twice the budget: without gradients a pass needs far less memory.
-    for micro in micro_batches(sequences, 2 * config.pass_tokens, world):
-        with autocast(world.device, config.precision):
-            micro.add(values, token_values(models.critic, micro.sequences))
-    return world.sum(values)
-
-
-def values_and_critic_backward(
-    experience: Experience, segmented: SegmentedRewards, models: Models, config: PPOConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The critic's values, [B, T], and its loss, whose gradients are left for `update`.
-
-    Where a batch makes one update, the pass that computes the values can also train the critic,
-    which saves a forward pass: the returns of a row need the values of no other row.
-    """
-    sequences, world = experience.sequences, models.world
-    values = torch.zeros(sequences.mask.shape, device=sequences.mask.device)
-    counts = count_terms(segmented.segments)
-    total_loss = torch.zeros((), device=sequences.mask.device)
-    for micro in micro_batches(sequences, config.pass_tokens, world):
-        with autocast(world.device, config.precision):
-            new_values = token_values(models.critic, micro.sequences)
-        old_values = new_values.detach()
-        micro.add(values, old_values)
-        segments = micro.segments(segmented.segments)
-        rewards = micro.take(segmented.rewards)
-        credit = assign_credit(SegmentedRewards(rewards, segments), old_values, config)
-        loss = value_loss(new_values, old_values, credit.returns, segments, counts, config)
-        loss = loss * micro.weight
-        loss.backward()
-        total_loss += loss.detach()
-    return world.sum(values), {"rl/value_loss": world.sum(total_loss)}
-
-
-@torch.no_grad()
-def assign_credit(segmented: SegmentedRewards, values: Tensor, config: PPOConfig) -> Credit:
-    """Advantages and returns of macro actions: the method itself."""
-    rewards, segments = segmented.rewards, segmented.segments
-    lambdas = {"gamma": config.gamma, "lam": config.lam, "lam_value": config.lam_value}
-    if config.credit == "boundary":
-        advantages, returns = boundary_gae(rewards, values, segments, **lambdas)
-    else:
-        advantages, returns = macro_gae(
-            rewards,
-            values,
-            segments,
-            rho=config.rho,
-            sigma=config.sigma,
-            pooling=config.pooling,
-            **lambdas,
-        )
-    return Credit(rewards, segments, values, advantages, returns)
-
-
 def held_out_credit(
     experience: Experience,
     models: Models,
@@ -273,25 +194,6 @@ def held_out_credit(
     returns = segmented.rewards.sum(dim=1).mean()
     values = torch.where(segmented.segments.mask, returns, 0.0)
     return assign_credit(segmented, values, replace(config, lam=1.0))
-
-
-@torch.no_grad()
-def measure_options(
-    configs: Iterable[PPOConfig],
-    experience: Experience,
-    credit: Credit,
-    models: Models,
-    shuffler: torch.Generator,
-) -> Measurement:
-    """The advantages of a batch by every way to assign credit that is compared."""
-    responses = experience.responses(models.vocabulary, shuffler)
-    advantages: list[Tensor] = []
-    for config in configs:
-        segments = segment(config.segmenter, responses, split_last=config.split_last)
-        segmented = SegmentedRewards(credit.rewards, segments)
-        assigned = assign_credit(segmented, credit.values, config)
-        advantages.append(whitened_advantages(assigned, config))
-    return Measurement.of(torch.stack(advantages) / credit.segments.mask.sum().clamp(min=1))
 
 
 def update(
@@ -347,17 +249,6 @@ def update(
         models.engine.update_weights(models.policy)
     rate = learning_rates["policy"] if train_policy else 0.0
     return mean_metrics(updates) | {"rl/learning_rate": torch.tensor(rate)}
-
-
-def whitened_advantages(credit: Credit, config: PPOConfig) -> Tensor:
-    """Advantages at unit scale, each token or each macro action having one vote."""
-    mask = credit.segments.mask
-    if config.whiten == "none":
-        return credit.advantages
-    if config.whiten == "tokens":
-        return whiten(credit.advantages, mask)
-    stats = moments(credit.segments.first(credit.advantages), credit.segments.macro_mask)
-    return whiten(credit.advantages, mask, stats=stats)
 
 
 def backward(
@@ -419,34 +310,3 @@ def backward(
         metrics |= drift_metrics(logprobs, old_logprobs, sampled, segments, counts["token"], config)
         sums.add(metrics, micro.weight)
     return sums.over_ranks(world)
-
-
-def value_loss(
-    values: Tensor,
-    old_values: Tensor,
-    returns: Tensor,
-    segments: Segments,
-    counts: Mapping[str, Tensor],
-    config: PPOConfig,
-) -> Tensor:
-    """The critic's loss on some rows of a batch, as a part of the whole batch's mean."""
-    return ppo_value_loss(
-        values,
-        old_values,
-        returns,
-        segments.mask,
-        clip=config.value_clip,
-        level=config.value_level,
-        sigma=config.sigma,
-        segments=segments,
-        num_tokens=counts[config.value_level],
-    )
-
-
-@torch.no_grad()
-def value_metrics(credit: Credit) -> dict[str, Tensor]:
-    mask = credit.segments.mask
-    return {
-        "rl/value": masked_mean(credit.values, mask),
-        "rl/explained_variance": explained_variance(credit.values, credit.returns, mask),
-    }

@@ -27,6 +27,7 @@ from marlhf.core import (
 )
 from marlhf.models.base import autocast
 from marlhf.models.forward import token_stats
+from marlhf.train.assign_credit import shape_and_segment
 from marlhf.train.distributed import start
 from marlhf.train.experience import (
     POLICY_METRICS,
@@ -48,7 +49,6 @@ from marlhf.train.loop import open_run
 from marlhf.train.memory import fit_memory
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
 from marlhf.train.optim import apply_update, check_finite
-from marlhf.train.ppo import shape_and_segment
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import RLRun
 from marlhf.train.rl_warnings import SamplingWatch, warn_about_sampling
