@@ -21,12 +21,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from typing import IO
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
+from typing import IO, Any
 
 import pytest
 from torch import multiprocessing
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+FORKED_SAMPLERS = "MARLHF_FORKED_SAMPLERS"
+"""Set where commands fork the processes that sample ahead, instead of starting them anew."""
 
 
 class ForkedProcess:
@@ -109,12 +113,19 @@ def fork_server() -> Iterator[ForkServer]:
     server.close()
 
 
+def fork_samplers() -> Callable[[str], Any]:
+    """In place of `multiprocessing.get_context`: by the server that Python has for forking."""
+    real = multiprocessing.get_context
+    context = real("forkserver")
+    context.set_forkserver_preload(["marlhf.rollout.sampler_process"])
+    return lambda method: context if method == "spawn" else real(method)
+
+
 @pytest.fixture
 def forked_samplers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that sample ahead are forked as well, by the server that Python has for it."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["marlhf.rollout.sampler_process"])
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
+    """Processes that sample ahead are forked as well, here and in forked commands."""
+    monkeypatch.setattr(multiprocessing, "get_context", fork_samplers())
+    monkeypatch.setenv(FORKED_SAMPLERS, "1")
 
 
 def next_command(control: socket.socket) -> list[str]:
@@ -124,16 +135,29 @@ def next_command(control: socket.socket) -> list[str]:
         _reap()
         if not message:
             sys.exit()
+        request = json.loads(message)
+        if FORKED_SAMPLERS in request["environment"]:
+            _start_sampler_server()
         if os.fork() == 0:
             control.close()
             _fork_and_report(*descriptors)
-            request = json.loads(message)
             os.environ.clear()
             os.environ.update(request["environment"])
             os.chdir(request["folder"])
+            if FORKED_SAMPLERS in os.environ:
+                multiprocessing.get_context = fork_samplers()
             return request["arguments"]
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _start_sampler_server() -> None:
+    """Before the fork, so that all commands share the server that forks their samplers."""
+    server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
+    if server._forkserver_address is None:
+        fork_samplers()
+        server.ensure_running()
+        server.ensure_running = lambda: None  # a command would look for it among its children
 
 
 def _reap() -> None:

@@ -2,13 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import multiprocessing
 
+from forked import fork_samplers
 from marlhf.configs.model import LoRA
 from marlhf.models.adapters import FrozenBaseModel
 from marlhf.models.tiny import tiny_model
@@ -32,9 +32,12 @@ def sampling_from(policy):
 
 @pytest.fixture(scope="module")
 def running():
-    """A policy and its sampler, for all tests that leave it as it was: a start takes seconds."""
+    """A policy and its sampler, for all tests that leave it as it was."""
     policy = tiny_model()
-    with sampling_from(policy) as process:
+    with pytest.MonkeyPatch.context() as patched, sampling_from(policy) as process:
+        patched.setattr(multiprocessing, "get_context", fork_samplers())
+        process.begin(PROMPTS, SAMPLING, SEEDS)()
+        patched.undo()
         yield policy, process
 
 
@@ -114,6 +117,7 @@ def test_a_killed_process_is_a_sentence(forked_samplers):
 
 SCRIPT = """
 import os, signal, sys
+os.dup2(os.open(sys.argv[1], os.O_WRONLY), 1)
 from marlhf.models.tiny import tiny_model
 from marlhf.rollout import Sampling
 from marlhf.rollout.sampler_process import SamplerProcess
@@ -126,11 +130,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_script_runs_once_and_its_sampler_ends_with_it(tmp_path):
+def test_a_script_runs_once_and_its_sampler_ends_with_it(tmp_path, fork_server):
+    """The sampler is a new process, which must not run the script again."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    # Its output ends when both processes have ended, or else `run` times out.
-    done = subprocess.run(
-        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == -signal.SIGKILL
-    assert done.stdout == "script\nsampled\n"
+    os.mkfifo(tmp_path / "output")
+    script = fork_server.start(str(tmp_path / "script.py"), str(tmp_path / "output"))
+    # It ends when both processes have ended.
+    assert (tmp_path / "output").read_text() == "script\nsampled\n"
+    _, errors = script.communicate(timeout=60)
+    assert script.returncode == -signal.SIGKILL, errors
