@@ -12,13 +12,13 @@ import pytest
 
 from conftest import read_lines, save_one_layer
 from marlhf.config import load_recipe
+from marlhf.data import Row, fit_prompts, load_data
 from marlhf.data.encode import decode
 from marlhf.data.toy import gold_score
 from marlhf.models.load import end_tokens, load_policy, load_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine
 from marlhf.train import dpo, ppo, reward, rloo, sft
-from marlhf.train.stage import Example, load_examples
 
 pytestmark = [
     pytest.mark.slow,
@@ -122,16 +122,16 @@ def test_dpo_learns(seed, trained):
     assert start["eval/accuracy"] == 0.5
     assert end["eval/margin"] > 0.03
     assert end["eval/loss"] < start["eval/loss"] - 0.005
-    needs = ("prompt", "chosen", "rejected")
-    rows = load_examples(stages["dpo"], "reward", load_tokenizer("tiny"), needs=needs)[1][:64]
+    rows = load_data(stages["dpo"].data, "reward").eval[:64]
     assert gold(stages["dpo"], rows) > gold(stages["sft"], rows) + 0.3
 
 
-def gold(config: sft.SFTConfig | dpo.DPOConfig, rows: list[Example]) -> float:
+def gold(config: sft.SFTConfig | dpo.DPOConfig, rows: list[Row]) -> float:
     """Mean true score of what a run's model writes to held-out prompts."""
     tokenizer, model = load_tokenizer("tiny"), load_policy(f"{config.output_dir}/model")
     engine = NativeEngine(model, end_tokens(model, tokenizer), tokenizer.pad_token_id)
     sampling = Sampling(max_new_tokens=96)
-    rollout = engine.generate([e.prompt for e in rows], sampling, range(len(rows)))
+    prompts = [encoded.prompt_ids for encoded in fit_prompts(rows, tokenizer, 512)[0]]
+    rollout = engine.generate(prompts, sampling, range(len(rows)))
     texts = [decode(tokenizer, response) for response in rollout.responses]
-    return sum(gold_score(str(e.row.prompt), t) for e, t in zip(rows, texts)) / len(rows)
+    return sum(gold_score(str(row.prompt), t) for row, t in zip(rows, texts)) / len(rows)
