@@ -54,7 +54,7 @@ def weights(folder: str) -> bytes:
 def test_a_killed_run_resumes_identically(ppo_config, start):
     """kill -9 twice at random moments; then the same command gives the same numbers, bit by bit."""
     options = {
-        "num_steps": 6,
+        "num_steps": 12,  # still running when it is killed the second time
         "segmenter": RandomNGram(lengths=(1, 2, 3)),
         "num_ppo_epochs": 2,
         "num_mini_batches": 2,
@@ -69,9 +69,10 @@ def test_a_killed_run_resumes_identically(ppo_config, start):
     for step in (1, 4):
         process = start(broken)
         wait_for_step(broken.output_dir, step, process)
-        time.sleep(chance.random() * 0.5)
+        time.sleep(chance.random() * 0.2)
         process.kill()
         process.communicate()
+        assert process.returncode == -signal.SIGKILL
     process = start(broken)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
