@@ -120,7 +120,7 @@ def test_while_the_policy_stands_still_it_is_training_without_async(ppo_config):
 def test_a_killed_run_resumes_identically(ppo_config, start, capfd):
     """kill -9 of trainer, and so of its sampler; then the same numbers, bit by bit."""
     unbroken, broken = (
-        ppo_config(name, async_steps=1, num_steps=4, save_every=2)
+        ppo_config(name, async_steps=1, num_steps=10, save_every=2)  # time to be killed in
         for name in ("unbroken", "broken")
     )
     ppo.train(unbroken)
@@ -130,7 +130,7 @@ def test_a_killed_run_resumes_identically(ppo_config, start, capfd):
     process.communicate()
     capfd.readouterr()
     ppo.train(broken)
-    assert "resuming from step 2" in capfd.readouterr().err
+    assert "resuming from step" in capfd.readouterr().err
     assert everything(unbroken.output_dir) == everything(broken.output_dir)
     assert weights(unbroken.output_dir) == weights(broken.output_dir)
 
