@@ -40,6 +40,9 @@ LABELS = {
     "ppo-lr2": "PPO, lr 2e-5",
     "n5-start-lr2": "n = 5, `start`, lr 2e-5",
     "auto": "`credit: auto`",
+    "n5-boundary": "n = 5, `credit: boundary`",
+    "ppo-lr16": "PPO, lr 1.6e-4",
+    "n5-start-lr16": "n = 5, `start`, lr 1.6e-4",
 }
 """Methods on TL;DR in the order of the tables and of their colours."""
 SUMS_LABELS = {

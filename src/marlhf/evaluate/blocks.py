@@ -239,6 +239,7 @@ class BlockDecider:
                 "ended": draft.ended,
                 "num_blocks": draft.num_blocks,
                 "num_sampled": draft.num_sampled,
+                "response_ids": draft.tokens,
             }
             for draft, score in zip(drafts, scores)
         ]
