@@ -35,7 +35,7 @@ from evidence.results import (
 )
 
 ARCHIVE = ROOT / "docs" / "results" / "identify.tar.xz"
-OTHERS = ("auto", "offline", "qwen", "sparse", "sums", "updates")
+OTHERS = ("auto", "offline", "qwen", "seeds", "sparse", "sums", "updates")
 MAX_ARCHIVE = 400_000
 
 

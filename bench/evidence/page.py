@@ -43,7 +43,13 @@ BETAS = "auto"
 HALF_WAY = 50
 """Evaluations at this step are compared beside the last ones, in runs of twice as many."""
 MINUS = "\u2212"
-PAIRS = (("n5-start", "n5-equal"), ("rloo", "n5-start"), ("lam1", "n5-start"))
+PAIRS = (
+    ("n5-start", "n5-equal"),
+    ("rloo", "n5-start"),
+    ("lam1", "n5-start"),
+    ("n5-start-lr2", "ppo-lr2"),
+    ("n5-start-lr8", "ppo-lr8"),
+)
 """Differences that matter beside those to PPO."""
 
 
@@ -121,7 +127,9 @@ def pairs(results: Results) -> str:
     for ours, theirs in PAIRS:
         for step in compared_steps(results):
             name = f"{LABELS[ours]} over {LABELS[theirs]}, step {step}"
-            rows.append([name, *differences(results, ours, theirs, step)])
+            cells = differences(results, ours, theirs, step)
+            if any(cells):
+                rows.append([name, *cells])
     return table(["", *(f"`{t}`" for t in results.teachers), "over all"], rows)
 
 
