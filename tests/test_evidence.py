@@ -35,7 +35,7 @@ from evidence.results import (
 )
 
 ARCHIVE = ROOT / "docs" / "results" / "identify.tar.xz"
-OTHERS = ("auto", "offline", "qwen", "seeds", "sparse", "sums", "updates")
+OTHERS = ("auto", "offline", "qwen", "rules", "seeds", "sparse", "sums", "updates")
 MAX_ARCHIVE = 400_000
 
 
@@ -174,7 +174,8 @@ def test_numbers_have_a_sign_where_they_differ_from_zero():
 
 def test_every_stage_of_the_recipe_has_a_place_in_the_tables():
     stages = [stage for stage in load_recipe("evidence/identify") if stage.kind in ("ppo", "rloo")]
-    assert {method_of(stage.name) for stage in stages} == set(LABELS)
+    rules = [stage for stage in load_recipe("evidence/rules") if stage.kind == "ppo"]
+    assert {method_of(stage.name) for stage in [*stages, *rules]} == set(LABELS)
     for stage in stages:
         assert Path(stage.config.gold_model).parent.name == "gold"
         assert stage.config.kl_coef == OTHER_BETAS.get(method_of(stage.name)[-4:], 0.05)

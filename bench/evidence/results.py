@@ -43,8 +43,13 @@ LABELS = {
     "n5-boundary": "n = 5, `credit: boundary`",
     "ppo-lr16": "PPO, lr 1.6e-4",
     "n5-start-lr16": "n = 5, `start`, lr 1.6e-4",
+    "n12": "n = 12",
+    "random": "n-grams of random lengths",
+    "words": "words",
+    "surprise": "surprise",
+    "constituents": "constituents, `sigma: start`",
 }
-"""Methods on TL;DR in the order of the tables and of their colours."""
+"""Methods on TL;DR and the offline task, in the order of the tables and of their colours."""
 SUMS_LABELS = {
     "ppo": "PPO, lambda .95",
     "lam99": "PPO, lambda .99",
