@@ -50,6 +50,7 @@ def test_one_candidate_is_plain_sampling(with_critic, value):
     [found] = best_of_blocks(with_critic / "ppo", FEW, options(NGram(3), [1], value=value))
     assert responses(found) == [line["best"]["response"] for line in plain]
     assert [line["num_sampled"] for line in found.lines] == [line["lengths"][0] for line in plain]
+    assert [len(line["response_ids"]) for line in found.lines] == [x["lengths"][0] for x in plain]
     assert found.point().kl_bound == 0
 
 
