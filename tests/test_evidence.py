@@ -35,7 +35,7 @@ from evidence.results import (
 )
 
 ARCHIVE = ROOT / "docs" / "results" / "identify.tar.xz"
-OTHERS = ("auto", "offline", "qwen", "rules", "seeds", "sparse", "sums", "updates")
+OTHERS = ("auto", "offline", "qwen", "rules", "seeds", "sparse", "sums", "three", "updates")
 MAX_ARCHIVE = 400_000
 
 

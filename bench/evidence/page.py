@@ -5,7 +5,8 @@
 <!-- end of evidence -->
 
 A block is made from the first archive unless it names another: "evidence: over-ppo of auto" is from
-auto.tar.xz. Runs of different archives have other SFT and reward models and are not compared.
+auto.tar.xz. Runs of different archives have other SFT and reward models and are not compared;
+"all-days" averages differences that are each within one archive.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from evidence.results import (
     solved,
 )
 from marlhf.config import check_recipe
+from marlhf.intervals import mean_over_groups
 
 PAGE = "results.md"
 BLOCK = re.compile(
@@ -40,6 +42,8 @@ BLOCK = re.compile(
 )
 BETAS = "auto"
 """The campaign in which methods were trained with several betas."""
+TLDR = ("identify", "auto", "seeds", "three")
+"""The campaigns of experiment 1's recipe, on different days."""
 HALF_WAY = 50
 """Evaluations at this step are compared beside the last ones, in runs of twice as many."""
 MINUS = "\u2212"
@@ -64,6 +68,7 @@ def write_page(campaigns: Mapping[str, Results], docs: Path) -> Path:
         "over-ppo": over_ppo,
         "pairs": pairs,
         "runs": runs,
+        "all-days": lambda _: all_days([campaigns[name] for name in TLDR if name in campaigns]),
         "not-run": lambda _: not_run(campaigns.values()),
         "right": right,
         "updates": updates,
@@ -115,6 +120,31 @@ def over_ppo(results: Results) -> str:
         head = [f"over PPO at step {step}", *(f"`{t}`" for t in results.teachers), "over all"]
         tables.append(table(head, rows))
     return "\n".join(tables)
+
+
+def all_days(campaigns: Sequence[Results]) -> str:
+    """Differences to PPO at the last step over the reward models of all campaigns."""
+    rows: list[list[str]] = []
+    for method in LABELS:
+        if method == "ppo" or method.endswith(tuple(OTHER_BETAS)):
+            continue
+        cells: list[str] = []
+        for measure in (objective, gold, score, kl):
+            found = [
+                results.differences(measure, method, "ppo", teacher, 2 * HALF_WAY)
+                for results in campaigns
+                for teacher in results.teachers
+            ]
+            groups = [[x.tolist() for x in group] for group in found if group]
+            if len(groups) < 2:
+                break  # one reward model has no interval over reward models
+            if not cells:
+                cells = [LABELS[method], str(len(groups)), str(sum(map(len, groups)))]
+            cells.append(mean_over_groups(groups).text(signed))
+        else:
+            rows.append(cells)
+    head = ["over PPO at step 100, all days", "reward models", "pairs of runs"]
+    return table([*head, f"score {MINUS} {BETA} KL", "gold", "score", "KL"], rows)
 
 
 def compared_steps(results: Results) -> list[int]:
