@@ -41,6 +41,8 @@ def main() -> None:
     if not lines:
         parser.error(f"{args.run} has no {BLOCKS}/: run marlhf best-of-n --blocks first")
     if args.gold:
+        if any("response_ids" not in line for line in lines):
+            parser.error(f"{args.run}/{BLOCKS} is of an earlier version: sample its blocks again")
         judge(lines, args.run, args.gold, args.like, args.device)
     else:
         for line in lines:
