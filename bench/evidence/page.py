@@ -68,7 +68,7 @@ def write_page(campaigns: Mapping[str, Results], docs: Path) -> Path:
         "over-ppo": over_ppo,
         "pairs": pairs,
         "runs": runs,
-        "all-days": lambda _: all_days([campaigns[name] for name in TLDR if name in campaigns]),
+        "all-days": lambda _: all_days([campaigns[name] for name in TLDR]),
         "not-run": lambda _: not_run(campaigns.values()),
         "right": right,
         "updates": updates,
@@ -77,7 +77,8 @@ def write_page(campaigns: Mapping[str, Results], docs: Path) -> Path:
 
     def fill(found: re.Match[str]) -> str:
         mark, block, campaign, end = found.groups()
-        if (campaign or first) not in campaigns:
+        needed = TLDR if block == "all-days" else (campaign or first,)
+        if not campaigns.keys() >= set(needed):
             return found[0]
         return f"{mark}{blocks[block](campaigns[campaign or first])}{end}"
 
@@ -111,9 +112,7 @@ def over_ppo(results: Results) -> str:
     tables: list[str] = []
     for step in compared_steps(results):
         rows: list[list[str]] = []
-        for method in LABELS:
-            if method == "ppo" or method.endswith(tuple(OTHER_BETAS)):
-                continue  # what others are trained for is not compared
+        for method in beside_ppo():
             cells = differences(results, method, "ppo", step)
             if any(cells):
                 rows.append([LABELS[method], *cells])
@@ -124,27 +123,32 @@ def over_ppo(results: Results) -> str:
 
 def all_days(campaigns: Sequence[Results]) -> str:
     """Differences to PPO at the last step over the reward models of all campaigns."""
+    days = [(results, teacher) for results in campaigns for teacher in results.teachers]
     rows: list[list[str]] = []
-    for method in LABELS:
-        if method == "ppo" or method.endswith(tuple(OTHER_BETAS)):
-            continue
-        cells: list[str] = []
-        for measure in (objective, gold, score, kl):
-            found = [
-                results.differences(measure, method, "ppo", teacher, 2 * HALF_WAY)
-                for results in campaigns
-                for teacher in results.teachers
+    for method in beside_ppo():
+        found = [
+            [
+                results.differences(measure, method, "ppo", name, 2 * HALF_WAY)
+                for results, name in days
             ]
-            groups = [[x.tolist() for x in group] for group in found if group]
-            if len(groups) < 2:
-                break  # one reward model has no interval over reward models
-            if not cells:
-                cells = [LABELS[method], str(len(groups)), str(sum(map(len, groups)))]
-            cells.append(mean_over_groups(groups).text(signed))
-        else:
-            rows.append(cells)
-    head = ["over PPO at step 100, all days", "reward models", "pairs of runs"]
+            for measure in (objective, gold, score, kl)
+        ]
+        seeds = [len(group) for group in found[0] if group]
+        if len(seeds) < 2:
+            continue  # one reward model has no interval over reward models
+        means = [
+            mean_over_groups([[x.tolist() for x in group] for group in groups if group])
+            for groups in found
+        ]
+        counts = [str(len(seeds)), str(sum(seeds))]
+        rows.append([LABELS[method], *counts, *(each.text(signed) for each in means)])
+    head = [f"over PPO at step {2 * HALF_WAY}, all days", "reward models", "pairs of runs"]
     return table([*head, f"score {MINUS} {BETA} KL", "gold", "score", "KL"], rows)
+
+
+def beside_ppo() -> list[str]:
+    """The methods that are trained for what PPO is: those at another beta are not."""
+    return [name for name in LABELS if name != "ppo" and not name.endswith(tuple(OTHER_BETAS))]
 
 
 def compared_steps(results: Results) -> list[int]:

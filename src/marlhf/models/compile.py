@@ -57,7 +57,7 @@ class LayerwiseCache(Cache):
 
         It must not depend on the number of the layer, so that all layers share their code.
         """
-        raise NotImplementedError
+        return None
 
 
 def distinct_sizes() -> contextlib.AbstractContextManager[None]:
