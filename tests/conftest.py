@@ -57,8 +57,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """The half a million objects of torch and transformers stay: nothing searches them anew."""
+    """The half a million objects of torch and transformers stay: nothing searches them anew.
+
+    What tests make is mostly freed without the collector, which need not look as often.
+    """
     gc.freeze()
+    gc.set_threshold(20_000, 20, 100)
     gc.enable()
 
 
