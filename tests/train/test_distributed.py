@@ -69,6 +69,7 @@ RUNS = {kind: (kind, {}) for kind in METHODS} | {
 """What one process and two must do alike: each kind of stage, odd batches, a parser, adapters,
 programs in a sandbox."""
 RESUMED = ("sft", "ppo", "lora")
+"""These train the two layers of `tiny`, the others a model of one layer beside their folders."""
 SCORED: list[int] = []
 """The number of completions in each call of the reward function in this process."""
 
@@ -117,7 +118,8 @@ def make(root, name, kind, changes, parallel="data", reward=brevity, callbacks=(
     settings = COMMON | OWN.get(kind, {}) | changes
     config = METHODS[kind].config(output_dir=str(Path(root) / name), parallel=parallel, **settings)
     rewards = {"reward_funcs": reward} if kind in OWN else {}
-    return TRAINERS[kind](model="tiny", args=config, callbacks=list(callbacks), **rewards)
+    model = "tiny" if name.startswith(RESUMED) else Path(root).parent / "one-layer"
+    return TRAINERS[kind](model=model, args=config, callbacks=list(callbacks), **rewards)
 
 
 def main(root: str) -> None:
@@ -162,7 +164,10 @@ def environment() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The folder of what one process did."""
-    root = tmp_path_factory.mktemp("alone")
+    from conftest import save_one_layer
+
+    root = tmp_path_factory.mktemp("alone") / "runs"
+    save_one_layer(root.parent / "one-layer")
     for name, (kind, changes) in RUNS.items():
         make(root, name, kind, changes).train()
     return root
@@ -171,7 +176,10 @@ def alone(tmp_path_factory):
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory, fork_server):
     """The folder of what two processes did."""
+    from conftest import save_one_layer
+
     root = tmp_path_factory.mktemp("launched")
+    save_one_layer(root / "one-layer")
     for way in WAYS:
         for name in RESUMED:
             kind, changes = RUNS[name]
