@@ -35,7 +35,18 @@ from evidence.results import (
 )
 
 ARCHIVE = ROOT / "docs" / "results" / "identify.tar.xz"
-OTHERS = ("auto", "offline", "qwen", "rules", "seeds", "sparse", "sums", "three", "updates")
+OTHERS = (
+    "auto",
+    "betas",
+    "offline",
+    "qwen",
+    "rules",
+    "seeds",
+    "sparse",
+    "sums",
+    "three",
+    "updates",
+)
 MAX_ARCHIVE = 400_000
 
 
@@ -208,7 +219,7 @@ def test_the_page_is_made_from_the_committed_archive(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", words)
     evidence_report.main()
     assert (docs / "results.md").read_text("utf-8") == page
-    for name in ("end-points.svg", "gold.svg", "frontier.svg"):
+    for name in ("end-points.svg", "gold.svg", "frontier.svg", "betas.svg"):
         drawn, committed = (
             (folder / "results" / name).read_text("utf-8") for folder in (docs, ROOT / "docs")
         )

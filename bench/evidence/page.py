@@ -11,6 +11,7 @@ auto.tar.xz. Runs of different archives have other SFT and reward models and are
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -40,9 +41,9 @@ PAGE = "results.md"
 BLOCK = re.compile(
     r"(<!-- evidence: ([\w-]+)(?: of ([\w-]+))? -->\n).*?(<!-- end of evidence -->)", re.S
 )
-BETAS = "auto"
-"""The campaign in which methods were trained with several betas."""
-TLDR = ("identify", "auto", "seeds", "three")
+FRONTIERS = {"auto": "frontier.svg", "betas": "betas.svg"}
+"""The campaigns in which methods were trained with several betas, and the figure of each."""
+TLDR = ("identify", "auto", "seeds", "three", "betas")
 """The campaigns of experiment 1's recipe, on different days."""
 HALF_WAY = 50
 """Evaluations at this step are compared beside the last ones, in runs of twice as many."""
@@ -73,6 +74,7 @@ def write_page(campaigns: Mapping[str, Results], docs: Path) -> Path:
         "right": right,
         "updates": updates,
         "larger": larger,
+        "larger-pairs": larger_pairs,
     }
 
     def fill(found: re.Match[str]) -> str:
@@ -87,8 +89,8 @@ def write_page(campaigns: Mapping[str, Results], docs: Path) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "end-points.svg").write_text(end_points(campaigns[first]), encoding="utf-8")
     (folder / "gold.svg").write_text(gold_over_steps(campaigns[first]), encoding="utf-8")
-    if BETAS in campaigns:
-        (folder / "frontier.svg").write_text(frontier(campaigns[BETAS]), encoding="utf-8")
+    for name in FRONTIERS.keys() & campaigns.keys():
+        (folder / FRONTIERS[name]).write_text(frontier(campaigns[name]), encoding="utf-8")
     return page
 
 
@@ -273,6 +275,22 @@ def larger(results: Results) -> str:
         head += ["points over PPO", "first ended", "KL", "tokens", "seeds"]
         tables.append(table(head, rows))
     return "\n".join(tables)
+
+
+def larger_pairs(results: Results) -> str:
+    """What gained more than PPO, compared with each other, half-way and at PPO's end."""
+    [nobody] = results.teachers
+    rows: list[list[str]] = []
+    for ours, theirs in itertools.combinations(("lines", "lam1", "rloo"), 2):
+        end = results.last_step(f"gsm8k-{ours}", nobody)
+        for step in (end // 2, end):
+            cells = [
+                results.difference(solved, f"{task}-{ours}", f"{task}-{theirs}", [nobody], step)
+                for task in QWEN_TASKS
+            ]
+            name = f"{QWEN_LABELS[ours]}, over {QWEN_LABELS[theirs]}, step {step}"
+            rows.append([name, *(found.text(points) for found, _ in cells)])
+    return table(["points", *QWEN_TASKS.values()], rows)
 
 
 def solved_cells(results: Results, method: str, base: str, label: str, step: int) -> list[str]:

@@ -128,6 +128,7 @@ def _probe(model: Model, length: int, rows: int = 2) -> Tensor:
     return (size // 3 + count * 7919) % size
 
 
+@torch.compiler.set_stance("force_eager")  # compiling takes seconds, for one small pass
 def _without_cache(model: Model, ids: Tensor, positions: Tensor) -> Tensor:
     """Logits at some positions, [B, N], of one pass: [B, N, V]."""
     if forward_parameters(model) & {"logits_to_keep", "kwargs"}:

@@ -168,7 +168,8 @@ def _reference(
     if config.ref_model is None and objects.model is not None:
         return WholeModel(objects.model, "language", copied=True)
     path = config.ref_model or config.model
-    check_reference_tokenizer(config, path, tokenizer)
+    if path != config.model or objects.tokenizer is not None:  # else it is read from there
+        check_reference_tokenizer(config, path, tokenizer)
     return WholeModel(path, "language", seed=config.seed, setting="ref_model")
 
 
