@@ -99,9 +99,9 @@ def _reader(tokens: list[str]) -> Callable[[str], bytes]:
 
 
 def _byte_level(token: str) -> bytes:
-    if not all(c in BYTES for c in token):
+    if not BYTE_LEVEL.fullmatch(token):
         return token.encode()  # put into the vocabulary as plain text
-    return bytes(BYTES[c] for c in token)
+    return token.translate(BYTES).encode("latin-1")
 
 
 def _metaspace(token: str) -> bytes:
@@ -115,11 +115,12 @@ def _word_piece(token: str) -> bytes:
     return (token[2:] if token.startswith("##") else f" {token}").encode()
 
 
-def _byte_table() -> dict[str, int]:
-    """The byte of each of GPT-2's printable characters."""
+def _byte_table() -> dict[int, int]:
+    """The byte of each of GPT-2's printable characters, by its code."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [b for b in range(256) if b not in plain]
-    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(rest)}
+    return {b: b for b in plain} | {256 + i: b for i, b in enumerate(rest)}
 
 
 BYTES = _byte_table()
+BYTE_LEVEL = re.compile(f"[{re.escape(''.join(map(chr, BYTES)))}]*")
