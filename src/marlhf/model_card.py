@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -284,10 +285,16 @@ def _limits(stage: str) -> str:
 def _versions(adapter: bool) -> Iterator[tuple[str, str]]:
     yield "marlhf", __version__
     for package in ("torch", "transformers", *["peft"] * adapter, "tokenizers", "datasets"):
-        try:
-            yield package, version(package)
-        except PackageNotFoundError:
-            continue
+        if number := _installed_version(package):
+            yield package, number
+
+
+@cache  # a package's whole description is read and parsed for it
+def _installed_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _origin(name: str) -> str:
