@@ -223,7 +223,7 @@ def serve(tmp_path, monkeypatch):
     def start(model, num_workers=1):
         model.save_pretrained(tmp_path / "served")
         server = FakeServer(tmp_path / "served", num_workers)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         started.append(server)
         return server
 
