@@ -1,6 +1,7 @@
 """The report in a real browser, of runs that were really trained: opened from disk, offline."""
 
 import csv
+import functools
 import io
 import re
 from urllib.parse import unquote
@@ -51,13 +52,21 @@ def trained(tmp_path_factory):
     return root
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """`written(folder)`: the file of a report, written once for all that open it."""
+    return functools.cache(
+        lambda *paths: write_report(paths, tmp_path_factory.mktemp("report") / "report.html")
+    )
+
+
 @pytest.fixture
-def open_page(browser, tmp_path):
+def open_page(browser, written):
     """`open_page(folder, width=390, ...)`: the report in a page that keeps faults and requests."""
     contexts = []
 
     def show(*paths, width=1280, **profile):
-        file = write_report(paths, tmp_path / "report.html")
+        file = written(*paths)
         context = browser.new_context(viewport={"width": width, "height": 900}, **profile)
         contexts.append(context)
         page = context.new_page()
