@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing import forkserver
 from typing import IO, Any
 
 import pytest
@@ -31,8 +31,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 FORKED_SAMPLERS = "MARLHF_FORKED_SAMPLERS"
 """Set where commands fork the processes that sample ahead, instead of starting them anew."""
-SAMPLER_SERVER = b"sampler server"
-"""Asks for a server that forks such processes for tests themselves."""
 
 
 class ForkedProcess:
@@ -101,17 +99,6 @@ class ForkServer:
         """Two processes that torchrun's launcher starts."""
         return self.start("two ranks", *arguments)
 
-    def start_sampler_server(self) -> None:
-        """Start the server that forks samplers of this process, unless it runs."""
-        _start_sampler_server(self._fork_sampler_server)
-
-    def _fork_sampler_server(self, listener: int, alive: int) -> int:
-        ours, theirs = os.pipe()
-        socket.send_fds(self.control, [SAMPLER_SERVER], [listener, alive, theirs])
-        os.close(theirs)
-        with os.fdopen(ours, encoding="utf-8") as status:
-            return int(status.readline())
-
     def close(self) -> None:
         for process in self._processes:
             process.kill()  # what a test that failed left running
@@ -130,13 +117,13 @@ def fork_samplers() -> Callable[[str], Any]:
     """In place of `multiprocessing.get_context`: by the server that Python has for forking."""
     real = multiprocessing.get_context
     context = real("forkserver")
+    context.set_forkserver_preload(["marlhf.rollout.sampler_process"])
     return lambda method: context if method == "spawn" else real(method)
 
 
 @pytest.fixture
-def forked_samplers(monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer) -> None:
+def forked_samplers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that sample ahead are forked as well, here and in forked commands."""
-    fork_server.start_sampler_server()
     monkeypatch.setattr(multiprocessing, "get_context", fork_samplers())
     monkeypatch.setenv(FORKED_SAMPLERS, "1")
 
@@ -148,15 +135,9 @@ def next_command(control: socket.socket) -> list[str]:
         _reap()
         if not message:
             sys.exit()
-        if message == SAMPLER_SERVER:
-            listener, alive, status = descriptors
-            os.write(status, f"{_fork_sampler_server(listener, alive)}\n".encode())
-            for descriptor in descriptors:
-                os.close(descriptor)
-            continue
         request = json.loads(message)
         if FORKED_SAMPLERS in request["environment"]:
-            _start_sampler_server(_fork_sampler_server)  # all commands share it
+            _start_sampler_server()
         if os.fork() == 0:
             control.close()
             _fork_and_report(*descriptors)
@@ -170,31 +151,13 @@ def next_command(control: socket.socket) -> list[str]:
             os.close(descriptor)
 
 
-def _start_sampler_server(fork: Callable[[int, int], int]) -> None:
-    """Python's own server, which `fork` starts from the sockets it listens to."""
+def _start_sampler_server() -> None:
+    """Before the fork, so that all commands share the server that forks their samplers."""
     server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
     if server._forkserver_address is None:
-        resource_tracker.ensure_running()  # which Python starts in the same way
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(util, "spawnv_passfds", lambda path, words, passed: fork(*passed))
-            server.ensure_running()
-        server.ensure_running = lambda: None  # it is not looked for among children
-
-
-def _fork_sampler_server(listener: int, alive: int) -> int:
-    """Fork a process that serves as one that Python has started, with all imported already."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            kept = sorted((2, listener, alive))
-            for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")]):
-                os.closerange(low + 1, high)
-            server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
-            server.__init__()  # its lock is held
-            forkserver.main(listener, alive, [])
-        finally:
-            os._exit(0)
-    return pid
+        fork_samplers()
+        server.ensure_running()
+        server.ensure_running = lambda: None  # a command would look for it among its children
 
 
 def _reap() -> None:
@@ -242,10 +205,7 @@ def run_ranks(arguments: list[str]) -> None:
     elastic_launch(config, run)(arguments)
 
 
-PRELOADED = (
-    *("peft", "transformers.models.llama.modeling_llama"),
-    *("marlhf.cli", "marlhf.trainers", "marlhf.rollout.sampler_process"),
-)
+PRELOADED = ("peft", "transformers.models.llama.modeling_llama", "marlhf.cli", "marlhf.trainers")
 
 if __name__ == "__main__":
     os.fsync = os.fstat  # as in conftest.py

@@ -31,9 +31,8 @@ def sampling_from(policy):
 
 
 @pytest.fixture(scope="module")
-def running(fork_server):
+def running():
     """A policy and its sampler, for all tests that leave it as it was."""
-    fork_server.start_sampler_server()
     policy = tiny_model()
     with pytest.MonkeyPatch.context() as patched, sampling_from(policy) as process:
         patched.setattr(multiprocessing, "get_context", fork_samplers())
