@@ -205,6 +205,7 @@ def test_every_shipped_recipe_loads(name):
         "apps",
         "mbpp",
         "code",
+        "evidence/coarse",
         "evidence/predict",
         "evidence/sums",
         "evidence/updates",

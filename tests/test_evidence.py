@@ -22,6 +22,7 @@ import evidence_report
 from evidence.data import prepare
 from evidence.page import MINUS, number, signed
 from evidence.results import (
+    COARSE_LABELS,
     LABELS,
     OTHER_BETAS,
     QWEN_LABELS,
@@ -38,6 +39,7 @@ ARCHIVE = ROOT / "docs" / "results" / "identify.tar.xz"
 OTHERS = (
     "auto",
     "betas",
+    "coarse",
     "offline",
     "qwen",
     "rules",
@@ -194,7 +196,11 @@ def test_every_stage_of_the_recipe_has_a_place_in_the_tables():
 
 @pytest.mark.parametrize(
     ("recipe", "labels"),
-    [("evidence/sums", SUMS_LABELS), ("evidence/updates", UPDATES_LABELS)],
+    [
+        ("evidence/sums", SUMS_LABELS),
+        ("evidence/updates", UPDATES_LABELS),
+        ("evidence/coarse", COARSE_LABELS),
+    ],
 )
 def test_every_stage_of_the_sums_has_a_place_in_its_table(recipe, labels):
     stages = [stage for stage in load_recipe(recipe) if stage.kind in ("ppo", "rloo")]

@@ -20,6 +20,7 @@ from statistics import mean
 from evidence.figures import end_points, frontier, gold_over_steps
 from evidence.results import (
     BETA,
+    COARSE_LABELS,
     LABELS,
     OTHER_BETAS,
     QWEN_LABELS,
@@ -73,6 +74,7 @@ def write_page(campaigns: Mapping[str, Results], docs: Path) -> Path:
         "not-run": lambda _: not_run(campaigns.values()),
         "right": right,
         "updates": updates,
+        "coarse": coarse,
         "larger": larger,
         "larger-pairs": larger_pairs,
     }
@@ -214,24 +216,31 @@ def updates(results: Results) -> str:
     return shares_right(results, UPDATES_LABELS)
 
 
-def shares_right(results: Results, labels: Mapping[str, str]) -> str:
-    """The share of right answers at four steps; at the last also the worst seed, KL and PPO's.
+def coarse(results: Results) -> str:
+    """The same for values from continuations of longer and longer macro actions."""
+    return shares_right(results, COARSE_LABELS, "lam1", "lambda 1")
+
+
+def shares_right(
+    results: Results, labels: Mapping[str, str], base: str = "ppo", name: str = "PPO"
+) -> str:
+    """The share of right answers at four steps; at the last also the worst seed and the KL.
 
     "as PPO's end" is the first evaluation at which a method has what PPO has at its last, unless
-    it started with that.
+    it started with that. `base` is another method to compare with, called `name`.
     """
     [nobody] = results.teachers  # the reward is a function
     steps = sorted({e.step for [run, *_] in results.runs.values() for e in run.evaluations})
     shown = [steps[round(i * (len(steps) - 1) / 3)] for i in range(4)]
     last = shown[-1]
-    goal = results.mean(score, "ppo", nobody, last)
+    goal = results.mean(score, base, nobody, last)
     rows: list[list[str]] = []
     for method, label in labels.items():
         if (method, nobody) not in results.runs:
             continue
         means = {step: results.mean(score, method, nobody, step) for step in steps}
         seeds = [score(each).mean() for each in results.at(method, nobody, last).values()]
-        over, count = results.difference(score, method, "ppo", [nobody], last)
+        over, count = results.difference(score, method, base, [nobody], last)
         reached = next((str(step) for step, mean in means.items() if mean >= goal), "never")
         rows.append(
             [
@@ -239,13 +248,13 @@ def shares_right(results: Results, labels: Mapping[str, str]) -> str:
                 *(f"{means[step]:.1%}" for step in shown),
                 f"{min(seeds):.1%}",
                 number(results.mean(kl, method, nobody, last)),
-                over.text(points) if count and method != "ppo" else "",
+                over.text(points) if count and method != base else "",
                 "" if reached == "0" else reached,
                 str(len(seeds)),
             ]
         )
     head = [f"right after {shown[0]} steps", *map(str, shown[1:]), "worst seed", "KL"]
-    return table(["", *head, "points over PPO", "as PPO's end", "seeds"], rows)
+    return table(["", *head, f"points over {name}", f"as {name}'s end", "seeds"], rows)
 
 
 def larger(results: Results) -> str:

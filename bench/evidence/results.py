@@ -77,12 +77,23 @@ _UPDATES = {
 }
 UPDATES_LABELS = _UPDATES | {f"{name}-fast": f"{x}, lr 1e-3" for name, x in _UPDATES.items()}
 """Methods on chained sums with eight updates on each batch."""
+COARSE_LABELS = {
+    "lam1": "PPO, lambda 1",
+    "rloo": "RLOO, 4 samples per prompt",
+    "lam1-320": "PPO, lambda 1, 320 responses",
+    "rloo-320": "RLOO, 320 responses",
+    "n28": "n = 28, `values: monte_carlo`",
+    "n56": "n = 56, `values: monte_carlo`",
+    "whole": "whole responses, `values: monte_carlo`",
+}
+"""Methods on chained sums around values from continuations of few macro actions."""
 QWEN_TASKS = {"gsm8k": "GSM8K", "mbpp": "MBPP"}
 QWEN_LABELS = {
     "ppo": "PPO, lambda .95",
     "lam1": "PPO, lambda 1",
     "lines": "lines, lambda .95",
     "rloo": "RLOO, 4 samples per prompt",
+    "monte-carlo": "n = 64, `values: monte_carlo`, lambda 0",
 }
 """Methods of the larger model, on each of its tasks."""
 
