@@ -124,16 +124,14 @@ def rows(num_rows: int = 8192, seed: int = 0) -> list[Row]:
     See `TEMPERATURE` for how often. Fewer rows are the first of more rows, and
     every Python writes the same ones. `columns` keeps both gold scores.
     """
-    rng, written = _written(seed)
-    while len(written) < num_rows:
-        written.append(_write_row(rng))
-    return written[:num_rows]
+    return list(_rows(num_rows, seed))
 
 
 @lru_cache(maxsize=2)
-def _written(seed: int) -> tuple[random.Random, list[Row]]:
-    """What the rows are drawn with, and those so far: all stages of a recipe ask for the same."""
-    return random.Random(seed), []
+def _rows(num_rows: int, seed: int) -> tuple[Row, ...]:
+    """Kept, since all stages of a recipe ask for the same rows."""
+    rng = random.Random(seed)
+    return tuple(_write_row(rng) for _ in range(num_rows))
 
 
 def gold_score(prompt: str, response: str) -> float:
