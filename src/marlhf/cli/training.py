@@ -24,6 +24,7 @@ from marlhf.cli.app import (
     write_report_of,
 )
 from marlhf.runs.stage_facts import facts_of
+from marlhf.train.collector import collector_paused
 from marlhf.train.stages import METHODS
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def _add_command(kind: str, help_: str) -> None:
 
         checked = check_stage(recipe, kind, overrides, stage)  # torch is not needed for that
         tell(f"{recipe}: {checked.name} in {checked.config.output_dir}")
-        _train(make_segmenters([checked])[0])
+        with collector_paused():
+            _train(make_segmenters([checked])[0])
 
     app.command(kind, help=help_)(command)
 
@@ -56,19 +58,9 @@ def run_all(recipe: Recipe, overrides: Overrides = None) -> None:
     stages = check_recipe(recipe, overrides)  # a typo is reported before torch loads
     root = Path(stages[0].config.output_dir).parent
     tell(f"{recipe}: {', '.join(stage.name for stage in stages)} in {root}")
-    stages = make_segmenters(stages)
-    from marlhf.preflight import check_stages
-
-    check_stages(stages)
-    from marlhf.train.progress import stages_ahead
-
-    try:
-        for number, stage in enumerate(stages, start=1):
-            tell(f"[{number}/{len(stages)}] {stage.name}", bold=True)
-            stages_ahead.begin(stage.kind, [(s.kind, s.config.num_steps) for s in stages[number:]])
-            _train(stage)
-    finally:
-        stages_ahead.begin("", [])
+    with collector_paused():
+        stages = make_segmenters(stages)
+        _train_all(stages)
     if main_rank():
         write_report_of([root], root / "report.html")
         typer.echo(_results(stages))
@@ -77,6 +69,20 @@ def run_all(recipe: Recipe, overrides: Overrides = None) -> None:
         tell(f"next: marlhf chat {pair or root}")
         if len(policies) > 1:
             tell(f"      marlhf judge {pair} --judge openai:MODEL")
+
+
+def _train_all(stages: list[Stage]) -> None:
+    from marlhf.preflight import check_stages
+    from marlhf.train.progress import stages_ahead
+
+    check_stages(stages)
+    try:
+        for number, stage in enumerate(stages, start=1):
+            tell(f"[{number}/{len(stages)}] {stage.name}", bold=True)
+            stages_ahead.begin(stage.kind, [(s.kind, s.config.num_steps) for s in stages[number:]])
+            _train(stage)
+    finally:
+        stages_ahead.begin("", [])
 
 
 def _results(stages: list[Stage]) -> str:

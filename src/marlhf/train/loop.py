@@ -28,6 +28,7 @@ from marlhf.models.base import Model, Tokenizer, quiet_transformers
 from marlhf.runs.layout import MODEL, RunError
 from marlhf.runs.write import ReadOnlyRunFolder, RunFolder
 from marlhf.train.checkpoint import load_latest, save_checkpoint
+from marlhf.train.collector import resume_collector
 from marlhf.train.distributed import World
 from marlhf.train.interrupts import Stopped
 from marlhf.train.memory import WATCHED_STEPS, seek_token_budget, settle_token_budget
@@ -188,6 +189,7 @@ class Loop:
 
     def log(self, numbers: dict[str, float], show: Sequence[str] = ()) -> None:
         """The metrics of a step that is done: to the folder, the bar, trackers and callbacks."""
+        resume_collector()
         if self.step - self.done >= WATCHED_STEPS:
             settle_token_budget(self.config, self.world, self.run)
         self.callbacks.step_end(self.step)

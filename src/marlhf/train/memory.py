@@ -8,6 +8,7 @@ memory. A run that meets the limit halves its largest pass and repeats the compu
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -64,6 +65,7 @@ def fit_memory(
                 parameter.grad = None
         if undo is not None:
             undo()
+        gc.collect()  # what the failed pass left in cycles of references
         torch.cuda.empty_cache()  # does nothing where there is no GPU
         warn(
             f"out of memory. {asked} From here on a pass has at most {world.pass_limit.tokens} "

@@ -1,0 +1,38 @@
+"""Python's garbage collector, off until a command has taken its first step.
+
+Importing torch and transformers and tracing layers makes more than half a million objects, nearly
+all of which stay. Searching them for garbage, again and again as they become more, takes a tenth of
+the time to the first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+_paused = False
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Collect nothing in here before `resume_collector`; nothing changes where it was off."""
+    global _paused
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    _paused = True
+    try:
+        yield
+    finally:
+        resume_collector()
+
+
+def resume_collector() -> None:
+    """Collect from here on what is made from here on; what is there now is not searched again."""
+    global _paused
+    if _paused:
+        _paused = False
+        gc.freeze()
+        gc.enable()
