@@ -110,6 +110,36 @@ def test_an_eos_at_the_very_last_token_ended_the_response(kind, length):
         assert engine.generate([[0]], Sampling(length - 1, 0), [0]).ended.tolist() == [False]
 
 
+@both
+@pytest.mark.parametrize("budget", [1, 60, 10_000])
+def test_a_limit_only_cuts_a_response(kind, budget, small):
+    """Slots are refilled, shared and moved meanwhile; the random numbers stay those of the row."""
+    engine = kind(small("llama"), [1, 9], 0, token_budget=budget)
+    prompts = [*PROMPTS, [5, 6, 7, 8], *PROMPTS]
+    whole = engine.generate(prompts, Sampling(12), range(9))
+    limits = [12, 3, 1, 7, 12, 5, 2, 11, 4]
+    cut = engine.generate(prompts, Sampling(12), range(9), limits)
+    expected = [row[:n] for row, n in zip(whole.responses, limits)]
+    assert cut.responses == expected
+    for row, response in enumerate(expected):
+        torch.testing.assert_close(
+            cut.logprobs[row, : len(response)], whole.logprobs[row, : len(response)]
+        )
+        assert not cut.logprobs[row, len(response) :].any()
+        assert bool(cut.ended[row]) == (response[-1] in (1, 9))
+    again = engine.generate(prompts, Sampling(12), range(9))  # nothing is left of the limits
+    assert again.responses == whole.responses
+
+
+def test_limits_need_no_more_positions_than_each_row_has(small):
+    """A prompt with most of its response behind it fits where a whole response would not."""
+    model = small("llama", max_position_embeddings=64)
+    engine = NativeEngine(model, [1], 0)
+    engine.generate([[5] * 60, [6] * 20], Sampling(40), [0, 1], [4, 40])
+    assert engine.session is not None
+    assert engine.session.capacity == 64
+
+
 def test_sampling_stops_once_all_have_ended():
     model = Chain([1, 1])
     steps = []

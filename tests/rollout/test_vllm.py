@@ -265,6 +265,17 @@ def same(found, expected):
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_limits_cut_responses_as_the_native_engine_does(engine, small, top_k):
+    """The longest prompt has no room for a whole response: 64 positions are all there are."""
+    policy = small("llama")
+    prompts, sampling = [[5, 6], [7] * 60, [8, 9, 10]], Sampling(20, top_k=top_k)
+    limits = [20, 4, 1]
+    rollout = engine(policy).generate(prompts, sampling, [1, 2, 3], limits)
+    native = NativeEngine(policy, ENDS, 0).generate(prompts, sampling, [1, 2, 3], limits)
+    same(rollout, native)
+
+
 @pytest.mark.parametrize(
     "sampling", [Sampling(9, 0), SAMPLED, Sampling(9, 0.7, top_k=5, top_p=0.9)]
 )

@@ -57,26 +57,24 @@ def test_the_mean_return_is_that_of_all_continuations(loaded):
 
 
 def test_limits_are_of_whole_responses(loaded, monkeypatch):
-    """A prefix leaves fewer tokens, also where the model has no positions to spare."""
+    """A prefix leaves fewer tokens, and no more positions are needed than for whole responses."""
     config, models, examples = loaded
     config = replace(config, sampling=Sampling(max_new_tokens=8))
     states = [State(0, n, examples[0], [7] * n) for n in (0, 3, 7)]
-    seeds = list(range(6))
     calls = []
     sample = continuations.sample_responses
 
-    def watched(prompts, models, sampling, seeds):
-        calls.append(sampling.max_new_tokens)
-        return sample(prompts, models, sampling, seeds)
+    def watched(prompts, models, sampling, seeds, limits):
+        rollout = sample(prompts, models, sampling, seeds, limits)
+        calls.append((limits, [len(row) <= n for row, n in zip(rollout.responses, limits)]))
+        return rollout
 
     monkeypatch.setattr(continuations, "sample_responses", watched)
-    free = continuation_returns(states, models, config, 2, seeds, 0.1, lambda x: x)
-    assert calls == [8]
     positions = len(examples[0].prompt) + 8
     monkeypatch.setattr(models.policy.config, "max_position_embeddings", positions)
-    tight = continuation_returns(states, models, config, 2, seeds, 0.1, lambda x: x)
-    assert calls == [8, 8, 5, 1]
-    torch.testing.assert_close(free, tight)
+    returns = continuation_returns(states, models, config, 2, list(range(6)), 0.1, lambda x: x)
+    assert calls == [([8, 8, 5, 5, 1, 1], [True] * 6)]
+    assert returns.shape == (3, 2)
 
 
 def test_states_are_the_starts_of_macro_actions(loaded):

@@ -109,12 +109,14 @@ class Schedule:
         step: DecodeStep,
         prompts: Sequence[Sequence[int]],
         uniform: Tensor,
+        limits: Sequence[int],
         budget: int,
         *,
         share_prefixes: bool = True,
     ) -> None:
         self.step, self.state, self.decoder = step, step.state, step.decoder
-        self.prompts, self.uniform, self.budget = prompts, uniform, budget
+        self.prompts, self.uniform, self.limits = prompts, uniform, limits
+        self.budget = budget
         self.gpu = self.state.device.type == "cuda"
         # Without sharing every row is a family of its own.
         self.family = prefix_families(prompts) if share_prefixes else list(range(len(prompts)))
@@ -131,7 +133,7 @@ class Schedule:
         self.logprobs = torch.zeros(shape, device=device)
 
     def run(self) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs, [B, R]; junk after the end."""
+        """Tokens and log-probs, [B, R]; junk after the end and beyond the limit."""
         self._refill()
         while any(row is not None for row in self.rows):
             self._collect(self._advance())
@@ -157,9 +159,12 @@ class Schedule:
         # every token is sampled in the same place.
         last = [self.prompts[row][-1] for row in rows]
         positions = [len(self.prompts[row]) - 1 for row in rows]
-        uniform = self.uniform[self._to_device(rows)]
         self.state.begin(
-            self._to_device(slots), self._to_device(last), self._to_device(positions), uniform
+            self._to_device(slots),
+            self._to_device(last),
+            self._to_device(positions),
+            self.uniform[self._to_device(rows)],
+            self._to_device([self.limits[row] for row in rows]),
         )
         if self.may_borrow:
             self._borrow_prefixes(copies)
@@ -240,10 +245,13 @@ class Schedule:
         after it: the device then always has work. A response that ended in the last step is
         noticed at the next call.
         """
-        held = [slot for slot, row in enumerate(self.rows) if row is not None]
-        count = 1
-        if self.gpu:
-            count = min(CHECK_EVERY, self.state.length - min(self.age[slot] for slot in held))
+        left = {
+            slot: self.limits[row] - self.age[slot]
+            for slot, row in enumerate(self.rows)
+            if row is not None
+        }
+        held = list(left)
+        count = min(CHECK_EVERY, max(left.values())) if self.gpu else 1
         running: Tensor = self.state.running
         event = torch.cuda.Event() if self.gpu else None
         for i in range(count):
@@ -264,18 +272,17 @@ class Schedule:
 
     def _collect(self, running: list[bool]) -> None:
         """Copy out the responses that have ended and free their slots."""
-        length = self.state.length
         done = [
             (slot, row)
             for slot, row in enumerate(self.rows)
-            if row is not None and (not running[slot] or self.age[slot] >= length)
+            if row is not None and (not running[slot] or self.age[slot] >= self.limits[row])
         ]
         if not done:
             return
         slots = self._to_device([slot for slot, _ in done])
         rows = self._to_device([row for _, row in done])
-        self.tokens[rows] = self.state.out_tokens[slots, :length]
-        self.logprobs[rows] = self.state.out_logprobs[slots, :length]
+        limits = self._to_device([self.limits[row] for _, row in done])
+        self.tokens[rows], self.logprobs[rows] = self.state.responses(slots, limits)
         for slot, _ in done:
             self.rows[slot] = None
 

@@ -34,7 +34,7 @@ class Engine(Protocol):
     """Sampling behind one interface, so that training does not depend on what does it.
 
     >>> class Parrot:
-    ...     def generate(self, prompts, sampling, seeds):
+    ...     def generate(self, prompts, sampling, seeds, limits=None):
     ...         nothing = torch.zeros(len(prompts), max(map(len, prompts)))
     ...         return Rollout([list(p) for p in prompts], nothing, nothing[:, 0] == 0)
     ...     def update_weights(self, model): ...
@@ -48,8 +48,12 @@ class Engine(Protocol):
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         seeds: Sequence[int],
+        limits: Sequence[int] | None = None,
     ) -> Rollout:
         """One response per prompt; repeat a prompt, with another seed, for several.
+
+        `limits` has the most tokens of each response, where `sampling.max_new_tokens` is too many
+        for some: a text that continues a response leaves fewer than a prompt does.
 
         A response depends on its prompt, the sampling, its seed and the weights, never on what
         else is in the batch, so neither memory settings nor the number of processes change it.

@@ -30,7 +30,7 @@ from marlhf.rollout.check import check_length, check_rotary, decoder_error, plai
 from marlhf.rollout.continuous import MIN_SLOTS, DecodeStep, Schedule
 from marlhf.rollout.engine import Rollout, Sampling, draws
 from marlhf.rollout.llama import LlamaDecoder
-from marlhf.rollout.plain import PlainEngine, check_prompts, to_rollout
+from marlhf.rollout.plain import PlainEngine, check_limits, check_prompts, to_rollout
 from marlhf.rollout.slots import (
     CompiledDecoder,
     Decoder,
@@ -92,16 +92,23 @@ class NativeEngine:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        limits: Sequence[int] | None = None,
     ) -> Rollout:
         """Sample one response per prompt; repeat a prompt, with another seed, for several."""
+        limits = check_limits(limits, sampling, len(prompts))
         check_prompts(prompts, seeds)
+        longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits))
         with self._sampling():
-            self._check(max(map(len, prompts)) + sampling.max_new_tokens)
+            self._check(longest)
             if self.decoder_class is None:
-                return self.plain.generate(prompts, sampling, seeds)
-            tokens, logprobs = self._run(self.decoder_class, prompts, sampling, seeds)
-            return to_rollout(tokens, logprobs, self.end_tokens)
+                return self.plain.generate(prompts, sampling, seeds, limits)
+            session = self._session(self.decoder_class, len(prompts), longest)
+            tokens, logprobs = self._run(session, prompts, sampling, seeds, limits)
+            return to_rollout(tokens, logprobs, self.end_tokens, limits)
 
     def _check(self, longest: int) -> None:
         """Choose how to sample; again when texts first exceed a window or chunk of the model."""
@@ -113,20 +120,20 @@ class NativeEngine:
 
     def _run(
         self,
-        decoder_class: DecoderClass,
+        session: DecodeSession,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         seeds: Sequence[int],
+        limits: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs, [B, R]; junk after the end."""
-        device, length = self.model.device, sampling.max_new_tokens
-        session = self._session(decoder_class, len(prompts), max(map(len, prompts)) + length)
+        """Tokens and log-probs, [B, R]; junk after the end and beyond the limit."""
+        device = self.model.device
         with session.decoder.ready():
-            uniform = draws(seeds, length, device)
+            uniform = draws(seeds, sampling.max_new_tokens, device)
             budget = min(self.token_budget, session.decoder.prefill_tokens)
-            schedule = Schedule(
-                session.step(sampling), prompts, uniform, budget, share_prefixes=self.share_prefixes
-            )
+            share = self.share_prefixes
+            step = session.step(sampling)
+            schedule = Schedule(step, prompts, uniform, limits, budget, share_prefixes=share)
             tokens, logprobs = schedule.run()
         # Clones: tensors made in inference mode may not be saved for a backward pass.
         tokens, logprobs = tokens.clone(), logprobs.clone()

@@ -47,8 +47,13 @@ class PlainEngine:
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        limits: Sequence[int] | None = None,
     ) -> Rollout:
+        limits = check_limits(limits, sampling, len(prompts))
         check_prompts(prompts, seeds)
         device, length = self.model.device, sampling.max_new_tokens
         uniform = draws(seeds, length, device)
@@ -71,7 +76,7 @@ class PlainEngine:
                     logprobs[rows, : drawn.shape[1]] = their_logprobs
         finally:
             self.model.train(training)
-        return to_rollout(tokens, logprobs, self.end_tokens)
+        return to_rollout(tokens, logprobs, self.end_tokens, limits)
 
     def _sample(
         self, prompts: list[Sequence[int]], sampling: Sampling, uniform: Tensor
@@ -133,16 +138,31 @@ def check_prompts(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Non
         )
 
 
+def check_limits(limits: Sequence[int] | None, sampling: Sampling, rows: int) -> Sequence[int]:
+    """The most tokens of each response; those of `sampling` unless given."""
+    if limits is None:
+        return [sampling.max_new_tokens] * rows
+    assert len(limits) == rows
+    assert min(limits, default=1) > 0
+    assert max(limits, default=1) <= sampling.max_new_tokens
+    return limits
+
+
 def to_rollout(
     tokens: Tensor,  # [B, R], junk after the end
     logprobs: Tensor,  # [B, R]
     end_tokens: Sequence[int],
+    limits: Sequence[int],
 ) -> Rollout:
-    """Responses cut after the first end token; whole where there is none."""
-    ends = torch.isin(tokens, torch.tensor(end_tokens, device=tokens.device))
+    """Responses cut after the first end token, or at their limit where that comes first."""
+    device = tokens.device
+    longest = torch.tensor(limits, device=device)
+    columns = torch.arange(tokens.shape[1], device=device)
+    ends = torch.isin(tokens, torch.tensor(end_tokens, device=device))
+    ends &= columns < longest[:, None]
     ended = ends.any(dim=1)
-    lengths = torch.where(ended, ends.int().argmax(dim=1) + 1, tokens.shape[1])
-    mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    lengths = torch.where(ended, ends.int().argmax(dim=1) + 1, longest)
+    mask = columns < lengths[:, None]
     rows = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist())]
     width = max(map(len, rows))
     return Rollout(rows, torch.where(mask, logprobs, 0.0)[:, :width], ended)

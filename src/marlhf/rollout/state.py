@@ -26,11 +26,12 @@ class DecodeState:
     CUDA graphs replay on fixed addresses, so the tensors are only ever written in place.
     """
 
-    # Column R is a dummy: slots at rest read and write there, so a step needs no branches.
+    # Column R is a dummy: slots at rest read and write there, so a step needs no branches. A
+    # response whose limit is below R begins in a later column, so that all are over at column R.
     uniform: Tensor  # [S, R + 1], float64, the random number of each response token
     tokens: Tensor  # [S], the next to feed
     positions: Tensor  # [S], its position in prompt and response
-    steps: Tensor  # [S], response tokens so far
+    steps: Tensor  # [S], the column of the next response token
     running: Tensor  # [S], bool
     out_tokens: Tensor  # [S, R + 1]
     out_logprobs: Tensor  # [S, R + 1]
@@ -81,14 +82,26 @@ class DecodeState:
             return self
         return DecodeState(**{name: tensor[:slots] for name, tensor in vars(self).items()})
 
-    def begin(self, slots: Tensor, tokens: Tensor, positions: Tensor, uniform: Tensor) -> None:
+    def begin(
+        self, slots: Tensor, tokens: Tensor, positions: Tensor, uniform: Tensor, limits: Tensor
+    ) -> None:
         """Start new responses in some slots: all arguments have one entry per slot."""
+        first = self.length - limits
+        columns = torch.arange(self.length, device=self.device) - first[:, None]
         self.tokens[slots] = tokens
         self.positions[slots] = positions
-        self.steps[slots] = 0
+        self.steps[slots] = first
         self.running[slots] = True
-        self.uniform[slots, : self.length] = uniform
+        self.uniform[slots, : self.length] = uniform.gather(1, columns.clamp(min=0))
         self.prefix_ends[slots] = 0
+
+    def responses(self, slots: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probs from the first on, [n, R]; junk after the end and beyond limits."""
+        columns = torch.arange(self.length, device=self.device) + (self.length - limits)[:, None]
+        columns = columns.clamp(max=self.length)
+        return self.out_tokens[slots].gather(1, columns), self.out_logprobs[slots].gather(
+            1, columns
+        )
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy some slots onto others, and put the first to rest."""

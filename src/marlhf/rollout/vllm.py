@@ -30,10 +30,12 @@ from marlhf.models.base import Model, Precision, autocast, computes_in_bfloat16
 from marlhf.models.forward import token_stats
 from marlhf.models.sequences import Sequences
 from marlhf.rollout.engine import Rollout, Sampling
-from marlhf.rollout.plain import check_prompts
+from marlhf.rollout.plain import check_limits, check_prompts
 
 MAX_GAP = 0.25
 """Nats per token between vLLM's log-probs and the policy's that rounding cannot explain."""
+CHECKED_TOKENS = 16
+"""Of a short response that is sampled only to compare its log-probs with the policy's."""
 ROUNDING_GAP = 0.02
 """Nats per token that rounding in bfloat16 may explain."""
 ENVIRONMENT = {
@@ -87,11 +89,16 @@ class VLLM(ABC):
 
     @torch.no_grad()
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        limits: Sequence[int] | None = None,
     ) -> Rollout:
         """Sample one response per prompt; repeat a prompt, with another seed, for several."""
+        limits = check_limits(limits, sampling, len(prompts))
         check_prompts(prompts, seeds)
-        self._check_lengths(prompts, sampling)
+        self._check_lengths(prompts, limits)
         if self.stale:
             self._update()
         # With top-k or top-p vLLM's log-probs are of the truncated distribution; a rollout's are
@@ -104,16 +111,15 @@ class VLLM(ABC):
                     "vLLM gives no log-probs of the whole distribution with top_k or top_p, so "
                     "they are the policy's, and there is none. Leave these out, or give a policy."
                 )
-            return self._rollout(self._complete(prompts, whole, seeds))
+            return self._rollout(self._complete(prompts, whole, seeds, limits))
         if not truncated:
-            completions = self._complete(prompts, whole, seeds)
+            completions = self._complete(prompts, whole, seeds, limits)
             self._verify(prompts[0], completions[0], sampling.scale)
             return self._rollout(completions)
-        completions = self._complete(prompts, sampling, seeds)
+        completions = self._complete(prompts, sampling, seeds, limits)
         # Truncated log-probs cannot be compared with the policy's, so a short response without
         # truncation is sampled for the check.
-        short = replace(whole, max_new_tokens=min(16, sampling.max_new_tokens))
-        [check] = self._complete(prompts[:1], short, seeds[:1])
+        [check] = self._complete(prompts[:1], whole, seeds[:1], [min(CHECKED_TOKENS, limits[0])])
         self._verify(prompts[0], check, sampling.scale)
         responses = [completion.tokens for completion in completions]
         logprobs = self._policy_logprobs(prompts, responses, sampling.scale)
@@ -121,9 +127,13 @@ class VLLM(ABC):
 
     @abstractmethod
     def _complete(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        limits: Sequence[int],
     ) -> list[Completion]:
-        """vLLM's own tokens and log-probs."""
+        """vLLM's own tokens and log-probs; `limits` count, not `sampling.max_new_tokens`."""
 
     @abstractmethod
     def _send_weights(self) -> None:
@@ -214,11 +224,11 @@ class VLLM(ABC):
                 "set engine: native."
             )
 
-    def _check_lengths(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        longest = max(map(len, prompts))
-        if longest + sampling.max_new_tokens > self.max_length:
+    def _check_lengths(self, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
+        longest, limit = max(zip(map(len, prompts), limits), key=sum)
+        if longest + limit > self.max_length:
             raise RolloutError(
-                f"A prompt of {longest} tokens and max_new_tokens of {sampling.max_new_tokens} "
+                f"A prompt of {longest} tokens and max_new_tokens of {limit} "
                 f"are more than the {self.max_length} that {self.where} accepts. Shorten either, "
                 "raise vllm_memory, or start the server with a larger --max-model-len."
             )
@@ -276,14 +286,18 @@ class VLLMEngine(VLLM):
         self.max_length = self.llm.model_config.max_model_len
 
     def _complete(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        limits: Sequence[int],
     ) -> list[Completion]:
         inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         params = [
             self.vllm.SamplingParams(
-                **fields(sampling, self.end_tokens), seed=seed, logprobs=0, detokenize=False
+                **fields(sampling, self.end_tokens, limit), seed=seed, logprobs=0, detokenize=False
             )
-            for seed in seeds
+            for seed, limit in zip(seeds, limits)
         ]
         completions = []
         for request in self.llm.generate(inputs, params, use_tqdm=False):
@@ -308,13 +322,13 @@ class VLLMEngine(VLLM):
             raise RolloutError("vLLM did not clear the prefix cache of its old weights.")
 
 
-def fields(sampling: Sampling, end_tokens: list[int]) -> dict[str, Any]:
+def fields(sampling: Sampling, end_tokens: list[int], limit: int) -> dict[str, Any]:
     """Sampling in vLLM's terms. Our end tokens count, not those in the model's files."""
     return {
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
-        "max_tokens": sampling.max_new_tokens,
+        "max_tokens": limit,
         "stop_token_ids": end_tokens,
         "ignore_eos": True,
     }

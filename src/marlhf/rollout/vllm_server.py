@@ -13,7 +13,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -25,8 +25,16 @@ from marlhf.configs.sampling import Sampling, check_url
 from marlhf.data.collate import SingleProcess
 from marlhf.models.base import Model, Precision
 from marlhf.rollout.engine import Rollout
-from marlhf.rollout.plain import check_prompts
-from marlhf.rollout.vllm import VLLM, Completion, RefusedError, RolloutError, fields, short
+from marlhf.rollout.plain import check_limits, check_prompts
+from marlhf.rollout.vllm import (
+    CHECKED_TOKENS,
+    VLLM,
+    Completion,
+    RefusedError,
+    RolloutError,
+    fields,
+    short,
+)
 from marlhf.rollout.weight_transfer import EXTENSION, PROTOCOL, WeightSender
 
 T = TypeVar("T")
@@ -95,12 +103,16 @@ class VLLMServer(VLLM):
         self.max_length = models[0].get("max_model_len") or 1 << 62
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        limits: Sequence[int] | None = None,
     ) -> Rollout:
         """Sample one response per prompt; repeat a prompt, with another seed, for several."""
         if self.ahead is not None:
             self.ahead.exception()  # waits for it: it needs the weights that the server has now
-        return super().generate(prompts, sampling, seeds)
+        return super().generate(prompts, sampling, seeds, limits)
 
     @torch.no_grad()
     def begin(
@@ -110,16 +122,16 @@ class VLLMServer(VLLM):
         assert self.policy is not None
         assert not sampling.truncated, "log-probs would be of the truncated distribution"
         check_prompts(prompts, seeds)
-        self._check_lengths(prompts, sampling)
+        limits = check_limits(None, sampling, len(prompts))
+        self._check_lengths(prompts, limits)
         if self.stale:
             self._update()
         # Checked now by a short response: when the others are there, the policy has changed.
-        short = replace(sampling, max_new_tokens=min(16, sampling.max_new_tokens))
-        [check] = self._complete(prompts[:1], short, seeds[:1])
+        [check] = self._complete(prompts[:1], sampling, seeds[:1], [min(CHECKED_TOKENS, limits[0])])
         self._verify(prompts[0], check, sampling.scale)
         if self.processes.main:
             thread = ThreadPoolExecutor(1, thread_name_prefix="sampling ahead")
-            self.ahead = thread.submit(self._complete_ahead, prompts, sampling, seeds)
+            self.ahead = thread.submit(self._complete_ahead, prompts, sampling, seeds, limits)
             thread.shutdown(wait=False)
         pending = self.ahead
 
@@ -133,9 +145,13 @@ class VLLMServer(VLLM):
         """The server is the user's, and stays."""
 
     def _complete_ahead(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        limits: Sequence[int],
     ) -> list[Completion]:
-        completions = self._request_all(prompts, sampling, seeds)
+        completions = self._request_all(prompts, sampling, seeds, limits)
         if self.lost:
             raise RolloutError(
                 f"{self.where} went away while it sampled ahead, and may be back with the weights "
@@ -144,21 +160,30 @@ class VLLMServer(VLLM):
         return completions
 
     def _request_all(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        limits: Sequence[int],
     ) -> list[Completion]:
         self.lost = False
         pool = ThreadPoolExecutor(min(len(prompts), CONNECTIONS))
+        request = partial(self._request, sampling)
         try:
-            return list(pool.map(lambda p, s: self._request(p, sampling, s), prompts, seeds))
+            return list(pool.map(request, prompts, seeds, limits))
         finally:
             pool.shutdown(cancel_futures=True)
 
     def _complete(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        limits: Sequence[int],
     ) -> list[Completion]:
         for _ in range(3):
             completions, lost = self._on_main(
-                lambda: (self._request_all(prompts, sampling, seeds), self.lost)
+                lambda: (self._request_all(prompts, sampling, seeds, limits), self.lost)
             )
             if not lost or self.policy is None:
                 return completions
@@ -166,8 +191,10 @@ class VLLMServer(VLLM):
             self._update()
         raise RolloutError(f"{self.where} goes away again and again. Its log may say why.")
 
-    def _request(self, prompt: Sequence[int], sampling: Sampling, seed: int) -> Completion:
-        body = fields(sampling, self.end_tokens) | DEFAULTS
+    def _request(
+        self, sampling: Sampling, prompt: Sequence[int], seed: int, limit: int
+    ) -> Completion:
+        body = fields(sampling, self.end_tokens, limit) | DEFAULTS
         body |= {"model": self.model, "prompt": list(prompt), "seed": seed}
         [choice] = self._call("/v1/completions", body)["choices"]
         tokens, logprobs = choice.get("token_ids"), choice.get("logprobs")

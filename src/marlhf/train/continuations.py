@@ -9,9 +9,8 @@ Axes: B rows, T response tokens, S states, K continuations of each.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,9 +18,7 @@ from torch import Tensor
 
 from marlhf.configs.rl import RLConfig
 from marlhf.core import Segments
-from marlhf.models.base import Model
-from marlhf.models.sequences import Sequences, send
-from marlhf.rollout.engine import Rollout
+from marlhf.models.sequences import Sequences
 from marlhf.train.experience import Experience, reference_logprobs, sample_responses
 from marlhf.train.memory import fit_memory
 from marlhf.train.ppo_config import PPOConfig
@@ -96,13 +93,8 @@ def continuation_returns(
 ) -> Tensor:
     """The return of `count` continuations of each state, [S, K]: score less KL penalty."""
     repeated = [state for state in states for _ in range(count)]
-    returns = torch.zeros(len(repeated), device=models.world.device)
     of_batch = models.reward.latest
-    for index in _groups(repeated, models.policy, config.sampling.max_new_tokens):
-        chosen = [repeated[i] for i in index]
-        chosen_seeds = [seeds[i] for i in index]
-        fresh = _returns(chosen, models, config, chosen_seeds, kl_coef, normalise)
-        returns[send(torch.tensor(index), returns.device)] = fresh
+    returns = _returns(repeated, models, config, seeds, kl_coef, normalise)
     models.reward.latest = of_batch  # the metrics are of the batch, not of what continued it
     return returns.view(len(states), count)
 
@@ -117,8 +109,7 @@ def _returns(
 ) -> Tensor:
     limits = [config.sampling.max_new_tokens - len(state.prefix) for state in states]
     prompts = [state.prompt for state in states]
-    sampling = replace(config.sampling, max_new_tokens=max(limits))
-    rollout = _cut(sample_responses(prompts, models, sampling, seeds), limits)
+    rollout = sample_responses(prompts, models, config.sampling, seeds, limits)
     whole = [[*state.prefix, *new] for state, new in zip(states, rollout.responses)]
     examples = [state.example for state in states]
     score = partial(models.reward, [e.prompt for e in examples], whole, [e.row for e in examples])
@@ -138,36 +129,3 @@ def _returns(
         eos_penalty=config.missing_eos_penalty * (~rollout.ended).float(),
     )
     return scored.token_rewards(config, kl_coef).sum(dim=1)
-
-
-def _groups(states: Sequence[State], policy: Model, max_new_tokens: int) -> Iterator[list[int]]:
-    """States that are sampled together, the fewest prefix tokens first.
-
-    One call samples with one limit, that of its shortest prefix. Its longest prefix then needs more
-    positions than a whole response; where the model has no more, prefixes of other lengths wait for
-    the next call.
-    """
-    positions = getattr(policy.config.get_text_config(), "max_position_embeddings", None)
-    longest = max((len(state.example.prompt) for state in states), default=0)
-    spare = math.inf if positions is None else positions - longest - max_new_tokens
-    order = sorted(range(len(states)), key=lambda i: states[i].column)
-    group: list[int] = []
-    for i in order:
-        if group and states[i].column - states[group[0]].column > spare:
-            yield group
-            group = []
-        group.append(i)
-    if group:
-        yield group
-
-
-def _cut(rollout: Rollout, limits: Sequence[int]) -> Rollout:
-    """As if each row had been sampled with a limit of its own."""
-    cut = [len(row) > limit for row, limit in zip(rollout.responses, limits)]
-    responses = [row[:limit] for row, limit in zip(rollout.responses, limits)]
-    width = max(map(len, responses), default=0)
-    device = rollout.logprobs.device
-    columns = torch.arange(width, device=device)
-    lengths = send(torch.tensor([len(row) for row in responses]), device)
-    logprobs = torch.where(columns < lengths[:, None], rollout.logprobs[:, :width], 0.0)
-    return Rollout(responses, logprobs, rollout.ended & ~send(torch.tensor(cut), device))

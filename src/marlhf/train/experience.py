@@ -195,16 +195,23 @@ def reference_and_old_logprobs(
 
 
 def sample_responses(
-    prompts: list[list[int]], models: Models, sampling: Sampling, seeds: list[int]
+    prompts: list[list[int]],
+    models: Models,
+    sampling: Sampling,
+    seeds: list[int],
+    limits: list[int] | None = None,
 ) -> Rollout:
     """A response to each prompt. Each rank samples its share and then has all of them."""
     if isinstance(models.engine, VLLMServer):  # rank 0 asks it for all, and no weights are needed
-        return models.engine.generate(prompts, sampling, seeds)
+        return models.engine.generate(prompts, sampling, seeds, limits)
     share, rollout = models.world.share([len(p) for p in prompts]), None
     with models.world.gathered(models.policy):
         if share:
             rollout = models.engine.generate(
-                [prompts[i] for i in share], sampling, [seeds[i] for i in share]
+                [prompts[i] for i in share],
+                sampling,
+                [seeds[i] for i in share],
+                None if limits is None else [limits[i] for i in share],
             )
     return gather_rollout(models.world, rollout, share, len(prompts))
 

@@ -49,9 +49,6 @@ from marlhf.train.stage import Example
 
 NO_REFERENCE_RULES = (NGram, RandomNGram, Words, Sentences, Lines, Surprise, Turns)
 """Rules that do not look at the reference's log-probs, which cost a pass at each level."""
-LENGTH_STEPS = 8
-"""The longest continuation is rounded up to this share of a response: each length that an engine
-samples at records CUDA graphs of its own."""
 
 
 @dataclass
@@ -262,39 +259,25 @@ def _continue(
     seeds: list[int],
 ) -> list[TreeRow]:
     """A new continuation of each parent's beginning, up to its last cut."""
-    longest = config.sampling.max_new_tokens
-    positions = getattr(models.policy.config, "max_position_embeddings", None) or math.inf
-    unit = max(1, longest // LENGTH_STEPS)
-    prompts: list[list[int]] = []
-    by_length: dict[int, list[int]] = {}  # tokens to sample -> which of the parents
-    for i, parent in enumerate(parents):
-        row = rows[parent]
-        cut = row.cuts[-1]
-        prompts.append([*examples[row.example].prompt, *row.response[:cut]])
-        left = longest - cut
-        length = min(longest, left + -left % unit)
-        if len(prompts[-1]) + length > positions:
-            length = left
-        by_length.setdefault(length, []).append(i)
-    new: dict[int, TreeRow] = {}
-    for length, chosen in sorted(by_length.items()):
-        rollout = sample_responses(
-            [prompts[i] for i in chosen],
-            models,
-            replace(config.sampling, max_new_tokens=length),
-            [seeds[i] for i in chosen],
+    cuts = [rows[parent].cuts[-1] for parent in parents]
+    beginnings = [rows[parent].response[:cut] for parent, cut in zip(parents, cuts)]
+    of_example = [rows[parent].example for parent in parents]
+    rollout = sample_responses(
+        [[*examples[i].prompt, *beginning] for i, beginning in zip(of_example, beginnings)],
+        models,
+        config.sampling,
+        seeds,
+        [config.sampling.max_new_tokens - cut for cut in cuts],
+    )
+    logprobs, ended = rollout.logprobs.tolist(), rollout.ended.tolist()
+    return [
+        TreeRow(
+            of_example[i],
+            beginnings[i] + new,
+            rows[parent].logprobs[: cuts[i]] + logprobs[i][: len(new)],
+            ended[i],
+            cuts[i],
+            list(rows[parent].cuts),
         )
-        logprobs, ended = rollout.logprobs.tolist(), rollout.ended.tolist()
-        for j, i in enumerate(chosen):
-            parent = rows[parents[i]]
-            cut = parent.cuts[-1]
-            own = rollout.responses[j][: longest - cut]
-            new[i] = TreeRow(
-                parent.example,
-                parent.response[:cut] + own,
-                parent.logprobs[:cut] + logprobs[j][: len(own)],
-                ended[j] and len(own) == len(rollout.responses[j]),
-                cut,
-                list(parent.cuts),
-            )
-    return [new[i] for i in range(len(parents))]
+        for i, (parent, new) in enumerate(zip(parents, rollout.responses))
+    ]
