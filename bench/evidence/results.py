@@ -93,7 +93,7 @@ QWEN_LABELS = {
     "lam1": "PPO, lambda 1",
     "lines": "lines, lambda .95",
     "rloo": "RLOO, 4 samples per prompt",
-    "monte-carlo": "n = 64, `values: monte_carlo`, lambda 0",
+    "monte-carlo": "`values: monte_carlo`, lambda 0",
 }
 """Methods of the larger model, on each of its tasks."""
 

@@ -15,6 +15,10 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14], [0, 3], [20], [1, 1, 4]]
 SEEDS = [11, 12, 13, 14]
 GREEDY = Sampling(max_new_tokens=12, temperature=0)
 both = pytest.mark.parametrize("kind", [NativeEngine, PlainEngine])
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 class Chain(torch.nn.Module):
@@ -112,9 +116,11 @@ def test_an_eos_at_the_very_last_token_ended_the_response(kind, length):
 
 @both
 @pytest.mark.parametrize("budget", [1, 60, 10_000])
-def test_a_limit_only_cuts_a_response(kind, budget, small):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_a_limit_only_cuts_a_response(kind, budget, device, small):
     """Slots are refilled, shared and moved meanwhile; the random numbers stay those of the row."""
-    engine = kind(small("llama"), [1, 9], 0, token_budget=budget)
+    model = small("llama", head_dim=16).to(device)
+    engine = kind(model, [1, 9], 0, token_budget=budget, precision="float32")
     prompts = [*PROMPTS, [5, 6, 7, 8], *PROMPTS]
     whole = engine.generate(prompts, Sampling(12), range(9))
     limits = [12, 3, 1, 7, 12, 5, 2, 11, 4]
