@@ -13,7 +13,7 @@ from marlhf.runs.layout import CONFIG, EVAL, STATE
 LEFT_OUT = {"model", "best", "critic", "checkpoints", "cache"}
 ENDINGS = {".json", ".jsonl", ".yaml", ".log"}
 PAGE_FILES = {CONFIG, EVAL, STATE}
-"""What the page of results is made from."""
+"""What the page of results is made from, and all of `measured/`."""
 DECIMALS = {"scores": 2, "gold": 2, "kl": 1, "length": 0}
 """Of the numbers of one prompt. Rounding moves a mean over 400 prompts by less than 0.002."""
 
@@ -34,7 +34,7 @@ def pack(out: Path, file: Path, *, for_page: bool = False) -> Path:
             # The rows are the user's own; the prompts that were evaluated are in the samples.
             if inside.parts[0] == "data" and path.suffix == ".jsonl":
                 continue
-            if for_page and path.name not in PAGE_FILES:
+            if for_page and path.name not in PAGE_FILES and inside.parts[0] != "measured":
                 continue
             name = f"evidence/{inside}"
             if for_page and path.name == EVAL:

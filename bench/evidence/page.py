@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import mean
 
 from evidence.figures import end_points, frontier, gold_over_steps
+from evidence.predicted import STARTS, predictions, rank_correlation, read_measured
 from evidence.results import (
     BETA,
     COARSE_LABELS,
@@ -77,6 +78,7 @@ def write_page(campaigns: Mapping[str, Results], docs: Path) -> Path:
         "coarse": coarse,
         "larger": larger,
         "larger-pairs": larger_pairs,
+        "predicted": predicted,
     }
 
     def fill(found: re.Match[str]) -> str:
@@ -122,6 +124,32 @@ def over_ppo(results: Results) -> str:
                 rows.append([LABELS[method], *cells])
         head = [f"over PPO at step {step}", *(f"`{t}`" for t in results.teachers), "over all"]
         tables.append(table(head, rows))
+    return "\n".join(tables)
+
+
+def predicted(results: Results) -> str:
+    """What was measured at each start beside what each rule gained from there."""
+    tables: list[str] = []
+    teachers = results.teachers
+    for start, text in STARTS.items():
+        rows = read_measured(results.folder, start)
+        assert rows is not None, start
+        found = predictions(results, start, rows)
+        cells: list[list[str]] = []
+        for each in found:
+            step = results.last_step(each.run, teachers[0])
+            over = [
+                results.difference(measure, each.run, f"{start}-ppo", teachers, step)[0]
+                for measure in (objective, gold)
+            ]
+            compared = [x.text(signed) if each.run != f"{start}-ppo" else "" for x in over]
+            cosine = f"{number(each.cosine)} \u00b1 {number(each.error)}"
+            cells.append([f"`{each.rule}`", cosine, each.gained.text(signed), *compared])
+        correlation, p_value = rank_correlation(found)
+        head = [f"from {text}", "cosine", "gained in 30 steps", "over lambda .95"]
+        head += ["gold over lambda .95"]
+        note = f"Rank correlation {number(correlation)} (p = {p_value:.2f}).\n"
+        tables.append(f"{table(head, cells)}\n{note}")
     return "\n".join(tables)
 
 
@@ -290,15 +318,17 @@ def larger_pairs(results: Results) -> str:
     """What gained more than PPO, compared with each other, half-way and at PPO's end."""
     [nobody] = results.teachers
     rows: list[list[str]] = []
-    for ours, theirs in itertools.combinations(("lines", "lam1", "rloo"), 2):
+    for ours, theirs in itertools.combinations(("monte-carlo", "lines", "lam1", "rloo"), 2):
         end = results.last_step(f"gsm8k-{ours}", nobody)
         for step in (end // 2, end):
-            cells = [
-                results.difference(solved, f"{task}-{ours}", f"{task}-{theirs}", [nobody], step)
-                for task in QWEN_TASKS
-            ]
+            cells: list[str] = []
+            for task in QWEN_TASKS:
+                both = [(f"{task}-{name}", nobody) in results.runs for name in (ours, theirs)]
+                pair = f"{task}-{ours}", f"{task}-{theirs}"
+                found = results.difference(solved, *pair, [nobody], step) if all(both) else None
+                cells.append(found[0].text(points) if found else "")
             name = f"{QWEN_LABELS[ours]}, over {QWEN_LABELS[theirs]}, step {step}"
-            rows.append([name, *(found.text(points) for found, _ in cells)])
+            rows.append([name, *cells])
     return table(["points", *QWEN_TASKS.values()], rows)
 
 

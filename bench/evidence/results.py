@@ -133,6 +133,7 @@ class Results:
     runs: dict[tuple[str, str], list[Run]]
     reward_models: dict[str, Run]
     """All of them by name, the judge `gold` included."""
+    folder: Path = Path()
 
     @property
     def teachers(self) -> list[str]:
@@ -194,7 +195,7 @@ def read_results(folder: Path) -> Results:
             teacher = Path(str(run.config.get("reward_model") or "")).parent.name
             runs.setdefault((method_of(name), teacher), []).append(run)
     rewards = {name: run for name, run in sorted(found.items()) if run.stage == "reward"}
-    return Results(runs, rewards)
+    return Results(runs, rewards, folder)
 
 
 def method_of(name: str) -> str:

@@ -314,6 +314,22 @@ def test_a_judge_that_falls_while_the_score_rises_is_told(monkeypatch):
     assert not said
 
 
+def test_a_judge_that_prefers_responses_cut_off_is_told(monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(rl_warnings, "warn", said.append)
+    scores = [0.1 * (i % 7) for i in range(40)]
+    ended = [i % 4 > 0 for i in range(40)]  # ten of them do not
+    for gap, warned in ((1.0, True), (0.0, False), (-1.0, False)):
+        said.clear()
+        gold = [x if end else x + gap for x, end in zip(scores, ended)]
+        rl_warnings.warn_about_judge_of_cut_responses(gold, ended)
+        assert bool(said) == warned
+    assert not said
+    few = [i > 3 for i in range(40)]  # four say nothing
+    rl_warnings.warn_about_judge_of_cut_responses([9.0 - x for x in range(40)], few)
+    assert not said
+
+
 def test_the_judge_is_compared_with_the_start_of_the_run(ppo_config, monkeypatch):
     """The offline task's true score is the judge; the score rises at every other evaluation."""
     seen: list[tuple[int, list[float], list[float]]] = []
@@ -339,7 +355,12 @@ def test_samples_show_macro_actions(ppo_config):
     assert sample["starts"] == [i % 5 == 0 for i in range(sample["length"])]
     assert len(sample["advantages"]) == sample["length"]
     scores = read_lines(config.output_dir, "eval.jsonl")[-1]
-    assert len(scores["scores"]) == len(scores["gold"]) == 6
+    assert len(scores["scores"]) == len(scores["gold"]) == len(scores["ended"]) == 6
+    [*_, metrics] = [x for x in read_lines(config.output_dir) if x["kind"] == "eval"]
+    finished = [x for x, end in zip(scores["gold"], scores["ended"]) if end]
+    if finished:
+        assert metrics["eval/gold_ended"] == pytest.approx(sum(finished) / len(finished))
+    assert metrics["eval/ended"] == pytest.approx(len(finished) / 6)
 
 
 def test_a_gold_model_judges_and_teaches_nobody(ppo_config):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 import torch
@@ -20,7 +21,11 @@ from marlhf.train.loop import Loop
 from marlhf.train.optim import check_finite
 from marlhf.train.progress import say, warn
 from marlhf.train.rl_models import Models
-from marlhf.train.rl_warnings import warn_about_fallen_gold, warn_about_first_kl
+from marlhf.train.rl_warnings import (
+    warn_about_fallen_gold,
+    warn_about_first_kl,
+    warn_about_judge_of_cut_responses,
+)
 from marlhf.train.stage import Example
 from marlhf.train.timing import Clock
 
@@ -91,6 +96,7 @@ class HeldOutEvaluation:
         tokens = [row[:n] for row, n in zip(sequences.responses.tolist(), sequences.lengths)]
         texts = [decode(self.models.tokenizer, row) for row in tokens]
         gold = self._gold_scores(tokens, texts)
+        ended: list[bool] = experience.ended.tolist()
         if step == 0:
             self.start_scores, self.start_gold = scores, gold or []
         metrics = {
@@ -98,11 +104,12 @@ class HeldOutEvaluation:
             "eval/kl": _mean(kl),
             "eval/length": _mean(sequences.lengths),
             "eval/repetition": _mean([repetition(row) for row in tokens]),
-            "eval/ended": float(experience.ended.float().mean()),
+            "eval/ended": _mean(ended),
             "eval/win_rate": win_rate(self.start_scores, scores),
         }
         if gold:
             metrics["eval/gold"] = _mean(gold)
+            metrics["eval/gold_ended"] = _mean(compress(gold, ended))
         self.loop.evaluated(metrics)
         self.loop.run.append(
             EVAL,
@@ -112,6 +119,7 @@ class HeldOutEvaluation:
                 "gold": gold,
                 "kl": kl,
                 "length": list(sequences.lengths),
+                "ended": ended,
                 "sft_scores": self.start_scores,
             },
         )
@@ -121,6 +129,8 @@ class HeldOutEvaluation:
             self.start = metrics
             self.best = metrics["eval/score"]
             warn_about_first_kl(metrics["eval/kl"], self.config)
+            if self.models.gold is not None and gold:
+                warn_about_judge_of_cut_responses(gold, ended)
             return ""
         if metrics["eval/score"] > self.best:
             self.best = metrics["eval/score"]

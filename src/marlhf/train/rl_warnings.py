@@ -24,6 +24,8 @@ fell far behind; with 0.6 (the same with n = 5, TL;DR with lambda .95) nothing i
 MIN_EXPLAINED_VARIANCE = -1.0
 """A critic below this adds more noise than the returns have. Of the runs on
 TL;DR (docs/results.md) one was below it for long; after 20 steps all others stay above -0.25."""
+MIN_CUT = 8
+"""Responses of each kind, cut off and finished, that say something about a judge."""
 FIRST_STEPS, WINDOW = 40, 20
 """Steps that a critic has to find its scale, and how many of the last steps count."""
 
@@ -63,6 +65,25 @@ def warn_about_fallen_gold(step: int, gold: Sequence[float], start: Sequence[flo
             f"step {step}: the score has risen since the start, but the independent judge has "
             f"fallen by {fall:.2g} (standard error {error:.1g}): the policy is gaming the reward "
             "model. Take an earlier checkpoint, raise kl_coef, or lower the learning rate."
+        )
+
+
+def warn_about_judge_of_cut_responses(gold: Sequence[float], ended: Sequence[bool]) -> None:
+    """Where a judge prefers responses that ran into the limit, by more than two standard errors.
+
+    Training changes how many responses end, and such a judge sees that before all else.
+    """
+    finished = [score for score, end in zip(gold, ended) if end]
+    cut = [score for score, end in zip(gold, ended) if not end]
+    if min(len(finished), len(cut)) < MIN_CUT:
+        return
+    gap = statistics.fmean(cut) - statistics.fmean(finished)
+    error = sum(statistics.variance(scores) / len(scores) for scores in (cut, finished)) ** 0.5
+    if gap > 2 * error:
+        warn(
+            f"the independent judge gives responses that were cut off {gap:.2g} more than finished "
+            f"ones (standard error {error:.1g}), so eval/gold falls where more responses end. "
+            "Compare eval/gold_ended, or raise sampling.max_new_tokens."
         )
 
 
