@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,15 @@ from typer.testing import CliRunner
 
 from conftest import read_lines, small_ppo
 from marlhf.cli import app
-from marlhf.core import Segments, Words
+from marlhf.configs.candidates import parse_candidates
+from marlhf.core import Agreement, NGram, Segments, Words
 from marlhf.credit import measure as measuring
-from marlhf.credit.measure import measure, recipe_of, table, verdict
+from marlhf.credit.measure import Measured, measure, recipe_of, table, verdict
 from marlhf.credit.state import CreditError, open_state
 from marlhf.credit.where import Truth, _critic_error, _share_lowest, locate
 from marlhf.report.write import write_report
 from marlhf.train import ppo
-from marlhf.train.credit_choice import Option
+from marlhf.train.credit_choice import Option, options_of
 
 RULES = ("token lam=1", "token lam=0.5", "words lam=0.9")
 
@@ -78,6 +80,32 @@ def test_the_unbiased_rule_agrees_with_itself(run):
     assert measured.options[0].name in verdict(measured)
 
 
+@pytest.mark.parametrize(
+    ("own", "other", "words"),
+    [
+        (0.1, 0.2, "is ahead of token lam=0.8: about 4 times the progress"),
+        (0.2, 0.2, "Nothing is ahead of token lam=0.8 by more than 2 standard errors: keep it."),
+        (-0.1, 0.2, "more steps with it may do harm. In the recipe: "),
+        (-0.1, -0.1, "more steps may gain nothing. Raise --batches"),
+        (math.nan, 0.2, "The batches are too few, or too noisy, to judge token lam=0.8."),
+    ],
+)
+def test_a_gradient_that_points_away_is_told(ppo_config, own, other, words):
+    options = options_of(
+        replace(ppo_config(), segmenter=NGram(1), lam=0.8), parse_candidates(("token lam=1",))
+    )
+    cosine = torch.tensor([own, other])
+    agreement = Agreement(cosine, torch.full((2,), 0.01), cosine, cosine[:, None].expand(2, 4))
+    measured = Measured(options, agreement, batches=4, responses=16)
+    assert words in verdict(measured)
+    samples = {row["name"]: row["samples"] for row in measured.rows()}
+    if own > 0 and other > 0:
+        assert samples["token lam=1"] == pytest.approx((own / other) ** 2)
+    else:
+        assert samples["token lam=1"] is None
+    assert "nan" not in table(measured)
+
+
 def test_the_command_writes_what_the_report_shows(run):
     options = "--batches 3 --json --where --responses 2 --continuations 2 --device cpu"
     words = ["credit", str(run), "--rule", "token lam=1", *options.split()]
@@ -100,6 +128,11 @@ def test_the_command_writes_what_the_report_shows(run):
     assert "cosine with the true gradient" in page
     assert "<script>alert" not in page
     assert "true credit" in page
+    assert "does not point along" not in page
+    found["rows"] = [row | {"cosine": -0.2 if row["own"] else 0.5} for row in found["rows"]]
+    (run / "credit.json").write_text(json.dumps(found))
+    page = write_report([run], run.parent / "report.html").read_text()
+    assert "whose gradient does not point along the true one" in page
 
 
 def test_a_damaged_result_is_left_out_of_the_report(run):

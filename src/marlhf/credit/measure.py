@@ -69,13 +69,15 @@ class Measured:
         for i, option in enumerate(self.options):
             difference = self.agreement.replicates[i] - self.agreement.replicates[0]
             ahead = jackknife_error(difference)
+            # More samples of a gradient that points the other way are no progress.
+            compares = cosine[0] > 0 and cosine[i] > 0
             rows.append(
                 {
                     "name": option.name,
                     "cosine": _finite(cosine[i]),
                     "error": _finite(float(self.agreement.error[i])),
                     "consistency": _finite(float(self.agreement.consistency[i])),
-                    "samples": _finite((cosine[0] / cosine[i]) ** 2 if cosine[i] > 0 else math.nan),
+                    "samples": (cosine[0] / cosine[i]) ** 2 if compares else None,
                     "difference": _finite(cosine[i] - cosine[0]),
                     "difference_error": _finite(float(ahead)),
                     "own": i == 0,
@@ -198,10 +200,22 @@ def table(measured: Measured) -> str:
 def verdict(measured: Measured) -> str:
     """What to do about it, in a sentence."""
     own, best = measured.options[0], measured.options[measured.best]
-    if best is own:
-        return f"Nothing is ahead of {own.name} by more than {ERRORS:g} standard errors: keep it."
     cosine = measured.agreement.cosine
-    gain = float(cosine[measured.best] / cosine[0]) ** 2
+    own_cosine = float(cosine[0])
+    if not math.isfinite(own_cosine):
+        return f"The batches are too few, or too noisy, to judge {own.name}. Raise --batches."
+    away = f"whose gradient does not point along the true one (cosine {own_cosine:.2f})"
+    if best is own:
+        nothing = f"Nothing is ahead of {own.name} by more than {ERRORS:g} standard errors"
+        if own_cosine > 0:
+            return f"{nothing}: keep it."
+        return f"{nothing}, {away}: more steps may gain nothing. Raise --batches to be sure."
+    if own_cosine <= 0:
+        return (
+            f"{best.name} is ahead of {own.name}, {away}: more steps with it may do harm. In the "
+            f"recipe: {recipe_of(best)}"
+        )
+    gain = (float(cosine[measured.best]) / own_cosine) ** 2
     return (
         f"{best.name} is ahead of {own.name}: about {gain:.2g} times the progress from the same "
         f"samples. In the recipe: {recipe_of(best)}"

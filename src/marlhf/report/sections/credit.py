@@ -55,6 +55,7 @@ def _measured(label: str, group: Group, summary: dict[str, Any]) -> list[str]:
     """The dots of one `marlhf credit`, and what `--where` saw."""
     dots: list[Dot] = []
     rows: list[list[Cell]] = []
+    away = ""
     for row in summary["rows"]:
         if not isinstance(row, dict):  # edited by hand
             continue
@@ -63,15 +64,18 @@ def _measured(label: str, group: Group, summary: dict[str, Any]) -> list[str]:
             continue
         name = str(row.get("name")) + (" (this run)" if row.get("own") else "")
         colour = group.colour if row.get("own") else "var(--soft)"
+        if row.get("own") and mean <= 0:
+            away = ", whose gradient does not point along the true one"
         dots.append(Dot(name, Interval(mean, mean - error, mean + error, 1), colour))
         rows.append([name, mean, error / 2, number(row.get("consistency")), row.get("samples")])
     if not dots:
         return []
     best, own = str(summary.get("best")), str(summary.get("own"))
     advice = (
-        f"Nothing is measurably ahead of {text(own)}."
+        f"Nothing is measurably ahead of {text(own)}{away}."
         if best == own
-        else f"{text(best)} is ahead of {text(own)}: <code>{text(summary.get('recipe'))}</code>."
+        else f"{text(best)} is ahead of {text(own)}{away}: "
+        f"<code>{text(summary.get('recipe'))}</code>."
     )
     shown = figure(
         f"{label}, step {summary.get('step')}",
