@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from evidence.predicted import Prediction
 from evidence.results import BETA, LABELS, OTHER_BETAS, Results, gold, kl, score
 from marlhf.report.charts import BOTTOM, LEFT, TOP, Axis, frame, span
 from marlhf.report.groups import NUM_COLOURS
@@ -93,6 +94,42 @@ def gold_over_steps(results: Results) -> str:
             x, y = line[-1]
             drawn.append(_mark(method, x_axis(x), y_axis(y), f"{_plain(method)}: {y:.2f}"))
     return _figure("Mean score by `gold`, which trains no policy", drawn, *_shown(results))
+
+
+def predicted_gains(starts: Mapping[str, Sequence[Prediction]]) -> str:
+    """What each rule gained against its cosine before, a panel per start; bars: 95% intervals."""
+    drawn: list[str] = []
+    names: list[str] = []
+    for panel, (title, predicted) in enumerate(starts.items()):
+        bars = [
+            (each, (each.cosine - 2 * each.error, each.cosine + 2 * each.error))
+            for each in predicted
+        ]
+        xs = [0.0, *(x for _, ends in bars for x in ends)]
+        ys = [0.0, *(y for each in predicted for y in (each.gained.low, each.gained.high))]
+        x_axis, y_axis = _axes(panel, xs, ys)
+        drawn.append(frame(x_axis, y_axis, "cosine with the true gradient", "gained in 30 steps"))
+        drawn.append(_panel_title(panel, f"from {title}"))
+        zeros = f"M{x_axis(0)} {y_axis(y_axis.low)}V{y_axis(y_axis.high)}"
+        zeros += f"M{x_axis(x_axis.low)} {y_axis(0)}H{x_axis(x_axis.high)}"
+        drawn.append(f'<path stroke="var(--soft)" stroke-dasharray="4 3" fill="none" d="{zeros}"/>')
+        for each, (left, right) in bars:
+            method = {"n5": "n5-start"}.get(each.method, each.method)
+            names += [method] * (method not in names)
+            x, y = x_axis(each.cosine), y_axis(each.gained.mean)
+            cross = f"M{x_axis(left)} {y}H{x_axis(right)}"
+            cross += f"M{x} {y_axis(each.gained.low)}V{y_axis(each.gained.high)}"
+            style = f'stroke="{_colour(method)}" stroke-opacity="0.5" fill="none"'
+            drawn.append(f'<path {style} d="{cross}"/>')
+            note = f"{_plain(method)}: {each.gained.mean:+.2f}, cosine {each.cosine:.2f}"
+            drawn.append(_mark(method, x, y, note))
+    shown = [method for method in LABELS if method in names]
+    return _figure(
+        "Score \u2212 0.05 KL gained in 30 steps, against the cosine before",
+        drawn,
+        shown,
+        len(starts),
+    )
 
 
 def _axes(panel: int, xs: Sequence[float], ys: Sequence[float]) -> tuple[Axis, Axis]:

@@ -17,8 +17,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 
-from evidence.figures import end_points, frontier, gold_over_steps
-from evidence.predicted import STARTS, predictions, rank_correlation, read_measured
+from evidence.figures import end_points, frontier, gold_over_steps, predicted_gains
+from evidence.predicted import (
+    STARTS,
+    Prediction,
+    predictions,
+    rank_correlation,
+    read_measured,
+)
 from evidence.results import (
     BETA,
     COARSE_LABELS,
@@ -45,6 +51,8 @@ BLOCK = re.compile(
 )
 FRONTIERS = {"auto": "frontier.svg", "betas": "betas.svg"}
 """The campaigns in which methods were trained with several betas, and the figure of each."""
+PREDICTED = "predict-tldr"
+"""The campaign in which credit was measured before training."""
 TLDR = ("identify", "auto", "seeds", "three", "betas")
 """The campaigns of experiment 1's recipe, on different days."""
 HALF_WAY = 50
@@ -95,6 +103,10 @@ def write_page(campaigns: Mapping[str, Results], docs: Path) -> Path:
     (folder / "gold.svg").write_text(gold_over_steps(campaigns[first]), encoding="utf-8")
     for name in FRONTIERS.keys() & campaigns.keys():
         (folder / FRONTIERS[name]).write_text(frontier(campaigns[name]), encoding="utf-8")
+    if PREDICTED in campaigns:
+        starts = predictions_of(campaigns[PREDICTED])
+        drawn = predicted_gains({STARTS[start]: found for start, found in starts.items()})
+        (folder / "predicted.svg").write_text(drawn, encoding="utf-8")
     return page
 
 
@@ -131,26 +143,34 @@ def predicted(results: Results) -> str:
     """What was measured at each start beside what each rule gained from there."""
     tables: list[str] = []
     teachers = results.teachers
-    for start, text in STARTS.items():
-        rows = read_measured(results.folder, start)
-        assert rows is not None, start
-        found = predictions(results, start, rows)
+    for start, found in predictions_of(results).items():
         cells: list[list[str]] = []
         for each in found:
             step = results.last_step(each.run, teachers[0])
+            base = f"{start}-ppo"
             over = [
-                results.difference(measure, each.run, f"{start}-ppo", teachers, step)[0]
+                results.difference(measure, each.run, base, teachers, step)[0]
                 for measure in (objective, gold)
             ]
-            compared = [x.text(signed) if each.run != f"{start}-ppo" else "" for x in over]
+            compared = [x.text(signed) if each.run != base else "" for x in over]
             cosine = f"{number(each.cosine)} \u00b1 {number(each.error)}"
             cells.append([f"`{each.rule}`", cosine, each.gained.text(signed), *compared])
         correlation, p_value = rank_correlation(found)
-        head = [f"from {text}", "cosine", "gained in 30 steps", "over lambda .95"]
+        head = [f"from {STARTS[start]}", "cosine", "gained in 30 steps", "over lambda .95"]
         head += ["gold over lambda .95"]
         note = f"Rank correlation {number(correlation)} (p = {p_value:.2f}).\n"
         tables.append(f"{table(head, cells)}\n{note}")
     return "\n".join(tables)
+
+
+def predictions_of(results: Results) -> dict[str, list[Prediction]]:
+    """By start, for those that were measured."""
+    measured = {start: read_measured(results.folder, start) for start in STARTS}
+    return {
+        start: predictions(results, start, rows)
+        for start, rows in measured.items()
+        if rows is not None
+    }
 
 
 def all_days(campaigns: Sequence[Results]) -> str:

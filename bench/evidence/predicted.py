@@ -34,6 +34,7 @@ MEASURED = "measured"
 
 @dataclass(frozen=True)
 class Prediction:
+    method: str
     run: str
     rule: str
     cosine: float
@@ -69,7 +70,9 @@ def predictions(results: Results, start: str, rows: list[dict[str, Any]]) -> lis
         name, row = f"{start}-{method}", measured[RULES[method]]
         if row["cosine"] is not None and row["error"] is not None:
             gained = results.gain(gained_by, name, teacher, results.last_step(name, teacher))
-            predicted.append(Prediction(name, RULES[method], row["cosine"], row["error"], gained))
+            predicted.append(
+                Prediction(method, name, RULES[method], row["cosine"], row["error"], gained)
+            )
     return sorted(predicted, key=lambda each: -each.cosine)
 
 
