@@ -1,4 +1,5 @@
 import gc
+import json
 import weakref
 
 import pytest
@@ -73,11 +74,14 @@ def test_a_run_leaves_the_collector_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Loop, "log", watched)
     monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"Say {i}.", "chosen": str(i)} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = tmp_path / "sft.yaml"
     recipe.write_text(
         "output_dir: runs/one\n"
         "stages:\n"
-        "  sft: {model: tiny, batch_size: 2, num_steps: 2, eval_every: 0, data: {source: toy}}\n"
+        "  sft: {model: tiny, batch_size: 2, num_steps: 2, eval_every: 0,\n"
+        "        data: {path: rows.jsonl, parts: {}, eval_size: 2}}\n"
     )
     result = CliRunner().invoke(app, ["run", str(recipe)])
     assert result.exit_code == 0, result.output
