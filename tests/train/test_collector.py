@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 
-from marlhf.train.collector import collector_paused, resume_collector
+from marlhf.train.collector import collector_paused, keep_imported, resume_collector
 
 
 @pytest.fixture(autouse=True)
@@ -47,13 +47,19 @@ def test_who_switched_the_collector_off_keeps_it_off():
     assert not gc.isenabled()
 
 
-def test_garbage_of_later_steps_is_collected():
+def test_what_a_stage_loads_is_freed_after_it():
+    """Models have cycles of references, and a recipe may have several stages of large ones."""
     gc.enable()
     with collector_paused():
-        resume_collector()
-        node = weakref.ref(Node())
+        imported = Node()
+        keep_imported()
+        model = Node()
+        resume_collector()  # after the first step
+        keep_imported()  # the next stage begins
+        nodes = [weakref.ref(imported), weakref.ref(model)]
+        del imported, model
         gc.collect()
-        assert node() is None
+        assert [node() is None for node in nodes] == [False, True]
 
 
 def test_a_run_leaves_the_collector_on(tmp_path, monkeypatch):

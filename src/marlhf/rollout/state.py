@@ -99,9 +99,8 @@ class DecodeState:
         """Tokens and log-probs from the first on, [n, R]; junk after the end and beyond limits."""
         columns = torch.arange(self.length, device=self.device) + (self.length - limits)[:, None]
         columns = columns.clamp(max=self.length)
-        return self.out_tokens[slots].gather(1, columns), self.out_logprobs[slots].gather(
-            1, columns
-        )
+        tokens, logprobs = self.out_tokens[slots], self.out_logprobs[slots]
+        return tokens.gather(1, columns), logprobs.gather(1, columns)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy some slots onto others, and put the first to rest."""

@@ -28,7 +28,7 @@ from marlhf.models.base import Model, Tokenizer, quiet_transformers
 from marlhf.runs.layout import MODEL, RunError
 from marlhf.runs.write import ReadOnlyRunFolder, RunFolder
 from marlhf.train.checkpoint import load_latest, save_checkpoint
-from marlhf.train.collector import resume_collector
+from marlhf.train.collector import keep_imported, resume_collector
 from marlhf.train.distributed import World
 from marlhf.train.interrupts import Stopped
 from marlhf.train.memory import WATCHED_STEPS, seek_token_budget, settle_token_budget
@@ -47,6 +47,7 @@ def open_run(config: StageConfig, stage: str, world: World) -> RunFolder:
 
     Rank 0 comes first: it may have to create the folder, or refuse what is in it.
     """
+    keep_imported()
     run: RunFolder | None = None
     with world.raise_on_all_ranks():
         if world.main:
