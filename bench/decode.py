@@ -117,6 +117,12 @@ def main() -> None:
     if args.shared < 1 or shape.rows % args.shared:
         parser.error(f"--shared must divide the {shape.rows} rows of this shape")
     tasks = make_tasks(shape, args.top_k, args.top_p, args.shared)
+    engines: dict[str, NativeEngine] = {}
+    known = systems(model, engines, args)
+    wanted = tuple(args.only or [""])
+    chosen = {system: make for system, make in known.items() if system.startswith(wanted)}
+    if not chosen:
+        parser.error(f"--only names none of: {', '.join(known)}")
     name = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU"
     print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}")
     count = sum(p.numel() for p in model.parameters()) / 1e6
@@ -125,10 +131,7 @@ def main() -> None:
     )
     columns = f"{'rows':>6}{'tokens':>9}{'mean':>6}{'first s':>9}{'best s':>9}{'tokens/s':>11}"
     print(f"{'system':24}{'lengths':9}{columns}")
-    engines: dict[str, NativeEngine] = {}
-    for system, make in systems(model, engines, args).items():
-        if args.only and not system.startswith(tuple(args.only)):
-            continue
+    for system, make in chosen.items():
         for task in tasks:
             sample = make(task)
             times, lengths = [], [0]
