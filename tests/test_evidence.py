@@ -222,8 +222,8 @@ def test_the_page_is_made_from_the_committed_archive(tmp_path, monkeypatch):
         assert marks == re.findall("<title>.*?</title>", committed)
 
 
-def evaluated_model(folder: Path, gold: float) -> str:
-    """A model that was evaluated with two seeds; the second prompt's response was cut off."""
+def evaluated_model(folder: Path, gold: float, cut: float) -> str:
+    """A model that was evaluated with two seeds; the response to the first prompt was cut off."""
     for seed in (0, 1):
         rows = [
             {
@@ -232,7 +232,7 @@ def evaluated_model(folder: Path, gold: float) -> str:
                 "key": str(i),
                 "prompt": "Post",
                 "response": "a hat",
-                "scores": {"reward": 1.0, "gold": gold if i else gold + 5},
+                "scores": {"reward": 1.0, "gold": gold if i else cut},
                 "kl": 2.0,
                 "length": 8,
                 "ended": bool(i),
@@ -245,7 +245,8 @@ def evaluated_model(folder: Path, gold: float) -> str:
 
 def test_distilled_models_are_compared_where_both_ended(tmp_path, monkeypatch, capsys):
     models = [
-        evaluated_model(tmp_path / name, gold) for name, gold in (("sft", 0.0), ("blocks", 0.25))
+        evaluated_model(tmp_path / "sft", gold=0.0, cut=5.0),
+        evaluated_model(tmp_path / "blocks", gold=0.25, cut=8.25),
     ]
     archive = tmp_path / "distil.jsonl.xz"
     told = []
@@ -256,7 +257,8 @@ def test_distilled_models_are_compared_where_both_ended(tmp_path, monkeypatch, c
         told.append(capsys.readouterr().out)
     assert told[0] == told[1]  # the archive has all that counts
     assert "| sft | 1.00 | 1.67 | 0.00 | 5.00 | 2.0 | 8 | 67% |" in told[0]
-    assert "| blocks over sft | +0.00 [+0.00, +0.00] | +0.25 [+0.25, +0.25] |" in told[0]
+    assert "| blocks over sft | +0.00 [+0.00, +0.00] | +1.25 [" in told[0]
+    assert "] | +0.25 [+0.25, +0.25] | +0.0 [+0.0, +0.0] |" in told[0]
     assert b"hat" not in evidence_distil.lzma.open(archive).read()
 
 

@@ -106,6 +106,12 @@ def test_a_gradient_that_points_away_is_told(ppo_config, own, other, words):
     assert "nan" not in table(measured)
 
 
+def test_a_wrong_rule_is_told_before_anything_is_loaded(run, monkeypatch):
+    monkeypatch.setattr("marlhf.credit.state.open_state", lambda *_, **__: pytest.fail("loaded"))
+    out = CliRunner().invoke(app, ["credit", str(run), "--rule", "tokn lam=1"])
+    assert "There is no rule 'tokn'" in str(out.exception)
+
+
 def test_the_command_writes_what_the_report_shows(run):
     options = "--batches 3 --json --where --responses 2 --continuations 2 --device cpu"
     words = ["credit", str(run), "--rule", "token lam=1", *options.split()]

@@ -103,6 +103,9 @@ def credit(
     """How good a run's credit is, and which rule and lambda would be better."""
     import json
 
+    from marlhf.configs.candidates import parse_candidates
+
+    parse_candidates(tuple(rules or ()))  # a typo is reported before torch loads
     from marlhf.credit.measure import measure, table, verdict
     from marlhf.credit.state import open_state
     from marlhf.credit.where import locate
