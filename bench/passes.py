@@ -1,4 +1,4 @@
-"""One forward and backward pass over rows of varying length: padded, and packed as a CUDA graph.
+"""One forward and backward pass over rows of varying length: compiled, packed, by our kernels.
 
     python bench/passes.py                  # SmolLM2-135M's shape on a GPU
     python bench/passes.py --shape tiny     # a CPU, where nothing is packed
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from marlhf.models.base import autocast
 from marlhf.models.compile import compile_blocks
-from marlhf.models.forward import Sequences, pack_rows, token_stats, token_values
+from marlhf.models.fast_passes import pack_rows, use_kernels
+from marlhf.models.forward import Sequences, token_stats, token_values
 
 REPEATS = 12
 
@@ -44,12 +45,13 @@ def main() -> None:
     print(f"{'pass':34}{'best ms':>9}{'median':>9}{'host':>9}")
     for role, scalar in (("policy", False), ("critic", True)):
         model = random_model(shape, device, scalar, False)
-        packed = copy.deepcopy(model)
+        packed, kernels = copy.deepcopy(model), copy.deepcopy(model)
         if gpu:
             compile_blocks(model)
             compile_blocks(packed)
             pack_rows(packed)
-        for kind, one in (("padded", model), ("packed", packed)):
+            use_kernels(kernels)
+        for kind, one in (("padded", model), ("packed", packed), ("kernels", kernels)):
             read = token_values if scalar else logprobs
             report(f"{role}, {kind}: forward, backward", partial(learn, one, read, sequences))
             report(f"{role}, {kind}: forward", partial(look, one, read, sequences))

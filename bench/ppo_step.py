@@ -40,7 +40,9 @@ from marlhf.core import NGram, Perplexity, RandomNGram, Vocabulary
 from marlhf.data import Row
 from marlhf.models.adapters import FrozenBaseModel, cast_linear_layers, frozen_dtype
 from marlhf.models.compile import compile_blocks
-from marlhf.models.forward import pack_rows, unpad_rows
+from marlhf.models.fast_passes import pack_rows, use_kernels
+from marlhf.models.forward import unpad_rows
+from marlhf.models.graphs import graph_bytes
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.reward import RewardModel, Rewards
 from marlhf.rollout import Sampling
@@ -147,6 +149,7 @@ def main() -> None:
     parser.add_argument("--lengths", choices=("fixed", "tldr"), default="fixed")
     parser.add_argument("--rules", action="store_true", help="compare rules of macro actions")
     parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--modules", action="store_true", help="transformers' layers, compiled")
     parser.add_argument("--packed", action="store_true", help="packed rows, CUDA graphs")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
     parser.add_argument("--no-trl", action="store_true", help="do not run TRL beside it")
@@ -173,7 +176,7 @@ def main() -> None:
     rules = RULES if args.rules else {"ngram 5": RULES["ngram 5"]}
     bench = Bench(models, config, shape, tldr_prompts(shape.rows) if varied else None)
     phases, by_rule = measure(bench, rules, args.steps)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if gpu else None
+    peak = (torch.cuda.max_memory_allocated() + graph_bytes(device)) / 2**30 if gpu else None
     print(f"{'phase':12}{'best s':>9}{'median s':>10}")
     for phase, seconds in phases.items():
         print(f"{phase:12}{min(seconds):9.3f}{statistics.median(seconds):10.3f}")
@@ -212,6 +215,8 @@ def build(shape: Shape, device: torch.device, args: argparse.Namespace) -> tuple
     if device.type == "cuda" and not args.eager and not shape.lora:
         for model in (policy, reference, critic, reward):
             compile_blocks(model)
+            if not args.modules:
+                use_kernels(model)
             if args.packed:
                 pack_rows(model)
     if device.type == "cpu" and not shape.lora:  # as World.place does it

@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 from transformers.modeling_outputs import CausalLMOutput
 
-from marlhf.models import forward
+from marlhf.models import forward, layer_kernels
 from marlhf.models.forward import Sequences, plain_token_stats, token_stats
 from marlhf.models.logprobs import LogitRule, chosen_logprobs, fit_rule, probe
 
@@ -206,9 +206,7 @@ def test_the_head_reads_no_padding(small, monkeypatch):
     assert shapes == [(sum(map(len, RESPONSES)), 32)]
 
 
-def test_the_compiled_sum_over_tokens_is_the_plain_one():
-    from marlhf.models.logprobs import _pick
-
+def test_the_kernels_twin_picks_log_probs():
     logits, tokens = torch.randn(4, 9), torch.tensor([0, 8, 2, 2])
     expected = logits.log_softmax(dim=1)[range(4), tokens]
-    torch.testing.assert_close(_pick(logits, tokens), expected)
+    torch.testing.assert_close(layer_kernels.pick(logits, tokens), expected)

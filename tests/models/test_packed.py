@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marlhf.models import forward, graphs
-from marlhf.models.forward import Sequences, final_scores, pack_rows, token_stats, token_values
+from marlhf.models import fast_passes, graphs
+from marlhf.models.fast_passes import pack_rows
+from marlhf.models.forward import Sequences, final_scores, token_stats, token_values
 from marlhf.models.packed import ROWS, TOKENS, Packing, can_pack
 
 PACKABLE = ("llama", "llama-tied", "qwen2", "qwen3", "gemma", "gpt-neox", "phi")
@@ -34,7 +35,7 @@ def test_packed_rows_have_the_logprobs_and_gradients_of_padded_ones(small, name)
         logprobs = token_stats(model, sequences, 0.7).logprobs
         (logprobs * weights).sum().backward()
         found.append(logprobs.detach())
-    assert forward._PACKED[packed] is not None
+    assert fast_passes._PACKED[packed] is not None
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
     theirs = dict(padded.named_parameters())
     for name, parameter in packed.named_parameters():
@@ -48,7 +49,7 @@ def test_packed_values_and_scores_are_those_of_padded_rows(small):
         torch.testing.assert_close(
             read(packed, sequences), read(padded, sequences), rtol=1e-4, atol=1e-5
         )
-    assert forward._PACKED[packed] is not None
+    assert fast_passes._PACKED[packed] is not None
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3"])
@@ -56,23 +57,23 @@ def test_windows_and_soft_caps_are_not_packed(small, name):
     model = small(name)
     assert not can_pack(model)
     pack_rows(model)
-    assert forward._packed_passes(model, Sequences.from_lists(PROMPTS, RESPONSES, 0)) is None
+    assert fast_passes.packed_graphs(model, Sequences.from_lists(PROMPTS, RESPONSES, 0)) is None
 
 
 def test_rows_of_nearly_one_length_stay_padded(small, monkeypatch):
     model = small("llama")
     pack_rows(model)
     alike = Sequences.from_lists([[5, 6, 7, 8]] * 3, [[9, 10], [11, 12], [13]], 0)
-    assert forward._packed_passes(model, alike) is None
-    assert forward._packed_passes(model, Sequences.from_lists(PROMPTS, RESPONSES, 0)) is not None
+    assert fast_passes.packed_graphs(model, alike) is None
+    assert fast_passes.packed_graphs(model, Sequences.from_lists(PROMPTS, RESPONSES, 0)) is not None
 
 
 def test_a_model_that_differs_over_packed_rows_is_padded_and_says_so(small, monkeypatch):
     _, packed, sequences = both_ways(small("llama"))
-    monkeypatch.setattr(forward, "_packing_error", lambda model: 1.0)
+    monkeypatch.setattr(fast_passes, "_packing_error", lambda model: 1.0)
     with pytest.warns(UserWarning, match="packed rows"):
         token_stats(packed, sequences)
-    assert forward._PACKED[packed] is None
+    assert fast_passes._PACKED[packed] is None
 
 
 @given(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -18,21 +17,14 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from transformers import masking_utils
+from torch.nn import functional as F
 
-from marlhf.models.compile import is_compiled
-from marlhf.models.graphs import GraphedPasses
+from marlhf.models.fast_passes import FastPass, fast_pass
 from marlhf.models.logprobs import LogitRule, chosen_logprobs, fit_rule, probe
-from marlhf.models.packed import Packing, can_pack, packed_hidden
+from marlhf.models.packed import one_text_per_row
 from marlhf.models.scores import TokenScores
 from marlhf.models.sequences import Sequences, send
 from marlhf.models.unpadded import Rows, fits, is_plain_llama, unpadded_hidden
-
-PACKED_BELOW = 0.85
-"""Rows are packed where they fill less than this share of a padded batch. Otherwise the padded pass
-is faster: its attention kernel is."""
-PACKING_TOLERANCE = 0.1
-"""Share of the spread of hidden states that rounding to bfloat16 explains."""
 
 
 class TokenStats(NamedTuple):
@@ -59,17 +51,19 @@ def token_stats(
     `scores` watches the pass, for the gradients of other losses of the same log-probs.
     """
     head = cast(Any, model).get_output_embeddings()
-    # Graphs replay without hooks.
-    passes = None if entropy or scores else _packed_passes(model, sequences)
     options: dict[str, Any] = {"entropy": entropy, "scores": scores}
     if not sum(sequences.lengths) or _RULES.get(model, LogitRule()) is None or not _plain(head):
         return plain_token_stats(model, sequences, temperature, **options)
-    if passes is not None:
-        packed = _packed_logprobs(model, passes, sequences, temperature)
-        return TokenStats(sequences.spread(packed), None)
     real = sequences.real_tokens()  # [N]
-    if _can_unpad(model, sequences):
-        hidden, rule = _unpadded(model, sequences, sequences.before_responses()), _rule(model)
+    tokens, picked = sequences.responses.flatten()[real], sequences.before_responses()
+    if (fast := fast_pass(model, sequences, picked, _cast_dtype(head.weight))) is not None:
+        rule = _rule(model)
+        if rule is not None and not entropy and scores is None:
+            logprobs = _fast_logprobs(model, fast, tokens, rule, temperature)
+            return TokenStats(sequences.spread(logprobs), None)
+        hidden = fast.plain_hidden()  # a graph replays without hooks
+    elif _can_unpad(model, sequences):
+        hidden, rule = _unpadded(model, sequences, picked), _rule(model)
     else:
         rows, width = real // sequences.mask.shape[1], sequences.ids.shape[1]
         positions = rows * width + sequences.before.flatten()[real]
@@ -82,12 +76,11 @@ def token_stats(
         hidden,
         head.weight,
         head.bias,
-        sequences.responses.flatten()[real],
+        tokens,
         rule=rule,
         temperature=temperature,
         entropy=entropy,
         dtype=_cast_dtype(hidden),
-        fused=is_compiled(model),
     )
     if scores is not None:
         scores.watch(hidden, logprobs)
@@ -104,7 +97,7 @@ def plain_token_stats(
     scores: TokenScores | None = None,
 ) -> TokenStats:
     """What `token_stats` gives, through the model's own head and with all logits at once."""
-    with _head_at(model, sequences.before, leaf=scores is not None) as hidden, _one_text_per_row():
+    with _head_at(model, sequences.before, leaf=scores is not None) as hidden, one_text_per_row():
         logits = model(input_ids=sequences.ids, use_cache=False).logits  # [B, R, V]
     logits = logits.float() / temperature
     chosen = logits.gather(2, sequences.responses[:, :, None]).squeeze(2)
@@ -121,23 +114,49 @@ def plain_token_stats(
 
 def token_values(model: nn.Module, sequences: Sequences) -> Tensor:
     """The value of the state before each response token, float32: [B, R]. 0 at padding."""
-    before = sequences.before_responses()
-    if sum(sequences.lengths) and (passes := _packed_passes(model, sequences)) is not None:
-        return sequences.spread(_packed_scalars(model, passes, sequences, before))
-    if sum(sequences.lengths) and _can_unpad(model, sequences):
-        return sequences.spread(_unpadded_scalars(model, sequences, before))
+    if sum(sequences.lengths):
+        scalars = _fast_scalars(model, sequences, sequences.before_responses())
+        if scalars is not None:
+            return sequences.spread(scalars)
     return torch.where(sequences.mask, _scalar(model, sequences.ids, sequences.before), 0.0)
 
 
 def final_scores(model: nn.Module, sequences: Sequences) -> Tensor:
     """The scalar at each row's last real token, float32: [B]."""
-    if (passes := _packed_passes(model, sequences)) is not None:
-        return _packed_scalars(model, passes, sequences, sequences.last_tokens())
-    if _can_unpad(model, sequences):
-        return _unpadded_scalars(model, sequences, sequences.last_tokens())
+    if (scalars := _fast_scalars(model, sequences, sequences.last_tokens())) is not None:
+        return scalars
     prompts = send(torch.tensor(sequences.prompt_lengths), sequences.ids.device)
     last = prompts + sequences.mask.sum(dim=1) - 1
     return _scalar(model, sequences.ids, last[:, None]).squeeze(1)
+
+
+def _fast_logprobs(
+    model: nn.Module, fast: FastPass, tokens: Tensor, rule: LogitRule, temperature: float
+) -> Tensor:
+    """Log-probs of tokens [N] by a fast pass to the tokens before them: [N]."""
+
+    def read(hidden: Tensor, tokens: Tensor) -> Tensor:
+        head = cast(Any, model).get_output_embeddings()
+        options: dict[str, Any] = {"rule": rule, "temperature": temperature}
+        dtype = _cast_dtype(hidden)
+        return chosen_logprobs(hidden, head.weight, head.bias, tokens, dtype=dtype, **options)[0]
+
+    return fast(("logprobs", temperature), read, F.pad(tokens, (0, fast.size - fast.count)))
+
+
+def _fast_scalars(
+    model: nn.Module, sequences: Sequences, picked: Sequence[tuple[int, int]]
+) -> Tensor | None:
+    """The scalar head at some tokens of each row, (first column, count): [N]."""
+    if _can_unpad(model, sequences):
+        return cast(nn.Module, model.score)(_unpadded(model, sequences, picked)).squeeze(1)
+    fast = fast_pass(model, sequences, picked, _cast_dtype(next(model.parameters())))
+
+    def read(hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return cast(nn.Module, model.score)(hidden.float()).squeeze(1)
+
+    return None if fast is None else fast("scalars", read)
 
 
 def position_ids(attention: Tensor) -> Tensor:
@@ -172,21 +191,6 @@ def _head_at(model: nn.Module, columns: Tensor, *, leaf: bool = False) -> Iterat
         handle.remove()
 
 
-@contextlib.contextmanager
-def _one_text_per_row() -> Iterator[None]:
-    """Skip transformers' search for rows that hold several texts, which ours never do.
-
-    The search copies a result to the host in every pass. Until that arrives nothing further is
-    launched, and the device runs out of work.
-    """
-    search = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda *_: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = search
-
-
 _RULES: WeakKeyDictionary[nn.Module, LogitRule | None] = WeakKeyDictionary()
 """What each model does to its head's output, found in its first pass; None if no rule fits."""
 
@@ -214,7 +218,7 @@ def _hidden_at(model: nn.Module, ids: Tensor, positions: Tensor) -> tuple[Tensor
         head.register_forward_hook(replace_output),
     )
     try:
-        with _one_text_per_row():
+        with one_text_per_row():
             logits = model(input_ids=ids, use_cache=False).logits
     finally:
         for handle in handles:
@@ -229,7 +233,8 @@ def _rule(model: nn.Module) -> LogitRule | None:
     """What a model does to its head's output, by a pass over one token if there was none yet."""
     if model not in _RULES:
         first = torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)
-        _hidden_at(model, first[None], first)
+        with torch.compiler.set_stance("force_eager"):
+            _hidden_at(model, first[None], first)
     return _RULES[model]
 
 
@@ -242,7 +247,7 @@ def _plain(head: nn.Module) -> bool:
 def _scalar(model: nn.Module, ids: Tensor, columns: Tensor) -> Tensor:
     """The scalar head at some columns of each row, in float32 even under autocast: [B, R]."""
     backbone, head = cast(nn.Module, model.base_model), cast(nn.Module, model.score)
-    with _one_text_per_row():
+    with one_text_per_row():
         hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state
     hidden = _at(hidden, columns)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -252,108 +257,6 @@ def _scalar(model: nn.Module, ids: Tensor, columns: Tensor) -> Tensor:
 def _at(hidden: Tensor, columns: Tensor) -> Tensor:
     """[B, W, H] at columns [B, R]: [B, R, H]."""
     return hidden.gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[2]))
-
-
-_PACKED: WeakKeyDictionary[nn.Module, GraphedPasses | None] = WeakKeyDictionary()
-"""Models whose passes run over packed rows; None where that was tried and is not the same."""
-
-
-def pack_rows(model: nn.Module) -> None:
-    """Let passes of this model run over packed rows and as CUDA graphs, where it can.
-
-    It does where the lengths of rows differ enough for that to be faster.
-    """
-    if can_pack(model):
-        _PACKED[model] = GraphedPasses(model)
-
-
-def _packed_passes(model: nn.Module, sequences: Sequences) -> GraphedPasses | None:
-    """What runs a model's packed passes, once a first small pass has shown that they are right."""
-    passes = _PACKED.get(model)
-    if passes is None or sum(sequences.total_lengths) > PACKED_BELOW * sequences.ids.numel():
-        return None
-    kind = next(model.parameters()).device.type
-    if kind == "cuda" and not torch.is_autocast_enabled(kind):
-        return None  # the attention kernel knows no float32
-    if not passes.checked:
-        passes.checked = True
-        if (off := _packing_error(model)) > PACKING_TOLERANCE:
-            warnings.warn(
-                f"{type(model).__name__} gives other numbers over packed rows (off by {off:.2g} of "
-                "their spread), so its passes are padded and slower.",
-                stacklevel=2,
-            )
-            _PACKED[model] = None
-    return _PACKED[model]
-
-
-@torch.no_grad()
-def _packing_error(model: nn.Module) -> float:
-    """How far hidden states of packed rows are from those of a padded batch, by their spread."""
-    size = cast(Any, model).config.get_text_config().vocab_size
-    device = next(model.parameters()).device
-    # From all over the vocabulary: its first tokens are often special and untrained.
-    ids = (size // 3 + torch.arange(57, device=device).view(3, 19) * 7919) % size
-    lengths = [19, 11, 16]
-    packing = Packing.of(lengths, 19, [(0, n) for n in lengths]).to(lambda x: x.to(device))
-    with torch.compiler.set_stance("force_eager"):
-        ours = packed_hidden(model, ids.flatten()[packing.source], packing)[: sum(lengths)].float()
-        if cast(Any, model).get_output_embeddings() is not None:  # also sees what becomes of logits
-            _hidden_at(model, ids, torch.arange(57, device=device))
-        with _one_text_per_row():
-            whole = cast(Any, model).base_model(input_ids=ids, use_cache=False).last_hidden_state
-    whole = torch.cat([row[:n] for row, n in zip(whole.float(), lengths)])
-    return float((ours - whole).norm() / (whole - whole.mean(0)).norm())
-
-
-def _packed_logprobs(
-    model: nn.Module, passes: GraphedPasses, sequences: Sequences, temperature: float
-) -> Tensor:
-    """Log-probs of all response tokens, row after row: [N]."""
-    packing = _pack(sequences, sequences.before_responses())
-    tokens = torch.zeros_like(packing.picked)
-    tokens[: sum(sequences.lengths)] = sequences.responses.flatten()[sequences.real_tokens()]
-    rule = _RULES[model]
-    assert rule is not None
-
-    def run(ids: Tensor, positions: Tensor, offsets: Tensor, picked: Tensor, tokens: Tensor):
-        rows = Packing(ids, positions, offsets, picked, packing.longest)
-        hidden = packed_hidden(model, ids, rows)
-        head = cast(Any, model).get_output_embeddings()
-        options = {"dtype": _cast_dtype(hidden), "fused": is_compiled(model)}
-        return chosen_logprobs(
-            hidden, head.weight, head.bias, tokens, rule=rule, temperature=temperature, **options
-        )[0]
-
-    ids = sequences.ids.flatten()[packing.source]
-    inputs = (ids, *packing.tensors[1:], tokens)
-    logprobs = passes(("logprobs", temperature, packing.longest), run, inputs)
-    return logprobs[: sum(sequences.lengths)]
-
-
-def _packed_scalars(
-    model: nn.Module,
-    passes: GraphedPasses,
-    sequences: Sequences,
-    picked: Sequence[tuple[int, int]],
-) -> Tensor:
-    """The scalar head at some tokens of each row, (first column, count): [N]."""
-    packing = _pack(sequences, picked)
-
-    def run(ids: Tensor, positions: Tensor, offsets: Tensor, picked: Tensor) -> Tensor:
-        rows = Packing(ids, positions, offsets, picked, packing.longest)
-        hidden = packed_hidden(model, ids, rows)
-        with torch.autocast(hidden.device.type, enabled=False):
-            return cast(nn.Module, model.score)(hidden.float()).squeeze(1)
-
-    ids = sequences.ids.flatten()[packing.source]
-    scalars = passes(("scalars", packing.longest), run, (ids, *packing.tensors[1:]))
-    return scalars[: sum(count for _, count in picked)]
-
-
-def _pack(sequences: Sequences, picked: Sequence[tuple[int, int]]) -> Packing:
-    packing = Packing.of(sequences.total_lengths, sequences.ids.shape[1], picked)
-    return packing.to(lambda x: send(x, sequences.ids.device))
 
 
 _UNPADDED: WeakSet[nn.Module] = WeakSet()
@@ -376,13 +279,6 @@ def _can_unpad(model: nn.Module, sequences: Sequences) -> bool:
 def _unpadded(model: nn.Module, sequences: Sequences, picked: Sequence[tuple[int, int]]) -> Tensor:
     rows = Rows.of(sequences.total_lengths, sequences.ids.shape[1], picked)
     return unpadded_hidden(cast(Any, model), sequences.ids, rows)
-
-
-def _unpadded_scalars(
-    model: nn.Module, sequences: Sequences, picked: Sequence[tuple[int, int]]
-) -> Tensor:
-    """The scalar head at some tokens of each row, (first column, count): [N]."""
-    return cast(nn.Module, model.score)(_unpadded(model, sequences, picked)).squeeze(1)
 
 
 def _cast_dtype(hidden: Tensor) -> torch.dtype:

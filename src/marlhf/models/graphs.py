@@ -33,6 +33,7 @@ class GraphedPasses:
         self.checked = False
         """Whether packed passes were found to give the model's own numbers."""
         self._model = weakref.ref(model)
+        self._parameters = list(model.parameters())
         self._weights: list[int] = []
         self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, _Graph] = {}
@@ -44,12 +45,12 @@ class GraphedPasses:
         """
         model = self._model()
         assert model is not None
-        self._check_weights(model)
+        self._check_weights()
         kind = inputs[0].device.type
         if kind != "cuda":
             return run(*inputs)
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        learns = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+        learns = torch.is_grad_enabled() and any(p.requires_grad for p in self._parameters)
         key = (name, learns, cast, tuple(x.shape for x in inputs))
         if _waiting_for_backward() or key not in self._seen:
             self._seen.add(key)
@@ -60,9 +61,9 @@ class GraphedPasses:
             self._graphs[key] = _Graph(model, run, inputs, learns=learns, cast=cast)
         return self._graphs[key](inputs)
 
-    def _check_weights(self, model: nn.Module) -> None:
+    def _check_weights(self) -> None:
         """Graphs read weights where they were; after a move to other memory they start anew."""
-        weights = [p.data_ptr() for p in model.parameters()]
+        weights = [p.data_ptr() for p in self._parameters]
         if weights != self._weights:
             self._weights = weights
             self._graphs.clear()
@@ -132,8 +133,11 @@ class _Graph:
         self.backward.replay()
         first = [(p, grad) for p, grad in self.grads if p.grad is None]
         later = [(p.grad, grad) for p, grad in self.grads if p.grad is not None]
-        for p, grad in first:
-            p.grad = grad.clone()
+        if first:
+            kept, new = [torch.empty_like(grad) for _, grad in first], [grad for _, grad in first]
+            torch._foreach_copy_(kept, new)  # pyright: ignore[reportPrivateImportUsage]
+            for (p, _), grad in zip(first, kept):
+                p.grad = grad
         if later:
             kept, new = map(list, zip(*later))
             torch._foreach_add_(kept, new)  # pyright: ignore[reportPrivateImportUsage]
@@ -185,6 +189,16 @@ class _Module(nn.Module):
 
 def _under(prefix: str, tensors: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
+
+
+def graph_bytes(device: torch.device) -> int:
+    """Memory that recorded passes hold. Torch counts it neither as in use nor in its peaks."""
+    if _pool.cache_info().currsize == 0:
+        return 0
+    segments = torch.cuda.memory_snapshot()
+    place = device.index if device.index is not None else torch.cuda.current_device()
+    ours = (s for s in segments if tuple(s["segment_pool_id"]) == _pool() and s["device"] == place)
+    return sum(segment["total_size"] for segment in ours)
 
 
 @cache

@@ -9,14 +9,15 @@ Axes: N positions, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
+
+from marlhf.models.layer_kernels import fused as has_kernels
+from marlhf.models.layer_kernels import pick
 
 CHUNK = 1 << 27
 """Logits that exist at once. Larger chunks are no faster; much smaller ones are slower."""
@@ -44,14 +45,12 @@ def chosen_logprobs(
     temperature: float = 1.0,
     entropy: bool = False,
     dtype: torch.dtype | None = None,
-    fused: bool = False,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of `tokens` and, without gradients, the entropy at each position: both [N].
 
     `dtype` is what logits are computed in, the hidden states' own unless given. Sums over the
-    vocabulary and the gradient of the head are float32 in any case. `fused` reads the logits in
-    one compiled kernel: a quarter of the time on a GPU, after some seconds of compiling.
+    vocabulary and the gradient of the head are float32 in any case.
     """
     dtype = dtype or hidden.dtype
     # Factors go into the hidden states, which are small, so that no pass over logits is needed.
@@ -60,7 +59,7 @@ def chosen_logprobs(
     if factor != 1.0:
         hidden = hidden * factor
         bias = None if bias is None else bias * factor
-    options = _Options(outer, entropy, fused, rows=max(1, chunk // len(weight)))
+    options = _Options(outer, entropy, rows=max(1, chunk // len(weight)))
     logprobs, spread = _ChosenLogprobs.apply(hidden.to(dtype), weight, bias, tokens, options)
     return logprobs, spread if entropy else None
 
@@ -95,7 +94,6 @@ def probe(size: int, device: torch.device) -> Tensor:
 class _Options(NamedTuple):
     outer: float | None  # what a tanh of the head's output is multiplied by
     entropy: bool
-    fused: bool
     rows: int  # positions in a chunk
 
 
@@ -117,8 +115,8 @@ class _ChosenLogprobs(torch.autograd.Function):
         weights = total = None
         for part in _parts(len(hidden), options.rows):
             logits, _ = _logits(hidden[part], *head, options.outer)
-            if options.fused and not options.entropy:
-                logprobs[part] = _compiled_pick()(logits, tokens[part])
+            if has_kernels(logits) and not options.entropy:
+                logprobs[part] = pick(logits, tokens[part])
                 continue
             small = options.outer is None and logits.numel() <= SMALL
             if small and len(logits) == len(hidden) and not options.entropy:
@@ -182,17 +180,6 @@ def _logits(
     # In float32: tanh in bfloat16 is coarse where it saturates.
     bent = logits.to(torch.promote_types(logits.dtype, torch.float32)).tanh_()
     return outer * bent, bent.square_().neg_().add_(1).mul_(outer)
-
-
-def _pick(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The log-probs of tokens by one pass over logits, once this is compiled: [n]."""
-    chosen = logits.gather(1, tokens[:, None]).squeeze(1)
-    return chosen.float() - logits.float().logsumexp(dim=1)
-
-
-@cache
-def _compiled_pick() -> Callable[[Tensor, Tensor], Tensor]:
-    return torch.compile(_pick, dynamic=True)
 
 
 def _parts(count: int, rows: int) -> list[slice]:

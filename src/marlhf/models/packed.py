@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
@@ -51,28 +53,27 @@ class Packing:
         >>> packing.offsets[:3].tolist(), packing.source[:5].tolist(), packing.picked[:3].tolist()
         ([0, 3, 5], [0, 1, 2, 4, 5], [1, 2, 3])
         """
-        longest = _round_up(max(lengths), LENGTHS)
-        total = _round_up(sum(lengths), TOKENS)
+        longest = round_up(max(lengths), LENGTHS)
+        total = round_up(sum(lengths), TOKENS)
         # Every token must belong to a row: attention leaves the memory of others as it was, and
         # whatever lies there would enter the gradients of the weights. So what is left becomes
         # rows too, whose outputs nobody picks.
         rest = total - sum(lengths)
         spare = [min(longest, rest - start) for start in range(0, rest, longest)]
-        rows = torch.tensor([*lengths, *spare])
-        ends = rows.cumsum(0)
+        # In numpy: torch would wake a pool of threads for a few thousand numbers.
+        rows = np.array([*lengths, *spare], dtype=np.int64)
+        ends = rows.cumsum()
         starts = ends - rows
-        row = torch.repeat_interleave(torch.arange(len(rows)), rows)  # [T]
-        positions = torch.arange(total) - starts[row]
-        source = torch.where(row < len(lengths), row * width + positions, 0)
-        num_rows = _round_up(len(rows), ROWS)
-        offsets = torch.full((num_rows + 1,), total, dtype=torch.int32)
+        row = np.repeat(np.arange(len(rows)), rows)  # [T]
+        positions = np.arange(total) - starts[row]
+        source = np.where(row < len(lengths), row * width + positions, 0)
+        num_rows = round_up(len(rows), ROWS)
+        offsets = np.full(num_rows + 1, total, dtype=np.int32)
         offsets[0] = 0
         offsets[1 : len(rows) + 1] = ends
-        first, count = torch.tensor(picked).T
-        chosen = torch.repeat_interleave(torch.arange(len(count)), count)
-        inner = torch.arange(len(chosen)) - (count.cumsum(0) - count)[chosen]
-        places = torch.zeros(_round_up(len(chosen), PICKED), dtype=torch.int64)
-        places[: len(chosen)] = starts[chosen] + first[chosen] + inner
+        places, _ = flat_places(starts, picked)
+        arrays = (source, positions, offsets, places)
+        source, positions, offsets, places = map(torch.from_numpy, arrays)
         return cls(source, positions, offsets, places, longest)
 
     @property
@@ -82,6 +83,21 @@ class Packing:
     def to(self, move: Callable[[Tensor], Tensor]) -> Packing:
         source, positions, offsets, picked = map(move, self.tensors)
         return Packing(source, positions, offsets, picked, self.longest)
+
+
+def flat_places(
+    starts: NDArray[np.int64], picked: Sequence[tuple[int, int]]
+) -> tuple[NDArray[np.int64], int]:
+    """Where picked tokens are, row after row, and how many: (first column, count) of each row.
+
+    Rows begin at `starts`; places after the last are 0.
+    """
+    first, count = np.array(picked, dtype=np.int64).reshape(-1, 2).T
+    chosen = np.repeat(np.arange(len(count)), count)
+    inner = np.arange(len(chosen)) - (count.cumsum() - count)[chosen]
+    places = np.zeros(round_up(len(chosen), PICKED), dtype=np.int64)
+    places[: len(chosen)] = starts[chosen] + first[chosen] + inner
+    return places, len(chosen)
 
 
 def can_pack(model: Model) -> bool:
@@ -160,17 +176,31 @@ AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
 
 @contextlib.contextmanager
 def _packed_attention(model: Model) -> Iterator[None]:
-    """Let a model use `attend`, and not look for row ends by itself, which waits for the GPU."""
-    config, search = model.config.get_text_config(), masking_utils.find_packed_sequence_indices
+    """Let a model use `attend`, and not look for row ends by itself."""
+    config = model.config.get_text_config()
     before = config._attn_implementation
     config._attn_implementation = ATTENTION
+    try:
+        with one_text_per_row():
+            yield
+    finally:
+        config._attn_implementation = before
+
+
+@contextlib.contextmanager
+def one_text_per_row() -> Iterator[None]:
+    """Skip transformers' search for rows that hold several texts: we know which do.
+
+    The search copies a result to the host in every pass. Until that arrives nothing further is
+    launched, and the device runs out of work.
+    """
+    search = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda *_: None
     try:
         yield
     finally:
-        config._attn_implementation = before
         masking_utils.find_packed_sequence_indices = search
 
 
-def _round_up(number: int, multiple: int) -> int:
+def round_up(number: int, multiple: int) -> int:
     return max(1, -(-number // multiple)) * multiple

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,15 +41,16 @@ class Sequences:
                 f"Rows {empty} have no prompt, so nothing comes before the first response token. "
                 "Begin each prompt with BOS, or with EOS where the tokenizer has no BOS."
             )
-        ids, _ = pad_right([[*p, *r] for p, r in zip(prompts, responses)], pad_id)
+        ids = pad_right([[*p, *r] for p, r in zip(prompts, responses)], pad_id)[0].numpy()
         lengths = tuple(map(len, prompts)), tuple(map(len, responses))
-        first, count = (torch.tensor(x, dtype=torch.int64)[:, None] for x in lengths)
-        place = torch.arange(max(lengths[1], default=0))
+        # In numpy: torch would wake a pool of threads for a few thousand numbers.
+        first, count = (np.array(x, dtype=np.int64)[:, None] for x in lengths)
+        place = np.arange(max(lengths[1], default=0))
         mask = place < count
-        before = torch.where(mask, first - 1 + place, 0)
-        right = torch.where(mask, ids.gather(1, torch.where(mask, first + place, 0)), pad_id)
-        tensors = (ids, right, mask, before)
-        ids, right, mask, before = (send(x, device) for x in tensors)
+        before = np.where(mask, first - 1 + place, 0)
+        right = np.take_along_axis(ids, np.where(mask, first + place, 0), axis=1)
+        arrays = (ids, np.where(mask, right, pad_id), mask, before)
+        ids, right, mask, before = (send(torch.from_numpy(x), device) for x in arrays)
         return cls(ids, right, mask, before, *lengths)
 
     def rows(self, index: Sequence[int]) -> Sequences:
@@ -99,5 +101,8 @@ def send(x: Tensor, device: torch.device | str) -> Tensor:
     A copy from pageable memory waits until everything launched before it is done, and the device
     then idles until the host launches the next pass. A copy from pinned memory does not wait.
     """
-    pinned = x.pin_memory() if torch.device(device).type == "cuda" else x
+    if torch.device(device).type != "cuda":
+        return x.to(device)
+    pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    pinned.numpy()[...] = x.numpy()  # `pin_memory()` would wake a pool of threads for it
     return pinned.to(device, non_blocking=True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from marlhf.data.collate import pad_right, token_budget_batches
+from marlhf.models.sequences import send
 from marlhf.rollout.engine import Sampling
 from marlhf.rollout.kernels import fused, triton_kernels
 from marlhf.rollout.sample import draw
@@ -236,7 +237,8 @@ class Schedule:
                 # more positions as a response may have tokens.
                 more = min(-ids.shape[1] % KEY_MULTIPLE, self.state.length)
                 ids = torch.nn.functional.pad(ids, (0, more))
-            self.decoder.prefill(self._to_device(ids), self._to_device([slots[i] for i in batch]))
+            slots_on_device = self._to_device([slots[i] for i in batch])
+            self.decoder.prefill(send(ids, self.state.device), slots_on_device)
 
     def _advance(self) -> list[bool]:
         """A few steps; then which slots were still running one step before the last.

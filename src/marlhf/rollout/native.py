@@ -102,18 +102,18 @@ class NativeEngine:
         limits = check_limits(limits, sampling, len(prompts))
         check_prompts(prompts, seeds)
         longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits))
-        with self._sampling():
-            self._check(longest)
+        length = check_length(self.model.config, longest)
+        with self._sampling(length):
+            self._check(longest, length)
             if self.decoder_class is None:
                 return self.plain.generate(prompts, sampling, seeds, limits)
             session = self._session(self.decoder_class, len(prompts), longest)
             tokens, logprobs = self._run(session, prompts, sampling, seeds, limits)
             return to_rollout(tokens, logprobs, self.end_tokens, limits)
 
-    def _check(self, longest: int) -> None:
+    def _check(self, longest: int, length: int) -> None:
         """Choose how to sample; again when texts first exceed a window or chunk of the model."""
         check_rotary(self.model, longest)
-        length = check_length(self.model.config, longest)
         if length > self.checked_length:
             self.session = None  # frees its memory
             self.decoder_class, self.checked_length = self._choose(length), length
@@ -170,15 +170,19 @@ class NativeEngine:
         return self.session
 
     @contextlib.contextmanager
-    def _sampling(self) -> Iterator[None]:
-        """The model as sampling needs it, and afterwards as it was."""
+    def _sampling(self, length: int) -> Iterator[None]:
+        """The model as sampling texts of some length needs it, and afterwards as it was."""
         training = self.model.training
-        self.model.eval()  # gradient checkpointing would disable the cache
+        # Where none of its modules run, they need not be told, which takes some milliseconds.
+        runs = self.decoder_class is not LlamaDecoder or length > self.checked_length
+        if runs:
+            self.model.eval()  # gradient checkpointing would disable the cache
         try:
             with autocast(self.model.device, self.precision):
                 yield
         finally:
-            self.model.train(training)
+            if runs:
+                self.model.train(training)
 
     def _cache_dtype(self) -> torch.dtype | None:
         """The type in which autocast computes attention; None where the model decides."""

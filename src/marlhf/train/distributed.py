@@ -38,7 +38,8 @@ from marlhf.data.collate import Micro, SingleProcess, pad_right, token_budget_ba
 from marlhf.models.adapters import AdaptedModel, AdaptedScalarModel
 from marlhf.models.base import Model, Precision, computes_in_bfloat16, pick_device
 from marlhf.models.compile import compile_blocks
-from marlhf.models.forward import pack_rows, unpad_rows
+from marlhf.models.fast_passes import pack_rows, use_kernels
+from marlhf.models.forward import unpad_rows
 from marlhf.rollout.engine import Rollout
 from marlhf.runs.layout import RunError
 from marlhf.train import progress
@@ -190,6 +191,7 @@ class World(SingleProcess):
             placed: Model = model.to(self.device)
             if compiled and self.device.type == "cuda" and isinstance(placed, PreTrainedModel):
                 compile_blocks(placed)
+                use_kernels(placed)
                 if packed:
                     pack_rows(placed)
             if unpadded and self.device.type == "cpu":

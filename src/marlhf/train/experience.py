@@ -34,7 +34,7 @@ from marlhf.rollout.engine import Rollout
 from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.train.distributed import World, gather_rollout
 from marlhf.train.memory import fit_memory
-from marlhf.train.optim import check_finite
+from marlhf.train.optim import Checks
 from marlhf.train.rl_models import Models
 from marlhf.train.stage import Example
 from marlhf.train.timing import Clock
@@ -358,9 +358,9 @@ def _weights(experience: Experience, segments: Segments, config: RLConfig, cap: 
     )
 
 
-def check_batch(experience: Experience, credit: Credit) -> None:
-    """Stop before an update that would spread NaN or infinity to the weights."""
-    check_finite(
+def batch_checks(experience: Experience, credit: Credit) -> Checks:
+    """What would spread NaN or infinity to the weights."""
+    return Checks(
         [
             ("the scores", experience.scores),
             ("the reference's log-probs", experience.ref_logprobs),

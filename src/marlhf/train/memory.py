@@ -19,6 +19,7 @@ from torch import nn
 from marlhf.configs.rl import RLConfig
 from marlhf.configs.stage import StageConfig
 from marlhf.errors import MarlhfError
+from marlhf.models.graphs import graph_bytes
 from marlhf.runs.write import RunFolder
 from marlhf.train.distributed import World
 from marlhf.train.progress import warn
@@ -118,7 +119,7 @@ def _free_bytes(device: torch.device) -> int:
     """Free on the GPU, or held by torch without being in use."""
     free, _ = torch.cuda.mem_get_info(device)
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free + idle
+    return free + idle - graph_bytes(device)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from copy import copy
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,39 +31,95 @@ def make_optimizer(
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=fused)
 
 
-def apply_update(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    learning_rate: float,
-    max_norm: float,
-    world: World,
-) -> Tensor:
-    """Sum over processes, clip, check, step, clear. Returns the norm before clipping."""
-    world.sum_gradients(model)
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    if not torch.isfinite(norm):
-        bad = next(
-            (n for n, p in model.named_parameters() if p.grad is not None and _bad(p.grad)), "?"
-        )
-        optimizer.zero_grad(set_to_none=True)
-        raise Diverged(f"the gradient of {bad} is {float(norm)}")
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm
+class Checks:
+    """Tensors that must be finite, looked at on the device: nothing waits until it is asked."""
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.named = list(tensors)
+        self.wrong = torch.stack([(~torch.isfinite(x)).any() for _, x in self.named])  # [n]
+
+    def __or__(self, other: Checks) -> Checks:
+        both = copy(self)
+        both.named, both.wrong = self.named + other.named, torch.cat((self.wrong, other.wrong))
+        return both
+
+    def complain(self) -> None:
+        """Name the first tensor that holds NaN or infinity. One wait for the device, for all."""
+        if self.wrong.any():
+            name, tensor = self.named[int(self.wrong.int().argmax())]
+            count = int((~torch.isfinite(tensor)).sum())
+            raise Diverged(f"{count} of {tensor.numel()} values of {name} are NaN or infinite")
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Name the first tensor that holds NaN or infinity. One wait for the device, not one each."""
-    named = list(tensors)
-    wrong = torch.stack([(~torch.isfinite(x)).any() for _, x in named])
-    if wrong.any():
-        name, tensor = named[int(wrong.int().argmax())]
-        count = int((~torch.isfinite(tensor)).sum())
-        raise Diverged(f"{count} of {tensor.numel()} values of {name} are NaN or infinite")
+    """Name the first tensor that holds NaN or infinity."""
+    Checks(tensors).complain()
+
+
+class Update(NamedTuple):
+    """A model whose gradients are there, and how it moves."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    learning_rate: float
+
+
+def apply_updates(
+    updates: Sequence[Update], max_norm: float, world: World, checks: Checks | None = None
+) -> list[Tensor]:
+    """Sum gradients over processes, clip, step, clear. Returns the norms before clipping.
+
+    Nothing that is not finite reaches the weights: neither a gradient nor, where a `checks` tensor
+    is not, any update. Steps are launched first, and leave the weights as they are where something
+    is wrong; only then does the host wait and ask. Waiting before each step would leave a GPU
+    without work while the next is launched.
+    """
+    norms: list[Tensor] = []
+    healthy = [] if checks is None else [~checks.wrong.any()]
+    for model, optimizer, learning_rate in updates:
+        world.sum_gradients(model)
+        parameters = [p for p in model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        healthy.append(torch.isfinite(norms[-1]))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        _step_where(torch.stack(healthy).all(), optimizer)
+    try:
+        if healthy and not torch.stack(healthy).all():
+            if checks is not None:
+                checks.complain()
+            bad = next(i for i, norm in enumerate(norms) if not torch.isfinite(norm))
+            raise Diverged(
+                f"the gradient of {_first_bad(updates[bad].model)} is {float(norms[bad])}"
+            )
+    finally:
+        for _, optimizer, _ in updates:
+            optimizer.zero_grad(set_to_none=True)
+    return norms
+
+
+def _step_where(healthy: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """An optimiser's step, unless it would harm."""
+    sharded = any(
+        isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]
+    )
+    if isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"] and not sharded:
+        # What a gradient scaler would set: the fused step asks it on the device.
+        guarded: Any = optimizer
+        guarded.found_inf = (~healthy).float()
+        try:
+            guarded.step()
+        finally:
+            del guarded.found_inf
+    elif healthy:
+        optimizer.step()
+
+
+def _first_bad(model: nn.Module) -> str:
+    """The first parameter whose gradient is not finite."""
+    gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+    return next((name for name, grad in gradients if _bad(grad)), "?")
 
 
 def _bad(x: Tensor) -> bool:

@@ -1,0 +1,198 @@
+"""Passes by our own kernels give the numbers and gradients of the model's own forward."""
+
+import copy
+
+import pytest
+import torch
+from tests.models.test_unpadded import EQUAL, PROMPTS, RESPONSES
+
+from marlhf.models import fast_passes, layer_kernels, llama_layers
+from marlhf.models.compile import compile_blocks
+from marlhf.models.fast_passes import pack_rows, use_kernels
+from marlhf.models.forward import Sequences, final_scores, token_stats, token_values
+
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+WITH_KERNELS = ("llama", "llama-tied", "qwen2")
+
+
+def read_logprobs(model, sequences):
+    return token_stats(model, sequences, 0.7).logprobs
+
+
+READ = [read_logprobs, token_values, final_scores]
+
+
+def both_ways(model, monkeypatch):
+    """The model as it is and with kernels, no bias of 0 and no norm of 1; and calls of kernels."""
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        parameter.data += 0.1 * noise.to(parameter)
+    plain, calls = copy.deepcopy(model), []
+    use_kernels(model)
+    real = llama_layers.kernel_hidden
+    monkeypatch.setattr(llama_layers, "kernel_hidden", lambda *a: calls.append(1) or real(*a))
+    return plain, calls
+
+
+@pytest.mark.parametrize("name", WITH_KERNELS)
+@pytest.mark.parametrize("read", READ)
+@pytest.mark.parametrize("rows", [(PROMPTS, RESPONSES), (EQUAL, EQUAL)], ids=["uneven", "equal"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_numbers_and_gradients_are_the_models_own(small, name, read, rows, packed, monkeypatch):
+    model = small(name, read is not read_logprobs)
+    plain, calls = both_ways(model, monkeypatch)
+    if packed:
+        pack_rows(model)
+    sequences = Sequences.from_lists(*rows, 0)
+    ours, theirs = read(model, sequences), read(plain, sequences)
+    assert calls == [1]
+    weights = torch.rand(ours.shape, generator=torch.Generator().manual_seed(0))
+    for found in (ours, theirs):
+        (found * weights).sum().backward()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    grads = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert grads.keys() == {n for n, p in model.named_parameters() if p.grad is not None}
+    for name, parameter in model.named_parameters():
+        if name in grads:
+            scale = float(grads[name].abs().max())
+            torch.testing.assert_close(parameter.grad, grads[name], rtol=1e-4, atol=1e-5 * scale)
+    with torch.no_grad():  # another way there
+        torch.testing.assert_close(read(model, sequences), ours.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scalar", [False, True])
+def test_frozen_parameters_get_no_gradient(small, scalar, monkeypatch):
+    model = small("qwen2", scalar)
+    plain, _ = both_ways(model, monkeypatch)
+    sequences = Sequences.from_lists(PROMPTS, RESPONSES, 0)
+    for each in (model, plain):
+        for name, parameter in each.named_parameters():
+            parameter.requires_grad_("layers.0" not in name and "down_proj" not in name)
+        READ[scalar](each, sequences).sum().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters()):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if ours.grad is not None:
+            scale = float(theirs.grad.abs().max())
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5 * scale)
+
+
+def fits(model, longest=4):
+    use_kernels(model)
+    return fast_passes.has_kernels(model, longest)
+
+
+def test_only_plain_models_within_their_window_have_kernels(small):
+    assert fits(small("mistral"), 4)
+    assert not fits(small("mistral"), 5)  # its window is 4
+    for name in ("gpt2", "gemma2", "qwen3"):
+        assert not fits(small(name))
+    assert not fits(small("llama", attention_bias=True))  # its output projection has one, too
+    assert not fits(small("llama", mlp_bias=True))
+    checkpointed = small("llama")
+    checkpointed.gradient_checkpointing_enable()
+    assert not fits(checkpointed)
+    hooked = small("llama")
+    hooked.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    assert not fits(hooked)
+    dropping = small("llama", attention_dropout=0.1)
+    assert not fits(dropping.train())
+    assert fits(dropping.eval())
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=gpu) for name in WITH_KERNELS])
+@pytest.mark.parametrize("read", READ)
+def test_on_a_gpu_they_are_as_close_as_bfloat16_allows(small, name, read, monkeypatch):
+    settings = {"hidden_size": 96, "num_attention_heads": 6, "head_dim": 16}
+    model = small(name, read is not read_logprobs, **settings).cuda()
+    plain, calls = both_ways(model, monkeypatch)
+    exact = copy.deepcopy(plain)
+    compile_blocks(plain, backend="eager")  # bfloat16 from layer to layer, here too
+    sequences = Sequences.from_lists(PROMPTS, RESPONSES, 0, "cuda")
+    for turn in range(4):  # as it is, recorded, replayed, replayed
+        with torch.autocast("cuda", torch.bfloat16):
+            ours, theirs = read(model, sequences), read(plain, sequences)
+        truth = read(exact, sequences)
+        for found in (ours, theirs, truth):
+            found.square().sum().backward()
+        assert (ours - truth).norm() < 2 * (theirs - truth).norm() + 0.01 * truth.norm()
+        parameters = zip(model.named_parameters(), plain.parameters(), exact.parameters())
+        for (name, a), b, c in parameters:
+            assert (a.grad is None) == (b.grad is None), name
+            if a.grad is None:
+                continue
+            worst = 2 * (b.grad - c.grad).norm() + 0.03 * c.grad.norm() + 1e-4
+            assert (a.grad - c.grad).norm() < worst, (name, turn)
+            with torch.no_grad():  # an optimiser's step moves all alike
+                step = 1e-3 * c.grad
+                for p in (a, b, c):
+                    p.sub_(step)
+                    p.grad = None
+    assert calls[:1] == [1]
+    assert len(calls) == 3  # as it is, and twice to record
+
+
+ROWS, LENGTH, HEADS, GROUPS = 3, 37, 6, 2
+
+
+def random(*shape, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def kernel_cases():
+    """Arguments of each kernel, by its name; widths that are not powers of two among them."""
+    tokens, width = ROWS * LENGTH, 16
+    positions = torch.arange(LENGTH).repeat(ROWS)
+    angles = random(LENGTH, width // 2, dtype=torch.float32).repeat(1, 2)
+    rotary = angles.cos(), angles.sin()
+    heads = random(ROWS, LENGTH, HEADS + 2 * GROUPS, width).transpose(1, 2)
+    grads = heads.split((HEADS, GROUPS, GROUPS), dim=1)
+    for size in (96, 576, 5000):
+        x, weight = random(tokens, size), random(size, dtype=torch.float32)
+        yield "add_norm", (x, None, weight, 1e-5, torch.bfloat16)
+        yield "add_norm", (x, random(tokens, size) / 2, weight, 1e-5, torch.float32)
+        yield "norm_backward", (random(tokens, size) * 2, x, weight, 1e-5, None)
+        yield "norm_backward", (random(tokens, size) * 2, x, weight, 1e-5, random(tokens, size))
+        yield "swiglu", (random(tokens, 2 * size),)
+        yield "swiglu_backward", (x, random(tokens, 2 * size))
+        yield "pick", (3 * random(tokens, size), torch.arange(tokens) % size)
+    hidden = random(7, 96)
+    hidden[0, 5:] = hidden[1, :5] = -torch.inf
+    yield "pick", (hidden, torch.tensor([1, 7, 0, 0, 0, 0, 0]))
+    yield "norm_backward", (random(9000, 96), random(9000, 96), random(96), 1e-6, None)
+    yield (
+        "norm_backward",
+        (random(9, 64, dtype=torch.float32), random(9, 64), random(64), 0.1, None),
+    )
+    yield "rotate", (random(tokens, HEADS + 2 * GROUPS, width), rotary, positions, HEADS + GROUPS)
+    yield "rotate_backward", (grads, rotary, positions)
+    yield "rotate_backward", (tuple(g.contiguous() for g in grads), rotary, positions)
+
+
+CASES = [pytest.param(*case, marks=gpu) for case in kernel_cases()]
+
+
+@pytest.mark.parametrize(("name", "args"), CASES)
+def test_kernels_compute_what_their_plain_twins_do(name, args):
+    compare_with_plain(name, args, "cuda")
+
+
+def compare_with_plain(name, args, device):
+    kernel, plain = getattr(layer_kernels.triton_layers, name), getattr(layer_kernels, name)
+
+    def moved(x, device):
+        if isinstance(x, tuple):
+            return tuple(moved(y, device) for y in x)
+        return x.to(device, copy=True) if isinstance(x, torch.Tensor) else x
+
+    mine, theirs = moved(args, device), moved(args, "cpu")
+    ours, expected = kernel(*mine), plain(*theirs)
+    if ours is None:  # it works in place
+        ours, expected = mine[0], theirs[0]
+    pairs = zip(ours, expected) if isinstance(ours, tuple) else [(ours, expected)]
+    for found, wanted in pairs:
+        assert found.dtype == wanted.dtype
+        torch.testing.assert_close(found.cpu(), wanted, rtol=0.02, atol=0.02)
