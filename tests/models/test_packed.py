@@ -134,6 +134,32 @@ def test_a_second_backward_pass_is_refused():
         total.backward()
 
 
+def test_a_pass_that_cannot_be_recorded_says_so_and_runs_without_a_graph(monkeypatch):
+    model = torch.nn.Linear(2, 2)
+    passes = graphs.GraphedPasses(model)
+
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(graphs, "_Graph", fail)
+    with pytest.warns(UserWarning, match=r"Linear could not be recorded.*2\.00 GiB"):
+        found = passes._record(model, model, [torch.ones(1, 2)], learns=True, cast=None)
+    assert found is None
+
+
+def test_gradients_of_recorded_passes_take_a_bounded_share_of_memory(monkeypatch):
+    properties = SimpleNamespace(total_memory=16 * 3 * 24)  # room for three times six numbers
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    passes = graphs.GraphedPasses(torch.nn.Linear(2, 2))
+    graph = SimpleNamespace(learns=True)
+    for recorded in range(3):
+        assert passes._has_room(torch.device("cuda"))
+        passes._graphs |= {recorded: graph, f"failed {recorded}": None}
+    assert not passes._has_room(torch.device("cuda"))
+    passes._parameters[0].requires_grad_(False)
+    assert passes._has_room(torch.device("cuda"))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", PACKABLE)

@@ -37,6 +37,22 @@ def assert_same_logprobs(ours, theirs):
         assert ours.equal(theirs)
 
 
+def test_large_prefills_are_split_where_they_would_be_padding(monkeypatch):
+    monkeypatch.setattr(continuous, "PREFILL_TOKENS", 8)
+    schedule = object.__new__(continuous.Schedule)
+
+    def batches(budget, lengths):
+        schedule.budget = budget
+        found = [[lengths[i] for i in batch] for batch in schedule._prefill_batches(lengths)]
+        assert sorted(sum(found, [])) == sorted(lengths)
+        return found
+
+    assert batches(32, [4] * 8) == [[4] * 8]
+    assert batches(32, [7, 1, 2, 3, 6, 2]) == [[1, 2, 2], [3], [6], [7]]
+    assert batches(8, [1, 4]) == [[1, 4]]  # no larger than others: as it is
+    assert batches(32, [0, 0]) == [[0, 0]]
+
+
 @pytest.mark.parametrize("sampling", [Sampling(10, 0.9), Sampling(10, 1.0, top_k=9, top_p=0.8)])
 def test_slots_sample_what_the_plain_loop_samples(small, family, sampling):
     plain, native, engine = together(small(family), sampling)

@@ -9,6 +9,8 @@ is copied out of its memory before the next one runs.
 
 from __future__ import annotations
 
+import textwrap
+import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
@@ -21,6 +23,9 @@ from torch.func import functional_call
 
 MAX_GRAPHS = 24
 """Recorded for a model at most. Batches of more shapes than this run without a graph."""
+GRADIENTS_SHARE = 1 / 16
+"""Share of a GPU's memory that the gradients of a model's recorded passes may take together. Of a
+large model none is recorded, and none need be: launching is not what it waits for."""
 
 Run = Callable[..., Tensor]
 """Tensors in, one tensor out."""
@@ -36,7 +41,7 @@ class GraphedPasses:
         self._parameters = list(model.parameters())
         self._weights: list[int] = []
         self._seen: set[Hashable] = set()
-        self._graphs: dict[Hashable, _Graph] = {}
+        self._graphs: dict[Hashable, _Graph | None] = {}  # None where that failed
 
     def __call__(self, name: Hashable, run: Run, inputs: Sequence[Tensor]) -> Tensor:
         """`run(*inputs)`, replayed where a pass of this name and shape has been recorded.
@@ -56,10 +61,39 @@ class GraphedPasses:
             self._seen.add(key)
             return run(*inputs)
         if key not in self._graphs:
-            if len(self._graphs) >= MAX_GRAPHS:
+            if len(self._graphs) >= MAX_GRAPHS or (learns and not self._has_room(inputs[0].device)):
                 return run(*inputs)
-            self._graphs[key] = _Graph(model, run, inputs, learns=learns, cast=cast)
-        return self._graphs[key](inputs)
+            self._graphs[key] = self._record(model, run, inputs, learns=learns, cast=cast)
+        graph = self._graphs[key]
+        return run(*inputs) if graph is None else graph(inputs)
+
+    def _has_room(self, device: torch.device) -> bool:
+        """Whether one more pass with gradients may be recorded: each holds its own for good."""
+        recorded = sum(graph is not None and graph.learns for graph in self._graphs.values())
+        size = sum(p.nbytes for p in self._parameters if p.requires_grad)
+        whole = torch.cuda.get_device_properties(device).total_memory
+        return (recorded + 1) * size <= GRADIENTS_SHARE * whole
+
+    def _record(
+        self,
+        model: nn.Module,
+        run: Run,
+        inputs: Sequence[Tensor],
+        *,
+        learns: bool,
+        cast: torch.dtype | None,
+    ) -> _Graph | None:
+        try:
+            return _Graph(model, run, inputs, learns=learns, cast=cast)
+        except RuntimeError as error:  # out of memory, or an operation that cannot be recorded
+            name, cause = type(model).__name__, textwrap.shorten(str(error), 120)
+            warnings.warn(
+                f"A pass of {name} could not be recorded as a CUDA graph ({cause}). "
+                "It runs without one: the same numbers, slower.",
+                stacklevel=2,
+            )
+            torch.cuda.empty_cache()
+            return None
 
     def _check_weights(self) -> None:
         """Graphs read weights where they were; after a move to other memory they start anew."""

@@ -6,7 +6,7 @@ Axes: B rows, S slots, R response tokens.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from marlhf.models.sequences import send
 from marlhf.rollout.engine import Sampling
 from marlhf.rollout.kernels import fused, triton_kernels
 from marlhf.rollout.sample import draw
-from marlhf.rollout.slots import Decoder
+from marlhf.rollout.slots import PREFILL_TOKENS, Decoder
 from marlhf.rollout.state import DecodeState
 
 CHECK_EVERY = 4
@@ -27,6 +27,8 @@ order whatever the length of the other rows, so a row's last bits do not depend 
 REFILL_SHARE = 4
 """Slots are refilled once one in this many is free: prefilling few prompts costs as much as
 prefilling more."""
+MAX_PADDING = 1.1
+"""Tokens of a large prefill to those of its prompts."""
 MIN_SLOTS = 2
 """On a CPU a single row is a matrix-vector product, whose last bits differ from those that the same
 row gets in a matrix product. So there are never fewer than two."""
@@ -227,7 +229,7 @@ class Schedule:
     def _prefill(self, rows: list[int], slots: list[int]) -> None:
         """Keys and values of all prompt tokens but the last."""
         lengths = [len(self.prompts[row]) - 1 for row in rows]
-        for batch in token_budget_batches(lengths, self.budget):
+        for batch in self._prefill_batches(lengths):
             batch = [i for i in batch if lengths[i]]
             if not batch:
                 continue
@@ -239,6 +241,16 @@ class Schedule:
                 ids = torch.nn.functional.pad(ids, (0, more))
             slots_on_device = self._to_device([slots[i] for i in batch])
             self.decoder.prefill(send(ids, self.state.device), slots_on_device)
+
+    def _prefill_batches(self, lengths: list[int]) -> Iterator[list[int]]:
+        """Rows to prefill together; fewer of them where many would be mostly padding."""
+        for batch in token_budget_batches(lengths, self.budget):
+            rows = [lengths[i] for i in batch]
+            if self.budget > PREFILL_TOKENS and len(rows) * max(rows) > MAX_PADDING * sum(rows):
+                for part in token_budget_batches(rows, PREFILL_TOKENS):
+                    yield [batch[i] for i in part]
+            else:
+                yield batch
 
     def _advance(self) -> list[bool]:
         """A few steps; then which slots were still running one step before the last.

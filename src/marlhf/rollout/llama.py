@@ -35,6 +35,9 @@ FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 SMALL_MATRIX = 1 << 20
 """Up to so many weights, matrices with the same input are joined in a copy where nothing else needs
 one. The call of a product is then as expensive as its arithmetic, and the copy costs little."""
+LAUNCHED_NUMBERS = 1 << 26
+"""Numbers of hidden states, tokens times hidden size, in one prefill on a GPU, which would be done
+with less of a small model before the host has launched the next."""
 
 
 class Projection:
@@ -115,8 +118,6 @@ class Block:
 class LlamaDecoder:
     """A `slots.Decoder`."""
 
-    prefill_tokens = PREFILL_TOKENS
-
     def __init__(self, model: Model, slots: int, capacity: int, dtype: torch.dtype | None) -> None:
         config, trunk = model.config, model.model
         self.embedding: Tensor = trunk.embed_tokens.weight
@@ -137,6 +138,10 @@ class LlamaDecoder:
         tables = trunk.rotary_emb(self.embedding[:1], position_ids=positions[None])
         self.rotary = cast(tuple[Tensor, Tensor], tuple(table[0].contiguous() for table in tables))
         self.slots, self.capacity = torch.arange(slots, device=device), capacity
+        self.prefill_tokens = PREFILL_TOKENS
+        if device.type == "cuda":
+            most = LAUNCHED_NUMBERS // self.embedding.shape[1]
+            self.prefill_tokens = min(max(PREFILL_TOKENS, most), 4 * PREFILL_TOKENS)
         # The kernel then reads a prefix from memory once, and from the GPU's L2 cache after that.
         self.borrows = fused(self.embedding)
         self.uses_cpu_steps = CPUStep.fits(self)

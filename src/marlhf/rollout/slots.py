@@ -29,8 +29,8 @@ from marlhf.rollout.state import Prefixes
 
 ATTENTION = "marlhf_slots"
 PREFILL_TOKENS = 1 << 14
-"""The most tokens in one prefill, whatever the budget: more do not make it faster, and prompts of
-more different lengths would be padded to the longest."""
+"""The most tokens in one prefill, whatever the budget: where the GPU is the slower of the two, more
+do not make it faster, and prompts of more different lengths would be padded to the longest."""
 _active: ContextVar[Pass] = ContextVar("the current forward pass")
 
 
