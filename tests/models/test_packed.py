@@ -156,7 +156,7 @@ def test_gradients_of_recorded_passes_take_a_bounded_share_of_memory(monkeypatch
         assert passes._has_room(torch.device("cuda"))
         passes._graphs |= {recorded: graph, f"failed {recorded}": None}
     assert not passes._has_room(torch.device("cuda"))
-    passes._parameters[0].requires_grad_(False)
+    passes._parameters()[0].requires_grad_(False)
     assert passes._has_room(torch.device("cuda"))
 
 

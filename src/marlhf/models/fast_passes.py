@@ -112,9 +112,9 @@ def _padded_pass(
     model: nn.Module, sequences: Sequences, picked: Sequence[tuple[int, int]], dtype: torch.dtype
 ) -> FastPass | None:
     height, width = sequences.ids.shape
-    if not has_kernels(model, width):
-        return None
     device = sequences.ids.device
+    if not has_kernels(model, width) or (device.type == "cuda" and dtype == torch.float64):
+        return None  # the kernels compute in float32
     width = round_up(width, WIDTH)
     ids = F.pad(sequences.ids, (0, width - sequences.ids.shape[1]))
     starts = np.arange(height) * width
@@ -178,7 +178,7 @@ def _packed_pass(
         return None
     packing = Packing.of(sequences.total_lengths, sequences.ids.shape[1], picked)
     packing = packing.to(lambda x: send(x, sequences.ids.device))
-    by_kernels = has_kernels(model, packing.longest)
+    by_kernels = has_kernels(model, packing.longest)  # in bfloat16, see `packed_graphs`
 
     def hidden(ids: Tensor, positions: Tensor, offsets: Tensor, picked: Tensor) -> Tensor:
         rows = Packing(ids, positions, offsets, picked, packing.longest)

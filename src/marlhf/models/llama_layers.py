@@ -38,7 +38,7 @@ from marlhf.models.unpadded import attention_window
 class Fit:
     """Whether `kernel_hidden` computes what a plain Llama does, as often as that is asked.
 
-    Its layers must not be replaced after this; hooks and settings may change at any time.
+    Hooks and settings may change at any time; of a model with a layer replaced it is false.
     """
 
     def __init__(self, model: Model) -> None:
@@ -56,7 +56,8 @@ class Fit:
         if not self._plain or longest > self._longest or (model.training and self._dropout):
             return False
         for module in (ref() for ref in self._modules):
-            assert module is not None
+            if module is None:
+                return False
             changed = module._forward_hooks or module._forward_pre_hooks
             if changed or module.__dict__.get("gradient_checkpointing"):
                 return False
@@ -301,7 +302,7 @@ def _normed_weight_grads(
 
 def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:
     """The sum over tokens of the outer products of their rows, in float32 at least."""
-    if grad.is_cuda and grad.dtype != _sum_type(grad):
+    if grad.is_cuda and torch.version.hip is None and grad.dtype != _sum_type(grad):
         return torch.mm(grad.T, x, out_dtype=_sum_type(grad))
     return (grad.T @ x).to(_sum_type(grad))
 

@@ -48,11 +48,13 @@ def is_plain_llama(model: Model) -> bool:
     own = type(model).__module__.startswith("transformers.")  # not code that came with a model
     if type(model).__name__ not in FAMILIES or not own:
         return False
-    rotary = model.config.rope_parameters.get("rope_type", "default")
+    rope = model.config.rope_parameters
+    rotary, whole = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0) == 1.0
     matrices = (m for m in model.modules() if hasattr(m, "weight") and m.weight.ndim == 2)
     return (
         model.config.hidden_act == "silu"
         and rotary not in LENGTH_DEPENDENT_ROPE
+        and whole
         and all(type(m) in (nn.Linear, nn.Embedding) for m in matrices)
         and not any(isinstance(p, DTensor) for p in model.parameters())
     )
