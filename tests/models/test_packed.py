@@ -148,7 +148,8 @@ def test_a_pass_that_cannot_be_recorded_says_so_and_runs_without_a_graph(monkeyp
 
 
 def test_gradients_of_recorded_passes_take_a_bounded_share_of_memory(monkeypatch):
-    properties = SimpleNamespace(total_memory=16 * 3 * 24)  # room for three times six numbers
+    share = 3 * 24  # three times six numbers
+    properties = SimpleNamespace(total_memory=share / graphs.GRADIENTS_SHARE)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     passes = graphs.GraphedPasses(torch.nn.Linear(2, 2))
     graph = SimpleNamespace(learns=True)

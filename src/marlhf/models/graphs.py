@@ -23,7 +23,7 @@ from torch.func import functional_call
 
 MAX_GRAPHS = 24
 """Recorded for a model at most. Batches of more shapes than this run without a graph."""
-GRADIENTS_SHARE = 1 / 16
+GRADIENTS_SHARE = 1 / 32
 """Share of a GPU's memory that the gradients of a model's recorded passes may take together. Of a
 large model none is recorded, and none need be: launching is not what it waits for."""
 

@@ -389,7 +389,7 @@ def _tile(size: int) -> tuple[int, int, int, int]:
     """Columns of both parts of a norm's tile, its rows, and warps."""
     main = 1 << (size.bit_length() - 1)
     rest = triton.next_power_of_2(size - main) if size > main else 0
-    return main, rest, max(1, NORM_TILE // main), min(16, max(NORM_WARPS, main // 1024))
+    return main, rest, max(1, NORM_TILE // main), min(16, max(NORM_WARPS, main // 512))
 
 
 def _patch(size: int) -> tuple[int, int]:
