@@ -4,22 +4,24 @@ import copy
 
 import pytest
 import torch
-from tests.models.test_unpadded import EQUAL, PROMPTS, RESPONSES
+from tests.models.test_unpadded import (
+    EQUAL,
+    PROMPTS,
+    RESPONSES,
+    assert_same_gradients,
+    read_logprobs,
+)
 
 from marlhf.models import fast_passes, layer_kernels, llama_layers
 from marlhf.models.compile import compile_blocks
 from marlhf.models.fast_passes import pack_rows, use_kernels
-from marlhf.models.forward import Sequences, final_scores, token_stats, token_values
+from marlhf.models.forward import Sequences, final_scores, token_values
 
 gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 WITH_KERNELS = ("llama", "llama-tied", "qwen2")
-
-
-def read_logprobs(model, sequences):
-    return token_stats(model, sequences, 0.7).logprobs
 
 
 READ = [read_logprobs, token_values, final_scores]
@@ -53,12 +55,7 @@ def test_numbers_and_gradients_are_the_models_own(small, name, read, rows, packe
     for found in (ours, theirs):
         (found * weights).sum().backward()
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    grads = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    assert grads.keys() == {n for n, p in model.named_parameters() if p.grad is not None}
-    for name, parameter in model.named_parameters():
-        if name in grads:
-            scale = float(grads[name].abs().max())
-            torch.testing.assert_close(parameter.grad, grads[name], rtol=1e-4, atol=1e-5 * scale)
+    assert_same_gradients(model, plain)
     with torch.no_grad():  # another way there
         torch.testing.assert_close(read(model, sequences), ours.detach(), rtol=1e-5, atol=1e-5)
 
@@ -72,11 +69,7 @@ def test_frozen_parameters_get_no_gradient(small, scalar, monkeypatch):
         for name, parameter in each.named_parameters():
             parameter.requires_grad_("layers.0" not in name and "down_proj" not in name)
         READ[scalar](each, sequences).sum().backward()
-    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters()):
-        assert (ours.grad is None) == (theirs.grad is None), name
-        if ours.grad is not None:
-            scale = float(theirs.grad.abs().max())
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5 * scale)
+    assert_same_gradients(model, plain)
 
 
 def fits(model, longest=4):

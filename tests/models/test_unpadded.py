@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from marlhf.models import forward, unpadded
+from marlhf.models import forward
 from marlhf.models.forward import (
     Sequences,
     final_scores,
@@ -29,6 +29,15 @@ LONG_RESPONSES = [[7 + i % 19 for i in range(31)], [11, 12, 13]]
 
 def read_logprobs(model, sequences):
     return token_stats(model, sequences, 0.7).logprobs
+
+
+def assert_same_gradients(model, plain):
+    grads = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert grads.keys() == {n for n, p in model.named_parameters() if p.grad is not None}
+    for name, parameter in model.named_parameters():
+        if name in grads:
+            scale = float(grads[name].abs().max())
+            torch.testing.assert_close(parameter.grad, grads[name], rtol=1e-4, atol=1e-5 * scale)
 
 
 @pytest.mark.parametrize("name", UNPADDED)
@@ -55,16 +64,12 @@ def test_numbers_and_gradients_are_the_models_own(small, name, read, rows, monke
         (found * weights).sum().backward()
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert calls == [1]
-    grads = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    assert grads.keys() == {n for n, p in model.named_parameters() if p.grad is not None}
-    for name, parameter in model.named_parameters():
-        if name in grads:
-            scale = float(grads[name].abs().max())
-            torch.testing.assert_close(parameter.grad, grads[name], rtol=1e-4, atol=1e-5 * scale)
+    assert_same_gradients(model, plain)
 
 
 def fits(model, longest):
-    return unpadded.is_plain_llama(model) and unpadded.fits(model, longest)
+    unpad_rows(model)
+    return forward._can_unpad(model, Sequences.from_lists([[5] * (longest - 1)], [[6]], 0))
 
 
 def test_only_plain_models_within_their_window_are_unpadded(small):

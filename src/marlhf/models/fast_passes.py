@@ -30,7 +30,7 @@ from marlhf.models.packed import (
     round_up,
 )
 from marlhf.models.sequences import Sequences, send
-from marlhf.models.unpadded import is_plain_llama
+from marlhf.models.unpadded import StillPlain, is_plain_llama
 
 PACKED_BELOW = 0.85
 """Rows are packed where they fill less than this share of a padded batch. Otherwise the padded pass
@@ -90,7 +90,7 @@ def fast_pass(
     )
 
 
-_KERNELS: WeakKeyDictionary[nn.Module, tuple[llama_layers.Fit, GraphedPasses]] = WeakKeyDictionary()
+_KERNELS: WeakKeyDictionary[nn.Module, tuple[StillPlain, GraphedPasses]] = WeakKeyDictionary()
 """Models whose passes run by the kernels of `llama_layers.py`, where they fit."""
 
 
@@ -99,8 +99,9 @@ def use_kernels(model: nn.Module) -> None:
 
     Layers must not be replaced after this.
     """
-    if is_plain_llama(cast(Any, model)):
-        _KERNELS[model] = llama_layers.Fit(cast(Any, model)), GraphedPasses(model)
+    plain = is_plain_llama(cast(Any, model))
+    if plain and llama_layers.has_our_layers(cast(Any, model)):
+        _KERNELS[model] = StillPlain(cast(Any, model)), GraphedPasses(model)
 
 
 def has_kernels(model: nn.Module, longest: int) -> bool:

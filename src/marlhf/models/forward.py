@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from marlhf.models.logprobs import LogitRule, chosen_logprobs, fit_rule, probe
 from marlhf.models.packed import one_text_per_row
 from marlhf.models.scores import TokenScores
 from marlhf.models.sequences import Sequences, send
-from marlhf.models.unpadded import Rows, fits, is_plain_llama, unpadded_hidden
+from marlhf.models.unpadded import Rows, StillPlain, in_cpu_floats, is_plain_llama, unpadded_hidden
 
 
 class TokenStats(NamedTuple):
@@ -259,7 +259,7 @@ def _at(hidden: Tensor, columns: Tensor) -> Tensor:
     return hidden.gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[2]))
 
 
-_UNPADDED: WeakSet[nn.Module] = WeakSet()
+_UNPADDED: WeakKeyDictionary[nn.Module, StillPlain] = WeakKeyDictionary()
 
 
 def unpad_rows(model: nn.Module) -> None:
@@ -269,11 +269,14 @@ def unpad_rows(model: nn.Module) -> None:
     depends on the rows of a batch. Layers must not be replaced after this.
     """
     if is_plain_llama(cast(Any, model)):
-        _UNPADDED.add(model)
+        _UNPADDED[model] = StillPlain(cast(Any, model))
 
 
 def _can_unpad(model: nn.Module, sequences: Sequences) -> bool:
-    return model in _UNPADDED and fits(cast(Any, model), sequences.ids.shape[1])
+    plain = _UNPADDED.get(model)
+    if plain is None or not in_cpu_floats(cast(Any, model)):
+        return False
+    return plain(cast(Any, model), sequences.ids.shape[1])
 
 
 def _unpadded(model: nn.Module, sequences: Sequences, picked: Sequence[tuple[int, int]]) -> Tensor:

@@ -13,7 +13,7 @@ import textwrap
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -64,7 +64,8 @@ class GraphedPasses:
         if key not in self._graphs:
             if len(self._graphs) >= MAX_GRAPHS or (learns and not self._has_room(inputs[0].device)):
                 return run(*inputs)
-            self._graphs[key] = self._record(model, run, inputs, learns=learns, cast=cast)
+            record = partial(_Graph, model, run, inputs, learns=learns, cast=cast)
+            self._graphs[key] = _if_possible(record, type(model).__name__)
         graph = self._graphs[key]
         return run(*inputs) if graph is None else graph(inputs)
 
@@ -74,28 +75,6 @@ class GraphedPasses:
         size = sum(p.nbytes for p in set(self._parameters()) if p.requires_grad)
         whole = torch.cuda.get_device_properties(device).total_memory
         return (recorded + 1) * size <= GRADIENTS_SHARE * whole
-
-    def _record(
-        self,
-        model: nn.Module,
-        run: Run,
-        inputs: Sequence[Tensor],
-        *,
-        learns: bool,
-        cast: torch.dtype | None,
-    ) -> _Graph | None:
-        try:
-            return _Graph(model, run, inputs, learns=learns, cast=cast)
-        except RuntimeError as error:  # out of memory, or an operation that cannot be recorded
-            cause = textwrap.shorten(str(error), 120)
-        # Outside of `except`, where the traceback would keep the tensors of what failed.
-        torch.cuda.empty_cache()
-        warnings.warn(
-            f"A pass of {type(model).__name__} could not be recorded as a CUDA graph ({cause}). It "
-            "runs without one: the same numbers, slower.",
-            stacklevel=2,
-        )
-        return None
 
     def _parameters(self) -> list[nn.Parameter]:
         """As they are now; those that modules share, several times."""
@@ -108,6 +87,21 @@ class GraphedPasses:
         if weights != self._weights:
             self._weights = weights
             self._graphs.clear()
+
+
+def _if_possible(record: Callable[[], _Graph], model: str) -> _Graph | None:
+    try:
+        return record()
+    except RuntimeError as error:  # out of memory, or an operation that cannot be recorded
+        cause = textwrap.shorten(str(error), 120)
+    # Outside of `except`, where the traceback would keep the tensors of what failed.
+    torch.cuda.empty_cache()
+    warnings.warn(
+        f"A pass of {model} could not be recorded as a CUDA graph ({cause}). It runs without one: "
+        "the same numbers, slower.",
+        stacklevel=2,
+    )
+    return None
 
 
 class _Graph:

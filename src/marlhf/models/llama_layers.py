@@ -12,8 +12,6 @@ are one row here.
 
 from __future__ import annotations
 
-import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,36 +30,14 @@ from marlhf.models.layer_kernels import (
     swiglu,
     swiglu_backward,
 )
-from marlhf.models.unpadded import attention_window
 
 
-class Fit:
-    """Whether `kernel_hidden` computes what a plain Llama does, as often as that is asked.
-
-    Hooks and settings may change at any time; of a model with a layer replaced it is false.
-    """
-
-    def __init__(self, model: Model) -> None:
-        layers = model.base_model.layers
-        attention, mlp = layers[0].self_attn, layers[0].mlp
-        linear = (attention.o_proj, mlp.gate_proj, mlp.down_proj)
-        windows = [attention_window(layer.self_attn, model.config) for layer in layers]
-        self._plain = "q_norm" not in attention._modules and all(m.bias is None for m in linear)
-        self._longest = min((w for w in windows if w is not None), default=math.inf)
-        self._dropout = attention.attention_dropout
-        self._modules = [weakref.ref(module) for module in model.modules()]
-
-    def __call__(self, model: Model, longest: int) -> bool:
-        """For the model it was made for, and rows of some length."""
-        if not self._plain or longest > self._longest or (model.training and self._dropout):
-            return False
-        for module in (ref() for ref in self._modules):
-            if module is None:
-                return False
-            changed = module._forward_hooks or module._forward_pre_hooks
-            if changed or module.__dict__.get("gradient_checkpointing"):
-                return False
-        return True
+def has_our_layers(model: Model) -> bool:
+    """Whether the layers of a plain Llama are those of `kernel_hidden`: not Qwen 3's."""
+    layer = model.base_model.layers[0]
+    attention, mlp = layer.self_attn, layer.mlp
+    linear = (attention.o_proj, mlp.gate_proj, mlp.down_proj)
+    return "q_norm" not in attention._modules and all(m.bias is None for m in linear)
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]

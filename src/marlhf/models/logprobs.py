@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from marlhf.models.layer_kernels import fused as has_kernels
-from marlhf.models.layer_kernels import pick
+from marlhf.models.layer_kernels import fused, pick
 
 CHUNK = 1 << 27
 """Logits that exist at once. Larger chunks are no faster; much smaller ones are slower."""
@@ -115,7 +114,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         weights = total = None
         for part in _parts(len(hidden), options.rows):
             logits, _ = _logits(hidden[part], *head, options.outer)
-            if has_kernels(logits) and not options.entropy:
+            if fused(logits) and not options.entropy:
                 logprobs[part] = pick(logits, tokens[part])
                 continue
             small = options.outer is None and logits.numel() <= SMALL

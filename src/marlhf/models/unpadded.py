@@ -13,6 +13,7 @@ one row, D head size.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -67,26 +68,38 @@ def attention_window(attention: Any, config: Any) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
-def fits(model: Model, longest: int) -> bool:
-    """Whether `unpadded_hidden` computes what a plain Llama now does to rows of some length.
+class StillPlain:
+    """Whether a plain Llama computes what its class does to rows of some length, asked each pass.
 
-    This is asked before every pass, so it is one walk over the modules.
+    Hooks and gradient checkpointing may come and go. Layers must not be replaced: that is noticed
+    only where nothing holds on to the old ones.
     """
-    embedding = model.base_model.embed_tokens.weight
-    # Complex numbers, by which heads are rotated, are made of these types.
-    if not embedding.is_cpu or embedding.dtype not in (torch.float32, torch.float64):
-        return False
-    if torch.is_autocast_enabled("cpu"):
-        return False
-    for module in model.modules():
-        changed = module._forward_hooks or module._forward_pre_hooks
-        if changed or module.__dict__.get("gradient_checkpointing"):
+
+    def __init__(self, model: Model) -> None:
+        attentions = [layer.self_attn for layer in model.base_model.layers]
+        windows = [attention_window(attention, model.config) for attention in attentions]
+        self._longest = min((w for w in windows if w is not None), default=math.inf)
+        self._drops = any(attention.attention_dropout for attention in attentions)
+        self._modules = [weakref.ref(module) for module in model.modules()]
+
+    def __call__(self, model: Model, longest: int) -> bool:
+        """For the model it was made for."""
+        if longest > self._longest or (model.training and self._drops):
             return False
-    attentions = [layer.self_attn for layer in model.base_model.layers]
-    windows = [attention_window(attention, model.config) for attention in attentions]
-    return all(window is None or longest <= window for window in windows) and not (
-        model.training and any(attention.attention_dropout for attention in attentions)
-    )
+        for module in (ref() for ref in self._modules):
+            if module is None:
+                return False
+            changed = module._forward_hooks or module._forward_pre_hooks
+            if changed or module.__dict__.get("gradient_checkpointing"):
+                return False
+        return True
+
+
+def in_cpu_floats(model: Model) -> bool:
+    """Whether `unpadded_hidden` knows what a model computes in: complex numbers rotate heads."""
+    weight = model.base_model.embed_tokens.weight
+    floats = weight.is_cpu and weight.dtype in (torch.float32, torch.float64)
+    return floats and not torch.is_autocast_enabled("cpu")
 
 
 class Rows(NamedTuple):

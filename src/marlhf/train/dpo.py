@@ -37,7 +37,7 @@ from marlhf.train.memory import fit_memory
 from marlhf.train.model_loader import load_trained_policy
 from marlhf.train.model_sources import check_reference_tokenizer
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
-from marlhf.train.optim import Checks, Update, apply_updates, check_finite, make_optimizer
+from marlhf.train.optim import Update, apply_updates, check_finite, make_optimizer
 from marlhf.train.progress import say
 from marlhf.train.reward import MAX_HELD_OUT, accuracy, pair_batches
 from marlhf.train.seeding import seed_run
@@ -106,9 +106,9 @@ def train(config: DPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             loss, logprobs = fit_memory(
                 world, partial(backward, model, rows, ref, pad, config, world), model
             )
-            checks = Checks([("dpo/loss", loss), ("the policy's log-probs", logprobs)])
+            finite = [("dpo/loss", loss), ("the policy's log-probs", logprobs)]
             [norm] = apply_updates(
-                [Update(model, optimizer, rate)], config.max_grad_norm, world, checks
+                [Update(model, optimizer, rate)], config.max_grad_norm, world, finite
             )
             chosen, rejected = config.beta * (logprobs - ref)  # implicit rewards, [B] each
             metrics = {

@@ -34,7 +34,7 @@ from marlhf.rollout.engine import Rollout
 from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.train.distributed import World, gather_rollout
 from marlhf.train.memory import fit_memory
-from marlhf.train.optim import Checks
+from marlhf.train.optim import Named
 from marlhf.train.rl_models import Models
 from marlhf.train.stage import Example
 from marlhf.train.timing import Clock
@@ -358,16 +358,14 @@ def _weights(experience: Experience, segments: Segments, config: RLConfig, cap: 
     )
 
 
-def batch_checks(experience: Experience, credit: Credit) -> Checks:
+def must_be_finite(experience: Experience, credit: Credit) -> Named:
     """What would spread NaN or infinity to the weights."""
-    return Checks(
-        [
-            ("the scores", experience.scores),
-            ("the reference's log-probs", experience.ref_logprobs),
-            ("the critic's values", credit.values),
-            ("the rewards", credit.rewards),
-        ]
-    )
+    return [
+        ("the scores", experience.scores),
+        ("the reference's log-probs", experience.ref_logprobs),
+        ("the critic's values", credit.values),
+        ("the rewards", credit.rewards),
+    ]
 
 
 @torch.no_grad()

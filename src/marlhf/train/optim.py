@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from copy import copy
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,29 +30,17 @@ def make_optimizer(
     return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=fused)
 
 
-class Checks:
-    """Tensors that must be finite, looked at on the device: nothing waits until it is asked."""
-
-    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self.named = list(tensors)
-        self.wrong = torch.stack([(~torch.isfinite(x)).any() for _, x in self.named])  # [n]
-
-    def __or__(self, other: Checks) -> Checks:
-        both = copy(self)
-        both.named, both.wrong = self.named + other.named, torch.cat((self.wrong, other.wrong))
-        return both
-
-    def complain(self) -> None:
-        """Name the first tensor that holds NaN or infinity. One wait for the device, for all."""
-        if self.wrong.any():
-            name, tensor = self.named[int(self.wrong.int().argmax())]
-            count = int((~torch.isfinite(tensor)).sum())
-            raise Diverged(f"{count} of {tensor.numel()} values of {name} are NaN or infinite")
+Named = Sequence[tuple[str, Tensor]]
+"""Tensors and what they are called."""
 
 
-def check_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Name the first tensor that holds NaN or infinity."""
-    Checks(tensors).complain()
+def check_finite(tensors: Named) -> None:
+    """Name the first tensor that holds NaN or infinity. One wait for the device, not one each."""
+    wrong = torch.stack([(~torch.isfinite(x)).any() for _, x in tensors])
+    if wrong.any():
+        name, tensor = tensors[int(wrong.int().argmax())]
+        count = int((~torch.isfinite(tensor)).sum())
+        raise Diverged(f"{count} of {tensor.numel()} values of {name} are NaN or infinite")
 
 
 class Update(NamedTuple):
@@ -65,17 +52,17 @@ class Update(NamedTuple):
 
 
 def apply_updates(
-    updates: Sequence[Update], max_norm: float, world: World, checks: Checks | None = None
+    updates: Sequence[Update], max_norm: float, world: World, finite: Named
 ) -> list[Tensor]:
     """Sum gradients over processes, clip, step, clear. Returns the norms before clipping.
 
-    Nothing that is not finite reaches the weights: neither a gradient nor, where a `checks` tensor
-    is not, any update. Steps are launched first, and leave the weights as they are where something
-    is wrong; only then does the host wait and ask. Waiting before each step would leave a GPU
-    without work while the next is launched.
+    Nothing moves where a gradient, or one of the tensors that must be `finite`, is not. Steps are
+    launched first, and leave the weights as they are where something is wrong; only then does the
+    host wait and ask. Waiting before each step would leave a GPU without work while the next is
+    launched.
     """
     norms: list[Tensor] = []
-    healthy = [] if checks is None else [~checks.wrong.any()]
+    healthy = [torch.isfinite(x).all() for _, x in finite]
     for model, optimizer, learning_rate in updates:
         world.sum_gradients(model)
         parameters = [p for p in model.parameters() if p.grad is not None]
@@ -86,9 +73,9 @@ def apply_updates(
             group["lr"] = learning_rate
         _step_where(torch.stack(healthy).all(), optimizer)
     try:
-        if healthy and not torch.stack(healthy).all():
-            if checks is not None:
-                checks.complain()
+        if not torch.stack(healthy).all():
+            if finite:
+                check_finite(finite)
             bad = next(i for i, norm in enumerate(norms) if not torch.isfinite(norm))
             raise Diverged(
                 f"the gradient of {_first_bad(updates[bad].model)} is {float(norms[bad])}"

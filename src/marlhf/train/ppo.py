@@ -41,13 +41,13 @@ from marlhf.train.experience import (
     Experience,
     MetricSums,
     SegmentedRewards,
-    batch_checks,
     batch_metrics,
     count_terms,
     drift_metrics,
     mean_metrics,
     micro_batches,
     mini_batches,
+    must_be_finite,
     score_rollout,
     staleness_metrics,
     weigh_samples,
@@ -55,7 +55,7 @@ from marlhf.train.experience import (
 from marlhf.train.loop import open_run
 from marlhf.train.memory import fit_memory
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
-from marlhf.train.optim import Checks, Update, apply_updates
+from marlhf.train.optim import Update, apply_updates
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import RLRun
@@ -102,7 +102,6 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             segmented = shape_and_segment(experience, models, config, rl.kl.coef, rl.shuffler)
             values, losses = state_values(batch, experience, segmented, config, rl)
             credit = assign_credit(segmented, values, config)
-            checks = batch_checks(experience, credit)
             train_policy = step > config.critic_warmup_steps
             measurement = None
             if chooser and train_policy:
@@ -120,7 +119,6 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
                 rl.shuffler,
                 train_policy=train_policy,
                 measurement=measurement,
-                checks=checks,
             )
             clock.mark("update")
             metrics = losses | batch_metrics(experience, credit, models, rl.kl.coef)
@@ -208,12 +206,11 @@ def update(
     *,
     train_policy: bool = True,
     measurement: Measurement | None = None,
-    checks: Checks | None = None,
 ) -> dict[str, Tensor]:
     """All updates of policy and critic that this batch of responses is used for.
 
     The first pass over the batch also takes the `measurement` for `credit: auto`, if there is one.
-    None is made where the `checks` of the batch find NaN or infinity.
+    None is made where the batch holds NaN or infinity.
     """
     advantages = whitened_advantages(credit, config)
     advantages = weigh_samples(advantages, experience, credit.segments, config)
@@ -238,12 +235,11 @@ def update(
             )
             undo = None if measured is None else partial(measured.sums.copy_, measured.sums.clone())
             metrics = fit_memory(models.world, compute, *in_backward, undo=undo)
-            found = Checks(metrics.items())
             norms = apply_updates(
                 [Update(trained[x], optimizers[x], learning_rates[x]) for x in learning],
                 config.max_grad_norm,
                 models.world,
-                found if checks is None else checks | found,
+                [*must_be_finite(experience, credit), *metrics.items()],
             )
             norm_names = [f"rl/{name}_grad_norm" for name in learning]
             updates.append(metrics | dict(zip(norm_names, norms)))

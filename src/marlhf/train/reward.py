@@ -18,7 +18,7 @@ from marlhf.train.loop import Loop, open_run
 from marlhf.train.memory import fit_memory
 from marlhf.train.model_loader import load_trained_scalar
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
-from marlhf.train.optim import Checks, Update, apply_updates, check_finite, make_optimizer
+from marlhf.train.optim import Update, apply_updates, check_finite, make_optimizer
 from marlhf.train.reward_config import RewardConfig
 from marlhf.train.seeding import seed_run
 from marlhf.train.stage import Example, batch_rows, count_steps, load_supervised
@@ -66,9 +66,9 @@ def train(config: RewardConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             loss, margins = fit_memory(
                 world, partial(backward, model, rows, pad, config, world), model
             )
-            checks = Checks([("reward/loss", loss), ("reward/margin", margins)])
+            finite = [("reward/loss", loss), ("reward/margin", margins)]
             [norm] = apply_updates(
-                [Update(model, optimizer, rate)], config.max_grad_norm, world, checks
+                [Update(model, optimizer, rate)], config.max_grad_norm, world, finite
             )
             metrics = {
                 "reward/loss": float(loss),

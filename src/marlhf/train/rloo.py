@@ -34,13 +34,13 @@ from marlhf.train.experience import (
     Credit,
     Experience,
     MetricSums,
-    batch_checks,
     batch_metrics,
     count_terms,
     drift_metrics,
     mean_metrics,
     micro_batches,
     mini_batches,
+    must_be_finite,
     score_rollout,
     staleness_metrics,
     weigh_samples,
@@ -48,7 +48,7 @@ from marlhf.train.experience import (
 from marlhf.train.loop import open_run
 from marlhf.train.memory import fit_memory
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
-from marlhf.train.optim import Checks, Update, apply_updates
+from marlhf.train.optim import Update, apply_updates
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import RLRun
 from marlhf.train.rl_warnings import SamplingWatch, warn_about_sampling
@@ -83,15 +83,12 @@ def train(config: RLOOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             clock.mark("rollout")
             experience = score_rollout(batch, rollout, models, config, evaluation.normalise, clock)
             credit = assign_credit(experience, models, config, rl.kl.coef, rl.shuffler, tree)
-            checks = batch_checks(experience, credit)
             clock.mark("credit")
             optimizer, rate = rl.optimizers["policy"], rl.rates(step)["policy"]
             trained = experience, credit
             if tree is not None:  # leaves share tokens, and each is trained once
                 trained = tree.own_tokens(experience, credit, models.tokenizer.pad_token_id)
-            metrics = update(
-                *trained, models, optimizer, config, rl.kl.coef, rate, rl.shuffler, checks
-            )
+            metrics = update(*trained, models, optimizer, config, rl.kl.coef, rate, rl.shuffler)
             clock.mark("update")
             metrics |= batch_metrics(experience, credit, models, rl.kl.coef)
             by_prompt = experience.scores.view(-1, config.responses_per_prompt)
@@ -185,9 +182,8 @@ def update(
     kl_coef: float,
     learning_rate: float,
     shuffler: torch.Generator,
-    checks: Checks,
 ) -> dict[str, Tensor]:
-    """All updates that this batch of responses is used for; none where `checks` find NaN."""
+    """All updates that this batch of responses is used for; none where it holds NaN."""
     advantages = weigh_samples(credit.advantages, experience, credit.segments, config)
     credit = replace(credit, advantages=advantages)
     updates: list[dict[str, Tensor]] = []
@@ -198,7 +194,7 @@ def update(
             [Update(models.policy, optimizer, learning_rate)],
             config.max_grad_norm,
             models.world,
-            checks | Checks([("rl/policy_loss", metrics["rl/policy_loss"])]),
+            [*must_be_finite(experience, credit), ("rl/policy_loss", metrics["rl/policy_loss"])],
         )
         updates.append(metrics)
     models.engine.update_weights(models.policy)

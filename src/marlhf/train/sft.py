@@ -19,7 +19,7 @@ from marlhf.train.loop import Loop, open_run
 from marlhf.train.memory import fit_memory
 from marlhf.train.model_loader import load_trained_policy
 from marlhf.train.objects import NO_OBJECTS, GivenObjects
-from marlhf.train.optim import Checks, Update, apply_updates, check_finite, make_optimizer
+from marlhf.train.optim import Update, apply_updates, check_finite, make_optimizer
 from marlhf.train.seeding import seed_run
 from marlhf.train.sft_config import SFTConfig
 from marlhf.train.stage import Example, batch_rows, count_steps, load_supervised
@@ -65,9 +65,9 @@ def train(config: SFTConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             rows = [examples[i] for i in batch_rows(step - 1, config, len(examples))]
             rate = config.rate(step, total)
             loss = fit_memory(world, partial(backward, model, rows, pad, config, world), model)
-            checks = Checks([("sft/loss", loss)])
+            finite = [("sft/loss", loss)]
             [norm] = apply_updates(
-                [Update(model, optimizer, rate)], config.max_grad_norm, world, checks
+                [Update(model, optimizer, rate)], config.max_grad_norm, world, finite
             )
             tokens = sum(len(e.prompt) + len(e.chosen) for e in rows)
             metrics = {
