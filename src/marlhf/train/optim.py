@@ -56,10 +56,9 @@ def apply_updates(
 ) -> list[Tensor]:
     """Sum gradients over processes, clip, step, clear. Returns the norms before clipping.
 
-    Nothing moves where a gradient, or one of the tensors that must be `finite`, is not. Steps are
-    launched first, and leave the weights as they are where something is wrong; only then does the
-    host wait and ask. Waiting before each step would leave a GPU without work while the next is
-    launched.
+    No model moves where its gradient, or one of the tensors that must be `finite`, is not. Steps
+    are launched first, and leave the weights as they are where something is wrong; only then does
+    the host wait and ask. Waiting before each would leave a GPU without work.
     """
     norms: list[Tensor] = []
     healthy = [torch.isfinite(x).all() for _, x in finite]
