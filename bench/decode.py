@@ -262,12 +262,12 @@ def print_phases(system: str, engine: NativeEngine, task: Task) -> None:
     run_engine(engine, task)
     session = engine.session
     assert session is not None
-    with engine._sampling(), session.decoder.ready():
+    reach = length + task.sampling.max_new_tokens
+    with engine._sampling(reach), session.decoder.ready():
         ids = torch.tensor(task.prompts, device=engine.model.device)[:, :-1]
         slots = torch.arange(rows, device=ids.device)
         prefill = timed(lambda: session.decoder.prefill(ids, slots), 3)
         step = session.step(task.sampling)
-        reach = length + task.sampling.max_new_tokens
         step.state.positions[:] = length
         step.state.running[:] = True
         step.state.steps[:] = 0

@@ -7,7 +7,14 @@ import pkgutil
 import marlhf
 from marlhf.errors import MarlhfError
 
-NEED_OTHERS = ("__main__", "triton_kernels", "triton_layers", "engines.verl", "verl_losses")
+NEED_OTHERS = (
+    "__main__",
+    "triton_kernels",
+    "triton_layers",
+    "triton_products",
+    "engines.verl",
+    "verl_losses",
+)
 """Modules that import what the tests' environment does not have."""
 ENDS_A_RUN = "Stopped"  # asked for by the user, so it has no other parent
 

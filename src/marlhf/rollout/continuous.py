@@ -5,7 +5,6 @@ Axes: B rows, S slots, R response tokens.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -162,13 +161,10 @@ class Schedule:
         # every token is sampled in the same place.
         last = [self.prompts[row][-1] for row in rows]
         positions = [len(self.prompts[row]) - 1 for row in rows]
-        self.state.begin(
-            self._to_device(slots),
-            self._to_device(last),
-            self._to_device(positions),
-            self.uniform[self._to_device(rows)],
-            self._to_device([self.limits[row] for row in rows]),
-        )
+        limits = [self.limits[row] for row in rows]
+        new_rows, *new = self._to_device([rows, slots, last, positions, limits])
+        new_slots, tokens, new_positions, new_limits = new
+        self.state.begin(new_slots, tokens, new_positions, self.uniform[new_rows], new_limits)
         if self.may_borrow:
             self._borrow_prefixes(copies)
 
@@ -204,7 +200,7 @@ class Schedule:
         """
         length = max((positions for _, _, positions in copies), default=0)
         if length:
-            sources, targets, _ = (self._to_device(list(x)) for x in zip(*copies))
+            sources, targets, _ = self._to_device(list(zip(*copies)))
             self.decoder.move(sources, targets, length)
 
     def _borrow_prefixes(self, copies: list[tuple[int, int, int]]) -> None:
@@ -215,7 +211,7 @@ class Schedule:
         self.borrowed = [copy for copy in copies if copy[2] > 1]
         self._copy_prefixes([(source, target, min(n, 1)) for source, target, n in copies])
         if self.borrowed:
-            sources, targets, lengths = (self._to_device(list(x)) for x in zip(*self.borrowed))
+            sources, targets, lengths = self._to_device(list(zip(*self.borrowed)))
             self.state.prefix_slots[targets] = sources
             self.state.prefix_ends[targets] = lengths
 
@@ -223,7 +219,7 @@ class Schedule:
         """Give the slots in use a copy of what they borrow."""
         held = [copy for copy in self.borrowed if self.rows[copy[1]] is not None]
         if held:
-            self.decoder.copy_prefixes(*(self._to_device(list(x)) for x in zip(*held)))
+            self.decoder.copy_prefixes(*self._to_device(list(zip(*held))))
         self.borrowed = []
 
     def _prefill(self, rows: list[int], slots: list[int]) -> None:
@@ -239,7 +235,7 @@ class Schedule:
                 # more positions as a response may have tokens.
                 more = min(-ids.shape[1] % KEY_MULTIPLE, self.state.length)
                 ids = torch.nn.functional.pad(ids, (0, more))
-            slots_on_device = self._to_device([slots[i] for i in batch])
+            [slots_on_device] = self._to_device([[slots[i] for i in batch]])
             self.decoder.prefill(send(ids, self.state.device), slots_on_device)
 
     def _prefill_batches(self, lengths: list[int]) -> Iterator[list[int]]:
@@ -264,16 +260,16 @@ class Schedule:
             for slot, row in enumerate(self.rows)
             if row is not None
         }
-        held = list(left)
         count = min(CHECK_EVERY, max(left.values())) if self.gpu else 1
         running: Tensor = self.state.running
         event = torch.cuda.Event() if self.gpu else None
+        reach = max(len(self.prompts[self.rows[slot] or 0]) + self.age[slot] for slot in left)
+        reach += count - 1
+        reach += -reach % KEY_MULTIPLE
+        for slot in left:
+            self.age[slot] += count
         for i in range(count):
-            reach = max(len(self.prompts[self.rows[slot] or 0]) + self.age[slot] for slot in held)
-            reach += -reach % KEY_MULTIPLE
             self.step(len(self.rows), reach, borrow=bool(self.borrowed))
-            for slot in held:
-                self.age[slot] += 1
             if i == max(count - 2, 0):
                 running = self.state.running[: len(self.rows)]
                 if event is not None:
@@ -293,9 +289,9 @@ class Schedule:
         ]
         if not done:
             return
-        slots = self._to_device([slot for slot, _ in done])
-        rows = self._to_device([row for _, row in done])
-        limits = self._to_device([self.limits[row] for _, row in done])
+        done_slots, done_rows = zip(*done)
+        limits = [self.limits[row] for row in done_rows]
+        slots, rows, limits = self._to_device([done_slots, done_rows, limits])
         self.tokens[rows], self.logprobs[rows] = self.state.responses(slots, limits)
         for slot, _ in done:
             self.rows[slot] = None
@@ -313,7 +309,7 @@ class Schedule:
         source = [slot for slot in live if slot >= size]
         target = [slot for slot in range(size) if self.rows[slot] is None][: len(source)]
         if source:
-            old_slots, new_slots = self._to_device(source), self._to_device(target)
+            old_slots, new_slots = self._to_device([source, target])
             self.decoder.move(old_slots, new_slots)
             self.state.move(old_slots, new_slots)
             for old, new in zip(source, target):
@@ -327,8 +323,9 @@ class Schedule:
             size = max(MIN_GRAPH_SLOTS, 1 << (rows - 1).bit_length())
         return min(size, self.state.slots)
 
-    def _to_device(self, values: Tensor | list[int]) -> Tensor:
-        return torch.as_tensor(values).to(self.state.device, non_blocking=True)
+    def _to_device(self, lists: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+        """Lists of one length as tensors, in one copy that does not wait for the device."""
+        return send(torch.tensor(lists), self.state.device).unbind()
 
 
 def prefix_families(prompts: Sequence[Sequence[int]]) -> list[int]:
@@ -343,10 +340,12 @@ def prefix_families(prompts: Sequence[Sequence[int]]) -> list[int]:
     """
     prefixes = [tuple(prompt[:-1]) for prompt in prompts]
     # In lexicographic order a prompt comes right before those that begin with it.
-    distinct = sorted(set(prefixes), reverse=True)
-    longest = {prefix: prefix for prefix in distinct}
-    for longer, prefix in itertools.pairwise(distinct):
-        if longer[: len(prefix)] == prefix:
-            longest[prefix] = longest[longer]
-    number: dict[tuple[int, ...], int] = {}
-    return [number.setdefault(longest[prefix], row) for row, prefix in enumerate(prefixes)]
+    order = sorted(range(len(prompts)), key=prefixes.__getitem__, reverse=True)
+    families: list[list[int]] = []
+    for row, longer in zip(order, [None, *order]):
+        prefix = prefixes[row]
+        if longer is None or prefixes[longer][: len(prefix)] != prefix:
+            families.append([])
+        families[-1].append(row)
+    number = {row: min(family) for family in families for row in family}
+    return [number[row] for row in range(len(prompts))]

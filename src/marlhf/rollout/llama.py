@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from marlhf.models.base import Model
 from marlhf.models.unpadded import attention_window, is_plain_llama
+from marlhf.rollout.fused_step import MAX_ROWS, FusedStep
 from marlhf.rollout.kernels import (
     Positions,
     add_norm,
@@ -59,6 +60,11 @@ class Projection:
         parts = [(self.weight, self.bias)] if self.copied else [(x.weight, x.bias) for x in layers]
         self.transposed = [(weight.detach().T, bias) for weight, bias in parts]
 
+    @property
+    def is_one(self) -> bool:
+        """Whether `weight` and `bias` are those of all the layers."""
+        return len(self.transposed) == 1
+
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Each copy with its original."""
         if not self.copied:
@@ -78,7 +84,7 @@ class Projection:
 
     def columns(self, out: Tensor) -> list[Tensor]:
         """The parts of an output [T, out] that one product each fills."""
-        return [out] if len(self.transposed) == 1 else list(out.split(self.sizes, dim=1))
+        return [out] if self.is_one else list(out.split(self.sizes, dim=1))
 
     def into(self, columns: list[Tensor], x: Tensor) -> None:
         """The same, written to the `columns` of an output that is there already."""
@@ -146,6 +152,7 @@ class LlamaDecoder:
         self.borrows = fused(self.embedding)
         self.uses_cpu_steps = CPUStep.fits(self)
         self.cpu_steps: dict[int, CPUStep] = {}  # by the number of slots
+        self.fused_step = FusedStep(self) if FusedStep.fits(self) else None
 
     @staticmethod
     def fits(model: Model) -> bool:
@@ -194,6 +201,9 @@ class LlamaDecoder:
         reach: int | None,
         prefixes: Prefixes | None = None,
     ) -> Tensor:
+        if self.fused_step is not None and len(tokens) <= MAX_ROWS:
+            at = Positions(positions, prefixes=prefixes)
+            return self.head(self.fused_step(tokens, at))
         if not self.uses_cpu_steps or prefixes is not None:
             return self.plain_step(tokens, positions, reach, prefixes)
         rows = len(tokens)

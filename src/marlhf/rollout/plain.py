@@ -6,6 +6,7 @@ replace. Axes: B rows, P prompt tokens, R response tokens.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Sequence
 
 import torch
@@ -163,6 +164,8 @@ def to_rollout(
     ended = ends.any(dim=1)
     lengths = torch.where(ended, ends.int().argmax(dim=1) + 1, longest)
     mask = columns < lengths[:, None]
-    rows = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist())]
-    width = max(map(len, rows))
+    # Only what is read is copied from the device.
+    flat, counts = iter(tokens[mask].tolist()), lengths.tolist()
+    rows = [list(itertools.islice(flat, n)) for n in counts]
+    width = max(counts)
     return Rollout(rows, torch.where(mask, logprobs, 0.0)[:, :width], ended)

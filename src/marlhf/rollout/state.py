@@ -91,9 +91,9 @@ class DecodeState:
         self.tokens[slots] = tokens
         self.positions[slots] = positions
         self.steps[slots] = first
-        self.running[slots] = True
+        self.running.index_fill_(0, slots, True)  # `[slots] = True` would wait for a GPU
         self.uniform[slots, : self.length] = uniform.gather(1, columns.clamp(min=0))
-        self.prefix_ends[slots] = 0
+        self.prefix_ends.index_fill_(0, slots, 0)
 
     def responses(self, slots: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and log-probs from the first on, [n, R]; junk after the end and beyond limits."""
@@ -106,5 +106,5 @@ class DecodeState:
         """Copy some slots onto others, and put the first to rest."""
         for tensor in self.tensors:
             tensor[target] = tensor[source]
-        self.running[source] = False
-        self.positions[source] = 0
+        self.running.index_fill_(0, source, False)
+        self.positions.index_fill_(0, source, 0)

@@ -1,0 +1,91 @@
+"""A decode step of a small Llama on a GPU in five kernels per layer, of which four are products.
+
+Such a step is bound by how long a kernel takes to begin and end, so each does as much as it can:
+attention rotates and stores what it needs, and a product takes along what is before and after it.
+A norm is no kernel of its own: whoever writes the residual also writes it times the norm's weight,
+with the squares of what it has of each row, and whoever reads it multiplies by the scale at the
+end. `LlamaDecoder.plain_step` is the same in more kernels.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from marlhf.rollout.kernels import Positions, add_norm, fused, triton_kernels
+
+if TYPE_CHECKING:
+    from marlhf.rollout.llama import LlamaDecoder, Projection
+
+triton_products: Any = None
+if importlib.util.find_spec("triton"):
+    from marlhf.rollout import triton_products
+
+MAX_ROWS = 256
+"""With more rows cuBLAS is faster, and what is saved matters less."""
+MAX_HIDDEN = 1024
+"""The largest hidden size. Larger matrices take long to read, and cuBLAS is better at that."""
+MAX_ADDED = 2048
+"""The most inputs of a product that is added to the residual here. It has few outputs, so its
+programs are few, and each goes over all inputs."""
+TYPES = (torch.bfloat16,)
+"""The types of matrices. Before they are scaled, hidden states may be too large for float16."""
+
+
+class FusedStep:
+    """Hidden states [S, hidden] after one more token in each slot."""
+
+    def __init__(self, decoder: LlamaDecoder) -> None:
+        self.decoder = decoder
+
+    @staticmethod
+    def fits(decoder: LlamaDecoder) -> bool:
+        """Whether a decoder's steps of up to `MAX_ROWS` are computed here."""
+        if not fused(decoder.embedding) or decoder.dtype not in TYPES:
+            return False
+        projections = [p for block in decoder.blocks for p in block.projections]
+        return (
+            decoder.embedding.shape[1] <= MAX_HIDDEN
+            and all(p.is_one for p in projections)
+            and not any(p.weight.shape[1] % triton_products.SIZE_MULTIPLE for p in projections)
+            and all(block.gate_up.bias is None for block in decoder.blocks)
+            and triton_kernels.can_attend(*decoder.layers[0])
+        )
+
+    def __call__(self, tokens: Tensor, at: Positions) -> Tensor:
+        decoder = self.decoder
+        blocks = decoder.blocks
+        residual = decoder.embedding.index_select(0, tokens)
+        x = self._norm(residual, None, blocks[0].norms[0])
+        next_norms = [*(block.norms[0] for block in blocks[1:]), decoder.norm]
+        for block, (_, keys, values), next_norm in zip(blocks, decoder.layers, next_norms):
+            qkv = triton_products.product(x, block.qkv.weight, block.qkv.bias)
+            attended = triton_kernels.rotate_and_attend(
+                qkv.view(len(tokens), -1, decoder.width),
+                decoder.rotary,
+                block.head_norms,
+                keys,
+                values,
+                at.positions,
+                decoder.scale,
+                block.window,
+                at.prefixes,
+            )
+            x = self._add(residual, attended.flatten(1), block.out, block.norms[1])
+            gated = triton_products.product(x, block.gate_up.weight, None, gated=True)
+            x = self._add(residual, gated, block.down, next_norm)
+        return self._norm(residual, None, decoder.norm)
+
+    def _add(
+        self, residual: Tensor, x: Tensor, projection: Projection, norm: tuple[Tensor, float]
+    ) -> Any:
+        """Add a product to the residual; the norm that follows, scaled or not."""
+        if x.shape[1] > MAX_ADDED:
+            return self._norm(residual, projection(x), norm)
+        return triton_products.add_product(residual, x, projection.weight, projection.bias, norm)
+
+    def _norm(self, residual: Tensor, delta: Tensor | None, norm: tuple[Tensor, float]) -> Tensor:
+        return add_norm(residual, delta, *norm, self.decoder.dtype)

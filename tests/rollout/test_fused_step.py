@@ -1,0 +1,94 @@
+"""A decode step in fewer kernels gives what the plain one gives."""
+
+import pytest
+import torch
+
+from marlhf.rollout import Sampling, fused_step
+from marlhf.rollout.llama import LlamaDecoder
+from marlhf.rollout.native import NativeEngine
+from marlhf.rollout.plain import PlainEngine
+from marlhf.rollout.state import Prefixes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 8, "head_dim": 16}
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """In float32, where there is nothing to round."""
+    monkeypatch.setattr(fused_step, "TYPES", (torch.float32,))
+
+
+def uneven(small, name, **sizes):
+    """A model with no bias of 0 and no norm of 1."""
+    model = small(name, **SIZES, **sizes)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model.cuda()
+
+
+@torch.no_grad()
+def steps(model, rows, dtype, prefixes=None, first=0):
+    """Logits of the plain and the fused step from the same state, and the caches after them."""
+    torch.manual_seed(2)
+    decoder = LlamaDecoder(model, rows, 64, dtype)
+    assert decoder.fused_step is not None
+    cache = torch.randn_like(decoder.cache)
+    tokens = torch.randint(0, 48, (rows,), device="cuda")
+    positions = torch.randint(first, 64, (rows,), device="cuda")
+    for step in (decoder.plain_step, decoder.step):
+        decoder.cache.copy_(cache)
+        with decoder.ready():
+            yield step(tokens, positions, None, prefixes).clone(), decoder.cache.clone()
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("rows", [1, 16, 33, 100, 200])
+def test_logits_and_cache_are_those_of_the_plain_step(small, name, rows, exact):
+    (plain, plain_cache), (ours, cache) = steps(uneven(small, name), rows, torch.float32)
+    torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(cache, plain_cache, atol=1e-4, rtol=1e-4)
+
+
+def test_a_product_with_many_inputs_is_left_to_the_library(small, exact, monkeypatch):
+    monkeypatch.setattr(fused_step, "MAX_ADDED", 128)  # that of the MLP has 192
+    (plain, _), (ours, _) = steps(uneven(small, "llama"), 40, torch.float32)
+    torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
+
+
+def test_borrowed_prefixes_are_read_where_they_are(small, exact):
+    ends = torch.arange(40, device="cuda") % 8  # below all positions, which others write to
+    prefixes = Prefixes(torch.arange(39, -1, -1, device="cuda"), ends)
+    model = uneven(small, "llama")
+    (plain, _), (ours, _) = steps(model, 40, torch.float32, prefixes, first=8)
+    (alone, _), _ = steps(model, 40, torch.float32, first=8)
+    assert not torch.allclose(alone, plain, atol=0.1)
+    torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
+
+
+def test_bfloat16_is_as_close_to_float32_as_the_plain_step(small, monkeypatch):
+    model = uneven(small, "llama", num_hidden_layers=4)
+    (plain, _), (ours, _) = steps(model, 200, torch.bfloat16)
+    monkeypatch.setattr(fused_step, "TYPES", (torch.float32,))
+    (truth, _), _ = steps(model, 200, torch.float32)
+    plain_error, our_error = ((x.float() - truth).square().mean().sqrt() for x in (plain, ours))
+    assert our_error < 1.2 * plain_error
+    assert plain_error > 0  # and it is another computation
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_whole_responses_are_those_of_the_plain_engine(small, name, exact):
+    model = uneven(small, name)
+    prompts = [[5 + i % 7, 2 + i, *range(3, 3 + i % 5 * 4)] for i in range(13)]
+    options = {"precision": "float32", "token_budget": 64 * 5}
+    plain = PlainEngine(model, [1, 7], 0, **options).generate(prompts, Sampling(10), range(13))
+    engine = NativeEngine(model, [1, 7], 0, **options)
+    for _ in range(2):  # the second time from recorded graphs
+        native = engine.generate(prompts, Sampling(10), range(13))
+        assert native.responses == plain.responses
+        torch.testing.assert_close(native.logprobs, plain.logprobs, atol=1e-4, rtol=0)
+    assert engine.session.decoder.fused_step is not None
