@@ -42,12 +42,14 @@ def both_ways(model, monkeypatch):
 @pytest.mark.parametrize("name", WITH_KERNELS)
 @pytest.mark.parametrize("read", READ)
 @pytest.mark.parametrize("rows", [(PROMPTS, RESPONSES), (EQUAL, EQUAL)], ids=["uneven", "equal"])
-@pytest.mark.parametrize("packed", [False, True])
-def test_numbers_and_gradients_are_the_models_own(small, name, read, rows, packed, monkeypatch):
+@pytest.mark.parametrize("way", ["padded", "packed", "own attention"])
+def test_numbers_and_gradients_are_the_models_own(small, name, read, rows, way, monkeypatch):
     model = small(name, read is not read_logprobs)
     plain, calls = both_ways(model, monkeypatch)
-    if packed:
+    if way == "packed":
         pack_rows(model)
+    if way == "own attention":
+        monkeypatch.setattr(llama_layers, "has_attention", lambda *_: True)
     sequences = Sequences.from_lists(*rows, 0)
     ours, theirs = read(model, sequences), read(plain, sequences)
     assert calls == [1]
@@ -167,6 +169,31 @@ def kernel_cases():
     yield "rotate", (random(tokens, HEADS + 2 * GROUPS, width), rotary, positions, HEADS + GROUPS)
     yield "rotate_backward", (grads, rotary, positions)
     yield "rotate_backward", (tuple(g.contiguous() for g in grads), rotary, positions)
+
+
+@pytest.mark.parametrize("length", [5, 64, 150])
+@pytest.mark.parametrize(("groups", "width"), [(1, 16), (2, 64), (6, 32)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=gpu)])
+def test_attention_is_torchs_own(length, groups, width, device):
+    """In float32, with the gradient of what was rotated before."""
+    heads = random(ROWS, length, HEADS + 2 * groups, width, dtype=torch.float32).to(device)
+    angles = random(length, width // 2, dtype=torch.float32).repeat(1, 2).to(device)
+    rotary = angles.cos(), angles.sin()
+    leaf = heads.clone().requires_grad_()
+    turned, values = leaf.split((HEADS + groups, groups), dim=2)
+    a, b = turned.chunk(2, dim=3)
+    turned = turned * rotary[0][:, None] + torch.cat((-b, a), dim=3) * rotary[1][:, None]
+    qkv = torch.cat((turned, values), dim=2)
+    query, key, value = qkv.transpose(1, 2).split((HEADS, groups, groups), dim=1)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=0.2, enable_gqa=True
+    ).transpose(1, 2)
+    grad = random(*expected.shape, dtype=torch.float32).to(device)
+    expected.backward(grad)
+    out, lse = layer_kernels.attention(qkv.detach(), HEADS, 0.2)
+    ours = layer_kernels.attention_backward(grad, qkv.detach(), out, lse, rotary, 0.2)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours, leaf.grad, rtol=1e-4, atol=1e-4)
 
 
 CASES = [pytest.param(*case, marks=gpu) for case in kernel_cases()]

@@ -261,6 +261,44 @@ def test_without_end_tokens_every_response_runs_to_the_limit(small, device):
     assert {len(response) for response in responses} == {6}
 
 
+@pytest.mark.parametrize("rows", [1, 3, 8, 13])
+@pytest.mark.parametrize("length", [1, 31, 50])
+@torch.no_grad()
+def test_a_rounded_prefill_does_the_same(small, rows, length):
+    decoder = LlamaDecoder(small("llama"), 16, 64, torch.float32)
+    ids, slots = torch.randint(2, 48, (rows, length)), torch.randperm(16)[:rows]
+    with decoder.ready():
+        decoder._prefill(ids, slots)
+        plain = decoder.cache[:, slots, :, :length].clone()
+        decoder.cache.fill_(7.0)
+        rounded, same_slots = llama._round_up(ids, slots, 64)
+        decoder._prefill(rounded, same_slots)
+    assert rounded.shape == (rounded.shape[0], 32 if length < 32 else 64)
+    assert rounded.shape[0] in (1, 4, 8, 16)
+    torch.testing.assert_close(decoder.cache[:, slots, :, :length], plain)
+    others = torch.ones(16, dtype=torch.bool).index_fill(0, slots, False)
+    assert decoder.cache[:, others].eq(7.0).all()
+
+
+@gpu
+@on_gpu
+@torch.no_grad()
+def test_recorded_prefills_are_those_that_are_not(small):
+    model = small("llama", head_dim=16).cuda()
+    decoder = LlamaDecoder(model, 16, 64, torch.float32)
+    for turn in range(4):  # as it is, recorded, replayed, replayed
+        ids = torch.randint(2, 48, (5, 20 + turn), device="cuda")
+        slots = torch.randperm(16, device="cuda")[:5]
+        with decoder.ready():
+            decoder.prefill(ids, slots)
+            found = decoder.cache[:, slots, :, : 20 + turn].clone()
+            decoder._prefill(ids, slots)
+        expected = decoder.cache[:, slots, :, : 20 + turn]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        for parameter in model.parameters():  # the next is of other weights
+            parameter.mul_(0.9)
+
+
 @gpu
 @on_gpu
 def test_kernels_are_their_plain_twins(monkeypatch):

@@ -16,9 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+triton_attention: Any = None
 triton_layers: Any = None
 if importlib.util.find_spec("triton"):  # torch installs it only where there may be a GPU
-    from marlhf.models import triton_layers
+    from marlhf.models import triton_attention, triton_layers
+
+SHORT_ROWS = 512
+"""Up to so many tokens `attention` is faster than cuDNN's, whose time hardly falls for fewer."""
 
 
 def fused(x: Tensor) -> bool:
@@ -98,12 +102,71 @@ def rotate_backward(
     return torch.cat((*turned, value), dim=1)
 
 
+def has_attention(x: Tensor, width: int, length: int) -> bool:
+    """Whether `attention` is the fastest for heads and rows of these sizes, computed from x."""
+    halves = x.dtype in (torch.bfloat16, torch.float16)
+    return fused(x) and halves and width in (16, 32, 64) and length <= SHORT_ROWS
+
+
+def attention(qkv: Tensor, queries: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal attention within rows, and the logarithms of the sums of its exponentials.
+
+    [B, L, H + 2 K, D], of which the first are queries -> [B, L, H, D] and [B, H, L].
+    """
+    if fused(qkv):
+        return triton_attention.attention(qkv, queries, scale)
+    query, key, value = _heads(qkv, queries)
+    scores = _scores(query, key, scale)
+    lse = scores.logsumexp(dim=3)
+    out = (scores - lse[..., None]).exp() @ value
+    return out.transpose(1, 2).contiguous().to(qkv.dtype), lse
+
+
+def attention_backward(
+    grad: Tensor,
+    qkv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    scale: float,
+) -> Tensor:
+    """The gradient of `qkv` before `rotate`, where a token's position is its place in the row."""
+    if fused(qkv):
+        return triton_attention.attention_backward(grad, qkv, out, lse, rotary, scale)
+    rows, length, heads, _ = qkv.shape
+    query, key, value = _heads(qkv, out.shape[2])
+    weights = (_scores(query, key, scale) - lse[..., None]).exp()
+    grad_out = _wide(grad).transpose(1, 2)
+    delta = (grad_out * _wide(out).transpose(1, 2)).sum(dim=3, keepdim=True)
+    grad_scores = weights * (grad_out @ value.mT - delta) * scale
+    parts = grad_scores @ key, grad_scores.mT @ query, weights.mT @ grad_out
+    groups = (heads - query.shape[1]) // 2
+    query, key, value = (
+        x.unflatten(1, (n, -1)).sum(dim=2).to(qkv.dtype)  # over the heads that share it
+        for x, n in zip(parts, (query.shape[1], groups, groups))
+    )
+    positions = torch.arange(length, device=qkv.device).repeat(rows)
+    return rotate_backward((query, key, value), rotary, positions).view(qkv.shape)
+
+
 def pick(logits: Tensor, tokens: Tensor) -> Tensor:
     """The log-probs of tokens, float32, in one pass over logits: [N, V], [N] -> [N]."""
     if fused(logits):
         return triton_layers.pick(logits, tokens)
     chosen = logits.gather(1, tokens[:, None]).squeeze(1)
     return chosen.float() - logits.float().logsumexp(dim=1)
+
+
+def _heads(qkv: Tensor, queries: int) -> tuple[Tensor, ...]:
+    """Queries, keys and values, those repeated for each query head: [B, H, L, D] each."""
+    groups = (qkv.shape[2] - queries) // 2
+    query, *others = _wide(qkv).transpose(1, 2).split((queries, groups, groups), dim=1)
+    return query, *(x.repeat_interleave(queries // groups, dim=1) for x in others)
+
+
+def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    visible = torch.ones(2 * query.shape[2:3], dtype=torch.bool, device=query.device).tril()
+    return (query @ key.mT * scale).masked_fill(~visible, -torch.inf)
 
 
 def _turn(x: Tensor, rotary: tuple[Tensor, Tensor], positions: Tensor) -> Tensor:

@@ -24,6 +24,9 @@ from torch.nn import functional as F
 from marlhf.models.base import Model
 from marlhf.models.layer_kernels import (
     add_norm,
+    attention,
+    attention_backward,
+    has_attention,
     norm_backward,
     rotate,
     rotate_backward,
@@ -51,13 +54,14 @@ class Places:
     shape: tuple[int, int]  # B, L
     positions: Tensor  # [T], places within a row
     longest: int  # above all positions
-    attend: Attend
+    attend: Attend | None = None
+    """None: each token sees those before it in its row, where positions are columns."""
 
 
 def padded(height: int, width: int, device: torch.device) -> Places:
     """Rows that begin in the first column. Causality alone keeps tokens from seeing padding."""
     positions = torch.arange(width, device=device).repeat(height)
-    return Places((height, width), positions, width, _causal_attention)
+    return Places((height, width), positions, width)
 
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -106,15 +110,17 @@ def _attention(
     layer: Any, x: Tensor, delta: Tensor | None, places: Places, rotary: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """x + delta, and what its heads attended to: [T, hidden size] and [T, H * D]."""
-    attention, before = layer.self_attn, layer.input_layernorm
-    parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+    module, before = layer.self_attn, layer.input_layernorm
+    parts = (module.q_proj, module.k_proj, module.v_proj)
     weights, biases = [p.weight for p in parts], [p.bias for p in parts]
     bias = None if biases[0] is None else _joined(biases, x.dtype)
-    options = _Heads(places, rotary, attention.head_dim, before.variance_epsilon)
-    query, key, value, x = NormHeads.apply(
-        x, delta, before.weight, _joined(weights, x.dtype), bias, options, *weights, *biases
-    )
-    out = places.attend(query, key, value, attention.scaling)
+    width, scale = module.head_dim, module.scaling
+    options = _Heads(places, rotary, width, before.variance_epsilon, scale)
+    inputs = x, delta, before.weight, _joined(weights, x.dtype), bias, options, *weights, *biases
+    if places.attend is None and has_attention(x, width, places.longest):
+        return NormAttend.apply(*inputs)
+    x, query, key, value = NormHeads.apply(*inputs)
+    out = (places.attend or _causal_attention)(query, key, value, scale)
     return x, out.reshape(x.shape[0], -1)
 
 
@@ -145,6 +151,7 @@ class _Heads(NamedTuple):
     rotary: tuple[Tensor, Tensor]
     width: int  # of a head
     epsilon: float
+    scale: float
 
 
 class Norm(torch.autograd.Function):
@@ -168,7 +175,7 @@ class Norm(torch.autograd.Function):
 
 
 class NormHeads(torch.autograd.Function):
-    """Rotated queries, keys and values of the norm of x + delta; and that sum, for what follows.
+    """x + delta, and rotated queries, keys and values of its norm.
 
     `weight` and `bias` are the parameters, joined and in the type to multiply in.
     """
@@ -184,36 +191,87 @@ class NormHeads(torch.autograd.Function):
         options: _Heads,
         *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        places, rotary, width, epsilon = options
-        x, normed = add_norm(x, delta, norm_weight, epsilon, x.dtype)
-        qkv = F.linear(normed, weight, bias).unflatten(1, (-1, width))
-        sizes = [p.shape[0] for p in parameters[:3] if p is not None]
-        counts = [size // width for size in sizes]
-        rotate(qkv, rotary, places.positions, counts[0] + counts[1])
+        x, qkv = _project(ctx, x, delta, norm_weight, weight, bias, options, parameters)
         ctx.save_for_backward(x, norm_weight, weight)
-        ctx.options, ctx.sizes, ctx.adds = options, sizes, delta is not None
-        ctx.dtypes = [None if p is None else p.dtype for p in parameters]
-        query, key, value = qkv.unflatten(0, places.shape).transpose(1, 2).split(counts, dim=1)
-        return query, key, value, x
+        return x, *qkv.transpose(1, 2).split(ctx.heads, dim=1)
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, grad_sum: Tensor
+        ctx: Any, grad_sum: Tensor, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor | None, ...]:
-        x, norm_weight, weight = ctx.saved_tensors
-        places, rotary, _, epsilon = ctx.options
+        places, rotary = ctx.options[:2]
         grad = rotate_backward((query, key, value), rotary, places.positions).flatten(1)
-        grad_x, unit = norm_backward(grad @ weight, x, norm_weight, epsilon, grad_sum.contiguous())
-        grad_norm, grad_weights, grad_biases = None, (None,) * 3, (None,) * 3
-        if ctx.needs_input_grad[2] or any(ctx.needs_input_grad[6:9]):
-            grad_norm, whole = _normed_weight_grads(grad, unit, weight, norm_weight)
-            grad_weights = whole.split(ctx.sizes)
-        if any(ctx.needs_input_grad[9:]):
-            grad_biases = grad.sum(dim=0, dtype=_sum_type(grad)).split(ctx.sizes)
-        grad_delta = grad_x if ctx.adds else None
-        parts = _in_types((*grad_weights, *grad_biases), ctx.dtypes)
-        return grad_x, grad_delta, grad_norm, None, None, None, *parts
+        return _project_backward(ctx, grad_sum, grad, *ctx.saved_tensors)
+
+
+class NormAttend(torch.autograd.Function):
+    """`NormHeads` and attention: x + delta, and what its heads attended to, [T, H * D]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor | None,
+        norm_weight: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: _Heads,
+        *parameters: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        x, qkv = _project(ctx, x, delta, norm_weight, weight, bias, options, parameters)
+        out, lse = attention(qkv, ctx.heads[0], options.scale)
+        ctx.save_for_backward(x, norm_weight, weight, qkv, out, lse)
+        return x, out.view(len(x), -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_sum: Tensor, grad_out: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        *saved, qkv, out, lse = ctx.saved_tensors
+        rotary, scale = ctx.options.rotary, ctx.options.scale
+        grad = attention_backward(grad_out.reshape(out.shape), qkv, out, lse, rotary, scale)
+        return _project_backward(ctx, grad_sum, grad.view(len(grad_out), -1), *saved)
+
+
+def _project(
+    ctx: Any,
+    x: Tensor,
+    delta: Tensor | None,
+    norm_weight: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: _Heads,
+    parameters: Sequence[Tensor | None],
+) -> tuple[Tensor, Tensor]:
+    """x + delta, and the rotated heads of its norm, [B, L, H + 2 K, D]."""
+    places, rotary, width, epsilon, _ = options
+    x, normed = add_norm(x, delta, norm_weight, epsilon, x.dtype)
+    qkv = F.linear(normed, weight, bias).unflatten(1, (-1, width))
+    ctx.options, ctx.adds = options, delta is not None
+    ctx.sizes = [p.shape[0] for p in parameters[:3] if p is not None]
+    ctx.heads = [size // width for size in ctx.sizes]
+    ctx.dtypes = [None if p is None else p.dtype for p in parameters]
+    rotate(qkv, rotary, places.positions, ctx.heads[0] + ctx.heads[1])
+    return x, qkv.unflatten(0, places.shape)
+
+
+def _project_backward(
+    ctx: Any, grad_sum: Tensor, grad: Tensor, x: Tensor, norm_weight: Tensor, weight: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the arguments, from that of the heads before their rotation, [T, out]."""
+    epsilon = ctx.options.epsilon
+    grad_x, unit = norm_backward(grad @ weight, x, norm_weight, epsilon, grad_sum.contiguous())
+    grad_norm, grad_weights, grad_biases = None, (None,) * 3, (None,) * 3
+    if ctx.needs_input_grad[2] or any(ctx.needs_input_grad[6:9]):
+        grad_norm, whole = _normed_weight_grads(grad, unit, weight, norm_weight)
+        grad_weights = whole.split(ctx.sizes)
+    if any(ctx.needs_input_grad[9:]):
+        grad_biases = grad.sum(dim=0, dtype=_sum_type(grad)).split(ctx.sizes)
+    grad_delta = grad_x if ctx.adds else None
+    parts = _in_types((*grad_weights, *grad_biases), ctx.dtypes)
+    return grad_x, grad_delta, grad_norm, None, None, None, *parts
 
 
 class AfterAttention(torch.autograd.Function):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from marlhf.models.base import Model
+from marlhf.models.graphs import GraphedPasses
 from marlhf.models.unpadded import attention_window, is_plain_llama
 from marlhf.rollout.fused_step import MAX_ROWS, FusedStep
 from marlhf.rollout.kernels import (
@@ -39,6 +40,10 @@ one. The call of a product is then as expensive as its arithmetic, and the copy 
 LAUNCHED_NUMBERS = 1 << 26
 """Numbers of hidden states, tokens times hidden size, in one prefill on a GPU, which would be done
 with less of a small model before the host has launched the next."""
+
+RECORDED_WORK = 1 << 42
+"""Weights times tokens of the largest prefill that is recorded as a CUDA graph, where its shape
+comes again. A GPU does more than that while the host launches a prefill."""
 
 
 class Projection:
@@ -148,6 +153,9 @@ class LlamaDecoder:
         if device.type == "cuda":
             most = LAUNCHED_NUMBERS // self.embedding.shape[1]
             self.prefill_tokens = min(max(PREFILL_TOKENS, most), 4 * PREFILL_TOKENS)
+        weights = sum(p.weight.numel() for block in self.blocks for p in block.projections)
+        self.recorded_tokens = RECORDED_WORK // weights
+        self.passes = GraphedPasses(model)
         # The kernel then reads a prefix from memory once, and from the GPU's L2 cache after that.
         self.borrows = fused(self.embedding)
         self.uses_cpu_steps = CPUStep.fits(self)
@@ -176,6 +184,15 @@ class LlamaDecoder:
         return self.cache.nbytes
 
     def prefill(self, ids: Tensor, slots: Tensor) -> None:
+        if ids.is_cuda and ids.numel() <= self.recorded_tokens:
+            ids, slots = _round_up(ids, slots, self.capacity)
+            self.passes("prefill", self._prefill, (ids, slots))
+        else:
+            self._prefill(ids, slots)
+
+    def _prefill(self, ids: Tensor, slots: Tensor) -> Tensor:
+        """Gives its second argument back: a recorded pass has a result."""
+        given = slots
         rows, length = ids.shape
         positions = torch.arange(length, device=ids.device).repeat(rows)
         slots = slots.repeat_interleave(length, output_size=rows * length)
@@ -193,6 +210,7 @@ class LlamaDecoder:
             return out.transpose(1, 2).reshape(rows * length, -1)
 
         self._forward(ids.flatten(), attention)
+        return given
 
     def step(
         self,
@@ -373,6 +391,20 @@ class CPUStep:
         to_first.addcmul_(second, self.sin[0])
         to_second.addcmul_(first, self.sin[1])
         self.value.copy_(self.projected_value)
+
+
+def _round_up(ids: Tensor, slots: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """A prefill of one of few shapes, which does the same.
+
+    Positions after a prompt are written anew before they are read, and a row that comes again is
+    written over by its like.
+    """
+    rows, length = ids.shape
+    ids = F.pad(ids, (0, min(length + -length % 32, capacity) - length))
+    more = -rows % 8 if rows > 8 else (1 << (rows - 1).bit_length()) - rows
+    if more:
+        ids, slots = (torch.cat((x, x[-1:].expand(more, *x.shape[1:]))) for x in (ids, slots))
+    return ids, slots
 
 
 def _norm(module: Any) -> tuple[Tensor, float]:
