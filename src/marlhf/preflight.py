@@ -76,7 +76,9 @@ def _check_data(stage: Stage, read: dict[str, Loaded]) -> Loaded:
     config = stage.config
     part = getattr(config, "part", facts_of(stage.kind).part)  # a setting of DPO's
     key = f"{config.data} {part} {config.columns}"
-    loaded = read[key] = read.get(key) or load_data(config.data, part, needs=config.columns)
+    if key not in read:
+        read[key] = load_data(config.data, part, needs=config.columns, keep=True)
+    loaded = read[key]
     if len(loaded.train) < config.batch_size:
         raise SettingError(
             f"There are {len(loaded.train)} rows for a batch of {config.batch_size}. Lower "

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,17 @@ def test_stages_share_the_evaluation_and_nothing_else(pairs):
 def test_loading_twice_gives_the_same_rows_in_the_same_order(pairs):
     config = DataConfig(path=pairs)
     assert load_data(config, "ppo") == load_data(config, "ppo")
+
+
+def test_rows_that_were_kept_are_given_once_and_only_while_their_file_is_the_same(pairs):
+    config, path = DataConfig(path=pairs), Path(pairs)
+    kept = load_data(config, "ppo", keep=True)
+    assert load_data(config, "sft").train[0] is not kept.train[0]  # another part
+    assert load_data(config, "ppo") is kept
+    assert load_data(config, "ppo") is not kept
+    kept = load_data(config, "ppo", keep=True)
+    path.write_text(path.read_text().replace("p0", "another prompt"))
+    assert load_data(config, "ppo") != kept
 
 
 def test_without_parts_every_stage_has_all_rows(pairs):

@@ -178,18 +178,45 @@ class Loaded:
     """Over the whole of what was read, not this stage's part alone."""
 
 
+_KEPT: dict[str, Loaded] = {}
+"""What `load_data` was asked to keep, by what it was asked for and the state of its files."""
+
+
 def load_data(
-    config: DataConfig, part: str = "ppo", *, needs: Collection[str] = ("prompt",)
+    config: DataConfig,
+    part: str = "ppo",
+    *,
+    needs: Collection[str] = ("prompt",),
+    keep: bool = False,
 ) -> Loaded:
     """The rows for one stage: `part` names its share, `needs` what each row must have.
 
     Rows are split before those that the stage cannot use are taken out, so
-    that every stage sees the same parts whatever it needs.
+    that every stage sees the same parts whatever it needs. With `keep` the next who asks for them
+    gets the same rows, unless their file has changed: a recipe is checked before it runs.
 
     >>> loaded = load_data(DataConfig(source="toy", limit=100, eval_size=10), "sft")
     >>> len(loaded.train), len(loaded.eval)
     (18, 10)
     """
+    names = (config.path, config.eval_path)
+    files = [Path(name).expanduser() for name in names if name is not None]
+    key = f"{config} {part} {sorted(needs)} {[_state(file) for file in files]}"
+    loaded = _KEPT.pop(key, None) or _load_data(config, part, needs)
+    if keep and files and all(file.is_file() for file in files):
+        _KEPT[key] = loaded
+    return loaded
+
+
+def _state(file: Path) -> tuple[int, ...]:
+    """Changes with the file."""
+    if not file.is_file():
+        return ()
+    found = file.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _load_data(config: DataConfig, part: str, needs: Collection[str]) -> Loaded:
     config.check_named()
     _check_part(config, part)
     rows, unusable, counts = _sort_out(
