@@ -36,7 +36,7 @@ def steps(model, rows, dtype, prefixes=None, first=0):
     """Logits of the plain and the fused step from the same state, and the caches after them."""
     torch.manual_seed(2)
     decoder = LlamaDecoder(model, rows, 64, dtype)
-    assert decoder.fused_step is not None
+    assert decoder.fused_rows
     cache = torch.randn_like(decoder.cache)
     tokens = torch.randint(0, 48, (rows,), device="cuda")
     positions = torch.randint(first, 64, (rows,), device="cuda")
@@ -91,4 +91,4 @@ def test_whole_responses_are_those_of_the_plain_engine(small, name, exact):
         native = engine.generate(prompts, Sampling(10), range(13))
         assert native.responses == plain.responses
         torch.testing.assert_close(native.logprobs, plain.logprobs, atol=1e-4, rtol=0)
-    assert engine.session.decoder.fused_step is not None
+    assert engine.session.decoder.fused_rows

@@ -1,8 +1,10 @@
 """The fast engine against its plain twin, and its parts against theirs."""
 
 import contextlib
+import gc
 import itertools
 import platform
+import weakref
 
 import pytest
 import torch
@@ -259,6 +261,22 @@ def test_without_end_tokens_every_response_runs_to_the_limit(small, device):
     engine = NativeEngine(small("llama", head_dim=16).to(device), [], 0, precision="float32")
     responses = engine.generate(PROMPTS, Sampling(6, 0.9), range(13)).responses
     assert {len(response) for response in responses} == {6}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[gpu, on_gpu])])
+def test_the_memory_of_a_session_is_free_once_it_is_dropped(small, device):
+    """Not once garbage is collected: the next session is larger, and there may be no room."""
+    model = small("llama", head_dim=16).to(device)
+    engine = NativeEngine(model, ENDS, 0)
+    gc.disable()
+    try:
+        for _ in range(3):
+            engine.generate(PROMPTS, Sampling(4), range(13))
+        decoder = weakref.ref(engine.session.decoder)
+        engine.session = None
+        assert decoder() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 13])

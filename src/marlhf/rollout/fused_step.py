@@ -35,57 +35,53 @@ TYPES = (torch.bfloat16,)
 """The types of matrices. Before they are scaled, hidden states may be too large for float16."""
 
 
-class FusedStep:
-    """Hidden states [S, hidden] after one more token in each slot."""
+def can_fuse(decoder: LlamaDecoder) -> bool:
+    """Whether a decoder's steps of up to `MAX_ROWS` can be computed here, and are faster."""
+    if not fused(decoder.embedding) or decoder.dtype not in TYPES:
+        return False
+    projections = [p for block in decoder.blocks for p in block.projections]
+    return (
+        decoder.embedding.shape[1] <= MAX_HIDDEN
+        and all(p.is_one for p in projections)
+        and not any(p.weight.shape[1] % triton_products.SIZE_MULTIPLE for p in projections)
+        and all(block.gate_up.bias is None for block in decoder.blocks)
+        and triton_kernels.can_attend(*decoder.layers[0])
+    )
 
-    def __init__(self, decoder: LlamaDecoder) -> None:
-        self.decoder = decoder
 
-    @staticmethod
-    def fits(decoder: LlamaDecoder) -> bool:
-        """Whether a decoder's steps of up to `MAX_ROWS` are computed here."""
-        if not fused(decoder.embedding) or decoder.dtype not in TYPES:
-            return False
-        projections = [p for block in decoder.blocks for p in block.projections]
-        return (
-            decoder.embedding.shape[1] <= MAX_HIDDEN
-            and all(p.is_one for p in projections)
-            and not any(p.weight.shape[1] % triton_products.SIZE_MULTIPLE for p in projections)
-            and all(block.gate_up.bias is None for block in decoder.blocks)
-            and triton_kernels.can_attend(*decoder.layers[0])
-        )
+def fused_hidden(decoder: LlamaDecoder, tokens: Tensor, at: Positions) -> Tensor:
+    """The last hidden states after one more token in each slot: [S, hidden]."""
 
-    def __call__(self, tokens: Tensor, at: Positions) -> Tensor:
-        decoder = self.decoder
-        blocks = decoder.blocks
-        residual = decoder.embedding.index_select(0, tokens)
-        x = self._norm(residual, None, blocks[0].norms[0])
-        next_norms = [*(block.norms[0] for block in blocks[1:]), decoder.norm]
-        for block, (_, keys, values), next_norm in zip(blocks, decoder.layers, next_norms):
-            qkv = triton_products.product(x, block.qkv.weight, block.qkv.bias)
-            attended = triton_kernels.rotate_and_attend(
-                qkv.view(len(tokens), -1, decoder.width),
-                decoder.rotary,
-                block.head_norms,
-                keys,
-                values,
-                at.positions,
-                decoder.scale,
-                block.window,
-                at.prefixes,
-            )
-            x = self._add(residual, attended.flatten(1), block.out, block.norms[1])
-            gated = triton_products.product(x, block.gate_up.weight, None, gated=True)
-            x = self._add(residual, gated, block.down, next_norm)
-        return self._norm(residual, None, decoder.norm)
+    def norm(delta: Tensor | None, norm: tuple[Tensor, float]) -> Tensor:
+        return add_norm(residual, delta, *norm, decoder.dtype)
 
-    def _add(
-        self, residual: Tensor, x: Tensor, projection: Projection, norm: tuple[Tensor, float]
-    ) -> Any:
+    def add(x: Tensor, projection: Projection, after: tuple[Tensor, float]) -> Any:
         """Add a product to the residual; the norm that follows, scaled or not."""
         if x.shape[1] > MAX_ADDED:
-            return self._norm(residual, projection(x), norm)
-        return triton_products.add_product(residual, x, projection.weight, projection.bias, norm)
+            return norm(projection(x), after)
+        return triton_products.add_product(residual, x, projection.weight, projection.bias, after)
 
-    def _norm(self, residual: Tensor, delta: Tensor | None, norm: tuple[Tensor, float]) -> Tensor:
-        return add_norm(residual, delta, *norm, self.decoder.dtype)
+    blocks = decoder.blocks
+    residual = decoder.embedding.index_select(0, tokens)
+    x = norm(None, blocks[0].norms[0])
+    next_norms = [*(block.norms[0] for block in blocks[1:]), decoder.norm]
+    for block, (_, keys, values), next_norm in zip(blocks, decoder.layers, next_norms):
+        qkv = triton_products.product(x, block.qkv.weight, block.qkv.bias)
+        attended = triton_kernels.rotate_and_attend(
+            qkv.view(len(tokens), -1, decoder.width),
+            decoder.rotary,
+            block.head_norms,
+            keys,
+            values,
+            at.positions,
+            decoder.scale,
+            block.window,
+            at.prefixes,
+        )
+        x = add(attended.flatten(1), block.out, block.norms[1])
+        x = add(
+            triton_products.product(x, block.gate_up.weight, None, gated=True),
+            block.down,
+            next_norm,
+        )
+    return norm(None, decoder.norm)

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from marlhf.models.base import Model
 from marlhf.models.graphs import GraphedPasses
 from marlhf.models.unpadded import attention_window, is_plain_llama
-from marlhf.rollout.fused_step import MAX_ROWS, FusedStep
+from marlhf.rollout.fused_step import MAX_ROWS, can_fuse, fused_hidden
 from marlhf.rollout.kernels import (
     Positions,
     add_norm,
@@ -40,7 +40,6 @@ one. The call of a product is then as expensive as its arithmetic, and the copy 
 LAUNCHED_NUMBERS = 1 << 26
 """Numbers of hidden states, tokens times hidden size, in one prefill on a GPU, which would be done
 with less of a small model before the host has launched the next."""
-
 RECORDED_WORK = 1 << 42
 """Weights times tokens of the largest prefill that is recorded as a CUDA graph, where its shape
 comes again. A GPU does more than that while the host launches a prefill."""
@@ -160,7 +159,7 @@ class LlamaDecoder:
         self.borrows = fused(self.embedding)
         self.uses_cpu_steps = CPUStep.fits(self)
         self.cpu_steps: dict[int, CPUStep] = {}  # by the number of slots
-        self.fused_step = FusedStep(self) if FusedStep.fits(self) else None
+        self.fused_rows = MAX_ROWS if can_fuse(self) else 0
 
     @staticmethod
     def fits(model: Model) -> bool:
@@ -191,12 +190,10 @@ class LlamaDecoder:
             self._prefill(ids, slots)
 
     def _prefill(self, ids: Tensor, slots: Tensor) -> Tensor:
-        """Gives its second argument back: a recorded pass has a result."""
-        given = slots
+        """Gives `slots` back: a recorded pass has a result."""
         rows, length = ids.shape
         positions = torch.arange(length, device=ids.device).repeat(rows)
-        slots = slots.repeat_interleave(length, output_size=rows * length)
-        at = Positions(positions, slots)
+        at = Positions(positions, slots.repeat_interleave(length, output_size=rows * length))
 
         def attention(qkv: Tensor, layer: int) -> Tensor | None:
             self._rotate(qkv, layer, at)
@@ -210,7 +207,7 @@ class LlamaDecoder:
             return out.transpose(1, 2).reshape(rows * length, -1)
 
         self._forward(ids.flatten(), attention)
-        return given
+        return slots
 
     def step(
         self,
@@ -219,9 +216,8 @@ class LlamaDecoder:
         reach: int | None,
         prefixes: Prefixes | None = None,
     ) -> Tensor:
-        if self.fused_step is not None and len(tokens) <= MAX_ROWS:
-            at = Positions(positions, prefixes=prefixes)
-            return self.head(self.fused_step(tokens, at))
+        if len(tokens) <= self.fused_rows:
+            return self.head(fused_hidden(self, tokens, Positions(positions, prefixes=prefixes)))
         if not self.uses_cpu_steps or prefixes is not None:
             return self.plain_step(tokens, positions, reach, prefixes)
         rows = len(tokens)
@@ -290,7 +286,9 @@ class CPUStep:
 
     def __init__(self, decoder: LlamaDecoder, rows: int) -> None:
         heads, groups, width = decoder.heads, decoder.groups, decoder.width
-        self.decoder, self.rows = decoder, rows
+        # Not the decoder, which would then outlive its session, until garbage is collected.
+        self.embedding, self.blocks, self.scale = decoder.embedding, decoder.blocks, decoder.scale
+        self.norm, self.head = decoder.norm, decoder.head
         block = decoder.blocks[0]  # all have the same sizes
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -345,8 +343,7 @@ class CPUStep:
         )
 
     def __call__(self, tokens: Tensor, positions: Tensor, reach: int) -> Tensor:
-        decoder = self.decoder
-        torch.index_select(decoder.embedding, 0, tokens, out=self.residual)
+        torch.index_select(self.embedding, 0, tokens, out=self.residual)
         torch.index_select(self.table, 0, positions, out=self.angles)
         if reach != self.reach:
             self.reach = reach
@@ -357,13 +354,13 @@ class CPUStep:
         bias = bias[:, None, None]
         place = positions[:, None, None, None].expand_as(self.stored)
         added = False
-        for block, cache, (key, value) in zip(decoder.blocks, self.cache, self.keys_values):
+        for block, cache, (key, value) in zip(self.blocks, self.cache, self.keys_values):
             self._norm(block.norms[0], add=added)
             block.qkv.into(self.projected, self.normed)
             self._rotate()
             cache.scatter_(2, place, self.stored)
             out = F.scaled_dot_product_attention(
-                self.query, key, value, attn_mask=bias, scale=decoder.scale
+                self.query, key, value, attn_mask=bias, scale=self.scale
             )
             self.attended.copy_(out)
             block.out.into([self.delta], self.attended_flat)
@@ -372,8 +369,8 @@ class CPUStep:
             torch.mul(F.silu(self.gate, inplace=True), self.up, out=self.gated)
             block.down.into([self.delta], self.gated)
             added = True
-        self._norm(decoder.norm)
-        return decoder.head(self.normed)
+        self._norm(self.norm)
+        return self.head(self.normed)
 
     def _norm(self, norm: tuple[Tensor, float], *, add: bool = True) -> None:
         """As `add_norm`; before the first block there is nothing to add."""
