@@ -52,8 +52,8 @@ def can_fuse(decoder: LlamaDecoder) -> bool:
 def fused_hidden(decoder: LlamaDecoder, tokens: Tensor, at: Positions) -> Tensor:
     """The last hidden states after one more token in each slot: [S, hidden]."""
 
-    def norm(delta: Tensor | None, norm: tuple[Tensor, float]) -> Tensor:
-        return add_norm(residual, delta, *norm, decoder.dtype)
+    def norm(delta: Tensor | None, weight: tuple[Tensor, float]) -> Tensor:
+        return add_norm(residual, delta, *weight, decoder.dtype)
 
     def add(x: Tensor, projection: Projection, after: tuple[Tensor, float]) -> Any:
         """Add a product to the residual; the norm that follows, scaled or not."""

@@ -396,29 +396,32 @@ def _attend_tiles(programs: int, keys: Tensor) -> tuple[int, int, int]:
     return block, warps, max(1, min(3, memory // (block * row)))
 
 
+EARLY_ROWS = 128
+"""With more rows there is nothing to gain from an early launch."""
+
+
 def early_launch(x: Tensor) -> dict[str, bool]:
     """Options of a kernel over some rows that may be launched before the last has ended.
 
-    It waits for the results of the last, but no longer for its own launch. Hopper is the first to
-    do so, and with many rows there is nothing to gain.
+    It waits for the results of the last, but no longer for its own launch.
     """
-    if len(x) <= EARLY_ROWS and _is_hopper(x.device):
+    if len(x) <= EARLY_ROWS and _can_launch_early(x.device):
         return {"early": True, "launch_pdl": True}
     return {"early": False}
 
 
-EARLY_ROWS = 128
-
-
 @functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+def _can_launch_early(device: torch.device) -> bool:
+    """NVIDIA's from Hopper on, where this version of Triton knows how."""
+    nvidia = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return nvidia and hasattr(tl.extra.cuda, "gdc_wait")
 
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
     """Bytes for the tiles of a program, which leaves some to the compiler."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 8192
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 1 << 16) - 8192
 
 
 @triton.jit
