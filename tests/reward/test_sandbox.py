@@ -171,7 +171,7 @@ def outcomes(host):
             for source, statuses in HOSTILE.values():
                 seconds = 0.4 if statuses == {"timeout"} else 2.0 if "timeout" in statuses else 20.0
                 programs.append(Program(PRELUDE + host.fill(source), seconds=seconds))
-            with build(chosen_layers) as sandbox:
+            with build(chosen_layers, workers=6) as sandbox:  # many wait for their deadline
                 for layer in REQUIRED_LAYERS[chosen_layers]:
                     assert sandbox.layers[layer]
                 known[chosen_layers] = dict(zip(HOSTILE, sandbox.run(programs), strict=True))
