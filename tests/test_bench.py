@@ -39,3 +39,25 @@ def test_trl_gets_models_of_one_type(monkeypatch):
     float32, mixed = {torch.float32}, {torch.float32, torch.bfloat16}
     assert types() == [float32, mixed, float32, mixed]
     assert types(cast=False) == [float32] * 4
+
+
+def test_decoding_is_measured_to_the_end(monkeypatch, capsys):
+    decode = load("decode", monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["decode.py", "--repeats=1", "--only", "marlhf native"])
+    monkeypatch.setitem(decode.SHAPES, "tiny", decode.Shape(32, 1, 2, 1, 32, 64, 8, 8, 4))
+    monkeypatch.setattr(decode, "LONGEST", 12)
+    decode.main()
+    assert "ms a step" in capsys.readouterr().out
+
+
+def test_kernels_are_compared_with_what_they_replaced(monkeypatch):
+    kernels = load("llama_kernels", monkeypatch)
+    monkeypatch.setattr(kernels, "TOKENS", 128)
+    called = []
+    monkeypatch.setattr(kernels, "microseconds", lambda work: called.append(work()) or 1.0)
+    assert kernels.attention(32, "cpu") == [1.0] * 4
+    ours, theirs = called[1][0], called[0].transpose(1, 2)
+    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+    monkeypatch.setattr(kernels.layer_kernels, "attention", lambda *_: (ours + 1, called[1][1]))
+    with pytest.raises(SystemExit, match="other numbers"):
+        kernels.attention(32, "cpu")
