@@ -9,6 +9,7 @@ from marlhf.errors import MarlhfError
 
 NEED_OTHERS = (
     "__main__",
+    "triton_attend",
     "triton_attention",
     "triton_kernels",
     "triton_layers",

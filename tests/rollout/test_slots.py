@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from marlhf.rollout import Sampling, continuous, kernels, llama
+from marlhf.rollout import Sampling, continuous, kernels, llama, llama_weights
 from marlhf.rollout.check import decoder_error
 from marlhf.rollout.continuous import sample
 from marlhf.rollout.engine import draws
@@ -78,7 +78,7 @@ def test_llama_and_its_like_are_written_out_and_their_modules_agree(small):
 def test_small_matrices_are_joined_and_sample_as_they_do_apart(small, family, monkeypatch):
     model, sampling = small(family), Sampling(10, 1.0)
     joined = NativeEngine(model, ENDS, 0).generate(PROMPTS, sampling, range(13))
-    monkeypatch.setattr(llama, "SMALL_MATRIX", 0)
+    monkeypatch.setattr(llama_weights, "SMALL_MATRIX", 0)
     engine = NativeEngine(model, ENDS, 0)
     apart = engine.generate(PROMPTS, sampling, range(13))
     assert engine.session is not None
@@ -93,7 +93,7 @@ def test_a_step_on_a_cpu_has_the_bits_of_the_plain_step(small, family, joined, m
     whole = {"sliding_window": None} if family == "mistral" else {}
     model, sampling = small(family, **whole), Sampling(40, 1.0)
     if not joined:
-        monkeypatch.setattr(llama, "SMALL_MATRIX", 0)
+        monkeypatch.setattr(llama_weights, "SMALL_MATRIX", 0)
     engine = NativeEngine(model, ENDS, 0, token_budget=64 * 6)  # six slots, refilled and shrunk
     ours = engine.generate(PROMPTS, sampling, range(13))
     assert engine.session is not None

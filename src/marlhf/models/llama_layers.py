@@ -175,24 +175,12 @@ class Norm(torch.autograd.Function):
 
 
 class NormHeads(torch.autograd.Function):
-    """x + delta, and rotated queries, keys and values of its norm.
-
-    `weight` and `bias` are the parameters, joined and in the type to multiply in.
-    """
+    """x + delta, and rotated queries, keys and values of its norm. `_project` says from what."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        delta: Tensor | None,
-        norm_weight: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        options: _Heads,
-        *parameters: Tensor | None,
-    ) -> tuple[Tensor, ...]:
-        x, qkv = _project(ctx, x, delta, norm_weight, weight, bias, options, parameters)
-        ctx.save_for_backward(x, norm_weight, weight)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        x, qkv = _project(ctx, *inputs)
+        ctx.save_for_backward(x, *inputs[2:4])
         return x, *qkv.transpose(1, 2).split(ctx.heads, dim=1)
 
     @staticmethod
@@ -209,19 +197,10 @@ class NormAttend(torch.autograd.Function):
     """`NormHeads` and attention: x + delta, and what its heads attended to, [T, H * D]."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        delta: Tensor | None,
-        norm_weight: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        options: _Heads,
-        *parameters: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        x, qkv = _project(ctx, x, delta, norm_weight, weight, bias, options, parameters)
-        out, lse = attention(qkv, ctx.heads[0], options.scale)
-        ctx.save_for_backward(x, norm_weight, weight, qkv, out, lse)
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        x, qkv = _project(ctx, *inputs)
+        out, lse = attention(qkv, ctx.heads[0], ctx.options.scale)
+        ctx.save_for_backward(x, *inputs[2:4], qkv, out, lse)
         return x, out.view(len(x), -1)
 
     @staticmethod
@@ -243,9 +222,12 @@ def _project(
     weight: Tensor,
     bias: Tensor | None,
     options: _Heads,
-    parameters: Sequence[Tensor | None],
+    *parameters: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """x + delta, and the rotated heads of its norm, [B, L, H + 2 K, D]."""
+    """x + delta, and the rotated heads of its norm, [B, L, H + 2 K, D].
+
+    `weight` and `bias` are the parameters, joined and in the type to multiply in.
+    """
     places, rotary, width, epsilon, _ = options
     x, normed = add_norm(x, delta, norm_weight, epsilon, x.dtype)
     qkv = F.linear(normed, weight, bias).unflatten(1, (-1, width))

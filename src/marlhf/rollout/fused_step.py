@@ -10,15 +10,13 @@ end. `LlamaDecoder.plain_step` is the same in more kernels.
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from marlhf.rollout.kernels import Positions, add_norm, fused, triton_kernels
-
-if TYPE_CHECKING:
-    from marlhf.rollout.llama import LlamaDecoder, Projection
+from marlhf.rollout.kernels import Positions, add_norm, fused, triton_attend
+from marlhf.rollout.llama_weights import LlamaWeights, Projection
 
 triton_products: Any = None
 if importlib.util.find_spec("triton"):
@@ -35,7 +33,7 @@ TYPES = (torch.bfloat16,)
 """The types of matrices. Before they are scaled, hidden states may be too large for float16."""
 
 
-def can_fuse(decoder: LlamaDecoder) -> bool:
+def can_fuse(decoder: LlamaWeights) -> bool:
     """Whether a decoder's steps of up to `MAX_ROWS` can be computed here, and are faster."""
     if not fused(decoder.embedding) or decoder.dtype not in TYPES:
         return False
@@ -45,11 +43,11 @@ def can_fuse(decoder: LlamaDecoder) -> bool:
         and all(p.is_one for p in projections)
         and not any(p.weight.shape[1] % triton_products.SIZE_MULTIPLE for p in projections)
         and all(block.gate_up.bias is None for block in decoder.blocks)
-        and triton_kernels.can_attend(*decoder.layers[0])
+        and triton_attend.can_attend(*decoder.layers[0])
     )
 
 
-def fused_hidden(decoder: LlamaDecoder, tokens: Tensor, at: Positions) -> Tensor:
+def fused_hidden(decoder: LlamaWeights, tokens: Tensor, at: Positions) -> Tensor:
     """The last hidden states after one more token in each slot: [S, hidden]."""
 
     def norm(delta: Tensor | None, weight: tuple[Tensor, float]) -> Tensor:
@@ -67,16 +65,16 @@ def fused_hidden(decoder: LlamaDecoder, tokens: Tensor, at: Positions) -> Tensor
     next_norms = [*(block.norms[0] for block in blocks[1:]), decoder.norm]
     for block, (_, keys, values), next_norm in zip(blocks, decoder.layers, next_norms):
         qkv = triton_products.product(x, block.qkv.weight, block.qkv.bias)
-        attended = triton_kernels.rotate_and_attend(
+        attended = triton_attend.attend(
             qkv.view(len(tokens), -1, decoder.width),
-            decoder.rotary,
-            block.head_norms,
             keys,
             values,
             at.positions,
+            at.prefixes,
             decoder.scale,
             block.window,
-            at.prefixes,
+            rotary=decoder.rotary,
+            norms=block.head_norms,
         )
         x = add(attended.flatten(1), block.out, block.norms[1])
         x = add(

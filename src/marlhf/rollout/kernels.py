@@ -17,9 +17,10 @@ from torch.nn import functional as F
 
 from marlhf.rollout.state import Prefixes
 
+triton_attend: Any = None
 triton_kernels: Any = None
 if importlib.util.find_spec("triton"):  # torch installs it only where there may be a GPU
-    from marlhf.rollout import triton_kernels
+    from marlhf.rollout import triton_attend, triton_kernels
 
 
 def fused(x: Tensor) -> bool:
@@ -133,9 +134,9 @@ def attend(
     softcap: float | None = None,
 ) -> Tensor:
     """Each slot's query over its keys up to its position: [S, H, D]."""
-    if fused(query) and triton_kernels.can_attend(query, keys, values):
-        return triton_kernels.attend(
-            query, keys, values, at.positions, scale, window, softcap, at.prefixes
+    if fused(query) and triton_attend.can_attend(query, keys, values):
+        return triton_attend.attend(
+            query, keys, values, at.positions, at.prefixes, scale, window, softcap
         )
     rows = query.shape[0]
     key, value = keys[:rows, :, :reach], values[:rows, :, :reach]

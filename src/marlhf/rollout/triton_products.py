@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from marlhf.rollout.triton_kernels import early_launch, shared_memory
+from marlhf.rollout.triton_attend import early_launch, shared_memory
 
 
 @triton.jit
