@@ -4,7 +4,8 @@ The first pass of a shape runs as it is, which compiles and warms up what it nee
 recorded; later ones are replayed. All graphs of a process share their memory, so that they need
 as much as the largest and not as all together. Two rules follow, and are checked: between a
 forward pass with gradients and its backward pass no other graph may run, and what a graph returns
-is copied out of its memory before the next one runs.
+is copied out of its memory before the next one runs. Gradients are no part of it: each is added to
+a tensor that stays where it is, and is the parameter's `.grad`, as soon as it is computed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +26,8 @@ from torch.func import functional_call
 MAX_GRAPHS = 24
 """Recorded for a model at most. Batches of more shapes than this run without a graph."""
 GRADIENTS_SHARE = 1 / 32
-"""Share of a GPU's memory that the gradients of a model's recorded passes may take together. Of a
-large model none is recorded, and none need be: launching is not what it waits for."""
+"""Share of a GPU's memory that the gradients of recorded passes may take: they are kept from step
+to step. Of a large model none is recorded, and none need be: launching is not what it waits for."""
 
 Run = Callable[..., Tensor]
 """Tensors in, one tensor out."""
@@ -70,11 +72,9 @@ class GraphedPasses:
         return run(*inputs) if graph is None else graph(inputs)
 
     def _has_room(self, device: torch.device) -> bool:
-        """Whether one more pass with gradients may be recorded: each holds its own for good."""
-        recorded = sum(graph is not None and graph.learns for graph in self._graphs.values())
+        """Whether passes with gradients may be recorded."""
         size = sum(p.nbytes for p in set(self._parameters()) if p.requires_grad)
-        whole = torch.cuda.get_device_properties(device).total_memory
-        return (recorded + 1) * size <= GRADIENTS_SHARE * whole
+        return size <= GRADIENTS_SHARE * torch.cuda.get_device_properties(device).total_memory
 
     def _parameters(self) -> list[nn.Parameter]:
         """As they are now; those that modules share, several times."""
@@ -145,13 +145,16 @@ class _Graph:
         self.forward = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.forward, pool=_pool()), torch.set_grad_enabled(learns):
             out, leaves = compute()
+        self.sums: list[tuple[nn.Parameter, Tensor]] = []  # of those that have a gradient
         if learns:
             self.grad_out = torch.zeros_like(out)
+            for leaf, (name, p) in zip(leaves, self.trained.items()):
+                leaf.register_post_accumulate_grad_hook(
+                    self._add_to(p, _gradient_sum(model, name, p))
+                )
             self.backward = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.backward, pool=_pool()):
-                grads = torch.autograd.grad(out, leaves, self.grad_out, allow_unused=True)
-            pairs = zip(self.trained.values(), grads)
-            self.grads = [(p, grad) for p, grad in pairs if grad is not None]
+                torch.autograd.backward(out, self.grad_out, inputs=leaves)
             self.anchor = torch.zeros((), device=out.device, requires_grad=True)
         self.out = out.detach()
         self.learns = learns
@@ -163,19 +166,28 @@ class _Graph:
         self.forward.replay()
         return self.out.clone()
 
+    def _add_to(self, parameter: nn.Parameter, total: Tensor) -> Callable[[Tensor], None]:
+        """A hook that adds a leaf's new gradient to the parameter's sum, and frees it."""
+
+        def add(leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            total.add_(leaf.grad)
+            leaf.grad = None
+            self.sums.append((parameter, total))
+
+        return add
+
     def add_gradients(self, grad_out: Tensor) -> None:
         self.grad_out.copy_(grad_out)
+        others = [(p, total) for p, total in self.sums if p.grad is not total]
+        if others:  # whose sums hold what was used already
+            torch._foreach_zero_([total for _, total in others])  # pyright: ignore[reportPrivateImportUsage]
         self.backward.replay()
-        first = [(p, grad) for p, grad in self.grads if p.grad is None]
-        later = [(p.grad, grad) for p, grad in self.grads if p.grad is not None]
-        if first:
-            kept, new = [torch.empty_like(grad) for _, grad in first], [grad for _, grad in first]
-            torch._foreach_copy_(kept, new)  # pyright: ignore[reportPrivateImportUsage]
-            for (p, _), grad in zip(first, kept):
-                p.grad = grad
-        if later:
-            kept, new = map(list, zip(*later))
-            torch._foreach_add_(kept, new)  # pyright: ignore[reportPrivateImportUsage]
+        for p, total in others:
+            if p.grad is None:
+                p.grad = total
+            else:  # from a pass that was not replayed
+                p.grad += total
 
 
 class _Replay(torch.autograd.Function):
@@ -198,6 +210,22 @@ class _Replay(torch.autograd.Function):
         ctx.done = True
         ctx.graph.add_gradients(grad)
         return torch.zeros_like(ctx.graph.anchor), None
+
+
+_SUMS: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
+"""Where recorded passes of a model add up the gradient of each parameter."""
+
+
+def _gradient_sum(model: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
+    sums = _SUMS.setdefault(model, {})
+    kept = sums.get(name)
+    if kept is None or (kept.shape, kept.dtype, kept.device) != (
+        parameter.shape,
+        parameter.dtype,
+        parameter.device,
+    ):
+        sums[name] = torch.zeros_like(parameter, requires_grad=False)
+    return sums[name]
 
 
 _PENDING: list[weakref.ref[Any]] = []

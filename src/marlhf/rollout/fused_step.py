@@ -29,6 +29,8 @@ MAX_HIDDEN = 1024
 MAX_ADDED = 2048
 """The most inputs of a product that is added to the residual here. It has few outputs, so its
 programs are few, and each goes over all inputs."""
+LATER = 2
+"""A product asks the GPU's L2 cache for the weights of that which is so many after it."""
 TYPES = (torch.bfloat16,)
 """The types of matrices. Before they are scaled, hidden states may be too large for float16."""
 
@@ -51,20 +53,26 @@ def fused_hidden(decoder: LlamaWeights, tokens: Tensor, at: Positions) -> Tensor
     """The last hidden states after one more token in each slot: [S, hidden]."""
 
     def norm(delta: Tensor | None, weight: tuple[Tensor, float]) -> Tensor:
-        return add_norm(residual, delta, *weight, decoder.dtype)
+        nonlocal residual
+        residual, normed = add_norm(residual, delta, *weight, decoder.dtype)
+        return normed
 
     def add(x: Tensor, projection: Projection, after: tuple[Tensor, float]) -> Any:
         """Add a product to the residual; the norm that follows, scaled or not."""
+        later = next(coming)
         if x.shape[1] > MAX_ADDED:
             return norm(projection(x), after)
-        return triton_products.add_product(residual, x, projection.weight, projection.bias, after)
+        weight, bias = projection.weight, projection.bias
+        return triton_products.add_product(residual, x, weight, bias, after, later)
 
     blocks = decoder.blocks
+    weights = [projection.weight for block in blocks for projection in block.projections]
+    coming = iter([*weights[LATER:], *(None,) * LATER])
     residual = decoder.embedding.index_select(0, tokens)
     x = norm(None, blocks[0].norms[0])
     next_norms = [*(block.norms[0] for block in blocks[1:]), decoder.norm]
     for block, (_, keys, values), next_norm in zip(blocks, decoder.layers, next_norms):
-        qkv = triton_products.product(x, block.qkv.weight, block.qkv.bias)
+        qkv = triton_products.product(x, block.qkv.weight, block.qkv.bias, next(coming))
         attended = triton_attend.attend(
             qkv.view(len(tokens), -1, decoder.width),
             keys,
@@ -77,9 +85,6 @@ def fused_hidden(decoder: LlamaWeights, tokens: Tensor, at: Positions) -> Tensor
             norms=block.head_norms,
         )
         x = add(attended.flatten(1), block.out, block.norms[1])
-        x = add(
-            triton_products.product(x, block.gate_up.weight, None, gated=True),
-            block.down,
-            next_norm,
-        )
+        gated = triton_products.product(x, block.gate_up.weight, None, next(coming), gated=True)
+        x = add(gated, block.down, next_norm)
     return norm(None, decoder.norm)

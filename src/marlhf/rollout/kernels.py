@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from marlhf.models import layer_kernels
 from marlhf.rollout.state import Prefixes
 
 triton_attend: Any = None
@@ -70,31 +71,23 @@ class Positions:
 
 
 def add_norm(
-    residual: Tensor,  # [T, hidden], changed in place
+    residual: Tensor,  # [T, hidden], whose memory may be used for the sum
     delta: Tensor | None,  # [T, hidden], output of the block before
     weight: Tensor,
     eps: float,
     dtype: torch.dtype,
-) -> Tensor:
-    """Add `delta` to the residual and return its root-mean-square norm: [T, hidden]."""
+) -> tuple[Tensor, Tensor]:
+    """The residual with `delta` added, and its root-mean-square norm: [T, hidden] each."""
     if fused(residual):
-        return triton_kernels.add_norm(residual, delta, weight, eps, dtype)
+        return layer_kernels.add_norm(residual, delta, weight, eps, dtype)
     if delta is not None:
         residual += delta
     if not (residual.is_cpu and residual.dtype == dtype == torch.float32):
-        return F.rms_norm(residual, residual.shape[-1:], weight, eps).to(dtype)
+        return residual, F.rms_norm(residual, residual.shape[-1:], weight, eps).to(dtype)
     # The same in half as many operations as F.rms_norm is on a CPU.
     size = torch.linalg.vector_norm(residual, dim=1, keepdim=True)
     scale = size.square_().mul_(1 / residual.shape[1]).add_(eps).rsqrt_()
-    return (residual * scale).mul_(weight)
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, which lie side by side: [T, 2 I] -> [T, I]."""
-    if fused(gate_up):
-        return triton_kernels.swiglu(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return residual, (residual * scale).mul_(weight)
 
 
 def rotate_and_store(

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 
 from marlhf.models.base import Model
 from marlhf.models.graphs import GraphedPasses
+from marlhf.models.layer_kernels import attention, has_attention, swiglu
+from marlhf.models.llama_layers import has_our_layers
 from marlhf.models.unpadded import is_plain_llama
 from marlhf.rollout.cpu_step import CPUStep
 from marlhf.rollout.fused_step import MAX_ROWS, can_fuse, fused_hidden
@@ -27,7 +29,6 @@ from marlhf.rollout.kernels import (
     causal_attention,
     fused,
     rotate_and_store,
-    swiglu,
 )
 from marlhf.rollout.llama_weights import LlamaWeights
 from marlhf.rollout.slots import PREFILL_TOKENS, copy_prefixes
@@ -52,6 +53,10 @@ class LlamaDecoder(LlamaWeights):
         if device.type == "cuda":
             most = LAUNCHED_NUMBERS // self.embedding.shape[1]
             self.prefill_tokens = min(max(PREFILL_TOKENS, most), 4 * PREFILL_TOKENS)
+        # As in training passes, where bfloat16 goes from layer to layer: a third less to move.
+        self.prefill_dtype = self.embedding.dtype
+        if fused(self.embedding) and has_our_layers(model):
+            self.prefill_dtype = self.dtype
         weights = sum(p.weight.numel() for block in self.blocks for p in block.projections)
         self.recorded_tokens = RECORDED_WORK // weights
         self.passes = GraphedPasses(model)
@@ -90,18 +95,22 @@ class LlamaDecoder(LlamaWeights):
         positions = torch.arange(length, device=ids.device).repeat(rows)
         at = Positions(positions, slots.repeat_interleave(length, output_size=rows * length))
 
-        def attention(qkv: Tensor, layer: int) -> Tensor | None:
+        def attend_to_prompts(qkv: Tensor, layer: int) -> Tensor | None:
             self._rotate(qkv, layer, at)
             if layer == len(self.blocks) - 1:
                 return None  # a prefill needs the last layer's keys and values, nothing after
-            split = [self.heads, self.groups, self.groups]
-            qkv = qkv.view(rows, length, -1, self.width).transpose(1, 2)
+            qkv = qkv.view(rows, length, -1, self.width)
             window = self.blocks[layer].window
-            query, key, value = qkv.split(split, dim=1)
-            out = causal_attention(query, key, value, self.scale, window)
-            return out.transpose(1, 2).reshape(rows * length, -1)
+            if has_attention(qkv, self.width, length) and (window is None or length <= window):
+                out, _ = attention(qkv, self.heads, self.scale)
+            else:
+                split = [self.heads, self.groups, self.groups]
+                query, key, value = qkv.transpose(1, 2).split(split, dim=1)
+                out = causal_attention(query, key, value, self.scale, window).transpose(1, 2)
+            return out.reshape(rows * length, -1)
 
-        self._forward(ids.flatten(), attention)
+        residual = self.embedding.index_select(0, ids.flatten()).to(self.prefill_dtype)
+        self._forward(residual, attend_to_prompts)
         return slots
 
     def step(
@@ -129,13 +138,13 @@ class LlamaDecoder(LlamaWeights):
     ) -> Tensor:
         at = Positions(positions, self.slots[: len(tokens)], prefixes)
 
-        def attention(qkv: Tensor, layer: int) -> Tensor:
+        def attend_to_slots(qkv: Tensor, layer: int) -> Tensor:
             self._rotate(qkv, layer, at)
             (_, keys, values), window = self.layers[layer], self.blocks[layer].window
             query = qkv[:, : self.heads]
             return attend(query, keys, values, at, reach, self.scale, window).flatten(1)
 
-        hidden = self._forward(tokens, attention)
+        hidden = self._forward(self.embedding.index_select(0, tokens), attend_to_slots)
         assert hidden is not None
         return self.head(hidden)
 
@@ -147,24 +156,20 @@ class LlamaDecoder(LlamaWeights):
         for layer in self.cache:
             copy_prefixes(layer, source, target, ends)
 
-    def _forward(self, ids: Tensor, attention: Any) -> Tensor | None:
-        """Tokens [T] through all layers: hidden states [T, hidden], or None if attention stops.
+    def _forward(self, residual: Tensor, attention: Any) -> Tensor | None:
+        """Embeddings through all layers, to hidden states, [T, hidden]; None if attention stops.
 
         Each block's output is added to the residual by the norm that follows it, in one kernel.
         """
-        residual = self.embedding.index_select(0, ids)
-        delta, shape = None, (ids.shape[0], -1, self.width)
+        delta, shape = None, (len(residual), -1, self.width)
         for layer, block in enumerate(self.blocks):
-            x = self._norm(residual, delta, block.norms[0])
+            residual, x = add_norm(residual, delta, *block.norms[0], self.dtype)
             attended = attention(block.qkv(x).view(shape), layer)
             if attended is None:
                 return None
-            x = self._norm(residual, block.out(attended), block.norms[1])
+            residual, x = add_norm(residual, block.out(attended), *block.norms[1], self.dtype)
             delta = block.down(swiglu(block.gate_up(x)))
-        return self._norm(residual, delta, self.norm)
-
-    def _norm(self, residual: Tensor, delta: Tensor | None, norm: tuple[Tensor, float]) -> Tensor:
-        return add_norm(residual, delta, *norm, self.dtype)
+        return add_norm(residual, delta, *self.norm, self.dtype)[1]
 
     def _rotate(self, qkv: Tensor, layer: int, at: Positions) -> None:
         cache, norms = self.layers[layer][0], self.blocks[layer].head_norms

@@ -9,66 +9,11 @@ They round to the model's type wherever transformers does, so that sampling and 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from marlhf.rollout.state import DecodeState
-
-
-@triton.jit
-def _add_norm(
-    residual, delta, weight, out, eps, size: tl.constexpr, block: tl.constexpr, adds: tl.constexpr
-):
-    # One program per token: it adds `delta` to the residual and normalises the sum.
-    row = tl.program_id(0).to(tl.int64) * size
-    column = tl.arange(0, block)
-    inside = column < size
-    stored = tl.load(residual + row + column, inside, other=0.0)
-    if adds:
-        stored = (stored + tl.load(delta + row + column, inside, other=0.0)).to(stored.dtype)
-        tl.store(residual + row + column, stored, inside)
-    x = stored.to(tl.float32)
-    x *= tl.rsqrt(tl.sum(x * x, axis=0) / size + eps)
-    x = x.to(stored.dtype).to(tl.float32)  # as transformers rounds
-    x *= tl.load(weight + column, inside, other=0.0).to(tl.float32)
-    tl.store(out + row + column, x.to(out.dtype.element_ty), inside)
-
-
-def add_norm(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
-) -> Tensor:
-    rows, size = residual.shape
-    out = torch.empty(rows, size, dtype=dtype, device=residual.device)
-    block = triton.next_power_of_2(size)
-    other = residual if delta is None else delta
-    _add_norm[(rows,)](
-        residual, other, weight, out, eps, size, block, delta is not None, num_warps=_warps(block)
-    )
-    return out
-
-
-@triton.jit
-def _swiglu(gate_up, out, size: tl.constexpr, block: tl.constexpr):
-    # One program per token and block of columns; gates lie before the ups in each row.
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * block + tl.arange(0, block)
-    inside = column < size
-    gate = tl.load(gate_up + row * 2 * size + column, inside, other=0.0)
-    up = tl.load(gate_up + row * 2 * size + size + column, inside, other=0.0)
-    x = gate.to(tl.float32)
-    x = (x / (1 + tl.exp(-x))).to(gate.dtype)
-    x = x.to(tl.float32) * up.to(tl.float32)
-    tl.store(out + row * size + column, x.to(gate.dtype), inside)
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    rows, size = len(gate_up), gate_up.shape[1] // 2
-    out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
-    block = min(1024, triton.next_power_of_2(size))
-    _swiglu[(rows, triton.cdiv(size, block))](gate_up, out, size, block, num_warps=4)
-    return out
 
 
 @triton.jit

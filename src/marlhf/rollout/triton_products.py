@@ -16,6 +16,35 @@ from torch import Tensor
 
 from marlhf.rollout.triton_attend import early_launch, shared_memory
 
+PREFETCHES = tl.constexpr(4)
+"""Pieces that a program asks for of the weights of a later product."""
+
+
+@triton.jit
+def _prefetch(start, size):
+    # Each program asks the L2 cache for its share of some bytes, and does not wait for it.
+    lane = tl.arange(0, 128)  # one per thread
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    pieces = tl.num_programs(0) * tl.num_programs(1) * PREFETCHES
+    piece = (size // pieces // 128 + 1) * 128
+    begin = (program * PREFETCHES + lane) * piece
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred some;
+        setp.gt.s32 some, $2, 0;
+        @some cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [
+            start.to(tl.int64) + begin,
+            tl.where(lane < PREFETCHES, tl.minimum(piece, size - begin), 0),
+        ],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
 
 @triton.jit
 def _product(
@@ -27,10 +56,12 @@ def _product(
     norm,
     next_x,
     next_squares,
+    later_weight,
     eps,
     rows,
     outputs,
     parts,
+    later_bytes,
     size: tl.constexpr,
     block_rows: tl.constexpr,
     block_outputs: tl.constexpr,
@@ -45,6 +76,7 @@ def _product(
 ):
     # One program per block of rows and outputs.
     if early:
+        _prefetch(later_weight, later_bytes)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(1) * block_rows + tl.arange(0, block_rows)
@@ -115,15 +147,23 @@ class Tiles(NamedTuple):
 
 
 def product(
-    x: Tensor | Unscaled, weight: Tensor, bias: Tensor | None, *, gated: bool = False
+    x: Tensor | Unscaled,
+    weight: Tensor,
+    bias: Tensor | None,
+    later: Tensor | None = None,
+    *,
+    gated: bool = False,
 ) -> Tensor:
-    """x @ weight.T + bias, or with `gated` its `swiglu`: [S, in] -> [S, out]."""
+    """x @ weight.T + bias, or with `gated` its `swiglu`: [S, in] -> [S, out].
+
+    `later` are the weights of a product to come, which will be read faster then.
+    """
     if isinstance(x, Unscaled):
         x, squares, eps = x
     else:
         squares, eps = None, 0.0
     out = weight.new_empty(len(x), len(weight) // (2 if gated else 1))
-    _launch(x, weight, bias, out, squares=squares, eps=eps, gated=gated)
+    _launch(x, weight, bias, out, later, squares=squares, eps=eps, gated=gated)
     return out
 
 
@@ -133,13 +173,14 @@ def add_product(
     weight: Tensor,
     bias: Tensor | None,
     norm: tuple[Tensor, float],
+    later: Tensor | None = None,
 ) -> Unscaled:
     """Add x @ weight.T + bias to the residual, and prepare the norm that follows."""
     norm_weight, eps = norm
     parts = triton.cdiv(len(weight), pick_tiles(x, weight, False, True).outputs)
     sums = torch.empty(len(x), parts, dtype=torch.float32, device=x.device)
     prepared = Unscaled(weight.new_empty(residual.shape), sums, eps)
-    _launch(x, weight, bias, residual, norm=norm_weight, prepared=prepared)
+    _launch(x, weight, bias, residual, later, norm=norm_weight, prepared=prepared)
     return prepared
 
 
@@ -148,6 +189,7 @@ def _launch(
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor,
+    later: Tensor | None,
     *,
     squares: Tensor | None = None,
     eps: float = 0.0,
@@ -159,6 +201,8 @@ def _launch(
     tiles = pick_tiles(x, weight, gated, norm is not None)
     grid = triton.cdiv(outputs, tiles.outputs), triton.cdiv(rows, tiles.rows)
     parts = 1 if squares is None else squares.shape[1]
+    if later is None or later.data_ptr() % 16:  # what can be prefetched is aligned
+        later = weight[:0]
     _product[grid](
         x,
         x if squares is None else squares,
@@ -167,10 +211,12 @@ def _launch(
         out,
         weight if norm is None else norm,
         *((out, out) if prepared is None else prepared[:2]),
+        later,
         eps,
         rows,
         outputs,
         parts,
+        later.nbytes,
         x.shape[1],
         tiles.rows,
         tiles.outputs,
