@@ -18,8 +18,10 @@ from torch.nn.functional import linear
 
 from marlhf.models.layer_kernels import fused, pick
 
-CHUNK = 1 << 27
-"""Logits that exist at once. Larger chunks are no faster; much smaller ones are slower."""
+CHUNK = 1 << 26
+"""Logits in a chunk. Larger chunks are no faster; much smaller ones are slower."""
+CHUNK_ROWS = 1024
+"""Positions in a chunk at least: with each the gradient of the whole head is read and written."""
 SMALL = 1 << 20
 """Logits that are kept for the backward pass: so few are cheaper to keep than to compute again."""
 
@@ -44,12 +46,13 @@ def chosen_logprobs(
     temperature: float = 1.0,
     entropy: bool = False,
     dtype: torch.dtype | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of `tokens` and, without gradients, the entropy at each position: both [N].
 
     `dtype` is what logits are computed in, the hidden states' own unless given. Sums over the
-    vocabulary and the gradient of the head are float32 in any case.
+    vocabulary and the gradient of the head are float32 in any case. `chunk` is the number of
+    logits that exist at once.
     """
     dtype = dtype or hidden.dtype
     # Factors go into the hidden states, which are small, so that no pass over logits is needed.
@@ -58,7 +61,8 @@ def chosen_logprobs(
     if factor != 1.0:
         hidden = hidden * factor
         bias = None if bias is None else bias * factor
-    options = _Options(outer, entropy, rows=max(1, chunk // len(weight)))
+    rows = max(CHUNK_ROWS, CHUNK // len(weight)) if chunk is None else max(1, chunk // len(weight))
+    options = _Options(outer, entropy, rows)
     logprobs, spread = _ChosenLogprobs.apply(hidden.to(dtype), weight, bias, tokens, options)
     return logprobs, spread if entropy else None
 
@@ -116,6 +120,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             logits, _ = _logits(hidden[part], *head, options.outer)
             if fused(logits) and not options.entropy:
                 logprobs[part] = pick(logits, tokens[part])
+                del logits  # not beside the next
                 continue
             small = options.outer is None and logits.numel() <= SMALL
             if small and len(logits) == len(hidden) and not options.entropy:
@@ -153,6 +158,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             if weights is None:
                 logits, slope = _logits(state, *head, ctx.options.outer)
                 change = torch.softmax(logits, dim=1, dtype=logits.dtype)
+                del logits
             else:
                 change, slope = (weights / total).to(hidden.dtype), None
             # The chosen token's p - 1 from float32: nearly 0 where the model is sure.
@@ -166,6 +172,7 @@ class _ChosenLogprobs(torch.autograd.Function):
                 grad_weight += change.T @ (state * minus).to(change.dtype)
             if grad_bias is not None:
                 grad_bias += (minus.to(change.dtype).T @ change)[0]
+            del change
         return grad_hidden, grad_weight, grad_bias, None, None
 
 

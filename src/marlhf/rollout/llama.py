@@ -40,7 +40,8 @@ LAUNCHED_NUMBERS = 1 << 26
 with less of a small model before the host has launched the next."""
 RECORDED_WORK = 1 << 42
 """Weights times tokens of the largest prefill that is recorded as a CUDA graph, where its shape
-comes again. A GPU does more than that while the host launches a prefill."""
+comes again. A GPU does more than that while the host launches a prefill. Recorded, it works in the
+memory of training passes."""
 
 
 class LlamaDecoder(LlamaWeights):
@@ -49,16 +50,18 @@ class LlamaDecoder(LlamaWeights):
     def __init__(self, model: Model, slots: int, capacity: int, dtype: torch.dtype | None) -> None:
         super().__init__(model, slots, capacity, dtype)
         device = self.embedding.device
-        self.prefill_tokens = PREFILL_TOKENS
-        if device.type == "cuda":
-            most = LAUNCHED_NUMBERS // self.embedding.shape[1]
-            self.prefill_tokens = min(max(PREFILL_TOKENS, most), 4 * PREFILL_TOKENS)
         # As in training passes, where bfloat16 goes from layer to layer: a third less to move.
         self.prefill_dtype = self.embedding.dtype
         if fused(self.embedding) and has_our_layers(model):
             self.prefill_dtype = self.dtype
         weights = sum(p.weight.numel() for block in self.blocks for p in block.projections)
         self.recorded_tokens = RECORDED_WORK // weights
+        self.prefill_tokens = PREFILL_TOKENS
+        if device.type == "cuda":
+            most = LAUNCHED_NUMBERS // self.embedding.shape[1]
+            if self.recorded_tokens >= PREFILL_TOKENS:
+                most = min(most, self.recorded_tokens)
+            self.prefill_tokens = min(max(PREFILL_TOKENS, most), 4 * PREFILL_TOKENS)
         self.passes = GraphedPasses(model)
         # The kernel then reads a prefix from memory once, and from the GPU's L2 cache after that.
         self.borrows = fused(self.embedding)
