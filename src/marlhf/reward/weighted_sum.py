@@ -70,7 +70,7 @@ class Rewards:
     ) -> Tensor:
         """One score per row: [B], float32."""
         self.latest = {}
-        total = torch.zeros(len(rows))
+        total: Tensor | None = None  # zeros would be copied to a GPU, which waits for it
         applied: Tensor | None = torch.zeros(len(rows), dtype=torch.bool)
         for name, scorer, weight in self.parts:
             scores = scorer(prompts, responses, rows)
@@ -82,7 +82,8 @@ class Rewards:
             else:  # a model applies to every row, and its NaN is an error
                 applied = None
                 self.latest[name] = scores.mean()
-            total = total.to(scores.device) + weight * scores
+            part = weight * scores
+            total = part if total is None else total.to(part.device) + part
         if applied is not None and not bool(applied.all()):
             row = int((~applied).nonzero()[0])
             names = ", ".join(f"`{name}`" for name, _, _ in self.parts)
@@ -91,6 +92,7 @@ class Rewards:
                 f"No reward applies to this sample; {names} returned None.\n"
                 f"{show_sample(rows[row], text)}\nOne of them must return a number for every row."
             )
+        assert total is not None
         return total
 
 

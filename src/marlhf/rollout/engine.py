@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from marlhf.configs.sampling import Sampling
 from marlhf.core.segmenters import mix
+from marlhf.models.sequences import send
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def draws(seeds: Sequence[int], length: int, device: torch.device | str = "cpu")
     >>> bool((draws([3, 4], 5)[1] == draws([4], 5)[0]).all())
     True
     """
-    rows = torch.tensor(seeds, dtype=torch.int64).to(device, non_blocking=True)
+    rows = send(torch.tensor(seeds, dtype=torch.int64), device)
     columns = torch.arange(1, length + 1, device=device)
     mixed = mix(mix(rows)[:, None] + GOLDEN * columns)  # SplitMix64
     # The low 53 bits: `mix` shifts signed numbers, which copies the sign into the high ones.
