@@ -38,10 +38,10 @@ FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 LAUNCHED_NUMBERS = 1 << 26
 """Numbers of hidden states, tokens times hidden size, in one prefill on a GPU, which would be done
 with less of a small model before the host has launched the next."""
-RECORDED_WORK = 1 << 42
+RECORDED_WORK = 1 << 43
 """Weights times tokens of the largest prefill that is recorded as a CUDA graph, where its shape
-comes again. A GPU does more than that while the host launches a prefill. Recorded, it works in the
-memory of training passes."""
+comes again. It then works in the memory of training passes, and up to half as much is done by a GPU
+before a host has launched it."""
 
 
 class LlamaDecoder(LlamaWeights):

@@ -73,10 +73,10 @@ def _attend(
         tl.extra.cuda.gdc_launch_dependents()
     slot = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
-    last = tl.load(positions + slot)
-    begin = 0
+    last = tl.load(positions + slot).to(tl.int32)
+    first = 0
     if window > 0:
-        begin = tl.maximum(last - window + 1, 0)
+        first = tl.maximum(last - window + 1, 0)
     row = tl.arange(0, rows)[:, None]
     column = tl.arange(0, width)
     mine = query + slot * query_stride + (group * share + row) * width
@@ -105,32 +105,47 @@ def _attend(
     else:
         q = tl.load(mine + column[None, :], row < share, other=0.0)
     q = q.to(keys.dtype.element_ty)
+    # Positions of a borrowed prefix are another slot's, but for 0: there may be both in the first
+    # block, and from that on in which the prefix ends. Blocks are the same where nothing is
+    # borrowed, and so are the bits.
+    parts: tl.constexpr = 3 if borrows else 1
     if borrows:
-        prefix_end = tl.load(prefix_ends + slot)
+        prefix_end = tl.load(prefix_ends + slot).to(tl.int32)
         other = tl.load(prefix_slots + slot) * slot_stride + group * head_stride
-    for start in range(begin // block * block, end, block):
-        position = start + tl.arange(0, block)
-        visible = (position < end) & (position >= begin)
-        row_start = own + position * width
-        if borrows:
-            borrowed = (position > 0) & (position < prefix_end)
-            row_start = tl.where(borrowed, other, own) + position * width
-        at = row_start[:, None] + column[None, :]
-        k = tl.load(keys + at, visible[:, None], other=0.0)
-        v = tl.load(values + at, visible[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=precision) * scale
-        if capped:
-            tanh = 1 - 2 / (tl.exp(2 * scores / softcap) + 1)
-            scores = softcap * tanh
-        # In units of log2(e), as exp2 is what the hardware has.
-        scores = tl.where(visible[None, :], scores * 1.4426950408889634, -float("inf"))
-        # Sums so far are relative to the old maximum: rescale them to the new one.
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1, keep_dims=True))
-        weights = tl.exp2(scores - new_highest)
-        rescale = tl.exp2(highest - new_highest)
-        total = total * rescale + tl.sum(weights, axis=1, keep_dims=True)
-        mean = mean * rescale + tl.dot(weights.to(v.dtype), v, input_precision=precision)
-        highest = new_highest
+    begin = first // block * block
+    for part in tl.static_range(parts):
+        stop = end
+        if borrows and part == 0:
+            stop = tl.minimum(end, block)
+        if borrows and part == 1:
+            stop = tl.minimum(end, prefix_end // block * block)
+        for start in range(begin, stop, block):
+            position = start + tl.arange(0, block)
+            inside = (position < end) & (position >= first)
+            if not borrows:
+                place = own
+            elif part == 1:
+                place = other
+            else:
+                is_other = (position > 0) & (position < prefix_end)
+                place = tl.where(is_other, other, own)[:, None]
+            at = place + position[:, None] * width + column[None, :]
+            k = tl.load(keys + at, inside[:, None], other=0.0)
+            v = tl.load(values + at, inside[:, None], other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision=precision) * scale
+            if capped:
+                tanh = 1 - 2 / (tl.exp(2 * scores / softcap) + 1)
+                scores = softcap * tanh
+            # In units of log2(e), as exp2 is what the hardware has.
+            scores = tl.where(inside[None, :], scores * 1.4426950408889634, -float("inf"))
+            # Sums so far are relative to the old maximum: rescale them to the new one.
+            new_highest = tl.maximum(highest, tl.max(scores, axis=1, keep_dims=True))
+            weights = tl.exp2(scores - new_highest)
+            rescale = tl.exp2(highest - new_highest)
+            total = total * rescale + tl.sum(weights, axis=1, keep_dims=True)
+            mean = mean * rescale + tl.dot(weights.to(v.dtype), v, input_precision=precision)
+            highest = new_highest
+        begin = tl.maximum(begin, stop)
     heads = tl.num_programs(1) * share
     target = out + (slot * heads + group * share + row) * width + column[None, :]
     tl.store(target, (mean / total).to(out.dtype.element_ty), row < share)
