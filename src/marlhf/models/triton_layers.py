@@ -20,6 +20,9 @@ TILE = 4096
 """Numbers that a program holds of each tensor at a time."""
 NORM_TILE, NORM_WARPS = 1024, 1
 """The same for norms, which hold whole rows, and the warps that a program has at least."""
+FEW_ROWS = 1024
+"""Up to so many, as in decode steps, programs are small and have more warps: a kernel takes as long
+as one of them does."""
 
 
 # Rows are seldom a power of two wide, as a tile must be. So the tile of a norm has two parts, `a`
@@ -80,7 +83,7 @@ def add_norm(
     rows, size = x.shape
     out = torch.empty(rows, size, dtype=dtype, device=x.device)
     total = x if delta is None else torch.empty_like(x)
-    main, rest, tall, warps = _tile(size)
+    main, rest, tall, warps = _tile(size, rows)
     _add_norm[(triton.cdiv(rows, tall),)](
         x,
         x if delta is None else delta,
@@ -156,7 +159,7 @@ def norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, eps: float, residual_grad: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     rows, size = x.shape
-    main, rest, tall, warps = _tile(size)
+    main, rest, tall, warps = _tile(size, rows)
     grad_x, unit = torch.empty_like(x), torch.empty_like(x)
     _norm_backward[(triton.cdiv(rows, tall),)](
         grad,
@@ -193,7 +196,7 @@ def _swiglu(gate_up, out, rows, size: tl.constexpr, block: tl.constexpr, tall: t
 def swiglu(gate_up: Tensor) -> Tensor:
     rows, size = len(gate_up), gate_up.shape[1] // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
-    block, tall = _patch(size)
+    block, tall = _patch(size, rows)
     _swiglu[(triton.cdiv(rows, tall), triton.cdiv(size, block))](
         gate_up, out, rows, size, block, tall, num_warps=4
     )
@@ -224,7 +227,7 @@ def _swiglu_backward(
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     rows, size = grad.shape
     out = torch.empty_like(gate_up)
-    block, tall = _patch(size)
+    block, tall = _patch(size, rows)
     _swiglu_backward[(triton.cdiv(rows, tall), triton.cdiv(size, block))](
         grad, gate_up, out, rows, size, block, tall, num_warps=4
     )
@@ -385,15 +388,17 @@ def pick(logits: Tensor, tokens: Tensor) -> Tensor:
     return out
 
 
-def _tile(size: int) -> tuple[int, int, int, int]:
+def _tile(size: int, rows: int) -> tuple[int, int, int, int]:
     """Columns of both parts of a norm's tile, its rows, and warps."""
     main = 1 << (size.bit_length() - 1)
     rest = triton.next_power_of_2(size - main) if size > main else 0
+    if rows <= FEW_ROWS:
+        return main, rest, 1, min(8, max(1, triton.next_power_of_2(size) // 256))
     return main, rest, max(1, NORM_TILE // main), min(16, max(NORM_WARPS, main // 512))
 
 
-def _patch(size: int) -> tuple[int, int]:
+def _patch(size: int, rows: int) -> tuple[int, int]:
     """Columns and rows of a tile that need not hold whole rows: few columns beyond the last."""
     block = next((n for n in (1024, 512, 256) if size % n == 0), 256)
     block = min(block, triton.next_power_of_2(size))
-    return block, TILE // 2 // block
+    return block, 1 if rows <= FEW_ROWS else TILE // 2 // block
