@@ -7,6 +7,7 @@
     python bench/ppo_step.py --shape llama-7b-lora    # adapters on one shared base
     python bench/ppo_step.py --rules                  # what macro actions cost
     python bench/ppo_step.py --lengths tldr           # prompts and responses as long as TL;DR's
+    python bench/ppo_step.py --profile                # where a GPU's time goes
 
 Models with random weights (policy, reference, critic, reward), one PPO epoch, prompts and responses
 of fixed length unless told otherwise: what is measured is the machinery, not the learning. The
@@ -24,15 +25,18 @@ import gc
 import importlib.metadata
 import math
 import platform
+import re
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import transformers
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from marlhf.configs.model import LoRA
@@ -134,6 +138,8 @@ RULES: dict[str, Callable[..., Any]] = {
     "perplexity": Perplexity(),
 }
 WARMUP = 2
+IDLE = 20
+"""Microseconds without a kernel that a profile counts as such: launches take a few."""
 TLDR = {"rows": 128, "prompt": 228, "response": 48}
 """A step of the runs behind docs/results.md: mean prompt, longest response."""
 TLDR_ENDS = 0.0162
@@ -152,8 +158,11 @@ def main() -> None:
     parser.add_argument("--modules", action="store_true", help="transformers' layers, compiled")
     parser.add_argument("--packed", action="store_true", help="packed rows, CUDA graphs")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
+    parser.add_argument("--profile", action="store_true", help="a GPU's time by kernel")
     parser.add_argument("--no-trl", action="store_true", help="do not run TRL beside it")
     args = parser.parse_args()
+    if args.profile and not gpu:
+        parser.error("--profile: there is no GPU here")
     shape = SHAPES[args.shape]
     varied = args.lengths == "tldr"
     shape = replace(shape, **TLDR) if varied else shape
@@ -193,6 +202,8 @@ def main() -> None:
     print_limit(shape, device, min(phases["step"]))
     if args.rules:
         print_rules(by_rule)
+    if args.profile:
+        print_profile(bench)
     if gpu:  # room for TRL, whose memory is measured too
         del models, bench.models, bench.optimizers
         gc.collect()
@@ -391,6 +402,33 @@ def print_rules(by_rule: dict[str, list[float]]) -> None:
         over = statistics.median(a / b for a, b in zip(seconds, base)) - 1
         line = f"{rule:14}{min(seconds):9.4f}{statistics.median(seconds):10.4f}"
         print(f"{line}{100 * over:11.2f}%")
+
+
+def print_profile(bench: Bench) -> None:
+    """The kernels of one step by their time, and when the GPU had nothing to do."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        bench.step(RULES["ngram 5"])
+        torch.cuda.synchronize()
+    events: list[Any] = [e for e in found.events() or [] if "CUDA" in str(e.device_type)]
+    busy: dict[str, float] = {}
+    count, idle = Counter[str](), list[tuple[float, str]]()
+    begin = end = min(event.time_range.start for event in events)
+    before = ""
+    for event in sorted(events, key=lambda event: event.time_range.start):
+        name = re.split(r"[<(]", event.name.removeprefix("void "))[0][-50:]
+        start, stop = event.time_range.start, event.time_range.end
+        if start - end > IDLE:
+            idle.append((start - end, f"at {(end - begin) / 1000:.1f}, {before} -> {name}"))
+        busy[name] = busy.get(name, 0.0) + max(0.0, stop - max(start, end))
+        count[name] += 1
+        end, before = max(end, stop), name
+    print(f"\n{'ms':>8}{'times':>7}  one step, {(end - begin) / 1000:.1f} ms")
+    for name in sorted(busy, key=busy.__getitem__, reverse=True)[:24]:
+        print(f"{busy[name] / 1000:8.2f}{count[name]:7}  {name}")
+    print(f"{sum(busy.values()) / 1000:8.2f}{len(events):7}  all kernels")
+    print(f"{sum(gap for gap, _ in idle) / 1000:8.2f}{len(idle):7}  idle for longer than {IDLE} us")
+    for gap, where in sorted(idle, reverse=True)[:12]:
+        print(f"{gap / 1000:8.2f}         {where}")
 
 
 def print_trl(
