@@ -40,6 +40,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.import_plugin("models_for_tests")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Processes of `-n auto`: one more than cores, for the time in which a test waits.
+
+    It does for other processes, browsers, servers and deadlines, a sixth of the time in all.
+    """
+    affinity = getattr(os, "sched_getaffinity", None)  # not everywhere
+    return (len(affinity(0)) if affinity else os.cpu_count() or 1) + 1
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long tests first: with a process for each core, none is left to run alone at the end.
 
