@@ -271,7 +271,7 @@ def print_phases(system: str, engine: NativeEngine, task: Task) -> None:
         step.state.positions[:] = length
         step.state.running[:] = True
         step.state.steps[:] = 0
-        seconds = timed(lambda: step(rows, reach), task.sampling.max_new_tokens - 2)
+        seconds = timed(lambda: step(rows, reach), max(1, task.sampling.max_new_tokens - 4))
     kind = type(session.decoder).__name__
     print(f"\n{system} alone, {rows} slots ({kind}):")
     print(f"prefill {prefill:.4f} s, {rows * length / prefill:.0f} prompt tokens/s")
@@ -279,9 +279,10 @@ def print_phases(system: str, engine: NativeEngine, task: Task) -> None:
 
 
 def timed(work: Callable[[], None], repeats: int) -> float:
-    """Seconds of one, once warm."""
+    """Seconds of one, once warm and recorded."""
     gpu = torch.cuda.is_available()
-    work()
+    for _ in range(3):
+        work()
     if gpu:
         torch.cuda.synchronize()
     start = time.perf_counter()

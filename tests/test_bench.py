@@ -2,8 +2,9 @@
 
 import importlib.util
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -61,3 +62,30 @@ def test_kernels_are_compared_with_what_they_replaced(monkeypatch):
     monkeypatch.setattr(kernels.layer_kernels, "attention", lambda *_: (ours + 1, called[1][1]))
     with pytest.raises(SystemExit, match="other numbers"):
         kernels.attention(32, "cpu")
+
+
+def test_a_profile_tells_kernels_and_idle_time(monkeypatch, capsys):
+    """Two kernels overlap by 10 us; before the first of them the GPU does nothing for 50."""
+    ppo_step = load("ppo_step", monkeypatch)
+    times = [("void fill<int>(float)", 0, 100), ("_add", 150, 300), ("_add", 290, 310)]
+    events = [
+        SimpleNamespace(
+            name=name,
+            time_range=SimpleNamespace(start=start, end=end),
+            device_type="DeviceType.CUDA",
+        )
+        for name, start, end in times
+    ]
+    found = SimpleNamespace(events=lambda: [*events, SimpleNamespace(device_type="CPU")])
+    monkeypatch.setattr(ppo_step, "profile", lambda **_: nullcontext(found))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    ppo_step.print_profile(SimpleNamespace(step=lambda _: None))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert lines[0][-2:] == ["0.3", "ms"]
+    assert lines[1:4] == [
+        ["0.16", "2", "_add"],
+        ["0.10", "1", "fill"],
+        ["0.26", "3", "all", "kernels"],
+    ]
+    assert lines[4][:2] == ["0.05", "1"]
+    assert lines[5] == ["0.05", "at", "0.1,", "fill", "->", "_add"]

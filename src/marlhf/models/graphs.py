@@ -217,13 +217,13 @@ _SUMS: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
 def _gradient_sum(model: nn.Module, name: str, parameter: nn.Parameter) -> Tensor:
+    """The tensor for one of them: that of earlier recordings, unless the parameter has changed."""
+
+    def kind(x: Tensor) -> tuple[object, ...]:
+        return x.shape, x.dtype, x.device
+
     sums = _SUMS.setdefault(model, {})
-    kept = sums.get(name)
-    if kept is None or (kept.shape, kept.dtype, kept.device) != (
-        parameter.shape,
-        parameter.dtype,
-        parameter.device,
-    ):
+    if name not in sums or kind(sums[name]) != kind(parameter):
         sums[name] = torch.zeros_like(parameter, requires_grad=False)
     return sums[name]
 

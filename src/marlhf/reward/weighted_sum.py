@@ -82,7 +82,7 @@ class Rewards:
             else:  # a model applies to every row, and its NaN is an error
                 applied = None
                 self.latest[name] = scores.mean()
-            part = weight * scores
+            part = weight * scores.float()
             total = part if total is None else total.to(part.device) + part
         if applied is not None and not bool(applied.all()):
             row = int((~applied).nonzero()[0])
