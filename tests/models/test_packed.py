@@ -146,11 +146,22 @@ def test_passes_of_large_models_are_not_recorded_with_gradients(monkeypatch):
     share = 4 * 6  # six numbers
     properties = SimpleNamespace(total_memory=share / graphs.GRADIENTS_SHARE)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    assert graphs.GraphedPasses(torch.nn.Linear(2, 2))._has_room(torch.device("cuda"))
+    device = torch.device("cuda")
+    assert graphs.GraphedPasses(torch.nn.Linear(2, 2))._has_room(device, True)
     large = torch.nn.Linear(2, 3)
-    assert not graphs.GraphedPasses(large)._has_room(torch.device("cuda"))
+    assert not graphs.GraphedPasses(large)._has_room(device, True)
+    assert graphs.GraphedPasses(large)._has_room(device, False)
     large.bias.requires_grad_(False)
-    assert graphs.GraphedPasses(large)._has_room(torch.device("cuda"))
+    assert graphs.GraphedPasses(large)._has_room(device, True)
+
+
+def test_recorded_passes_hold_a_bounded_share_of_memory(monkeypatch):
+    properties = SimpleNamespace(total_memory=1000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    passes = graphs.GraphedPasses(torch.nn.Linear(2, 2).requires_grad_(False))
+    for held, has_room in ((0, True), (1000 * graphs.POOL_SHARE, True), (300, False)):
+        monkeypatch.setattr(graphs, "graph_bytes", lambda _, held=held: held)
+        assert passes._has_room(torch.device("cuda"), False) == has_room
 
 
 @pytest.mark.gpu

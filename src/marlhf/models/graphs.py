@@ -29,6 +29,11 @@ GRADIENTS_SHARE = 1 / 32
 """Share of a GPU's memory that the gradients of recorded passes may take: they are kept from step
 to step. Of a large model none is recorded, and none need be: launching is not what it waits for."""
 
+POOL_SHARE = 1 / 4
+"""Share of a GPU's memory that recorded passes may hold before one more is recorded. What a pass
+leaves to those after it is of no use to a larger one, so that many shapes could take much more than
+the largest needs."""
+
 Run = Callable[..., Tensor]
 """Tensors in, one tensor out."""
 
@@ -44,7 +49,7 @@ class GraphedPasses:
         self._places = [(m._parameters, name) for m in model.modules() for name in m._parameters]
         self._weights: list[int] = []
         self._seen: set[Hashable] = set()
-        self._graphs: dict[Hashable, _Graph | None] = {}  # None where that failed
+        self._graphs: dict[Hashable, _Graph | None] = {}  # None where that failed, or lacked room
 
     def __call__(self, name: Hashable, run: Run, inputs: Sequence[Tensor]) -> Tensor:
         """`run(*inputs)`, replayed where a pass of this name and shape has been recorded.
@@ -64,17 +69,20 @@ class GraphedPasses:
             self._seen.add(key)
             return run(*inputs)
         if key not in self._graphs:
-            if len(self._graphs) >= MAX_GRAPHS or (learns and not self._has_room(inputs[0].device)):
+            if len(self._graphs) >= MAX_GRAPHS:
                 return run(*inputs)
-            record = partial(_Graph, model, run, inputs, learns=learns, cast=cast)
-            self._graphs[key] = _if_possible(record, type(model).__name__)
+            self._graphs[key] = None
+            if self._has_room(inputs[0].device, learns):
+                record = partial(_Graph, model, run, inputs, learns=learns, cast=cast)
+                self._graphs[key] = _if_possible(record, type(model).__name__)
         graph = self._graphs[key]
         return run(*inputs) if graph is None else graph(inputs)
 
-    def _has_room(self, device: torch.device) -> bool:
-        """Whether passes with gradients may be recorded."""
-        size = sum(p.nbytes for p in set(self._parameters()) if p.requires_grad)
-        return size <= GRADIENTS_SHARE * torch.cuda.get_device_properties(device).total_memory
+    def _has_room(self, device: torch.device, learns: bool) -> bool:
+        """Whether one more pass may be recorded."""
+        whole = torch.cuda.get_device_properties(device).total_memory
+        gradients = sum(p.nbytes for p in set(self._parameters()) if learns and p.requires_grad)
+        return gradients <= GRADIENTS_SHARE * whole and graph_bytes(device) <= POOL_SHARE * whole
 
     def _parameters(self) -> list[nn.Parameter]:
         """As they are now; those that modules share, several times."""
