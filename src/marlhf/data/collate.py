@@ -6,7 +6,7 @@ Axes: B rows, P padded length.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -42,13 +42,26 @@ def pad_right(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tenso
 def _pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
     import torch
 
-    lengths = np.array([len(row) for row in rows], dtype=np.int64)[:, None]
-    width = int(lengths.max(initial=0))
-    columns = np.arange(width)
-    mask = columns >= width - lengths if left else columns < lengths  # [B, P]
-    ids = np.full(mask.shape, pad_id, dtype=np.int64)  # [B, P]
-    ids[mask] = np.fromiter(itertools.chain.from_iterable(rows), np.int64, int(lengths.sum()))
+    lengths = [len(row) for row in rows]
+    ids, mask = pad_flat(itertools.chain.from_iterable(rows), lengths, pad_id, left=left)
     return torch.from_numpy(ids), torch.from_numpy(mask)
+
+
+def pad_flat(
+    numbers: Iterable[int], lengths: Sequence[int], pad_id: int, *, left: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and mask of rows whose numbers follow each other, both [B, P].
+
+    >>> pad_flat([5, 6, 7, 8], [3, 1], pad_id=0)[0].tolist()
+    [[5, 6, 7], [8, 0, 0]]
+    """
+    counts = np.array(lengths, dtype=np.int64)[:, None]
+    width = int(counts.max(initial=0))
+    columns = np.arange(width)
+    mask = columns >= width - counts if left else columns < counts  # [B, P]
+    ids = np.full(mask.shape, pad_id, dtype=np.int64)  # [B, P]
+    ids[mask] = np.fromiter(numbers, np.int64, int(counts.sum()))
+    return ids, mask
 
 
 def token_budget_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:

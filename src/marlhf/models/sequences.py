@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from marlhf.data.collate import pad_right
+from marlhf.data.collate import pad_flat
 from marlhf.errors import SettingError
 
 
@@ -41,8 +42,10 @@ class Sequences:
                 f"Rows {empty} have no prompt, so nothing comes before the first response token. "
                 "Begin each prompt with BOS, or with EOS where the tokenizer has no BOS."
             )
-        ids = pad_right([[*p, *r] for p, r in zip(prompts, responses)], pad_id)[0].numpy()
         lengths = tuple(map(len, prompts)), tuple(map(len, responses))
+        # Not joined row by row first: the host copies each token once.
+        tokens = chain.from_iterable(chain.from_iterable(zip(prompts, responses)))
+        ids, _ = pad_flat(tokens, [p + r for p, r in zip(*lengths)], pad_id)
         # In numpy: torch would wake a pool of threads for a few thousand numbers.
         first, count = (np.array(x, dtype=np.int64)[:, None] for x in lengths)
         place = np.arange(max(lengths[1], default=0))
