@@ -30,7 +30,7 @@ MAX_ADDED = 2048
 """The most inputs of a product that is added to the residual here. It has few outputs, so its
 programs are few, and each goes over all inputs."""
 LATER = 2
-"""A product asks the GPU's L2 cache for the weights of that which is so many after it."""
+"""A product prefetches the weights of that which is so many after it into the L2 cache."""
 TYPES = (torch.bfloat16,)
 """The types of matrices. Before they are scaled, hidden states may be too large for float16."""
 
@@ -57,9 +57,10 @@ def fused_hidden(decoder: LlamaWeights, tokens: Tensor, at: Positions) -> Tensor
         residual, normed = add_norm(residual, delta, *weight, decoder.dtype)
         return normed
 
-    def add(x: Tensor, projection: Projection, after: tuple[Tensor, float]) -> Any:
+    def add(
+        x: Tensor, projection: Projection, after: tuple[Tensor, float], later: Tensor | None
+    ) -> Any:
         """Add a product to the residual; the norm that follows, scaled or not."""
-        later = next(coming)
         if x.shape[1] > MAX_ADDED:
             return norm(projection(x), after)
         weight, bias = projection.weight, projection.bias
@@ -67,12 +68,13 @@ def fused_hidden(decoder: LlamaWeights, tokens: Tensor, at: Positions) -> Tensor
 
     blocks = decoder.blocks
     weights = [projection.weight for block in blocks for projection in block.projections]
-    coming = iter([*weights[LATER:], *(None,) * LATER])
+    coming = [*weights[LATER:], *(None,) * LATER]  # four for each block
     residual = decoder.embedding.index_select(0, tokens)
     x = norm(None, blocks[0].norms[0])
     next_norms = [*(block.norms[0] for block in blocks[1:]), decoder.norm]
-    for block, (_, keys, values), next_norm in zip(blocks, decoder.layers, next_norms):
-        qkv = triton_products.product(x, block.qkv.weight, block.qkv.bias, next(coming))
+    for i, (block, (_, keys, values)) in enumerate(zip(blocks, decoder.layers)):
+        later = coming[4 * i : 4 * i + 4]
+        qkv = triton_products.product(x, block.qkv.weight, block.qkv.bias, later[0])
         attended = triton_attend.attend(
             qkv.view(len(tokens), -1, decoder.width),
             keys,
@@ -84,7 +86,7 @@ def fused_hidden(decoder: LlamaWeights, tokens: Tensor, at: Positions) -> Tensor
             rotary=decoder.rotary,
             norms=block.head_norms,
         )
-        x = add(attended.flatten(1), block.out, block.norms[1])
-        gated = triton_products.product(x, block.gate_up.weight, None, next(coming), gated=True)
-        x = add(gated, block.down, next_norm)
+        x = add(attended.flatten(1), block.out, block.norms[1], later[1])
+        gated = triton_products.product(x, block.gate_up.weight, None, later[2], gated=True)
+        x = add(gated, block.down, next_norms[i], later[3])
     return norm(None, decoder.norm)

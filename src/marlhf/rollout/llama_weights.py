@@ -1,8 +1,9 @@
 """What a Llama's decoder computes with: weights, key-value cache and rotary tables.
 
 Where autocast computes in bfloat16, copies of the matrices are kept in bfloat16, those with the
-same input joined into one: two bytes per weight, instead of casting them all at every step. Norms,
-embeddings and the residual stream keep their type, so the numbers are those of autocast.
+same input joined into one: two bytes per weight, instead of casting them all at every step. Norms
+and embeddings keep their type, and so does the residual stream of decode steps, as under autocast;
+that of a prefill may be bfloat16, as in training passes by our own kernels.
 Axes: T tokens, S slots.
 """
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from marlhf.rollout.triton_attend import early_launch, shared_memory
 
 PREFETCHES = tl.constexpr(4)
-"""Pieces that a program asks for of the weights of a later product."""
+"""Pieces of the weights of a later product that a program prefetches."""
 
 
 @triton.jit
 def _prefetch(start, size):
-    # Each program asks the L2 cache for its share of some bytes, and does not wait for it.
+    # Each program brings its share of some bytes into the L2 cache, and does not wait for it.
     lane = tl.arange(0, 128)  # one per thread
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     pieces = tl.num_programs(0) * tl.num_programs(1) * PREFETCHES
@@ -156,7 +156,7 @@ def product(
 ) -> Tensor:
     """x @ weight.T + bias, or with `gated` its `swiglu`: [S, in] -> [S, out].
 
-    `later` are the weights of a product to come, which will be read faster then.
+    `later` are the weights of a product to come, which are prefetched into the L2 cache.
     """
     if isinstance(x, Unscaled):
         x, squares, eps = x
