@@ -86,3 +86,15 @@ def test_compiled_models_are_sampled_from_compiled_on_a_gpu(small, name):
     assert engine.decoder_class is CompiledDecoder
     assert found.responses == expected.responses
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=gpu) for n in ("gemma2", "qwen3", "phi")])
+def test_compiled_models_sample_with_joined_weights_in_bfloat16_on_a_gpu(small, name):
+    model = small(name, head_dim=16).cuda()
+    compile_blocks(model)
+    engine = NativeEngine(model, ENDS, 0, precision="bfloat16")
+    engine._choose = lambda _: CompiledDecoder
+    engine.generate(PROMPTS, Sampling(10, 0.9), range(13))
+    assert engine.session.decoder.copies.parts
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+        assert decoder_error(CompiledDecoder, model, torch.bfloat16) < 0.1

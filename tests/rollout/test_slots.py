@@ -16,7 +16,7 @@ from marlhf.rollout.engine import draws
 from marlhf.rollout.llama import LlamaDecoder
 from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.plain import PlainEngine
-from marlhf.rollout.slots import ModuleDecoder, WeightCopies, copy_prefixes
+from marlhf.rollout.slots import ModuleDecoder, copy_prefixes
 from marlhf.rollout.state import DecodeState, Prefixes
 
 PROMPTS = [[5 + i % 7, 2 + i, *range(3, 3 + i % 5 * 4)] for i in range(13)]
@@ -190,16 +190,9 @@ def test_what_bfloat16_leaves_open_float32_decides(small, monkeypatch, rounded, 
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [LlamaDecoder, ModuleDecoder])
-def test_bfloat16_copies_of_weights_give_autocasts_numbers(small, kind):
-    model = small("qwen3")
+def test_decoders_in_bfloat16_give_autocasts_numbers(small, kind):
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert decoder_error(kind, model, torch.bfloat16) < 0.03
-        ids = torch.tensor([[5, 6, 7]])
-        before = model(ids).logits
-        with WeightCopies(model, torch.bfloat16).applied():
-            assert model.lm_head.weight.dtype == torch.bfloat16
-            assert torch.equal(model(ids).logits, before)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert decoder_error(kind, small("qwen3"), torch.bfloat16) < 0.03
 
 
 def test_a_model_that_only_passes_calls_on_is_sampled_from(small):

@@ -14,6 +14,8 @@ import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import torch.fx.experimental._config as shape_config
 from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -90,10 +92,27 @@ def _routed(backend: str | Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _compiled(layer: type[nn.Module], backend: str | Callable[..., Any]) -> Callable[..., Any]:
-    compiler = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
-
     def sparing(graph: Any, inputs: Any, **options: Any) -> Any:
+        # Here rather than above: it imports the compiler, which takes a second.
+        compiler = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
+        _compute_once(graph)
         with functorch_config.patch(activation_memory_budget=KEEP):
             return compiler(graph, inputs, **options)
 
     return torch.compile(layer.forward, dynamic=True, backend=sparing)
+
+
+def _compute_once(graph: GraphModule) -> None:
+    """One matrix product for those with the same input and weights, which sampling has.
+
+    Torch does so where there are gradients, but not without.
+    """
+    first: dict[Any, Any] = {}
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function" or node.target is not F.linear or node.kwargs:
+            continue
+        same = first.setdefault(node.args, node)
+        if same is not node:
+            node.replace_all_uses_with(same)
+            graph.graph.erase_node(node)
+    graph.recompile()

@@ -14,18 +14,18 @@ import inspect
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface
-from transformers.pytorch_utils import Conv1D
 
 from marlhf.models.base import Model
 from marlhf.models.compile import LayerwiseCache, distinct_sizes
 from marlhf.rollout.kernels import Positions, attend, attend_opaque, causal_attention
 from marlhf.rollout.state import Prefixes
+from marlhf.rollout.weight_copies import WeightCopies
 
 ATTENTION = "marlhf_slots"
 PREFILL_TOKENS = 1 << 14
@@ -181,7 +181,7 @@ class ModuleDecoder:
         self.cache = SlotCache(slots, capacity, dtype, compiled=self.compiled)
         self.copies: WeightCopies | None = None
         if dtype is not None and model.device.type == "cuda" and not sharded(model):
-            self.copies = WeightCopies(model, dtype)
+            self.copies = WeightCopies(model, dtype, join=self.compiled)
         # Logits of the last position only. A wrapper passes on any keyword.
         takes = forward_parameters(model) & {"logits_to_keep", "kwargs"}
         self.last_only = {"logits_to_keep": 1} if takes else {}
@@ -255,42 +255,6 @@ class CompiledDecoder(ModuleDecoder):
         if ids.shape[1] == 1:
             ids = nn.functional.pad(ids, (0, 1))
         super().prefill(ids, slots)
-
-
-class WeightCopies:
-    """Copies of the matrices of a model in the precision of autocast.
-
-    Autocast would cast them again at every step, and decoding is bound by memory traffic. The
-    copies cost two bytes per weight. Embeddings and norms stay as they are, as they do under
-    autocast, so the numbers are the same.
-    """
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        layers = [m for m in model.modules() if isinstance(m, nn.Linear | Conv1D)]
-        self.owners = [
-            (layer, name)
-            for layer in layers
-            for name, parameter in layer._parameters.items()
-            if parameter is not None
-        ]
-        self.copies = [
-            torch.empty_like(layer.get_parameter(name), dtype=dtype) for layer, name in self.owners
-        ]
-
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """Bring the copies up to date, and let the layers compute with them for a while."""
-        originals = [cast(Tensor, layer._parameters[name]) for layer, name in self.owners]
-        if originals:
-            torch._foreach_copy_(self.copies, originals)  # pyright: ignore[reportPrivateImportUsage]
-        try:
-            # Straight into `_parameters`: assignment would refuse what is no nn.Parameter.
-            for (layer, name), copy in zip(self.owners, self.copies):
-                layer._parameters[name] = cast(nn.Parameter, copy)
-            yield
-        finally:
-            for (layer, name), original in zip(self.owners, originals):
-                layer._parameters[name] = cast(nn.Parameter, original)
 
 
 def copy_prefixes(layer: Tensor, source: Tensor, target: Tensor, ends: Tensor) -> None:

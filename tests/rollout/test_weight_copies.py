@@ -1,0 +1,88 @@
+"""Copies of matrices for sampling: autocast's numbers, in fewer products where compiled."""
+
+import pytest
+import torch
+from torch._functorch.aot_autograd import aot_module_simplified
+
+from marlhf.models.compile import compile_blocks
+from marlhf.rollout.check import decoder_error
+from marlhf.rollout.slots import CompiledDecoder
+from marlhf.rollout.weight_copies import PartOfProduct, WeightCopies
+
+IDS = torch.tensor([[5, 6, 7], [8, 2, 4]])
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+@pytest.fixture(autouse=True)
+def as_sampling_does():
+    with torch.no_grad():
+        yield
+
+
+def logits(model):
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # which keeps casts until its end
+        return model(IDS).logits
+
+
+@pytest.mark.parametrize("join", [False, True])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "gpt2", "gemma2"])  # qwen2 has biases
+def test_copies_give_autocasts_numbers(small, name, join):
+    model = small(name)
+    modules, copies = list(model.modules()), WeightCopies(model, torch.bfloat16, join=join)
+    for _ in range(2):
+        with copies.applied():
+            assert model.lm_head.weight.dtype == torch.bfloat16
+            parts = any(isinstance(module, PartOfProduct) for module in model.modules())
+            assert parts == (join and name != "gpt2")
+            found = logits(model)
+        torch.testing.assert_close(found, logits(model), atol=0.02, rtol=0.02)
+        assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        for weight in model.parameters():  # the second time there are others to copy
+            weight.mul_(1.5)
+
+
+def test_copies_are_gone_after_an_error(small):
+    model = small("gemma2")
+    modules = list(model.modules())
+    with pytest.raises(ZeroDivisionError), WeightCopies(model, torch.bfloat16, join=True).applied():
+        raise ZeroDivisionError
+    assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_layers_that_are_more_than_a_matrix_are_not_joined(small):
+    model = small("gemma2")
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[1].mlp
+    attention.k_proj = torch.nn.Sequential(attention.k_proj)
+    mlp.up_proj = torch.nn.Linear(mlp.up_proj.in_features, mlp.up_proj.out_features, bias=True)
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+    joined = [parts.owner for parts in WeightCopies(model, torch.bfloat16, join=True).parts]
+    assert attention not in joined
+    assert mlp not in joined
+    assert len(joined) == 2 * len(model.model.layers) - 3
+
+
+def test_a_compiled_layer_has_four_products(small):
+    found = []
+
+    def backend(graph, inputs):
+        def count(graph, _):
+            found.append(sum(node.target in PRODUCTS for node in graph.graph.nodes))
+            return graph.forward
+
+        return aot_module_simplified(graph, inputs, fw_compiler=count)
+
+    torch._dynamo.reset()
+    model = small("gemma2")
+    compile_blocks(model, backend=backend)
+
+    def with_copies(*arguments):
+        decoder = CompiledDecoder(*arguments)
+        decoder.copies = WeightCopies(model, torch.bfloat16, join=True)  # as on a GPU
+        return decoder
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert decoder_error(with_copies, model, torch.bfloat16) < 0.03
+    assert found
+    assert set(found) == {4}
