@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -23,6 +25,7 @@ from marlhf.cli.app import (
     tell,
     write_report_of,
 )
+from marlhf.cli.lean_imports import skip_unused_packages
 from marlhf.runs.stage_facts import facts_of
 from marlhf.train.collector import collector_paused
 from marlhf.train.stages import METHODS
@@ -40,7 +43,7 @@ def _add_command(kind: str, help_: str) -> None:
 
         checked = check_stage(recipe, kind, overrides, stage)  # torch is not needed for that
         tell(f"{recipe}: {checked.name} in {checked.config.output_dir}")
-        with collector_paused():
+        with _quick_start([checked]):
             _train(make_segmenters([checked])[0])
 
     app.command(kind, help=help_)(command)
@@ -58,7 +61,7 @@ def run_all(recipe: Recipe, overrides: Overrides = None) -> None:
     stages = check_recipe(recipe, overrides)  # a typo is reported before torch loads
     root = Path(stages[0].config.output_dir).parent
     tell(f"{recipe}: {', '.join(stage.name for stage in stages)} in {root}")
-    with collector_paused():
+    with _quick_start(stages):
         stages = make_segmenters(stages)
         _train_all(stages)
     if main_rank():
@@ -69,6 +72,17 @@ def run_all(recipe: Recipe, overrides: Overrides = None) -> None:
         tell(f"next: marlhf chat {pair or root}")
         if len(policies) > 1:
             tell(f"      marlhf judge {pair} --judge openai:MODEL")
+
+
+@contextlib.contextmanager
+def _quick_start(stages: list[Stage]) -> Iterator[None]:
+    """Torch and transformers are imported in here, with nothing that can wait."""
+    configs: list[Any] = [stage.config for stage in stages]
+    # Code of others may be about images as well, and use transformers for that.
+    if not any(c.trust_remote_code or getattr(c, "reward_funcs", ()) for c in configs):
+        skip_unused_packages()
+    with collector_paused():
+        yield
 
 
 def _train_all(stages: list[Stage]) -> None:
