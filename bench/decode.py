@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--shared", type=int, default=1, help="samples of each prompt")
-    parser.add_argument("--budget", type=int, default=1 << 17, help="rollout_tokens")
+    parser.add_argument("--budget", type=int, help="rollout_tokens; auto unless given")
     parser.add_argument("--vllm-url", default="", help="address of a vLLM server")
     parser.add_argument("--only", nargs="+", help="systems to measure, by the start of their name")
     args = parser.parse_args()
@@ -178,7 +178,9 @@ def systems(
         name: str, decoder: DecoderClass | None = None, **options: Any
     ) -> Callable[[Task], Sample]:
         def make(task: Task) -> Sample:
-            engine = NativeEngine(model, task.ends, 0, token_budget=args.budget, **options)
+            engine = NativeEngine(
+                model, task.ends, 0, token_budget=args.budget or "auto", **options
+            )
             if decoder is not None:
                 vars(engine)["_choose"] = lambda _: decoder
             engines.setdefault(name, engine)

@@ -7,7 +7,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from marlhf.models.forward import Sequences, keeps_logits, token_stats
 from marlhf.models.load import load_policy
-from marlhf.rollout import Sampling
+from marlhf.rollout import Sampling, native
 from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.plain import CHECK_EVERY, PlainEngine
 
@@ -217,3 +217,18 @@ def test_a_state_space_model_is_refused_and_not_sampled_wrongly():
     model = MambaForCausalLM(MambaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1))
     with pytest.raises(ValueError, match=r"MambaForCausalLM keeps a state .* with attention"):
         NativeEngine(model, [1], 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("budget", "slots"), [("auto", 128), (64 * 8, 8)])
+def test_small_caches_get_more_slots_unless_told(small, monkeypatch, budget, slots):
+    model = small("llama").cuda()
+    size = native.token_bytes(model.config, torch.float32)
+    monkeypatch.setattr(native, "AUTO_TOKENS", 64 * 8)
+    # Room for 128 slots of 64 tokens in the share of the memory that a cache may have.
+    memory = int(64 * 128 * size / native.KEPT_CACHE_SHARE) + size
+    monkeypatch.setattr(native, "total_memory", lambda _: memory)
+    engine = NativeEngine(model, [1], 0, token_budget=budget, precision="float32")
+    engine.generate([[5, 6, 7]] * 200, Sampling(max_new_tokens=4), range(200))
+    assert engine.session.slots == slots

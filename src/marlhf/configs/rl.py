@@ -49,9 +49,9 @@ class RLConfig(StageConfig):
     """What the KL penalty ties the policy to; where the policy started unless given."""
     sampling: Sampling = setting(factory=Sampling, on_card=True)
     """How responses are drawn. The paper: temperature 0.8 and top_k 50, which bends the KL."""
-    rollout_tokens: int = setting(131072, above=0, may_change=True)
-    """Padded tokens sampled at once: lower it when memory runs out while sampling. Changes no
-    result."""
+    rollout_tokens: int | Literal["auto"] = setting("auto", above=0, may_change=True)
+    """Padded tokens sampled at once: lower it when memory runs out while sampling. `auto` is
+    131072, or more where that takes less than a twelfth of a GPU's memory. Changes no result."""
     engine: Literal["native", "vllm"] = "native"
     """What samples: marlhf itself, or vLLM, in this process or as a server."""
     vllm_url: str = setting("", may_change=True)

@@ -5,7 +5,7 @@ Axes: B rows, S slots, R response tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -263,8 +263,7 @@ class Schedule:
         count = min(CHECK_EVERY, max(left.values())) if self.gpu else 1
         running: Tensor = self.state.running
         event = torch.cuda.Event() if self.gpu else None
-        reach = max(len(self.prompts[self.rows[slot] or 0]) + self.age[slot] for slot in left)
-        reach += count - 1
+        reach = self._reach(left) + count - 1
         reach += -reach % KEY_MULTIPLE
         for slot in left:
             self.age[slot] += count
@@ -279,6 +278,10 @@ class Schedule:
         if event is not None:
             event.synchronize()
         return running.tolist()
+
+    def _reach(self, slots: Iterable[int]) -> int:
+        """Where the longest of some responses has come to, with its prompt."""
+        return max(len(self.prompts[self.rows[slot] or 0]) + self.age[slot] for slot in slots)
 
     def _collect(self, running: list[bool]) -> None:
         """Copy out the responses that have ended and free their slots."""
@@ -310,7 +313,7 @@ class Schedule:
         target = [slot for slot in range(size) if self.rows[slot] is None][: len(source)]
         if source:
             old_slots, new_slots = self._to_device([source, target])
-            self.decoder.move(old_slots, new_slots)
+            self.decoder.move(old_slots, new_slots, self._reach(live))
             self.state.move(old_slots, new_slots)
             for old, new in zip(source, target):
                 self.rows[new], self.age[new] = self.rows[old], self.age[old]

@@ -127,13 +127,14 @@ class LlamaWeights:
         tables = trunk.rotary_emb(self.embedding[:1], position_ids=positions[None])
         self.rotary = cast(tuple[Tensor, Tensor], tuple(table[0].contiguous() for table in tables))
         self.slots, self.capacity = torch.arange(slots, device=device), capacity
+        projections = [self.head, *(p for block in self.blocks for p in block.projections)]
+        # Once: finding hundreds of views takes the host longer than the GPU takes to copy them.
+        self.copies = [pair for projection in projections for pair in projection.pairs()]
 
     def update_copies(self) -> None:
         """Bring the copies of weights up to date in place, so that recorded graphs stay valid."""
-        projections = [self.head, *(p for block in self.blocks for p in block.projections)]
-        pairs = [pair for projection in projections for pair in projection.pairs()]
-        if pairs:
-            copies, originals = zip(*pairs)
+        if self.copies:
+            copies, originals = zip(*self.copies)
             torch._foreach_copy_(copies, originals)  # pyright: ignore[reportPrivateImportUsage]
 
 

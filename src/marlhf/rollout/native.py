@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,10 @@ from marlhf.rollout.state import DecodeState
 
 SIZE_MULTIPLE = 64
 """Slots and positions are rounded up to this, so that batches of similar size share a cache."""
-KEPT_CACHE_SHARE = 0.05
+KEPT_CACHE_SHARE = 0.08
 """A cache above this share of the GPU's memory is not kept from one call to the next."""
+AUTO_TOKENS = 1 << 17
+"""What `token_budget="auto"` is at least; where it takes less than the share above, that share."""
 
 DecoderClass: TypeAlias = Callable[[Model, int, int, torch.dtype | None], Decoder]
 """Builds a decoder from a model, its number of slots, their capacity and the type of the cache."""
@@ -65,7 +67,7 @@ class NativeEngine:
         end_tokens: Sequence[int],
         pad_id: int,
         *,
-        token_budget: int = 1 << 17,
+        token_budget: int | Literal["auto"] = "auto",
         precision: Precision = "auto",
         share_prefixes: bool = True,
     ) -> None:
@@ -77,11 +79,12 @@ class NativeEngine:
             )
         self.model = model
         self.end_tokens = list(end_tokens)
-        self.token_budget = token_budget
+        self.token_budget = AUTO_TOKENS if token_budget == "auto" else token_budget
+        self.may_take_more = token_budget == "auto"
         self.precision: Precision = precision
         self.share_prefixes = share_prefixes
         self.plain = PlainEngine(
-            model, end_tokens, pad_id, token_budget=token_budget, precision=precision
+            model, end_tokens, pad_id, token_budget=self.token_budget, precision=precision
         )
         self.decoder_class: DecoderClass | None = None  # stays None where no decoder works
         self.checked_length = 0
@@ -137,10 +140,9 @@ class NativeEngine:
             tokens, logprobs = schedule.run()
         # Clones: tensors made in inference mode may not be saved for a backward pass.
         tokens, logprobs = tokens.clone(), logprobs.clone()
-        if device.type == "cuda":
-            memory = torch.cuda.get_device_properties(device).total_memory
-            if session.decoder.cache_bytes > KEPT_CACHE_SHARE * memory:
-                self.session = None
+        held = session.decoder.cache_bytes if device.type == "cuda" else 0
+        if held and held > KEPT_CACHE_SHARE * total_memory(device):
+            self.session = None
         return tokens, logprobs
 
     def _session(self, decoder_class: DecoderClass, rows: int, length: int) -> DecodeSession:
@@ -153,21 +155,32 @@ class NativeEngine:
         length += -length % SIZE_MULTIPLE
         if gpu:
             rows += -rows % SIZE_MULTIPLE
+        budget = self._cache_tokens()
         session, weights = self.session, [p.data_ptr() for p in self.model.parameters()]
         if (
             session is not None
             and length <= session.capacity <= 2 * length
-            and session.slots >= min(rows, self.token_budget // session.capacity)
+            and session.slots >= min(rows, budget // session.capacity)
             and session.weights == weights
         ):
             return session
         self.session = session = None  # frees its memory before more is allocated
-        slots = max(MIN_SLOTS, min(rows, self.token_budget // length))
+        slots = max(MIN_SLOTS, min(rows, budget // length))
         decoder = decoder_class(self.model, slots, length, self._cache_dtype())
         ends = torch.tensor(self.end_tokens, device=self.model.device)
         graphs = gpu and not sharded(self.model)
         self.session = DecodeSession(decoder, slots, length, weights, ends, graphs)
         return self.session
+
+    def _cache_tokens(self) -> int:
+        """Tokens that the slots of a session may have room for."""
+        device = self.model.device
+        if not self.may_take_more or device.type != "cuda":
+            return self.token_budget
+        dtype = self._cache_dtype() or next(self.model.parameters()).dtype
+        size = token_bytes(self.model.config, dtype)
+        share = int(KEPT_CACHE_SHARE * total_memory(device)) // size if size else 0
+        return max(self.token_budget, share)
 
     @contextlib.contextmanager
     def _sampling(self, length: int) -> Iterator[None]:
@@ -241,6 +254,26 @@ class NativeEngine:
         except Exception as failure:  # a family may do anything that an engine does not support
             return f"{type(failure).__name__}: {str(failure).rstrip('.')}"
         return "" if error <= allowed else f"logits were off by {error:.1%}"
+
+
+def total_memory(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def token_bytes(config: Any, dtype: torch.dtype) -> int:
+    """What the keys and values of one token take; 0 where a configuration does not tell.
+
+    >>> from marlhf.models.tiny import tiny_model
+    >>> token_bytes(tiny_model().config, torch.bfloat16)  # 2 layers and 2 heads of 24 numbers
+    384
+    """
+    config = config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None) or 0
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    hidden = getattr(config, "hidden_size", None) or 0
+    width = getattr(config, "head_dim", None) or (hidden // heads if heads else 0)
+    layers = getattr(config, "num_hidden_layers", None) or 0
+    return layers * 2 * groups * width * dtype.itemsize
 
 
 class DecodeSession:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import multiprocessing
@@ -62,7 +62,7 @@ class SamplerProcess:
         end_tokens: Sequence[int],
         pad_id: int,
         *,
-        token_budget: int = 1 << 17,
+        token_budget: int | Literal["auto"] = "auto",
         precision: Precision = "auto",
     ) -> None:
         self.policy = policy
@@ -145,7 +145,7 @@ def serve(
     model: Model,
     end_tokens: list[int],
     pad_id: int,
-    token_budget: int,
+    token_budget: int | Literal["auto"],
     precision: Precision,
     num_threads: int,
 ) -> None:

@@ -20,6 +20,7 @@ from marlhf.configs.rl import RLConfig
 from marlhf.configs.stage import StageConfig
 from marlhf.errors import MarlhfError
 from marlhf.models.graphs import graph_bytes
+from marlhf.rollout.native import AUTO_TOKENS
 from marlhf.runs.write import RunFolder
 from marlhf.train.distributed import World
 from marlhf.train.progress import warn
@@ -150,7 +151,9 @@ def _remedies(config: StageConfig) -> Iterator[str]:
     yield f"Lower token_budget ({config.token_budget}), the tokens of a pass."
     if isinstance(config, RLConfig):
         limits = f"sampling.max_new_tokens ({config.sampling.max_new_tokens})"
-        yield f"While sampling, lower rollout_tokens ({config.rollout_tokens}) or {limits}."
+        tokens = config.rollout_tokens
+        told = f"auto, at least {AUTO_TOKENS}" if tokens == "auto" else tokens
+        yield f"While sampling, lower rollout_tokens ({told}) or {limits}."
     if not config.gradient_checkpointing:
         yield "gradient_checkpointing: true saves most of the activations."
     if config.lora is None:
