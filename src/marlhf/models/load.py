@@ -6,8 +6,10 @@ computes in. Dropout is always off: PPO compares log-probs of two passes.
 
 from __future__ import annotations
 
+import filecmp
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -61,7 +63,48 @@ def load_tokenizer(
         tokenizer = loader.from_pretrained(**source, trust_remote_code=trust_remote_code)
         if is_gguf(path) and (end := _gguf_end(path)) is not None:
             tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+    _FOLDERS[tokenizer] = path
     return _with_ends(tokenizer, f"of {path}")
+
+
+_FOLDERS: WeakKeyDictionary[Tokenizer, str] = WeakKeyDictionary()
+"""Where tokenizers were loaded from."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+
+
+def load_tokenizer_like(
+    tokenizer: Tokenizer,
+    path: str | Tokenizer,
+    *,
+    trust_remote_code: bool = False,
+    setting: str = "",
+) -> Tokenizer:
+    """The tokenizer at a path, which is the one at hand where their files are the same.
+
+    The models of a run mostly have copies of one tokenizer, and each takes half a second to load.
+    """
+    known = _FOLDERS.get(tokenizer)
+    if known is not None and isinstance(path, str) and _same_files(Path(path), Path(known)):
+        return tokenizer
+    return load_tokenizer(path, trust_remote_code=trust_remote_code, setting=setting)
+
+
+def _same_files(a: Path, b: Path) -> bool:
+    """Whether two folders have the same tokenizer, all of which is in files that are known."""
+    if not (a / TOKENIZER_FILES[0]).is_file():
+        return False
+    return all(
+        filecmp.cmp(a / name, b / name, shallow=False)
+        if (a / name).is_file() and (b / name).is_file()
+        else (a / name).is_file() == (b / name).is_file()
+        for name in TOKENIZER_FILES
+    )
 
 
 def _with_ends(tokenizer: Tokenizer, which: str) -> Tokenizer:
@@ -196,14 +239,14 @@ def check_vocabulary(model: Model, tokenizer: Tokenizer, name: str) -> None:
 
 def same_tokenizer(a: Tokenizer, b: Tokenizer) -> bool:
     """Whether ids of one mean the same to the other."""
-    return a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id
+    return a is b or (a.get_vocab() == b.get_vocab() and a.eos_token_id == b.eos_token_id)
 
 
 def has_same_tokenizer(
     path: str | Tokenizer, tokenizer: Tokenizer, *, trust_remote_code: bool, setting: str = ""
 ) -> bool:
     """Whether the model at a path reads the tokens of this tokenizer."""
-    own = load_tokenizer(path, trust_remote_code=trust_remote_code, setting=setting)
+    own = load_tokenizer_like(tokenizer, path, trust_remote_code=trust_remote_code, setting=setting)
     return same_tokenizer(own, tokenizer)
 
 

@@ -13,7 +13,12 @@ from marlhf.configs.rl import RLConfig
 from marlhf.core import Vocabulary
 from marlhf.data import Row
 from marlhf.models.base import Model, Tokenizer
-from marlhf.models.load import check_vocabulary, end_tokens, load_tokenizer
+from marlhf.models.load import (
+    check_vocabulary,
+    end_tokens,
+    load_tokenizer,
+    load_tokenizer_like,
+)
 from marlhf.reward import RewardFunction, RewardModel, Rewards, import_function
 from marlhf.rollout.engine import AsyncEngine, Engine
 from marlhf.rollout.native import NativeEngine
@@ -194,7 +199,7 @@ def _reward_model(
     source = own or (item if isinstance(item, str) else tokenizer)
     return RewardModel(
         model,
-        load_tokenizer(source, trust_remote_code=remote, setting="reward_model"),
+        load_tokenizer_like(tokenizer, source, trust_remote_code=remote, setting="reward_model"),
         tokenizer,
         token_budget=2 * config.pass_tokens,
         precision=config.precision,
