@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from marlhf.models.compile import compile_blocks, is_compiled
+from marlhf.models.compile import compile_blocks, is_compiled, uncompiled
 from marlhf.models.forward import Sequences, token_stats, token_values
 
 
@@ -122,3 +122,18 @@ def test_a_compiled_model_arrives_plain_in_another_process(small):
     assert layer.forward.__func__ is type(layer).forward
     ids = torch.tensor([[5, 6, 7]])
     assert torch.equal(sent(ids).logits, small("llama")(ids).logits)
+
+
+@torch.no_grad()
+def test_passes_that_are_not_worth_it_are_not_compiled(small):
+    def refuse(*_):
+        raise AssertionError("compiled")
+
+    plain, model = small("gemma2"), small("gemma2")
+    compile_blocks(model, backend=refuse)
+    ids = torch.tensor([[5, 6, 7]])
+    with uncompiled():
+        found = model(ids, use_cache=False).logits
+    assert torch.equal(found, plain(ids, use_cache=False).logits)
+    with pytest.raises(Exception, match="compiled"):
+        model(ids, use_cache=False)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import cache
 from types import MethodType
 from typing import Any
@@ -20,6 +21,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 _COMPILED: WeakSet[nn.Module] = WeakSet()
+_NOT_WORTH_IT = ContextVar("whether layers run as they are", default=False)
 
 
 KEEP = 0.8
@@ -49,6 +51,16 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
             # A bound method, so that a copy of the model runs its own layers.
             layer.forward = MethodType(_routed(backend), layer)
     _COMPILED.add(model)
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Layers run as they are in here: compiling takes seconds, and so does importing a compiler."""
+    token = _NOT_WORTH_IT.set(True)
+    try:
+        yield
+    finally:
+        _NOT_WORTH_IT.reset(token)
 
 
 class LayerwiseCache(Cache):
@@ -85,6 +97,8 @@ def _routed(backend: str | Callable[..., Any]) -> Callable[..., Any]:
         kind = hidden_states.device.type
         if torch.is_autocast_enabled(kind):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(kind))
+        if _NOT_WORTH_IT.get():
+            return type(self).forward(self, hidden_states, *args, **kwargs)
         return _compiled(type(self), backend)(self, hidden_states, *args, **kwargs)
 
     return forward

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from marlhf.models import llama_layers
+from marlhf.models.compile import uncompiled
 from marlhf.models.graphs import GraphedPasses
 from marlhf.models.packed import (
     Packing,
@@ -217,7 +218,7 @@ def _packing_error(model: nn.Module) -> float:
     ids = (size // 3 + torch.arange(57, device=device).view(3, 19) * 7919) % size
     lengths = [19, 11, 16]
     packing = Packing.of(lengths, 19, [(0, n) for n in lengths]).to(lambda x: x.to(device))
-    with torch.compiler.set_stance("force_eager"), one_text_per_row():
+    with uncompiled(), one_text_per_row():
         ours = packed_hidden(model, ids.flatten()[packing.source], packing)[: sum(lengths)].float()
         whole = cast(Any, model).base_model(input_ids=ids, use_cache=False).last_hidden_state
     whole = torch.cat([row[:n] for row, n in zip(whole.float(), lengths)])

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from marlhf.models.compile import uncompiled
 from marlhf.models.fast_passes import FastPass, fast_pass
 from marlhf.models.logprobs import LogitRule, chosen_logprobs, fit_rule, probe
 from marlhf.models.packed import one_text_per_row
@@ -233,7 +234,7 @@ def _rule(model: nn.Module) -> LogitRule | None:
     """What a model does to its head's output, by a pass over one token if there was none yet."""
     if model not in _RULES:
         first = torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)
-        with torch.compiler.set_stance("force_eager"):
+        with uncompiled():
             _hidden_at(model, first[None], first)
     return _RULES[model]
 

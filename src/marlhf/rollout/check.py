@@ -17,6 +17,7 @@ from torch import Tensor
 
 from marlhf.errors import SettingError
 from marlhf.models.base import Model
+from marlhf.models.compile import uncompiled
 from marlhf.models.unpadded import LENGTH_DEPENDENT_ROPE
 from marlhf.rollout.plain import PlainEngine
 from marlhf.rollout.slots import Decoder, forward_parameters
@@ -128,7 +129,7 @@ def _probe(model: Model, length: int, rows: int = 2) -> Tensor:
     return (size // 3 + count * 7919) % size
 
 
-@torch.compiler.set_stance("force_eager")  # compiling takes seconds, for one small pass
+@uncompiled()
 def _without_cache(model: Model, ids: Tensor, positions: Tensor) -> Tensor:
     """Logits at some positions, [B, N], of one pass: [B, N, V]."""
     if forward_parameters(model) & {"logits_to_keep", "kwargs"}:
