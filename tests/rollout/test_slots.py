@@ -5,6 +5,7 @@ import gc
 import itertools
 import platform
 import weakref
+from random import Random
 
 import pytest
 import torch
@@ -54,6 +55,23 @@ def test_large_prefills_are_split_where_they_would_be_padding(monkeypatch):
     assert batches(32, [7, 1, 2, 3, 6, 2]) == [[1, 2, 2], [3], [6], [7]]
     assert batches(8, [1, 4]) == [[1, 4]]  # no larger than others: as it is
     assert batches(32, [0, 0]) == [[0, 0]]
+
+
+@pytest.mark.parametrize("early", [1, 2, 32])
+def test_families_are_the_same_however_much_is_compared_first(monkeypatch, early):
+    monkeypatch.setattr(continuous, "EARLY", early)
+    random = Random(early)
+    for shortest in (1, 3):
+        lengths = [random.randint(shortest, 6) for _ in range(40)]
+        prompts = [[random.randint(1, 2) for _ in range(length)] for length in lengths]
+        found = continuous.prefix_families(prompts)
+        expected = continuous._families(list(range(40)), prompts)
+        assert sorted(found) == sorted(min(family) for family in expected for _ in family)
+        for a, b in itertools.combinations(range(40), 2):
+            short, long = sorted((prompts[a][:-1], prompts[b][:-1]), key=len)
+            begins = long[: len(short)] == short
+            assert begins or found[a] != found[b]
+            assert found[a] == found[b] or short != long
 
 
 @pytest.mark.parametrize("sampling", [Sampling(10, 0.9), Sampling(10, 1.0, top_k=9, top_p=0.8)])

@@ -15,7 +15,7 @@ from marlhf.models.sequences import send
 from marlhf.rollout.engine import Sampling
 from marlhf.rollout.kernels import fused, triton_kernels
 from marlhf.rollout.sample import draw
-from marlhf.rollout.slots import PREFILL_TOKENS, Decoder
+from marlhf.rollout.slots import PREFILL_MULTIPLE, PREFILL_TOKENS, Decoder
 from marlhf.rollout.state import DecodeState
 
 CHECK_EVERY = 4
@@ -33,6 +33,10 @@ MIN_SLOTS = 2
 row gets in a matrix product. So there are never fewer than two."""
 MIN_GRAPH_SLOTS = 16
 """The smallest CUDA graph: with fewer slots a step takes just as long."""
+
+
+EARLY = 32
+"""Tokens that tell most prompts apart."""
 
 
 class DecodeStep:
@@ -225,7 +229,8 @@ class Schedule:
     def _prefill(self, rows: list[int], slots: list[int]) -> None:
         """Keys and values of all prompt tokens but the last."""
         lengths = [len(self.prompts[row]) - 1 for row in rows]
-        for batch in self._prefill_batches(lengths):
+        padded = [n + -n % PREFILL_MULTIPLE if self.gpu else n for n in lengths]
+        for batch in self._prefill_batches(padded):
             batch = [i for i in batch if lengths[i]]
             if not batch:
                 continue
@@ -341,14 +346,28 @@ def prefix_families(prompts: Sequence[Sequence[int]]) -> list[int]:
     >>> prefix_families([[1, 2, 9], [4, 5], [1, 2, 3], [1, 2, 3, 7, 8]])
     [0, 1, 0, 0]
     """
-    prefixes = [tuple(prompt[:-1]) for prompt in prompts]
+    # Most prompts differ early, which a GPU need not wait long for.
+    beginnings: dict[tuple[int, ...], list[int]] = {}
+    compared = min(EARLY, *(len(prompt) - 1 for prompt in prompts)) if prompts else 0
+    for row, prompt in enumerate(prompts):
+        beginnings.setdefault(tuple(prompt[:compared]), []).append(row)
+    number = list(range(len(prompts)))
+    for rows in beginnings.values():
+        if len(rows) > 1:
+            for family in _families(rows, prompts):
+                for row in family:
+                    number[row] = min(family)
+    return number
+
+
+def _families(rows: list[int], prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    prefixes = {row: tuple(prompts[row][:-1]) for row in rows}
     # In lexicographic order a prompt comes right before those that begin with it.
-    order = sorted(range(len(prompts)), key=prefixes.__getitem__, reverse=True)
+    order = sorted(rows, key=prefixes.__getitem__, reverse=True)
     families: list[list[int]] = []
     for row, longer in zip(order, [None, *order]):
         prefix = prefixes[row]
         if longer is None or prefixes[longer][: len(prefix)] != prefix:
             families.append([])
         families[-1].append(row)
-    number = {row: min(family) for family in families for row in family}
-    return [number[row] for row in range(len(prompts))]
+    return families

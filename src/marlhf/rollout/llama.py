@@ -31,7 +31,7 @@ from marlhf.rollout.kernels import (
     rotate_and_store,
 )
 from marlhf.rollout.llama_weights import LlamaWeights
-from marlhf.rollout.slots import PREFILL_TOKENS, copy_prefixes
+from marlhf.rollout.slots import PREFILL_MULTIPLE, PREFILL_TOKENS, copy_prefixes
 from marlhf.rollout.state import Prefixes
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -186,7 +186,7 @@ def _round_up(ids: Tensor, slots: Tensor, capacity: int) -> tuple[Tensor, Tensor
     written over by its like.
     """
     rows, length = ids.shape
-    ids = F.pad(ids, (0, min(length + -length % 32, capacity) - length))
+    ids = F.pad(ids, (0, min(length + -length % PREFILL_MULTIPLE, capacity) - length))
     more = -rows % 8 if rows > 8 else (1 << (rows - 1).bit_length()) - rows
     if more:
         ids, slots = (torch.cat((x, x[-1:].expand(more, *x.shape[1:]))) for x in (ids, slots))

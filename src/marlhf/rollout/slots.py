@@ -31,6 +31,8 @@ ATTENTION = "marlhf_slots"
 PREFILL_TOKENS = 1 << 14
 """The most tokens in one prefill, whatever the budget: where the GPU is the slower of the two, more
 do not make it faster, and prompts of more different lengths would be padded to the longest."""
+PREFILL_MULTIPLE = 32
+"""Prompts are padded to a multiple of this on a GPU, so that prefills have few shapes."""
 _active: ContextVar[Pass] = ContextVar("the current forward pass")
 
 
