@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
+from marlhf.cli.lean_imports import keep_compiled_modules
 from marlhf.errors import MarlhfError
 
 
@@ -105,6 +106,7 @@ def main() -> None:
     # On ARM torch's allocator returns freed memory after 10 ms, and a training step on a CPU then
     # spends a tenth of its time on getting it back. Torch reads this when it is imported.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")
+    keep_compiled_modules()
     try:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored
             signal.signal(signal.SIGINT, stop)
