@@ -137,3 +137,33 @@ def test_passes_that_are_not_worth_it_are_not_compiled(small):
     assert torch.equal(found, plain(ids, use_cache=False).logits)
     with pytest.raises(Exception, match="compiled"):
         model(ids, use_cache=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("changes", "products"), [(False, 1), (True, 2)])
+def test_equal_products_are_computed_once_unless_their_input_changes(changes, products):
+    torch._dynamo.reset()
+    found = []
+
+    class Layer(GradientCheckpointingLayer):
+        def __init__(self):
+            super().__init__()
+            self.product = torch.nn.Linear(3, 2)
+
+        def forward(self, hidden_states):
+            x = hidden_states + 1
+            before = self.product(x)
+            if changes:
+                x += 1
+            return before - self.product(x)
+
+    def count(graph, inputs):
+        found.append(sum(n.target is torch.nn.functional.linear for n in graph.graph.nodes))
+        return graph.forward
+
+    plain = Layer()
+    compiled = copy.deepcopy(plain)
+    compile_blocks(compiled, backend=count)
+    x = torch.randn(4, 3)
+    assert torch.equal(compiled(x), plain(x))
+    assert found == [products]

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 _COMPILED: WeakSet[nn.Module] = WeakSet()
-_NOT_WORTH_IT = ContextVar("whether layers run as they are", default=False)
+_UNCOMPILED = ContextVar("whether layers run as they are", default=False)
 
 
 KEEP = 0.8
@@ -29,6 +29,10 @@ KEEP = 0.8
 VARIANTS = 64
 """Versions of a layer's code in one process, past which torch compiles nothing. The stages of a
 recipe want more than its 8: with and without gradients, masks, bfloat16, `deterministic`."""
+
+
+IN_PLACE = {"setitem", "iadd", "isub", "imul", "imatmul", "itruediv", "iand", "ior"}
+"""Operators that change a tensor; methods that do have names that end in an underscore."""
 
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
@@ -56,11 +60,11 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
     """Layers run as they are in here: compiling takes seconds, and so does importing a compiler."""
-    token = _NOT_WORTH_IT.set(True)
+    token = _UNCOMPILED.set(True)
     try:
         yield
     finally:
-        _NOT_WORTH_IT.reset(token)
+        _UNCOMPILED.reset(token)
 
 
 class LayerwiseCache(Cache):
@@ -97,7 +101,7 @@ def _routed(backend: str | Callable[..., Any]) -> Callable[..., Any]:
         kind = hidden_states.device.type
         if torch.is_autocast_enabled(kind):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(kind))
-        if _NOT_WORTH_IT.get():
+        if _UNCOMPILED.get():
             return type(self).forward(self, hidden_states, *args, **kwargs)
         return _compiled(type(self), backend)(self, hidden_states, *args, **kwargs)
 
@@ -123,7 +127,11 @@ def _compute_once(graph: GraphModule) -> None:
     """
     first: dict[Any, Any] = {}
     for node in list(graph.graph.nodes):
-        if node.op != "call_function" or node.target is not F.linear or node.kwargs:
+        target = node.target
+        name = target if isinstance(target, str) else getattr(target, "__name__", "")
+        if name.endswith("_") or name in IN_PLACE:
+            first.clear()  # an input may have other numbers from here on
+        if node.op != "call_function" or target is not F.linear or node.kwargs:
             continue
         same = first.setdefault(node.args, node)
         if same is not node:

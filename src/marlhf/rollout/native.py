@@ -155,7 +155,7 @@ class NativeEngine:
         length += -length % SIZE_MULTIPLE
         if gpu:
             rows += -rows % SIZE_MULTIPLE
-        budget = self._cache_tokens()
+        budget = self._cache_tokens(rows * length)
         session, weights = self.session, [p.data_ptr() for p in self.model.parameters()]
         if (
             session is not None
@@ -172,15 +172,16 @@ class NativeEngine:
         self.session = DecodeSession(decoder, slots, length, weights, ends, graphs)
         return self.session
 
-    def _cache_tokens(self) -> int:
+    def _cache_tokens(self, wanted: int) -> int:
         """Tokens that the slots of a session may have room for."""
         device = self.model.device
-        if not self.may_take_more or device.type != "cuda":
+        if wanted <= self.token_budget or not self.may_take_more or device.type != "cuda":
             return self.token_budget
         dtype = self._cache_dtype() or next(self.model.parameters()).dtype
         size = token_bytes(self.model.config, dtype)
-        share = int(KEPT_CACHE_SHARE * total_memory(device)) // size if size else 0
-        return max(self.token_budget, share)
+        # Others may work on the same GPU, so no more than half of what is free now.
+        room = min(KEPT_CACHE_SHARE * total_memory(device), free_memory(device) / 2)
+        return max(self.token_budget, int(room) // size if size else 0)
 
     @contextlib.contextmanager
     def _sampling(self, length: int) -> Iterator[None]:
@@ -258,6 +259,12 @@ class NativeEngine:
 
 def total_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
+
+
+def free_memory(device: torch.device) -> int:
+    """What other programs leave, and torch itself holds but does not use."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def token_bytes(config: Any, dtype: torch.dtype) -> int:
