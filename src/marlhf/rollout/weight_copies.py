@@ -118,13 +118,17 @@ def _joined_layers(model: nn.Module, dtype: torch.dtype) -> Iterator[JoinedLayer
     for owner in model.modules():
         for names in JOINED:
             layers = [owner._modules.get(name) for name in names]
-            # Neither adapters nor other layers in their place, nor what someone listens to.
-            if all(type(layer) is nn.Linear and not _hooked(layer) for layer in layers):
+            if all(map(_is_a_matrix, layers)):
                 linear = cast(list[nn.Linear], layers)
                 kinds = {(x.in_features, x.bias is None, x.weight.dtype) for x in linear}
                 if len(kinds) == 1:
                     yield JoinedLayers(owner, names, dtype)
 
 
-def _hooked(layer: nn.Module) -> bool:
-    return bool(layer._forward_hooks or layer._forward_pre_hooks)
+def _is_a_matrix(layer: nn.Module | None) -> bool:
+    """Neither an adapter nor another layer in its place, nor one with hooks or another forward."""
+    return (
+        type(layer) is nn.Linear
+        and not (layer._forward_hooks or layer._forward_pre_hooks)
+        and "forward" not in vars(layer)
+    )
