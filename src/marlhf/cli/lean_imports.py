@@ -43,7 +43,7 @@ def keep_compiled_modules() -> None:
     """Keep compiled modules in a folder of our own where Python was told to keep none.
 
     Containers often tell it so (PYTHONDONTWRITEBYTECODE) and hold a torch that was never compiled:
-    then each start compiles thousands of its files, which takes seconds.
+    then each start compiles more than a thousand of its files, which takes seconds.
     """
     if not sys.dont_write_bytecode or sys.pycache_prefix:
         return
