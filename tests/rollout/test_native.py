@@ -1,4 +1,5 @@
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -232,3 +233,20 @@ def test_small_caches_get_more_slots_unless_told(small, monkeypatch, budget, slo
     engine = NativeEngine(model, [1], 0, token_budget=budget, precision="float32")
     engine.generate([[5, 6, 7]] * 200, Sampling(max_new_tokens=4), range(200))
     assert engine.session.slots == slots
+
+
+@pytest.mark.parametrize(("free", "tokens"), [(10**9, 5000), (8000, 4000), (100, 1000)])
+def test_more_slots_take_no_more_than_half_of_what_is_free(small, monkeypatch, free, tokens):
+    model = small("llama")
+    size = native.token_bytes(model.config, torch.float32)
+    monkeypatch.setattr(native, "AUTO_TOKENS", 1000)
+    monkeypatch.setattr(native, "total_memory", lambda _: size * 5000.5 / native.KEPT_CACHE_SHARE)
+    monkeypatch.setattr(native, "free_bytes", lambda _: size * free)
+    engine = NativeEngine(model, [1], 0)
+    engine.model = SimpleNamespace(
+        device=torch.device("cuda"), config=model.config, parameters=model.parameters
+    )
+    assert engine._cache_tokens(900) == 1000
+    assert engine._cache_tokens(10**6) == tokens
+    monkeypatch.setattr(native, "free_bytes", lambda _: 0)
+    assert engine._cache_tokens(10**6) == tokens  # found once

@@ -262,6 +262,13 @@ def _under(prefix: str, tensors: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
 
 
+def free_bytes(device: torch.device) -> int:
+    """Free on the GPU, or held by torch without being in use."""
+    free, _ = torch.cuda.mem_get_info(device)
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + idle - graph_bytes(device)
+
+
 def graph_bytes(device: torch.device) -> int:
     """Memory that recorded passes hold. Torch counts it neither as in use nor in its peaks."""
     if _pool.cache_info().currsize == 0:

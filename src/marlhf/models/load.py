@@ -6,7 +6,6 @@ computes in. Dropout is always off: PPO compares log-probs of two passes.
 
 from __future__ import annotations
 
-import filecmp
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -90,21 +89,20 @@ def load_tokenizer_like(
     The models of a run mostly have copies of one tokenizer, and each takes half a second to load.
     """
     known = _FOLDERS.get(tokenizer)
-    if known is not None and isinstance(path, str) and _same_files(Path(path), Path(known)):
+    local = isinstance(path, str) and not trust_remote_code  # whose code may be elsewhere
+    if local and known is not None and _same_files(Path(path), Path(known)):
         return tokenizer
     return load_tokenizer(path, trust_remote_code=trust_remote_code, setting=setting)
 
 
 def _same_files(a: Path, b: Path) -> bool:
     """Whether two folders have the same tokenizer, all of which is in files that are known."""
-    if not (a / TOKENIZER_FILES[0]).is_file():
-        return False
-    return all(
-        filecmp.cmp(a / name, b / name, shallow=False)
-        if (a / name).is_file() and (b / name).is_file()
-        else (a / name).is_file() == (b / name).is_file()
-        for name in TOKENIZER_FILES
-    )
+
+    def contents(folder: Path) -> list[bytes | None]:
+        paths = [folder / name for name in TOKENIZER_FILES]
+        return [path.read_bytes() if path.is_file() else None for path in paths]
+
+    return (a / TOKENIZER_FILES[0]).is_file() and contents(a) == contents(b)
 
 
 def _with_ends(tokenizer: Tokenizer, which: str) -> Tokenizer:

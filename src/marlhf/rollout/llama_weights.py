@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from marlhf.models.base import Model
 from marlhf.models.unpadded import attention_window
+from marlhf.rollout.weight_copies import split_pairs
 
 SMALL_MATRIX = 1 << 20
 """Up to so many weights, matrices with the same input are joined in a copy where nothing else needs
@@ -50,12 +51,7 @@ class Projection:
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Each copy with its original."""
-        if not self.copied:
-            return []
-        pairs = list(zip(self.weight.split(self.sizes), (x.weight for x in self.layers)))
-        if self.bias is not None:
-            pairs += zip(self.bias.split(self.sizes), (x.bias for x in self.layers))
-        return pairs
+        return split_pairs(self, self.layers) if self.copied else []
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""

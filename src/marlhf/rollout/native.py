@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from marlhf.errors import SettingError
 from marlhf.models.base import Model, Precision, autocast
 from marlhf.models.compile import is_compiled
+from marlhf.models.graphs import free_bytes
 from marlhf.rollout.check import check_length, check_rotary, decoder_error, plain_error
 from marlhf.rollout.continuous import MIN_SLOTS, DecodeStep, Schedule
 from marlhf.rollout.engine import Rollout, Sampling, draws
@@ -140,8 +141,8 @@ class NativeEngine:
             tokens, logprobs = schedule.run()
         # Clones: tensors made in inference mode may not be saved for a backward pass.
         tokens, logprobs = tokens.clone(), logprobs.clone()
-        held = session.decoder.cache_bytes if device.type == "cuda" else 0
-        if held and held > KEPT_CACHE_SHARE * total_memory(device):
+        cached, gpu = session.decoder.cache_bytes, device.type == "cuda"
+        if gpu and cached > KEPT_CACHE_SHARE * total_memory(device):
             self.session = None
         return tokens, logprobs
 
@@ -173,15 +174,16 @@ class NativeEngine:
         return self.session
 
     def _cache_tokens(self, wanted: int) -> int:
-        """Tokens that the slots of a session may have room for."""
+        """Tokens that the slots of a session may have room for: found once, when first wanted."""
         device = self.model.device
-        if wanted <= self.token_budget or not self.may_take_more or device.type != "cuda":
-            return self.token_budget
-        dtype = self._cache_dtype() or next(self.model.parameters()).dtype
-        size = token_bytes(self.model.config, dtype)
-        # Others may work on the same GPU, so no more than half of what is free now.
-        room = min(KEPT_CACHE_SHARE * total_memory(device), free_memory(device) / 2)
-        return max(self.token_budget, int(room) // size if size else 0)
+        if self.may_take_more and wanted > self.token_budget and device.type == "cuda":
+            dtype = self._cache_dtype() or next(self.model.parameters()).dtype
+            size = token_bytes(self.model.config, dtype)
+            # Others may work on the same GPU, so no more than half of what is free now.
+            room = min(KEPT_CACHE_SHARE * total_memory(device), free_bytes(device) / 2)
+            self.token_budget = max(self.token_budget, int(room) // size if size else 0)
+            self.may_take_more = False
+        return self.token_budget
 
     @contextlib.contextmanager
     def _sampling(self, length: int) -> Iterator[None]:
@@ -259,12 +261,6 @@ class NativeEngine:
 
 def total_memory(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory
-
-
-def free_memory(device: torch.device) -> int:
-    """What other programs leave, and torch itself holds but does not use."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def token_bytes(config: Any, dtype: torch.dtype) -> int:

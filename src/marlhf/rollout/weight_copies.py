@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -85,18 +85,11 @@ class JoinedLayers:
             dtype=dtype,
         )
         self.whole = cast(nn.Linear, whole.requires_grad_(False))
-        self.pairs = self._pairs()
+        self.pairs = split_pairs(self.whole, self.layers)
         stops = itertools.accumulate(self.sizes)
         self.replacements = [
             PartOfProduct(self.whole, stop - size, stop) for size, stop in zip(self.sizes, stops)
         ]
-
-    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Each copy with its original."""
-        pairs = list(zip(self.whole.weight.split(self.sizes), (x.weight for x in self.layers)))
-        if self.layers[0].bias is not None:
-            pairs += zip(self.whole.bias.split(self.sizes), (x.bias for x in self.layers))
-        return pairs
 
 
 class PartOfProduct(nn.Module):
@@ -112,6 +105,15 @@ class PartOfProduct(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.whole(x)[..., self.start : self.stop]
+
+
+def split_pairs(whole: Any, layers: Sequence[nn.Linear]) -> list[tuple[Tensor, Tensor]]:
+    """Each part of joined weights and biases with its original."""
+    sizes = [layer.out_features for layer in layers]
+    pairs = list(zip(whole.weight.split(sizes), (x.weight for x in layers)))
+    if whole.bias is not None:
+        pairs += zip(whole.bias.split(sizes), (x.bias for x in layers))
+    return pairs
 
 
 def _joined_layers(model: nn.Module, dtype: torch.dtype) -> Iterator[JoinedLayers]:

@@ -19,7 +19,7 @@ from torch import nn
 from marlhf.configs.rl import RLConfig
 from marlhf.configs.stage import StageConfig
 from marlhf.errors import MarlhfError
-from marlhf.models.graphs import graph_bytes
+from marlhf.models.graphs import free_bytes
 from marlhf.rollout.native import AUTO_TOKENS
 from marlhf.runs.write import RunFolder
 from marlhf.train.distributed import World
@@ -93,7 +93,7 @@ def settle_token_budget(config: StageConfig, world: World, run: RunFolder) -> No
     if not limit.watching or not limit.bytes_per_token:
         return
     limit.watching = False
-    fits = int(SHARE * _free_bytes(world.device) / limit.bytes_per_token)
+    fits = int(SHARE * free_bytes(world.device) / limit.bytes_per_token)
     limit.auto_tokens = max(config.pass_tokens, 1 << int(math.log2(max(1, fits))))
     run.state[BUDGET] = limit.auto_tokens
     run.write_state()
@@ -114,13 +114,6 @@ def _watched(world: World) -> Iterator[None]:
         taken -= max(0, torch.cuda.memory_allocated(world.device) - before)
     per_token = taken / max(1, limit.most_tokens)
     limit.bytes_per_token = max(limit.bytes_per_token, per_token)
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Free on the GPU, or held by torch without being in use."""
-    free, _ = torch.cuda.mem_get_info(device)
-    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free + idle - graph_bytes(device)
 
 
 @contextlib.contextmanager
