@@ -3,8 +3,9 @@
     python bench/llama_kernels.py
 
 Attention of one layer of 40,960 tokens, with nine query heads over three of 64 numbers, forward and
-backward: torch's with the rotation of its gradients, and ours. Then a whole decode step of
-SmolLM2-135M's shape, random weights, as a CUDA graph: in five kernels per layer and in nine.
+backward: torch's with the rotation of its gradients, and ours. Gate, up and SwiGLU of one layer, by
+cuBLAS and a kernel, and in one kernel. Then a whole decode step of SmolLM2-135M's shape, random
+weights, as a CUDA graph: in five kernels per layer and in nine.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from marlhf.rollout.llama import LlamaDecoder
 
 HEADS, GROUPS, WIDTH, TOKENS = 9, 3, 64, 40960
 LENGTHS = (320, 640, 1024)
+GATED = (4096, 16384, 40960, 81920)
 STEPS = ((16, 288), (16, 600), (32, 288), (64, 288), (128, 288), (256, 288))
 
 
@@ -37,6 +39,10 @@ def main() -> None:
     for length in LENGTHS:
         numbers = attention(length)
         print(f"{length:8}{numbers[0]:15.0f}{numbers[1]:8.0f}{numbers[2]:16.0f}{numbers[3]:8.0f}")
+    print(f"\n{'tokens':>8}{'product, SwiGLU':>17}{'in one':>8}")
+    for tokens in GATED:
+        numbers = gates(tokens)
+        print(f"{tokens:8}{numbers[0]:17.0f}{numbers[1]:8.0f}")
     print(f"\n{'slots':>8}{'keys':>8}{'nine kernels':>15}{'five':>8}")
     for slots, keys in STEPS:
         plain, ours = decode_steps(slots, keys)
@@ -77,6 +83,19 @@ def attention(length: int, device: str = "cuda") -> list[float]:
     with torch.no_grad():
         forward = microseconds(by_torch), microseconds(by_ours)
     return [*forward, microseconds(back_by_torch), microseconds(back_by_ours)]
+
+
+@torch.no_grad()
+def gates(tokens: int, device: str = "cuda") -> list[float]:
+    """A product and SwiGLU for so many tokens, and both in one kernel."""
+    x = torch.randn(tokens, 576, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(2 * 1536, 576, device=device, dtype=torch.bfloat16) / 24
+    ways = [
+        lambda: layer_kernels.swiglu(F.linear(x, weight)),
+        lambda: layer_kernels.triton_gates.gated(x, weight),
+    ]
+    check_close(*(way() for way in ways))
+    return [microseconds(way) for way in ways]
 
 
 @torch.no_grad()

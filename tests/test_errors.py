@@ -11,6 +11,7 @@ NEED_OTHERS = (
     "__main__",
     "triton_attend",
     "triton_attention",
+    "triton_gates",
     "triton_kernels",
     "triton_layers",
     "triton_products",

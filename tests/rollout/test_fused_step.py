@@ -32,7 +32,7 @@ def uneven(small, name, **sizes):
 
 
 @torch.no_grad()
-def steps(model, rows, dtype, prefixes=None, first=0):
+def steps(model, rows, dtype, prefixes=None, first=0, cache_rows=None):
     """Logits of the plain and the fused step from the same state, and the caches after them."""
     torch.manual_seed(2)
     decoder = LlamaDecoder(model, rows, 64, dtype)
@@ -43,7 +43,8 @@ def steps(model, rows, dtype, prefixes=None, first=0):
     for step in (decoder.plain_step, decoder.step):
         decoder.cache.copy_(cache)
         with decoder.ready():
-            yield step(tokens, positions, None, prefixes).clone(), decoder.cache.clone()
+            logits = step(tokens, positions, None, prefixes, cache_rows)
+        yield logits.clone(), decoder.cache.clone()
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen3", "mistral"])
@@ -68,6 +69,18 @@ def test_borrowed_prefixes_are_read_where_they_are(small, exact):
     (alone, _), _ = steps(model, 40, torch.float32, first=8)
     assert not torch.allclose(alone, plain, atol=0.1)
     torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("borrows", [False, True])
+def test_slots_may_have_their_keys_and_values_in_any_rows(small, exact, borrows):
+    order = torch.arange(39, -1, -1, device="cuda")
+    prefixes = Prefixes(torch.arange(40, device="cuda"), order % 8) if borrows else None
+    model = uneven(small, "llama")
+    (plain, plain_cache), (ours, cache) = steps(model, 40, torch.float32, prefixes, 8, order)
+    (alone, _), _ = steps(model, 40, torch.float32, prefixes, 8)
+    assert not torch.allclose(alone, plain, atol=0.1)
+    torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(cache, plain_cache, atol=1e-4, rtol=1e-4)
 
 
 def test_bfloat16_is_as_close_to_float32_as_the_plain_step(small, monkeypatch):

@@ -17,7 +17,7 @@ from marlhf.rollout.engine import draws
 from marlhf.rollout.llama import LlamaDecoder
 from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.plain import PlainEngine
-from marlhf.rollout.slots import ModuleDecoder, copy_prefixes
+from marlhf.rollout.slots import ModuleDecoder
 from marlhf.rollout.state import DecodeState, Prefixes
 
 PROMPTS = [[5 + i % 7, 2 + i, *range(3, 3 + i % 5 * 4)] for i in range(13)]
@@ -360,7 +360,9 @@ def test_kernels_are_their_plain_twins(monkeypatch):
             yield kernels.attend(query, keys, values, at, None, 0.125, window, cap)
             at.prefixes = Prefixes(order, positions // 2)
             yield kernels.attend(query, keys, values, at, None, 0.125, window, cap)
-            at.prefixes = None
+            at.indexed = True
+            yield kernels.attend(query, keys, values, at, None, 0.125, window, cap)
+            at.prefixes, at.indexed = None, False
         state = DecodeState.empty(slots, 5, torch.device("cuda"))
         state.uniform[:, :5] = uniform
         state.running[:30] = True
@@ -423,23 +425,37 @@ def test_a_running_slot_gives_its_prefix_to_later_rows(small, slots):
     assert_same_logprobs(part.logprobs, whole.logprobs[order])
 
 
-@pytest.mark.parametrize("ends", [[], [*range(1, 12)]])  # many ends: slots are moved on the way
+@pytest.mark.parametrize("ends", [[], [*range(1, 12)]])  # many ends: fewer slots on the way
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_borrowed_prefixes_are_read_where_they_are(small, family, ends, monkeypatch):
     model, sampling, seeds = small(family), Sampling(24, 0.9), range(len(SHARED))
     copied = NativeEngine(model, ends, 0).generate(SHARED, sampling, seeds)
     monkeypatch.setattr(llama, "fused", lambda _: True)  # as on a GPU
-    returned = []
-    monkeypatch.setattr(
-        llama, "copy_prefixes", lambda *args: (returned.append(1), copy_prefixes(*args))
-    )
     engine = NativeEngine(model, ends, 0)
-    borrowed = engine.generate(SHARED, sampling, seeds)
-    assert engine.session is not None
-    assert (engine.session.step(sampling).state.prefix_ends > 0).any()
-    assert bool(returned) == bool(ends)
-    assert borrowed.responses == copied.responses
-    torch.testing.assert_close(borrowed.logprobs, copied.logprobs, atol=1e-5, rtol=0)
+    for _ in range(2):  # the second time slots begin in rows of the cache where others ended
+        borrowed = engine.generate(SHARED, sampling, seeds)
+        assert engine.session is not None
+        state = engine.session.step(sampling).state
+        assert (state.prefix_ends > 0).any()
+        assert (state.cache_rows != torch.arange(state.slots)).any() == bool(ends)
+        assert borrowed.responses == copied.responses
+        torch.testing.assert_close(borrowed.logprobs, copied.logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [2, 5, 27])
+def test_slots_that_are_moved_leave_their_keys_and_values_where_they_are(small, rows, monkeypatch):
+    """And a call with fewer rows than the last does not write where another slot reads."""
+    model, sampling = small("llama"), Sampling(24, 0.9)
+    monkeypatch.setattr(llama, "fused", lambda _: True)
+    engine = NativeEngine(model, [*range(1, 12)], 0)
+    engine.generate(SHARED, sampling, range(len(SHARED)))
+    monkeypatch.setattr(LlamaDecoder, "move", None)
+    alone = PlainEngine(model, engine.end_tokens, 0)
+    prompts = [[7 + i, *prompt] for i, prompt in enumerate(SHARED[:rows])]  # no two begin alike
+    found = engine.generate(prompts, sampling, range(rows))
+    expected = alone.generate(prompts, sampling, range(rows))
+    assert found.responses == expected.responses
+    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-4, rtol=0)
 
 
 def test_slots_that_are_refilled_borrow_nothing(small, monkeypatch):

@@ -17,12 +17,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 triton_attention: Any = None
+triton_gates: Any = None
 triton_layers: Any = None
 if importlib.util.find_spec("triton"):  # torch installs it only where there may be a GPU
     from marlhf.models import triton_attention, triton_layers
 
+    if importlib.util.find_spec("triton.tools.tensor_descriptor"):  # Triton 3.3 has none
+        from marlhf.models import triton_gates
+
 SHORT_ROWS = 512
 """Up to so many tokens `attention` is faster than cuDNN's, whose time hardly falls for fewer."""
+GATED_TOKENS, GATED_INPUTS = 4096, 1024
+"""From so many tokens on, and up to so many inputs, `gated` is faster as one kernel: cuBLAS is
+better at products, the more so the more there is to sum, and what is saved is memory."""
 
 
 def fused(x: Tensor) -> bool:
@@ -62,6 +69,14 @@ def swiglu(gate_up: Tensor) -> Tensor:
         return triton_layers.swiglu(gate_up)
     gate, up = gate_up.chunk(2, dim=1)
     return F.silu(gate) * up
+
+
+def gated(x: Tensor, weight: Tensor) -> Tensor:
+    """`swiglu` of a product, of which nothing else is needed: [T, in], [2 I, in] -> [T, I]."""
+    large = len(x) >= GATED_TOKENS and x.shape[1] <= GATED_INPUTS
+    if large and fused(x) and triton_gates is not None and triton_gates.can_gate(x, weight):
+        return triton_gates.gated(x, weight)
+    return swiglu(F.linear(x, weight))
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:

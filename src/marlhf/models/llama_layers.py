@@ -26,6 +26,7 @@ from marlhf.models.layer_kernels import (
     add_norm,
     attention,
     attention_backward,
+    gated,
     has_attention,
     norm_backward,
     rotate,
@@ -131,7 +132,11 @@ def _after_attention(layer: Any, x: Tensor, attended: Tensor) -> tuple[Tensor, T
     parameters = out, gate, up, down = [each.weight for each in linear]
     cast = [_joined(weights, x.dtype) for weights in ([out], [gate, up], [down])]
     epsilon = between.variance_epsilon
-    return AfterAttention.apply(x, attended, between.weight, epsilon, *cast, *parameters)
+    if torch.is_grad_enabled():
+        return AfterAttention.apply(x, attended, between.weight, epsilon, *cast, *parameters)
+    out, gate_up, down = cast
+    x, normed = add_norm(x, attended @ out.T, between.weight, epsilon, x.dtype)
+    return x, gated(normed, gate_up) @ down.T
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ Axes: B rows, S slots, R response tokens.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from marlhf.data.collate import pad_right, token_budget_batches
 from marlhf.models.sequences import send
-from marlhf.rollout.engine import Sampling
+from marlhf.rollout.engine import Sampling, draws
 from marlhf.rollout.kernels import fused, triton_kernels
 from marlhf.rollout.sample import draw
 from marlhf.rollout.slots import PREFILL_MULTIPLE, PREFILL_TOKENS, Decoder
@@ -33,7 +34,8 @@ MIN_SLOTS = 2
 row gets in a matrix product. So there are never fewer than two."""
 MIN_GRAPH_SLOTS = 16
 """The smallest CUDA graph: with fewer slots a step takes just as long."""
-
+MIN_PARTED_SLOTS = 128
+"""From this power of two on there is a graph for three quarters of it, too."""
 
 EARLY = 32
 """Tokens that tell most prompts apart."""
@@ -80,7 +82,8 @@ class DecodeStep:
     def _step(self, slots: int, reach: int | None, borrow: bool) -> None:
         state = self.state.first(slots)
         prefixes = state.prefixes if borrow else None
-        logits = self.decoder.step(state.tokens, state.positions, reach, prefixes)
+        rows = state.cache_rows if self.decoder.indexed else None
+        logits = self.decoder.step(state.tokens, state.positions, reach, prefixes, rows)
         sample(logits, self.sampling, state, self.ends)
 
 
@@ -114,14 +117,14 @@ class Schedule:
         self,
         step: DecodeStep,
         prompts: Sequence[Sequence[int]],
-        uniform: Tensor,
+        seeds: Sequence[int],
         limits: Sequence[int],
         budget: int,
         *,
         share_prefixes: bool = True,
     ) -> None:
         self.step, self.state, self.decoder = step, step.state, step.decoder
-        self.prompts, self.uniform, self.limits = prompts, uniform, limits
+        self.prompts, self.seeds, self.limits = prompts, seeds, limits
         self.budget = budget
         self.gpu = self.state.device.type == "cuda"
         # Without sharing every row is a family of its own.
@@ -133,19 +136,26 @@ class Schedule:
         self.age = [0] * len(self.rows)  # steps since a slot was filled
         shape, device = (len(prompts), self.state.length), self.state.device
         # Prefixes are borrowed where no slot is refilled before all responses have ended.
-        self.may_borrow = self.decoder.borrows and len(prompts) <= len(self.rows)
-        self.borrowed: list[tuple[int, int, int]] = []  # source slot, target slot, positions
+        self.may_borrow = self.decoder.indexed and len(prompts) <= len(self.rows)
+        self.borrows = False
         self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(shape, device=device)
+        self.lengths = torch.zeros(len(prompts), dtype=torch.int64, device=device)
+        torch.arange(self.state.slots, out=self.state.cache_rows)
 
-    def run(self) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs, [B, R]; junk after the end and beyond the limit."""
+    @functools.cached_property
+    def uniform(self) -> Tensor:
+        """Random numbers, [B, R]: made when first wanted, after the first prefill was launched."""
+        return draws(self.seeds, self.state.length, self.state.device)
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens and log-probs, [B, R], junk after the end; and lengths of responses, [B]."""
         self._refill()
         while any(row is not None for row in self.rows):
             self._collect(self._advance())
             self._refill()
             self._shrink()
-        return self.tokens, self.logprobs
+        return self.tokens, self.logprobs, self.lengths
 
     def _refill(self) -> None:
         """Put waiting prompts into free slots, unless too few are free."""
@@ -212,19 +222,13 @@ class Schedule:
 
         Except for position 0, which the other slot overwrites once it is at rest.
         """
-        self.borrowed = [copy for copy in copies if copy[2] > 1]
+        borrowed = [copy for copy in copies if copy[2] > 1]
         self._copy_prefixes([(source, target, min(n, 1)) for source, target, n in copies])
-        if self.borrowed:
-            sources, targets, lengths = self._to_device(list(zip(*self.borrowed)))
-            self.state.prefix_slots[targets] = sources
+        if borrowed:
+            sources, targets, lengths = self._to_device(list(zip(*borrowed)))
+            self.state.prefix_rows[targets] = sources
             self.state.prefix_ends[targets] = lengths
-
-    def _return_prefixes(self) -> None:
-        """Give the slots in use a copy of what they borrow."""
-        held = [copy for copy in self.borrowed if self.rows[copy[1]] is not None]
-        if held:
-            self.decoder.copy_prefixes(*self._to_device(list(zip(*held))))
-        self.borrowed = []
+        self.borrows = bool(borrowed)
 
     def _prefill(self, rows: list[int], slots: list[int]) -> None:
         """Keys and values of all prompt tokens but the last."""
@@ -273,7 +277,7 @@ class Schedule:
         for slot in left:
             self.age[slot] += count
         for i in range(count):
-            self.step(len(self.rows), reach, borrow=bool(self.borrowed))
+            self.step(len(self.rows), reach, borrow=self.borrows)
             if i == max(count - 2, 0):
                 running = self.state.running[: len(self.rows)]
                 if event is not None:
@@ -300,35 +304,41 @@ class Schedule:
         done_slots, done_rows = zip(*done)
         limits = [self.limits[row] for row in done_rows]
         slots, rows, limits = self._to_device([done_slots, done_rows, limits])
-        self.tokens[rows], self.logprobs[rows] = self.state.responses(slots, limits)
+        tokens, logprobs, lengths = self.state.responses(slots, limits)
+        self.tokens[rows], self.logprobs[rows], self.lengths[rows] = tokens, logprobs, lengths
         for slot, _ in done:
             self.rows[slot] = None
 
     def _shrink(self) -> None:
-        """With nothing waiting, step fewer slots once half of them are free.
+        """With nothing waiting, step fewer slots once enough of them are free.
 
-        A step covers the first slots only, so the responses beyond them are moved down.
+        A step covers the first slots only, so the responses beyond them are moved down. Where keys
+        and values are moved along, half of the slots must be free.
         """
         live = [slot for slot, row in enumerate(self.rows) if row is not None]
         size = self._num_slots(len(live))
-        if self.waiting or not live or size > len(self.rows) // 2:
+        most = len(self.rows) - 1 if self.decoder.indexed else len(self.rows) // 2
+        if self.waiting or not live or size > most:
             return
-        self._return_prefixes()
         source = [slot for slot in live if slot >= size]
         target = [slot for slot in range(size) if self.rows[slot] is None][: len(source)]
         if source:
             old_slots, new_slots = self._to_device([source, target])
-            self.decoder.move(old_slots, new_slots, self._reach(live))
+            if not self.decoder.indexed:
+                self.decoder.move(old_slots, new_slots, self._reach(live))
             self.state.move(old_slots, new_slots)
             for old, new in zip(source, target):
                 self.rows[new], self.age[new] = self.rows[old], self.age[old]
         self.rows, self.age = self.rows[:size], self.age[:size]
 
     def _num_slots(self, rows: int) -> int:
-        """Slots to step for so many rows. Powers of two on a GPU: each number needs a graph."""
+        """Slots to step for so many rows. Few numbers on a GPU, where each needs a graph."""
         size = max(MIN_SLOTS, rows)
         if self.gpu:
             size = max(MIN_GRAPH_SLOTS, 1 << (rows - 1).bit_length())
+            part = size // 4 * 3
+            if self.decoder.indexed and size >= MIN_PARTED_SLOTS and rows <= part:
+                size = part
         return min(size, self.state.slots)
 
     def _to_device(self, lists: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:

@@ -37,11 +37,17 @@ class Positions:
     """
 
     def __init__(
-        self, positions: Tensor, slots: Tensor | None = None, prefixes: Prefixes | None = None
+        self,
+        positions: Tensor,
+        slots: Tensor | None = None,
+        prefixes: Prefixes | None = None,
+        *,
+        indexed: bool = False,
     ) -> None:
         self.positions = positions  # [T]
-        self.slots = slots  # [T], where keys and values are stored
+        self.slots = slots  # [T], rows of the cache where keys and values are stored
         self.prefixes = prefixes  # of a decode step
+        self.indexed = indexed  # whether attention reads the rows of `slots`, not the first ones
         self._rotary: tuple[Tensor, Tensor] | None = None
         self._masks: dict[tuple[int | None, int], tuple[Tensor, Tensor]] = {}
 
@@ -128,17 +134,16 @@ def attend(
 ) -> Tensor:
     """Each slot's query over its keys up to its position: [S, H, D]."""
     if fused(query) and triton_attend.can_attend(query, keys, values):
-        return triton_attend.attend(
-            query, keys, values, at.positions, at.prefixes, scale, window, softcap
-        )
+        return triton_attend.attend(query, keys, values, at, scale, window, softcap)
     rows = query.shape[0]
-    key, value = keys[:rows, :, :reach], values[:rows, :, :reach]
+    own = at.slots if at.indexed else slice(rows)
+    key, value = keys[own, :, :reach], values[own, :, :reach]
     if at.prefixes is not None:
         position = torch.arange(key.shape[2], device=key.device)
         borrowed = (position > 0) & (position < at.prefixes.ends[:, None])
         key, value = (
-            torch.where(borrowed[:, None, :, None], x[at.prefixes.slots, :, :reach], own)
-            for x, own in ((keys, key), (values, value))
+            torch.where(borrowed[:, None, :, None], x[at.prefixes.rows, :, :reach], mine)
+            for x, mine in ((keys, key), (values, value))
         )
     visible, bias = at.masks(window, key.shape[2], query.dtype)
     # Grouped queries: the heads that share keys become rows of one product, [S, K, H / K, D], so

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from marlhf.models.base import Model
 from marlhf.models.graphs import GraphedPasses
-from marlhf.models.layer_kernels import attention, has_attention, swiglu
+from marlhf.models.layer_kernels import attention, has_attention
 from marlhf.models.llama_layers import has_our_layers
 from marlhf.models.unpadded import is_plain_llama
 from marlhf.rollout.cpu_step import CPUStep
@@ -31,7 +31,7 @@ from marlhf.rollout.kernels import (
     rotate_and_store,
 )
 from marlhf.rollout.llama_weights import LlamaWeights
-from marlhf.rollout.slots import PREFILL_MULTIPLE, PREFILL_TOKENS, copy_prefixes
+from marlhf.rollout.slots import PREFILL_MULTIPLE, PREFILL_TOKENS
 from marlhf.rollout.state import Prefixes
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -63,8 +63,8 @@ class LlamaDecoder(LlamaWeights):
                 most = min(most, self.recorded_tokens)
             self.prefill_tokens = min(max(PREFILL_TOKENS, most), 4 * PREFILL_TOKENS)
         self.passes = GraphedPasses(model)
-        # The kernel then reads a prefix from memory once, and from the GPU's L2 cache after that.
-        self.borrows = fused(self.embedding)
+        # A borrowed prefix is read from memory once, and from the GPU's L2 cache after that.
+        self.indexed = fused(self.embedding)
         self.uses_cpu_steps = CPUStep.fits(self)
         self.cpu_steps: dict[int, CPUStep] = {}  # by the number of slots
         self.fused_rows = MAX_ROWS if can_fuse(self) else 0
@@ -122,11 +122,13 @@ class LlamaDecoder(LlamaWeights):
         positions: Tensor,
         reach: int | None,
         prefixes: Prefixes | None = None,
+        cache_rows: Tensor | None = None,
     ) -> Tensor:
         if len(tokens) <= self.fused_rows:
-            return self.head(fused_hidden(self, tokens, Positions(positions, prefixes=prefixes)))
-        if not self.uses_cpu_steps or prefixes is not None:
-            return self.plain_step(tokens, positions, reach, prefixes)
+            at = Positions(positions, cache_rows, prefixes, indexed=cache_rows is not None)
+            return self.head(fused_hidden(self, tokens, at))
+        if not self.uses_cpu_steps or cache_rows is not None:
+            return self.plain_step(tokens, positions, reach, prefixes, cache_rows)
         rows = len(tokens)
         if rows not in self.cpu_steps:
             self.cpu_steps[rows] = CPUStep(self, rows)
@@ -138,8 +140,11 @@ class LlamaDecoder(LlamaWeights):
         positions: Tensor,
         reach: int | None,
         prefixes: Prefixes | None = None,
+        cache_rows: Tensor | None = None,
     ) -> Tensor:
-        at = Positions(positions, self.slots[: len(tokens)], prefixes)
+        indexed = cache_rows is not None
+        slots = cache_rows if indexed else self.slots[: len(tokens)]
+        at = Positions(positions, slots, prefixes, indexed=indexed)
 
         def attend_to_slots(qkv: Tensor, layer: int) -> Tensor:
             self._rotate(qkv, layer, at)
@@ -155,14 +160,10 @@ class LlamaDecoder(LlamaWeights):
         for layer in self.cache:  # one by one: what is copied exists twice for a moment
             layer[target, :, :length] = layer[source, :, :length]
 
-    def copy_prefixes(self, source: Tensor, target: Tensor, ends: Tensor) -> None:
-        for layer in self.cache:
-            copy_prefixes(layer, source, target, ends)
-
     def _forward(self, residual: Tensor, attention: Any) -> Tensor | None:
         """Embeddings through all layers, to hidden states, [T, hidden]; None if attention stops.
 
-        Each block's output is added to the residual by the norm that follows it, in one kernel.
+        What a product does not add to the residual itself, the norm that follows adds.
         """
         delta, shape = None, (len(residual), -1, self.width)
         for layer, block in enumerate(self.blocks):
@@ -170,8 +171,9 @@ class LlamaDecoder(LlamaWeights):
             attended = attention(block.qkv(x).view(shape), layer)
             if attended is None:
                 return None
-            residual, x = add_norm(residual, block.out(attended), *block.norms[1], self.dtype)
-            delta = block.down(swiglu(block.gate_up(x)))
+            delta = block.out.add_to(residual, attended)
+            residual, x = add_norm(residual, delta, *block.norms[1], self.dtype)
+            delta = block.down.add_to(residual, block.gated(x))
         return add_norm(residual, delta, *self.norm, self.dtype)[1]
 
     def _rotate(self, qkv: Tensor, layer: int, at: Positions) -> None:

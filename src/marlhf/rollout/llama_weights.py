@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from marlhf.models.base import Model
+from marlhf.models.layer_kernels import gated, swiglu
 from marlhf.models.unpadded import attention_window
 from marlhf.rollout.weight_copies import split_pairs
 
@@ -61,6 +62,16 @@ class Projection:
         self.into(self.columns(out), x)
         return out
 
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor | None:
+        """Add the product to a residual where a GPU can in one call, or give it to be added."""
+        if not (residual.is_cuda and residual.dtype == x.dtype and self.is_one):
+            return self(x)
+        [(weight, bias)] = self.transposed
+        if bias is not None:
+            return self(x)
+        residual.addmm_(x, weight)
+        return None
+
     def columns(self, out: Tensor) -> list[Tensor]:
         """The parts of an output [T, out] that one product each fills."""
         return [out] if self.is_one else list(out.split(self.sizes, dim=1))
@@ -94,6 +105,12 @@ class Block:
             query, epsilon = norm_of(attention.q_norm)
             self.head_norms = query, attention.k_norm.weight, epsilon
         self.window = attention_window(attention, config)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """The product of the SwiGLU, before its last projection: [T, hidden] -> [T, width]."""
+        if self.gate_up.is_one and self.gate_up.bias is None:
+            return gated(x, self.gate_up.weight)
+        return swiglu(self.gate_up(x))
 
     @property
     def projections(self) -> list[Projection]:

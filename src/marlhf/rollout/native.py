@@ -29,7 +29,7 @@ from marlhf.models.compile import is_compiled
 from marlhf.models.graphs import free_bytes
 from marlhf.rollout.check import check_length, check_rotary, decoder_error, plain_error
 from marlhf.rollout.continuous import MIN_SLOTS, DecodeStep, Schedule
-from marlhf.rollout.engine import Rollout, Sampling, draws
+from marlhf.rollout.engine import Rollout, Sampling
 from marlhf.rollout.llama import LlamaDecoder
 from marlhf.rollout.plain import PlainEngine, check_limits, check_prompts, to_rollout
 from marlhf.rollout.slots import (
@@ -112,8 +112,8 @@ class NativeEngine:
             if self.decoder_class is None:
                 return self.plain.generate(prompts, sampling, seeds, limits)
             session = self._session(self.decoder_class, len(prompts), longest)
-            tokens, logprobs = self._run(session, prompts, sampling, seeds, limits)
-            return to_rollout(tokens, logprobs, self.end_tokens, limits)
+            tokens, logprobs, lengths = self._run(session, prompts, sampling, seeds, limits)
+            return to_rollout(tokens, logprobs, lengths, self.end_tokens)
 
     def _check(self, longest: int, length: int) -> None:
         """Choose how to sample; again when texts first exceed a window or chunk of the model."""
@@ -129,22 +129,21 @@ class NativeEngine:
         sampling: Sampling,
         seeds: Sequence[int],
         limits: Sequence[int],
-    ) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs, [B, R]; junk after the end and beyond the limit."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens and log-probs, [B, R], junk after the end; and lengths of responses, [B]."""
         device = self.model.device
         with session.decoder.ready():
-            uniform = draws(seeds, sampling.max_new_tokens, device)
             budget = min(self.token_budget, session.decoder.prefill_tokens)
             share = self.share_prefixes
             step = session.step(sampling)
-            schedule = Schedule(step, prompts, uniform, limits, budget, share_prefixes=share)
-            tokens, logprobs = schedule.run()
+            schedule = Schedule(step, prompts, seeds, limits, budget, share_prefixes=share)
+            found = schedule.run()
         # Clones: tensors made in inference mode may not be saved for a backward pass.
-        tokens, logprobs = tokens.clone(), logprobs.clone()
+        tokens, logprobs, lengths = (x.clone() for x in found)
         cached, gpu = session.decoder.cache_bytes, device.type == "cuda"
         if gpu and cached > KEPT_CACHE_SHARE * total_memory(device):
             self.session = None
-        return tokens, logprobs
+        return tokens, logprobs, lengths
 
     def _session(self, decoder_class: DecoderClass, rows: int, length: int) -> DecodeSession:
         """Slots for rows of at most some length: those of the last call if they still fit.

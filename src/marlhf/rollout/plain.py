@@ -77,7 +77,8 @@ class PlainEngine:
                     logprobs[rows, : drawn.shape[1]] = their_logprobs
         finally:
             self.model.train(training)
-        return to_rollout(tokens, logprobs, self.end_tokens, limits)
+        lengths = response_lengths(tokens, self.end_tokens, limits)
+        return to_rollout(tokens, logprobs, lengths, self.end_tokens)
 
     def _sample(
         self, prompts: list[Sequence[int]], sampling: Sampling, uniform: Tensor
@@ -149,21 +150,26 @@ def check_limits(limits: Sequence[int] | None, sampling: Sampling, rows: int) ->
     return limits
 
 
+def response_lengths(tokens: Tensor, end_tokens: Sequence[int], limits: Sequence[int]) -> Tensor:
+    """Up to the first end token of each row, or its limit where that comes first: [B]."""
+    longest = torch.tensor(limits, device=tokens.device)
+    columns = torch.arange(tokens.shape[1], device=tokens.device)
+    ends = torch.isin(tokens, torch.tensor(end_tokens, device=tokens.device))
+    ends &= columns < longest[:, None]
+    return torch.where(ends.any(dim=1), ends.int().argmax(dim=1) + 1, longest)
+
+
 def to_rollout(
     tokens: Tensor,  # [B, R], junk after the end
     logprobs: Tensor,  # [B, R]
+    lengths: Tensor,  # [B]
     end_tokens: Sequence[int],
-    limits: Sequence[int],
 ) -> Rollout:
-    """Responses cut after the first end token, or at their limit where that comes first."""
+    """Responses of some lengths; those whose last token is an end token have ended."""
     device = tokens.device
-    longest = torch.tensor(limits, device=device)
-    columns = torch.arange(tokens.shape[1], device=device)
-    ends = torch.isin(tokens, torch.tensor(end_tokens, device=device))
-    ends &= columns < longest[:, None]
-    ended = ends.any(dim=1)
-    lengths = torch.where(ended, ends.int().argmax(dim=1) + 1, longest)
-    mask = columns < lengths[:, None]
+    last = tokens.gather(1, lengths[:, None] - 1).squeeze(1)
+    ended = torch.isin(last, torch.tensor(end_tokens, device=device))
+    mask = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
     # Only what is read is copied from the device.
     flat, counts = iter(tokens[mask].tolist()), lengths.tolist()
     rows = [list(itertools.islice(flat, n)) for n in counts]

@@ -41,8 +41,9 @@ class Decoder(Protocol):
 
     prefill_tokens: int
     """The most tokens in one prefill."""
-    borrows: bool
-    """Whether steps are faster where slots borrow prefixes than where each has a copy."""
+    indexed: bool
+    """Whether steps find a slot's keys and values by an index. Slots can then be moved without
+    them, and borrow prefixes."""
 
     def ready(self) -> contextlib.AbstractContextManager[None]:
         """Everything else happens within this context, with the weights as of its beginning."""
@@ -61,19 +62,17 @@ class Decoder(Protocol):
         positions: Tensor,
         reach: int | None,
         prefixes: Prefixes | None = None,
+        cache_rows: Tensor | None = None,
     ) -> Tensor:
         """Logits [S, V] after one more token in each of the first S slots, at positions [S].
 
         All positions are below `reach`, so attention may stop there; None where shapes are fixed.
+        Where `indexed`, slots may have their keys and values in other rows of the cache, [S].
         """
         ...
 
     def move(self, source: Tensor, target: Tensor, length: int | None = None) -> None:
         """Copy some slots onto others, only their first `length` positions where given."""
-        ...
-
-    def copy_prefixes(self, source: Tensor, target: Tensor, ends: Tensor) -> None:
-        """Copy positions from 1 to the end of each pair of slots: what `Prefixes` borrow."""
         ...
 
 
@@ -174,7 +173,7 @@ class ModuleDecoder:
     """Through the model's own modules, whatever its family."""
 
     prefill_tokens = PREFILL_TOKENS
-    borrows = False
+    indexed = False
     compiled = False
     """Whether layers run compiled, where the model's are for training."""
 
@@ -210,8 +209,9 @@ class ModuleDecoder:
         positions: Tensor,
         reach: int | None,
         prefixes: Prefixes | None = None,
+        cache_rows: Tensor | None = None,
     ) -> Tensor:
-        assert prefixes is None, "prefixes are copied where `borrows` is False"
+        assert prefixes is cache_rows is None, "only where `indexed`"
         slots = torch.arange(len(positions), device=positions.device)
         # Compiled layers would be compiled again for each reach.
         reach = None if self.compiled else reach
@@ -221,10 +221,6 @@ class ModuleDecoder:
     def move(self, source: Tensor, target: Tensor, length: int | None = None) -> None:
         for layer in self.cache.tensors:
             layer[target, :, :length] = layer[source, :, :length]
-
-    def copy_prefixes(self, source: Tensor, target: Tensor, ends: Tensor) -> None:
-        for layer in self.cache.tensors:
-            copy_prefixes(layer, source, target, ends)
 
     def _logits(self, ids: Tensor, positions: Tensor, now: Pass) -> Tensor:
         # A family that hands keywords on to its attention hands on this one.
@@ -257,13 +253,6 @@ class CompiledDecoder(ModuleDecoder):
         if ids.shape[1] == 1:
             ids = nn.functional.pad(ids, (0, 1))
         super().prefill(ids, slots)
-
-
-def copy_prefixes(layer: Tensor, source: Tensor, target: Tensor, ends: Tensor) -> None:
-    """`Decoder.copy_prefixes` in one layer, [S, K, C, D]. What follows a prefix stays as it is."""
-    position = torch.arange(layer.shape[2], device=layer.device)
-    borrowed = (position > 0) & (position < ends[:, None])
-    layer[target] = torch.where(borrowed[:, None, :, None], layer[source], layer[target])
 
 
 def sharded(model: nn.Module) -> bool:

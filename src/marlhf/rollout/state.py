@@ -15,7 +15,7 @@ class Prefixes(NamedTuple):
     Position 0 is always a slot's own: slots at rest write there.
     """
 
-    slots: Tensor  # [S], whose keys and values are read
+    rows: Tensor  # [S], of the cache, whose keys and values are read
     ends: Tensor  # [S], up to this position; 0 for slots that borrow nothing
 
 
@@ -35,7 +35,8 @@ class DecodeState:
     running: Tensor  # [S], bool
     out_tokens: Tensor  # [S, R + 1]
     out_logprobs: Tensor  # [S, R + 1]
-    prefix_slots: Tensor  # [S], see `Prefixes`
+    cache_rows: Tensor  # [S], where a slot's keys and values are, if it is not moved with them
+    prefix_rows: Tensor  # [S], see `Prefixes`
     prefix_ends: Tensor  # [S]
 
     @classmethod
@@ -51,7 +52,8 @@ class DecodeState:
             running=zeros(slots, dtype=torch.bool),
             out_tokens=zeros(slots, length + 1),
             out_logprobs=zeros(slots, length + 1, dtype=torch.float32),
-            prefix_slots=zeros(slots),
+            cache_rows=torch.arange(slots, device=device),
+            prefix_rows=zeros(slots),
             prefix_ends=zeros(slots),
         )
 
@@ -74,7 +76,7 @@ class DecodeState:
 
     @property
     def prefixes(self) -> Prefixes:
-        return Prefixes(self.prefix_slots, self.prefix_ends)
+        return Prefixes(self.prefix_rows, self.prefix_ends)
 
     def first(self, slots: int) -> DecodeState:
         """A view of the first slots."""
@@ -95,12 +97,14 @@ class DecodeState:
         self.uniform[slots, : self.length] = uniform.gather(1, columns.clamp(min=0))
         self.prefix_ends.index_fill_(0, slots, 0)
 
-    def responses(self, slots: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs from the first on, [n, R]; junk after the end and beyond limits."""
-        columns = torch.arange(self.length, device=self.device) + (self.length - limits)[:, None]
+    def responses(self, slots: Tensor, limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens and log-probs from the first on, [n, R], junk after the end; and lengths, [n]."""
+        first = self.length - limits
+        columns = torch.arange(self.length, device=self.device) + first[:, None]
         columns = columns.clamp(max=self.length)
         tokens, logprobs = self.out_tokens[slots], self.out_logprobs[slots]
-        return tokens.gather(1, columns), logprobs.gather(1, columns)
+        lengths = self.steps[slots] - first
+        return tokens.gather(1, columns), logprobs.gather(1, columns), lengths
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy some slots onto others, and put the first to rest."""

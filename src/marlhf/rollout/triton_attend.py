@@ -7,13 +7,15 @@
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from marlhf.rollout.state import Prefixes
+if TYPE_CHECKING:
+    from marlhf.rollout.kernels import Positions
 
 
 @triton.jit
@@ -41,7 +43,8 @@ def _attend(
     keys,
     values,
     positions,
-    prefix_slots,
+    cache_rows,
+    prefix_rows,
     prefix_ends,
     cosines,
     sines,
@@ -60,6 +63,7 @@ def _attend(
     block: tl.constexpr,
     window: tl.constexpr,  # 0 for none
     capped: tl.constexpr,
+    indexed: tl.constexpr,  # whether keys and values are in `cache_rows`, not the first rows
     borrows: tl.constexpr,  # whether slots read their prefix where another holds it
     rotates: tl.constexpr,  # whether queries and new keys are still to be rotated, keys stored
     normed: tl.constexpr,
@@ -80,7 +84,10 @@ def _attend(
     row = tl.arange(0, rows)[:, None]
     column = tl.arange(0, width)
     mine = query + slot * query_stride + (group * share + row) * width
-    own = slot * slot_stride + group * head_stride
+    own = slot
+    if indexed:
+        own = tl.load(cache_rows + slot)
+    own = own * slot_stride + group * head_stride
     highest = tl.full([rows, 1], -float("inf"), tl.float32)
     total = tl.zeros([rows, 1], tl.float32)
     mean = tl.zeros([rows, width], tl.float32)
@@ -111,7 +118,7 @@ def _attend(
     parts: tl.constexpr = 3 if borrows else 1
     if borrows:
         prefix_end = tl.load(prefix_ends + slot).to(tl.int32)
-        other = tl.load(prefix_slots + slot) * slot_stride + group * head_stride
+        other = tl.load(prefix_rows + slot) * slot_stride + group * head_stride
     begin = first // block * block
     for part in tl.static_range(parts):
         stop = end
@@ -162,8 +169,7 @@ def attend(
     query: Tensor,  # [S, H, D]
     keys: Tensor,
     values: Tensor,
-    positions: Tensor,
-    prefixes: Prefixes | None,
+    at: Positions,
     scale: float,
     window: int | None,
     softcap: float | None = None,
@@ -173,7 +179,7 @@ def attend(
     """`kernels.attend`. With `rotary`, `kernels.rotate_and_store` before it in the same kernel:
     `query` then has the new keys and values behind it, [S, H + 2 K, D]."""
     slots, heads, width = query.shape
-    groups = keys.shape[1]
+    groups, positions = keys.shape[1], at.positions
     heads -= 0 if rotary is None else 2 * groups
     share = heads // groups
     out = torch.empty(slots, heads, width, dtype=keys.dtype, device=query.device)
@@ -184,7 +190,8 @@ def attend(
         keys,
         values,
         positions,
-        *(prefixes or (positions, positions)),
+        at.slots if at.indexed else positions,
+        *(at.prefixes or (positions, positions)),
         *(rotary or (query, query)),
         query_norm,
         key_norm,
@@ -201,7 +208,8 @@ def attend(
         block,
         window or 0,
         softcap is not None,
-        prefixes is not None,
+        at.indexed,
+        at.prefixes is not None,
         rotary is not None,
         norms is not None,
         "ieee" if keys.dtype == torch.float32 else "tf32",
