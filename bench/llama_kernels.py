@@ -4,8 +4,8 @@
 
 Attention of one layer of 40,960 tokens, with nine query heads over three of 64 numbers, forward and
 backward: torch's with the rotation of its gradients, and ours. Gate, up and SwiGLU of one layer, by
-cuBLAS and a kernel, and in one kernel. Then a whole decode step of SmolLM2-135M's shape, random
-weights, as a CUDA graph: in five kernels per layer and in nine.
+cuBLAS and a kernel, and in one kernel, forward and backward. Then a whole decode step of
+SmolLM2-135M's shape, random weights, as a CUDA graph: in five kernels per layer and in nine.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def main() -> None:
     for length in LENGTHS:
         numbers = attention(length)
         print(f"{length:8}{numbers[0]:15.0f}{numbers[1]:8.0f}{numbers[2]:16.0f}{numbers[3]:8.0f}")
-    print(f"\n{'tokens':>8}{'product, SwiGLU':>17}{'in one':>8}")
+    print(f"\n{'tokens':>8}{'product, SwiGLU':>17}{'in one':>8}{'backward':>10}{'in one':>8}")
     for tokens in GATED:
         numbers = gates(tokens)
-        print(f"{tokens:8}{numbers[0]:17.0f}{numbers[1]:8.0f}")
+        print(f"{tokens:8}{numbers[0]:17.0f}{numbers[1]:8.0f}{numbers[2]:10.0f}{numbers[3]:8.0f}")
     print(f"\n{'slots':>8}{'keys':>8}{'nine kernels':>15}{'five':>8}")
     for slots, keys in STEPS:
         plain, ours = decode_steps(slots, keys)
@@ -87,14 +87,20 @@ def attention(length: int, device: str = "cuda") -> list[float]:
 
 @torch.no_grad()
 def gates(tokens: int, device: str = "cuda") -> list[float]:
-    """A product and SwiGLU for so many tokens, and both in one kernel."""
+    """A product and SwiGLU for so many tokens, and both in one kernel; the same backward."""
+    kernels = layer_kernels.triton_gates
     x = torch.randn(tokens, 576, device=device, dtype=torch.bfloat16)
     weight = torch.randn(2 * 1536, 576, device=device, dtype=torch.bfloat16) / 24
+    gate_up, down = F.linear(x, weight), weight[:1536].T.contiguous()
     ways = [
-        lambda: layer_kernels.swiglu(F.linear(x, weight)),
-        lambda: layer_kernels.triton_gates.gated(x, weight),
+        lambda: (layer_kernels.swiglu(F.linear(x, weight)),),
+        lambda: (kernels.gated(x, weight),),
+        lambda: layer_kernels.swiglu_backward(x @ down, gate_up),
+        lambda: kernels.gated_backward(x, down, gate_up),
     ]
-    check_close(*(way() for way in ways))
+    for two, one in (ways[:2], ways[2:]):
+        for theirs, ours in zip(two(), one()):
+            check_close(ours, theirs)
     return [microseconds(way) for way in ways]
 
 

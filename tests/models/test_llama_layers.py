@@ -210,18 +210,25 @@ def test_gates_in_one_kernel_are_those_of_two(case, tokens, monkeypatch):
     """Nearly to the bit, so that passes without gradients are those with them."""
     size, outputs = case
     x, weight = random(tokens, size).cuda(), random(2 * outputs, size).cuda() / size**0.5
-    calls, gates = [], layer_kernels.triton_gates
-    real = gates.gated
-    monkeypatch.setattr(gates, "gated", lambda *args: calls.append(1) or real(*args))
-    one = layer_kernels.gated(x, weight)
-    assert calls == [1] * gates.can_gate(x, weight)
-    assert gates.can_gate(x, weight) or torch.cuda.get_device_capability()[0] != 9
+    down, gate_up = random(size, outputs).cuda() / size**0.5, random(tokens, 2 * outputs).cuda()
+
+    def results():
+        yield layer_kernels.gated(x, weight)
+        yield from layer_kernels.gated_backward(x, down, gate_up)
+
+    gates = layer_kernels.triton_gates
+    assert gates.can_gate(x, weight) == (torch.cuda.get_device_capability()[0] == 9)
+    one = list(results())
     monkeypatch.setattr(layer_kernels, "GATED_TOKENS", tokens + 1)
-    two = layer_kernels.gated(x, weight)
-    truth = layer_kernels.swiglu(x.float() @ weight.float().T)
-    torch.testing.assert_close(one.float(), truth, rtol=0.02, atol=0.02)
-    assert (one == two).float().mean() > 0.999  # sums may be added in another order
-    torch.testing.assert_close(one, two, rtol=0.01, atol=0.01)
+    two = list(results())
+    truth = (
+        layer_kernels.swiglu(x.float() @ weight.float().T),
+        *layer_kernels.swiglu_backward(x.float() @ down.float(), gate_up.float()),
+    )
+    for ours, plain, exact in zip(one, two, truth, strict=True):
+        torch.testing.assert_close(ours.float(), exact, rtol=0.02, atol=0.02)
+        assert (ours == plain).float().mean() > 0.999  # sums may be added in another order
+        torch.testing.assert_close(ours, plain, rtol=0.01, atol=0.01)
 
 
 def compare_with_plain(name, args, device):

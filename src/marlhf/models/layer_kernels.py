@@ -28,8 +28,8 @@ if importlib.util.find_spec("triton"):  # torch installs it only where there may
 SHORT_ROWS = 512
 """Up to so many tokens `attention` is faster than cuDNN's, whose time hardly falls for fewer."""
 GATED_TOKENS, GATED_INPUTS = 4096, 1024
-"""From so many tokens on, and up to so many inputs, `gated` is faster as one kernel: cuBLAS is
-better at products, the more so the more there is to sum, and what is saved is memory."""
+"""From so many tokens on, and up to so many inputs, `gated` and its gradient are one kernel: cuBLAS
+is better at products, the more so the more there is to sum, and what is saved is memory."""
 
 
 def fused(x: Tensor) -> bool:
@@ -73,10 +73,21 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def gated(x: Tensor, weight: Tensor) -> Tensor:
     """`swiglu` of a product, of which nothing else is needed: [T, in], [2 I, in] -> [T, I]."""
-    large = len(x) >= GATED_TOKENS and x.shape[1] <= GATED_INPUTS
-    if large and fused(x) and triton_gates is not None and triton_gates.can_gate(x, weight):
+    if _is_gated(x, weight):
         return triton_gates.gated(x, weight)
     return swiglu(F.linear(x, weight))
+
+
+def gated_backward(grad: Tensor, weight: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """`swiglu_backward` of grad @ weight: [T, hidden], [hidden, I], [T, 2 I]."""
+    if _is_gated(grad, weight):
+        return triton_gates.gated_backward(grad, weight, gate_up)
+    return swiglu_backward(grad @ weight, gate_up)
+
+
+def _is_gated(x: Tensor, weight: Tensor) -> bool:
+    large = len(x) >= GATED_TOKENS and x.shape[1] <= GATED_INPUTS
+    return large and fused(x) and triton_gates is not None and triton_gates.can_gate(x, weight)
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,12 +27,12 @@ from marlhf.models.layer_kernels import (
     attention,
     attention_backward,
     gated,
+    gated_backward,
     has_attention,
     norm_backward,
     rotate,
     rotate_backward,
     swiglu,
-    swiglu_backward,
 )
 
 
@@ -293,7 +293,7 @@ class AfterAttention(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x, attended, gates, norm_weight, out, gate_up, down = ctx.saved_tensors
         learns = ctx.needs_input_grad[2] or any(ctx.needs_input_grad[7:])
-        grad_gates, product = swiglu_backward(grad @ down, gates)
+        grad_gates, product = gated_backward(grad, down, gates)
         grad_down = _weight_grad(grad, product) if learns else None
         del product
         grad_x, unit = norm_backward(

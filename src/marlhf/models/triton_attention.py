@@ -25,6 +25,32 @@ TO_LOG2 = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _attend_to(
+    q,
+    k,
+    v,
+    scale,
+    highest,
+    total,
+    mean,
+    visible,
+    masked: tl.constexpr,
+    precision: tl.constexpr,
+):
+    # Queries over one more block of keys, with an online softmax.
+    scores = tl.dot(q, tl.trans(k), input_precision=precision)
+    if masked:
+        scores = tl.where(visible, scores, -float("inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, axis=1) * (scale * TO_LOG2))
+    weights = tl.exp2(scores * (scale * TO_LOG2) - new_highest[:, None])
+    rescale = tl.exp2(highest - new_highest)
+    total = total * rescale + tl.sum(weights, axis=1)
+    mean *= rescale[:, None]
+    mean = tl.dot(weights.to(v.dtype), v, mean, input_precision=precision)
+    return new_highest, total, mean
+
+
+@triton.jit
 def _attention(
     qkv,
     out,
@@ -44,29 +70,29 @@ def _attention(
     stride: tl.constexpr = (queries + 2 * groups) * width  # of a token
     share: tl.constexpr = queries // groups
     column = tl.arange(0, width)[None, :]
-    mine = at * block + tl.arange(0, block)
+    inner = tl.arange(0, block)
+    mine = at * block + inner
     inside = (mine < length)[:, None]
+    on_diagonal = inner[:, None] >= inner[None, :]
     qkv += row * length * stride
     key_at = qkv + (queries + head // share) * width
     value_at = key_at + groups * width
-    q = tl.load(qkv + head * width + mine[:, None] * stride + column, inside, other=0.0)
+    tile = mine[:, None] * stride + column
+    q = tl.load(qkv + head * width + tile, inside, other=0.0)
     highest = tl.full([block], -float("inf"), tl.float32)
     total = tl.zeros([block], tl.float32)
     mean = tl.zeros([block, width], tl.float32)
-    for start in range(0, (at + 1) * block, block):
-        other = start + tl.arange(0, block)
-        tile = other[:, None] * stride + column
-        k = tl.load(key_at + tile, (other < length)[:, None], other=0.0)
-        v = tl.load(value_at + tile, (other < length)[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=precision) * (scale * TO_LOG2)
-        scores = tl.where(mine[:, None] >= other[None, :], scores, -float("inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_highest[:, None])
-        rescale = tl.exp2(highest - new_highest)
-        total = total * rescale + tl.sum(weights, axis=1)
-        mean *= rescale[:, None]
-        mean = tl.dot(weights.to(v.dtype), v, mean, input_precision=precision)
-        highest = new_highest
+    for start in range(0, at * block, block):
+        other = (start + inner)[:, None] * stride + column
+        k, v = tl.load(key_at + other), tl.load(value_at + other)
+        highest, total, mean = _attend_to(
+            q, k, v, scale, highest, total, mean, on_diagonal, False, precision
+        )
+    k = tl.load(key_at + tile, inside, other=0.0)
+    v = tl.load(value_at + tile, inside, other=0.0)
+    highest, total, mean = _attend_to(
+        q, k, v, scale, highest, total, mean, on_diagonal, True, precision
+    )
     out += row * length * queries * width + head * width
     mean /= total[:, None]
     tl.store(out + mine[:, None] * (queries * width) + column, mean.to(q.dtype), inside)
@@ -90,7 +116,7 @@ def attention(qkv: Tensor, queries: int, scale: float) -> tuple[Tensor, Tensor]:
         BLOCK,
         _precision(qkv),
         num_warps=4,
-        num_stages=3,
+        num_stages=2,
     )
     return out, lse
 
@@ -287,7 +313,7 @@ def attention_backward(
         BLOCK,
         _precision(qkv),
         num_warps=4,
-        num_stages=1,
+        num_stages=2,
     )
     return grad_qkv
 
