@@ -48,7 +48,7 @@ def steps(model, rows, dtype, prefixes=None, first=0, cache_rows=None):
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("rows", [1, 16, 33, 100, 200])
+@pytest.mark.parametrize("rows", [1, 16, 33, 100, 200, 300, 450])
 def test_logits_and_cache_are_those_of_the_plain_step(small, name, rows, exact):
     (plain, plain_cache), (ours, cache) = steps(uneven(small, name), rows, torch.float32)
     torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
