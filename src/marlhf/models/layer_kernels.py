@@ -22,7 +22,7 @@ triton_layers: Any = None
 if importlib.util.find_spec("triton"):  # torch installs it only where there may be a GPU
     from marlhf.models import triton_attention, triton_layers
 
-    if importlib.util.find_spec("triton.tools.tensor_descriptor"):  # Triton 3.3 has none
+    if importlib.util.find_spec("triton.tools.tensor_descriptor"):  # older versions have none
         from marlhf.models import triton_gates
 
 SHORT_ROWS = 512
