@@ -88,7 +88,7 @@ class NativeEngine:
             model, end_tokens, pad_id, token_budget=self.token_budget, precision=precision
         )
         self.decoder_class: DecoderClass | None = None  # stays None where no decoder works
-        self.checked_length = 0
+        self.longest = self.checked_length = 0  # tokens of texts so far, and of the check for them
         self.session: DecodeSession | None = None
 
     def update_weights(self, model: nn.Module) -> None:
@@ -106,21 +106,23 @@ class NativeEngine:
         limits = check_limits(limits, sampling, len(prompts))
         check_prompts(prompts, seeds)
         longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits))
-        length = check_length(self.model.config, longest)
-        with self._sampling(length):
-            self._check(longest, length)
+        with self._sampling(longest):
+            if longest > self.longest:
+                self._check(longest)
             if self.decoder_class is None:
                 return self.plain.generate(prompts, sampling, seeds, limits)
             session = self._session(self.decoder_class, len(prompts), longest)
             tokens, logprobs, lengths = self._run(session, prompts, sampling, seeds, limits)
             return to_rollout(tokens, logprobs, lengths, self.end_tokens)
 
-    def _check(self, longest: int, length: int) -> None:
+    def _check(self, longest: int) -> None:
         """Choose how to sample; again when texts first exceed a window or chunk of the model."""
         check_rotary(self.model, longest)
+        length = check_length(self.model.config, longest)
         if length > self.checked_length:
             self.session = None  # frees its memory
             self.decoder_class, self.checked_length = self._choose(length), length
+        self.longest = longest
 
     def _run(
         self,
@@ -185,11 +187,11 @@ class NativeEngine:
         return self.token_budget
 
     @contextlib.contextmanager
-    def _sampling(self, length: int) -> Iterator[None]:
+    def _sampling(self, longest: int) -> Iterator[None]:
         """The model as sampling texts of some length needs it, and afterwards as it was."""
         training = self.model.training
         # Where none of its modules run, they need not be told, which takes some milliseconds.
-        runs = self.decoder_class is not LlamaDecoder or length > self.checked_length
+        runs = self.decoder_class is not LlamaDecoder or longest > self.longest
         if runs:
             self.model.eval()  # gradient checkpointing would disable the cache
         try:
