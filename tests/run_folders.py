@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
 import shutil
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -295,3 +297,42 @@ def browser():
         browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+class Pages:
+    """Pages in browser profiles of their own, lent to one test after another.
+
+    A profile is emptied before it is lent again: a new one, whose processes start cold, takes
+    longer than most of what a test does in it.
+    """
+
+    def __init__(self, browser) -> None:
+        self._browser = browser
+        self._free = defaultdict(list)
+
+    @contextlib.contextmanager
+    def lend(self, listeners, *, width=1280, height=720, color_scheme="light", **profile):
+        free = self._free[str(profile)]
+        if free:
+            page = free.pop()
+            page.context.clear_cookies()
+            page.mouse.move(0, 0)
+            if profile.get("java_script_enabled", True):
+                page.evaluate("localStorage.clear(); sessionStorage.clear()")
+        else:
+            page = self._browser.new_context(**profile).new_page()
+            page.set_default_timeout(60_000)
+        page.set_viewport_size({"width": width, "height": height})
+        page.emulate_media(media="null", color_scheme=color_scheme)
+        for event, listener in listeners.items():
+            page.on(event, listener)
+        yield page
+        for event, listener in listeners.items():
+            page.remove_listener(event, listener)
+        free.append(page)
+
+
+@pytest.fixture(scope="module")
+def pages(browser):
+    """`pages.lend(listeners, width=390, ...)`: a page as in a browser that was just started."""
+    return Pages(browser)

@@ -1,5 +1,6 @@
 """The page in a real browser against a real server: nothing is mocked, one of them gets killed."""
 
+import contextlib
 import json
 import re
 import signal
@@ -89,17 +90,18 @@ def server(tmp_path_factory):
 class Person:
     """Someone at the page, in a browser profile of their own."""
 
-    def __init__(self, browser, server, name, **profile):
+    def __init__(self, pages, server, name, **profile):
         self.server, self.name = server, name
-        self.context = browser.new_context(**profile)
-        self.page = self.context.new_page()
-        self.page.set_default_timeout(60_000)
         self.faults, self.asked, self.heard = [], [], []
-        self.page.on("console", lambda said: self.faults.append(said.text))
-        self.page.on("pageerror", lambda error: self.faults.append(str(error)))
-        self.page.on("dialog", lambda dialog: self.faults.append(dialog.message))
-        self.page.on("request", lambda request: self.asked.append(request.url))
-        self.page.on("response", lambda reply: self.heard.append(reply))
+        listeners = {
+            "console": lambda said: self.faults.append(said.text),
+            "pageerror": lambda error: self.faults.append(str(error)),
+            "dialog": lambda dialog: self.faults.append(dialog.message),
+            "request": lambda request: self.asked.append(request.url),
+            "response": lambda reply: self.heard.append(reply),
+        }
+        self._lent = contextlib.ExitStack()
+        self.page = self._lent.enter_context(pages.lend(listeners, **profile))
         self.page.goto(server.url)
 
     def begin(self):
@@ -140,16 +142,16 @@ class Person:
         return self.text("progress")
 
     def close(self):
-        self.context.close()
+        self._lent.close()
 
 
 @pytest.fixture
-def sit_down(browser, server):
+def sit_down(pages, server):
     """`sit_down("Ann")`: a person at the page, gone again after the test."""
     people = []
 
     def sit_down(name, at=server, **profile):
-        person = Person(browser, at, name, **profile)
+        person = Person(pages, at, name, **profile)
         people.append(person)
         return person
 
@@ -196,14 +198,14 @@ def test_markdown_is_formatted_and_only_text(sit_down):
     assert ann.faults == []
 
 
-def test_remarks_travel_with_the_vote_and_m_shows_the_raw_text(browser, tmp_path):
+def test_remarks_travel_with_the_vote_and_m_shows_the_raw_text(pages, tmp_path):
     for name in ("one", "two"):
         lines = [{"prompt": f"{i}?", "response": f"{name} **{i}**\n\n- a\n- b"} for i in range(2)]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (tmp_path / f"{name}.jsonl").write_text(text, "utf-8")
     files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
     server = Server(tmp_path, files=files, options=["--strength"])
-    ann = Person(browser, server, "Ann")
+    ann = Person(pages, server, "Ann")
     try:
         ann.begin()
         assert ann.page.locator("#left strong").count() == 1
@@ -268,7 +270,7 @@ def test_keys_with_a_modifier_or_in_the_name_are_no_votes(sit_down, server):
 
 
 def test_voting_by_tap_on_a_phone(sit_down, server):
-    bob = sit_down("Bob", viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
+    bob = sit_down("Bob", width=360, height=740, has_touch=True, is_mobile=True)
     bob.context_has_touch = True
     bob.begin()
     taps = [
@@ -291,7 +293,7 @@ def test_voting_by_tap_on_a_phone(sit_down, server):
 
 def test_on_a_phone_both_answers_come_before_a_vote(sit_down, server):
     phone = {"width": 390, "height": 844}
-    eve = sit_down("Eve", viewport=phone, has_touch=True, is_mobile=True)
+    eve = sit_down("Eve", **phone, has_touch=True, is_mobile=True)
     eve.context_has_touch = True
     eve.begin()
     refused = 0
@@ -313,7 +315,7 @@ def test_on_a_phone_both_answers_come_before_a_vote(sit_down, server):
 
 
 def test_long_answers_show_that_they_continue_and_page_down_scrolls_both(sit_down):
-    person = sit_down("Page", viewport={"width": 1280, "height": 700})
+    person = sit_down("Page", height=700)
     pair = person.begin()
     scrolled = 0
     while pair:
@@ -332,7 +334,7 @@ def test_long_answers_show_that_they_continue_and_page_down_scrolls_both(sit_dow
 
 
 def test_no_width_scrolls_sideways_and_wide_pages_show_both_sides(sit_down):
-    person = sit_down("Wide", viewport={"width": 1280, "height": 800})
+    person = sit_down("Wide", height=800)
     pair = person.begin()
     while pair:
         for width in (320, 700, 800, 1280):

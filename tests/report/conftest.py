@@ -6,5 +6,6 @@ from run_folders import (  # noqa: F401
     finished,
     finished_once,
     make_run,
+    pages,
     save_model,
 )

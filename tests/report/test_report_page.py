@@ -1,5 +1,6 @@
 """The report in a real browser, of runs that were really trained: opened from disk, offline."""
 
+import contextlib
 import csv
 import functools
 import io
@@ -61,26 +62,27 @@ def written(tmp_path_factory):
 
 
 @pytest.fixture
-def open_page(browser, written):
-    """`open_page(folder, width=390, ...)`: the report in a page that keeps faults and requests."""
-    contexts = []
+def open_page(pages, written):
+    """`open_page(folder, width=390, ...)`: the report in a page that keeps faults and requests.
 
-    def show(*paths, width=1280, **profile):
-        file = written(*paths)
-        context = browser.new_context(viewport={"width": width, "height": 900}, **profile)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(60_000)
-        page.faults, page.asked = [], []
-        page.on("console", lambda message: page.faults.append(message.text))
-        page.on("pageerror", lambda error: page.faults.append(str(error)))
-        page.on("request", lambda request: page.asked.append(request.url))
-        page.goto(file.as_uri())
-        return page
+    The page that was opened before is closed.
+    """
+    with contextlib.ExitStack() as lent:
 
-    yield show
-    for context in contexts:
-        context.close()
+        def show(*paths, **profile):
+            lent.close()
+            file, faults, asked = written(*paths), [], []
+            listeners = {
+                "console": lambda message: faults.append(message.text),
+                "pageerror": lambda error: faults.append(str(error)),
+                "request": lambda request: asked.append(request.url),
+            }
+            page = lent.enter_context(pages.lend(listeners, height=900, **profile))
+            page.faults, page.asked = faults, asked
+            page.goto(file.as_uri())
+            return page
+
+        yield show
 
 
 def _is_quiet(page) -> None:
