@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,12 @@ def _read_rows(file: Path, problems: list[str]) -> list[Row]:
 
 def _current_names(row: Row) -> Row:
     """Metrics of PPO and RLOO begin with `rl/`; version 0.1 wrote `ppo/` and `rloo/`."""
-    return {re.sub("^(ppo|rloo)/", "rl/", key): value for key, value in row.items()}
+    return {_current_name(key): value for key, value in row.items()}
+
+
+@lru_cache(maxsize=1024)
+def _current_name(key: str) -> str:
+    return re.sub("^(ppo|rloo)/", "rl/", key)
 
 
 def _by_step(rows: Iterator[Row] | list[Row]) -> list[Row]:
