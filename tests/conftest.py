@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,6 +108,19 @@ def _note_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if "CI" in os.environ and _unexpected_skips and not hasattr(session.config, "workerinput"):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """A process that has reported all its tests ends at once.
+
+    To free half a million objects one by one takes Python seconds.
+    """
+    if hasattr(config, "workerinput"):
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
