@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import spearmanr
-
 from evidence.results import Results, objective, score
 from marlhf.intervals import Interval
 
@@ -78,4 +76,6 @@ def predictions(results: Results, start: str, rows: list[dict[str, Any]]) -> lis
 
 def rank_correlation(predicted: list[Prediction]) -> tuple[float, float]:
     """Of cosines and gains, with its p-value."""
+    from scipy.stats import spearmanr  # half a second, for this alone
+
     return spearmanr([x.cosine for x in predicted], [x.gained.mean for x in predicted])
