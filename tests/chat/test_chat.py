@@ -438,6 +438,7 @@ class Terminal:
         self.unread = self.unread.partition(words)[2] if words else ""
 
 
+@pytest.mark.slow
 def test_a_real_terminal(runs):
     """Typed lines, Ctrl-C at the prompt, Ctrl-D."""
     number, theirs = pty.openpty()
