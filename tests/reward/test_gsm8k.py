@@ -32,6 +32,6 @@ def test_answers_in_a_chat():
     assert right_answer([[{"role": "assistant", "content": "#### 4"}]], ["4"]) == [1.0]
 
 
-@pytest.mark.parametrize("text", ["9" * 200_000, "1," * 100_000, "#" * 100_000, "-" * 100_000])
-def test_a_response_that_is_slow_to_read_is_wrong(text):
-    assert right_answer([text], ["9"]) == [0.0]
+@pytest.mark.parametrize("piece", ["99", "1,", "#", "-"])
+def test_a_response_that_is_slow_to_read_is_wrong(piece):
+    assert right_answer([piece * 100_000], ["9"]) == [0.0]
