@@ -1,8 +1,8 @@
 """It learns: each stage moves its own metric well clear of where it began, on three seeds.
 
 The offline task's own recipes with fewer steps, half the rows and a layer less: half the time, and
-every stage learns as much. The bounds are far from what a model that learns nothing would give and leave room
-for seeds: they are no benchmark.
+every stage learns as much. The bounds are far from what a model that learns nothing would give and
+leave room for seeds: they are no benchmark.
 """
 
 from collections.abc import Callable
