@@ -1,10 +1,10 @@
 """Commands in processes of their own that do not import torch anew.
 
 Importing torch, transformers and marlhf takes longer than most of what tests run in a process. A
-server, one for all processes of a test run, has them imported and forks a process per command,
-before any of them has computed anything or started a thread. What tests see is that of a new
-process: its exit status, output, signals, working directory and environment. Whatever is about
-starting (imports, torchrun, terminals) needs `subprocess`.
+server has them imported and forks a process per command, before any of them has computed anything
+or started a thread. What tests see is that of a new process: its exit status, output, signals,
+working directory and environment. Whatever is about starting (imports, torchrun, terminals) needs
+`subprocess`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,14 @@ import json
 import os
 import runpy
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-import uuid
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
-from pathlib import Path
 from typing import IO, Any
 
 import pytest
@@ -90,18 +86,10 @@ class ForkServer:
     """`server.start("-m", "marlhf", "sft", ...)` is `python -m marlhf sft ...`, forked."""
 
     def __init__(self) -> None:
-        test_run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
-        folder = Path(tempfile.gettempdir(), f"marlhf-tests-{test_run}")
-        self.control = _socket()
-        while True:
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir(mode=0o700)
-                _start_server(folder)
-            try:
-                self.control.connect(str(folder / "commands"))
-                break
-            except (FileNotFoundError, ConnectionRefusedError):
-                time.sleep(0.05)  # another process starts it, or it ends
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        self._server = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        theirs.close()
         self._processes: list[ForkedProcess] = []
 
     def start(self, *arguments: str) -> ForkedProcess:
@@ -117,19 +105,7 @@ class ForkServer:
         for process in self._processes:
             process.kill()  # what a test that failed left running
         self.control.close()
-
-
-def _socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-def _start_server(folder: Path) -> None:
-    """It ends once nobody is connected any more."""
-    with _socket() as listener:
-        listener.bind(str(folder / "commands"))
-        listener.listen()
-        command = [sys.executable, __file__, str(listener.fileno()), str(folder)]
-        subprocess.Popen(command, pass_fds=[listener.fileno()])
+        self._server.wait()
 
 
 @pytest.fixture(scope="session")
@@ -154,29 +130,18 @@ def forked_samplers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FORKED_SAMPLERS, "1")
 
 
-def next_command(listener: socket.socket, folder: str) -> list[str]:
-    """Serve until all have closed; returns in each forked process, with its arguments."""
-    controls: list[socket.socket] = []
+def next_command(control: socket.socket) -> list[str]:
+    """Serve until the other side closes; returns in each forked process, with its arguments."""
     while True:
-        [ready, *_], _, _ = select.select([*controls, listener], [], [])
-        if ready is listener:
-            controls.append(listener.accept()[0])
-            continue
-        message, descriptors, _, _ = socket.recv_fds(ready, 1 << 20, 3)
+        message, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 3)
         _reap()
         if not message:
-            ready.close()
-            controls.remove(ready)
-            if not controls:
-                shutil.rmtree(folder)
-                sys.exit()
-            continue
+            sys.exit()
         request = json.loads(message)
         if FORKED_SAMPLERS in request["environment"]:
             _start_sampler_server()
         if os.fork() == 0:
-            for each in (listener, *controls):
-                each.close()
+            control.close()
             _fork_and_report(*descriptors)
             os.environ.clear()
             os.environ.update(request["environment"])
@@ -262,7 +227,7 @@ if __name__ == "__main__":
     gc.freeze()  # no fork searches, and so copies, what was imported
     gc.set_threshold(20_000, 20, 100)  # as in conftest.py
     gc.enable()
-    asked = next_command(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    asked = next_command(socket.socket(fileno=int(sys.argv[1])))
     try:
         if asked[0] == "two ranks":
             run_ranks(asked[1:])

@@ -22,6 +22,7 @@ from marlhf.core import (
     shape_rewards,
 )
 
+pytestmark = pytest.mark.slow  # all of it together
 discounts = st.one_of(st.sampled_from([0.0, 0.5, 0.95, 1.0]), st.floats(0, 1))
 sigmas = st.sampled_from(["equal", "unit", "position", "start"])
 poolings = st.sampled_from(["sum", "mean"])
