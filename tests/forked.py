@@ -209,7 +209,6 @@ def run_ranks(arguments: list[str]) -> None:
 
 def end(status: int) -> None:
     """As Python ends, without freeing one by one what was imported, which takes half a second."""
-    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -228,6 +227,7 @@ if __name__ == "__main__":
     gc.set_threshold(20_000, 20, 100)  # as in conftest.py
     gc.enable()
     asked = next_command(socket.socket(fileno=int(sys.argv[1])))
+    status = 0
     try:
         if asked[0] == "two ranks":
             run_ranks(asked[1:])
@@ -236,5 +236,6 @@ if __name__ == "__main__":
     except SystemExit as error:
         if not isinstance(error.code, int | None):
             raise  # Python prints it
-        end(error.code or 0)
-    end(0)
+        status = error.code or 0
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    end(status)

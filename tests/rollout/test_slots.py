@@ -360,9 +360,9 @@ def test_kernels_are_their_plain_twins(monkeypatch):
             yield kernels.attend(query, keys, values, at, None, 0.125, window, cap)
             at.prefixes = Prefixes(order, positions // 2)
             yield kernels.attend(query, keys, values, at, None, 0.125, window, cap)
-            at.indexed = True
+            at.cache_rows = order
             yield kernels.attend(query, keys, values, at, None, 0.125, window, cap)
-            at.prefixes, at.indexed = None, False
+            at.prefixes = at.cache_rows = None
         state = DecodeState.empty(slots, 5, torch.device("cuda"))
         state.uniform[:, :5] = uniform
         state.running[:30] = True

@@ -41,13 +41,13 @@ class Positions:
         positions: Tensor,
         slots: Tensor | None = None,
         prefixes: Prefixes | None = None,
-        *,
-        indexed: bool = False,
+        cache_rows: Tensor | None = None,
     ) -> None:
         self.positions = positions  # [T]
-        self.slots = slots  # [T], rows of the cache where keys and values are stored
-        self.prefixes = prefixes  # of a decode step
-        self.indexed = indexed  # whether attention reads the rows of `slots`, not the first ones
+        # [T], rows of the cache where keys and values are stored.
+        self.slots = slots if cache_rows is None else cache_rows
+        # Of a decode step; attention reads the first rows unless some are given.
+        self.prefixes, self.cache_rows = prefixes, cache_rows
         self._rotary: tuple[Tensor, Tensor] | None = None
         self._masks: dict[tuple[int | None, int], tuple[Tensor, Tensor]] = {}
 
@@ -134,9 +134,11 @@ def attend(
 ) -> Tensor:
     """Each slot's query over its keys up to its position: [S, H, D]."""
     if fused(query) and triton_attend.can_attend(query, keys, values):
-        return triton_attend.attend(query, keys, values, at, scale, window, softcap)
+        return triton_attend.attend(
+            query, keys, values, at.positions, at.cache_rows, at.prefixes, scale, window, softcap
+        )
     rows = query.shape[0]
-    own = at.slots if at.indexed else slice(rows)
+    own = slice(rows) if at.cache_rows is None else at.cache_rows
     key, value = keys[own, :, :reach], values[own, :, :reach]
     if at.prefixes is not None:
         position = torch.arange(key.shape[2], device=key.device)

@@ -125,7 +125,7 @@ class LlamaDecoder(LlamaWeights):
         cache_rows: Tensor | None = None,
     ) -> Tensor:
         if len(tokens) <= self.fused_rows:
-            at = Positions(positions, cache_rows, prefixes, indexed=cache_rows is not None)
+            at = Positions(positions, prefixes=prefixes, cache_rows=cache_rows)
             return self.head(fused_hidden(self, tokens, at))
         if not self.uses_cpu_steps or cache_rows is not None:
             return self.plain_step(tokens, positions, reach, prefixes, cache_rows)
@@ -142,9 +142,7 @@ class LlamaDecoder(LlamaWeights):
         prefixes: Prefixes | None = None,
         cache_rows: Tensor | None = None,
     ) -> Tensor:
-        indexed = cache_rows is not None
-        slots = cache_rows if indexed else self.slots[: len(tokens)]
-        at = Positions(positions, slots, prefixes, indexed=indexed)
+        at = Positions(positions, self.slots[: len(tokens)], prefixes, cache_rows)
 
         def attend_to_slots(qkv: Tensor, layer: int) -> Tensor:
             self._rotate(qkv, layer, at)

@@ -64,12 +64,10 @@ class Projection:
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor | None:
         """Add the product to a residual where a GPU can in one call, or give it to be added."""
-        if not (residual.is_cuda and residual.dtype == x.dtype and self.is_one):
+        plain = self.is_one and self.bias is None
+        if not (plain and residual.is_cuda and residual.dtype == x.dtype):
             return self(x)
-        [(weight, bias)] = self.transposed
-        if bias is not None:
-            return self(x)
-        residual.addmm_(x, weight)
+        residual.addmm_(x, self.transposed[0][0])
         return None
 
     def columns(self, out: Tensor) -> list[Tensor]:

@@ -7,15 +7,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from marlhf.rollout.kernels import Positions
+from marlhf.rollout.state import Prefixes
 
 
 @triton.jit
@@ -169,7 +167,9 @@ def attend(
     query: Tensor,  # [S, H, D]
     keys: Tensor,
     values: Tensor,
-    at: Positions,
+    positions: Tensor,
+    cache_rows: Tensor | None,
+    prefixes: Prefixes | None,
     scale: float,
     window: int | None,
     softcap: float | None = None,
@@ -179,7 +179,7 @@ def attend(
     """`kernels.attend`. With `rotary`, `kernels.rotate_and_store` before it in the same kernel:
     `query` then has the new keys and values behind it, [S, H + 2 K, D]."""
     slots, heads, width = query.shape
-    groups, positions = keys.shape[1], at.positions
+    groups = keys.shape[1]
     heads -= 0 if rotary is None else 2 * groups
     share = heads // groups
     out = torch.empty(slots, heads, width, dtype=keys.dtype, device=query.device)
@@ -190,8 +190,8 @@ def attend(
         keys,
         values,
         positions,
-        at.slots if at.indexed else positions,
-        *(at.prefixes or (positions, positions)),
+        positions if cache_rows is None else cache_rows,
+        *(prefixes or (positions, positions)),
         *(rotary or (query, query)),
         query_norm,
         key_norm,
@@ -208,8 +208,8 @@ def attend(
         block,
         window or 0,
         softcap is not None,
-        at.indexed,
-        at.prefixes is not None,
+        cache_rows is not None,
+        prefixes is not None,
         rotary is not None,
         norms is not None,
         "ieee" if keys.dtype == torch.float32 else "tf32",
