@@ -6,6 +6,7 @@ import itertools
 import platform
 import weakref
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,10 +45,12 @@ def assert_same_logprobs(ours, theirs):
 def test_large_prefills_are_split_where_they_would_be_padding(monkeypatch):
     monkeypatch.setattr(continuous, "PREFILL_TOKENS", 8)
     schedule = object.__new__(continuous.Schedule)
+    schedule.decoder = SimpleNamespace(first_tokens=20)
 
-    def batches(budget, lengths):
+    def batches(budget, lengths, idle=False):
         schedule.budget = budget
-        found = [[lengths[i] for i in batch] for batch in schedule._prefill_batches(lengths)]
+        found = schedule._prefill_batches(lengths, idle=idle)
+        found = [[lengths[i] for i in batch] for batch in found]
         assert sorted(itertools.chain(*found)) == sorted(lengths)
         return found
 
@@ -55,6 +58,13 @@ def test_large_prefills_are_split_where_they_would_be_padding(monkeypatch):
     assert batches(32, [7, 1, 2, 3, 6, 2]) == [[1, 2, 2], [3], [6], [7]]
     assert batches(8, [1, 4]) == [[1, 4]]  # no larger than others: as it is
     assert batches(32, [0, 0]) == [[0, 0]]
+    # An idle GPU begins with few, where others are left.
+    assert batches(60, [2] * 40, idle=True) == [[2] * 8, [2] * 22, [2] * 10]
+    assert batches(60, [2] * 16, idle=True) == [[2] * 16]
+    assert batches(64, [8] * 8, idle=True) == [[8] * 8]
+    assert batches(64, [0] * 99, idle=True) == [[0] * 16, [0] * 83]
+    schedule.decoder.first_tokens = 0
+    assert batches(60, [2] * 40, idle=True) == [[2] * 30, [2] * 10]
 
 
 @pytest.mark.parametrize("early", [1, 2, 32])

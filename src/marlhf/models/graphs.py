@@ -13,7 +13,7 @@ from __future__ import annotations
 import textwrap
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -45,9 +45,8 @@ class GraphedPasses:
         self.checked = False
         """Whether packed passes were found to give the model's own numbers."""
         self._model = weakref.ref(model)
-        # Where each module keeps its parameters, which is found faster than they are.
-        self._places = [(m._parameters, name) for m in model.modules() for name in m._parameters]
-        self._weights: list[int] = []
+        self._weights = Weights(model)
+        self._addresses: list[int] = []
         self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, _Graph | None] = {}  # None where that failed, or lacked room
 
@@ -63,7 +62,7 @@ class GraphedPasses:
         if kind != "cuda":
             return run(*inputs)
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        learns = torch.is_grad_enabled() and any(p.requires_grad for p in self._parameters())
+        learns = torch.is_grad_enabled() and any(p.requires_grad for p in self._weights)
         key = (name, learns, cast, tuple(x.shape for x in inputs))
         if _waiting_for_backward() or key not in self._seen:
             self._seen.add(key)
@@ -81,20 +80,33 @@ class GraphedPasses:
     def _has_room(self, device: torch.device, learns: bool) -> bool:
         """Whether one more pass may be recorded."""
         whole = torch.cuda.get_device_properties(device).total_memory
-        gradients = sum(p.nbytes for p in set(self._parameters()) if learns and p.requires_grad)
+        gradients = sum(p.nbytes for p in set(self._weights) if learns and p.requires_grad)
         return gradients <= GRADIENTS_SHARE * whole and graph_bytes(device) <= POOL_SHARE * whole
-
-    def _parameters(self) -> list[nn.Parameter]:
-        """As they are now; those that modules share, several times."""
-        found = (parameters[name] for parameters, name in self._places)
-        return [parameter for parameter in found if parameter is not None]
 
     def _check_weights(self) -> None:
         """Graphs read weights where they were; after a move to other memory they start anew."""
-        weights = [p.data_ptr() for p in self._parameters()]
-        if weights != self._weights:
-            self._weights = weights
+        addresses = self._weights.addresses()
+        if addresses != self._addresses:
+            self._addresses = addresses
             self._graphs.clear()
+
+
+class Weights:
+    """The parameters of a model as they are now; those that modules share, several times.
+
+    It remembers which module has a parameter of which name, and is a tenth of the work of
+    `parameters()`, for which a GPU that waits for a pass to be launched would wait, too.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [(m._parameters, name) for m in model.modules() for name in m._parameters]
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        found = (parameters[name] for parameters, name in self._places)
+        return (parameter for parameter in found if parameter is not None)
+
+    def addresses(self) -> list[int]:
+        return [parameter.data_ptr() for parameter in self]
 
 
 def _if_possible(record: Callable[[], _Graph], model: str) -> _Graph | None:

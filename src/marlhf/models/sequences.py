@@ -44,8 +44,8 @@ class Sequences:
             )
         lengths = tuple(map(len, prompts)), tuple(map(len, responses))
         # Not joined row by row first: the host copies each token once.
-        tokens = chain.from_iterable(chain.from_iterable(zip(prompts, responses)))
-        ids, _ = pad_flat(tokens, [p + r for p, r in zip(*lengths)], pad_id)
+        pieces = chain.from_iterable(zip(prompts, responses))
+        ids, _ = pad_flat(pieces, [p + r for p, r in zip(*lengths)], pad_id)
         # In numpy: torch would wake a pool of threads for a few thousand numbers.
         first, count = (np.array(x, dtype=np.int64)[:, None] for x in lengths)
         place = np.arange(max(lengths[1], default=0))
@@ -109,3 +109,14 @@ def send(x: Tensor, device: torch.device | str) -> Tensor:
     pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     pinned.numpy()[...] = x.numpy()  # `pin_memory()` would wake a pool of threads for it
     return pinned.to(device, non_blocking=True)
+
+
+def receive(*tensors: Tensor) -> list[np.ndarray]:
+    """Copy tensors from their device to the host, waiting for it once."""
+    if not tensors[0].is_cuda:
+        return [x.numpy() for x in tensors]
+    pinned = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
+    for target, x in zip(pinned, tensors):
+        target.copy_(x, non_blocking=True)
+    torch.cuda.current_stream(tensors[0].device).synchronize()
+    return [x.numpy() for x in pinned]

@@ -43,6 +43,9 @@ RECORDED_WORK = 1 << 43
 comes again. It then works in the memory of training passes, and up to half as much is done by a GPU
 before a host has launched it."""
 
+FIRST_TOKENS = 1 << 13
+"""In the first prefill of a call: some milliseconds of work for a GPU, launched at once."""
+
 
 class LlamaDecoder(LlamaWeights):
     """A `slots.Decoder`."""
@@ -62,6 +65,8 @@ class LlamaDecoder(LlamaWeights):
             if self.recorded_tokens >= PREFILL_TOKENS:
                 most = min(most, self.recorded_tokens)
             self.prefill_tokens = min(max(PREFILL_TOKENS, most), 4 * PREFILL_TOKENS)
+        is_recorded = device.type == "cuda" and self.recorded_tokens >= FIRST_TOKENS
+        self.first_tokens = FIRST_TOKENS if is_recorded else 0
         self.passes = GraphedPasses(model)
         # A borrowed prefix is read from memory once, and from the GPU's L2 cache after that.
         self.indexed = fused(self.embedding)

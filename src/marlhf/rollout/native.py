@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from marlhf.errors import SettingError
 from marlhf.models.base import Model, Precision, autocast
 from marlhf.models.compile import is_compiled
-from marlhf.models.graphs import free_bytes
+from marlhf.models.graphs import Weights, free_bytes
 from marlhf.rollout.check import check_length, check_rotary, decoder_error, plain_error
 from marlhf.rollout.continuous import MIN_SLOTS, DecodeStep, Schedule
 from marlhf.rollout.engine import Rollout, Sampling
@@ -90,6 +90,7 @@ class NativeEngine:
         self.decoder_class: DecoderClass | None = None  # stays None where no decoder works
         self.longest = self.checked_length = 0  # tokens of texts so far, and of the check for them
         self.session: DecodeSession | None = None
+        self.weights = Weights(model)
 
     def update_weights(self, model: nn.Module) -> None:
         assert model is self.model, "the native engine samples from the policy itself"
@@ -158,7 +159,7 @@ class NativeEngine:
         if gpu:
             rows += -rows % SIZE_MULTIPLE
         budget = self._cache_tokens(rows * length)
-        session, weights = self.session, [p.data_ptr() for p in self.model.parameters()]
+        session, weights = self.session, self.weights.addresses()
         if (
             session is not None
             and length <= session.capacity <= 2 * length

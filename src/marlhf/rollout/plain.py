@@ -6,9 +6,9 @@ replace. Axes: B rows, P prompt tokens, R response tokens.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Generator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
@@ -17,6 +17,7 @@ from marlhf.data.collate import pad_left, token_budget_batches
 from marlhf.errors import SettingError
 from marlhf.models.base import Model, Precision, autocast
 from marlhf.models.forward import keeps_logits, position_ids
+from marlhf.models.sequences import receive, send
 from marlhf.rollout.engine import Rollout, Sampling, draws
 from marlhf.rollout.sample import draw
 
@@ -166,12 +167,13 @@ def to_rollout(
     end_tokens: Sequence[int],
 ) -> Rollout:
     """Responses of some lengths; those whose last token is an end token have ended."""
-    device = tokens.device
-    last = tokens.gather(1, lengths[:, None] - 1).squeeze(1)
-    ended = torch.isin(last, torch.tensor(end_tokens, device=device))
-    mask = torch.arange(tokens.shape[1], device=device) < lengths[:, None]
-    # Only what is read is copied from the device.
-    flat, counts = iter(tokens[mask].tolist()), lengths.tolist()
-    rows = [list(itertools.islice(flat, n)) for n in counts]
-    width = max(counts)
-    return Rollout(rows, torch.where(mask, logprobs, 0.0)[:, :width], ended)
+    # In numpy: a GPU would be asked, and waited for, several times.
+    ids, counts = receive(tokens, lengths)
+    mask = np.arange(ids.shape[1]) < counts[:, None]
+    flat, ends = ids[mask].tolist(), counts.cumsum().tolist()
+    rows = [flat[start:end] for start, end in zip([0, *ends], ends)]
+    last = set(end_tokens)
+    ended = torch.tensor([row[-1] in last for row in rows])
+    where = torch.arange(max(counts), device=lengths.device) < lengths[:, None]
+    kept = torch.where(where, logprobs[:, : where.shape[1]], 0.0)
+    return Rollout(rows, kept, send(ended, tokens.device))

@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 
 from marlhf.models.base import Model
 from marlhf.models.compile import LayerwiseCache, distinct_sizes
+from marlhf.models.heads import backbone
 from marlhf.rollout.kernels import Positions, attend, attend_opaque, causal_attention
 from marlhf.rollout.state import Prefixes
 from marlhf.rollout.weight_copies import WeightCopies
@@ -41,6 +42,8 @@ class Decoder(Protocol):
 
     prefill_tokens: int
     """The most tokens in one prefill."""
+    first_tokens: int
+    """In the first prefill of a call, where more are to follow; 0 for as many as in others."""
     indexed: bool
     """Whether steps find a slot's keys and values by an index. Slots can then be moved without
     them, and borrow prefixes."""
@@ -172,13 +175,13 @@ class SlotCache(LayerwiseCache):
 class ModuleDecoder:
     """Through the model's own modules, whatever its family."""
 
-    prefill_tokens = PREFILL_TOKENS
+    prefill_tokens, first_tokens = PREFILL_TOKENS, 0
     indexed = False
     compiled = False
     """Whether layers run compiled, where the model's are for training."""
 
     def __init__(self, model: Model, slots: int, capacity: int, dtype: torch.dtype | None) -> None:
-        self.model = model
+        self.model = self.prefilled = model
         self.cache = SlotCache(slots, capacity, dtype, compiled=self.compiled)
         self.copies: WeightCopies | None = None
         if dtype is not None and model.device.type == "cuda" and not sharded(model):
@@ -201,7 +204,7 @@ class ModuleDecoder:
 
     def prefill(self, ids: Tensor, slots: Tensor) -> None:
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        self._logits(ids, positions, Pass(prefill_slots=slots))
+        self._run(self.prefilled, ids, positions, Pass(prefill_slots=slots))
 
     def step(
         self,
@@ -216,26 +219,27 @@ class ModuleDecoder:
         # Compiled layers would be compiled again for each reach.
         reach = None if self.compiled else reach
         now = Pass(Positions(positions, slots), reach=reach)
-        return self._logits(tokens[:, None], positions[:, None], now)
+        out = self._run(self.model, tokens[:, None], positions[:, None], now)
+        return out.logits[:, -1]
 
     def move(self, source: Tensor, target: Tensor, length: int | None = None) -> None:
         for layer in self.cache.tensors:
             layer[target, :, :length] = layer[source, :, :length]
 
-    def _logits(self, ids: Tensor, positions: Tensor, now: Pass) -> Tensor:
+    def _run(self, model: Model, ids: Tensor, positions: Tensor, now: Pass) -> Any:
         # A family that hands keywords on to its attention hands on this one.
-        keywords = {"slot_pass": now} if self.compiled else {}
+        keywords: dict[str, Any] = {"slot_pass": now} if self.compiled else {}
+        if model is self.model:
+            keywords |= self.last_only
         sizes = distinct_sizes() if self.compiled else contextlib.nullcontext()
         with _slot_attention(self.model, self.cache, now), sizes:
-            out = self.model(
+            return model(
                 input_ids=ids,
                 position_ids=positions,
                 past_key_values=self.cache,
                 use_cache=True,
-                **self.last_only,
                 **keywords,
             )
-        return out.logits[:, -1]
 
 
 class CompiledDecoder(ModuleDecoder):
@@ -243,6 +247,10 @@ class CompiledDecoder(ModuleDecoder):
 
     prefill_tokens = 2 * PREFILL_TOKENS  # calling a compiled layer takes the host longer
     compiled = True
+
+    def __init__(self, model: Model, slots: int, capacity: int, dtype: torch.dtype | None) -> None:
+        super().__init__(model, slots, capacity, dtype)
+        self.prefilled = backbone(model)  # nobody reads the logits of a prefill
 
     def prefill(self, ids: Tensor, slots: Tensor) -> None:
         if not self.cache.slot_layers:

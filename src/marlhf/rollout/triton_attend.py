@@ -36,6 +36,39 @@ def _rotated(head, inside, norm, cosines, sines, eps, width: tl.constexpr, norme
 
 
 @triton.jit
+def _begin(
+    queries,
+    new_key,
+    inside,
+    stored_key,
+    stored_value,
+    cosines,
+    sines,
+    query_norm,
+    key_norm,
+    eps,
+    scale,
+    to_value,
+    width: tl.constexpr,
+    normed: tl.constexpr,
+):
+    # Queries and the new key, rotated. The key is stored with its value, which lies `to_value`
+    # behind it, and the softmax begins with both.
+    column = tl.arange(0, width)[None, :]
+    q = _rotated(queries, inside, query_norm, cosines, sines, eps, width, normed)
+    one = tl.zeros([1, 1], tl.int32)
+    key = _rotated(new_key + one, one == 0, key_norm, cosines, sines, eps, width, normed)
+    value = tl.load(new_key + to_value + column)
+    tl.store(stored_key + column, key)
+    tl.store(stored_value + column, value)
+    highest = tl.sum(q.to(tl.float32) * key.to(tl.float32), axis=1, keep_dims=True)
+    highest = highest * scale * 1.4426950408889634
+    total = tl.full(highest.shape, 1.0, tl.float32)
+    mean = tl.zeros(q.shape, tl.float32) + value.to(tl.float32)
+    return q.to(stored_key.dtype.element_ty), highest, total, mean
+
+
+@triton.jit
 def _attend(
     query,  # with the new keys and values behind them where they are rotated here
     keys,
@@ -66,15 +99,19 @@ def _attend(
     rotates: tl.constexpr,  # whether queries and new keys are still to be rotated, keys stored
     normed: tl.constexpr,
     precision: tl.constexpr,
-    early: tl.constexpr,  # see `early_launch`
+    triggers: tl.constexpr,  # see `early_launch`
+    early: tl.constexpr,
 ):
     # Flash decoding: one program per slot and key head, for all query heads that share it. It goes
     # over the keys in blocks with an online softmax, and reads each key once.
-    if early:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    if not rotates:
+        if early:
+            tl.extra.cuda.gdc_wait()
+        if triggers:
+            tl.extra.cuda.gdc_launch_dependents()
     slot = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
+    groups = tl.num_programs(1)
     last = tl.load(positions + slot).to(tl.int32)
     first = 0
     if window > 0:
@@ -89,27 +126,12 @@ def _attend(
     highest = tl.full([rows, 1], -float("inf"), tl.float32)
     total = tl.zeros([rows, 1], tl.float32)
     mean = tl.zeros([rows, width], tl.float32)
-    end = last + 1
     if rotates:
-        cosines += last * width
-        sines += last * width
-        q = _rotated(mine, row < share, query_norm, cosines, sines, eps, width, normed)
-        one = tl.zeros([1, 1], tl.int32)
-        groups = tl.num_programs(1)
-        head = query + slot * query_stride + (groups * share + group) * width + one
-        new_key = _rotated(head, one == 0, key_norm, cosines, sines, eps, width, normed)
-        new_value = tl.load(head + groups * width + column[None, :])
-        tl.store(keys + own + last * width + column[None, :], new_key)
-        tl.store(values + own + last * width + column[None, :], new_value)
-        # The softmax begins with the new key, which is not read back from the cache.
-        highest = tl.sum(q.to(tl.float32) * new_key.to(tl.float32), axis=1, keep_dims=True)
-        highest = highest * scale * 1.4426950408889634
-        total += 1.0
-        mean += new_value.to(tl.float32)
-        end = last
+        end = last  # the new key is not read from the cache
+        q = tl.zeros([rows, width], keys.dtype.element_ty)
     else:
-        q = tl.load(mine + column[None, :], row < share, other=0.0)
-    q = q.to(keys.dtype.element_ty)
+        end = last + 1
+        q = tl.load(mine + column[None, :], row < share, other=0.0).to(keys.dtype.element_ty)
     # Positions of a borrowed prefix are another slot's, but for 0: there may be both in the first
     # block, and from that on in which the prefix ends. Blocks are the same where nothing is
     # borrowed, and so are the bits.
@@ -117,13 +139,15 @@ def _attend(
     if borrows:
         prefix_end = tl.load(prefix_ends + slot).to(tl.int32)
         other = tl.load(prefix_rows + slot) * slot_stride + group * head_stride
-    begin = first // block * block
+    first_block = first // block * block
+    begin = first_block
     for part in tl.static_range(parts):
         stop = end
-        if borrows and part == 0:
-            stop = tl.minimum(end, block)
         if borrows and part == 1:
             stop = tl.minimum(end, prefix_end // block * block)
+        if part == 0:
+            # Never without a round, in which queries are rotated; with a prefix it is the only one.
+            stop = first_block + 1 if borrows else tl.maximum(end, first_block + 1)
         for start in range(begin, stop, block):
             position = start + tl.arange(0, block)
             inside = (position < end) & (position >= first)
@@ -137,6 +161,30 @@ def _attend(
             at = place + position[:, None] * width + column[None, :]
             k = tl.load(keys + at, inside[:, None], other=0.0)
             v = tl.load(values + at, inside[:, None], other=0.0)
+            # Only here does anything depend on the kernel before: the first keys, which do not, are
+            # on their way. (One condition for both would not be known when this is compiled.)
+            if rotates and part == 0:  # noqa: SIM102
+                if start == first_block:
+                    if early:
+                        tl.extra.cuda.gdc_wait()
+                    if triggers:
+                        tl.extra.cuda.gdc_launch_dependents()
+                    q, highest, total, mean = _begin(
+                        mine,
+                        query + slot * query_stride + (groups * share + group) * width,
+                        row < share,
+                        keys + own + last * width,
+                        values + own + last * width,
+                        cosines + last * width,
+                        sines + last * width,
+                        query_norm,
+                        key_norm,
+                        eps,
+                        scale,
+                        groups * width,
+                        width,
+                        normed,
+                    )
             scores = tl.dot(q, tl.trans(k), input_precision=precision) * scale
             if capped:
                 tanh = 1 - 2 / (tl.exp(2 * scores / softcap) + 1)
@@ -150,8 +198,8 @@ def _attend(
             total = total * rescale + tl.sum(weights, axis=1, keep_dims=True)
             mean = mean * rescale + tl.dot(weights.to(v.dtype), v, input_precision=precision)
             highest = new_highest
-        begin = tl.maximum(begin, stop)
-    heads = tl.num_programs(1) * share
+        begin = begin + block if part == 0 else tl.maximum(begin, stop)
+    heads = groups * share
     target = out + (slot * heads + group * share + row) * width + column[None, :]
     tl.store(target, (mean / total).to(out.dtype.element_ty), row < share)
 
@@ -184,7 +232,7 @@ def attend(
     share = heads // groups
     out = torch.empty(slots, heads, width, dtype=keys.dtype, device=query.device)
     query_norm, key_norm, eps = norms or (query, query, 0.0)
-    block, warps, stages = _attend_tiles(slots * groups, keys)
+    block, warps, stages = _attend_tiles(slots * groups, keys, rotates=rotary is not None)
     _attend[(slots, groups)](
         query,
         keys,
@@ -215,16 +263,18 @@ def attend(
         "ieee" if keys.dtype == torch.float32 else "tf32",
         num_warps=warps,
         num_stages=stages,
-        **early_launch(query),
+        **early_launch(query, ATTEND_ROWS),
     )
     return out
 
 
-def _attend_tiles(programs: int, keys: Tensor) -> tuple[int, int, int]:
+def _attend_tiles(programs: int, keys: Tensor, *, rotates: bool) -> tuple[int, int, int]:
     """Keys per block, warps and pipeline stages: the fastest of those measured on an H200.
 
-    Many small programs share a multiprocessor; few go over long blocks.
+    Many small programs share a multiprocessor; few go over long blocks. Where more are launched
+    early than fit, those that do had better read more at once.
     """
+    most = 5 if rotates and programs >= 1536 else 3
     if programs >= 256:
         block, warps = 32, 1
     elif programs >= 96:
@@ -235,21 +285,24 @@ def _attend_tiles(programs: int, keys: Tensor) -> tuple[int, int, int]:
     memory = shared_memory(keys.device)
     while block > 16 and 2 * block * row > memory:
         block //= 2
-    return block, warps, max(1, min(3, memory // (block * row)))
+    return block, warps, max(1, min(most, memory // (block * row)))
 
 
-EARLY_ROWS = 128
-"""With more rows there is nothing to gain from an early launch."""
+ATTEND_ROWS = 512
+"""With more rows there is nothing to gain from an early launch of attention."""
 
 
-def early_launch(x: Tensor) -> dict[str, bool]:
+def early_launch(x: Tensor, most: int) -> dict[str, bool]:
     """Options of a kernel over some rows that may be launched before the last has ended.
 
-    It waits for the results of the last, but no longer for its own launch.
+    It is where there are at most so many, and then waits for the results of the last, but no longer
+    for its own launch. Every such kernel lets the next be launched as soon as all its programs have
+    begun.
     """
-    if len(x) <= EARLY_ROWS and _can_launch_early(x.device):
-        return {"early": True, "launch_pdl": True}
-    return {"early": False}
+    can = _can_launch_early(x.device)
+    if can and len(x) <= most:
+        return {"triggers": True, "early": True, "launch_pdl": True}
+    return {"triggers": can, "early": False}
 
 
 @functools.cache
