@@ -25,16 +25,21 @@ def sample(model, decoder, **options):
     return engine.generate(PROMPTS, Sampling(10, 0.9), range(13))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt-neox"])
-def test_compiled_layers_sample_what_plain_ones_sample(small, name):
+@pytest.mark.parametrize(("name", "kinds"), [("gemma2", 2), ("gpt-neox", 1)])
+def test_compiled_layers_sample_what_plain_ones_sample(small, name, kinds):
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     compiled = small(name)
     compile_blocks(compiled, backend="eager")
+    with torch.no_grad():
+        assert decoder_error(CompiledDecoder, compiled, None) < 1e-4
     # Six slots for thirteen rows: refilled, moved and shrunk on the way.
     found = sample(compiled, CompiledDecoder, token_budget=64 * 6)
     expected = sample(small(name), ModuleDecoder)
     assert found.responses == expected.responses
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=0)
+    # A prefill and a step for each kind of layer, compiled for the check before sampling.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 * kinds
 
 
 @torch.no_grad()

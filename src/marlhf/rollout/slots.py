@@ -260,7 +260,10 @@ class CompiledDecoder(ModuleDecoder):
             ids, slots = ids.repeat(2, 1), slots.repeat(2)
         if ids.shape[1] == 1:
             ids = nn.functional.pad(ids, (0, 1))
-        super().prefill(ids, slots)
+        super().prefill(ids, slots.clone())  # a view would be compiled once more, too
+
+    def step(self, tokens: Tensor, positions: Tensor, *others: Any) -> Tensor:
+        return super().step(tokens, positions[:], *others)  # always a view, as of the first slots
 
 
 def sharded(model: nn.Module) -> bool:
