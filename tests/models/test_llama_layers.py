@@ -103,7 +103,11 @@ def test_only_plain_models_within_their_window_have_kernels(small):
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=gpu) for name in WITH_KERNELS])
 @pytest.mark.parametrize("read", READ)
-def test_on_a_gpu_they_are_as_close_as_bfloat16_allows(small, name, read, monkeypatch):
+@pytest.mark.parametrize("gated_tokens", [layer_kernels.GATED_TOKENS, 1])
+def test_on_a_gpu_they_are_as_close_as_bfloat16_allows(
+    small, name, read, gated_tokens, monkeypatch
+):
+    monkeypatch.setattr(layer_kernels, "GATED_TOKENS", gated_tokens)  # those of products and SwiGLU
     settings = {"hidden_size": 96, "num_attention_heads": 6, "head_dim": 16}
     model = small(name, read is not read_logprobs, **settings).cuda()
     plain, calls = both_ways(model, monkeypatch)
