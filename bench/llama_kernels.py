@@ -25,7 +25,7 @@ from marlhf.rollout.llama import LlamaDecoder
 HEADS, GROUPS, WIDTH, TOKENS = 9, 3, 64, 40960
 LENGTHS = (320, 640, 1024)
 GATED = (4096, 16384, 40960, 81920)
-STEPS = ((16, 288), (16, 600), (32, 288), (64, 288), (128, 288), (256, 288), (384, 288), (512, 288))
+STEPS = (*((slots, 288) for slots in (16, 32, 64, 128, 192, 256, 384, 512, 768)), (16, 600))
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ def steps(model, rows, dtype, prefixes=None, first=0, cache_rows=None):
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("rows", [1, 16, 33, 100, 200, 300, 450])
+@pytest.mark.parametrize("rows", [1, 16, 33, 100, 200, 300, 450, 700])
 def test_logits_and_cache_are_those_of_the_plain_step(small, name, rows, exact):
     (plain, plain_cache), (ours, cache) = steps(uneven(small, name), rows, torch.float32)
     torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
@@ -96,7 +96,7 @@ def test_bfloat16_is_as_close_to_float32_as_the_plain_step(small, monkeypatch):
 
 
 @pytest.mark.parametrize("borrows", [False, True])
-@pytest.mark.parametrize("rows", [16, 90, 128, 256, 384, 512])
+@pytest.mark.parametrize("rows", [16, 90, 128, 256, 384, 512, 768])
 @torch.no_grad()
 def test_an_early_launch_changes_no_bit(small, monkeypatch, rows, borrows):
     """As long as kernels wait for what others write, whatever they do before."""

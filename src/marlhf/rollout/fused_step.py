@@ -22,7 +22,7 @@ triton_products: Any = None
 if importlib.util.find_spec("triton"):
     from marlhf.rollout import triton_products
 
-MAX_ROWS = 512
+MAX_ROWS = 768
 """With more rows cuBLAS is faster, and what is saved matters less."""
 MAX_HIDDEN = 1024
 """The largest hidden size. Larger matrices take long to read, and cuBLAS is better at that."""

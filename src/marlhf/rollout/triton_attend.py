@@ -288,7 +288,7 @@ def _attend_tiles(programs: int, keys: Tensor, *, rotates: bool) -> tuple[int, i
     return block, warps, max(1, min(most, memory // (block * row)))
 
 
-ATTEND_ROWS = 512
+ATTEND_ROWS = 768
 """With more rows there is nothing to gain from an early launch of attention."""
 
 
