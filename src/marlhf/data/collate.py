@@ -60,7 +60,7 @@ def pad_flat(
     columns = np.arange(width)
     mask = columns >= width - counts if left else columns < counts  # [B, P]
     ids = np.full(mask.shape, pad_id, dtype=np.int64)  # [B, P]
-    # Packed piece by piece: half of the time that numpy takes for a list of numbers.
+    # Packed piece by piece, which takes less time than numpy does for a list of numbers.
     packed = b"".join([struct.pack(f"{len(piece)}q", *piece) for piece in pieces])
     ids[mask] = np.frombuffer(packed, np.int64)
     return ids, mask

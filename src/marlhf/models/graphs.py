@@ -94,8 +94,8 @@ class GraphedPasses:
 class Weights:
     """The parameters of a model as they are now; those that modules share, several times.
 
-    It remembers which module has a parameter of which name, and is a tenth of the work of
-    `parameters()`, for which a GPU that waits for a pass to be launched would wait, too.
+    It remembers which module has a parameter of which name, which takes an eighth of the time of
+    `parameters()`: a GPU waits for it before a pass is launched.
     """
 
     def __init__(self, model: nn.Module) -> None:

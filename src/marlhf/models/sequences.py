@@ -114,7 +114,7 @@ def send(x: Tensor, device: torch.device | str) -> Tensor:
 def receive(*tensors: Tensor) -> list[np.ndarray]:
     """Copy tensors from their device to the host, waiting for it once."""
     if not tensors[0].is_cuda:
-        return [x.numpy() for x in tensors]
+        return [x.cpu().numpy() for x in tensors]
     pinned = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
     for target, x in zip(pinned, tensors):
         target.copy_(x, non_blocking=True)

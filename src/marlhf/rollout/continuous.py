@@ -357,7 +357,7 @@ class Schedule:
 
     def _to_device(self, lists: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
         """Lists of one length as tensors, in one copy that does not wait for the device."""
-        # By numpy, which takes a fifth of torch's time for a list of numbers.
+        # By numpy, which takes a fifth of torch's time for lists.
         array = np.array(lists, dtype=np.int64)
         return send(torch.from_numpy(array), self.state.device).unbind()
 

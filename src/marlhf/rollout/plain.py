@@ -174,6 +174,6 @@ def to_rollout(
     rows = [flat[start:end] for start, end in zip([0, *ends], ends)]
     last = set(end_tokens)
     ended = torch.tensor([row[-1] in last for row in rows])
-    where = torch.arange(max(counts), device=lengths.device) < lengths[:, None]
+    where = torch.arange(int(counts.max()), device=lengths.device) < lengths[:, None]
     kept = torch.where(where, logprobs[:, : where.shape[1]], 0.0)
     return Rollout(rows, kept, send(ended, tokens.device))

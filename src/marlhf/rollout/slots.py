@@ -216,8 +216,10 @@ class ModuleDecoder:
     ) -> Tensor:
         assert prefixes is cache_rows is None, "only where `indexed`"
         slots = torch.arange(len(positions), device=positions.device)
-        # Compiled layers would be compiled again for each reach.
-        reach = None if self.compiled else reach
+        if self.compiled:
+            # Compiled layers would be compiled again for each reach, and for positions that are a
+            # view of others, as of the first slots: these always are.
+            reach, positions = None, positions[:]
         now = Pass(Positions(positions, slots), reach=reach)
         out = self._run(self.model, tokens[:, None], positions[:, None], now)
         return out.logits[:, -1]
@@ -261,9 +263,6 @@ class CompiledDecoder(ModuleDecoder):
         if ids.shape[1] == 1:
             ids = nn.functional.pad(ids, (0, 1))
         super().prefill(ids, slots.clone())  # a view would be compiled once more, too
-
-    def step(self, tokens: Tensor, positions: Tensor, *others: Any) -> Tensor:
-        return super().step(tokens, positions[:], *others)  # always a view, as of the first slots
 
 
 def sharded(model: nn.Module) -> bool:

@@ -289,7 +289,7 @@ def _attend_tiles(programs: int, keys: Tensor, *, rotates: bool) -> tuple[int, i
 
 
 ATTEND_ROWS = 768
-"""With more rows there is nothing to gain from an early launch of attention."""
+"""The most rows with which attention is launched early."""
 
 
 def early_launch(x: Tensor, most: int) -> dict[str, bool]:

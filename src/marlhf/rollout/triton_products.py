@@ -247,8 +247,8 @@ PREFETCH_ROWS = 128
 def _early_rows(gated: bool, added: bool) -> int:
     """Up to how many rows a product is launched early (`early_launch`), as measured on an H200.
 
-    That before attention is not with more than a few: it would wait where programs of attention
-    could.
+    That before attention is with few only: it would take the place of attention's programs, which
+    can read keys while they wait.
     """
     return 384 if gated else 256 if added else 96
 
