@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 
 import pytest
 
@@ -61,10 +62,16 @@ def test_fleiss_of_four_judges_and_three_verdicts():
 def test_intervals_are_those_of_resampled_pairs():
     import random
 
+    def kappa(pairs):
+        ones, others = map(Counter, zip(*pairs))
+        by_chance = sum(ones[verdict] * others[verdict] for verdict in ones) / len(pairs) ** 2
+        return (sum(a == b for a, b in pairs) / len(pairs) - by_chance) / (1 - by_chance)
+
     said = [("a", "a")] * 14 + [("a", "b")] * 6 + [("b", "b")] * 12 + [("tie", "b")] * 4
     draw = random.Random(1)
-    means = sorted(cohen_kappa(draw.choices(said, k=36)).mean for _ in range(2000))
+    means = sorted(kappa(draw.choices(said, k=36)) for _ in range(2000))
     found = cohen_kappa(said)
+    assert found.mean == pytest.approx(kappa(said))
     assert found.low == pytest.approx(means[50], abs=0.03)
     assert found.high == pytest.approx(means[1949], abs=0.03)
     assert found == cohen_kappa(list(reversed(said)))

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from marlhf.rollout import Sampling
+from marlhf.rollout import Sampling, sample
 from marlhf.rollout.engine import draws
 from marlhf.rollout.sample import BLOCK, draw, pick
 
@@ -40,10 +40,14 @@ def test_tokens_follow_the_distribution(sampling, allowed):
     assert freedom == len(allowed) - 1
 
 
-def test_tokens_in_later_blocks_are_drawn_as_often():
+@pytest.mark.parametrize("one_level_size", [sample.ONE_LEVEL_SIZE, 0])
+def test_tokens_in_later_blocks_are_drawn_as_often(one_level_size, monkeypatch):
+    monkeypatch.setattr(sample, "ONE_LEVEL_SIZE", one_level_size)
     weights = torch.rand(3 * BLOCK + 7, generator=torch.Generator().manual_seed(0))
-    tokens = pick(weights.expand(200_000, -1), draws([3], 200_000)[0])
-    counts = tokens.bincount(minlength=len(weights))
+    counts = torch.zeros(len(weights))
+    for uniform in draws([3], 200_000)[0].split(5000):  # all at once they take gigabytes
+        tokens = pick(weights.expand(len(uniform), -1), uniform)
+        counts += tokens.bincount(minlength=len(weights))
     statistic, freedom = chi_square(counts, weights / weights.sum())
     assert abs(statistic - freedom) < 5 * (2 * freedom) ** 0.5
 

@@ -263,6 +263,9 @@ def _evaluation(row: Row) -> Evaluation | None:
 def _numbers(values: object) -> list[float] | None:
     if not isinstance(values, list) or not values:
         return None
+    # The sum tells at once of all: it is no number if one of them is none, and large if one is.
+    if set(map(type, values)) == {float} and sum(map(abs, values)) < MAX_MAGNITUDE:
+        return values
     numbers = [number(value) for value in values]
     return numbers if any(map(math.isfinite, numbers)) else None
 
