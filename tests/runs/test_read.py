@@ -25,6 +25,24 @@ def test_a_number_too_large_for_a_float_is_a_gap():
     assert math.isnan(number(10**400))
 
 
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ([0.5, -2.0], [0.5, -2.0]),
+        ([0.5, math.nan], [0.5, None]),
+        ([0.5, math.inf, -math.inf], [0.5, None, None]),
+        ([1e300, 0.5, -1e300], [None, 0.5, None]),
+        ([1, 0.5, True, None, "text"], [1.0, 0.5, None, None, None]),
+        ([math.nan], None),
+        ([], None),
+    ],
+)
+def test_scores_that_are_no_numbers_are_gaps(make_run, written, read):
+    run = read_run(make_run("ppo", evaluations=[{"step": 0, "scores": written}]))
+    found = [None if math.isnan(x) else x for e in run.evaluations for x in e.scores]
+    assert found == (read or [])
+
+
 def test_a_resumed_run_keeps_the_later_of_two_rows(make_run):
     rows = [{"step": s, "seconds": 1.0, "rl/kl": k} for s, k in ((1, 0.1), (2, 0.2), (2, 0.9))]
     run = read_run(make_run("ppo", metrics=rows))
