@@ -74,6 +74,18 @@ def test_frozen_parameters_get_no_gradient(small, scalar, monkeypatch):
     assert_same_gradients(model, plain)
 
 
+@pytest.mark.parametrize("name", WITH_KERNELS)
+@pytest.mark.parametrize("read", READ)
+def test_a_frozen_model_gives_the_same_numbers_again_and_again(small, name, read, monkeypatch):
+    model = small(name, read is not read_logprobs).requires_grad_(False)
+    plain, _ = both_ways(model, monkeypatch)
+    sequences = Sequences.from_lists(PROMPTS, RESPONSES, 0)
+    with torch.no_grad():
+        first, second, theirs = (read(m, sequences) for m in (model, model, plain))
+    torch.testing.assert_close(first, theirs, rtol=1e-5, atol=1e-5)
+    assert torch.equal(first, second)  # residuals are added up in place, and nothing else
+
+
 def fits(model, longest=4):
     use_kernels(model)
     return fast_passes.has_kernels(model, longest)
@@ -159,6 +171,9 @@ def kernel_cases():
         yield "add_norm", (x, random(tokens, size) / 2, weight, 1e-5, torch.float32)
         yield "norm_backward", (random(tokens, size) * 2, x, weight, 1e-5, None)
         yield "norm_backward", (random(tokens, size) * 2, x, weight, 1e-5, random(tokens, size))
+        outer = random(tokens, size, dtype=torch.float32)
+        yield "normed_weight_grads", (outer, x, weight)
+        yield "normed_weight_grads", (outer, x.float(), weight.bfloat16())
         yield "swiglu", (random(tokens, 2 * size),)
         yield "swiglu_backward", (x, random(tokens, 2 * size))
         yield "pick", (3 * random(tokens, size), torch.arange(tokens) % size)
@@ -170,7 +185,8 @@ def kernel_cases():
         "norm_backward",
         (random(9, 64, dtype=torch.float32), random(9, 64), random(64), 0.1, None),
     )
-    yield "rotate", (random(tokens, HEADS + 2 * GROUPS, width), rotary, positions, HEADS + GROUPS)
+    for which in (range(HEADS + GROUPS), range(HEADS, HEADS + GROUPS)):
+        yield "rotate", (random(tokens, HEADS + 2 * GROUPS, width), rotary, positions, which)
     yield "rotate_backward", (grads, rotary, positions)
     yield "rotate_backward", (tuple(g.contiguous() for g in grads), rotary, positions)
 
@@ -198,6 +214,13 @@ def test_attention_is_torchs_own(length, groups, width, device):
     ours = layer_kernels.attention_backward(grad, qkv.detach(), out, lse, rotary, 0.2)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(ours, leaf.grad, rtol=1e-4, atol=1e-4)
+    # Queries may be left for attention to rotate.
+    for keep in (True, False):
+        half = torch.cat((heads[:, :, :HEADS], qkv[:, :, HEADS:]), dim=2).detach()
+        again, _ = layer_kernels.attention(half, HEADS, 0.2, rotary, keep=keep)
+        torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-4)
+        if keep:
+            torch.testing.assert_close(half, qkv.detach())
 
 
 CASES = [pytest.param(*case, marks=gpu) for case in kernel_cases()]

@@ -5,7 +5,7 @@ recorded; later ones are replayed. All graphs of a process share their memory, s
 as much as the largest and not as all together. Two rules follow, and are checked: between a
 forward pass with gradients and its backward pass no other graph may run, and what a graph returns
 is copied out of its memory before the next one runs. Gradients are no part of it: each is added to
-a tensor that stays where it is, and is the parameter's `.grad`, as soon as it is computed.
+a tensor that stays where it is, and is the parameter's `.grad`, soon after it is computed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ GRADIENTS_SHARE = 1 / 32
 """Share of a GPU's memory that the gradients of recorded passes may take: they are kept from step
 to step. Of a large model none is recorded, and none need be: launching is not what it waits for."""
 
+PENDING_BYTES = 1 << 26
+"""Gradients that wait until they are added to their sums, in one call."""
 POOL_SHARE = 1 / 4
 """Share of a GPU's memory that recorded passes may hold before one more is recorded. What a pass
 leaves to those after it is of no use to a larger one, so that many shapes could take much more than
@@ -166,15 +168,17 @@ class _Graph:
         with torch.cuda.graph(self.forward, pool=_pool()), torch.set_grad_enabled(learns):
             out, leaves = compute()
         self.sums: list[tuple[nn.Parameter, Tensor]] = []  # of those that have a gradient
+        pending: list[tuple[Tensor, Tensor]] = []  # sums, and gradients that belong to them
         if learns:
             self.grad_out = torch.zeros_like(out)
             for leaf, (name, p) in zip(leaves, self.trained.items()):
                 leaf.register_post_accumulate_grad_hook(
-                    self._add_to(p, _gradient_sum(model, name, p))
+                    self._add_to(p, _gradient_sum(model, name, p), pending)
                 )
             self.backward = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.backward, pool=_pool()):
                 torch.autograd.backward(out, self.grad_out, inputs=leaves)
+                _add_pending(pending)
             self.anchor = torch.zeros((), device=out.device, requires_grad=True)
         self.out = out.detach()
         self.learns = learns
@@ -186,14 +190,21 @@ class _Graph:
         self.forward.replay()
         return self.out.clone()
 
-    def _add_to(self, parameter: nn.Parameter, total: Tensor) -> Callable[[Tensor], None]:
-        """A hook that adds a leaf's new gradient to the parameter's sum, and frees it."""
+    def _add_to(
+        self, parameter: nn.Parameter, total: Tensor, pending: list[tuple[Tensor, Tensor]]
+    ) -> Callable[[Tensor], None]:
+        """A hook that adds a leaf's new gradient to the parameter's sum, and frees it.
+
+        Several at a time: a kernel for each takes longer to launch than to run.
+        """
 
         def add(leaf: Tensor) -> None:
             assert leaf.grad is not None
-            total.add_(leaf.grad)
+            pending.append((total, leaf.grad))
             leaf.grad = None
             self.sums.append((parameter, total))
+            if sum(grad.nbytes for _, grad in pending) >= PENDING_BYTES:
+                _add_pending(pending)
 
         return add
 
@@ -208,6 +219,13 @@ class _Graph:
                 p.grad = total
             else:  # from a pass that was not replayed
                 p.grad += total
+
+
+def _add_pending(pending: list[tuple[Tensor, Tensor]]) -> None:
+    if pending:
+        totals, grads = zip(*pending)
+        torch._foreach_add_(totals, grads)  # pyright: ignore[reportPrivateImportUsage]
+        pending.clear()
 
 
 class _Replay(torch.autograd.Function):

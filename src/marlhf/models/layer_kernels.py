@@ -63,6 +63,20 @@ def norm_backward(
     return grad_x.to(x.dtype), unit.to(x.dtype)
 
 
+def normed_weight_grads(
+    outer: Tensor, weight: Tensor, norm_weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of a norm's weight and of the matrix that follows it, in the memory of `outer`.
+
+    For y = W (n * u) both come from the sum over tokens of the gradient of y outer u, which is as
+    small as W: a sum of its own over tokens would read them all again.
+    """
+    if fused(outer):
+        return triton_layers.normed_weight_grads(outer, weight, norm_weight)
+    grad_norm = (outer * weight).sum(dim=0)
+    return grad_norm.to(norm_weight.dtype), outer.mul_(norm_weight)
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, which lie side by side: [T, 2 I] -> [T, I]."""
     if fused(gate_up):
@@ -101,15 +115,15 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return both.to(gate_up.dtype), swiglu(gate_up)
 
 
-def rotate(qkv: Tensor, rotary: tuple[Tensor, Tensor], positions: Tensor, rotated: int) -> None:
-    """Rotate the first heads of each token in place: [T, heads, D].
+def rotate(qkv: Tensor, rotary: tuple[Tensor, Tensor], positions: Tensor, which: range) -> None:
+    """Rotate some heads of each token in place: [T, heads, D].
 
     `rotary` has cosines and sines of each position, [longest, D], as transformers makes them.
     """
     if fused(qkv):
-        triton_layers.rotate(qkv, rotary, positions, rotated)
+        triton_layers.rotate(qkv, rotary, positions, which)
         return
-    heads = qkv[:, :rotated]
+    heads = qkv[:, which.start : which.stop]
     heads.copy_(_turn(_wide(heads), rotary, positions))
 
 
@@ -134,18 +148,31 @@ def has_attention(x: Tensor, width: int, length: int) -> bool:
     return fused(x) and halves and width in (16, 32, 64) and length <= SHORT_ROWS
 
 
-def attention(qkv: Tensor, queries: int, scale: float) -> tuple[Tensor, Tensor]:
+def attention(
+    qkv: Tensor,
+    queries: int,
+    scale: float,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    *,
+    keep: bool = True,
+) -> tuple[Tensor, Tensor]:
     """Causal attention within rows, and the logarithms of the sums of its exponentials.
 
-    [B, L, H + 2 K, D], of which the first are queries -> [B, L, H, D] and [B, H, L].
+    [B, L, H + 2 K, D], of which the first are queries -> [B, L, H, D] and [B, K, L, H / K].
+    With `rotary` queries are still to be rotated, where a token's position is its place in the row.
+    `keep` leaves them rotated in `qkv`, as `attention_backward` needs them.
     """
     if fused(qkv):
-        return triton_attention.attention(qkv, queries, scale)
+        return triton_attention.attention(qkv, queries, scale, rotary, keep=keep)
+    if rotary is not None:
+        rotate(qkv.flatten(0, 1), rotary, _places(qkv), range(queries))
     query, key, value = _heads(qkv, queries)
     scores = _scores(query, key, scale)
     lse = scores.logsumexp(dim=3)
     out = (scores - lse[..., None]).exp() @ value
-    return out.transpose(1, 2).contiguous().to(qkv.dtype), lse
+    groups = (qkv.shape[2] - queries) // 2
+    by_group = lse.unflatten(1, (groups, -1)).transpose(2, 3).contiguous()
+    return out.transpose(1, 2).contiguous().to(qkv.dtype), by_group
 
 
 def attention_backward(
@@ -159,9 +186,10 @@ def attention_backward(
     """The gradient of `qkv` before `rotate`, where a token's position is its place in the row."""
     if fused(qkv):
         return triton_attention.attention_backward(grad, qkv, out, lse, rotary, scale)
-    rows, length, heads, _ = qkv.shape
+    heads = qkv.shape[2]
     query, key, value = _heads(qkv, out.shape[2])
-    weights = (_scores(query, key, scale) - lse[..., None]).exp()
+    of_heads = lse.transpose(2, 3).flatten(1, 2)
+    weights = (_scores(query, key, scale) - of_heads[..., None]).exp()
     grad_out = _wide(grad).transpose(1, 2)
     delta = (grad_out * _wide(out).transpose(1, 2)).sum(dim=3, keepdim=True)
     grad_scores = weights * (grad_out @ value.mT - delta) * scale
@@ -171,8 +199,7 @@ def attention_backward(
         x.unflatten(1, (n, -1)).sum(dim=2).to(qkv.dtype)  # over the heads that share it
         for x, n in zip(parts, (query.shape[1], groups, groups))
     )
-    positions = torch.arange(length, device=qkv.device).repeat(rows)
-    return rotate_backward((query, key, value), rotary, positions).view(qkv.shape)
+    return rotate_backward((query, key, value), rotary, _places(qkv)).view(qkv.shape)
 
 
 def pick(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -188,6 +215,12 @@ def _heads(qkv: Tensor, queries: int) -> tuple[Tensor, ...]:
     groups = (qkv.shape[2] - queries) // 2
     query, *others = _wide(qkv).transpose(1, 2).split((queries, groups, groups), dim=1)
     return query, *(x.repeat_interleave(queries // groups, dim=1) for x in others)
+
+
+def _places(qkv: Tensor) -> Tensor:
+    """Where each token is in its row, [T]."""
+    rows, length = qkv.shape[:2]
+    return torch.arange(length, device=qkv.device).repeat(rows)
 
 
 def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:

@@ -12,7 +12,7 @@ are one row here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from marlhf.models.layer_kernels import (
     gated_backward,
     has_attention,
     norm_backward,
+    normed_weight_grads,
     rotate,
     rotate_backward,
     swiglu,
@@ -86,14 +87,13 @@ def kernel_hidden(
         tables = trunk.rotary_emb(trunk.embed_tokens.weight[:1], positions[None])
         cos, sin = (table[0].contiguous() for table in tables)
     x, delta = trunk.embed_tokens(ids).to(dtype), None
-    *others, last = trunk.layers
+    layers = list(trunk.layers)
     with torch.autocast(ids.device.type, enabled=False):  # types are chosen by hand
-        for layer in others:
-            x, attended = _attention(layer, x, delta, places, (cos, sin))
-            x, delta = _after_attention(layer, x, attended)
-        x, attended = _attention(last, x, delta, places, (cos, sin))
-        x, attended = (each.index_select(0, picked) for each in (x, attended))
-        x, delta = _after_attention(last, x, attended)
+        for i, (layer, own) in enumerate(zip(layers, _matrices(layers, dtype))):
+            x, attended = _attention(layer, own, x, delta, places, (cos, sin))
+            if i == len(layers) - 1:
+                x, attended = (each.index_select(0, picked) for each in (x, attended))
+            x, delta = _after_attention(layer, own, x, attended)
         return Norm.apply(x, delta, trunk.norm.weight, trunk.norm.variance_epsilon)
 
 
@@ -107,17 +107,81 @@ def kept_bytes(model: Model, tokens: int, dtype: torch.dtype) -> int:
     return tokens * len(model.base_model.layers) * numbers * dtype.itemsize
 
 
+class _Matrices(NamedTuple):
+    """Those of a layer as they are multiplied: those with the same input as one."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+CAST_NUMBERS = 1 << 25
+"""Weights that are cast together: a kernel for each of a small model takes long to launch."""
+
+
+def _matrices(layers: Sequence[Any], dtype: torch.dtype) -> Iterator[_Matrices]:
+    """The weights of each layer in the type to multiply in."""
+    numbers = sum(p.numel() for p in layers[0].parameters())
+    together = max(1, CAST_NUMBERS // numbers)
+    for start in range(0, len(layers), together):
+        yield from _cast(layers[start : start + together], dtype)
+
+
+@torch.no_grad()
+def _cast(layers: Iterable[Any], dtype: torch.dtype) -> list[_Matrices]:
+    copies: list[Tensor] = []
+    originals: list[Tensor] = []
+
+    def joined(*parts: Tensor) -> Tensor:
+        first = parts[0]
+        if len(parts) == 1 and first.dtype == dtype:
+            return first
+        whole = first.new_empty(sum(map(len, parts)), *first.shape[1:], dtype=dtype)
+        copies.extend(whole.split([len(part) for part in parts]))
+        originals.extend(parts)
+        return whole
+
+    found: list[_Matrices] = []
+    for layer in layers:
+        mlp, out = layer.mlp, layer.self_attn.o_proj
+        heads = _heads_of(layer)
+        found.append(
+            _Matrices(
+                joined(*(each.weight for each in heads)),
+                None if heads[0].bias is None else joined(*(each.bias for each in heads)),
+                joined(out.weight),
+                joined(mlp.gate_proj.weight, mlp.up_proj.weight),
+                joined(mlp.down_proj.weight),
+            )
+        )
+    if copies:
+        torch._foreach_copy_(copies, originals)  # pyright: ignore[reportPrivateImportUsage]
+    return found
+
+
+def _heads_of(layer: Any) -> tuple[Any, Any, Any]:
+    module = layer.self_attn
+    return module.q_proj, module.k_proj, module.v_proj
+
+
 def _attention(
-    layer: Any, x: Tensor, delta: Tensor | None, places: Places, rotary: tuple[Tensor, Tensor]
+    layer: Any,
+    matrices: _Matrices,
+    x: Tensor,
+    delta: Tensor | None,
+    places: Places,
+    rotary: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
     """x + delta, and what its heads attended to: [T, hidden size] and [T, H * D]."""
     module, before = layer.self_attn, layer.input_layernorm
-    parts = (module.q_proj, module.k_proj, module.v_proj)
+    parts = _heads_of(layer)
     weights, biases = [p.weight for p in parts], [p.bias for p in parts]
-    bias = None if biases[0] is None else _joined(biases, x.dtype)
     width, scale = module.head_dim, module.scaling
     options = _Heads(places, rotary, width, before.variance_epsilon, scale)
-    inputs = x, delta, before.weight, _joined(weights, x.dtype), bias, options, *weights, *biases
+    joined = matrices.qkv, matrices.qkv_bias
+    inputs = x, delta, before.weight, *joined, options, *weights, *biases
     if places.attend is None and has_attention(x, width, places.longest):
         return NormAttend.apply(*inputs)
     x, query, key, value = NormHeads.apply(*inputs)
@@ -125,30 +189,35 @@ def _attention(
     return x, out.reshape(x.shape[0], -1)
 
 
-def _after_attention(layer: Any, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-    """The layer's two last residuals, whose sum is its output: [T, hidden size] each."""
+def _after_attention(
+    layer: Any, matrices: _Matrices, x: Tensor, attended: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The layer's two last residuals, whose sum is its output: [T, hidden size] each.
+
+    Of frozen weights it is one, and x is written over: products are added to it where they are
+    computed. Passes of weights that learn round as those with gradients do, which they are compared
+    with.
+    """
     mlp, between = layer.mlp, layer.post_attention_layernorm
     linear = (layer.self_attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    parameters = out, gate, up, down = [each.weight for each in linear]
-    cast = [_joined(weights, x.dtype) for weights in ([out], [gate, up], [down])]
+    parameters = [each.weight for each in linear]
+    out, gate_up, down = matrices[2:]
     epsilon = between.variance_epsilon
     if torch.is_grad_enabled():
-        return AfterAttention.apply(x, attended, between.weight, epsilon, *cast, *parameters)
-    out, gate_up, down = cast
-    x, normed = add_norm(x, attended @ out.T, between.weight, epsilon, x.dtype)
-    return x, gated(normed, gate_up) @ down.T
-
-
-@torch.no_grad()
-def _joined(weights: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Weights with the same input as one, in the type to multiply in."""
-    if len(weights) == 1:
-        return weights[0].to(dtype)
-    first = weights[0]
-    whole = first.new_empty(sum(map(len, weights)), *first.shape[1:], dtype=dtype)
-    for part, weight in zip(whole.split([len(w) for w in weights]), weights):
-        part.copy_(weight)
-    return whole
+        return AfterAttention.apply(
+            x, attended, between.weight, epsilon, out, gate_up, down, *parameters
+        )
+    frozen = not any(each.requires_grad for each in parameters)
+    delta = None
+    if frozen:
+        x.addmm_(attended, out.T)
+    else:
+        delta = attended @ out.T
+    x, normed = add_norm(x, delta, between.weight, epsilon, x.dtype)
+    product = gated(normed, gate_up)
+    if frozen:
+        return x.addmm_(product, down.T), None
+    return x, product @ down.T
 
 
 class _Heads(NamedTuple):
@@ -163,7 +232,9 @@ class Norm(torch.autograd.Function):
     """The root-mean-square norm of x + delta, in float32 at least: [N, hidden size]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, delta: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float
+    ) -> Tensor:
         x, normed = add_norm(x, delta, weight, epsilon, _sum_type(x))
         ctx.save_for_backward(x, weight)
         ctx.epsilon = epsilon
@@ -184,7 +255,7 @@ class NormHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        x, qkv = _project(ctx, *inputs)
+        x, qkv = _project(ctx, *inputs, by_attention=False)
         ctx.save_for_backward(x, *inputs[2:4])
         return x, *qkv.transpose(1, 2).split(ctx.heads, dim=1)
 
@@ -203,8 +274,9 @@ class NormAttend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        x, qkv = _project(ctx, *inputs)
-        out, lse = attention(qkv, ctx.heads[0], ctx.options.scale)
+        x, qkv = _project(ctx, *inputs, by_attention=True)
+        rotary, scale = ctx.options.rotary, ctx.options.scale
+        out, lse = attention(qkv, ctx.heads[0], scale, rotary, keep=any(ctx.needs_input_grad))
         ctx.save_for_backward(x, *inputs[2:4], qkv, out, lse)
         return x, out.view(len(x), -1)
 
@@ -228,9 +300,11 @@ def _project(
     bias: Tensor | None,
     options: _Heads,
     *parameters: Tensor | None,
+    by_attention: bool,
 ) -> tuple[Tensor, Tensor]:
-    """x + delta, and the rotated heads of its norm, [B, L, H + 2 K, D].
+    """x + delta, and the heads of its norm, [B, L, H + 2 K, D].
 
+    They are rotated, of queries and keys only the keys where attention rotates the queries.
     `weight` and `bias` are the parameters, joined and in the type to multiply in.
     """
     places, rotary, width, epsilon, _ = options
@@ -240,7 +314,9 @@ def _project(
     ctx.sizes = [p.shape[0] for p in parameters[:3] if p is not None]
     ctx.heads = [size // width for size in ctx.sizes]
     ctx.dtypes = [None if p is None else p.dtype for p in parameters]
-    rotate(qkv, rotary, places.positions, ctx.heads[0] + ctx.heads[1])
+    queries, keys, _ = ctx.heads
+    which = range(queries if by_attention else 0, queries + keys)
+    rotate(qkv, rotary, places.positions, which)
     return x, qkv.unflatten(0, places.shape)
 
 
@@ -252,7 +328,7 @@ def _project_backward(
     grad_x, unit = norm_backward(grad @ weight, x, norm_weight, epsilon, grad_sum.contiguous())
     grad_norm, grad_weights, grad_biases = None, (None,) * 3, (None,) * 3
     if ctx.needs_input_grad[2] or any(ctx.needs_input_grad[6:9]):
-        grad_norm, whole = _normed_weight_grads(grad, unit, weight, norm_weight)
+        grad_norm, whole = normed_weight_grads(_weight_grad(grad, unit), weight, norm_weight)
         grad_weights = whole.split(ctx.sizes)
     if any(ctx.needs_input_grad[9:]):
         grad_biases = grad.sum(dim=0, dtype=_sum_type(grad)).split(ctx.sizes)
@@ -301,24 +377,13 @@ class AfterAttention(torch.autograd.Function):
         )
         grad_norm = grad_gate = grad_up = grad_out = None
         if learns:
-            grad_norm, whole = _normed_weight_grads(grad_gates, unit, gate_up, norm_weight)
+            grad_norm, whole = normed_weight_grads(
+                _weight_grad(grad_gates, unit), gate_up, norm_weight
+            )
             grad_gate, grad_up = whole.chunk(2)
             grad_out = _weight_grad(grad_x, attended)
         parts = _in_types((grad_out, grad_gate, grad_up, grad_down), ctx.dtypes)
         return grad_x, grad_x @ out, grad_norm, None, None, None, None, *parts
-
-
-def _normed_weight_grads(
-    grad: Tensor, unit: Tensor, weight: Tensor, norm_weight: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The gradients of a norm's weight and of the weights that follow it.
-
-    For y = W (n * u), with `unit` u and `grad` that of y, both come from the sum over tokens of
-    grad outer u, which is as small as W: a sum of its own over tokens would read them all again.
-    """
-    outer = _weight_grad(grad, unit)
-    grad_norm = (outer * weight).sum(dim=0)
-    return grad_norm.to(norm_weight.dtype), outer.mul_(norm_weight)
 
 
 def _weight_grad(grad: Tensor, x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ Axes: N positions, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +62,12 @@ def chosen_logprobs(
     if factor != 1.0:
         hidden = hidden * factor
         bias = None if bias is None else bias * factor
-    rows = max(CHUNK_ROWS, CHUNK // len(weight)) if chunk is None else max(1, chunk // len(weight))
+    if chunk is None:
+        rows = max(CHUNK_ROWS, CHUNK // len(weight))
+        # Equal chunks: a small one at the end would cost nearly as much as the others.
+        rows = max(1, math.ceil(len(hidden) / max(1, round(len(hidden) / rows))))
+    else:
+        rows = max(1, chunk // len(weight))
     options = _Options(outer, entropy, rows)
     logprobs, spread = _ChosenLogprobs.apply(hidden.to(dtype), weight, bias, tokens, options)
     return logprobs, spread if entropy else None
@@ -169,11 +175,19 @@ class _ChosenLogprobs(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[part] = (change @ head[0]) * minus
             if grad_weight is not None:
-                grad_weight += change.T @ (state * minus).to(change.dtype)
+                _add_product(grad_weight, change.T, (state * minus).to(change.dtype))
             if grad_bias is not None:
                 grad_bias += (minus.to(change.dtype).T @ change)[0]
             del change
         return grad_hidden, grad_weight, grad_bias, None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to a tensor of a wider type, in one call where a GPU can."""
+    if total.is_cuda and torch.version.hip is None and total.dtype != a.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 def _logits(

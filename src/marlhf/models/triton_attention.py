@@ -1,8 +1,9 @@
 """Causal attention over short rows and its gradient, as Triton kernels for `layer_kernels.py`.
 
 Queries, keys and values lie side by side as one projection gave them, and so do their gradients,
-which are turned back on the way. For rows of a few hundred tokens and heads of 64 numbers this
-takes two thirds of the time of cuDNN's kernels and a rotation. Every sum has its fixed order.
+which are turned back on the way. What limits these kernels is how often keys and values, or queries
+and their gradients, are read from the GPU's L2 cache. So the query heads that share a key head are
+rows of one tile: token by token, and for each token head by head. Every sum has its fixed order.
 
 Axes: B rows, L tokens of a row, H query heads, K key-value heads, D head size.
 """
@@ -13,15 +14,51 @@ Axes: B rows, L tokens of a row, H query heads, K key-value heads, D head size.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 64
-"""Tokens in a block of queries, and of keys."""
 TO_LOG2 = tl.constexpr(1.4426950408889634)
 """Exponentials are powers of two here, which is what the hardware has."""
+
+
+class Tiles(NamedTuple):
+    """Sizes of a kernel's tiles: the fastest of those measured on an H200, heads of 64."""
+
+    queries: int  # rows, each a token's query of one head
+    keys: int
+    warps: int
+    stages: int
+
+
+FORWARD = Tiles(64, 32, 4, 3)
+TO_QUERIES = Tiles(64, 64, 4, 2)
+TO_KEYS = Tiles(32, 64, 4, 3)
+
+
+@triton.jit
+def _turn(
+    x,
+    cosines,
+    sines,
+    tokens,
+    inside,
+    rows: tl.constexpr,
+    width: tl.constexpr,
+    back: tl.constexpr,
+):
+    half: tl.constexpr = width // 2
+    at = tokens[:, None] * width + tl.arange(0, half)[None, :]
+    cos = tl.load(cosines + at, inside[:, None], other=0.0).to(tl.float32)
+    sin = tl.load(sines + at, inside[:, None], other=0.0).to(tl.float32)
+    if back:
+        sin = -sin
+    a, b = tl.split(tl.permute(tl.reshape(x, [rows, 2, half]), (0, 2, 1)))
+    a, b = a * cos - b * sin, b * cos + a * sin
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), [rows, width])
 
 
 @triton.jit
@@ -55,85 +92,115 @@ def _attention(
     qkv,
     out,
     lse,
+    cosines,
+    sines,
     scale,
     length,
     queries: tl.constexpr,
     groups: tl.constexpr,
     width: tl.constexpr,
+    rows: tl.constexpr,
     block: tl.constexpr,
+    turns: tl.constexpr,  # whether queries are still to be rotated, and left so
+    keep: tl.constexpr,
     precision: tl.constexpr,
 ):
-    # One program per block of queries, head and row; those with the most keys before them first.
-    at = tl.num_programs(0) - 1 - tl.program_id(0)
-    head = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)
-    stride: tl.constexpr = (queries + 2 * groups) * width  # of a token
+    # One program per block of tokens, group and row; those with the most keys before them first.
     share: tl.constexpr = queries // groups
+    tokens: tl.constexpr = rows // share  # some rows of a tile may be left over
+    stride: tl.constexpr = (queries + 2 * groups) * width  # of a token
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * tokens
+    group = tl.program_id(1)
+    text = tl.program_id(2).to(tl.int64)
+    row = tl.arange(0, rows)
+    token = first + row // share
+    inside = (row < tokens * share) & (token < length)
+    head = group * share + row % share
     column = tl.arange(0, width)[None, :]
     inner = tl.arange(0, block)
-    mine = at * block + inner
-    inside = (mine < length)[:, None]
-    on_diagonal = inner[:, None] >= inner[None, :]
-    qkv += row * length * stride
-    key_at = qkv + (queries + head // share) * width
+    qkv += text * length * stride
+    key_at = qkv + (queries + group) * width
     value_at = key_at + groups * width
-    tile = mine[:, None] * stride + column
-    q = tl.load(qkv + head * width + tile, inside, other=0.0)
-    highest = tl.full([block], -float("inf"), tl.float32)
-    total = tl.zeros([block], tl.float32)
-    mean = tl.zeros([block, width], tl.float32)
-    for start in range(0, at * block, block):
+    mine = (token * stride + head * width)[:, None] + column
+    q = tl.load(qkv + mine, inside[:, None], other=0.0)
+    if turns:
+        turned = _turn(q.to(tl.float32), cosines, sines, token, inside, rows, width, False)
+        q = turned.to(q.dtype)
+        if keep:
+            tl.store(qkv + mine, q, inside[:, None])
+    highest = tl.full([rows], -float("inf"), tl.float32)
+    total = tl.zeros([rows], tl.float32)
+    mean = tl.zeros([rows, width], tl.float32)
+    before = (first + 1) // block * block  # keys that all tokens see
+    for start in range(0, before, block):
         other = (start + inner)[:, None] * stride + column
         k, v = tl.load(key_at + other), tl.load(value_at + other)
         highest, total, mean = _attend_to(
-            q, k, v, scale, highest, total, mean, on_diagonal, False, precision
+            q, k, v, scale, highest, total, mean, inner[None, :] >= 0, False, precision
         )
-    k = tl.load(key_at + tile, inside, other=0.0)
-    v = tl.load(value_at + tile, inside, other=0.0)
-    highest, total, mean = _attend_to(
-        q, k, v, scale, highest, total, mean, on_diagonal, True, precision
-    )
-    out += row * length * queries * width + head * width
+    for start in range(before, tl.minimum(first + tokens, length), block):
+        key = start + inner
+        other = key[:, None] * stride + column
+        k = tl.load(key_at + other, (key < length)[:, None], other=0.0)
+        v = tl.load(value_at + other, (key < length)[:, None], other=0.0)
+        visible = key[None, :] <= token[:, None]
+        highest, total, mean = _attend_to(
+            q, k, v, scale, highest, total, mean, visible, True, precision
+        )
     mean /= total[:, None]
-    tl.store(out + mine[:, None] * (queries * width) + column, mean.to(q.dtype), inside)
-    lse += (row * queries + head) * length
-    tl.store(lse + mine, (highest + tl.log2(total)) / TO_LOG2, mine < length)
+    out += text * length * (queries * width)
+    target = (token * (queries * width) + head * width)[:, None] + column
+    tl.store(out + target, mean.to(q.dtype), inside[:, None])
+    lse += (text * groups + group) * length * share + first * share
+    tl.store(lse + row, (highest + tl.log2(total)) / TO_LOG2, inside)
 
 
-def attention(qkv: Tensor, queries: int, scale: float) -> tuple[Tensor, Tensor]:
-    rows, length, heads, width = qkv.shape
-    out = qkv.new_empty(rows, length, queries, width)
-    lse = qkv.new_empty(rows, queries, length, dtype=torch.float32)
-    _attention[(triton.cdiv(length, BLOCK), queries, rows)](
+def attention(
+    qkv: Tensor,
+    queries: int,
+    scale: float,
+    rotary: tuple[Tensor, Tensor] | None,
+    *,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    texts, length, heads, width = qkv.shape
+    groups = (heads - queries) // 2
+    share = queries // groups
+    out = qkv.new_empty(texts, length, queries, width)
+    lse = qkv.new_empty(texts, groups, length, share, dtype=torch.float32)
+    rows, keys, warps, stages = _tiles(FORWARD, share)
+    _attention[(triton.cdiv(length, rows // share), groups, texts)](
         qkv,
         out,
         lse,
+        *(rotary or (lse, lse)),
         scale,
         length,
         queries,
-        (heads - queries) // 2,
+        groups,
         width,
-        BLOCK,
+        rows,
+        keys,
+        rotary is not None,
+        keep,
         _precision(qkv),
-        num_warps=4,
-        num_stages=2,
+        num_warps=warps,
+        num_stages=stages,
     )
     return out, lse
 
 
 @triton.jit
-def _deltas(
-    out, grad, deltas, length, heads: tl.constexpr, block: tl.constexpr, width: tl.constexpr
+def _to_query(
+    k, v, q, g, high, delta, scale, grad_q, visible, masked: tl.constexpr, precision: tl.constexpr
 ):
-    # One program per token: the product of each head's output and its gradient.
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, block)
-    at = token * heads * width + head[:, None] * width + tl.arange(0, width)[None, :]
-    inside = (head < heads)[:, None]
-    x = tl.load(out + at, inside, other=0.0).to(tl.float32)
-    x *= tl.load(grad + at, inside, other=0.0).to(tl.float32)
-    target = deltas + (token // length * heads + head) * length + token % length
-    tl.store(target, tl.sum(x, axis=1), head < heads)
+    scores = tl.dot(q, tl.trans(k), input_precision=precision) * (scale * TO_LOG2)
+    weights = tl.exp2(scores - high[:, None])
+    if masked:
+        weights = tl.where(visible, weights, 0.0)
+    grad_weights = tl.dot(g, tl.trans(v), input_precision=precision)
+    grad_scores = weights * (grad_weights - delta[:, None])
+    return tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision=precision)
 
 
 @triton.jit
@@ -154,7 +221,7 @@ def _to_key(
     # What queries q with gradients g add to the gradients of keys and values. A query beyond the
     # last token is 0 with a gradient of 0, and adds nothing.
     scores = tl.dot(k, tl.trans(q), input_precision=precision) * (scale * TO_LOG2)
-    weights = tl.exp2(scores - high[None, :] * TO_LOG2)
+    weights = tl.exp2(scores - high[None, :])
     if masked:
         weights = tl.where(visible, weights, 0.0)
     grad_v = tl.dot(weights.to(g.dtype), g, grad_v, input_precision=precision)
@@ -165,31 +232,72 @@ def _to_key(
 
 
 @triton.jit
-def _to_query(
-    k, v, q, g, high, delta, scale, grad_q, visible, masked: tl.constexpr, precision: tl.constexpr
+def _query_grads(
+    qkv,
+    out,
+    grad,
+    lse,
+    deltas,
+    cosines,
+    sines,
+    grad_qkv,
+    scale,
+    length,
+    queries: tl.constexpr,
+    groups: tl.constexpr,
+    width: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+    precision: tl.constexpr,
 ):
-    scores = tl.dot(q, tl.trans(k), input_precision=precision) * (scale * TO_LOG2)
-    weights = tl.exp2(scores - high[:, None] * TO_LOG2)
-    if masked:
-        weights = tl.where(visible, weights, 0.0)
-    grad_weights = tl.dot(g, tl.trans(v), input_precision=precision)
-    grad_scores = weights * (grad_weights - delta[:, None])
-    return tl.dot(grad_scores.to(k.dtype), k, grad_q, input_precision=precision)
+    # As `_attention`. It also leaves the products of outputs and their gradients to `_key_grads`.
+    share: tl.constexpr = queries // groups
+    tokens: tl.constexpr = rows // share
+    stride: tl.constexpr = (queries + 2 * groups) * width
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * tokens
+    group = tl.program_id(1)
+    text = tl.program_id(2).to(tl.int64)
+    row = tl.arange(0, rows)
+    token = first + row // share
+    inside = (row < tokens * share) & (token < length)
+    head = group * share + row % share
+    column = tl.arange(0, width)[None, :]
+    inner = tl.arange(0, block)
+    qkv += text * length * stride
+    key_at = qkv + (queries + group) * width
+    value_at = key_at + groups * width
+    mine = (token * stride + head * width)[:, None] + column
+    source = (token * (queries * width) + head * width)[:, None] + column
+    source += text * length * (queries * width)
+    q = tl.load(qkv + mine, inside[:, None], other=0.0)
+    g = tl.load(grad + source, inside[:, None], other=0.0)
+    o = tl.load(out + source, inside[:, None], other=0.0)
+    delta = tl.sum(g.to(tl.float32) * o.to(tl.float32), axis=1)
+    sums = (text * groups + group) * length * share + first * share
+    tl.store(deltas + sums + row, delta, inside)
+    high = tl.load(lse + sums + row, inside, other=0.0) * TO_LOG2
+    grad_q = tl.zeros([rows, width], tl.float32)
+    before = (first + 1) // block * block
+    for start in range(0, before, block):
+        other = (start + inner)[:, None] * stride + column
+        k, v = tl.load(key_at + other), tl.load(value_at + other)
+        grad_q = _to_query(
+            k, v, q, g, high, delta, scale, grad_q, inner[None, :] >= 0, False, precision
+        )
+    for start in range(before, tl.minimum(first + tokens, length), block):
+        key = start + inner
+        other = key[:, None] * stride + column
+        k = tl.load(key_at + other, (key < length)[:, None], other=0.0)
+        v = tl.load(value_at + other, (key < length)[:, None], other=0.0)
+        visible = key[None, :] <= token[:, None]
+        grad_q = _to_query(k, v, q, g, high, delta, scale, grad_q, visible, True, precision)
+    grad_q = _turn(grad_q * scale, cosines, sines, token, inside, rows, width, True)
+    grad_qkv += text * length * stride
+    tl.store(grad_qkv + mine, grad_q.to(q.dtype), inside[:, None])
 
 
 @triton.jit
-def _turn_back(x, cosines, sines, tokens, inside, block: tl.constexpr, width: tl.constexpr):
-    half: tl.constexpr = width // 2
-    at = tokens[:, None] * width + tl.arange(0, half)[None, :]
-    cos = tl.load(cosines + at, inside, other=0.0).to(tl.float32)
-    sin = tl.load(sines + at, inside, other=0.0).to(tl.float32)
-    a, b = tl.split(tl.permute(tl.reshape(x, [block, 2, half]), (0, 2, 1)))
-    a, b = a * cos + b * sin, b * cos - a * sin
-    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), [block, width])
-
-
-@triton.jit
-def _attention_backward(
+def _key_grads(
     qkv,
     grad,
     lse,
@@ -202,84 +310,74 @@ def _attention_backward(
     queries: tl.constexpr,
     groups: tl.constexpr,
     width: tl.constexpr,
+    rows: tl.constexpr,
     block: tl.constexpr,
     precision: tl.constexpr,
 ):
-    # One program per block of tokens, group and row: the gradients of its keys and values from the
-    # queries after them, then those of its queries from the keys before them. That is as much work
-    # for the first block as for the last.
-    at = tl.program_id(0)
-    group = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)
+    # One program per block of keys, group and row: over the queries that see them, those of all
+    # heads in turn, in blocks of rows. The first block of keys has the most.
+    share: tl.constexpr = queries // groups
     stride: tl.constexpr = (queries + 2 * groups) * width
     grad_stride: tl.constexpr = queries * width
-    share: tl.constexpr = queries // groups
+    first = tl.program_id(0) * block
+    group = tl.program_id(1)
+    text = tl.program_id(2).to(tl.int64)
+    key = first + tl.arange(0, block)
+    seen = key < length
     column = tl.arange(0, width)[None, :]
-    inner = tl.arange(0, block)
-    mine = at * block + inner
-    inside = (mine < length)[:, None]
-    on_diagonal = inner[:, None] >= inner[None, :]
-    tile = mine[:, None] * stride + column
-    grad_tile = mine[:, None] * grad_stride + column
-    qkv += row * length * stride
-    grad_qkv += row * length * stride
-    grad += row * length * grad_stride
-    key_at = qkv + (queries + group) * width
-    value_at = key_at + groups * width
-    k = tl.load(key_at + tile, inside, other=0.0)
-    v = tl.load(value_at + tile, inside, other=0.0)
+    inner = tl.arange(0, rows)
+    qkv += text * length * stride
+    grad_qkv += text * length * stride
+    grad += text * length * grad_stride + group * share * width
+    query_at = qkv + group * share * width
+    sums = (text * groups + group) * length * share
+    lse += sums
+    deltas += sums
+    tile = (queries + group) * width + key[:, None] * stride + column
+    k = tl.load(qkv + tile, seen[:, None], other=0.0)
+    v = tl.load(qkv + groups * width + tile, seen[:, None], other=0.0)
     grad_k = tl.zeros([block, width], tl.float32)
     grad_v = tl.zeros([block, width], tl.float32)
-    for i in range(share):
-        head = group * share + i
-        sums = (row * queries + head) * length
-        q = tl.load(qkv + head * width + tile, inside, other=0.0)
-        g = tl.load(grad + head * width + grad_tile, inside, other=0.0)
-        high = tl.load(lse + sums + mine, mine < length, other=0.0)
-        delta = tl.load(deltas + sums + mine, mine < length, other=0.0)
-        visible = tl.trans(on_diagonal)
+    end = length * share
+    after = tl.minimum(first * share + tl.cdiv(block * share, rows) * rows, end)
+    for start in range(first * share, after, rows):
+        row = start + inner
+        inside = row < end
+        token, head = row // share, row % share
+        q = tl.load(
+            query_at + (token * stride + head * width)[:, None] + column, inside[:, None], other=0.0
+        )
+        g = tl.load(
+            grad + (token * grad_stride + head * width)[:, None] + column,
+            inside[:, None],
+            other=0.0,
+        )
+        high = tl.load(lse + row, inside, other=0.0) * TO_LOG2
+        delta = tl.load(deltas + row, inside, other=0.0)
+        visible = key[:, None] <= token[None, :]
         grad_k, grad_v = _to_key(
             k, v, q, g, high, delta, scale, grad_k, grad_v, visible, True, precision
         )
-        for start in range((at + 1) * block, length, block):
-            other = start + inner
-            seen = other < length
-            q = tl.load(
-                qkv + head * width + other[:, None] * stride + column, seen[:, None], other=0.0
-            )
-            g = tl.load(
-                grad + head * width + other[:, None] * grad_stride + column,
-                seen[:, None],
-                other=0.0,
-            )
-            high = tl.load(lse + sums + other, seen, other=0.0)
-            delta = tl.load(deltas + sums + other, seen, other=0.0)
-            grad_k, grad_v = _to_key(
-                k, v, q, g, high, delta, scale, grad_k, grad_v, visible, False, precision
-            )
-    grad_k = _turn_back(grad_k * scale, cosines, sines, mine, inside, block, width)
-    grad_key_at = grad_qkv + (queries + group) * width
-    tl.store(grad_key_at + tile, grad_k.to(k.dtype), inside)
-    tl.store(grad_key_at + groups * width + tile, grad_v.to(k.dtype), inside)
-
-    for i in range(share):
-        head = group * share + i
-        sums = (row * queries + head) * length
-        q = tl.load(qkv + head * width + tile, inside, other=0.0)
-        g = tl.load(grad + head * width + grad_tile, inside, other=0.0)
-        high = tl.load(lse + sums + mine, mine < length, other=0.0)
-        delta = tl.load(deltas + sums + mine, mine < length, other=0.0)
-        grad_q = tl.zeros([block, width], tl.float32)
-        grad_q = _to_query(k, v, q, g, high, delta, scale, grad_q, on_diagonal, True, precision)
-        for start in range(0, at * block, block):
-            other = (start + inner)[:, None] * stride + column
-            before_k = tl.load(key_at + other)
-            before_v = tl.load(value_at + other)
-            grad_q = _to_query(
-                before_k, before_v, q, g, high, delta, scale, grad_q, on_diagonal, False, precision
-            )
-        grad_q = _turn_back(grad_q * scale, cosines, sines, mine, inside, block, width)
-        tl.store(grad_qkv + head * width + tile, grad_q.to(k.dtype), inside)
+    for start in range(after, end, rows):
+        row = start + inner
+        inside = row < end
+        token, head = row // share, row % share
+        q = tl.load(
+            query_at + (token * stride + head * width)[:, None] + column, inside[:, None], other=0.0
+        )
+        g = tl.load(
+            grad + (token * grad_stride + head * width)[:, None] + column,
+            inside[:, None],
+            other=0.0,
+        )
+        high = tl.load(lse + row, inside, other=0.0) * TO_LOG2
+        delta = tl.load(deltas + row, inside, other=0.0)
+        grad_k, grad_v = _to_key(
+            k, v, q, g, high, delta, scale, grad_k, grad_v, inner[None, :] >= 0, False, precision
+        )
+    grad_k = _turn(grad_k * scale, cosines, sines, key, seen, block, width, True)
+    tl.store(grad_qkv + tile, grad_k.to(k.dtype), seen[:, None])
+    tl.store(grad_qkv + groups * width + tile, grad_v.to(k.dtype), seen[:, None])
 
 
 def attention_backward(
@@ -290,32 +388,50 @@ def attention_backward(
     rotary: tuple[Tensor, Tensor],
     scale: float,
 ) -> Tensor:
-    rows, length, heads, width = qkv.shape
+    texts, length, heads, width = qkv.shape
     queries = out.shape[2]
-    grad = grad.contiguous()
-    deltas = torch.empty_like(lse)
-    block = triton.next_power_of_2(queries)
-    _deltas[(rows * length,)](out, grad, deltas, length, queries, block, width, num_warps=1)
-    grad_qkv = torch.empty_like(qkv)
     groups = (heads - queries) // 2
-    _attention_backward[(triton.cdiv(length, BLOCK), groups, rows)](
+    share = queries // groups
+    grad = grad.contiguous()
+    deltas, grad_qkv = torch.empty_like(lse), torch.empty_like(qkv)
+    rows, keys, warps, stages = _tiles(TO_QUERIES, share)
+    shape = (scale, length, queries, groups, width)
+    _query_grads[(triton.cdiv(length, rows // share), groups, texts)](
+        qkv,
+        out,
+        grad,
+        lse,
+        deltas,
+        *rotary,
+        grad_qkv,
+        *shape,
+        rows,
+        keys,
+        _precision(qkv),
+        num_warps=warps,
+        num_stages=stages,
+    )
+    rows, keys, warps, stages = TO_KEYS
+    _key_grads[(triton.cdiv(length, keys), groups, texts)](
         qkv,
         grad,
         lse,
         deltas,
         *rotary,
         grad_qkv,
-        scale,
-        length,
-        queries,
-        groups,
-        width,
-        BLOCK,
+        *shape,
+        rows,
+        keys,
         _precision(qkv),
-        num_warps=4,
-        num_stages=2,
+        num_warps=warps,
+        num_stages=stages,
     )
     return grad_qkv
+
+
+def _tiles(tiles: Tiles, share: int) -> Tiles:
+    """With room for all heads of a token."""
+    return tiles._replace(queries=max(tiles.queries, triton.next_power_of_2(share)))
 
 
 def _precision(x: Tensor) -> str:

@@ -181,6 +181,43 @@ def norm_backward(
 
 
 @triton.jit
+def _normed_weight_grads(
+    outer,
+    weight,
+    norm_weight,
+    sums,
+    rows,
+    size,
+    tall: tl.constexpr,
+    block: tl.constexpr,
+):
+    # A program per tile: it scales the columns in place, and leaves its part of their sums.
+    row = tl.program_id(0) * tall + tl.arange(0, tall)[:, None]
+    column = tl.program_id(1) * block + tl.arange(0, block)[None, :]
+    inside = (row < rows) & (column < size)
+    at = row.to(tl.int64) * size + column
+    x = tl.load(outer + at, inside, other=0.0)
+    part = tl.sum(x * tl.load(weight + at, inside, other=0.0).to(tl.float32), axis=0)
+    column_sum = sums + tl.program_id(0) * size + column
+    tl.store(column_sum, part[None, :], column < size)
+    scale = tl.load(norm_weight + column, column < size, other=0.0).to(tl.float32)
+    tl.store(outer + at, x * scale, inside)
+
+
+def normed_weight_grads(
+    outer: Tensor, weight: Tensor, norm_weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    rows, size = outer.shape
+    tall, block = 32, 64
+    parts = triton.cdiv(rows, tall)
+    sums = torch.empty(parts, size, dtype=outer.dtype, device=outer.device)
+    _normed_weight_grads[(parts, triton.cdiv(size, block))](
+        outer, weight, norm_weight, sums, rows, size, tall, block, num_warps=4
+    )
+    return sums.sum(dim=0).to(norm_weight.dtype), outer
+
+
+@triton.jit
 def _swiglu(gate_up, out, rows, size: tl.constexpr, block: tl.constexpr, tall: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * tall + tl.arange(0, tall)[:, None]
     column = tl.program_id(1) * block + tl.arange(0, block)[None, :]
@@ -241,6 +278,7 @@ def _rotate(
     sines,
     positions,
     rows,
+    first_head: tl.constexpr,
     rotated: tl.constexpr,
     heads: tl.constexpr,
     width: tl.constexpr,
@@ -251,7 +289,7 @@ def _rotate(
     row = tl.program_id(0).to(tl.int64) * tall + tl.arange(0, tall)[:, None]
     column = tl.arange(0, half)[None, :]
     inside = (row < rows) & (column < width // 2)
-    token, head = row // rotated, row % rotated
+    token, head = row // rotated, first_head + row % rotated
     first = qkv + (token * heads + head) * width + column
     stored = tl.load(first, inside, other=0.0)
     a = stored.to(tl.float32)
@@ -263,12 +301,22 @@ def _rotate(
     tl.store(first + width // 2, (b * cos + a * sin).to(stored.dtype), inside)
 
 
-def rotate(qkv: Tensor, rotary: tuple[Tensor, Tensor], positions: Tensor, rotated: int) -> None:
+def rotate(qkv: Tensor, rotary: tuple[Tensor, Tensor], positions: Tensor, which: range) -> None:
     tokens, heads, width = qkv.shape
-    rows, half = tokens * rotated, triton.next_power_of_2(width // 2)
+    rows, half = tokens * len(which), triton.next_power_of_2(width // 2)
     tall = max(1, TILE // 2 // half)
     _rotate[(triton.cdiv(rows, tall),)](
-        qkv, *rotary, positions, rows, rotated, heads, width, half, tall, num_warps=4
+        qkv,
+        *rotary,
+        positions,
+        rows,
+        which.start,
+        len(which),
+        heads,
+        width,
+        half,
+        tall,
+        num_warps=4,
     )
 
 
