@@ -132,73 +132,59 @@ def _attend(
     else:
         end = last + 1
         q = tl.load(mine + column[None, :], row < share, other=0.0).to(keys.dtype.element_ty)
-    # Positions of a borrowed prefix are another slot's, but for 0: there may be both in the first
-    # block, and from that on in which the prefix ends. Blocks are the same where nothing is
-    # borrowed, and so are the bits.
-    parts: tl.constexpr = 3 if borrows else 1
     if borrows:
         prefix_end = tl.load(prefix_ends + slot).to(tl.int32)
         other = tl.load(prefix_rows + slot) * slot_stride + group * head_stride
     first_block = first // block * block
-    begin = first_block
-    for part in tl.static_range(parts):
-        stop = end
-        if borrows and part == 1:
-            stop = tl.minimum(end, prefix_end // block * block)
-        if part == 0:
-            # Never without a round, in which queries are rotated; with a prefix it is the only one.
-            stop = first_block + 1 if borrows else tl.maximum(end, first_block + 1)
-        for start in range(begin, stop, block):
-            position = start + tl.arange(0, block)
-            inside = (position < end) & (position >= first)
-            if not borrows:
-                place = own
-            elif part == 1:
-                place = other
-            else:
-                is_other = (position > 0) & (position < prefix_end)
-                place = tl.where(is_other, other, own)[:, None]
-            at = place + position[:, None] * width + column[None, :]
-            k = tl.load(keys + at, inside[:, None], other=0.0)
-            v = tl.load(values + at, inside[:, None], other=0.0)
-            # Only here does anything depend on the kernel before: the first keys, which do not, are
-            # on their way. (One condition for both would not be known when this is compiled.)
-            if rotates and part == 0:  # noqa: SIM102
-                if start == first_block:
-                    if early:
-                        tl.extra.cuda.gdc_wait()
-                    if triggers:
-                        tl.extra.cuda.gdc_launch_dependents()
-                    q, highest, total, mean = _begin(
-                        mine,
-                        query + slot * query_stride + (groups * share + group) * width,
-                        row < share,
-                        keys + own + last * width,
-                        values + own + last * width,
-                        cosines + last * width,
-                        sines + last * width,
-                        query_norm,
-                        key_norm,
-                        eps,
-                        scale,
-                        groups * width,
-                        width,
-                        normed,
-                    )
-            scores = tl.dot(q, tl.trans(k), input_precision=precision) * scale
-            if capped:
-                tanh = 1 - 2 / (tl.exp(2 * scores / softcap) + 1)
-                scores = softcap * tanh
-            # In units of log2(e), as exp2 is what the hardware has.
-            scores = tl.where(inside[None, :], scores * 1.4426950408889634, -float("inf"))
-            # Sums so far are relative to the old maximum: rescale them to the new one.
-            new_highest = tl.maximum(highest, tl.max(scores, axis=1, keep_dims=True))
-            weights = tl.exp2(scores - new_highest)
-            rescale = tl.exp2(highest - new_highest)
-            total = total * rescale + tl.sum(weights, axis=1, keep_dims=True)
-            mean = mean * rescale + tl.dot(weights.to(v.dtype), v, input_precision=precision)
-            highest = new_highest
-        begin = begin + block if part == 0 else tl.maximum(begin, stop)
+    # Never without a round, in which queries are rotated.
+    for start in range(first_block, tl.maximum(end, first_block + 1), block):
+        position = start + tl.arange(0, block)
+        inside = (position < end) & (position >= first)
+        place = own
+        if borrows:
+            # Positions of a borrowed prefix are another slot's, but for 0.
+            is_other = (position > 0) & (position < prefix_end)
+            place = tl.where(is_other, other, own)[:, None]
+        at = place + position[:, None] * width + column[None, :]
+        k = tl.load(keys + at, inside[:, None], other=0.0)
+        v = tl.load(values + at, inside[:, None], other=0.0)
+        # Only here does anything depend on the kernel before: the first keys, which do not, are
+        # on their way. (One condition for both would not be known when this is compiled.)
+        if rotates:  # noqa: SIM102
+            if start == first_block:
+                if early:
+                    tl.extra.cuda.gdc_wait()
+                if triggers:
+                    tl.extra.cuda.gdc_launch_dependents()
+                q, highest, total, mean = _begin(
+                    mine,
+                    query + slot * query_stride + (groups * share + group) * width,
+                    row < share,
+                    keys + own + last * width,
+                    values + own + last * width,
+                    cosines + last * width,
+                    sines + last * width,
+                    query_norm,
+                    key_norm,
+                    eps,
+                    scale,
+                    groups * width,
+                    width,
+                    normed,
+                )
+        scores = tl.dot(q, tl.trans(k), input_precision=precision) * scale
+        if capped:
+            tanh = 1 - 2 / (tl.exp(2 * scores / softcap) + 1)
+            scores = softcap * tanh
+        # In units of log2(e), as exp2 is what the hardware has.
+        scores = tl.where(inside[None, :], scores * 1.4426950408889634, -float("inf"))
+        # Sums so far are relative to the old maximum: rescale them to the new one.
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1, keep_dims=True))
+        weights = tl.exp2(scores - new_highest)
+        rescale = tl.exp2(highest - new_highest)
+        total = total * rescale + tl.sum(weights, axis=1, keep_dims=True)
+        mean = mean * rescale + tl.dot(weights.to(v.dtype), v, input_precision=precision)
+        highest = new_highest
     heads = groups * share
     target = out + (slot * heads + group * share + row) * width + column[None, :]
     tl.store(target, (mean / total).to(out.dtype.element_ty), row < share)
@@ -232,7 +218,8 @@ def attend(
     share = heads // groups
     out = torch.empty(slots, heads, width, dtype=keys.dtype, device=query.device)
     query_norm, key_norm, eps = norms or (query, query, 0.0)
-    block, warps, stages = _attend_tiles(slots * groups, keys, rotates=rotary is not None)
+    deep = rotary is not None and prefixes is None
+    block, warps, stages = _attend_tiles(slots * groups, keys, deep=deep)
     _attend[(slots, groups)](
         query,
         keys,
@@ -268,13 +255,14 @@ def attend(
     return out
 
 
-def _attend_tiles(programs: int, keys: Tensor, *, rotates: bool) -> tuple[int, int, int]:
+def _attend_tiles(programs: int, keys: Tensor, *, deep: bool) -> tuple[int, int, int]:
     """Keys per block, warps and pipeline stages: the fastest of those measured on an H200.
 
-    Many small programs share a multiprocessor; few go over long blocks. Where more are launched
-    early than fit, those that do had better read more at once.
+    Many small programs share a multiprocessor; few go over long blocks. With `deep` they read more
+    at once where more are launched early than fit: their keys come from memory. Those of a prefix
+    that several slots read come from the L2 cache.
     """
-    most = 5 if rotates and programs >= 1536 else 3
+    most = 5 if deep and programs >= 1536 else 3
     if programs >= 256:
         block, warps = 32, 1
     elif programs >= 96:
