@@ -26,8 +26,8 @@ if importlib.util.find_spec("triton"):  # torch installs it only where there may
         from marlhf.models import triton_gates
 
 SHORT_ROWS = 1024
-"""Up to so many tokens `attention` with its gradient is faster than cuDNN's, whose time hardly falls
-for fewer."""
+"""Up to so many tokens `attention` and its gradient are faster than cuDNN's, whose time hardly
+falls for fewer."""
 GATED_TOKENS, GATED_INPUTS = 4096, 1024
 """From so many tokens on, and up to so many inputs, `gated` and its gradient are one kernel: cuBLAS
 is better at products, the more so the more there is to sum, and what is saved is memory."""
