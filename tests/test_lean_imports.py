@@ -1,13 +1,17 @@
 """Packages that only other models than ours need are left alone at the start of a run."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import transformers
+from transformers.utils import import_utils
 
-from marlhf.cli.lean_imports import UNUSED
+from marlhf.cli.lean_imports import UNUSED, _from_json, _to_json
 
 SCRIPT = """
 import importlib, sys
@@ -72,3 +76,72 @@ def test_compiled_files_are_not_kept_where_others_write(start, tmp_path):
     folder.chmod(0o777)
     assert start() == []
     assert start(XDG_CACHE_HOME="/proc/nowhere") == []
+
+
+READ = """
+def create_import_structure_from_path(path):
+    print("read", path.name)
+    return {frozenset(["torch"]): {"modeling": {"B", "A"}}, "llama": {frozenset(): {"x": {"C"}}}}
+"""
+BEGIN = """
+import sys
+from pathlib import Path
+from marlhf.cli.lean_imports import READER, keep_names_of_models
+sys.path.insert(0, sys.argv[1])
+keep_names_of_models()
+from transformers.utils import import_utils
+read = getattr(import_utils, READER)
+models = Path(import_utils.__file__).parents[1] / "models"
+llama = {frozenset(): {"x": {"C"}}}
+print(read(models) == {frozenset(["torch"]): {"modeling": {"A", "B"}}, "llama": llama})
+"""
+
+
+@pytest.fixture
+def names(tmp_path):
+    """What a start with a small package of that name prints; and the folder of what is kept."""
+
+    def start(folder="site-packages"):
+        package = tmp_path / folder / "transformers"
+        (package / "utils").mkdir(parents=True, exist_ok=True)
+        (package / "models").mkdir(exist_ok=True)
+        for file in (package / "__init__.py", package / "utils" / "__init__.py"):
+            if not file.exists():
+                file.touch()
+        (package / "utils" / "import_utils.py").write_text(READ)
+        command = [sys.executable, "-c", BEGIN, str(package.parent)]
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return run.stdout.split("\n")[:-1]
+
+    return start, tmp_path / "marlhf" / "transformers"
+
+
+def test_names_of_models_are_read_once(names):
+    start, folder = names
+    assert start() == ["read models", "True"]
+    assert start() == ["True"]
+    [file] = folder.iterdir()
+    whole = file.read_text()
+    for broken in (whole[:-9], '{"a": 1}', "[[], 1]", "[[1], {}]"):
+        file.write_text(broken)
+        assert start() == ["read models", "True"]
+        assert file.read_text() == whole
+    (folder.parents[1] / "site-packages/transformers/__init__.py").write_text("new = 1")
+    assert start()[0] == "read models"  # another version
+
+
+def test_names_of_models_are_read_where_they_may_change_or_cannot_be_kept(names):
+    start, folder = names
+    assert start("src") == ["read models", "True"]
+    assert not any(folder.iterdir())
+    folder.chmod(0o777)
+    assert start() == start() == ["read models", "True"]
+    assert not any(folder.iterdir())
+
+
+def test_names_of_models_are_kept_as_they_are():
+    models = Path(transformers.__file__).parent / "models"
+    found = import_utils.create_import_structure_from_path(models)
+    assert len(found) > 100
+    assert _from_json(json.loads(json.dumps(_to_json(found)))) == found

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.machinery
 import importlib.util
+import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 UNUSED = {
     "torchvision": "is_torchvision_available",
@@ -51,16 +57,111 @@ def keep_compiled_modules() -> None:
     source = torch and torch.origin
     if not source or Path(importlib.util.cache_from_source(source)).exists():
         return
-    folder = _own_folder()
+    folder = _own_folder("compiled")
     if folder is not None:
         sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
 
 
-def _own_folder() -> Path | None:
+def keep_names_of_models() -> None:
+    """Keep the names that transformers finds in its models' files.
+
+    It reads all of them, more than a thousand, each time it is imported, and looks for what they
+    export: most of a second.
+    """
+    folder = None if "transformers" in sys.modules else _own_folder("transformers")
+    if folder is not None:
+        sys.meta_path.insert(0, _ReaderFinder(folder))
+
+
+class _ReaderFinder:
+    """Finds the module of transformers that reads the files, and lets it look here first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "transformers.utils.import_utils":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        loader: Any = spec and spec.loader
+        if loader is not None:
+            run = loader.exec_module
+
+            def run_and_replace(module: Any) -> None:
+                run(module)
+                self._replace(module)
+
+            loader.exec_module = run_and_replace
+        return spec
+
+    def _replace(self, module: Any) -> None:
+        read = getattr(module, READER, None)
+        package = Path(module.__file__).parents[1]
+        # Where someone works on transformers, its files change from one import to the next.
+        if read is None or not {"site-packages", "dist-packages"} & set(package.parts):
+            return
+
+        def read_once(path: Any) -> Any:
+            if Path(path) != package / "models":
+                return read(path)
+            version = repr([str(package), _state(package / "__init__.py"), _state(Path(path))])
+            file = self.folder / f"{hashlib.sha256(version.encode()).hexdigest()}.json"
+            try:
+                return _from_json(json.loads(file.read_text()))
+            except (OSError, ValueError, TypeError, AttributeError):  # not there, or something else
+                found = read(path)
+            _try_to_write(file, found)
+            return found
+
+        setattr(module, READER, read_once)
+
+
+READER = "create_import_structure_from_path"
+"""What transformers reads its files by. The result: names by module by the packages that these
+need, a frozenset; and the same of each folder, by its name."""
+
+
+def _state(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_mtime_ns, stat.st_size
+
+
+def _to_json(found: dict[Any, Any]) -> list[Any]:
+    folders = {key: _to_json(value) for key, value in found.items() if isinstance(key, str)}
+    names = [
+        (sorted(key), {module: sorted(each) for module, each in value.items()})
+        for key, value in found.items()
+        if not isinstance(key, str)
+    ]
+    return [names, folders]
+
+
+def _from_json(kept: list[Any]) -> dict[Any, Any]:
+    names, folders = kept
+    found: dict[Any, Any] = {
+        frozenset(key): {module: set(each) for module, each in value.items()}
+        for key, value in names
+    }
+    return found | {name: _from_json(folder) for name, folder in folders.items()}
+
+
+def _try_to_write(file: Path, found: dict[Any, Any]) -> None:
+    """All of it or nothing, as several processes may start at once."""
+    part = file.with_suffix(f".{os.getpid()}")
+    try:
+        part.write_text(json.dumps(_to_json(found)))
+        part.replace(file)
+    except (OSError, TypeError, AttributeError):  # no room, or a structure of another kind
+        part.unlink(missing_ok=True)
+
+
+def _own_folder(name: str) -> Path | None:
     """Where only this user can write: what is kept there will be run."""
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = cache / "marlhf" / "compiled"
+        folder = cache / "marlhf" / name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         stat = folder.stat()
     except (OSError, RuntimeError):  # nowhere to write, or no home
