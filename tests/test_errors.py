@@ -14,6 +14,7 @@ NEED_OTHERS = (
     "triton_gates",
     "triton_kernels",
     "triton_layers",
+    "triton_norms",
     "triton_products",
     "engines.verl",
     "verl_losses",

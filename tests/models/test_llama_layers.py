@@ -259,7 +259,8 @@ def test_gates_in_one_kernel_are_those_of_two(case, tokens, monkeypatch):
 
 
 def compare_with_plain(name, args, device):
-    kernel, plain = getattr(layer_kernels.triton_layers, name), getattr(layer_kernels, name)
+    module = layer_kernels.triton_norms if "norm" in name else layer_kernels.triton_layers
+    kernel, plain = getattr(module, name), getattr(layer_kernels, name)
 
     def moved(x, device):
         if isinstance(x, tuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -68,16 +69,12 @@ def keep_names_of_models() -> None:
     It reads all of them, more than a thousand, each time it is imported, and looks for what they
     export: most of a second.
     """
-    folder = None if "transformers" in sys.modules else _own_folder("transformers")
-    if folder is not None:
-        sys.meta_path.insert(0, _ReaderFinder(folder))
+    if "transformers" not in sys.modules:
+        sys.meta_path.insert(0, _ReaderFinder())
 
 
 class _ReaderFinder:
-    """Finds the module of transformers that reads the files, and lets it look here first."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    """Finds the module of transformers that reads the files, and has it read what was kept."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -91,36 +88,38 @@ class _ReaderFinder:
 
             def run_and_replace(module: Any) -> None:
                 run(module)
-                self._replace(module)
+                _replace_reader(module)
 
             loader.exec_module = run_and_replace
         return spec
-
-    def _replace(self, module: Any) -> None:
-        read = getattr(module, READER, None)
-        package = Path(module.__file__).parents[1]
-        # Where someone works on transformers, its files change from one import to the next.
-        if read is None or not {"site-packages", "dist-packages"} & set(package.parts):
-            return
-
-        def read_once(path: Any) -> Any:
-            if Path(path) != package / "models":
-                return read(path)
-            version = repr([str(package), _state(package / "__init__.py"), _state(Path(path))])
-            file = self.folder / f"{hashlib.sha256(version.encode()).hexdigest()}.json"
-            try:
-                return _from_json(json.loads(file.read_text()))
-            except (OSError, ValueError, TypeError, AttributeError):  # not there, or something else
-                found = read(path)
-            _try_to_write(file, found)
-            return found
-
-        setattr(module, READER, read_once)
 
 
 READER = "create_import_structure_from_path"
 """What transformers reads its files by. The result: names by module by the packages that these
 need, a frozenset; and the same of each folder, by its name."""
+
+
+def _replace_reader(module: Any) -> None:
+    read, package = getattr(module, READER, None), Path(module.__file__).parents[1]
+    # Where someone works on transformers, its files change from one import to the next.
+    installed = {"site-packages", "dist-packages"} & set(package.parts)
+    folder = _own_folder("transformers") if read and installed else None
+    if read is None or folder is None:
+        return
+
+    def read_once(path: Any) -> Any:
+        if Path(path) != package / "models":
+            return read(path)
+        version = repr([str(package), _state(package / "__init__.py"), _state(Path(path))])
+        file = folder / f"{hashlib.sha256(version.encode()).hexdigest()}.json"
+        try:
+            return _from_json(json.loads(file.read_text()))
+        except (OSError, ValueError, TypeError, AttributeError):  # not there, or something else
+            found = read(path)
+        _try_to_write(file, found)
+        return found
+
+    setattr(module, READER, read_once)
 
 
 def _state(path: Path) -> tuple[int, int]:
@@ -149,12 +148,11 @@ def _from_json(kept: list[Any]) -> dict[Any, Any]:
 
 def _try_to_write(file: Path, found: dict[Any, Any]) -> None:
     """All of it or nothing, as several processes may start at once."""
-    part = file.with_suffix(f".{os.getpid()}")
-    try:
+    from marlhf.runs.atomic import replacing  # once for each version of transformers
+
+    # No room, or a structure of another kind.
+    with contextlib.suppress(OSError, TypeError, AttributeError), replacing(file) as part:
         part.write_text(json.dumps(_to_json(found)))
-        part.replace(file)
-    except (OSError, TypeError, AttributeError):  # no room, or a structure of another kind
-        part.unlink(missing_ok=True)
 
 
 def _own_folder(name: str) -> Path | None:

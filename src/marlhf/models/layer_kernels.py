@@ -19,8 +19,9 @@ from torch.nn import functional as F
 triton_attention: Any = None
 triton_gates: Any = None
 triton_layers: Any = None
+triton_norms: Any = None
 if importlib.util.find_spec("triton"):  # torch installs it only where there may be a GPU
-    from marlhf.models import triton_attention, triton_layers
+    from marlhf.models import triton_attention, triton_layers, triton_norms
 
     if importlib.util.find_spec("triton.tools.tensor_descriptor"):  # older versions have none
         from marlhf.models import triton_gates
@@ -43,7 +44,7 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """x + delta, and the root-mean-square norm of its rows, in some type: [T, hidden] each."""
     if fused(x):
-        return triton_layers.add_norm(x, delta, weight, eps, dtype)
+        return triton_norms.add_norm(x, delta, weight, eps, dtype)
     total = x if delta is None else x + delta
     unit = F.rms_norm(_wide(total), x.shape[-1:], eps=eps).to(x.dtype)
     return total, (unit * weight).to(dtype)
@@ -54,7 +55,7 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradient of x, that of the residual added; and the norm again, without its weight."""
     if fused(x):
-        return triton_layers.norm_backward(grad, x, weight, eps, residual_grad)
+        return triton_norms.norm_backward(grad, x, weight, eps, residual_grad)
     wide, dy = _wide(x), _wide(grad) * weight
     scale = torch.rsqrt(wide.square().mean(dim=1, keepdim=True) + eps)
     unit = wide * scale
@@ -73,7 +74,7 @@ def normed_weight_grads(
     small as W: a sum of its own over tokens would read them all again.
     """
     if fused(outer):
-        return triton_layers.normed_weight_grads(outer, weight, norm_weight)
+        return triton_norms.normed_weight_grads(outer, weight, norm_weight)
     grad_norm = (outer * weight).sum(dim=0)
     return grad_norm.to(norm_weight.dtype), outer.mul_(norm_weight)
 

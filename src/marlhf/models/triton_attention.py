@@ -1,9 +1,9 @@
 """Causal attention over short rows and its gradient, as Triton kernels for `layer_kernels.py`.
 
 Queries, keys and values lie side by side as one projection gave them, and so do their gradients,
-which are turned back on the way. What limits these kernels is how often keys and values, or queries
-and their gradients, are read from the GPU's L2 cache. So the query heads that share a key head are
-rows of one tile: token by token, and for each token head by head. Every sum has its fixed order.
+which are turned back on the way. The query heads that share a key head are rows of one tile, token
+by token, and for each token head by head: tiles are full whatever the length of a row, and keys are
+loaded once for all of them. Every sum has its fixed order.
 
 Axes: B rows, L tokens of a row, H query heads, K key-value heads, D head size.
 """
@@ -37,6 +37,15 @@ class Tiles(NamedTuple):
 FORWARD = Tiles(64, 32, 4, 3)
 TO_QUERIES = Tiles(64, 64, 4, 2)
 TO_KEYS = Tiles(32, 64, 4, 3)
+
+
+@triton.jit
+def _rows_of(first, group, length, share: tl.constexpr, rows: tl.constexpr):
+    # The token and head of each row of a tile; rows too few for another token are left over.
+    row = tl.arange(0, rows)
+    token = first + row // share
+    inside = (row < rows // share * share) & (token < length)
+    return row, token, group * share + row % share, inside
 
 
 @triton.jit
@@ -101,21 +110,18 @@ def _attention(
     width: tl.constexpr,
     rows: tl.constexpr,
     block: tl.constexpr,
-    turns: tl.constexpr,  # whether queries are still to be rotated, and left so
-    keep: tl.constexpr,
+    turns: tl.constexpr,  # whether queries are still to be rotated
+    keep: tl.constexpr,  # whether they are left so
     precision: tl.constexpr,
 ):
     # One program per block of tokens, group and row; those with the most keys before them first.
     share: tl.constexpr = queries // groups
-    tokens: tl.constexpr = rows // share  # some rows of a tile may be left over
+    tokens: tl.constexpr = rows // share
     stride: tl.constexpr = (queries + 2 * groups) * width  # of a token
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * tokens
     group = tl.program_id(1)
     text = tl.program_id(2).to(tl.int64)
-    row = tl.arange(0, rows)
-    token = first + row // share
-    inside = (row < tokens * share) & (token < length)
-    head = group * share + row % share
+    row, token, head, inside = _rows_of(first, group, length, share, rows)
     column = tl.arange(0, width)[None, :]
     inner = tl.arange(0, block)
     qkv += text * length * stride
@@ -257,10 +263,7 @@ def _query_grads(
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * tokens
     group = tl.program_id(1)
     text = tl.program_id(2).to(tl.int64)
-    row = tl.arange(0, rows)
-    token = first + row // share
-    inside = (row < tokens * share) & (token < length)
-    head = group * share + row % share
+    row, token, head, inside = _rows_of(first, group, length, share, rows)
     column = tl.arange(0, width)[None, :]
     inner = tl.arange(0, block)
     qkv += text * length * stride
@@ -294,6 +297,32 @@ def _query_grads(
     grad_q = _turn(grad_q * scale, cosines, sines, token, inside, rows, width, True)
     grad_qkv += text * length * stride
     tl.store(grad_qkv + mine, grad_q.to(q.dtype), inside[:, None])
+
+
+@triton.jit
+def _load_queries(
+    queries,
+    grad,
+    lse,
+    deltas,
+    row,
+    end,
+    column,
+    share: tl.constexpr,
+    width: tl.constexpr,
+    stride: tl.constexpr,
+    grad_stride: tl.constexpr,
+):
+    # Rows of queries and their gradients, with what belongs to each.
+    inside = row < end
+    token, head = row // share, row % share
+    q_at = queries + (token * stride + head * width)[:, None] + column
+    q = tl.load(q_at, inside[:, None], other=0.0)
+    g_at = grad + (token * grad_stride + head * width)[:, None] + column
+    g = tl.load(g_at, inside[:, None], other=0.0)
+    high = tl.load(lse + row, inside, other=0.0) * TO_LOG2
+    delta = tl.load(deltas + row, inside, other=0.0)
+    return token, q, g, high, delta
 
 
 @triton.jit
@@ -342,36 +371,18 @@ def _key_grads(
     after = tl.minimum(first * share + tl.cdiv(block * share, rows) * rows, end)
     for start in range(first * share, after, rows):
         row = start + inner
-        inside = row < end
-        token, head = row // share, row % share
-        q = tl.load(
-            query_at + (token * stride + head * width)[:, None] + column, inside[:, None], other=0.0
+        token, q, g, high, delta = _load_queries(
+            query_at, grad, lse, deltas, row, end, column, share, width, stride, grad_stride
         )
-        g = tl.load(
-            grad + (token * grad_stride + head * width)[:, None] + column,
-            inside[:, None],
-            other=0.0,
-        )
-        high = tl.load(lse + row, inside, other=0.0) * TO_LOG2
-        delta = tl.load(deltas + row, inside, other=0.0)
         visible = key[:, None] <= token[None, :]
         grad_k, grad_v = _to_key(
             k, v, q, g, high, delta, scale, grad_k, grad_v, visible, True, precision
         )
     for start in range(after, end, rows):
         row = start + inner
-        inside = row < end
-        token, head = row // share, row % share
-        q = tl.load(
-            query_at + (token * stride + head * width)[:, None] + column, inside[:, None], other=0.0
+        token, q, g, high, delta = _load_queries(
+            query_at, grad, lse, deltas, row, end, column, share, width, stride, grad_stride
         )
-        g = tl.load(
-            grad + (token * grad_stride + head * width)[:, None] + column,
-            inside[:, None],
-            other=0.0,
-        )
-        high = tl.load(lse + row, inside, other=0.0) * TO_LOG2
-        delta = tl.load(deltas + row, inside, other=0.0)
         grad_k, grad_v = _to_key(
             k, v, q, g, high, delta, scale, grad_k, grad_v, inner[None, :] >= 0, False, precision
         )
