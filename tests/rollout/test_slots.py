@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from marlhf.rollout import Sampling, continuous, kernels, llama, llama_weights
+from marlhf.rollout import Sampling, continuous, kernels, llama, llama_weights, prefills
 from marlhf.rollout.check import decoder_error
 from marlhf.rollout.continuous import sample
 from marlhf.rollout.engine import draws
@@ -310,7 +310,7 @@ def test_a_rounded_prefill_does_the_same(small, rows, length):
         decoder._prefill(ids, slots)
         plain = decoder.cache[:, slots, :, :length].clone()
         decoder.cache.fill_(7.0)
-        rounded, same_slots = llama._round_up(ids, slots, 64)
+        rounded, same_slots = prefills._round_up(ids, slots, 64)
         decoder._prefill(rounded, same_slots)
     assert rounded.shape == (rounded.shape[0], 32 if length < 32 else 64)
     assert rounded.shape[0] in (1, 4, 8, 16)

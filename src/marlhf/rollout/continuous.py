@@ -16,8 +16,9 @@ from marlhf.data.collate import pad_right, token_budget_batches
 from marlhf.models.sequences import send
 from marlhf.rollout.engine import Sampling, draws
 from marlhf.rollout.kernels import fused, triton_kernels
+from marlhf.rollout.prefills import PREFILL_MULTIPLE
 from marlhf.rollout.sample import draw
-from marlhf.rollout.slots import PREFILL_MULTIPLE, PREFILL_TOKENS, Decoder
+from marlhf.rollout.slots import PREFILL_TOKENS, Decoder
 from marlhf.rollout.state import DecodeState
 
 CHECK_EVERY = 4

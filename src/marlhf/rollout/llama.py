@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from marlhf.models.base import Model
-from marlhf.models.graphs import GraphedPasses
 from marlhf.models.layer_kernels import attention, has_attention
 from marlhf.models.llama_layers import has_our_layers
 from marlhf.models.unpadded import is_plain_llama
@@ -31,20 +29,14 @@ from marlhf.rollout.kernels import (
     rotate_and_store,
 )
 from marlhf.rollout.llama_weights import LlamaWeights
-from marlhf.rollout.slots import PREFILL_MULTIPLE, PREFILL_TOKENS
+from marlhf.rollout.prefills import RecordedPrefills
+from marlhf.rollout.slots import PREFILL_TOKENS
 from marlhf.rollout.state import Prefixes
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 LAUNCHED_NUMBERS = 1 << 26
 """Numbers of hidden states, tokens times hidden size, in one prefill on a GPU, which would be done
 with less of a small model before the host has launched the next."""
-RECORDED_WORK = 1 << 43
-"""Weights times tokens of the largest prefill that is recorded as a CUDA graph, where its shape
-comes again. It then works in the memory of training passes, and up to half as much is done by a GPU
-before a host has launched it."""
-
-FIRST_TOKENS = 1 << 13
-"""In the first prefill of a call: some milliseconds of work for a GPU, launched at once."""
 
 
 class LlamaDecoder(LlamaWeights):
@@ -58,16 +50,14 @@ class LlamaDecoder(LlamaWeights):
         if fused(self.embedding) and has_our_layers(model):
             self.prefill_dtype = self.dtype
         weights = sum(p.weight.numel() for block in self.blocks for p in block.projections)
-        self.recorded_tokens = RECORDED_WORK // weights
+        self.recorded = RecordedPrefills(model, weights, capacity)
+        self.first_tokens = self.recorded.first_tokens
         self.prefill_tokens = PREFILL_TOKENS
         if device.type == "cuda":
             most = LAUNCHED_NUMBERS // self.embedding.shape[1]
-            if self.recorded_tokens >= PREFILL_TOKENS:
-                most = min(most, self.recorded_tokens)
+            if self.recorded.most_tokens >= PREFILL_TOKENS:
+                most = min(most, self.recorded.most_tokens)
             self.prefill_tokens = min(max(PREFILL_TOKENS, most), 4 * PREFILL_TOKENS)
-        is_recorded = device.type == "cuda" and self.recorded_tokens >= FIRST_TOKENS
-        self.first_tokens = FIRST_TOKENS if is_recorded else 0
-        self.passes = GraphedPasses(model)
         # A borrowed prefix is read from memory once, and from the GPU's L2 cache after that.
         self.indexed = fused(self.embedding)
         self.uses_cpu_steps = CPUStep.fits(self)
@@ -91,14 +81,9 @@ class LlamaDecoder(LlamaWeights):
         return self.cache.nbytes
 
     def prefill(self, ids: Tensor, slots: Tensor) -> None:
-        if ids.is_cuda and ids.numel() <= self.recorded_tokens:
-            ids, slots = _round_up(ids, slots, self.capacity)
-            self.passes("prefill", self._prefill, (ids, slots))
-        else:
-            self._prefill(ids, slots)
+        self.recorded(self._prefill, ids, slots)
 
     def _prefill(self, ids: Tensor, slots: Tensor) -> Tensor:
-        """Gives `slots` back: a recorded pass has a result."""
         rows, length = ids.shape
         positions = torch.arange(length, device=ids.device).repeat(rows)
         at = Positions(positions, slots.repeat_interleave(length, output_size=rows * length))
@@ -182,17 +167,3 @@ class LlamaDecoder(LlamaWeights):
     def _rotate(self, qkv: Tensor, layer: int, at: Positions) -> None:
         cache, norms = self.layers[layer][0], self.blocks[layer].head_norms
         rotate_and_store(qkv, self.rotary, at, cache, norms)
-
-
-def _round_up(ids: Tensor, slots: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """A prefill of one of few shapes, which does the same.
-
-    Positions after a prompt are written anew before they are read, and a row that comes again is
-    written over by its like.
-    """
-    rows, length = ids.shape
-    ids = F.pad(ids, (0, min(length + -length % PREFILL_MULTIPLE, capacity) - length))
-    more = -rows % 8 if rows > 8 else (1 << (rows - 1).bit_length()) - rows
-    if more:
-        ids, slots = (torch.cat((x, x[-1:].expand(more, *x.shape[1:]))) for x in (ids, slots))
-    return ids, slots

@@ -25,6 +25,7 @@ from marlhf.models.base import Model
 from marlhf.models.compile import LayerwiseCache, distinct_sizes
 from marlhf.models.heads import backbone
 from marlhf.rollout.kernels import Positions, attend, attend_opaque, causal_attention
+from marlhf.rollout.prefills import RecordedPrefills
 from marlhf.rollout.state import Prefixes
 from marlhf.rollout.weight_copies import WeightCopies
 
@@ -32,8 +33,6 @@ ATTENTION = "marlhf_slots"
 PREFILL_TOKENS = 1 << 14
 """The most tokens in one prefill, whatever the budget: where the GPU is the slower of the two, more
 do not make it faster, and prompts of more different lengths would be padded to the longest."""
-PREFILL_MULTIPLE = 32
-"""Prompts are padded to a multiple of this on a GPU, so that prefills have few shapes."""
 _active: ContextVar[Pass] = ContextVar("the current forward pass")
 
 
@@ -253,16 +252,29 @@ class CompiledDecoder(ModuleDecoder):
     def __init__(self, model: Model, slots: int, capacity: int, dtype: torch.dtype | None) -> None:
         super().__init__(model, slots, capacity, dtype)
         self.prefilled = backbone(model)  # nobody reads the logits of a prefill
+        self.recorded: RecordedPrefills | None = None
+        if not sharded(model):
+            embeddings = model.get_input_embeddings().weight.numel()
+            weights = sum(p.numel() for p in self.prefilled.parameters()) - embeddings
+            self.recorded = RecordedPrefills(model, weights, capacity)
+            self.first_tokens = self.recorded.first_tokens
 
     def prefill(self, ids: Tensor, slots: Tensor) -> None:
         if not self.cache.slot_layers:
             super().prefill(ids[:1, :1], slots[:1])  # allocates, which compiled layers do not
+        if self.recorded is None:
+            self._prefill(ids, slots)
+        else:
+            self.recorded(self._prefill, ids, slots)
+
+    def _prefill(self, ids: Tensor, slots: Tensor) -> Tensor:
         # A size of one would be compiled once more: one row is done twice, and one column padded.
         if len(ids) == 1:
             ids, slots = ids.repeat(2, 1), slots.repeat(2)
         if ids.shape[1] == 1:
             ids = nn.functional.pad(ids, (0, 1))
         super().prefill(ids, slots.clone())  # a view would be compiled once more, too
+        return slots
 
 
 def sharded(model: nn.Module) -> bool:
