@@ -7,9 +7,9 @@ import importlib
 from typing import Any
 from unittest import mock
 
-from marlhf.cli.lean_imports import keep_names_of_models, skip_unused_packages
+from marlhf.cli.lean_imports import keep_what_transformers_reads, skip_unused_packages
 
-keep_names_of_models()
+keep_what_transformers_reads()
 skip_unused_packages()
 
 import torch  # noqa: E402

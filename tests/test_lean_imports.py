@@ -1,5 +1,6 @@
 """Packages that only other models than ours need are left alone at the start of a run."""
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -11,7 +12,7 @@ import pytest
 import transformers
 from transformers.utils import import_utils
 
-from marlhf.cli.lean_imports import UNUSED, _from_json, _to_json
+from marlhf.cli.lean_imports import UNUSED, _from_json, _packages_kept, _to_json
 
 SCRIPT = """
 import importlib, sys
@@ -86,9 +87,9 @@ def create_import_structure_from_path(path):
 BEGIN = """
 import sys
 from pathlib import Path
-from marlhf.cli.lean_imports import READER, keep_names_of_models
+from marlhf.cli.lean_imports import READER, keep_what_transformers_reads
 sys.path.insert(0, sys.argv[1])
-keep_names_of_models()
+keep_what_transformers_reads()
 from transformers.utils import import_utils
 read = getattr(import_utils, READER)
 models = Path(import_utils.__file__).parents[1] / "models"
@@ -146,3 +147,67 @@ def test_names_of_models_are_kept_as_they_are():
     found = import_utils.create_import_structure_from_path(models)
     assert len(found) > 100
     assert _from_json(json.loads(json.dumps(_to_json(found)))) == found
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """What a start takes for installed, and whether it has read the packages' files for it."""
+    site = tmp_path / "site"
+    (site / "fox-1.dist-info").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "nowhere"), str(site), ""])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    reads = []
+
+    def read():
+        reads.append(1)
+        names = {entry.name.split("-")[0] for entry in site.iterdir()}
+        return {name: [name.upper()] for name in sorted(names)}
+
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", read)
+
+    def start():
+        reads.clear()
+        with _packages_kept():
+            found = importlib.metadata.packages_distributions()
+        assert importlib.metadata.packages_distributions is read
+        return found, bool(reads)
+
+    return start, site, tmp_path / "cache/marlhf/packages"
+
+
+def test_packages_of_what_is_installed_are_read_once(packages, tmp_path):
+    start, site, folder = packages
+    fox = {"fox": ["FOX"]}
+    assert start() == (fox, True)
+    (tmp_path / "something.txt").touch()  # beside the program, and no package
+    assert start() == (fox, False)
+    [file] = folder.iterdir()
+    for broken in ("", "[]", '{"fox": 1}', "null"):
+        file.write_text(broken)
+        assert start() == (fox, True)
+        assert start() == (fox, False)
+    (site / "owl-2.dist-info").mkdir()
+    both = {"fox": ["FOX"], "owl": ["OWL"]}
+    assert start() == (both, True)
+    assert start() == (both, False)
+    (site / "owl-2.dist-info").rmdir()
+    assert start() == (fox, False)  # as before
+    os.utime(site / "fox-1.dist-info", (1, 1))
+    assert start() == (fox, True)  # installed anew
+
+
+def test_packages_are_read_where_they_cannot_be_kept(packages, monkeypatch):
+    start, site, folder = packages
+    archive = site / "packages.zip"
+    archive.touch()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(archive)])  # which may hold any
+    assert start()[1]
+    assert start()[1]
+    assert not any(folder.glob("*"))
+    monkeypatch.setattr(sys, "path", sys.path[:-1])
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o777)
+    assert start()[1]
+    assert start()[1]
+    assert not any(folder.iterdir())

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from marlhf.cli.lean_imports import keep_compiled_modules, keep_names_of_models
+from marlhf.cli.lean_imports import keep_compiled_modules, keep_what_transformers_reads
 from marlhf.errors import MarlhfError
 
 
@@ -107,7 +107,7 @@ def main() -> None:
     # spends a tenth of its time on getting it back. Torch reads this when it is imported.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")
     keep_compiled_modules()
-    keep_names_of_models()
+    keep_what_transformers_reads()
     try:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored
             signal.signal(signal.SIGINT, stop)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,11 +64,11 @@ def keep_compiled_modules() -> None:
         sys.pycache_prefix, sys.dont_write_bytecode = str(folder), False
 
 
-def keep_names_of_models() -> None:
-    """Keep the names that transformers finds in its models' files.
+def keep_what_transformers_reads() -> None:
+    """Keep what transformers reads from many files each time it is imported.
 
-    It reads all of them, more than a thousand, each time it is imported, and looks for what they
-    export: most of a second.
+    It looks for names in the files of all its models, more than a thousand, and for the packages of
+    all that is installed: a second or more.
     """
     if "transformers" not in sys.modules:
         sys.meta_path.insert(0, _ReaderFinder())
@@ -87,11 +88,52 @@ class _ReaderFinder:
             run = loader.exec_module
 
             def run_and_replace(module: Any) -> None:
-                run(module)
+                with _packages_kept():
+                    run(module)
                 _replace_reader(module)
 
             loader.exec_module = run_and_replace
         return spec
+
+
+@contextlib.contextmanager
+def _packages_kept() -> Iterator[None]:
+    """Meanwhile packages of what is installed are those of an earlier start with the same."""
+    read = importlib.metadata.packages_distributions
+
+    def read_once() -> Any:
+        folder, installed = _own_folder("packages"), _installed()
+        if folder is None or installed is None:
+            return read()
+        return _kept(folder, installed, read, _lists_of_names, dict)
+
+    importlib.metadata.packages_distributions = read_once
+    try:
+        yield
+    finally:
+        importlib.metadata.packages_distributions = read
+
+
+def _installed() -> list[tuple[str, str, int]] | None:
+    """Where each distribution lies and when that was changed; None where some are in archives."""
+    found: list[tuple[str, str, int]] = []
+    for place in sys.path:
+        try:
+            with os.scandir(place or ".") as entries:
+                for entry in entries:
+                    if entry.name.endswith((".dist-info", ".egg-info", ".egg-link")):
+                        found.append((place, entry.name, entry.stat().st_mtime_ns))
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
+    return sorted(found)
+
+
+def _lists_of_names(kept: Any) -> dict[str, list[str]]:
+    if not all(isinstance(names, list) for names in kept.values()):
+        raise TypeError
+    return kept
 
 
 READER = "create_import_structure_from_path"
@@ -110,16 +152,32 @@ def _replace_reader(module: Any) -> None:
     def read_once(path: Any) -> Any:
         if Path(path) != package / "models":
             return read(path)
-        version = repr([str(package), _state(package / "__init__.py"), _state(Path(path))])
-        file = folder / f"{hashlib.sha256(version.encode()).hexdigest()}.json"
-        try:
-            return _from_json(json.loads(file.read_text()))
-        except (OSError, ValueError, TypeError, AttributeError):  # not there, or something else
-            found = read(path)
-        _try_to_write(file, found)
-        return found
+        version = [str(package), _state(package / "__init__.py"), _state(Path(path))]
+        return _kept(folder, version, lambda: read(path), _from_json, _to_json)
 
     setattr(module, READER, read_once)
+
+
+def _kept(
+    folder: Path,
+    version: Any,
+    read: Callable[[], Any],
+    from_json: Callable[[Any], Any],
+    to_json: Callable[[Any], Any],
+) -> Any:
+    """What an earlier start has read, of this version; otherwise `read()`, which is then kept."""
+    file = folder / f"{hashlib.sha256(repr(version).encode()).hexdigest()}.json"
+    try:
+        return from_json(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError, AttributeError):  # not there, or something else
+        found = read()
+    from marlhf.runs.atomic import replacing  # once for each version
+
+    # All of it or nothing, as several processes may start at once. There may be no room, or the
+    # result be of another kind.
+    with contextlib.suppress(OSError, TypeError, AttributeError), replacing(file) as part:
+        part.write_text(json.dumps(to_json(found)))
+    return found
 
 
 def _state(path: Path) -> tuple[int, int]:
@@ -144,15 +202,6 @@ def _from_json(kept: list[Any]) -> dict[Any, Any]:
         for key, value in names
     }
     return found | {name: _from_json(folder) for name, folder in folders.items()}
-
-
-def _try_to_write(file: Path, found: dict[Any, Any]) -> None:
-    """All of it or nothing, as several processes may start at once."""
-    from marlhf.runs.atomic import replacing  # once for each version of transformers
-
-    # No room, or a structure of another kind.
-    with contextlib.suppress(OSError, TypeError, AttributeError), replacing(file) as part:
-        part.write_text(json.dumps(_to_json(found)))
 
 
 def _own_folder(name: str) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Collection
@@ -85,6 +86,7 @@ def as_chat(row: Row) -> Row:
     return replace(row, prompt=prompt, chosen=chosen, rejected=rejected)
 
 
+@functools.lru_cache(maxsize=64)  # the rows of one prompt often follow each other
 def collapse_spaces(text: str) -> str:
     return " ".join(text.split())
 
