@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.machinery
 import importlib.metadata
@@ -149,10 +150,13 @@ def _replace_reader(module: Any) -> None:
     if read is None or folder is None:
         return
 
+    models = package / "models"
+
+    @functools.wraps(read)
     def read_once(path: Any) -> Any:
-        if Path(path) != package / "models":
+        if Path(path) not in (models, models / "__init__.py"):  # which stands for its folder
             return read(path)
-        version = [str(package), _state(package / "__init__.py"), _state(Path(path))]
+        version = [str(package), _state(package / "__init__.py"), _state(models)]
         return _kept(folder, version, lambda: read(path), _from_json, _to_json)
 
     setattr(module, READER, read_once)
