@@ -1,5 +1,8 @@
 """A GPU that runs out of memory: smaller passes with the same results, or a sentence."""
 
+import math
+from collections import Counter
+
 import pytest
 import torch
 
@@ -110,6 +113,18 @@ def test_with_several_processes_the_error_is_raised_as_it_is():
     assert world.pass_limit.tokens is None
 
 
+def test_passes_of_a_gpus_steps_have_few_shapes():
+    """So that one is recorded soon, and the others are replayed."""
+    world, shapes = World(torch.device("cuda")), Counter()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(24):
+        lengths = (240 + torch.randint(20, 49, (128,), generator=generator)).tolist()
+        for micro in world.batches(lengths, 16384):
+            longest = max(lengths[i] for i in micro.rows)
+            shapes[len(micro.rows), math.ceil(longest / 32) * 32] += 1
+    assert shapes == {(56, 288): 48, (16, 288): 24}
+
+
 def test_gradients_of_a_failed_pass_are_dropped():
     world, layer = World(torch.device("cpu")), torch.nn.Linear(1, 1)
     tries: list[int] = []
@@ -158,12 +173,12 @@ def auto_run(world: World, tmp_path) -> tuple[PPOConfig, RunFolder]:
 def test_the_token_budget_grows_to_what_memory_holds(monkeypatch, tmp_path):
     world, gpu = World(torch.device("cuda")), FakeGPU(monkeypatch, free=1 << 40)
     config, run = auto_run(world, tmp_path)
-    lengths = [100] * 400
+    lengths = [96] * 400
 
     def compute() -> int:
         micros = world.batches(lengths, config.pass_tokens)
         for number, micro in enumerate(micros):  # 1 MiB a token, and gradients of 5 GiB
-            gpu.take(len(micro.rows) * 100 << 20, keep=0 if number else 5 << 30)
+            gpu.take(len(micro.rows) * 96 << 20, keep=0 if number else 5 << 30)
         gpu.used -= 5 << 30
         return len(micros)
 

@@ -38,8 +38,9 @@ PACKED_BELOW = 0.85
 is faster: its attention kernel is."""
 PACKING_TOLERANCE = 0.1
 """Share of the spread of hidden states that rounding to bfloat16 explains."""
-WIDTH = 32
-"""Padded batches are rounded up to a multiple of so many columns."""
+WIDTH, HEIGHT = 32, 8
+"""Padded batches are rounded up to a multiple of so many columns. On a GPU batches that others
+follow have a multiple of so many rows: every shape is a graph of its own, so there must be few."""
 RECORDED_SHARE = 1 / 8
 """Share of a GPU's memory that a recorded padded pass may keep for its gradients: it is kept for
 good. A larger pass keeps the GPU busy for longer than launching takes, and gains nothing."""

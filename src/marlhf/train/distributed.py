@@ -38,8 +38,9 @@ from marlhf.data.collate import Micro, SingleProcess, pad_right, token_budget_ba
 from marlhf.models.adapters import AdaptedModel, AdaptedScalarModel
 from marlhf.models.base import Model, Precision, computes_in_bfloat16, pick_device
 from marlhf.models.compile import compile_blocks
-from marlhf.models.fast_passes import pack_rows, use_kernels
+from marlhf.models.fast_passes import HEIGHT, WIDTH, pack_rows, use_kernels
 from marlhf.models.forward import unpad_rows
+from marlhf.models.packed import round_up
 from marlhf.rollout.engine import Rollout
 from marlhf.runs.layout import RunError
 from marlhf.train import progress
@@ -107,15 +108,18 @@ class World(SingleProcess):
         by_rank: list[list[Micro]] = []
         budget = max(budget, self.pass_limit.auto_tokens or budget)
         budget = min(budget, self.pass_limit.tokens or budget)
+        width, height = (WIDTH, HEIGHT) if self.device.type == "cuda" else (1, 1)
         for rank in range(self.size):
             share = _share(lengths, rank, self.size)
-            batches = token_budget_batches([lengths[i] for i in share], budget)
+            theirs = [lengths[i] for i in share]
+            batches = token_budget_batches(theirs, budget, width=width, height=height)
             by_rank.append([Micro([share[i] for i in batch]) for batch in batches])
         own = [micro.rows for micro in by_rank[self.rank]]
         self.pass_limit.passes = len(own)
         self.pass_limit.most_rows = max(map(len, own), default=0)
+        longest = [max(lengths[i] for i in rows) for rows in own]
         self.pass_limit.most_tokens = max(
-            (len(rows) * max(lengths[i] for i in rows) for rows in own), default=0
+            (len(rows) * round_up(length, width) for rows, length in zip(own, longest)), default=0
         )
         if not self.sharded:
             return by_rank[self.rank]
