@@ -221,7 +221,7 @@ def test_long_runs_of_many_settings_stay_below_five_megabytes(report, make_run):
                 config={"segmenter": {"type": "ngram", "n": i + 1}},
                 metrics=rows,
                 evaluations=[{"step": s, "scores": [j / 7 for j in range(2000)]} for s in (0, 9)],
-                samples=[{**sample, "index": j, "advantages": [0.1] * 512} for j in range(40)],
+                samples=[{**sample, "index": j, "advantages": [0.1] * 512} for j in range(16)],
             )
         )
     html = report(*paths)
