@@ -10,12 +10,14 @@ from marlhf.errors import MarlhfError
 NEED_OTHERS = (
     "__main__",
     "triton_attend",
+    "triton_begin",
     "triton_attention",
     "triton_gates",
     "triton_kernels",
     "triton_layers",
     "triton_norms",
     "triton_products",
+    "triton_shared",
     "engines.verl",
     "verl_losses",
 )

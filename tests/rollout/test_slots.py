@@ -488,6 +488,56 @@ def test_prompts_of_one_token_share_nothing_and_need_nothing(small):
     assert prefilled == 1
 
 
+@pytest.mark.parametrize("samples", [2, 3, 4, 9])
+def test_slots_of_one_prompt_stay_neighbours(small, samples, monkeypatch):
+    """Also when others have ended, so that they can be read together where they are enough."""
+    model = small("llama")
+    prompts = [[7 + i, 5, 6, *range(11, 20)] for i in range(6) for _ in range(samples)]
+    seeds, sampling = range(len(prompts)), Sampling(24, 0.9)
+    ends = [*range(1, 8)]
+    wanted = NativeEngine(model, ends, 0).generate(prompts, sampling, seeds)
+    monkeypatch.setattr(llama, "fused", lambda _: True)  # as on a GPU
+    seen = []
+    step = continuous.DecodeStep.__call__
+
+    def recorded(self, slots, reach, **how):
+        if how:
+            seen.append((slots, how))
+            rows = self.state.prefix_rows[:slots][self.state.running[:slots]].tolist()
+            assert [row for row, before in zip(rows, [-1, *rows]) if row != before] == sorted(
+                set(rows), reverse=rows[0] > rows[-1]
+            )
+        step(self, slots, reach, **how)
+
+    monkeypatch.setattr(continuous.DecodeStep, "__call__", recorded)
+    found = NativeEngine(model, ends, 0).generate(prompts, sampling, seeds)
+    assert found.responses == wanted.responses
+    assert {slots for slots, _ in seen} > {len(prompts)}  # some have ended before others
+    assert all(how["borrow"] for _, how in seen)
+    assert seen[0][1]["together"] == (samples >= 4)
+
+
+@gpu
+@on_gpu
+def test_graphs_sample_the_same_where_slots_read_together(small, monkeypatch):
+    from marlhf.rollout import triton_shared
+
+    monkeypatch.setattr(triton_shared, "MIN_PROGRAMS", 1)
+    model, sampling = small("llama", head_dim=16).cuda(), Sampling(20, 0.9)
+    prompts = [[7 + i, 5, 6, *range(11, 20 + i)] for i in range(16) for _ in range(4)]
+    options = {"precision": "float32", "token_budget": 64 * 64}
+    for ends in ([], [*range(1, 8)]):
+        alone = NativeEngine(model, ends, 0, share_prefixes=False, **options)
+        shared = NativeEngine(model, ends, 0, **options)
+        for _ in range(2):  # the second time from recorded graphs
+            wanted = alone.generate(prompts, sampling, range(64))
+            got = shared.generate(prompts, sampling, range(64))
+            assert got.responses == wanted.responses
+            torch.testing.assert_close(got.logprobs, wanted.logprobs, atol=1e-4, rtol=0)
+        assert shared.session is not None
+        assert any(together for *_, together in shared.session.step(sampling).graphs)
+
+
 @gpu
 @on_gpu
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

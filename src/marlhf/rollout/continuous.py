@@ -19,7 +19,7 @@ from marlhf.rollout.kernels import fused, triton_kernels
 from marlhf.rollout.prefills import PREFILL_MULTIPLE
 from marlhf.rollout.sample import draw
 from marlhf.rollout.slots import PREFILL_TOKENS, Decoder
-from marlhf.rollout.state import DecodeState
+from marlhf.rollout.state import TOGETHER, DecodeState
 
 CHECK_EVERY = 4
 """Steps between reading from a GPU which responses have ended. A CPU is read after every step."""
@@ -39,6 +39,9 @@ MIN_GRAPH_SLOTS = 16
 MIN_PARTED_SLOTS = 128
 """From this power of two on there is a graph for three quarters of it, too."""
 
+ALIKE = 1.5
+"""Slots are read together that have at most so many different prefixes in the mean. Each is read
+in turn, so that with two it takes as long as apart."""
 EARLY = 32
 """Tokens that tell most prompts apart."""
 
@@ -61,29 +64,32 @@ class DecodeStep:
     ) -> None:
         self.decoder, self.state, self.sampling, self.ends = decoder, state, sampling, ends
         self.use_graphs = graphs
-        self.warm: set[tuple[int, bool]] = set()
-        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self.warm: set[tuple[int, bool, bool]] = set()
+        self.graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
 
-    def __call__(self, slots: int, reach: int, *, borrow: bool = False) -> None:
+    def __call__(
+        self, slots: int, reach: int, *, borrow: bool = False, together: bool = False
+    ) -> None:
         """Step the first `slots`, all of which are at positions below `reach`.
 
-        With `borrow` they read their prefixes where the state says.
+        With `borrow` they read their prefixes where the state says, and with `together` in groups
+        of neighbours.
         """
-        kind = slots, borrow
+        kind = slots, borrow, together
         if not self.use_graphs or kind not in self.warm:
             self.warm.add(kind)
-            self._step(slots, reach, borrow)
+            self._step(reach, *kind)
             return
         if kind not in self.graphs:
             self.graphs[kind] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graphs[kind]):
                 # A graph has fixed shapes, so it may attend to all keys.
-                self._step(slots, None, borrow)
+                self._step(None, *kind)
         self.graphs[kind].replay()
 
-    def _step(self, slots: int, reach: int | None, borrow: bool) -> None:
+    def _step(self, reach: int | None, slots: int, borrow: bool, together: bool) -> None:
         state = self.state.first(slots)
-        prefixes = state.prefixes if borrow else None
+        prefixes = state.prefixes(together=together) if borrow else None
         rows = state.cache_rows if self.decoder.indexed else None
         logits = self.decoder.step(state.tokens, state.positions, reach, prefixes, rows)
         sample(logits, self.sampling, state, self.ends)
@@ -139,7 +145,7 @@ class Schedule:
         shape, device = (len(prompts), self.state.length), self.state.device
         # Prefixes are borrowed where no slot is refilled before all responses have ended.
         self.may_borrow = self.decoder.indexed and len(prompts) <= len(self.rows)
-        self.borrows = False
+        self.borrows = self.together = False
         self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(shape, device=device)
         self.lengths = torch.zeros(len(prompts), dtype=torch.int64, device=device)
@@ -226,11 +232,17 @@ class Schedule:
         """
         borrowed = [copy for copy in copies if copy[2] > 1]
         self._copy_prefixes([(source, target, min(n, 1)) for source, target, n in copies])
+        # The other slot is one of them, so that all can read together.
+        longest: dict[int, int] = {}
+        for source, _, length in borrowed:
+            longest[source] = max(length, longest.get(source, 0))
+        borrowed += [(source, source, length) for source, length in longest.items()]
         if borrowed:
             sources, targets, lengths = self._to_device(list(zip(*borrowed)))
             self.state.prefix_rows[targets] = sources
             self.state.prefix_ends[targets] = lengths
         self.borrows = bool(borrowed)
+        self.together = self.borrows and self._are_neighbours_alike()
 
     def _prefill(self, rows: list[int], slots: list[int]) -> None:
         """Keys and values of all prompt tokens but the last."""
@@ -292,7 +304,7 @@ class Schedule:
         for slot in left:
             self.age[slot] += count
         for i in range(count):
-            self.step(len(self.rows), reach, borrow=self.borrows)
+            self.step(len(self.rows), reach, borrow=self.borrows, together=self.together)
             if i == max(count - 2, 0):
                 running = self.state.running[: len(self.rows)]
                 if event is not None:
@@ -337,7 +349,12 @@ class Schedule:
             return
         source = [slot for slot in live if slot >= size]
         target = [slot for slot in range(size) if self.rows[slot] is None][: len(source)]
-        if source:
+        if self.borrows:  # slots that share a prefix are read together, so they stay neighbours
+            order = [*live, *(slot for slot, row in enumerate(self.rows) if row is None)]
+            self.state.reorder(*self._to_device([order]))
+            self.rows = [self.rows[slot] for slot in order]
+            self.age = [self.age[slot] for slot in order]
+        elif source:
             old_slots, new_slots = self._to_device([source, target])
             if not self.decoder.indexed:
                 self.decoder.move(old_slots, new_slots, self._reach(live))
@@ -345,6 +362,15 @@ class Schedule:
             for old, new in zip(source, target):
                 self.rows[new], self.age[new] = self.rows[old], self.age[old]
         self.rows, self.age = self.rows[:size], self.age[:size]
+        self.together = self.borrows and self._are_neighbours_alike()
+
+    def _are_neighbours_alike(self) -> bool:
+        """Whether slots that can be read together mostly have one prefix."""
+        groups = [
+            {self.family[row] for row in self.rows[first : first + TOGETHER] if row is not None}
+            for first in range(0, len(self.rows), TOGETHER)
+        ]
+        return sum(map(len, groups)) <= ALIKE * sum(map(bool, groups))
 
     def _num_slots(self, rows: int) -> int:
         """Slots to step for so many rows. Few numbers on a GPU, where each needs a graph."""
@@ -388,6 +414,8 @@ def prefix_families(prompts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _families(rows: list[int], prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    if all(prompts[row] == prompts[rows[0]] for row in rows[1:]):  # samples of one prompt
+        return [rows]
     prefixes = {row: tuple(prompts[row][:-1]) for row in rows}
     # In lexicographic order a prompt comes right before those that begin with it.
     order = sorted(rows, key=prefixes.__getitem__, reverse=True)

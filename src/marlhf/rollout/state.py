@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+TOGETHER = 4
+"""Neighbouring slots whose attention can be computed at once: they read a common prefix once."""
+
 
 class Prefixes(NamedTuple):
     """Slots that read the beginning of their prompt where another slot holds it.
@@ -17,6 +20,7 @@ class Prefixes(NamedTuple):
 
     rows: Tensor  # [S], of the cache, whose keys and values are read
     ends: Tensor  # [S], up to this position; 0 for slots that borrow nothing
+    together: bool = False  # whether neighbours mostly read the same, and are to do so at once
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,8 @@ class DecodeState:
     def device(self) -> torch.device:
         return self.tokens.device
 
-    @property
-    def prefixes(self) -> Prefixes:
-        return Prefixes(self.prefix_rows, self.prefix_ends)
+    def prefixes(self, *, together: bool) -> Prefixes:
+        return Prefixes(self.prefix_rows, self.prefix_ends, together)
 
     def first(self, slots: int) -> DecodeState:
         """A view of the first slots."""
@@ -112,3 +115,8 @@ class DecodeState:
             tensor[target] = tensor[source]
         self.running.index_fill_(0, source, False)
         self.positions.index_fill_(0, source, 0)
+
+    def reorder(self, slots: Tensor) -> None:
+        """Put the first slots into another order, in which each comes once."""
+        for tensor in self.tensors:
+            tensor[: len(slots)] = tensor[slots]

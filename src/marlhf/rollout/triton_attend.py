@@ -6,66 +6,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from marlhf.rollout.state import Prefixes
-
-
-@triton.jit
-def _rotated(head, inside, norm, cosines, sines, eps, width: tl.constexpr, normed: tl.constexpr):
-    # Heads [rows, width] at the pointers `head`, [rows, 1], normalised where the model does, and
-    # rotated. Each column is mixed with that of the other half, which is loaded along.
-    column = tl.arange(0, width)[None, :]
-    half: tl.constexpr = width // 2
-    other = (column + half) % width
-    stored = tl.load(head + column, inside, other=0.0)
-    x = stored.to(tl.float32)
-    y = tl.load(head + other, inside, other=0.0).to(tl.float32)
-    if normed:
-        scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / width + eps)
-        x = (x * scale).to(stored.dtype).to(tl.float32) * tl.load(norm + column).to(tl.float32)
-        y = (y * scale).to(stored.dtype).to(tl.float32) * tl.load(norm + other).to(tl.float32)
-    sin = tl.load(sines + column).to(tl.float32)
-    sin = tl.where(column < half, -sin, sin)
-    return (x * tl.load(cosines + column).to(tl.float32) + y * sin).to(stored.dtype)
-
-
-@triton.jit
-def _begin(
-    queries,
-    new_key,
-    inside,
-    stored_key,
-    stored_value,
-    cosines,
-    sines,
-    query_norm,
-    key_norm,
-    eps,
-    scale,
-    to_value,
-    width: tl.constexpr,
-    normed: tl.constexpr,
-):
-    # Queries and the new key, rotated. The key is stored with its value, which lies `to_value`
-    # behind it, and the softmax begins with both.
-    column = tl.arange(0, width)[None, :]
-    q = _rotated(queries, inside, query_norm, cosines, sines, eps, width, normed)
-    one = tl.zeros([1, 1], tl.int32)
-    key = _rotated(new_key + one, one == 0, key_norm, cosines, sines, eps, width, normed)
-    value = tl.load(new_key + to_value + column)
-    tl.store(stored_key + column, key)
-    tl.store(stored_value + column, value)
-    highest = tl.sum(q.to(tl.float32) * key.to(tl.float32), axis=1, keep_dims=True)
-    highest = highest * scale * 1.4426950408889634
-    total = tl.full(highest.shape, 1.0, tl.float32)
-    mean = tl.zeros(q.shape, tl.float32) + value.to(tl.float32)
-    return q.to(stored_key.dtype.element_ty), highest, total, mean
+from marlhf.rollout.triton_begin import ATTEND_ROWS, begin, early_launch, shared_memory
+from marlhf.rollout.triton_shared import attend_shared, can_share
 
 
 @triton.jit
@@ -118,6 +66,7 @@ def _attend(
         first = tl.maximum(last - window + 1, 0)
     row = tl.arange(0, rows)[:, None]
     column = tl.arange(0, width)
+    one = tl.zeros([1, 1], tl.int32)
     mine = query + slot * query_stride + (group * share + row) * width
     own = slot
     if indexed:
@@ -156,10 +105,11 @@ def _attend(
                     tl.extra.cuda.gdc_wait()
                 if triggers:
                     tl.extra.cuda.gdc_launch_dependents()
-                q, highest, total, mean = _begin(
+                q, highest, total, mean = begin(
                     mine,
-                    query + slot * query_stride + (groups * share + group) * width,
+                    query + slot * query_stride + (groups * share + group) * width + one,
                     row < share,
+                    one == 0,
                     keys + own + last * width,
                     values + own + last * width,
                     cosines + last * width,
@@ -217,6 +167,11 @@ def attend(
     heads -= 0 if rotary is None else 2 * groups
     share = heads // groups
     out = torch.empty(slots, heads, width, dtype=keys.dtype, device=query.device)
+    if prefixes is not None and can_share(query, keys, prefixes, window, softcap):
+        attend_shared(
+            query, keys, values, positions, cache_rows, prefixes, out, scale, rotary, norms
+        )
+        return out
     query_norm, key_norm, eps = norms or (query, query, 0.0)
     deep = rotary is not None and prefixes is None
     block, warps, stages = _attend_tiles(slots * groups, keys, deep=deep)
@@ -226,7 +181,7 @@ def attend(
         values,
         positions,
         positions if cache_rows is None else cache_rows,
-        *(prefixes or (positions, positions)),
+        *((positions, positions) if prefixes is None else prefixes[:2]),
         *(rotary or (query, query)),
         query_norm,
         key_norm,
@@ -274,34 +229,3 @@ def _attend_tiles(programs: int, keys: Tensor, *, deep: bool) -> tuple[int, int,
     while block > 16 and 2 * block * row > memory:
         block //= 2
     return block, warps, max(1, min(most, memory // (block * row)))
-
-
-ATTEND_ROWS = 768
-"""The most rows with which attention is launched early."""
-
-
-def early_launch(x: Tensor, most: int) -> dict[str, bool]:
-    """Options of a kernel over some rows that may be launched before the last has ended.
-
-    It is where there are at most so many, and then waits for the results of the last, but no longer
-    for its own launch. Every such kernel lets the next be launched as soon as all its programs have
-    begun.
-    """
-    can = _can_launch_early(x.device)
-    if can and len(x) <= most:
-        return {"triggers": True, "early": True, "launch_pdl": True}
-    return {"triggers": can, "early": False}
-
-
-@functools.cache
-def _can_launch_early(device: torch.device) -> bool:
-    """NVIDIA's from Hopper on, where this version of Triton knows how."""
-    nvidia = torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-    return nvidia and hasattr(tl.extra.cuda, "gdc_wait")
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes for the tiles of a program, which leaves some to the compiler."""
-    properties = torch.cuda.get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 1 << 16) - 8192

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from marlhf.rollout.triton_attend import early_launch, shared_memory
+from marlhf.rollout.triton_begin import early_launch, shared_memory
 
 PREFETCHES = tl.constexpr(4)
 """Pieces of the weights of a later product that a program prefetches."""
