@@ -3,6 +3,7 @@
     python bench/decode.py                    # SmolLM2-135M's shape on a GPU
     python bench/decode.py --shape tiny       # a CPU
     python bench/decode.py --shared 8         # eight samples of each prompt
+    python bench/decode.py --prompt 768       # longer ones
     python bench/decode.py --family gemma2    # through the modules of another family
     python bench/decode.py --vllm-url http://127.0.0.1:8000    # a vLLM server, too
 
@@ -29,7 +30,7 @@ import importlib.util
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class Shape:
             head_dim=self.hidden // self.heads,
             intermediate_size=self.mlp,
             vocab_size=self.vocabulary,
-            max_position_embeddings=1024,
+            max_position_embeddings=max(1024, self.prompt + LONGEST),
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=None,
@@ -103,19 +104,22 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--rows", type=int, help="prompts of the fixed task; real has four times")
+    parser.add_argument("--prompt", type=int, help="tokens of a prompt")
     parser.add_argument("--shared", type=int, default=1, help="samples of each prompt")
     parser.add_argument("--budget", type=int, help="rollout_tokens; auto unless given")
     parser.add_argument("--vllm-url", default="", help="address of a vLLM server")
     parser.add_argument("--only", nargs="+", help="systems to measure, by the start of their name")
     args = parser.parse_args()
     shape, device = SHAPES[args.shape], torch.device("cuda" if gpu else "cpu")
+    shape = replace(shape, rows=args.rows or shape.rows, prompt=args.prompt or shape.prompt)
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(shape.config(args.family))
     model = model.to(device).eval()
     if gpu:
         compile_blocks(model)
     if args.shared < 1 or shape.rows % args.shared:
-        parser.error(f"--shared must divide the {shape.rows} rows of this shape")
+        parser.error(f"--shared must divide the {shape.rows} rows")
     tasks = make_tasks(shape, args.top_k, args.top_p, args.shared)
     engines: dict[str, NativeEngine] = {}
     known = systems(model, engines, args)
