@@ -92,7 +92,7 @@ def _attend_shared(
     starts = ()
     reaches = ()
     total = 0
-    most = 1
+    most = 1  # keys that are a slot's own
     for i in tl.static_range(samples):
         reach = ends[i]
         for j in tl.static_range(i + 1, samples):
@@ -102,7 +102,7 @@ def _attend_shared(
         starts = starts + (total,)
         reaches = reaches + (reach,)
         total += tl.cdiv(tl.maximum(reach - 1, 0), block) * block
-        most = tl.maximum(most, lasts[i] - tl.maximum(ends[i], 1) + 2)  # keys of its own
+        most = tl.maximum(most, lasts[i] - tl.maximum(ends[i], 1) + 2)
     row = tl.arange(0, rows)[:, None]
     row_sample = tl.minimum(row // share, samples - 1)
     slot = first + row_sample
@@ -110,7 +110,6 @@ def _attend_shared(
     inside_tile = row < samples * share
     key = tl.arange(0, block)
     sample = key % samples
-
     column = tl.arange(0, width)[None, :]
     mine = query + slot * query_stride + head * width
     highest = tl.full([rows, 1], -1e30, tl.float32)
@@ -121,7 +120,7 @@ def _attend_shared(
     else:
         q = tl.load(mine + column, inside_tile, other=0.0).to(keys.dtype.element_ty)
     # Never without a round, in which queries are rotated.
-    for start in range(0, tl.maximum(total + most * samples, 1), block):
+    for start in range(0, total + most * samples, block):
         begins, reach, read = starts[0], reaches[0], reads[0]
         for i in tl.static_range(1, samples):
             here = (start >= starts[i]) & (reaches[i] > 0)
