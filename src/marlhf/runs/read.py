@@ -93,17 +93,19 @@ class Run:
 
     def curve(self, key: str) -> list[tuple[int, float, float]]:
         """(step, seconds, value) wherever `key` was recorded; seconds may be NaN."""
-        rows = self.evals if key.startswith("eval/") else self.train
         return [
             (row["step"], number(row.get("seconds")), value)
-            for row in rows
+            for row in self._rows_of(key)
             if key in row and math.isfinite(value := number(row[key]))
         ]
 
     def final(self, key: str) -> float:
         """The last recorded value, NaN where there is none."""
-        curve = self.curve(key)
-        return curve[-1][2] if curve else math.nan
+        values = (number(row[key]) for row in reversed(self._rows_of(key)) if key in row)
+        return next(filter(math.isfinite, values), math.nan)
+
+    def _rows_of(self, key: str) -> list[Row]:
+        return self.evals if key.startswith("eval/") else self.train
 
 
 def number(value: object) -> float:
