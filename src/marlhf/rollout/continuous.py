@@ -40,8 +40,8 @@ MIN_PARTED_SLOTS = 128
 """From this power of two on there is a graph for three quarters of it, too."""
 
 ALIKE = 1.5
-"""Slots are read together that have at most so many different prefixes in the mean. Each is read
-in turn, so that with two it takes as long as apart."""
+"""The most different prefixes, in the mean, of slots that are read together. They are read one after
+the other, so that with two it takes longer than apart."""
 EARLY = 32
 """Tokens that tell most prompts apart."""
 
@@ -232,7 +232,7 @@ class Schedule:
         """
         borrowed = [copy for copy in copies if copy[2] > 1]
         self._copy_prefixes([(source, target, min(n, 1)) for source, target, n in copies])
-        # The other slot is one of them, so that all can read together.
+        # The slot that holds a prefix reads it like the others, and so together with them.
         longest: dict[int, int] = {}
         for source, _, length in borrowed:
             longest[source] = max(length, longest.get(source, 0))
