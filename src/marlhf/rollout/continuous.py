@@ -40,8 +40,8 @@ MIN_PARTED_SLOTS = 128
 """From this power of two on there is a graph for three quarters of it, too."""
 
 ALIKE = 1.5
-"""The most different prefixes, in the mean, of slots that are read together. They are read one after
-the other, so that with two it takes longer than apart."""
+"""The most different prefixes, in the mean, of slots that are read together. They are read one
+after the other, so that with two it takes longer than apart."""
 EARLY = 32
 """Tokens that tell most prompts apart."""
 
