@@ -347,17 +347,15 @@ class Schedule:
         most = len(self.rows) - 1 if self.decoder.indexed else len(self.rows) // 2
         if self.waiting or not live or size > most:
             return
-        source = [slot for slot in live if slot >= size]
-        target = [slot for slot in range(size) if self.rows[slot] is None][: len(source)]
-        if self.borrows:  # slots that share a prefix are read together, so they stay neighbours
+        if self.decoder.indexed:  # in order, so that slots that share a prefix stay neighbours
             order = [*live, *(slot for slot, row in enumerate(self.rows) if row is None)]
             self.state.reorder(*self._to_device([order]))
             self.rows = [self.rows[slot] for slot in order]
             self.age = [self.age[slot] for slot in order]
-        elif source:
+        elif source := [slot for slot in live if slot >= size]:
+            target = [slot for slot in range(size) if self.rows[slot] is None][: len(source)]
             old_slots, new_slots = self._to_device([source, target])
-            if not self.decoder.indexed:
-                self.decoder.move(old_slots, new_slots, self._reach(live))
+            self.decoder.move(old_slots, new_slots, self._reach(live))
             self.state.move(old_slots, new_slots)
             for old, new in zip(source, target):
                 self.rows[new], self.age[new] = self.rows[old], self.age[old]
