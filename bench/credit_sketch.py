@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from scipy.stats import spearmanr
 
-from marlhf.configs.candidates import parse_candidates
+from marlhf.config.candidates import parse_candidates
 from marlhf.core import gradient_agreement
 from marlhf.credit.measure import MEASURED, sample_batch
 from marlhf.credit.state import open_state
+from marlhf.evaluate.text_table import text_table
 from marlhf.models.forward import token_stats
-from marlhf.text_table import text_table
 from marlhf.train.assign_credit import assign_credit, measure_options, shape_and_segment
 from marlhf.train.credit_choice import Measurement, options_of, unbiased
 from marlhf.train.critic import critic_values

@@ -39,7 +39,7 @@ import transformers
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from marlhf.configs.model import LoRA
+from marlhf.config.model import LoRA
 from marlhf.core import NGram, Perplexity, RandomNGram, Vocabulary
 from marlhf.data import Row
 from marlhf.models.adapters import FrozenBaseModel, cast_linear_layers, frozen_dtype
@@ -51,17 +51,17 @@ from marlhf.models.tiny import tiny_tokenizer
 from marlhf.reward import RewardModel, Rewards
 from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine
+from marlhf.runtime.distributed import start
+from marlhf.runtime.optim import make_optimizer
+from marlhf.runtime.stage import Example
+from marlhf.runtime.timing import Clock, to_numbers
 from marlhf.spans import vocabulary
 from marlhf.train.assign_credit import assign_credit, shape_and_segment
 from marlhf.train.critic import value_metrics, values_and_critic_backward
-from marlhf.train.distributed import start
 from marlhf.train.experience import batch_metrics, rollout_and_score
-from marlhf.train.optim import make_optimizer
 from marlhf.train.ppo import update
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
-from marlhf.train.stage import Example
-from marlhf.train.timing import Clock, to_numbers
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from marlhf.config import kind_class
-from marlhf.settings import describe
+from marlhf.config.settings import describe
+from marlhf.train.recipe import kind_class
 from marlhf.train.stages import METHODS
 
 HEAD = """# Settings

@@ -18,8 +18,8 @@ import yaml
 
 from marlhf import core
 from marlhf.cli import app, main
-from marlhf.config import kind_class, load_recipe, load_stage
-from marlhf.settings import SEGMENTERS, describe
+from marlhf.config.settings import SEGMENTERS, describe
+from marlhf.train.recipe import kind_class, load_recipe, load_stage
 from marlhf.train.stages import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]

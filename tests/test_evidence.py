@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from marlhf.config import load_recipe
 from marlhf.runs.read import Evaluation, Run
+from marlhf.train.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "bench"))

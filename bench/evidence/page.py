@@ -42,8 +42,8 @@ from evidence.results import (
     score,
     solved,
 )
-from marlhf.config import check_recipe
 from marlhf.intervals import mean_over_groups
+from marlhf.train.recipe import check_recipe
 
 PAGE = "results.md"
 BLOCK = re.compile(

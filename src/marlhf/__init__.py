@@ -24,10 +24,10 @@ _WHERE = {
     "marlhf.train.ppo_config": ("PPOConfig",),
     "marlhf.train.rloo_config": ("GRPOConfig", "RLOOConfig"),
     "marlhf.train.dpo_config": ("DPOConfig",),
-    "marlhf.configs.guards": ("Guards",),
+    "marlhf.config.guards": ("Guards",),
     "marlhf.data": ("DataConfig",),
     "marlhf.rollout": ("Sampling",),
-    "marlhf.configs.model": ("LoRA",),
+    "marlhf.config.model": ("LoRA",),
     "marlhf.core": (
         *("Constituents", "Lines", "NGram", "Perplexity", "RandomNGram", "Responses", "Segments"),
         *("Sentences", "Words"),
@@ -40,8 +40,8 @@ _HOME = {name: module for module, names in _WHERE.items() for name in names}
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from marlhf.configs.guards import Guards
-    from marlhf.configs.model import LoRA
+    from marlhf.config.guards import Guards
+    from marlhf.config.model import LoRA
     from marlhf.core import (
         Constituents,
         Lines,

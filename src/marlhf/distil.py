@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from marlhf.config import load_stage
 from marlhf.data import DataConfig
 from marlhf.evaluate.best_of_n import find_task
 from marlhf.evaluate.blocks import BlockOptions, decide_blocks, write_responses
@@ -22,6 +21,7 @@ from marlhf.evaluate.blocks_frontier import Point
 from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions
 from marlhf.runs.layout import MODEL
 from marlhf.train import sft
+from marlhf.train.recipe import load_stage
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,14 @@ Nothing heavy is imported here: configs load before a command knows what it need
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
 import numbers
 import types
 import typing
-from collections.abc import Collection, Iterable
 from typing import Any
 
-from marlhf.errors import SettingError, UnknownNameError
-from marlhf.trl_names import hint_for
+from marlhf.errors import SettingError
 
 
 def setting(
@@ -52,20 +49,6 @@ def setting(
     }
     metadata = {name: value for name, value in facts.items() if value is not None}
     return dataclasses.field(default=default, default_factory=factory, metadata=metadata)
-
-
-def refuse_unknown(owner: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Name all unknown settings at once, each with what to write instead."""
-    lines: list[str] = []
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = hint_for(name) or (f"Did you mean {near[0]}?" if near else "")
-            lines.append(f"{name}. {hint}".rstrip())
-    if len(lines) == 1:
-        raise UnknownNameError(f"{owner} has no setting {lines[0]}")
-    if lines:
-        raise UnknownNameError("\n  ".join([f"{owner} has no settings", *lines]))
 
 
 def settings_with(cls: type, fact: str) -> list[str]:

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from marlhf.config import load_recipe
 from marlhf.core import Lines
 from marlhf.data import DataConfig, DataError, load_data, sums
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.reward.sums import share_right, solved
 from marlhf.spans.show import cut_text
+from marlhf.train.recipe import load_recipe
 
 PROMPT = "7+2413\n"
 BEGINNING = ["a7+2=9", "b9+4=3", "c3+1=4", "d4+3=7", "e7+2=9"]  # the four steps, then the first

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from marlhf.config.recipe_files import ConfigError
 from marlhf.core import (
     Constituents,
     Lines,
@@ -31,7 +32,6 @@ from marlhf.engines.advantages import (
 )
 from marlhf.engines.settings import EngineError, MacroSettings, read_settings
 from marlhf.models.tiny import tiny_tokenizer
-from marlhf.recipe_files import ConfigError
 from marlhf.spans import vocabulary
 from marlhf.spans.apply import SegmenterError
 from marlhf.spans.parsing import Parsing

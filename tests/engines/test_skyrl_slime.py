@@ -5,12 +5,12 @@ from argparse import Namespace
 import pytest
 import torch
 
+from marlhf.config.recipe_files import ConfigError
 from marlhf.core import Turns, gae, macro_gae, segment, whiten
 from marlhf.core.responses import Responses
 from marlhf.engines import skyrl, slime
 from marlhf.engines.settings import EngineError
 from marlhf.models.tiny import tiny_tokenizer
-from marlhf.recipe_files import ConfigError
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ from importlib import metadata
 import pytest
 
 from marlhf.cli import main
+from marlhf.config.recipe_files import ConfigError
 from marlhf.core import NGram
 from marlhf.engines import verl_config
 from marlhf.engines.settings import EngineError
 from marlhf.engines.verl_config import check_config, check_version, launch_arguments
-from marlhf.recipe_files import ConfigError
 
 CONFIG = {
     "algorithm": {"adv_estimator": "macro_gae", "use_kl_in_reward": False},

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from marlhf.config.settings import to_raw
 from marlhf.data import DataConfig, DataError
 from marlhf.evaluate import pass_at_k as module
 from marlhf.evaluate.eval_plan import EvaluationError
@@ -18,7 +19,6 @@ from marlhf.models.tiny import tiny_model, tiny_tokenizer
 from marlhf.report.write import write_report
 from marlhf.reward.code import UnitTests, Verdict
 from marlhf.runs.layout import PASS_AT_K_LINES
-from marlhf.settings import to_raw
 
 OPTIONS = PassAtKOptions(k=(1, 2), samples=4, device="cpu")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from marlhf.configs.model import LoRA
+from marlhf.config.model import LoRA
 from marlhf.models.adapter_config import quantization, to_peft
 from marlhf.models.adapter_files import adapter_base, find_adapter, is_scalar_adapter, merge_adapter
 from marlhf.models.adapters import (

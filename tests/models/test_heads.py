@@ -5,7 +5,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from marlhf.configs.model import LoRA
+from marlhf.config.model import LoRA
 from marlhf.models.adapters import FrozenBaseModel
 from marlhf.models.base import ModelError
 from marlhf.models.forward import Sequences, final_scores, token_values

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from marlhf.config import load_recipe
 from marlhf.data import DataConfig, Row, load_data, mbpp
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.reward import RewardFunction, import_function
@@ -16,6 +15,7 @@ from marlhf.reward import code as module
 from marlhf.reward.answers import complete, extract_code, same_output, same_value
 from marlhf.reward.code import UnitTests, Verdict
 from marlhf.reward.sandbox import Outcome
+from marlhf.train.recipe import load_recipe
 
 DOUBLE = {"kind": "stdin", "inputs": ["1\n", "2\n"], "outputs": ["2\n", "4\n"]}
 CALLED = {"kind": "call", "name": "double", "inputs": [[1], [2]], "outputs": [2, [4]]}

@@ -27,7 +27,8 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from marlhf.configs.model import LoRA
+from marlhf.config.model import LoRA
+from marlhf.config.settings import to_raw
 from marlhf.data import DataConfig
 from marlhf.errors import SettingError
 from marlhf.models.adapters import FrozenBaseModel
@@ -42,10 +43,9 @@ from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.rollout.weight_transfer import EXTENSION, WeightReceiver, WeightSender, connect, receive
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
-from marlhf.settings import to_raw
-from marlhf.train.distributed import World
-from marlhf.train.loop import Loop
-from marlhf.train.objects import GivenObjects
+from marlhf.runtime.distributed import World
+from marlhf.runtime.loop import Loop
+from marlhf.runtime.objects import GivenObjects
 from marlhf.train.ppo import train
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import _load_engine
@@ -898,7 +898,7 @@ STARTS = 420
 REAL = """
 import json, sys, time, torch
 from transformers import AutoModelForCausalLM
-from marlhf.configs.model import LoRA
+from marlhf.config.model import LoRA
 from marlhf.models.adapters import FrozenBaseModel
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.rollout import Sampling

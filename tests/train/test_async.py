@@ -10,21 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_resume import everything, wait_for_step, weights
 
-from conftest import TOY, assert_close, read_lines
 from marlhf.core import NGram
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.rollout import Sampling
 from marlhf.rollout.sampler_process import SamplerError
 from marlhf.runs.layout import RunError
+from marlhf.runtime.distributed import World
+from marlhf.runtime.loop import Loop
+from marlhf.runtime.objects import GivenObjects
 from marlhf.train import ppo, rl_models, rloo
 from marlhf.train.ahead import SampledAhead
-from marlhf.train.distributed import World
 from marlhf.train.experience import Experience
-from marlhf.train.loop import Loop
-from marlhf.train.objects import GivenObjects
 from marlhf.train.rloo_config import GRPOConfig
+from small_runs import TOY, assert_close, everything, read_lines, wait_for_step, weights
 
 pytestmark = [pytest.mark.xdist_group("forked"), pytest.mark.usefixtures("forked_samplers")]
 

@@ -3,15 +3,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from conftest import read_lines
 from marlhf.core import NGram, Segments
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.rollout import Sampling
+from marlhf.runtime.distributed import start
+from marlhf.runtime.objects import GivenObjects
 from marlhf.train import continuations, ppo
 from marlhf.train.continuations import State, continuation_returns, states_of
-from marlhf.train.distributed import start
-from marlhf.train.objects import GivenObjects
 from marlhf.train.rl_models import load_models, load_prompts
+from small_runs import read_lines
 
 MC = {"values": "monte_carlo", "sigma": "start", "continuations": 2}
 

@@ -4,14 +4,13 @@ import itertools
 
 import pytest
 import torch
-from test_resume import stop_after, weights
 
-from conftest import read_lines
-from marlhf.configs.candidates import Candidate, parse_candidates
+from marlhf.config.candidates import Candidate, parse_candidates
 from marlhf.core import NGram, Perplexity, Segments, gae, gradient_agreement
+from marlhf.runtime.interrupts import Stopped
 from marlhf.train import credit_choice, ppo
 from marlhf.train.credit_choice import CreditChooser, better, name_of
-from marlhf.train.interrupts import Stopped
+from small_runs import read_lines, stop_after, weights
 
 LENGTH, ROWS = 6, 32
 GAINS = torch.tensor([1.0, -0.5, 0.8, 0.3, -0.7, 0.6], dtype=torch.float64)

@@ -11,9 +11,8 @@ import yaml
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from conftest import read_lines, small_ppo
 from marlhf.cli import app
-from marlhf.configs.candidates import parse_candidates
+from marlhf.config.candidates import parse_candidates
 from marlhf.core import Agreement, NGram, Segments, Words
 from marlhf.credit import measure as measuring
 from marlhf.credit.measure import Measured, measure, recipe_of, table, verdict
@@ -22,6 +21,7 @@ from marlhf.credit.where import Truth, _critic_error, _share_lowest, locate
 from marlhf.report.write import write_report
 from marlhf.train import ppo
 from marlhf.train.credit_choice import Option, options_of
+from small_runs import read_lines, small_ppo
 
 RULES = ("token lam=1", "token lam=0.5", "words lam=0.9")
 

@@ -12,18 +12,18 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import log_softmax, logsigmoid
 
-from conftest import TOY, assert_close, read_lines
 from marlhf.data import Row
 from marlhf.models.base import ModelError
 from marlhf.models.load import load_policy, load_tokenizer
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
+from marlhf.runtime.distributed import World
+from marlhf.runtime.interrupts import Stopped
+from marlhf.runtime.objects import GivenObjects
+from marlhf.runtime.stage import Example, load_examples
 from marlhf.train import dpo
-from marlhf.train.distributed import World
-from marlhf.train.interrupts import Stopped
-from marlhf.train.objects import GivenObjects
-from marlhf.train.stage import Example, load_examples
+from small_runs import TOY, assert_close, read_lines
 
 HERE = World(torch.device("cpu"))
 

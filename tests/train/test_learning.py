@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from conftest import read_lines, save_one_layer
-from marlhf.config import load_recipe
 from marlhf.data import Row, fit_prompts, load_data
 from marlhf.data.encode import decode
 from marlhf.data.toy import gold_score
@@ -19,6 +17,8 @@ from marlhf.models.load import end_tokens, load_policy, load_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine
 from marlhf.train import dpo, ppo, reward, rloo, sft
+from marlhf.train.recipe import load_recipe
+from small_runs import read_lines, save_one_layer
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,8 +15,8 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from conftest import assert_close, read_lines
-from marlhf.configs.model import LoRA
+from marlhf.config.model import LoRA
+from marlhf.config.settings import to_raw
 from marlhf.core import NGram
 from marlhf.data import DataConfig, Row
 from marlhf.models.adapters import AdaptedLanguageModel, AdaptedScalarModel
@@ -27,13 +27,13 @@ from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
-from marlhf.settings import to_raw
+from marlhf.runtime.checkpoint import list_checkpoints
+from marlhf.runtime.distributed import World
+from marlhf.runtime.loop import Loop
+from marlhf.runtime.model_loader import load_trained_policy
+from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
 from marlhf.train import dpo, experience, ppo, reward, rl_run, rloo, sft
-from marlhf.train.checkpoint import list_checkpoints
-from marlhf.train.distributed import World
-from marlhf.train.loop import Loop
-from marlhf.train.model_loader import load_trained_policy
-from marlhf.train.objects import NO_OBJECTS, GivenObjects
+from small_runs import assert_close, read_lines
 
 peft = pytest.importorskip("peft")
 
@@ -457,7 +457,7 @@ def test_what_is_missing_is_told_before_a_model_loads(tmp_path, monkeypatch):
 
 def test_bits_are_not_saved_in_silence(monkeypatch, tmp_path):
     """A model that cannot be quantised must not pass for one that is."""
-    monkeypatch.setattr("marlhf.train.model_loader.quantization", lambda lora: None)
+    monkeypatch.setattr("marlhf.runtime.model_loader.quantization", lambda lora: None)
     config = settings("sft", tmp_path / "run", model="tiny", lora=LoRA(quantize="4bit"))
     with pytest.raises(RunError, match=r"tiny does not\. Leave out quantize"):
         load_trained_policy(config, NO_OBJECTS, World(torch.device("cpu")))

@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from conftest import TOY, assert_close, read_lines
 from marlhf.core import Constituents
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
@@ -11,6 +10,7 @@ from marlhf.spans.parsing import open_parsing
 from marlhf.spans.phrases import ParserError
 from marlhf.train import ppo, rloo
 from marlhf.train.rloo_config import RLOOConfig
+from small_runs import TOY, assert_close, read_lines
 
 RULE = Constituents(max_length=8)
 

@@ -7,25 +7,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from conftest import TOY, assert_close, read_lines, small_ppo
-from marlhf.configs.guards import Guards
+from marlhf.config.guards import Guards
 from marlhf.core import Lines, NGram, Perplexity, RandomNGram, Responses, Sentences, Words, gae
 from marlhf.models.forward import Sequences, token_values
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine
 from marlhf.runs.layout import RunError
+from marlhf.runtime.distributed import start
+from marlhf.runtime.objects import NO_OBJECTS
+from marlhf.runtime.timing import Clock
 from marlhf.spans.apply import SegmenterError
 from marlhf.train import assign_credit, experience, held_out, ppo, rl_warnings
-from marlhf.train.distributed import start
-from marlhf.train.objects import NO_OBJECTS
 from marlhf.train.rl_models import load_models, load_prompts
 from marlhf.train.rl_warnings import (
     CriticWatch,
     warn_about_divided_scores,
     warn_about_first_kl,
 )
-from marlhf.train.timing import Clock
+from small_runs import TOY, assert_close, read_lines, small_ppo
 
 
 @pytest.fixture

@@ -15,40 +15,21 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from conftest import TOY, read_lines, small_ppo
-from forked import ForkedProcess
-from marlhf.configs.guards import Guards
+from marlhf.config.guards import Guards
 from marlhf.core import RandomNGram
 from marlhf.models.base import ModelError
 from marlhf.reward import RewardModel
 from marlhf.rollout import Sampling
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
-from marlhf.train import checkpoint, ppo, reward, rloo, sft
+from marlhf.runtime import checkpoint
+from marlhf.runtime.interrupts import Stopped
+from marlhf.train import ppo, reward, rloo, sft
 from marlhf.train.held_out import HeldOutEvaluation
-from marlhf.train.interrupts import Stopped
+from small_runs import TOY, everything, read_lines, small_ppo, stop_after, wait_for_step, weights
 
 pytestmark = pytest.mark.xdist_group("forked")  # one process, so that one server forks
 SHORT = {"data": TOY, "batch_size": 8, "num_steps": 4, "eval_every": 2, "save_every": 1}
-
-
-def wait_for_step(folder: str, step: int, process: ForkedProcess) -> None:
-    path = Path(folder) / "metrics.jsonl"
-    end = time.monotonic() + 120
-    while time.monotonic() < end and process.poll() is None:
-        if path.is_file() and f'"kind": "train", "step": {step},' in path.read_text():
-            return
-        time.sleep(0.02)
-
-
-def everything(folder: str) -> dict[str, list[dict]]:
-    return {name: read_lines(folder, name) for name in ("metrics.jsonl", "eval.jsonl")} | {
-        "samples": read_lines(folder, "samples.jsonl")
-    }
-
-
-def weights(folder: str) -> bytes:
-    return (Path(folder) / "model" / "model.safetensors").read_bytes()
 
 
 def test_a_killed_run_resumes_identically(ppo_config, start):
@@ -123,18 +104,6 @@ def test_a_stopped_run_saves_first(ppo_config, number, start):
 
 def _folder(config) -> RunFolder:
     return RunFolder(config.output_dir, "ppo", config)
-
-
-def stop_after(step: int, monkeypatch, module) -> None:
-    """Ask for an end after so many steps, as Ctrl-C would."""
-    real = RunFolder.log
-
-    def log(self, kind, at, metrics):
-        real(self, kind, at, metrics)
-        if kind == "train" and at == step:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(RunFolder, "log", log)
 
 
 @pytest.mark.parametrize(

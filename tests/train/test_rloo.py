@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch.nn.functional import log_softmax
 
-from conftest import TOY, assert_close, read_lines
 from marlhf.core import NGram, Perplexity, RandomNGram, Segments, Words
 from marlhf.models.forward import Sequences
 from marlhf.models.load import load_policy
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.runs.write import RunFolder
+from marlhf.runtime.distributed import World
+from marlhf.runtime.interrupts import Stopped
+from marlhf.runtime.objects import GivenObjects
 from marlhf.train import rloo
-from marlhf.train.distributed import World
 from marlhf.train.experience import Credit, Experience
-from marlhf.train.interrupts import Stopped
-from marlhf.train.objects import GivenObjects
+from small_runs import TOY, assert_close, read_lines
 
 HERE = World(torch.device("cpu"))
 

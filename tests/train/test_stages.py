@@ -13,15 +13,15 @@ from transformers import (
     Qwen2Config,
 )
 
-from conftest import TOY, assert_close, read_lines
 from marlhf.data import Counts, DataConfig, Loaded, Row
 from marlhf.models.load import load_policy, load_tokenizer
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.runs.layout import RunError
+from marlhf.runtime.distributed import World
+from marlhf.runtime.stage import Example, batch_rows, each_prompt_once, load_examples
 from marlhf.train import ppo, reward, sft
-from marlhf.train.distributed import World
-from marlhf.train.stage import Example, batch_rows, each_prompt_once, load_examples
+from small_runs import TOY, assert_close, read_lines
 
 SHORT = {"data": TOY, "batch_size": 16, "num_steps": 3, "eval_every": 2, "save_every": 0}
 
@@ -207,7 +207,7 @@ def test_a_prompt_with_several_pairs_is_answered_once():
 def test_held_out_prompts_that_are_too_long_do_not_stop_training(tmp_path, monkeypatch, capfd):
     short, long = Row("a fox", " smiled", " cried"), Row("fox " * 900, " smiled", " cried")
     loaded = Loaded([short], [long], Counts())
-    monkeypatch.setattr("marlhf.train.stage.load_data", lambda *_, **__: loaded)
+    monkeypatch.setattr("marlhf.runtime.stage.load_data", lambda *_, **__: loaded)
     config = sft.SFTConfig(model="tiny", output_dir=str(tmp_path / "a"), **SHORT)
     examples, held_out = load_examples(config, "sft", tiny_tokenizer(), needs=("chosen",))
     assert (len(examples), held_out) == (1, [])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 
-from marlhf.build import build_segmenter
+from marlhf.config.build import build_segmenter
 from marlhf.core import Constituents, Perplexity, Responses
 from marlhf.data import DataConfig, DataError, apps, decode, load_data, tldr, webgpt
 from marlhf.data.encode import encode_prompt

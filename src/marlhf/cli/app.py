@@ -191,8 +191,8 @@ def watch_report_of(runs: list[Path], output: Path, every: float) -> None:
 @contextlib.contextmanager
 def _explained(output: Path) -> Iterator[None]:
     """Name the file and the remedy where a report cannot be written."""
-    from marlhf.config import ConfigError
     from marlhf.runs.layout import RunError
+    from marlhf.train.recipe import ConfigError
 
     try:
         yield
@@ -207,7 +207,7 @@ def read_segmenter(words: str, option: str) -> Any:
     """The rule in an option such as `--segmenter 'ngram n=3'`."""
     import yaml
 
-    from marlhf.config import ConfigError, build_segmenter
+    from marlhf.train.recipe import ConfigError, build_segmenter
 
     name, *settings = words.split() or [""]
     raw: dict[str, object] = {"type": name}

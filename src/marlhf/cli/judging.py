@@ -103,7 +103,7 @@ def credit(
     """How good a run's credit is, and which rule and lambda would be better."""
     import json
 
-    from marlhf.configs.candidates import parse_candidates
+    from marlhf.config.candidates import parse_candidates
 
     parse_candidates(tuple(rules or ()))  # a typo is reported before torch loads
     from marlhf.credit.measure import measure, table, verdict

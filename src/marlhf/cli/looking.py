@@ -24,7 +24,7 @@ from marlhf.train.stages import METHODS
 @app.command()
 def recipes() -> None:
     """List the recipes that come with marlhf."""
-    from marlhf.recipe_files import shipped_recipes
+    from marlhf.config.recipe_files import shipped_recipes
 
     for name, path in shipped_recipes().items():
         first = path.read_text(encoding="utf-8").splitlines()[0]
@@ -41,8 +41,8 @@ def config(
     """Every setting of a stage with its default and what it does; or a recipe, resolved."""
     import textwrap
 
-    from marlhf.config import kind_class, load_stage
-    from marlhf.settings import describe, to_raw
+    from marlhf.config.settings import describe, to_raw
+    from marlhf.train.recipe import kind_class, load_stage
 
     if recipe:
         import yaml
@@ -72,9 +72,9 @@ def segment(
     seed: Annotated[int, typer.Option(help="Of random rules.")] = 0,
 ) -> None:
     """Show a text with its macro actions marked; of constituents the trees, too."""
-    from marlhf.config import ConfigError
     from marlhf.core import Constituents
     from marlhf.spans.show import cut_text, draw_trees, paint
+    from marlhf.train.recipe import ConfigError
 
     if (text is None) == (file is None):
         raise ConfigError("Give either --text or --file.")
@@ -129,7 +129,7 @@ def chat(
 @app.command()
 def doctor() -> None:
     """Versions, devices, and which extras are there."""
-    from marlhf.doctor import examine
+    from marlhf.cli.doctor import examine
 
     for line in examine():
         typer.echo(line)
@@ -144,7 +144,7 @@ def version() -> None:
 
 
 def _read(file: Path | None) -> str:
-    from marlhf.config import ConfigError
+    from marlhf.train.recipe import ConfigError
 
     assert file is not None
     try:

@@ -27,11 +27,11 @@ from marlhf.cli.app import (
 )
 from marlhf.cli.lean_imports import skip_unused_packages
 from marlhf.runs.stage_facts import facts_of
-from marlhf.train.collector import collector_paused
+from marlhf.runtime.collector import collector_paused
 from marlhf.train.stages import METHODS
 
 if TYPE_CHECKING:
-    from marlhf.config import Stage
+    from marlhf.train.recipe import Stage
 
 LEFT = 75
 """Exit status of a sweep that its deadline ended: try again later, as in sysexits.h."""
@@ -39,7 +39,7 @@ LEFT = 75
 
 def _add_command(kind: str, help_: str) -> None:
     def command(recipe: Recipe, overrides: Overrides = None, stage: StageName = None) -> None:
-        from marlhf.config import check_stage, make_segmenters
+        from marlhf.train.recipe import check_stage, make_segmenters
 
         checked = check_stage(recipe, kind, overrides, stage)  # torch is not needed for that
         tell(f"{recipe}: {checked.name} in {checked.config.output_dir}")
@@ -56,7 +56,7 @@ for name, method in METHODS.items():
 @app.command("run")
 def run_all(recipe: Recipe, overrides: Overrides = None) -> None:
     """All stages of a recipe in order, skipping finished ones, then the report."""
-    from marlhf.config import check_recipe, make_segmenters
+    from marlhf.train.recipe import check_recipe, make_segmenters
 
     stages = check_recipe(recipe, overrides)  # a typo is reported before torch loads
     root = Path(stages[0].config.output_dir).parent
@@ -86,8 +86,8 @@ def _quick_start(stages: list[Stage]) -> Iterator[None]:
 
 
 def _train_all(stages: list[Stage]) -> None:
-    from marlhf.preflight import check_stages
-    from marlhf.train.progress import stages_ahead
+    from marlhf.runtime.progress import stages_ahead
+    from marlhf.train.preflight import check_stages
 
     check_stages(stages)
     try:
@@ -101,8 +101,8 @@ def _train_all(stages: list[Stage]) -> None:
 
 def _results(stages: list[Stage]) -> str:
     """The last held-out numbers of each stage."""
+    from marlhf.evaluate.text_table import text_table
     from marlhf.runs.layout import read_state
-    from marlhf.text_table import text_table
 
     names = {"score": "score", "gold": "gold", "kl": "KL", "length": "length"}
     names |= {"win_rate": "win rate", "accuracy": "accuracy", "loss": "loss"}

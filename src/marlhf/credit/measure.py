@@ -20,21 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marlhf.configs.candidates import CANDIDATES, Candidate, parse_candidates
+from marlhf.config.candidates import CANDIDATES, Candidate, parse_candidates
 from marlhf.core import Agreement, gradient_agreement, jackknife_error
 from marlhf.credit.state import CreditError, RunState
+from marlhf.evaluate.text_table import text_table
 from marlhf.models.base import autocast
 from marlhf.models.forward import token_stats
 from marlhf.runs.jsonl import append_jsonl, read_keyed
 from marlhf.runs.layout import CREDIT_LINES
-from marlhf.text_table import text_table
+from marlhf.runtime.progress import Steps, say, warn
+from marlhf.runtime.stage import Example, batch_rows
+from marlhf.runtime.timing import Clock
 from marlhf.train.assign_credit import assign_credit, measure_options, shape_and_segment
 from marlhf.train.credit_choice import ERRORS, Option, better, options_of, unbiased
 from marlhf.train.critic import critic_values
 from marlhf.train.experience import Experience, micro_batches, rollout_and_score
-from marlhf.train.progress import Steps, say, warn
-from marlhf.train.stage import Example, batch_rows
-from marlhf.train.timing import Clock
 
 MEASURED = (
     *CANDIDATES,

@@ -12,20 +12,20 @@ from typing import Any
 
 from torch import Tensor
 
-from marlhf.build import build, make_segmenter, raise_problems
+from marlhf.config.build import build, make_segmenter, raise_problems
+from marlhf.config.settings import SegmenterSpec
 from marlhf.errors import MarlhfError
 from marlhf.evaluate.eval_plan import PolicySource, check_rewards, located
 from marlhf.runs.layout import CHECKPOINTS, CRITIC, GIVEN, MODEL, is_run, read_score_scale
 from marlhf.runs.read import Run, read_run
-from marlhf.settings import SegmenterSpec
-from marlhf.train.checkpoint import checkpoints_in, load_weights, read_checkpoint_state
+from marlhf.runtime.checkpoint import checkpoints_in, load_weights, read_checkpoint_state
+from marlhf.runtime.distributed import start
+from marlhf.runtime.objects import NO_OBJECTS
+from marlhf.runtime.stage import Example
 from marlhf.train.credit_choice import CreditChooser
-from marlhf.train.distributed import start
 from marlhf.train.held_out import starting_scale
-from marlhf.train.objects import NO_OBJECTS
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models, load_models, load_prompts
-from marlhf.train.stage import Example
 
 
 class CreditError(MarlhfError, ValueError):

@@ -18,20 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marlhf.configs.candidates import parse_candidates
+from marlhf.config.candidates import parse_candidates
 from marlhf.core import Lines, Segments, segment
 from marlhf.credit.measure import MEASURED, sample_batch
 from marlhf.credit.state import CreditError, RunState
 from marlhf.data.encode import decode
 from marlhf.data.sums import first_wrong_line
-from marlhf.text_table import text_table
+from marlhf.evaluate.text_table import text_table
+from marlhf.runtime.progress import Steps, say
+from marlhf.runtime.stage import Example
 from marlhf.train.assign_credit import assign_credit, shape_and_segment
 from marlhf.train.continuations import continuation_returns, states_of
 from marlhf.train.credit_choice import Option, options_of
 from marlhf.train.critic import critic_values
 from marlhf.train.experience import Experience, SegmentedRewards
-from marlhf.train.progress import Steps, say
-from marlhf.train.stage import Example
 
 PARTS = ("first third", "second third", "last third")
 CHUNK = 256

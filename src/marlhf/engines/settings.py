@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from marlhf.build import build, make_segmenter, raise_problems
+from marlhf.config.build import build, make_segmenter, raise_problems
 from marlhf.core import (
     Constituents,
     Lines,
@@ -75,7 +75,7 @@ def read_settings(raw: Mapping[str, Any] | None, where: str) -> MacroSettings:
     NGram(n=3)
     >>> read_settings({"pooling": "sum", "sigmaa": "start"}, "algorithm.macro")
     Traceback (most recent call last):
-    marlhf.recipe_files.ConfigError: 1 mistake
+    marlhf.config.recipe_files.ConfigError: 1 mistake
       algorithm.macro.sigmaa: unknown name 'sigmaa'. Did you mean sigma?
     """
     problems: list[str] = []

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from marlhf.errors import SettingError
+from marlhf.evaluate.text_table import text_table
 from marlhf.intervals import Interval, interval, mean
 from marlhf.runs.evaluations import read_evaluations
 from marlhf.runs.jsonl import Line
 from marlhf.runs.layout import BEST_OF_N
 from marlhf.runs.read import number
-from marlhf.text_table import text_table
 
 
 def expected_best(scores: Sequence[float], n: int) -> float:

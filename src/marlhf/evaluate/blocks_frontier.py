@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from marlhf.evaluate.best_of_n_grid import Grid, kl_bound, read_grids
+from marlhf.evaluate.text_table import text_table
 from marlhf.intervals import Interval, interval, mean
 from marlhf.runs.evaluations import SamplingSettings, read_evaluations
 from marlhf.runs.jsonl import Line
 from marlhf.runs.layout import BLOCKS
 from marlhf.runs.read import number
-from marlhf.text_table import text_table
 
 NUMBERS = ("score", "length", "num_blocks", "num_sampled")
 

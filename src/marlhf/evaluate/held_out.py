@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from marlhf.evaluate.text_table import text_table
 from marlhf.intervals import NO_INTERVAL, Interval, interval
 from marlhf.runs.evaluations import EvaluationFile, SamplingSettings, read_evaluations
 from marlhf.runs.jsonl import Line
 from marlhf.runs.layout import EVALUATION
 from marlhf.runs.read import number
-from marlhf.text_table import text_table
 
 MEASURES = (
     ("KL", "kl"),

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
+from marlhf.evaluate.text_table import text_table
 from marlhf.intervals import Floats, Interval, bootstrap, wilson
 from marlhf.judge.pairs import JudgeError
 from marlhf.judge.verdicts import VERDICTS, read_verdicts
 from marlhf.runs.layout import JUDGED
-from marlhf.text_table import text_table
 
 Votes = dict[str, dict[str, str]]
 """The verdicts of each judge: judge -> pair -> verdict."""

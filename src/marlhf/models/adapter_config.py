@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 import transformers
 
-from marlhf.configs.model import LoRA
+from marlhf.config.model import LoRA
 from marlhf.models.base import ModelError
 
 Task = Literal["language", "scalar"]

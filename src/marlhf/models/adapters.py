@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
-from marlhf.configs.model import Precision
+from marlhf.config.model import Precision
 from marlhf.models.adapter_config import Task, import_peft, to_peft
 from marlhf.models.adapter_files import digest, is_scalar_adapter, read_adapter, write_adapter
 from marlhf.models.base import Model, ModelError, autocast
@@ -67,7 +67,7 @@ class FrozenBaseModel:
     costs nothing, however large the model, and leaves `requires_grad` alone: policy and critic
     can both have gradients pending.
 
-    >>> from marlhf.configs.model import LoRA
+    >>> from marlhf.config.model import LoRA
     >>> from marlhf.models.load import load_policy
     >>> base = FrozenBaseModel(load_policy("tiny"), "tiny")
     >>> policy, critic = base.language_model(LoRA(r=4)), base.scalar_model(LoRA())

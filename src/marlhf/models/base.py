@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers.utils import logging as hf_logging
 
-from marlhf.configs.model import Precision
+from marlhf.config.model import Precision
 from marlhf.errors import MarlhfError
 
 Model: TypeAlias = Any

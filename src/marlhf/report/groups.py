@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from marlhf.configs.rl import RLConfig
+from marlhf.config.rl import RLConfig
 from marlhf.fields import settings_with
 from marlhf.intervals import mean, mean_by_position
 from marlhf.report.page import NUM_COLOURS

@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from marlhf.config.user_code import UserCodeError, import_named
 from marlhf.data import Row
 from marlhf.data.encode import decode
 from marlhf.errors import MarlhfError
-from marlhf.user_code import UserCodeError, import_named
 
 RESERVED = ("prompts", "completions", "completion_ids")
 """Arguments that come from the rollout; columns of these names are ignored."""

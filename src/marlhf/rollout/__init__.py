@@ -1,5 +1,5 @@
 """Engines that sample responses."""
 
-from marlhf.configs.sampling import Sampling
+from marlhf.config.sampling import Sampling
 
 __all__ = ["Sampling"]

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from marlhf.configs.sampling import Sampling
+from marlhf.config.sampling import Sampling
 from marlhf.core.segmenters import mix
 from marlhf.models.sequences import send
 

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from marlhf.configs.sampling import Sampling, check_url
+from marlhf.config.sampling import Sampling, check_url
 from marlhf.data.collate import SingleProcess
 from marlhf.models.base import Model, Precision
 from marlhf.rollout.engine import Rollout

@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from marlhf.configs.rl import RLConfig
+from marlhf.config.rl import RLConfig
+from marlhf.config.settings import flatten
 from marlhf.fields import settings_with
 from marlhf.runs.layout import CONFIG, MODEL, is_run, read_config, read_state
 from marlhf.runs.read import Run
-from marlhf.settings import flatten
 
 IDLE_KEYS = settings_with(RLConfig, "idle")
 """Settings by which two trainings of the same thing may differ."""

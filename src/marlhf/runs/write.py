@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from marlhf._version import __version__
-from marlhf.configs.rl import RLConfig
-from marlhf.configs.stage import StageConfig
+from marlhf.config.rl import RLConfig
+from marlhf.config.settings import default_settings, flatten, to_raw
+from marlhf.config.stage import StageConfig
 from marlhf.fields import settings_with
 from marlhf.runs.atomic import (
     UNFINISHED,
@@ -38,7 +39,6 @@ from marlhf.runs.layout import (
     to_yaml,
 )
 from marlhf.runs.lock import FolderInUse, lock_folder
-from marlhf.settings import default_settings, flatten, to_raw
 
 LOGS = (METRICS, EVAL, SAMPLES)
 LOCKS: dict[Path, int] = {}

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 import yaml
 
+from marlhf.config.settings import to_raw
 from marlhf.runs.atomic import explain_disk_errors, write_text
-from marlhf.settings import to_raw
 from marlhf.sweep.plan import Training
 
 CHILD = """

@@ -24,11 +24,11 @@ from typing import Any
 
 import yaml
 
-from marlhf.config import ConfigError, Stage, load_points, load_recipe
-from marlhf.configs.rl import RLConfig
+from marlhf.config.rl import RLConfig
+from marlhf.config.settings import flatten, to_raw
 from marlhf.fields import settings_with
 from marlhf.runs.layout import CONFIG, MODEL, read_config, read_state
-from marlhf.settings import flatten, to_raw
+from marlhf.train.recipe import ConfigError, Stage, load_points, load_recipe
 
 MAY_CHANGE = settings_with(RLConfig, "may_change")
 MAX_LABEL = 48

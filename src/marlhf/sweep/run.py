@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from marlhf.config import ConfigError, Stage
-from marlhf.preflight import check_stages
 from marlhf.report.write import write_report
 from marlhf.runs.read import NoRuns, read_run
+from marlhf.runtime.progress import say
 from marlhf.sweep.plan import Plan, Training, make_plan
 from marlhf.sweep.schedule import Schedule
 from marlhf.sweep.sweep_state import SweepState, locked
-from marlhf.train.progress import say
+from marlhf.train.preflight import check_stages
+from marlhf.train.recipe import ConfigError, Stage
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from rich.text import Text
 from marlhf.runs.layout import CHECKPOINTS
 from marlhf.runs.read import read_run
 from marlhf.runs.write import is_finished
+from marlhf.runtime.progress import console
 from marlhf.sweep import jobs as processes
 from marlhf.sweep.durations import expected_seconds
 from marlhf.sweep.jobs import Job
 from marlhf.sweep.plan import Plan, Training
 from marlhf.sweep.sweep_state import SweepState
-from marlhf.train.progress import console
 
 POLL = 0.1
 """Seconds between looks at the processes."""

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from marlhf.evaluate.text_table import text_table
 from marlhf.runs.write import is_finished
 from marlhf.sweep.plan import Plan, Training
 from marlhf.sweep.run import Outcome, Sweep
-from marlhf.text_table import text_table
 
 WITH_RANGE = ("score", "loss")
 """Columns whose mean over seeds is shown with the lowest and the highest."""

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from marlhf.configs.sampling import Sampling
+from marlhf.config.sampling import Sampling
 from marlhf.rollout.engine import AsyncEngine, Rollout
-from marlhf.train.distributed import World, gather_rollout
+from marlhf.runtime.distributed import World, gather_rollout
 
 
 @dataclass(frozen=True)

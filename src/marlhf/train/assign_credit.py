@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marlhf.configs.rl import RLConfig
+from marlhf.config.rl import RLConfig
 from marlhf.core import boundary_gae, macro_gae, moments, segment, whiten
 from marlhf.spans.apply import explain_segmenter_errors
 from marlhf.train.credit_choice import Measurement

@@ -16,14 +16,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from marlhf.configs.rl import RLConfig
+from marlhf.config.rl import RLConfig
 from marlhf.core import Segments
 from marlhf.models.sequences import Sequences
+from marlhf.runtime.memory import fit_memory
+from marlhf.runtime.stage import Example
 from marlhf.train.experience import Experience, reference_logprobs, sample_responses
-from marlhf.train.memory import fit_memory
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
-from marlhf.train.stage import Example
 
 Normalise = Callable[[Tensor], Tensor]
 """Raw scores to the scale that training uses."""

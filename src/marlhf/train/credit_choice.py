@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marlhf.build import build_segmenter
-from marlhf.configs.candidates import CANDIDATES, Candidate, parse_candidates
+from marlhf.config.build import build_segmenter
+from marlhf.config.candidates import CANDIDATES, Candidate, parse_candidates
+from marlhf.config.settings import to_raw
 from marlhf.core import Agreement, NGram, gradient_agreement, jackknife_error
 from marlhf.models.scores import SIZE, TokenScores
-from marlhf.settings import to_raw
+from marlhf.runtime.progress import say
 from marlhf.train.experience import Credit, MicroBatch
 from marlhf.train.ppo_config import PPOConfig
-from marlhf.train.progress import say
 
 WINDOW = 12
 """Batches that the choice looks back on. Weights move little in so many steps."""

@@ -11,6 +11,8 @@ from torch import Tensor
 from marlhf.core import Segments, masked_mean, ppo_value_loss
 from marlhf.models.base import autocast
 from marlhf.models.forward import token_values
+from marlhf.runtime.memory import fit_memory
+from marlhf.runtime.timing import explained_variance
 from marlhf.train.assign_credit import assign_credit
 from marlhf.train.experience import (
     Credit,
@@ -19,10 +21,8 @@ from marlhf.train.experience import (
     count_terms,
     micro_batches,
 )
-from marlhf.train.memory import fit_memory
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
-from marlhf.train.timing import explained_variance
 
 
 def critic_values(experience: Experience, models: Models, config: PPOConfig) -> Tensor:

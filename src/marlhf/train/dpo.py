@@ -29,19 +29,19 @@ from marlhf.models.sequences import Sequences
 from marlhf.runs.atomic import explain_disk_errors, replacing
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
-from marlhf.train.checkpoint import list_checkpoints
-from marlhf.train.distributed import World, start
+from marlhf.runtime.checkpoint import list_checkpoints
+from marlhf.runtime.distributed import World, start
+from marlhf.runtime.loop import Loop, open_run
+from marlhf.runtime.memory import fit_memory
+from marlhf.runtime.model_loader import load_trained_policy
+from marlhf.runtime.model_sources import check_reference_tokenizer
+from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
+from marlhf.runtime.optim import Update, apply_updates, check_finite, make_optimizer
+from marlhf.runtime.progress import say
+from marlhf.runtime.seeding import seed_run
+from marlhf.runtime.stage import Example, batch_rows, check_positions, count_steps, load_supervised
 from marlhf.train.dpo_config import DPOConfig
-from marlhf.train.loop import Loop, open_run
-from marlhf.train.memory import fit_memory
-from marlhf.train.model_loader import load_trained_policy
-from marlhf.train.model_sources import check_reference_tokenizer
-from marlhf.train.objects import NO_OBJECTS, GivenObjects
-from marlhf.train.optim import Update, apply_updates, check_finite, make_optimizer
-from marlhf.train.progress import say
 from marlhf.train.reward import MAX_HELD_OUT, accuracy, pair_batches
-from marlhf.train.seeding import seed_run
-from marlhf.train.stage import Example, batch_rows, check_positions, count_steps, load_supervised
 
 CACHE = "reference.safetensors"
 """The reference's log-probs, in the run folder."""

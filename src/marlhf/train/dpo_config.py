@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from marlhf.configs.stage import StageConfig
+from marlhf.config.stage import StageConfig
 from marlhf.errors import SettingError
 from marlhf.fields import setting
 

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from marlhf.configs.rl import RLConfig
+from marlhf.config.rl import RLConfig
 from marlhf.core import (
     Responses,
     Segments,
@@ -32,12 +32,12 @@ from marlhf.models.sequences import Sequences, send
 from marlhf.rollout import Sampling
 from marlhf.rollout.engine import Rollout
 from marlhf.rollout.vllm_server import VLLMServer
-from marlhf.train.distributed import World, gather_rollout
-from marlhf.train.memory import fit_memory
-from marlhf.train.optim import Named
+from marlhf.runtime.distributed import World, gather_rollout
+from marlhf.runtime.memory import fit_memory
+from marlhf.runtime.optim import Named
+from marlhf.runtime.stage import Example
+from marlhf.runtime.timing import Clock
 from marlhf.train.rl_models import Models
-from marlhf.train.stage import Example
-from marlhf.train.timing import Clock
 
 
 @dataclass(frozen=True)

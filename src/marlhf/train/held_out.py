@@ -9,25 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marlhf.configs.rl import RLConfig
+from marlhf.config.rl import RLConfig
 from marlhf.data.encode import decode
 from marlhf.data.toy import gold_score
 from marlhf.intervals import win_rate
 from marlhf.models.base import Tokenizer
 from marlhf.rollout.repetition import repetition
 from marlhf.runs.layout import BEST, EVAL, SAMPLES, SCORE_SCALE, RunError
+from marlhf.runtime.loop import Loop
+from marlhf.runtime.optim import check_finite
+from marlhf.runtime.progress import say, warn
+from marlhf.runtime.stage import Example
+from marlhf.runtime.timing import Clock
 from marlhf.train.experience import Credit, Experience, rollout_and_score, sample_responses
-from marlhf.train.loop import Loop
-from marlhf.train.optim import check_finite
-from marlhf.train.progress import say, warn
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_warnings import (
     warn_about_fallen_gold,
     warn_about_first_kl,
     warn_about_judge_of_cut_responses,
 )
-from marlhf.train.stage import Example
-from marlhf.train.timing import Clock
 
 SEED = 20241003  # the same draws at every evaluation of every run
 

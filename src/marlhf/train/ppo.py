@@ -20,6 +20,13 @@ from torch import Tensor
 from marlhf.core import ppo_policy_loss
 from marlhf.models.base import autocast
 from marlhf.models.forward import token_stats, token_values
+from marlhf.runtime.distributed import start
+from marlhf.runtime.loop import open_run
+from marlhf.runtime.memory import fit_memory
+from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
+from marlhf.runtime.optim import Update, apply_updates
+from marlhf.runtime.stage import Example
+from marlhf.runtime.timing import Clock, to_numbers
 from marlhf.train.assign_credit import (
     assign_credit,
     measure_options,
@@ -34,7 +41,6 @@ from marlhf.train.critic import (
     value_metrics,
     values_and_critic_backward,
 )
-from marlhf.train.distributed import start
 from marlhf.train.experience import (
     POLICY_METRICS,
     Credit,
@@ -52,10 +58,6 @@ from marlhf.train.experience import (
     staleness_metrics,
     weigh_samples,
 )
-from marlhf.train.loop import open_run
-from marlhf.train.memory import fit_memory
-from marlhf.train.objects import NO_OBJECTS, GivenObjects
-from marlhf.train.optim import Update, apply_updates
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import RLRun
@@ -66,8 +68,6 @@ from marlhf.train.rl_warnings import (
     warn_about_sampling,
     warn_about_short_reach,
 )
-from marlhf.train.stage import Example
-from marlhf.train.timing import Clock, to_numbers
 
 
 def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from marlhf.configs.candidates import parse_candidates
-from marlhf.configs.rl import RLConfig
+from marlhf.config.candidates import parse_candidates
+from marlhf.config.rl import RLConfig
 from marlhf.errors import SettingError
 from marlhf.fields import setting
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from marlhf.configs.stage import StageConfig
+from marlhf.config.stage import StageConfig
 from marlhf.fields import setting
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marlhf.configs.rl import RLConfig
+from marlhf.config.rl import RLConfig
 from marlhf.core import Vocabulary
 from marlhf.data import Row
 from marlhf.models.base import Model, Tokenizer
@@ -26,14 +26,14 @@ from marlhf.rollout.sampler_process import SamplerProcess
 from marlhf.rollout.vllm import VLLMEngine
 from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.runs.layout import RunError
+from marlhf.runtime.distributed import World
+from marlhf.runtime.model_loader import load_sources
+from marlhf.runtime.model_sources import reward_items, reward_role, rl_sources
+from marlhf.runtime.objects import GivenObjects
+from marlhf.runtime.stage import Example, check_positions, each_prompt_once, load_examples
 from marlhf.spans import vocabulary
 from marlhf.spans.parsing import Parsing, open_parsing
 from marlhf.train.ahead import SharedAhead
-from marlhf.train.distributed import World
-from marlhf.train.model_loader import load_sources
-from marlhf.train.model_sources import reward_items, reward_role, rl_sources
-from marlhf.train.objects import GivenObjects
-from marlhf.train.stage import Example, check_positions, each_prompt_once, load_examples
 
 
 @dataclass(frozen=True)

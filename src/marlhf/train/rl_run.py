@@ -8,22 +8,22 @@ from typing import Any
 
 import torch
 
-from marlhf.configs.rl import RLConfig
+from marlhf.config.rl import RLConfig
 from marlhf.errors import SettingError
 from marlhf.rollout.engine import Rollout
 from marlhf.runs.layout import CRITIC
 from marlhf.runs.write import RunFolder
+from marlhf.runtime.checkpoint import generator_state, set_generator_state
+from marlhf.runtime.distributed import World
+from marlhf.runtime.loop import Loop
+from marlhf.runtime.objects import GivenObjects
+from marlhf.runtime.optim import make_optimizer
+from marlhf.runtime.seeding import seed_run
+from marlhf.runtime.stage import Example, batch_rows, count_steps
 from marlhf.train.ahead import SampledAhead
-from marlhf.train.checkpoint import generator_state, set_generator_state
-from marlhf.train.distributed import World
 from marlhf.train.experience import Credit, sample_responses
 from marlhf.train.held_out import HeldOutEvaluation
-from marlhf.train.loop import Loop
-from marlhf.train.objects import GivenObjects
-from marlhf.train.optim import make_optimizer
 from marlhf.train.rl_models import load_models, load_prompts
-from marlhf.train.seeding import seed_run
-from marlhf.train.stage import Example, batch_rows, count_steps
 
 
 class RLRun:

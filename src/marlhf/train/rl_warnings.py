@@ -7,12 +7,12 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from marlhf.configs.rl import RLConfig
+from marlhf.config.rl import RLConfig
 from marlhf.core import NGram, masked_mean
 from marlhf.runs.layout import RunError
+from marlhf.runtime.progress import warn
 from marlhf.train.experience import Experience
 from marlhf.train.ppo_config import PPOConfig
-from marlhf.train.progress import warn
 
 MAX_FIRST_KL = 0.5
 """Nats per response that bfloat16 explains: SmolLM2-135M, with activations of 25,000, has 0.04 in

@@ -27,8 +27,13 @@ from marlhf.core import (
 )
 from marlhf.models.base import autocast
 from marlhf.models.forward import token_stats
+from marlhf.runtime.distributed import start
+from marlhf.runtime.loop import open_run
+from marlhf.runtime.memory import fit_memory
+from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
+from marlhf.runtime.optim import Update, apply_updates
+from marlhf.runtime.timing import Clock, to_numbers
 from marlhf.train.assign_credit import shape_and_segment
-from marlhf.train.distributed import start
 from marlhf.train.experience import (
     POLICY_METRICS,
     Credit,
@@ -45,15 +50,10 @@ from marlhf.train.experience import (
     staleness_metrics,
     weigh_samples,
 )
-from marlhf.train.loop import open_run
-from marlhf.train.memory import fit_memory
-from marlhf.train.objects import NO_OBJECTS, GivenObjects
-from marlhf.train.optim import Update, apply_updates
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import RLRun
 from marlhf.train.rl_warnings import SamplingWatch, warn_about_sampling
 from marlhf.train.rloo_config import RLOOConfig
-from marlhf.train.timing import Clock, to_numbers
 from marlhf.train.tree_rollout import Tree, grow_tree
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from marlhf.configs.rl import Ratio, RLConfig, Segmenter, ngram
+from marlhf.config.rl import Ratio, RLConfig, Segmenter, ngram
 from marlhf.errors import SettingError
 from marlhf.fields import setting
 

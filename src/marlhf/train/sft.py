@@ -14,15 +14,15 @@ from marlhf.core import sft_loss
 from marlhf.models.base import Model, autocast
 from marlhf.models.forward import token_stats
 from marlhf.models.sequences import Sequences
-from marlhf.train.distributed import World, start
-from marlhf.train.loop import Loop, open_run
-from marlhf.train.memory import fit_memory
-from marlhf.train.model_loader import load_trained_policy
-from marlhf.train.objects import NO_OBJECTS, GivenObjects
-from marlhf.train.optim import Update, apply_updates, check_finite, make_optimizer
-from marlhf.train.seeding import seed_run
+from marlhf.runtime.distributed import World, start
+from marlhf.runtime.loop import Loop, open_run
+from marlhf.runtime.memory import fit_memory
+from marlhf.runtime.model_loader import load_trained_policy
+from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
+from marlhf.runtime.optim import Update, apply_updates, check_finite, make_optimizer
+from marlhf.runtime.seeding import seed_run
+from marlhf.runtime.stage import Example, batch_rows, count_steps, load_supervised
 from marlhf.train.sft_config import SFTConfig
-from marlhf.train.stage import Example, batch_rows, count_steps, load_supervised
 
 MAX_HELD_OUT = 512
 """Held-out rows that an evaluation looks at, at most."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from marlhf.configs.stage import StageConfig
+from marlhf.config.stage import StageConfig
 from marlhf.train.dpo_config import DPOConfig
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.reward_config import RewardConfig
@@ -36,7 +36,9 @@ class Method:
     def train(self, config: Any, *objects: Any) -> Path:
         """Train by a config, with Python objects where a trainer was given them."""
         loop = self.loop()
-        from marlhf.train.memory import explain_out_of_memory  # it imports torch, as the loop does
+        from marlhf.runtime.memory import (
+            explain_out_of_memory,  # it imports torch, as the loop does
+        )
 
         with explain_out_of_memory(config):
             return loop(config, *objects)

@@ -36,6 +36,7 @@ from marlhf.core import (
 )
 from marlhf.models.sequences import Sequences, send
 from marlhf.rollout.engine import Rollout
+from marlhf.runtime.stage import Example
 from marlhf.spans.apply import explain_segmenter_errors
 from marlhf.train.experience import (
     Credit,
@@ -45,7 +46,6 @@ from marlhf.train.experience import (
 )
 from marlhf.train.rl_models import Models
 from marlhf.train.rloo_config import RLOOConfig
-from marlhf.train.stage import Example
 
 NO_REFERENCE_RULES = (NGram, RandomNGram, Words, Sentences, Lines, Surprise, Turns)
 """Rules that do not look at the reference's log-probs, which cost a pass at each level."""

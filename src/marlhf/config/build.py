@@ -1,0 +1,214 @@
+"""Plain data to typed settings, with every mistake reported at once and by its place.
+
+Nothing that a recipe names is imported while it is being checked: a segmenter stays a
+`SegmenterSpec`, its name and settings, until `build_segmenter` makes the rule of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import numbers
+import typing
+from collections.abc import Iterable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from marlhf.config.recipe_files import ConfigError
+from marlhf.config.settings import SEGMENTERS, SegmenterSpec, dataclass_in
+from marlhf.config.trl_names import hint_for
+from marlhf.config.user_code import UserCodeError, check_name, import_named
+from marlhf.errors import quoted
+from marlhf.fields import type_hints, type_options
+
+T = TypeVar("T")
+DEFAULT = SegmenterSpec("default", {})
+"""The segmenter of a config that names none: making a rule takes torch, so it is made later."""
+
+
+EXPECTED = {
+    "missing": "must be given",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be text",
+}
+"""Pydantic's errors by their type, in words of a recipe."""
+
+
+def build(cls: type[T], raw: Any, where: str, problems: list[str], *, rules: bool = False) -> T:
+    """Validate with pydantic, after naming unknown keys ourselves with the nearest known one.
+
+    With `rules` marlhf's own segmenters are made, and checked, at once, which takes torch.
+    """
+    from pydantic import ValidationError
+
+    before = len(problems)
+    raw = _check_names(cls, raw, where, problems, rules)
+    built = None
+    try:
+        built = _adapter(cls).validate_python(raw)
+    except ValidationError as error:
+        for one in _by_setting(cls, error.errors(include_url=False)):
+            place = where
+            for part in one["loc"]:
+                place = at(place, str(part))
+            whole = one["type"] == "missing" or isinstance(one["input"], dict)
+            given = "" if whole else f" (got {quoted(one['input'])})"  # a mapping may hold secrets
+            message = EXPECTED.get(one["type"]) or one["msg"].removeprefix("Value error, ")
+            problems.append(f"{place or 'recipe'}: {message}{given}")
+    return typing.cast(T, built if len(problems) == before else None)
+
+
+def _by_setting(cls: type, errors: list[Any]) -> list[dict[str, Any]]:
+    """One error per setting: where several types are allowed, pydantic reports each of them."""
+    problems: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for one in errors:
+        loc, inner = one["loc"], cls
+        depth = 0
+        while depth < len(loc) and inner is not None and loc[depth] in field_names(inner):
+            inner = dataclass_in(type_hints(inner)[loc[depth]])
+            depth += 1
+        wrong_type = one["type"].endswith(("_type", "_parsing")) or one["type"] == "literal_error"
+        is_option = 0 < depth == len(loc) - 1 and inner is None and isinstance(loc[depth], str)
+        is_option = is_option and wrong_type
+        if not is_option:
+            problems[loc, len(problems)] = one
+            continue
+        option = one["ctx"]["expected"] if one["type"] == "literal_error" else loc[depth]
+        if loc[:depth] in problems:
+            problems[loc[:depth]]["msg"] += f" or {option}"
+        else:
+            said = {"type": "several", "loc": loc[:depth], "msg": f"must be {option}"}
+            problems[loc[:depth]] = {**one, **said}
+    return list(problems.values())
+
+
+@cache
+def _adapter(cls: type) -> Any:
+    """Made once per class: a sweep builds thousands of configs, and this takes milliseconds."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cls)
+
+
+def make_segmenter(config: T, where: str, problems: list[str]) -> T:
+    """The config with the rule itself in place of the segmenter's name and settings."""
+    for field in dataclasses.fields(typing.cast(Any, config)):
+        spec = getattr(config, field.name)
+        if isinstance(spec, SegmenterSpec):
+            default = typing.cast(Any, field.default_factory)
+            rule = default() if spec is DEFAULT else _from_spec(spec, where, problems)
+            changed = {} if rule is None else {field.name: rule}
+            return dataclasses.replace(typing.cast(Any, config), **changed)
+    return config
+
+
+def build_segmenter(raw: Any, where: str = "segmenter") -> Any:
+    """A segmenter from `{type: ngram, n: 5}`, `ngram`, or `{type: my_module:MyRule, ...}`."""
+    problems: list[str] = []
+    spec = raw if isinstance(raw, SegmenterSpec) else _segmenter_spec(raw, where, problems)
+    segmenter = _from_spec(spec, where, problems) if isinstance(spec, SegmenterSpec) else spec
+    raise_problems(problems)
+    return segmenter
+
+
+def _from_spec(spec: SegmenterSpec, where: str, problems: list[str]) -> Any:
+    if ":" not in spec.type:
+        import marlhf.core  # torch loads only when a rule is made
+
+        cls = getattr(marlhf.core, SEGMENTERS[spec.type])
+        return build(cls, spec.settings, where, problems)
+    try:
+        named = import_named(spec.type)
+        if not isinstance(named, type):
+            return partial(named, **spec.settings) if spec.settings else named
+        if dataclasses.is_dataclass(named):
+            return build(named, spec.settings, where, problems)
+        return named(**spec.settings)
+    except (UserCodeError, TypeError) as error:
+        problems.append(f"{where}.type: cannot use {spec.type}: {error}")
+        return None
+
+
+def _segmenter_spec(raw: Any, where: str, problems: list[str]) -> Any:
+    """A rule's name and settings; a rule that is there already as it is."""
+    if callable(raw):
+        return raw
+    raw = {"type": raw} if isinstance(raw, str) else raw
+    if not isinstance(raw, dict):
+        problems.append(f"{where}: write {{type: ngram, n: 5}} or the like (got {quoted(raw)})")
+        return None
+    name = str(raw.get("type", "ngram"))
+    if ":" not in name and name not in SEGMENTERS:
+        problems.append(unknown(f"{where}.type", name, SEGMENTERS))
+        return None
+    try:
+        if ":" in name:
+            check_name(name)
+    except UserCodeError as error:
+        problems.append(f"{where}.type: {error}")
+        return None
+    return SegmenterSpec(name, {k: v for k, v in raw.items() if k != "type"})
+
+
+def _check_names(cls: type, raw: Any, where: str, problems: list[str], rules: bool = False) -> Any:
+    """Report unknown keys at every level; segmenters, which have a `type`, become specs."""
+    if not isinstance(raw, dict):
+        return raw
+    hints = type_hints(cls)
+    known = field_names(cls)
+    checked = {}
+    for key, value in raw.items():
+        place = at(where, key)
+        if key not in known:
+            problems.append(unknown(place, key, known))
+            continue
+        inner = dataclass_in(hints[key])
+        if key == "segmenter":
+            value = _segmenter_spec(value, place, problems)
+            if rules and isinstance(value, SegmenterSpec) and ":" not in value.type:
+                value = _from_spec(value, place, problems)
+            if value is None:
+                continue  # said already; the default stands in
+        elif inner is not None and isinstance(value, dict):
+            value = _check_names(inner, value, place, problems)
+        elif isinstance(value, bool) and _is_number(hints[key]):
+            problems.append(f"{place}: must be a number (got {quoted(value)})")
+            continue
+        checked[key] = value
+    return {"segmenter": DEFAULT, **checked} if "segmenter" in known else checked
+
+
+def _is_number(hint: Any) -> bool:
+    kinds = [kind for kind in type_options(hint) if isinstance(kind, type)]
+    return bool not in kinds and any(issubclass(kind, numbers.Real) for kind in kinds)
+
+
+def field_names(cls: type) -> set[str]:
+    return {f.name for f in dataclasses.fields(cls)}
+
+
+def unknown(place: str, name: str, known: Iterable[str]) -> str:
+    """A sentence about a name that is not there, with the nearest that are."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    few = f"Known: {', '.join(names)}." if len(names) <= 12 else "`marlhf config` lists all."
+    hint = hint_for(name) or (f"Did you mean {near[0]}?" if near else few)
+    return f"{place}: unknown name {name!r}. {hint}"
+
+
+def at(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def raise_problems(problems: list[str], path: Path | None = None) -> None:
+    if problems:
+        head = f"{path}: " if path else ""
+        count = "1 mistake" if len(problems) == 1 else f"{len(problems)} mistakes"
+        raise ConfigError("\n  ".join([f"{head}{count}", *problems]))

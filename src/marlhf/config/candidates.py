@@ -1,0 +1,107 @@
+"""Ways to assign credit, as text: `ngram n=5 lam=0.95`, for `credit: auto` and `marlhf credit`.
+
+Loads without torch: a rule is made of its settings when it is first needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from marlhf.config.settings import SEGMENTERS
+from marlhf.errors import SettingError
+
+CANDIDATES = (
+    "token lam=0.8",
+    "token lam=0.9",
+    "token lam=0.95",
+    "token lam=0.99",
+    "token lam=1",
+    "ngram n=5 lam=0.77",
+    "ngram n=5 lam=0.95",
+    "ngram n=5 lam=0.95 credit=boundary",
+    "sentences lam=0.77",
+    "sentences lam=0.95",
+    "perplexity lam=0.95",
+)
+"""What `credit: auto` chooses among unless `credit_candidates` says otherwise."""
+
+_CHOICES = {"sigma": ("equal", "unit", "position", "start"), "credit": ("macro", "boundary")}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A termination rule, and an estimator of advantages over it.
+
+    >>> Candidate.parse("ngram n=5 lam=0.9")
+    Candidate(rule='ngram', settings={'n': 5}, lam=0.9, sigma='start', credit='macro')
+    """
+
+    rule: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    lam: float = 0.95
+    sigma: str = "start"
+    credit: str = "macro"
+
+    @classmethod
+    def parse(cls, text: str) -> Candidate:
+        """Read `RULE key=value ...`: lam, sigma and credit, the rest are the rule's settings."""
+        words = text.split()
+        if not words:
+            raise SettingError("An empty candidate. Write one like 'ngram n=5 lam=0.95'.")
+        rule, given = words[0], dict[str, Any]()
+        for word in words[1:]:
+            key, equals, value = word.partition("=")
+            if not equals:
+                raise SettingError(f"Cannot read {word!r} of {text!r}. Write 'ngram n=5 lam=0.95'.")
+            import yaml  # not needed to list commands
+
+            given[key] = yaml.safe_load(value)
+        if rule == "token":
+            rule, given = "ngram", {"n": 1} | given
+        if rule not in SEGMENTERS:
+            rules = ", ".join(["token", *SEGMENTERS])
+            raise SettingError(f"There is no rule {rule!r} ({text!r}). There are {rules}.")
+        names = ("lam", "sigma", "credit")
+        chosen: dict[str, Any] = {key: given.pop(key) for key in names if key in given}
+        for key, choices in _CHOICES.items():
+            if chosen.get(key, choices[0]) not in choices:
+                raise SettingError(f"{text!r}: {key} must be one of {', '.join(choices)}.")
+        lam = chosen.pop("lam", 0.95)
+        if isinstance(lam, bool) or not isinstance(lam, (int, float)) or not 0 <= lam <= 1:
+            raise SettingError(f"{text!r}: lam must lie between 0 and 1.")
+        return cls(rule, given, float(lam), **chosen)
+
+    @property
+    def name(self) -> str:
+        """As people write it.
+
+        >>> Candidate.parse("ngram n=1 lam=0.9 sigma=start").name
+        'token lam=0.9'
+        """
+        token = self.rule == "ngram" and self.settings == {"n": 1}
+        words = ["token"] if token else [self.rule]
+        if not token:
+            words += [f"{key}={value}" for key, value in self.settings.items()]
+        words.append(f"lam={self.lam:g}")
+        if self.credit != "macro":
+            words.append(f"credit={self.credit}")
+        elif self.sigma != "start" and not token:
+            words.append(f"sigma={self.sigma}")
+        return " ".join(words)
+
+    @property
+    def recipe(self) -> str:
+        """The lines to put into a recipe, as one mapping.
+
+        >>> Candidate.parse("token lam=1").recipe
+        'segmenter: {type: ngram, n: 1}, lam: 1, sigma: start'
+        """
+        rule = ", ".join(f"{k}: {v}" for k, v in ({"type": self.rule} | self.settings).items())
+        end = f"sigma: {self.sigma}" if self.credit == "macro" else f"credit: {self.credit}"
+        return f"segmenter: {{{rule}}}, lam: {self.lam:g}, {end}"
+
+
+def parse_candidates(texts: tuple[str, ...]) -> list[Candidate]:
+    """Each once, in order."""
+    return list({c.name: c for c in map(Candidate.parse, texts)}.values())

@@ -1,0 +1,184 @@
+"""Settings that every method has which learns from its own samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from marlhf.config.guards import Guards
+from marlhf.config.sampling import Sampling, check_url
+from marlhf.config.stage import StageConfig
+from marlhf.errors import SettingError
+from marlhf.fields import setting
+
+# The same as in marlhf.core, which needs torch; a test keeps them equal.
+Ratio = Literal["token", "macro", "macro_mean"]
+KLEstimator = Literal["k1", "k2", "k3"]
+Segmenter = Callable[..., Any]
+"""A rule from `Responses` to starts [B, T], as `marlhf.core.Segmenter`."""
+
+
+def ngram(**settings: Any) -> Segmenter:
+    """`NGram`, imported when a config is made: only then torch is needed."""
+    from marlhf.core import NGram
+
+    return NGram(**settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLConfig(StageConfig):
+    """Sampling, scoring, the KL penalty, macro actions and evaluation."""
+
+    reward_model: str = setting("", on_card=True, defines_score=True)
+    """What scores responses: a reward model's folder or hub name, or `@stage`."""
+    reward_funcs: tuple[str, ...] = setting((), on_card=True, defines_score=True)
+    """More that score: functions of yours as `module:name`, or further reward models."""
+    reward_weights: tuple[float, ...] | None = setting(None, on_card=True, defines_score=True)
+    """Weights of the reward model and of reward_funcs, in that order; 1 each unless given."""
+    random_reward_head: bool = False
+    """Accept a language model as a reward model: its scores come from random weights. For tests
+    and measurements of speed."""
+    reward_timeout: float = setting(600.0, above=0, may_change=True)
+    """Seconds that a reward function of yours may take for a batch."""
+    gold_model: str | None = None
+    """A second reward model that only judges: its scores of held-out responses are `eval/gold`.
+    Train it on other pairs, and it shows when the policy games the first one."""
+    ref_model: str | None = None
+    """What the KL penalty ties the policy to; where the policy started unless given."""
+    sampling: Sampling = setting(factory=Sampling, on_card=True)
+    """How responses are drawn. The paper: temperature 0.8 and top_k 50, which bends the KL."""
+    rollout_tokens: int | Literal["auto"] = setting("auto", above=0, may_change=True)
+    """Padded tokens sampled at once: lower it when memory runs out while sampling. `auto` is
+    131072, or more where that takes less than a twelfth of a GPU's memory. Changes no result."""
+    engine: Literal["native", "vllm"] = "native"
+    """What samples: marlhf itself, or vLLM, in this process or as a server."""
+    vllm_url: str = setting("", may_change=True)
+    """The vLLM server to sample with, such as http://127.0.0.1:8000; in this process if empty."""
+    vllm_weights_host: str = setting("127.0.0.1", may_change=True)
+    """This machine's address where the server's workers fetch new weights, over TCP."""
+    vllm_memory: float = setting(0.3, least=0, most=1, may_change=True)
+    """The share of the GPU's memory that vLLM has in this process, for weights and cache."""
+
+    async_steps: int = setting(0, least=0, most=1, on_card=True)
+    """Sample the next step's responses while this one trains (1), with the weights from before its
+    update, in a process of its own or by a vLLM server; 0 samples after the update."""
+    importance_cap: float = setting(2.0, least=1)
+    """With `async_steps: 1`: the most that a response of older weights counts, relative to what
+    the policy gives it now. 1 never weighs one up."""
+
+    segmenter: Segmenter = field(default_factory=ngram)
+    """The termination rule of macro actions: `{type: ngram, n: 5}`; n: 1 is ordinary PPO."""
+    ratio: Ratio = setting("token", on_card=True)
+    """PPO's ratio by token (the paper's listing) or by macro action (its equation)."""
+    split_last: bool = False
+    """Make the last token an action of its own, as the authors' code does."""
+    gamma: float = setting(1.0, least=0, most=1, on_card=True)
+    """Discount from one macro action to the next."""
+
+    kl_coef: float = setting(0.05, least=0, on_card=True)
+    """Weight of the KL penalty. The paper: 0.05; 0.1 for 27B and for 7B on WebGPT."""
+    kl_estimator: KLEstimator = "k1"
+    """How a token's KL is estimated for the penalty."""
+    kl_target: float | None = setting(None, above=0, on_card=True)
+    """Adapt kl_coef so that the KL of a response comes near this; None leaves it fixed."""
+    kl_horizon: int = setting(10000, above=0)
+    """Responses over which an adaptive kl_coef moves."""
+    score_clip: float | None = setting(None, above=0)
+    """Bound scores to plus or minus this. The authors' code: 2.5."""
+    normalize_scores: bool = setting(False, defines_score=True)
+    """Scale scores to mean 0 and deviation 1 on the starting policy's held-out responses."""
+    missing_eos_penalty: float = 0.0
+    """Taken from the score of a response that was cut off before it ended."""
+
+    batch_size: int = 256
+    """Prompts in a step. The paper: 256; code: 16."""
+    learning_rate: float = 1.5e-5
+    """Peak learning rate of the policy. The paper: 1.5e-5 for 2B, 1e-6 for 7B, 7e-7 for 27B."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """How the rates fall after warm-up."""
+    warmup_steps: int | None = setting(None, least=0, on_card=True)
+    """Steps in which the rates rise; overrides warmup_ratio. The paper: 200; 27B 0; code 20."""
+    num_mini_batches: int = setting(1, above=0, on_card=True)
+    """Updates in each pass over a batch of responses."""
+    clip: float = setting(0.2, above=0, on_card=True)
+    """How far the ratio may move before its gradient stops."""
+    dual_clip: float | None = setting(None, above=1)
+    """Bound the loss of negative advantages at this multiple; 3 is usual."""
+
+    eval_prompts: int = setting(64, least=0)
+    """Held-out prompts for evaluations."""
+    log_samples: int = setting(8, least=0, may_change=True)
+    """Held-out prompts whose responses are kept at each evaluation."""
+    keep_best: bool = setting(True, may_change=True)
+    """Keep the policy with the best held-out score in `best/`, beside the last in `model/`."""
+    guards: Guards = setting(factory=Guards, may_change=True, tells_apart=True)
+    """When to warn of reward hacking, and when to stop."""
+
+    columns = ("prompt",)
+
+    @classmethod
+    def required(cls, raw: Mapping[str, Any]) -> list[str]:
+        scored = bool(raw.get("reward_funcs"))
+        return super().required(raw) + ([] if scored else ["reward_model"])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sampling.temperature == 0:
+            raise SettingError("The policy must explore: set sampling.temperature above 0.")
+        if not all(math.isfinite(weight) for weight in self.reward_weights or ()):
+            raise SettingError(f"reward_weights must be finite; got {self.reward_weights}.")
+        if self.vllm_url and self.engine != "vllm":
+            raise SettingError("vllm_url is set, but vLLM is not asked for. Set engine: vllm.")
+        if self.vllm_url:
+            check_url(self.vllm_url)
+            if self.vllm_weights_host in ("", "0.0.0.0", "::"):
+                raise SettingError(
+                    "vllm_weights_host must be one address of this machine, by which the vLLM "
+                    "server reaches it."
+                )
+        if self.async_steps:
+            self._check_async()
+        if self.batch_size % self.num_mini_batches:
+            raise SettingError(
+                f"num_mini_batches ({self.num_mini_batches}) must divide "
+                f"batch_size ({self.batch_size})."
+            )
+
+    def _check_async(self) -> None:
+        if self.engine == "vllm" and not self.vllm_url:
+            raise SettingError(
+                "async_steps: 1 samples while training, which vLLM in the training process cannot. "
+                "Set vllm_url to a vLLM server, or engine: native."
+            )
+        if self.engine == "vllm" and self.sampling.truncated:
+            raise SettingError(
+                "async_steps: 1 with vLLM weighs responses by the server's log-probs, which with "
+                "top_k or top_p are not of the whole distribution. Leave these out, or set "
+                "engine: native."
+            )
+        if self.engine == "native" and self.lora is not None and self.lora.quantize:
+            raise SettingError(
+                "async_steps: 1 gives the sampling process a copy of the policy, which does not "
+                "work for a quantized one. Leave out lora.quantize, or async_steps."
+            )
+
+    def warmup(self, total: int) -> int:
+        """Steps of warm-up in a run of `total`."""
+        return round(self.warmup_ratio * total) if self.warmup_steps is None else self.warmup_steps
+
+    @property
+    def one_update(self) -> bool:
+        """Whether each batch makes a single update, so that the old policy is the new one."""
+        return self.num_mini_batches == 1
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether the policy's log-probs before its updates take a pass of their own."""
+        return not self.one_update or self.async_steps > 0
+
+    @property
+    def responses_per_prompt(self) -> int:
+        """Rows of each prompt in a batch."""
+        return 1

@@ -1,0 +1,146 @@
+"""Settings that every stage has."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, TypeVar
+
+from marlhf.config.model import LoRA, Precision
+from marlhf.config.schedule import Schedule, learning_rate_at
+from marlhf.config.trl_names import hint_for
+from marlhf.data import DataConfig
+from marlhf.errors import SettingError, UnknownNameError
+from marlhf.fields import check_settings, setting
+
+Parallel = Literal["data", "fsdp"]
+
+Config = TypeVar("Config", bound="StageConfig")
+DEFAULT_DATA = DataConfig(source="toy")
+AUTO_TOKENS = 16384
+"""What `token_budget: auto` begins with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageConfig:
+    """Settings that every stage has."""
+
+    model: str = ""
+    """Where training starts: a folder, a hub name, a GGUF file, `tiny`, or `@stage`."""
+    output_dir: str = setting("", may_change=True, private=True)
+    """The run folder. The same command resumes an unfinished run there."""
+    data: DataConfig = field(default_factory=lambda: DEFAULT_DATA)
+    """Which rows, from where, and how they are split."""
+    seed: int = setting(0, tells_apart=False)
+    """Decides every random choice of the run but the data split (`data.seed`)."""
+    batch_size: int = setting(64, above=0, on_card=True)
+    """Rows in an update."""
+    learning_rate: float = setting(1e-5, above=0, on_card=True)
+    """Peak learning rate of AdamW."""
+    schedule: Schedule = setting("cosine", on_card=True)
+    """How the rate falls after warm-up."""
+    warmup_ratio: float = setting(0.1, least=0, most=1, on_card=True)
+    """Share of the updates in which the rate rises."""
+    weight_decay: float = setting(0.0, least=0)
+    """Decay of weights, not of biases and norms."""
+    max_grad_norm: float = setting(1.0, above=0)
+    """Gradients are scaled down to this norm."""
+    num_epochs: int = setting(1, above=0, on_card=True)
+    """Passes over the data."""
+    num_steps: int | None = setting(None, least=1, on_card=True)
+    """Stop after so many steps, whatever the epochs."""
+    token_budget: int | Literal["auto"] = setting("auto", above=0, may_change=True)
+    """Padded tokens in one forward pass. `auto`: 16384, and more once two steps have shown how much
+    of a GPU's memory a token takes. Where memory runs out, passes are halved until they fit.
+    Changes no result."""
+    precision: Precision = "auto"
+    """What to compute in. `auto`: bfloat16 on GPUs that have it, else float32."""
+    compile: bool = setting(True, may_change=True)
+    """On a GPU, fast passes: of Llama, Mistral and Qwen 2 by kernels of our own, as CUDA graphs; of
+    other families by compiled layers, which takes half a minute at first. About twice the speed.
+    Not with LoRA or `parallel: fsdp`."""
+    packed: bool = setting(False, may_change=True)
+    """With `compile`, passes over rows packed without padding. Rows of nearly one length stay
+    padded, which is faster for them."""
+    deterministic: bool = setting(False, may_change=True)
+    """On a GPU, only kernels that repeat bit for bit, none that add up in any order. Slower, also
+    since `token_budget: auto` stays at 16384. A CPU repeats anyway."""
+    gradient_checkpointing: bool = setting(False, may_change=True)
+    """Trade time for memory in the backward pass."""
+    device: str = setting("auto", may_change=True, private=True)
+    """`auto`, `cpu`, `cuda` or `cuda:1`."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a model. Only for sources you trust."""
+    eval_every: int = setting(20, least=0)
+    """Steps between evaluations on held-out rows; 0 for only the last."""
+    save_every: int = setting(50, least=0, may_change=True)
+    """Steps between checkpoints; 0 for none."""
+    keep_checkpoints: int = setting(2, above=0, may_change=True)
+    """How many of the last checkpoints stay."""
+    lora: LoRA | None = None
+    """Train adapters of low rank instead of all weights: `{r: 16, alpha: 32}`."""
+    parallel: Parallel = setting("data", may_change=True)
+    """With several processes (torchrun): `data` has all weights on each, `fsdp` shards them."""
+    report_to: str | tuple[str, ...] = setting((), may_change=True, private=True)
+    """Where to send metrics as well: tensorboard, wandb, trackio."""
+    run_name: str = setting("", may_change=True, private=True)
+    """What those call the run; the folder's name unless given."""
+    push_to_hub: bool = setting(False, may_change=True, private=True)
+    """Upload the finished model, with a card."""
+    hub_model_id: str = setting("", may_change=True, private=True)
+    """Where to, as `owner/name`; the folder's name under your own unless given."""
+    hub_private: bool = setting(False, may_change=True, private=True)
+    """Make a new repository there private."""
+
+    columns: ClassVar[tuple[str, ...]] = ("prompt", "chosen")
+    """What a row of its data must have."""
+    presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    """Settings by a name, which recipes give as `preset:`."""
+
+    def __new__(cls: type[Config], **settings: Any) -> Config:
+        _refuse_unknown(cls.__name__, settings, [f.name for f in fields(cls)])
+        return object.__new__(cls)
+
+    @classmethod
+    def required(cls, raw: Mapping[str, Any]) -> list[str]:
+        """What a recipe must name; in Python it may be given as objects instead."""
+        return ["model", "output_dir"]
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if abs(self.seed) >= 2**32:
+            raise SettingError(f"seed must be below 2 to the 32; got {self.seed}.")
+
+    @property
+    def pass_tokens(self) -> int:
+        """The tokens of a pass, before anything is known about memory."""
+        return AUTO_TOKENS if self.token_budget == "auto" else self.token_budget
+
+    def warmup(self, total: int) -> int:
+        """Steps of warm-up in a run of `total`."""
+        return round(self.warmup_ratio * total)
+
+    def rate(self, step: int, total: int, peak: float | None = None) -> float:
+        """The learning rate of step number `step`, counted from 1; of another peak, if given."""
+        return learning_rate_at(
+            step - 1,
+            self.learning_rate if peak is None else peak,
+            total=total,
+            warmup=self.warmup(total),
+            schedule=self.schedule,
+        )
+
+
+def _refuse_unknown(owner: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Name all unknown settings at once, each with what to write instead."""
+    lines: list[str] = []
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = hint_for(name) or (f"Did you mean {near[0]}?" if near else "")
+            lines.append(f"{name}. {hint}".rstrip())
+    if len(lines) == 1:
+        raise UnknownNameError(f"{owner} has no setting {lines[0]}")
+    if lines:
+        raise UnknownNameError("\n  ".join([f"{owner} has no settings", *lines]))

@@ -1,0 +1,311 @@
+"""Checkpoints: complete or absent, verified before they are loaded, the last few kept.
+
+A checkpoint is a folder of safetensors files with the weights and the optimiser's moments of each
+model that trains, `state.json` for the rest, and `manifest.json` with the size and CRC of every
+file. It is written under another name and renamed when everything is on disk, so a killed run
+leaves no half checkpoint under a valid name. With sharded weights, `sharded/` has one file per
+rank, written by torch's distributed checkpointing, which reshards them for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from marlhf.errors import MarlhfError
+from marlhf.runs.atomic import explain_disk_errors, replace_folder
+from marlhf.runs.layout import CHECKPOINT_STATE, RunError
+from marlhf.runs.write import RunFolder
+from marlhf.runtime.distributed import World
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What AdamW keeps for each parameter, besides its number of steps."""
+
+
+class Damaged(MarlhfError, ValueError):
+    """A checkpoint whose files are not those that were written."""
+
+
+def save_checkpoint(
+    run: RunFolder,
+    step: int,
+    *,
+    world: World,
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, Optimizer],
+    state: dict[str, Any],
+    keep: int = 2,
+) -> Path:
+    """Write everything that the next step depends on, then drop all but the last `keep`."""
+    final = run.checkpoints / f"step-{step:06d}"
+    temporary = run.checkpoints / f".step-{step:06d}"
+    world.reshard(models.values())  # an evaluation may have left weights gathered
+    full_state = state | {"step": step, "seconds": run.seconds, "rng": _rng()}
+    full_state["optimizers"] = {name: _progress(models[name], o) for name, o in optimizers.items()}
+    with explain_disk_errors(run.path, temporary):
+        if world.main:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        if world.sharded:
+            world.wait()
+            tensors = _flat(models, optimizers)
+            writer = HuggingFaceStorageWriter(str(temporary / "sharded"), save_distributed=True)
+            state_dict_saver.save(tensors, storage_writer=writer)
+            world.wait()
+        if world.main:
+            if not world.sharded:
+                for name, model in models.items():
+                    save_file(_weights(model), temporary / f"{name}.safetensors")
+                for name, optimizer in optimizers.items():
+                    moments = _moments(models[name], optimizer)
+                    save_file(moments, temporary / f"optimizer-{name}.safetensors")
+            (temporary / CHECKPOINT_STATE).write_text(json.dumps(full_state), encoding="utf-8")
+            files = sorted(p for p in temporary.rglob("*") if p.is_file())
+            sizes = {str(p.relative_to(temporary)): [p.stat().st_size, _crc(p)] for p in files}
+            (temporary / "manifest.json").write_text(json.dumps(sizes), encoding="utf-8")
+            replace_folder(temporary, final)
+    if world.main:
+        for old in list_checkpoints(run)[:-keep]:
+            shutil.rmtree(old)
+    world.wait()
+    return final
+
+
+def load_latest(
+    run: RunFolder,
+    *,
+    world: World,
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, Optimizer],
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """Restore the newest complete checkpoint: its state, and a warning per damaged one."""
+    # One rank looks, for all must load the same one.
+    folder, damaged = world.broadcast(_find_latest(run) if world.main else None)
+    if folder is None:
+        return None, damaged
+    folder = Path(folder)
+    state = read_checkpoint_state(folder)
+    world.reshard(models.values())
+    with world.raise_on_all_ranks():
+        for name, optimizer in optimizers.items():
+            _allocate(models[name], optimizer, state["optimizers"][name])
+        wanted = _flat(models, optimizers)
+        if not (folder / "sharded").is_dir():
+            _copy_whole(folder, wanted)
+    if (folder / "sharded").is_dir():
+        _load_sharded(folder, world, wanted)
+    _set_rng(state["rng"])
+    return state, damaged
+
+
+def read_checkpoint_state(folder: Path) -> dict[str, Any]:
+    """What a checkpoint holds besides tensors."""
+    return json.loads((folder / CHECKPOINT_STATE).read_text(encoding="utf-8"))
+
+
+def load_weights(folder: Path, models: Mapping[str, nn.Module], world: World) -> None:
+    """The weights of a checkpoint alone, for models that are not trained on."""
+    try:
+        _verify(folder)
+    except (Damaged, OSError, ValueError) as error:
+        raise RunError(f"{folder} is damaged ({error}).") from None
+    wanted = _flat(models, {})
+    if (folder / "sharded").is_dir():
+        reader = HuggingFaceStorageReader(str(folder / "sharded"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that there is one process, which is fine
+            state_dict_loader.load(wanted, storage_reader=reader, no_dist=world.size == 1)
+    else:
+        _copy_whole(folder, wanted, [folder / f"{name}.safetensors" for name in models])
+
+
+def _find_latest(run: RunFolder) -> tuple[str | None, list[str]]:
+    """The newest complete checkpoint, and a warning for each newer one that is damaged."""
+    for unfinished in run.checkpoints.glob(".step-*"):  # of a run that was killed while writing
+        shutil.rmtree(unfinished, ignore_errors=True)
+    damaged: dict[Path, Exception] = {}
+    for folder in reversed(list_checkpoints(run)):
+        try:
+            _verify(folder)
+            read_checkpoint_state(folder)
+        except (Damaged, OSError, ValueError) as error:
+            damaged[folder] = error
+            continue
+        used = folder.name
+        return str(folder), [
+            f"{bad} is damaged ({error}); resuming from {used} instead."
+            for bad, error in damaged.items()
+        ]
+    return None, [
+        f"{bad} is damaged ({error}); training starts from the beginning."
+        for bad, error in damaged.items()
+    ]
+
+
+def list_checkpoints(run: RunFolder) -> list[Path]:
+    """A run's checkpoints, oldest first."""
+    return checkpoints_in(run.checkpoints)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Oldest first. Folders with other names are ignored: unfinished, or not ours."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    folders = [p for p in entries if p.is_dir() and re.fullmatch(r"step-\d{6,}", p.name)]
+    return sorted(folders, key=lambda p: int(p.name.removeprefix("step-")))
+
+
+def generator_state(generator: torch.Generator) -> list[int]:
+    return generator.get_state().tolist()
+
+
+def set_generator_state(generator: torch.Generator, state: list[int]) -> None:
+    generator.set_state(torch.tensor(state, dtype=torch.uint8))
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """Each parameter that trains. `named_parameters` lists tied ones once, by their first name."""
+    return {n: p.detach().contiguous() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def _moments(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The optimiser's moments of each parameter that has had a gradient."""
+    moments = {}
+    for name, p in model.named_parameters():
+        for kind in MOMENTS:
+            if kind in optimizer.state.get(p, {}):
+                moments[f"{kind}.{name}"] = optimizer.state[p][kind].contiguous()
+    return moments
+
+
+def _flat(
+    models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
+) -> dict[str, Tensor]:
+    """All weights and moments of all models in one dict, as distributed checkpointing wants it."""
+    flat = {}
+    for name, model in models.items():
+        flat |= {f"{name}.{key}": x for key, x in _weights(model).items()}
+    for name, optimizer in optimizers.items():
+        for key, x in _moments(models[name], optimizer).items():
+            flat[f"optimizer-{name}.{key}"] = x
+    return flat
+
+
+def _progress(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimiser's number of steps: almost always one for all parameters, so kept once."""
+    steps = {
+        name: float(optimizer.state[p]["step"])
+        for name, p in model.named_parameters()
+        if p in optimizer.state
+    }
+    usual = max(steps.values(), default=0.0)
+    return {
+        "step": usual,
+        "others": {name: n for name, n in steps.items() if n != usual},
+        "without": [
+            name
+            for name, p in model.named_parameters()
+            if p.requires_grad and p not in optimizer.state
+        ],
+    }
+
+
+def _allocate(model: nn.Module, optimizer: Optimizer, progress: dict[str, Any]) -> None:
+    """Allocate the optimiser's state, for the moments of a checkpoint to be copied into.
+
+    AdamW allocates it in its first step, which is yet to come after a resume.
+    """
+    optimizer.state.clear()
+    # Fused AdamW keeps its step counts on the device of the parameters, other kinds on the CPU.
+    on_device = any(group.get("fused") for group in optimizer.param_groups)
+    for name, p in model.named_parameters():
+        if not p.requires_grad or name in progress["without"]:
+            continue
+        step = torch.tensor(progress["others"].get(name, progress["step"]))
+        optimizer.state[p] = {"step": step.to(p.device) if on_device else step} | {
+            kind: torch.zeros_like(p, memory_format=torch.preserve_format) for kind in MOMENTS
+        }
+
+
+def _copy_whole(
+    folder: Path, wanted: dict[str, Tensor], files: Sequence[Path] | None = None
+) -> None:
+    """Plain files, all unless given, into the tensors of models and optimisers."""
+    saved: dict[str, Tensor] = {}
+    for file in files if files is not None else sorted(folder.glob("*.safetensors")):
+        saved |= {f"{file.stem}.{key}": x for key, x in load_file(file).items()}
+    _check_shapes({k: x.shape for k, x in saved.items()}, wanted, folder)
+    with torch.no_grad():
+        for key, x in wanted.items():
+            full = saved[key].to(x.device)
+            if isinstance(x, DTensor):
+                full = distribute_tensor(full, x.device_mesh, x.placements)
+            x.copy_(full)
+
+
+def _load_sharded(folder: Path, world: World, wanted: dict[str, Tensor]) -> None:
+    reader = HuggingFaceStorageReader(str(folder / "sharded"))
+    saved = reader.read_metadata().state_dict_metadata
+    _check_shapes({key: getattr(x, "size", None) for key, x in saved.items()}, wanted, folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that there is one process, which is fine
+        state_dict_loader.load(wanted, storage_reader=reader, no_dist=world.size == 1)
+
+
+def _check_shapes(
+    saved: Mapping[str, torch.Size | None], wanted: Mapping[str, Tensor], folder: Path
+) -> None:
+    if dict(saved) != {key: x.shape for key, x in wanted.items()}:
+        raise RunError(
+            f"{folder} was saved from a model of another shape than the one this run starts from "
+            "now. Put that model back, or choose another output_dir."
+        )
+
+
+def _verify(folder: Path) -> None:
+    manifest = folder / "manifest.json"
+    if not manifest.is_file():
+        raise Damaged("manifest.json is missing")
+    for name, (size, crc) in json.loads(manifest.read_text(encoding="utf-8")).items():
+        path = folder / name
+        if not path.is_file():
+            raise Damaged(f"{name} is missing")
+        if path.stat().st_size != size:
+            raise Damaged(f"{name} has {path.stat().st_size} bytes instead of {size}")
+        if _crc(path) != crc:
+            raise Damaged(f"{name} has changed since it was written")
+
+
+def _crc(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def _rng() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"cpu": torch.get_rng_state().tolist(), "cuda": [s.tolist() for s in cuda]}
+
+
+def _set_rng(state: dict[str, Any]) -> None:
+    torch.set_rng_state(torch.tensor(state["cpu"], dtype=torch.uint8))
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([torch.tensor(s, dtype=torch.uint8) for s in state["cuda"]])

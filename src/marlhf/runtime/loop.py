@@ -1,0 +1,287 @@
+"""What surrounds the steps of every stage: resume, progress, Ctrl-C, metrics, callbacks, saving.
+
+loop = Loop(run, config, world, total, models=..., optimizers=..., ...)
+loop.resume()
+with loop:
+    for step in loop:
+        ...
+        loop.log({"sft/loss": loss}, show=("loss",))
+        if loop.must_save:
+            loop.save()
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from marlhf.config.stage import StageConfig
+from marlhf.models.adapters import AdaptedModel
+from marlhf.models.base import Model, Tokenizer, quiet_transformers
+from marlhf.runs.layout import MODEL, RunError
+from marlhf.runs.write import ReadOnlyRunFolder, RunFolder
+from marlhf.runtime.checkpoint import load_latest, save_checkpoint
+from marlhf.runtime.collector import keep_imported, resume_collector
+from marlhf.runtime.distributed import World
+from marlhf.runtime.interrupts import Stopped
+from marlhf.runtime.memory import WATCHED_STEPS, seek_token_budget, settle_token_budget
+from marlhf.runtime.model_card import push, write_card
+from marlhf.runtime.no_callbacks import NoCallbacks
+from marlhf.runtime.objects import GivenObjects
+from marlhf.runtime.progress import Steps, format_numbers, say, warn
+from marlhf.runtime.stage import due, finish, record_outcome
+from marlhf.runtime.trackers import Trackers
+
+if TYPE_CHECKING:
+    from marlhf.runtime.callbacks import Callbacks
+
+
+def open_run(config: StageConfig, stage: str, world: World) -> RunFolder:
+    """The run's folder, which rank 0 writes and the others only read.
+
+    Rank 0 comes first: it may have to create the folder, or refuse what is in it.
+    """
+    keep_imported()
+    run: RunFolder | None = None
+    with world.raise_on_all_ranks():
+        if world.main:
+            run = RunFolder(config.output_dir, stage, config)
+    with world.raise_on_all_ranks():
+        if run is None:
+            run = ReadOnlyRunFolder(config.output_dir, stage, config)
+    assert run is not None
+    for problem in run.problems:
+        warn(problem)
+    if run.finished:
+        say(f"{run.path.name} is finished: {run.model}")
+    return run
+
+
+class Loop:
+    """The steps that are left to take; after `resume`, those after the last checkpoint."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        config: StageConfig,
+        world: World,
+        total: int,
+        *,
+        models: Mapping[str, nn.Module],
+        optimizers: Mapping[str, Optimizer],
+        tokenizer: Tokenizer,
+        objects: GivenObjects,
+        rows: tuple[int, int],
+        metric: str,
+    ) -> None:
+        self.run, self.config, self.world, self.total = run, config, world, total
+        self.models, self.optimizers, self.tokenizer = models, optimizers, tokenizer
+        self.step = self.done = 0
+        self.verdict = ""
+        """Why to stop before the last step, if a guard or a callback says so."""
+        self.callbacks: Callbacks | NoCallbacks = NoCallbacks()
+        if objects.callbacks:
+            from marlhf.runtime.callbacks import Callbacks  # takes seconds: see no_callbacks.py
+
+            self.callbacks = Callbacks(
+                objects.callbacks,
+                config,
+                total_steps=total,
+                steps_per_epoch=rows[0] // config.batch_size,
+                metric=metric,
+                model=next(iter(models.values())),
+                processing_class=tokenizer,
+                optimizer=next(iter(optimizers.values())),
+                main=world.main,
+            )
+        self.rows = {"training": rows[0], "held-out": rows[1]}
+        seek_token_budget(config, world, run)
+        self._stack = contextlib.ExitStack()
+        self._stopping = False  # a signal has reached some rank
+        self._last_evaluation: tuple[int, dict[str, float]] | None = None  # its step, and metrics
+
+    def at_end(self, close: Callable[[], None]) -> None:
+        """Call this when the loop has ended, however it ends."""
+        self._stack.callback(close)
+
+    def resume(self) -> dict[str, Any] | None:
+        """Resume from the last complete checkpoint, if there is one; returns its state."""
+        state, damaged = load_latest(
+            self.run, world=self.world, models=self.models, optimizers=self.optimizers
+        )
+        for line in damaged:
+            warn(line)
+        if state is None:
+            self.run.clear()
+            return None
+        if state["bases"] != self._bases():
+            raise RunError(
+                f"The base model of the adapters in {self.run.path} has changed since step "
+                f"{state['step']}, and they only fit the one they were trained on. Put that model "
+                "back, or choose another output_dir."
+            )
+        self.run.rewind(state["step"], state["seconds"])
+        self.step = self.done = state["step"]
+        self.verdict = state["verdict"]
+        self.callbacks.load_state(state["callbacks"])
+        say(f"resuming from step {self.done} in {self.run.path}")
+        return state
+
+    def __enter__(self) -> Loop:
+        self._interrupts = self._stack.enter_context(record_outcome(self.run))
+        try:
+            self.trackers = Trackers(
+                self.config.report_to if self.world.main else (),
+                self.run.path,
+                name=self.config.run_name or self.run.path.name,
+                config_raw=self.run.config,
+                done=self.done,
+            )
+            self._bar = self._stack.enter_context(Steps(self.run.path.name, self.total, self.done))
+            self.callbacks.train_begin(self.done)
+        except BaseException as error:  # `with` calls __exit__ only once it has entered
+            self._stack.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        stopped = kind is not None and issubclass(kind, (Stopped, KeyboardInterrupt))
+        self.trackers.finish("finished" if kind is None else "stopped" if stopped else "failed")
+        self._stack.__exit__(kind, error, trace)
+
+    def __iter__(self) -> Iterator[int]:
+        """The numbers of the steps, until the last one, a verdict, a callback or a signal."""
+        self.check("before the first step")
+        if self.verdict or self.callbacks.should_stop:  # so at the checkpoint that was resumed
+            return
+        for step in range(self.done + 1, self.total + 1):
+            self.step = step
+            self._stopping = False
+            self.callbacks.step_begin(step)
+            yield step
+            # The stage has called `must_save`, which agreed on this with all ranks, and `save`.
+            if self._stopping:
+                self._stop(f"saved at step {step} in {self.run.path}")
+            if self.world.any(self.callbacks.should_stop) and not self.verdict:
+                self.verdict = f"Stopped by a callback after step {step}."
+            if self.verdict:
+                break
+
+    def check(self, where: str) -> None:
+        """End here if a signal came, on any rank."""
+        if self.world.any(bool(self._interrupts.received)):
+            self._stop(where)
+
+    def _stop(self, where: str) -> None:
+        """All ranks stop, also those that the signal did not reach."""
+        self._interrupts.received = self._interrupts.received or "a signal"
+        self._interrupts.check(where)
+
+    def log(self, numbers: dict[str, float], show: Sequence[str] = ()) -> None:
+        """The metrics of a step that is done: to the folder, the bar, trackers and callbacks."""
+        resume_collector()
+        if self.step - self.done >= WATCHED_STEPS:
+            settle_token_budget(self.config, self.world, self.run)
+        self.callbacks.step_end(self.step)
+        self.run.log("train", self.step, numbers)
+        self._bar.advance(self.step, {key: numbers[key] for key in show})
+        self.trackers.log(self.step, numbers)
+        self.callbacks.log(self.step, numbers)
+
+    def evaluated(self, metrics: dict[str, float]) -> None:
+        self._last_evaluation = self.step, metrics
+        self.run.log("eval", self.step, metrics)
+        numbers = format_numbers(metrics)
+        say(f"{self.run.path.name} {self.step}/{self.total}  held out: {numbers}", wrap=True)
+        self.trackers.log(self.step, metrics)
+        self.callbacks.evaluate(self.step, metrics)
+
+    def final_metrics(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Held-out metrics of the final weights, evaluated only if the last step was not."""
+        if self._last_evaluation is not None and self._last_evaluation[0] == self.step:
+            return self._last_evaluation[1]
+        return evaluate()
+
+    @property
+    def must_evaluate(self) -> bool:
+        wanted = due(self.step, self.config.eval_every, self.total)
+        return self.world.any(wanted or self.callbacks.should_evaluate)
+
+    @property
+    def must_save(self) -> bool:
+        """Whether a checkpoint is due, or the run stops after this step.
+
+        Saving is a collective call, so the ranks must agree on it: signals and callbacks may have
+        reached only one of them.
+        """
+        self._stopping = self.world.any(bool(self._interrupts.received))
+        wanted = due(self.step, self.config.save_every, 0) or bool(self.verdict)
+        return self._stopping or self.world.any(wanted or self.callbacks.should_save)
+
+    def save(self, **state: Any) -> None:
+        """Write a checkpoint of this step."""
+        state = state | {"verdict": self.verdict, "callbacks": self.callbacks.state()}
+        state["bases"] = self._bases()
+        folder = save_checkpoint(
+            self.run,
+            self.step,
+            world=self.world,
+            models=self.models,
+            optimizers=self.optimizers,
+            state=state,
+            keep=self.config.keep_checkpoints,
+        )
+        say(f"{self.run.path.name} {self.step}/{self.total}  saved {folder}")
+        self.callbacks.save(self.step)
+
+    def _bases(self) -> dict[str, str | None]:
+        """Digests of the frozen models under adapters: checkpoints hold the adapters only."""
+        views = {name: m for name, m in self.models.items() if isinstance(m, AdaptedModel)}
+        return {name: view.base.digest for name, view in views.items()}
+
+    def keep_model(self, model: Model, name: str = MODEL) -> None:
+        """The model as plain files that load without marlhf."""
+        state = self.world.full_state_dict(model)
+        # Where no process holds all weights, those collected from all of them are saved.
+        options = {} if state is None else {"state_dict": state}
+
+        def save(folder: Path) -> None:
+            with quiet_transformers():
+                model.save_pretrained(folder, **options)
+                self.tokenizer.save_pretrained(folder)
+
+        self.run.save_model(save, name)
+        self.world.wait()
+
+    def close(self, model: Model, summary: dict[str, Any], next_step: str) -> Path:
+        """Save the model, end the run, and say where things are."""
+        self._bar.stop()
+        if self.verdict:
+            warn(self.verdict)
+            self.run.state["note"] = self.verdict
+        self.keep_model(model)
+        self.callbacks.train_end()
+        path = finish(self.run, summary, next_step)
+        if self.world.main:
+            publish(self.run, self.config, self.rows)
+        self.world.wait()
+        return path
+
+
+def publish(run: RunFolder, config: StageConfig, rows: Mapping[str, int] | None = None) -> None:
+    """Write the model's card, and upload both with `push_to_hub`."""
+    name = config.hub_model_id or run.path.name
+    write_card(run, rows=rows, repo_id=name if config.push_to_hub else "")
+    if config.push_to_hub:
+        say(f"  hub     {push(run.model, name, private=config.hub_private)}")

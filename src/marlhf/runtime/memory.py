@@ -1,0 +1,153 @@
+"""How large a pass may be: as large as memory allows, smaller where it runs out, else a sentence.
+
+Losses and gradients are sums over micro-batches, so the number of passes changes nothing but
+rounding. With `token_budget: auto` the first two steps measure what a token takes of a GPU's
+memory. A run that meets the limit halves its largest pass and repeats the computation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from marlhf.config.rl import RLConfig
+from marlhf.config.stage import StageConfig
+from marlhf.errors import MarlhfError
+from marlhf.models.graphs import free_bytes
+from marlhf.rollout.native import AUTO_TOKENS
+from marlhf.runs.write import RunFolder
+from marlhf.runtime.distributed import World
+from marlhf.runtime.progress import warn
+
+T = TypeVar("T")
+
+WATCHED_STEPS = 2
+"""Steps that measure memory: the first allocates what the optimizers keep, and compiles."""
+SHARE = 0.5
+"""Of the memory that is free after them, what passes may take: other batches have other shapes, and
+other runs may share the GPU."""
+BUDGET = "token_budget"
+"""Where a run's state has what was found."""
+
+
+class OutOfMemory(MarlhfError, RuntimeError):
+    """The GPU's memory is too small for these settings; says which of them lower it."""
+
+
+def fit_memory(
+    world: World,
+    compute: Callable[[], T],
+    *trained: nn.Module,
+    undo: Callable[[], object] | None = None,
+) -> T:
+    """The result of `compute`, which cuts its micro-batches by `world.batches`.
+
+    Where memory runs out it is repeated with passes of half as many tokens at most, which holds
+    for the rest of the run. `trained` have no gradients before it: what a pass that failed has left
+    there is dropped, and `undo` resets whatever else it adds to. With several processes the others
+    would wait for this one, so the error is raised as it is.
+    """
+    while True:
+        try:
+            with _watched(world):
+                return compute()
+        except torch.OutOfMemoryError as error:
+            if world.size > 1 or not world.pass_limit.lower():
+                raise
+            asked = first_line(error)
+        # Outside of `except`, where the traceback would keep the tensors of the failed pass.
+        for model in trained:
+            for parameter in model.parameters():
+                parameter.grad = None
+        if undo is not None:
+            undo()
+        gc.collect()  # what the failed pass left in cycles of references
+        torch.cuda.empty_cache()  # does nothing where there is no GPU
+        warn(
+            f"out of memory. {asked} From here on a pass has at most {world.pass_limit.tokens} "
+            "tokens, which changes no result. Set token_budget so for the next run."
+        )
+
+
+def seek_token_budget(config: StageConfig, world: World, run: RunFolder) -> None:
+    """With `token_budget: auto` on a GPU, measure from here on, or take what the run has found."""
+    # Several processes would find different numbers, and so would a run that is to be repeated.
+    alone = world.size == 1 and not config.deterministic
+    if config.token_budget == "auto" and world.device.type == "cuda" and alone:
+        world.pass_limit.auto_tokens = run.state.get(BUDGET)
+        world.pass_limit.watching = world.pass_limit.auto_tokens is None
+
+
+def settle_token_budget(config: StageConfig, world: World, run: RunFolder) -> None:
+    """Turn what was measured into the tokens of a pass for the rest of the run.
+
+    A power of two, so that a little more or less free memory gives the same passes.
+    """
+    limit = world.pass_limit
+    if not limit.watching or not limit.bytes_per_token:
+        return
+    limit.watching = False
+    fits = int(SHARE * free_bytes(world.device) / limit.bytes_per_token)
+    limit.auto_tokens = max(config.pass_tokens, 1 << int(math.log2(max(1, fits))))
+    run.state[BUDGET] = limit.auto_tokens
+    run.write_state()
+
+
+@contextlib.contextmanager
+def _watched(world: World) -> Iterator[None]:
+    """Note how much memory the passes in here take for each of their tokens."""
+    limit = world.pass_limit
+    if not limit.watching:
+        yield
+        return
+    torch.cuda.reset_peak_memory_stats(world.device)
+    before = torch.cuda.memory_allocated(world.device)
+    yield
+    taken = torch.cuda.max_memory_allocated(world.device) - before
+    if limit.passes > 1:  # gradients of the first pass are there in the others, and stay
+        taken -= max(0, torch.cuda.memory_allocated(world.device) - before)
+    per_token = taken / max(1, limit.most_tokens)
+    limit.bytes_per_token = max(limit.bytes_per_token, per_token)
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(config: StageConfig) -> Iterator[None]:
+    """What was asked for, and the settings that lower it, in place of torch's own error."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"Out of memory: {first_line(error)} {' '.join(_remedies(config))} The same command "
+            "resumes from the last checkpoint, if there is one."
+        ) from error
+
+
+def first_line(error: torch.OutOfMemoryError) -> str:
+    """What was asked for and how much there is, without torch's advice on its own settings.
+
+    >>> first_line(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 "
+    ...     "has a total capacity of 8.00 GiB of which 1.00 GiB is free. Including non-PyTorch"))
+    'Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB of which 1.00 GiB is free.'
+    """
+    words = str(error).removeprefix("CUDA out of memory. ").partition(" Including non-PyTorch")[0]
+    words = words.partition("\n")[0].strip().rstrip(".")
+    return f"{words or 'torch does not say for what'}."
+
+
+def _remedies(config: StageConfig) -> Iterator[str]:
+    yield f"Lower token_budget ({config.token_budget}), the tokens of a pass."
+    if isinstance(config, RLConfig):
+        limits = f"sampling.max_new_tokens ({config.sampling.max_new_tokens})"
+        tokens = config.rollout_tokens
+        told = f"auto, at least {AUTO_TOKENS}" if tokens == "auto" else tokens
+        yield f"While sampling, lower rollout_tokens ({told}) or {limits}."
+    if not config.gradient_checkpointing:
+        yield "gradient_checkpointing: true saves most of the activations."
+    if config.lora is None:
+        yield "lora: {r: 16} trains few weights, so that gradients and optimizer take little."

@@ -1,0 +1,260 @@
+"""What every stage shares: rows in tokens, the order of batches, and how a run ends.
+
+There is no base trainer: a stage is a loop of its own that calls these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from marlhf.config.stage import StageConfig
+from marlhf.data import DataError, Loaded, Row, encode_responses, fit_prompts, load_data
+from marlhf.data.counts import Counts
+from marlhf.errors import MarlhfError
+from marlhf.models.base import Model, Tokenizer
+from marlhf.models.graphs import graph_bytes
+from marlhf.models.load import check_vocabulary, load_tokenizer
+from marlhf.runs.layout import METRICS, RunError
+from marlhf.runs.write import RunFolder
+from marlhf.runtime.checkpoint import list_checkpoints
+from marlhf.runtime.distributed import World, describe_lost_rank
+from marlhf.runtime.interrupts import Interrupts, Stopped
+from marlhf.runtime.memory import BUDGET
+from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
+from marlhf.runtime.optim import Diverged
+from marlhf.runtime.progress import say, stages_ahead, warn
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row in tokens."""
+
+    row: Row
+    prompt: list[int]
+    chosen: list[int]
+    rejected: list[int]
+
+
+def load_supervised(
+    config: Any, part: str, objects: GivenObjects, world: World, load: Callable[..., Model]
+) -> tuple[Tokenizer, Model, list[Example], list[Example]]:
+    """Tokenizer, model, training and held-out rows of SFT, a reward model or DPO, checked."""
+    with world.raise_on_all_ranks():
+        remote = config.trust_remote_code
+        given = objects.tokenizer or config.model
+        tokenizer = load_tokenizer(given, trust_remote_code=remote, setting="model")
+        model = load(config, objects, world)
+        check_vocabulary(model, tokenizer, config.model)
+        longest = config.max_response_tokens
+        examples, held_out = load_examples(
+            config, part, tokenizer, objects, needs=config.columns, max_response_tokens=longest
+        )
+        check_positions(model, examples + held_out)
+    return tokenizer, model, examples, held_out
+
+
+def load_examples(
+    config: StageConfig,
+    part: str,
+    tokenizer: Tokenizer,
+    objects: GivenObjects = NO_OBJECTS,
+    *,
+    needs: Sequence[str],
+    max_response_tokens: int | None = None,
+) -> tuple[list[Example], list[Example]]:
+    """Training and held-out rows of a stage, in tokens. Prints how many are left out, and why."""
+    given = objects.train_rows is not None
+    if objects.train_rows is not None:
+        train_rows, eval_rows = objects.train_rows, objects.eval_rows or []
+    else:
+        loaded: Loaded = load_data(config.data, part, needs=needs)
+        say(f"data: {loaded.counts}")
+        train_rows, eval_rows = loaded.train, loaded.eval
+    encoded = []
+    for name, rows in (("train", train_rows), ("eval", eval_rows)):
+        try:
+            examples, counts = _encode(config, rows, tokenizer, needs, max_response_tokens)
+        except DataError as error:  # no prompt fits
+            if name == "train":
+                raise
+            warn(f"held-out rows: {error}")
+            examples, counts = [], Counts()
+        if counts.dropped or counts.noted:
+            say(f"{name}: {counts}")
+        encoded.append(examples)
+    train, held_out = encoded
+    shares = {} if given else config.data.parts
+    share = f" (the part for {part}, {shares[part]:.0%} of the data)" if shares else ""
+    run_name = Path(config.output_dir).name
+    say(f"{run_name}: {len(train)} training rows{share}, {len(held_out)} held out")
+    if not train:
+        raise RunError(
+            "No training row is left. Raise data.max_prompt_tokens or max_response_tokens, "
+            "or set data.too_long: truncate."
+        )
+    return train, held_out
+
+
+def _encode(
+    config: StageConfig,
+    rows: list[Row],
+    tokenizer: Tokenizer,
+    needs: Sequence[str],
+    max_response_tokens: int | None,
+) -> tuple[list[Example], Counts]:
+    if not rows:
+        return [], Counts()
+    prompts, counts = fit_prompts(
+        rows, tokenizer, config.data.max_prompt_tokens, config.data.too_long
+    )
+    rows = [encoded.row for encoded in prompts]
+    eos = tokenizer.eos_token_id
+    responses: dict[str, list[list[int]]] = {}
+    for name in ("chosen", "rejected"):
+        texts = [getattr(row, name) if name in needs else None for row in rows]
+        given = [(row.prompt, text) for row, text in zip(rows, texts) if text is not None]
+        ids = iter(encode_responses(tokenizer, given, eos, max_response_tokens))
+        responses[name] = [[] if text is None else next(ids) for text in texts]
+    examples = []
+    for number, (encoded, *both) in enumerate(zip(prompts, *responses.values()), start=1):
+        if max_response_tokens is not None and max(map(len, both)) > max_response_tokens:
+            position = encoded.row.position or f"row {number}"
+            counts.drop(f"a response is longer than {max_response_tokens} tokens", position)
+            continue
+        examples.append(Example(encoded.row, encoded.prompt_ids, *both))
+    return examples, counts
+
+
+def each_prompt_once(examples: list[Example]) -> list[Example]:
+    """Preference data often has several pairs per prompt; a policy needs each prompt once."""
+    unique = list({tuple(e.prompt): e for e in reversed(examples)}.values())[::-1]
+    if len(unique) < len(examples):
+        say(f"{len(examples)} rows have {len(unique)} different prompts; each is used once")
+    return unique
+
+
+def check_positions(
+    model: Model, examples: Sequence[Example], new_tokens: int = 0, name: str = "model"
+) -> None:
+    """Refuse sequences longer than the model has positions, before it fails inside."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    longest = max(len(e.prompt) + max(len(e.chosen), len(e.rejected), new_tokens) for e in examples)
+    if limit is not None and longest > limit:
+        raise RunError(
+            f"Prompt and response take up to {longest} tokens, but the {name} has {limit} "
+            "positions. Lower data.max_prompt_tokens, or the length of responses "
+            "(max_response_tokens, sampling.max_new_tokens)."
+        )
+
+
+def count_steps(config: StageConfig, num_rows: int) -> int:
+    """Steps of the run. An epoch leaves out the rows that do not fill its last batch."""
+    steps_per_epoch = num_rows // config.batch_size
+    if not steps_per_epoch:
+        raise RunError(
+            f"There are {num_rows} rows for a batch of {config.batch_size}. "
+            "Lower batch_size, or give more data."
+        )
+    steps = steps_per_epoch * config.num_epochs
+    if config.num_steps is not None and config.num_steps > steps:
+        warn(
+            f"the data gives {steps} steps, not the {config.num_steps} of num_steps: {num_rows} "
+            f"rows in batches of {config.batch_size}, num_epochs {config.num_epochs}. "
+            "Raise num_epochs for more."
+        )
+    return steps if config.num_steps is None else min(steps, config.num_steps)
+
+
+def batch_rows(step: int, config: StageConfig, num_rows: int) -> list[int]:
+    """The rows of step number `step`, from 0, in an order that is shuffled every epoch.
+
+    It depends on the seed alone, so a resumed run needs no state to continue with the same rows.
+    """
+    epoch, batch = divmod(step, num_rows // config.batch_size)
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + epoch)
+    order = torch.randperm(num_rows, generator=generator)
+    return order[batch * config.batch_size : (batch + 1) * config.batch_size].tolist()
+
+
+def due(step: int, every: int, total: int) -> bool:
+    """Whether something that happens every `every` steps, and at the end, happens now."""
+    return step == total or (every > 0 and step % every == 0)
+
+
+@contextlib.contextmanager
+def record_outcome(run: RunFolder) -> Iterator[Interrupts]:
+    """However the loop ends, run.json records it, and errors say how to resume."""
+    try:
+        with Interrupts() as interrupts:
+            yield interrupts
+    except Diverged as error:
+        if run.has_progress:
+            note, advice = f"Training diverged: {error}.", _after_divergence(run)
+        else:
+            note = f"Before the first step {error}."
+            advice = "Look at the weights of the models that this run starts from."
+        run.finish("failed", note=note)
+        raise RunError(f"{note} {advice}") from error
+    except (Stopped, KeyboardInterrupt):
+        run.finish("stopped")
+        raise
+    except Exception as error:
+        if lost := describe_lost_rank(error):
+            run.finish("failed", note=lost)
+            raise RunError(lost) from error
+        explained = isinstance(error, MarlhfError)
+        run.finish("failed", note=str(error) if explained else "")
+        raise
+
+
+def _after_divergence(run: RunFolder) -> str:
+    saved = list_checkpoints(run)
+    last = f"The last good checkpoint is {saved[-1]}. " if saved else ""
+    return f"{last}Try a lower learning rate, or a higher kl_coef, in a new output_dir."
+
+
+def peak_memory() -> float:
+    """Peak memory of this process in GiB: of the GPU, or of RAM without one."""
+    if torch.cuda.is_available():
+        held = torch.cuda.max_memory_allocated() + graph_bytes(torch.device("cuda"))
+        return held / 2**30
+    import resource  # Windows has none, and no lock on run folders either
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def memory_words(peak: float, gpu: float | None, *, searched: bool = False) -> str:
+    """Peak memory in words, and whether there was room to go faster, unless it was searched for.
+
+    >>> memory_words(12.8, 139.8)
+    "12.8 of the GPU's 140 GiB at most: a larger token_budget would fit, and may be faster"
+    """
+    if gpu is None:
+        return f"{peak:.1f} GiB at most, of RAM"
+    room = ": a larger token_budget would fit, and may be faster"
+    room = room if peak < gpu / 4 and not searched else ""
+    return f"{peak:.1f} of the GPU's {gpu:.0f} GiB at most{room}"
+
+
+def finish(run: RunFolder, summary: dict[str, Any], next_step: str = "") -> Path:
+    """Close the run and say where things are."""
+    run.state["peak_memory_gib"] = peak = peak_memory()
+    run.finish("finished", summary)
+    say(f"{run.path.name} finished in {run.state['seconds']:.0f} s", style="bold green")
+    say(f"  model   {run.model}\n  metrics {run.path / METRICS}")
+    gpu = None
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        gpu = device.total_memory / 2**30
+    say(f"  memory  {memory_words(peak, gpu, searched=BUDGET in run.state)}")
+    if next_step and not stages_ahead.method:  # `marlhf run` begins it by itself
+        say(f"  next    {next_step}")
+    return run.model
