@@ -1,6 +1,6 @@
 """What a PPO step loses without each kernel and fast path.
 
-    python bench/pieces.py qwen2-0.5b
+    python bench/pieces.py qwen2.5-0.5b
     python bench/pieces.py qwen2-1.5b
 
 Each piece is taken out alone, in one process, on the same models. The first line comes again at the
@@ -22,15 +22,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 import ppo_step
 
 from marlhf.core import NGram
-from marlhf.models import fast_passes, graphs, layer_kernels, llama_layers, logprobs
+from marlhf.kernels import attention
+from marlhf.models import llama, logprobs
+from marlhf.models.forward import pass_choice
 from marlhf.rollout import continuous
 from marlhf.rollout import llama as decoders
 from marlhf.rollout.native import NativeEngine
 
-ppo_step.SHAPES["qwen2-0.5b"] = ppo_step.Shape(
-    "Qwen2Config", 896, 24, 14, 2, 64, 4864, 151936, 128, 256, 256, 16384
-)
-WARMUP = 3  # as it is, recorded, replayed
+WARMUP = 3
 
 
 @contextlib.contextmanager
@@ -45,36 +44,37 @@ def patched(*changes):
             setattr(owner, name, value)
 
 
-def plain(name):
-    """A function of a layer as its plain twin computes it."""
-    function = getattr(llama_layers, name)
-
-    def run(*args, **options):
-        with patched((layer_kernels, "fused", no)):
-            return function(*args, **options)
-
-    return llama_layers, name, run
-
-
 def no(*_, **__):
     return False
 
 
+def eager(function, _):
+    return function
+
+
+def step_without_graph(step, slots, reach, *, borrow=False):
+    step._step(reach, slots, borrow)
+
+
 PIECES = {
     "everything": [],
-    "own attention in training": [
-        (llama_layers, "has_attention", no),
-        (decoders, "has_attention", no),
+    "attention of decode steps (else SDPA)": [
+        (attention, "has_kernel", no),
+        (decoders, "has_kernel", no),
     ],
-    "gate product and SwiGLU in one kernel": [(layer_kernels, "_is_gated", no)],
-    "training passes as CUDA graphs": [
-        (graphs.GraphedPasses, "__call__", lambda _, __, run, inputs: run(*inputs))
-    ],
-    "decode step in five kernels per layer": [(decoders, "can_fuse", no)],
-    "gradient of a norm's weight": [plain("normed_weight_grads")],
     "log-probs of chosen tokens": [(logprobs, "fused", no)],
     "drawing tokens": [(continuous, "fused", no)],
-    "norms": [plain(name) for name in ("add_norm", "norm_backward", "normed_weight_grads")],
+    "compiled halves of layers (else eager)": [
+        (llama, "on_device", eager),
+        (decoders, "on_device", eager),
+    ],
+    "decode steps as CUDA graphs": [
+        (
+            continuous.DecodeStep,
+            "__call__",
+            lambda self, n, reach, **how: self._step(reach, n, **how),
+        )
+    ],
     "own decoder (else modules, compiled)": [(decoders.LlamaDecoder, "fits", staticmethod(no))],
     "own training pass (else modules, compiled)": "modules",
 }
@@ -86,21 +86,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     args = parser.parse_args()
     shape, device = ppo_step.SHAPES[args.shape], torch.device("cuda")
-    options = argparse.Namespace(
-        eager=False, modules=False, packed=False, checkpointing=False, lengths="fixed"
-    )
+    options = argparse.Namespace(eager=False, modules=False, checkpointing=False, lengths="fixed")
     torch.manual_seed(0)
     models, config = ppo_step.build(shape, device, options)
     bench = ppo_step.Bench(models, config, shape)
-    with_kernels = list(fast_passes._KERNELS)
+    trained = (models.policy, models.reference, models.critic, models.rewards.parts[0][1].model)
     whole = 0.0
     print(f"{args.shape}, without{'step s':>36}{'rollout s':>10}{'update s':>10}{'loses':>8}")
     for name in [*PIECES, "everything"]:
         changes = PIECES[name]
-        fast_passes._KERNELS.clear()
-        if changes != "modules":
-            for model in with_kernels:
-                fast_passes.use_kernels(model)  # graphs begin anew
+        for model in trained:
+            pass_choice(model).by_llama = changes != "modules"
         engine = NativeEngine(models.policy, [-1], 0, token_budget=config.rollout_tokens)
         bench.models = replace(models, engine=engine)
         with patched(*(changes if changes != "modules" else [])):

@@ -23,10 +23,13 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.metadata
+import json
 import math
 import platform
 import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -44,9 +47,7 @@ from marlhf.core import NGram, Perplexity, RandomNGram, Vocabulary
 from marlhf.data import Row
 from marlhf.models.adapters import FrozenBaseModel, cast_linear_layers, frozen_dtype
 from marlhf.models.compile import compile_blocks
-from marlhf.models.fast_passes import pack_rows, use_kernels
-from marlhf.models.forward import unpad_rows
-from marlhf.models.graphs import graph_bytes
+from marlhf.models.forward import choose_passes
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.reward import RewardModel, Rewards
 from marlhf.rollout import Sampling
@@ -124,6 +125,7 @@ class Shape:
 SHAPES = {
     "tiny": Shape("LlamaConfig", 64, 2, 4, 2, 16, 128, 512, 32, 32, 32, 16384),
     "smollm2": Shape("LlamaConfig", 576, 30, 9, 3, 64, 1536, 49152, 256, 256, 64, 40960),
+    "qwen2.5-0.5b": Shape("Qwen2Config", 896, 24, 14, 2, 64, 4864, 151936, 128, 256, 256, 16384),
     "qwen2-1.5b": Shape("Qwen2Config", 1536, 28, 12, 2, 128, 8960, 151936, 64, 256, 256, 8192),
     "gemma-2b": Shape("GemmaConfig", 2048, 18, 8, 1, 256, 16384, 256000, 64, 256, 128, 4096),
     "llama-7b-lora": Shape(
@@ -156,10 +158,10 @@ def main() -> None:
     parser.add_argument("--rules", action="store_true", help="compare rules of macro actions")
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--modules", action="store_true", help="transformers' layers, compiled")
-    parser.add_argument("--packed", action="store_true", help="packed rows, CUDA graphs")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing")
     parser.add_argument("--profile", action="store_true", help="a GPU's time by kernel")
     parser.add_argument("--no-trl", action="store_true", help="do not run TRL beside it")
+    parser.add_argument("--trl-only", action="store_true", help="TRL's half, as JSON")
     args = parser.parse_args()
     if args.profile and not gpu:
         parser.error("--profile: there is no GPU here")
@@ -168,6 +170,9 @@ def main() -> None:
     shape = replace(shape, **TLDR) if varied else shape
     shape = replace(shape, budget=args.budget) if args.budget else shape
     device = torch.device("cuda" if gpu else "cpu")
+    if args.trl_only:
+        print(json.dumps(trl_times(shape, device, args.steps, None)))
+        return
     name = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU"
     threads = "" if gpu else f", {torch.get_num_threads()} thread(s)"
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
@@ -185,7 +190,7 @@ def main() -> None:
     rules = RULES if args.rules else {"ngram 5": RULES["ngram 5"]}
     bench = Bench(models, config, shape, tldr_prompts(shape.rows) if varied else None)
     phases, by_rule = measure(bench, rules, args.steps)
-    peak = (torch.cuda.max_memory_allocated() + graph_bytes(device)) / 2**30 if gpu else None
+    peak = torch.cuda.max_memory_allocated() / 2**30 if gpu else None
     print(f"{'phase':12}{'best s':>9}{'median s':>10}")
     for phase, seconds in phases.items():
         print(f"{phase:12}{min(seconds):9.3f}{statistics.median(seconds):10.3f}")
@@ -204,11 +209,8 @@ def main() -> None:
         print_rules(by_rule)
     if args.profile:
         print_profile(bench)
-    if gpu:  # room for TRL, whose memory is measured too
-        del models, bench.models, bench.optimizers
-        gc.collect()
     if not args.no_trl and not shape.lora and not varied:
-        print_trl(shape, device, args.steps, phases["step"], None if gpu else bench)
+        print_trl(args.shape, shape, args.steps, bench, phases["step"], gpu=gpu)
 
 
 def build(shape: Shape, device: torch.device, args: argparse.Namespace) -> tuple[Models, PPOConfig]:
@@ -223,16 +225,12 @@ def build(shape: Shape, device: torch.device, args: argparse.Namespace) -> tuple
     )
     tokenizer = tiny_tokenizer()
     policy, reference, critic, reward = build_four(shape, device, args.checkpointing)
-    if device.type == "cuda" and not args.eager and not shape.lora:
+    if not args.eager and not shape.lora:  # as World.place does it
         for model in (policy, reference, critic, reward):
-            compile_blocks(model)
             if not args.modules:
-                use_kernels(model)
-            if args.packed:
-                pack_rows(model)
-    if device.type == "cpu" and not shape.lora:  # as World.place does it
-        for model in (policy, reference, critic, reward):
-            unpad_rows(model)
+                choose_passes(model)
+            elif device.type == "cuda":
+                compile_blocks(model)
     budget = 2 * shape.budget
     scorer = RewardModel(reward, tokenizer, tokenizer, token_budget=budget)
     table = vocabulary(tokenizer, shape.vocabulary)
@@ -432,19 +430,55 @@ def print_profile(bench: Bench) -> None:
 
 
 def print_trl(
-    shape: Shape, device: torch.device, steps: int, ours: list[float], bench: Bench | None
+    name: str, shape: Shape, steps: int, bench: Bench, ours: list[float], *, gpu: bool
 ) -> None:
-    """TRL's PPOTrainer on models of the same shape, in the same process, as it comes.
+    """TRL's PPOTrainer on models of the same shape, as it comes.
 
-    With `bench` the two take turns, step by step: a busy machine is busy for both.
+    On a CPU the two take turns, step by step: a busy machine is busy for both. On a GPU TRL has a
+    process of its own, so that neither half holds memory that the other needs.
     """
+    if gpu:
+        bench.models = bench.optimizers = None  # room for a card that is not large
+        gc.collect()
+        torch.cuda.empty_cache()
+        command = [sys.executable, __file__, "--shape", name, "--steps", str(steps), "--trl-only"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            print(f"\nTRL's half failed:\n{done.stderr[-2000:]}")
+            return
+        found = json.loads(done.stdout.splitlines()[-1])
+    else:
+        found = trl_times(shape, torch.device("cpu"), steps, bench)
+    if "missing" in found:
+        print(
+            f"\nTRL's PPOTrainer is not here ({found['missing']}); TRL 1.12 is the last to have it."
+        )
+        return
+    ours = found["turns"] or ours
+    rates = [
+        shape.rows / f(times)
+        for times in (found["seconds"], ours)
+        for f in (min, statistics.median)
+    ]
+    memory = f", {found['gibibytes']:.1f} GiB" if gpu else ""
+    print(
+        f"\nTRL {found['version']} PPOTrainer: {rates[0]:.1f} samples/s (best), "
+        f"{rates[1]:.1f} (median){memory}. marlhf{', in turns' if found['turns'] else ''}: "
+        f"{rates[2]:.1f} (best), {rates[3]:.1f} (median), {rates[2] / rates[0]:.2f} and "
+        f"{rates[3] / rates[1]:.2f} times as many."
+    )
+
+
+def trl_times(
+    shape: Shape, device: torch.device, steps: int, bench: Bench | None
+) -> dict[str, Any]:
+    """Seconds of TRL's steps and, with `bench`, of ours in turns with them."""
     try:
         from datasets import Dataset
         from trl.experimental.ppo import PPOConfig as TRLConfig
         from trl.experimental.ppo import PPOTrainer
     except ImportError as error:
-        print(f"\nTRL's PPOTrainer is not here ({error}); TRL 1.12 is the last to have it.")
-        return
+        return {"missing": str(error)}
     theirs: list[float] = []
     turns: list[float] = []
 
@@ -508,16 +542,12 @@ def print_trl(
             callbacks=[Turns()],
         )
         trainer.train()
-    theirs, turns = theirs[WARMUP:], turns[WARMUP:]
-    ours = turns or ours
-    rates = [shape.rows / f(times) for times in (theirs, ours) for f in (min, statistics.median)]
-    memory = f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if gpu else ""
-    print(
-        f"\nTRL {importlib.metadata.version('trl')} PPOTrainer: {rates[0]:.1f} samples/s (best), "
-        f"{rates[1]:.1f} (median){memory}. marlhf{', in turns' if turns else ''}: {rates[2]:.1f} "
-        f"(best), {rates[3]:.1f} (median), {rates[2] / rates[0]:.2f} and "
-        f"{rates[3] / rates[1]:.2f} times as many."
-    )
+    return {
+        "version": importlib.metadata.version("trl"),
+        "seconds": theirs[WARMUP:],
+        "turns": turns[WARMUP:],
+        "gibibytes": torch.cuda.max_memory_allocated() / 2**30 if gpu else 0.0,
+    }
 
 
 if __name__ == "__main__":

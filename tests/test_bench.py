@@ -51,19 +51,6 @@ def test_decoding_is_measured_to_the_end(monkeypatch, capsys):
     assert "ms a step" in capsys.readouterr().out
 
 
-def test_kernels_are_compared_with_what_they_replaced(monkeypatch):
-    kernels = load("llama_kernels", monkeypatch)
-    monkeypatch.setattr(kernels, "TOKENS", 128)
-    called = []
-    monkeypatch.setattr(kernels, "microseconds", lambda work: called.append(work()) or 1.0)
-    assert kernels.attention(32, "cpu") == [1.0] * 4
-    ours, theirs = called[1][0], called[0].transpose(1, 2)
-    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
-    monkeypatch.setattr(kernels.layer_kernels, "attention", lambda *_: (ours + 1, called[1][1]))
-    with pytest.raises(SystemExit, match="other numbers"):
-        kernels.attention(32, "cpu")
-
-
 def test_a_profile_tells_kernels_and_idle_time(monkeypatch, capsys):
     """Two kernels overlap by 10 us; before the first of them the GPU does nothing for 50."""
     ppo_step = load("ppo_step", monkeypatch)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
+from marlhf.errors import SettingError
 from marlhf.models.forward import (
     Sequences,
     final_scores,
@@ -182,3 +183,13 @@ def test_logprobs_are_float32_under_autocast(small):
         stats = token_stats(small("llama"), batch(), entropy=True)
         values = token_values(small("llama", scalar=True), batch())
     assert {stats.logprobs.dtype, stats.entropy.dtype, values.dtype} == {torch.float32}
+
+
+def test_rotary_angles_that_depend_on_the_batch_are_refused(small):
+    """As in sampling: a row's log-probs would depend on the longest of its batch."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    model = small("llama", rope_parameters=rope, max_position_embeddings=8)
+    short, long = ([[5] * n] for n in (4, 7))
+    token_stats(model, Sequences.from_lists(short, [[6, 7]], 0))
+    with pytest.raises(SettingError, match="change beyond 8 tokens"):
+        token_stats(model, Sequences.from_lists(long, [[6, 7]], 0))

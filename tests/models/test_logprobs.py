@@ -6,7 +6,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 from transformers.modeling_outputs import CausalLMOutput
 
-from marlhf.models import forward, layer_kernels
+from marlhf.kernels import logprobs as kernels
+from marlhf.models import forward
 from marlhf.models.forward import Sequences, plain_token_stats, token_stats
 from marlhf.models.logprobs import LogitRule, chosen_logprobs, fit_rule, probe
 
@@ -71,13 +72,13 @@ def test_scaled_logits_are_noticed(config, rule, monkeypatch):
         setattr(config, name, value)
     model = AutoModelForCausalLM.from_config(config).eval()
     compare(model, temperature=0.7)
-    assert forward._RULES[model].scale == pytest.approx(rule.scale, rel=1e-5)
+    assert forward.pass_choice(model).logit_rule.scale == pytest.approx(rule.scale, rel=1e-5)
 
 
 def test_soft_caps_are_noticed(small):
     model = small("gemma2")
     token_stats(model, batch())
-    assert forward._RULES[model] == pytest.approx(LogitRule(1.0, 2.0))
+    assert forward.pass_choice(model).logit_rule == pytest.approx(LogitRule(1.0, 2.0))
 
 
 class Squares(nn.Module):
@@ -209,4 +210,4 @@ def test_the_head_reads_no_padding(small, monkeypatch):
 def test_the_kernels_twin_picks_log_probs():
     logits, tokens = torch.randn(4, 9), torch.tensor([0, 8, 2, 2])
     expected = logits.log_softmax(dim=1)[range(4), tokens]
-    torch.testing.assert_close(layer_kernels.pick(logits, tokens), expected)
+    torch.testing.assert_close(kernels.pick(logits, tokens), expected)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from marlhf.kernels.attention import SlotPositions, attend, attend_opaque
 from marlhf.models.compile import compile_blocks
 from marlhf.rollout import Sampling
 from marlhf.rollout.check import decoder_error
-from marlhf.rollout.kernels import Positions, attend, attend_opaque
 from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.slots import CompiledDecoder, ModuleDecoder
 
@@ -75,7 +75,7 @@ def test_attention_as_one_operation_is_attention(window, softcap):
     query, keys, values = torch.randn(3, 4, 16), torch.randn(5, 2, 9, 16), torch.randn(5, 2, 9, 16)
     positions = torch.tensor([0, 8, 4])
     arguments = (query, keys, values, positions, 0.3, window, softcap)
-    expected = attend(query, keys, values, Positions(positions), None, 0.3, window, softcap)
+    expected = attend(query, keys, values, SlotPositions(positions), None, 0.3, window, softcap)
     assert torch.equal(attend_opaque(*arguments), expected)
     torch.library.opcheck(attend_opaque, arguments)
 

@@ -6,12 +6,13 @@ import itertools
 import platform
 import weakref
 from random import Random
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from marlhf.rollout import Sampling, continuous, kernels, llama, llama_weights, prefills
+from marlhf.kernels import attention
+from marlhf.kernels.attention import Prefixes
+from marlhf.rollout import Sampling, continuous, native
 from marlhf.rollout.check import decoder_error
 from marlhf.rollout.continuous import sample
 from marlhf.rollout.engine import draws
@@ -19,7 +20,7 @@ from marlhf.rollout.llama import LlamaDecoder
 from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.plain import PlainEngine
 from marlhf.rollout.slots import ModuleDecoder
-from marlhf.rollout.state import DecodeState, Prefixes
+from marlhf.rollout.state import DecodeState
 
 PROMPTS = [[5 + i % 7, 2 + i, *range(3, 3 + i % 5 * 4)] for i in range(13)]
 ENDS = [1, 7, 9]
@@ -42,29 +43,26 @@ def assert_same_logprobs(ours, theirs):
         assert ours.equal(theirs)
 
 
-def test_large_prefills_are_split_where_they_would_be_padding(monkeypatch):
+def test_large_prefills_are_split_where_they_would_be_padding(small, monkeypatch):
+    """Seen from outside: which prompts go into one prefill."""
     monkeypatch.setattr(continuous, "PREFILL_TOKENS", 8)
-    schedule = object.__new__(continuous.Schedule)
-    schedule.decoder = SimpleNamespace(first_tokens=20)
+    monkeypatch.setattr(LlamaDecoder, "prefill_tokens", 32)
+    batches = []
+    prefill = LlamaDecoder.prefill
 
-    def batches(budget, lengths, idle=False):
-        schedule.budget = budget
-        found = schedule._prefill_batches(lengths, idle=idle)
-        found = [[lengths[i] for i in batch] for batch in found]
-        assert sorted(itertools.chain(*found)) == sorted(lengths)
-        return found
+    def seen(self, ids, slots):
+        batches.append(len(ids))
+        prefill(self, ids, slots)
 
-    assert batches(32, [4] * 8) == [[4] * 8]
-    assert batches(32, [7, 1, 2, 3, 6, 2]) == [[1, 2, 2], [3], [6], [7]]
-    assert batches(8, [1, 4]) == [[1, 4]]  # no larger than others: as it is
-    assert batches(32, [0, 0]) == [[0, 0]]
-    # An idle GPU begins with few, where others are left.
-    assert batches(60, [2] * 40, idle=True) == [[2] * 8, [2] * 22, [2] * 10]
-    assert batches(60, [2] * 16, idle=True) == [[2] * 16]
-    assert batches(64, [8] * 8, idle=True) == [[8] * 8]
-    assert batches(64, [0] * 99, idle=True) == [[0] * 16, [0] * 83]
-    schedule.decoder.first_tokens = 0
-    assert batches(60, [2] * 40, idle=True) == [[2] * 30, [2] * 10]
+    def batches_of(lengths):
+        batches.clear()
+        prompts = [[5 + i, *range(2, 2 + n)] for i, n in enumerate(lengths)]
+        NativeEngine(small("llama"), ENDS, 0).generate(prompts, Sampling(2), range(len(lengths)))
+        return batches[1:]  # the first one checks the decoder
+
+    monkeypatch.setattr(LlamaDecoder, "prefill", seen)
+    assert batches_of([4] * 8) == [8]
+    assert sorted(batches_of([7, 1, 2, 3, 6, 2])) == [1, 1, 1, 3]
 
 
 @pytest.mark.parametrize("early", [1, 2, 32])
@@ -106,39 +104,30 @@ def test_llama_and_its_like_are_written_out_and_their_modules_agree(small):
 def test_small_matrices_are_joined_and_sample_as_they_do_apart(small, family, monkeypatch):
     model, sampling = small(family), Sampling(10, 1.0)
     joined = NativeEngine(model, ENDS, 0).generate(PROMPTS, sampling, range(13))
-    monkeypatch.setattr(llama_weights, "SMALL_MATRIX", 0)
+    monkeypatch.setattr("marlhf.models.llama.SMALL_MATRIX", 0)
     engine = NativeEngine(model, ENDS, 0)
     apart = engine.generate(PROMPTS, sampling, range(13))
     assert engine.session is not None
-    assert not any(p.copied for block in engine.session.decoder.blocks for p in block.projections)
+    assert not engine.session.decoder.weights.copies
     assert apart.responses == joined.responses
     torch.testing.assert_close(apart.logprobs, joined.logprobs, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("joined", [True, False])
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "mistral", "qwen2"])
-def test_a_step_on_a_cpu_has_the_bits_of_the_plain_step(small, family, joined, monkeypatch):
-    whole = {"sliding_window": None} if family == "mistral" else {}
-    model, sampling = small(family, **whole), Sampling(40, 1.0)
-    if not joined:
-        monkeypatch.setattr(llama_weights, "SMALL_MATRIX", 0)
-    engine = NativeEngine(model, ENDS, 0, token_budget=64 * 6)  # six slots, refilled and shrunk
-    ours = engine.generate(PROMPTS, sampling, range(13))
-    assert engine.session is not None
-    assert len(engine.session.decoder.cpu_steps) > 1  # several numbers of slots
-    monkeypatch.setattr(llama.CPUStep, "fits", lambda _: False)
-    engine = NativeEngine(model, ENDS, 0, token_budget=64 * 6)
-    plain = engine.generate(PROMPTS, sampling, range(13))
-    assert not engine.session.decoder.cpu_steps
-    assert ours.responses == plain.responses
-    assert ours.logprobs.equal(plain.logprobs)
-
-
-def test_norms_of_heads_and_short_windows_take_the_plain_step(small):
-    for family in ("qwen3", "mistral"):
-        assert not llama.CPUStep.fits(LlamaDecoder(small(family), 2, 64, None))
-    assert not llama.CPUStep.fits(LlamaDecoder(small("llama"), 2, 64, torch.bfloat16))
-    assert llama.CPUStep.fits(LlamaDecoder(small("llama"), 2, 64, None))
+def test_a_hook_is_called_by_sampling_whenever_it_was_registered(small):
+    model = small("llama")
+    engine = NativeEngine(model, ENDS, 0)
+    before = engine.generate(PROMPTS, Sampling(4), range(13))
+    handle = model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    calls = []
+    during = engine.generate(PROMPTS, Sampling(4), range(13))
+    assert calls
+    assert engine.decoder_class is ModuleDecoder
+    handle.remove()
+    calls.clear()
+    after = engine.generate(PROMPTS, Sampling(4), range(13))
+    assert not calls
+    assert engine.decoder_class is LlamaDecoder
+    assert before.responses == during.responses == after.responses
 
 
 def test_a_response_depends_on_its_prompt_and_seed_alone(small):
@@ -300,44 +289,6 @@ def test_the_memory_of_a_session_is_free_once_it_is_dropped(small, device):
         gc.enable()
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 13])
-@pytest.mark.parametrize("length", [1, 31, 50])
-@torch.no_grad()
-def test_a_rounded_prefill_does_the_same(small, rows, length):
-    decoder = LlamaDecoder(small("llama"), 16, 64, torch.float32)
-    ids, slots = torch.randint(2, 48, (rows, length)), torch.randperm(16)[:rows]
-    with decoder.ready():
-        decoder._prefill(ids, slots)
-        plain = decoder.cache[:, slots, :, :length].clone()
-        decoder.cache.fill_(7.0)
-        rounded, same_slots = prefills._round_up(ids, slots, 64)
-        decoder._prefill(rounded, same_slots)
-    assert rounded.shape == (rounded.shape[0], 32 if length < 32 else 64)
-    assert rounded.shape[0] in (1, 4, 8, 16)
-    torch.testing.assert_close(decoder.cache[:, slots, :, :length], plain)
-    others = torch.ones(16, dtype=torch.bool).index_fill(0, slots, False)
-    assert decoder.cache[:, others].eq(7.0).all()
-
-
-@gpu
-@on_gpu
-@torch.no_grad()
-def test_recorded_prefills_are_those_that_are_not(small):
-    model = small("llama", head_dim=16).cuda()
-    decoder = LlamaDecoder(model, 16, 64, torch.float32)
-    for turn in range(4):  # as it is, recorded, replayed, replayed
-        ids = torch.randint(2, 48, (5, 20 + turn), device="cuda")
-        slots = torch.randperm(16, device="cuda")[:5]
-        with decoder.ready():
-            decoder.prefill(ids, slots)
-            found = decoder.cache[:, slots, :, : 20 + turn].clone()
-            decoder._prefill(ids, slots)
-        expected = decoder.cache[:, slots, :, : 20 + turn]
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        for parameter in model.parameters():  # the next is of other weights
-            parameter.mul_(0.9)
-
-
 @gpu
 @on_gpu
 def test_kernels_are_their_plain_twins(monkeypatch):
@@ -349,29 +300,20 @@ def test_kernels_are_their_plain_twins(monkeypatch):
 
     positions = torch.randint(0, length, (slots,), device="cuda")
     order = torch.randperm(slots, device="cuda")
-    rotary = random(length, width // 2).repeat(1, 2), random(length, width // 2).repeat(1, 2)
-    inputs = [random(slots, 576), random(slots, 576), random(576).abs()]
     qkv = random(slots, heads + 2 * groups, width)
     keys, values = random(slots, groups, length, width), random(slots, groups, length, width)
-    norms = (random(width).abs(), random(width).abs(), 1e-6)
     logits = random(slots, 5000) * 3
     uniform = draws(range(slots), 5, "cuda")
 
     def results():
-        residual, delta, weight = (x.clone() for x in inputs)
-        at = kernels.Positions(positions, order)
-        yield from kernels.add_norm(residual, delta, weight, 1e-5, torch.float32)
-        for norm in (None, norms):
-            x, cache = qkv.clone(), torch.cat([keys, values], dim=1)
-            kernels.rotate_and_store(x, rotary, at, cache, norm)
-            yield from (x, cache)
+        at = attention.SlotPositions(positions)
         query = qkv[:, :heads]
         for window, cap in ((None, None), (7, None), (90, 3.0)):
-            yield kernels.attend(query, keys, values, at, None, 0.125, window, cap)
+            yield attention.attend(query, keys, values, at, None, 0.125, window, cap)
             at.prefixes = Prefixes(order, positions // 2)
-            yield kernels.attend(query, keys, values, at, None, 0.125, window, cap)
+            yield attention.attend(query, keys, values, at, None, 0.125, window, cap)
             at.cache_rows = order
-            yield kernels.attend(query, keys, values, at, None, 0.125, window, cap)
+            yield attention.attend(query, keys, values, at, None, 0.125, window, cap)
             at.prefixes = at.cache_rows = None
         state = DecodeState.empty(slots, 5, torch.device("cuda"))
         state.uniform[:, :5] = uniform
@@ -381,10 +323,63 @@ def test_kernels_are_their_plain_twins(monkeypatch):
         yield from state.tensors
 
     fused = list(results())
-    monkeypatch.setattr(kernels, "triton_kernels", None)
+    monkeypatch.setattr(attention, "has_kernel", lambda *_: False)
     monkeypatch.setattr(continuous, "fused", lambda _: False)
     for ours, plain in zip(fused, results(), strict=True):
         torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("rows", [1, 16, 40, 200])
+@pytest.mark.parametrize("kind", ["own", "borrowed", "moved"])
+@torch.no_grad()
+def test_a_step_by_the_kernel_is_the_plain_step(small, family, rows, kind):
+    """Logits and cache, where attention rotates queries and new keys and stores these."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 8, "head_dim": 16}
+    model, generator = small(family, **sizes), torch.Generator().manual_seed(1)
+    for parameter in model.parameters():  # no bias of 0, no norm of 1
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    decoder = LlamaDecoder(model.cuda(), rows, 64, torch.float32)
+    assert decoder.fused
+    torch.manual_seed(2)
+    cache = torch.randn_like(decoder.cache)
+    slots = torch.arange(rows, device="cuda")
+    tokens = torch.randint(0, 48, (rows,), device="cuda")
+    positions = torch.randint(8, 64, (rows,), device="cuda")
+    prefixes = Prefixes(slots.flip(0), slots % 8) if kind == "borrowed" else None
+    order = slots.flip(0) if kind == "moved" else None
+    results = []
+    for decoder.fused in (False, True):
+        decoder.cache.copy_(cache)
+        with decoder.ready():
+            logits = decoder.step(tokens, positions, None, prefixes, order)
+        results.append((logits.clone(), decoder.cache.clone()))
+    (plain, plain_cache), (ours, our_cache) = results
+    torch.testing.assert_close(ours, plain, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(our_cache, plain_cache, atol=1e-3, rtol=1e-3)
+
+
+@gpu
+@on_gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_in_bfloat16_a_step_is_as_close_to_float32_as_the_modules(small, family):
+    sizes = {"hidden_size": 128, "num_attention_heads": 8, "head_dim": 16, "num_hidden_layers": 4}
+    model = small(family, **sizes).cuda()
+    with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
+        ours, modules = (
+            decoder_error(k, model, torch.bfloat16) for k in (LlamaDecoder, ModuleDecoder)
+        )
+    assert ours < 1.5 * modules + 0.005
+
+
+class IndexedDecoder(LlamaDecoder):
+    """Reads keys and values by an index, as on a GPU, in the plain form."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.indexed = True
 
 
 def counted_prefills(engine, *arguments):
@@ -440,7 +435,7 @@ def test_a_running_slot_gives_its_prefix_to_later_rows(small, slots):
 def test_borrowed_prefixes_are_read_where_they_are(small, family, ends, monkeypatch):
     model, sampling, seeds = small(family), Sampling(24, 0.9), range(len(SHARED))
     copied = NativeEngine(model, ends, 0).generate(SHARED, sampling, seeds)
-    monkeypatch.setattr(llama, "fused", lambda _: True)  # as on a GPU
+    monkeypatch.setattr(native, "LlamaDecoder", IndexedDecoder)
     engine = NativeEngine(model, ends, 0)
     for _ in range(2):  # the second time slots begin in rows of the cache where others ended
         borrowed = engine.generate(SHARED, sampling, seeds)
@@ -456,7 +451,7 @@ def test_borrowed_prefixes_are_read_where_they_are(small, family, ends, monkeypa
 def test_slots_that_are_moved_leave_their_keys_and_values_where_they_are(small, rows, monkeypatch):
     """And a call with fewer rows than the last does not write where another slot reads."""
     model, sampling = small("llama"), Sampling(24, 0.9)
-    monkeypatch.setattr(llama, "fused", lambda _: True)
+    monkeypatch.setattr(native, "LlamaDecoder", IndexedDecoder)
     engine = NativeEngine(model, [*range(1, 12)], 0)
     engine.generate(SHARED, sampling, range(len(SHARED)))
     monkeypatch.setattr(LlamaDecoder, "move", None)
@@ -471,7 +466,7 @@ def test_slots_that_are_moved_leave_their_keys_and_values_where_they_are(small, 
 def test_slots_that_are_refilled_borrow_nothing(small, monkeypatch):
     model, sampling, seeds = small("llama"), Sampling(12, 0.9), range(len(SHARED))
     copied = NativeEngine(model, ENDS, 0).generate(SHARED, sampling, seeds)
-    monkeypatch.setattr(llama, "fused", lambda _: True)
+    monkeypatch.setattr(native, "LlamaDecoder", IndexedDecoder)
     engine = NativeEngine(model, ENDS, 0, token_budget=64 * 7)
     refilled = engine.generate(SHARED, sampling, seeds)
     assert engine.session is not None
@@ -486,56 +481,6 @@ def test_prompts_of_one_token_share_nothing_and_need_nothing(small):
     shared, prefilled = counted_prefills(engine, prompts, Sampling(6), range(5))
     assert shared.responses == plain.generate(prompts, Sampling(6), range(5)).responses
     assert prefilled == 1
-
-
-@pytest.mark.parametrize("samples", [2, 3, 4, 9])
-def test_slots_of_one_prompt_stay_neighbours(small, samples, monkeypatch):
-    """Also when others have ended, so that they can be read together where they are enough."""
-    model = small("llama")
-    prompts = [[7 + i, 5, 6, *range(11, 20)] for i in range(6) for _ in range(samples)]
-    seeds, sampling = range(len(prompts)), Sampling(24, 0.9)
-    ends = [*range(1, 8)]
-    wanted = NativeEngine(model, ends, 0).generate(prompts, sampling, seeds)
-    monkeypatch.setattr(llama, "fused", lambda _: True)  # as on a GPU
-    seen = []
-    step = continuous.DecodeStep.__call__
-
-    def recorded(self, slots, reach, **how):
-        if how:
-            seen.append((slots, how))
-            rows = self.state.prefix_rows[:slots][self.state.running[:slots]].tolist()
-            assert [row for row, before in zip(rows, [-1, *rows]) if row != before] == sorted(
-                set(rows), reverse=rows[0] > rows[-1]
-            )
-        step(self, slots, reach, **how)
-
-    monkeypatch.setattr(continuous.DecodeStep, "__call__", recorded)
-    found = NativeEngine(model, ends, 0).generate(prompts, sampling, seeds)
-    assert found.responses == wanted.responses
-    assert {slots for slots, _ in seen} > {len(prompts)}  # some have ended before others
-    assert all(how["borrow"] for _, how in seen)
-    assert seen[0][1]["together"] == (samples >= 4)
-
-
-@gpu
-@on_gpu
-def test_graphs_sample_the_same_where_slots_read_together(small, monkeypatch):
-    from marlhf.rollout import triton_shared
-
-    monkeypatch.setattr(triton_shared, "MIN_PROGRAMS", 1)
-    model, sampling = small("llama", head_dim=16).cuda(), Sampling(20, 0.9)
-    prompts = [[7 + i, 5, 6, *range(11, 20 + i)] for i in range(16) for _ in range(4)]
-    options = {"precision": "float32", "token_budget": 64 * 64}
-    for ends in ([], [*range(1, 8)]):
-        alone = NativeEngine(model, ends, 0, share_prefixes=False, **options)
-        shared = NativeEngine(model, ends, 0, **options)
-        for _ in range(2):  # the second time from recorded graphs
-            wanted = alone.generate(prompts, sampling, range(64))
-            got = shared.generate(prompts, sampling, range(64))
-            assert got.responses == wanted.responses
-            torch.testing.assert_close(got.logprobs, wanted.logprobs, atol=1e-4, rtol=0)
-        assert shared.session is not None
-        assert any(together for *_, together in shared.session.step(sampling).graphs)
 
 
 @gpu

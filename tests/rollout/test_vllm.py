@@ -31,13 +31,13 @@ from marlhf.config.model import LoRA
 from marlhf.config.settings import to_raw
 from marlhf.data import DataConfig
 from marlhf.errors import SettingError
+from marlhf.kernels.sampling import truncate
 from marlhf.models.adapters import FrozenBaseModel
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.models.load import load_policy
 from marlhf.rollout import Sampling, vllm_server
 from marlhf.rollout import vllm as module
 from marlhf.rollout.native import NativeEngine
-from marlhf.rollout.sample import truncate
 from marlhf.rollout.vllm import RolloutError, VLLMEngine
 from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.rollout.weight_transfer import EXTENSION, WeightReceiver, WeightSender, connect, receive

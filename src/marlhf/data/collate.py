@@ -66,17 +66,11 @@ def pad_flat(
     return ids, mask
 
 
-def token_budget_batches(
-    lengths: Sequence[int], budget: int, *, width: int = 1, height: int = 1
-) -> list[list[int]]:
+def token_budget_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Indices of rows, batched so that rows x longest row is at most `budget` tokens.
 
     Rows of similar length go together, so little is padding. A row longer than
     the budget is a batch of its own.
-
-    Where passes are padded to a multiple of `width` columns, that is what counts; and batches but
-    the last have a multiple of `height` rows, or fewer than that, so that few shapes come again and
-    again.
 
     >>> token_budget_batches([2, 9, 3, 2], budget=6)
     [[0, 3], [2], [1]]
@@ -84,15 +78,12 @@ def token_budget_batches(
     if budget < 1:
         raise SettingError(f"A token budget of {budget} holds no row. Set it to 1 or more.")
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-    padded = [n + -n % width for n in (lengths[i] for i in order)]
     batches: list[list[int]] = []
     start = 0
     while start < len(order):
         stop = start + 1
-        while stop < len(order) and (stop + 1 - start) * padded[stop] <= budget:
+        while stop < len(order) and (stop + 1 - start) * lengths[order[stop]] <= budget:
             stop += 1
-        if stop < len(order) and stop - start > height:
-            stop -= (stop - start) % height
         batches.append(order[start:stop])
         start = stop
     return batches

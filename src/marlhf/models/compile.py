@@ -8,7 +8,6 @@ from contextvars import ContextVar
 from functools import cache
 from types import MethodType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch._dynamo.config as dynamo_config
@@ -20,7 +19,6 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-_COMPILED: WeakSet[nn.Module] = WeakSet()
 _UNCOMPILED = ContextVar("whether layers run as they are", default=False)
 
 
@@ -54,7 +52,6 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
         if isinstance(layer, GradientCheckpointingLayer):
             # A bound method, so that a copy of the model runs its own layers.
             layer.forward = MethodType(_routed(backend), layer)
-    _COMPILED.add(model)
 
 
 @contextlib.contextmanager
@@ -84,7 +81,8 @@ def distinct_sizes() -> contextlib.AbstractContextManager[None]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    return model in _COMPILED
+    layers = (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
+    return any("forward" in vars(layer) for layer in layers)
 
 
 @cache

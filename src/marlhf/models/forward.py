@@ -11,21 +11,64 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from marlhf.models.compile import uncompiled
-from marlhf.models.fast_passes import FastPass, fast_pass
+from marlhf.errors import SettingError
+from marlhf.models.compile import compile_blocks, uncompiled
+from marlhf.models.llama import LENGTH_DEPENDENT_ROPE, is_plain_llama, is_unchanged, selected_hidden
 from marlhf.models.logprobs import LogitRule, chosen_logprobs, fit_rule, probe
-from marlhf.models.packed import one_text_per_row
 from marlhf.models.scores import TokenScores
 from marlhf.models.sequences import Sequences, send
-from marlhf.models.unpadded import Rows, StillPlain, in_cpu_floats, is_plain_llama, unpadded_hidden
+
+
+@dataclass
+class PassChoice:
+    """How the passes of a model run. It is an attribute of the model, set when it is loaded."""
+
+    by_llama: bool = False
+    """Whether `llama.py` computes them, as long as no hook or the like needs the modules."""
+    logit_rule: LogitRule | None = None
+    """What the model does to its head's output, found in its first pass; None if no rule fits."""
+    rule_known: bool = False
+
+
+def pass_choice(model: nn.Module) -> PassChoice:
+    """Where nothing was chosen, passes go through the model's own modules."""
+    return vars(model).setdefault("_marlhf_passes", PassChoice())
+
+
+def choose_passes(model: nn.Module) -> None:
+    """Let a model take its fastest passes; layers must not be replaced after this.
+
+    They round differently than transformers' modules, and on a CPU depending on the rows of a
+    batch. On a GPU the layers of other families are compiled.
+    """
+    if next(model.parameters()).is_cuda:
+        compile_blocks(model)
+    pass_choice(model).by_llama = is_plain_llama(cast(Any, model))
+
+
+def check_rotary(model: Any, longest: int) -> None:
+    """Refuse texts so long that their rotary angles depend on the rest of the batch."""
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        kind = each.get("rope_type")
+        if kind not in LENGTH_DEPENDENT_ROPE:
+            continue
+        limit = each.get("original_max_position_embeddings") or config.max_position_embeddings
+        if longest > limit:
+            raise SettingError(
+                f"The rotary embeddings of this {type(model).__name__} ({kind}) change beyond "
+                f"{limit} tokens, so a response would depend on the others in its batch, but "
+                f"prompt and response may have {longest}. Lower max_new_tokens or "
+                "max_prompt_tokens, or set another rope_type in the model's config."
+            )
 
 
 class TokenStats(NamedTuple):
@@ -53,18 +96,15 @@ def token_stats(
     """
     head = cast(Any, model).get_output_embeddings()
     options: dict[str, Any] = {"entropy": entropy, "scores": scores}
-    if not sum(sequences.lengths) or _RULES.get(model, LogitRule()) is None or not _plain(head):
+    choice = pass_choice(model)
+    unruly = choice.rule_known and choice.logit_rule is None
+    if not sum(sequences.lengths) or unruly or not _plain(head):
         return plain_token_stats(model, sequences, temperature, **options)
     real = sequences.real_tokens()  # [N]
-    tokens, picked = sequences.responses.flatten()[real], sequences.before_responses()
-    if (fast := fast_pass(model, sequences, picked, _cast_dtype(head.weight))) is not None:
+    tokens = sequences.responses.flatten()[real]
+    hidden = _llama_hidden(model, sequences, sequences.before_responses())
+    if hidden is not None:
         rule = _rule(model)
-        if rule is not None and not entropy and scores is None:
-            logprobs = _fast_logprobs(model, fast, tokens, rule, temperature)
-            return TokenStats(sequences.spread(logprobs), None)
-        hidden = fast.plain_hidden()  # a graph replays without hooks
-    elif _can_unpad(model, sequences):
-        hidden, rule = _unpadded(model, sequences, picked), _rule(model)
     else:
         rows, width = real // sequences.mask.shape[1], sequences.ids.shape[1]
         positions = rows * width + sequences.before.flatten()[real]
@@ -98,7 +138,7 @@ def plain_token_stats(
     scores: TokenScores | None = None,
 ) -> TokenStats:
     """What `token_stats` gives, through the model's own head and with all logits at once."""
-    with _head_at(model, sequences.before, leaf=scores is not None) as hidden, one_text_per_row():
+    with _head_at(model, sequences.before, leaf=scores is not None) as hidden:
         logits = model(input_ids=sequences.ids, use_cache=False).logits  # [B, R, V]
     logits = logits.float() / temperature
     chosen = logits.gather(2, sequences.responses[:, :, None]).squeeze(2)
@@ -116,48 +156,33 @@ def plain_token_stats(
 def token_values(model: nn.Module, sequences: Sequences) -> Tensor:
     """The value of the state before each response token, float32: [B, R]. 0 at padding."""
     if sum(sequences.lengths):
-        scalars = _fast_scalars(model, sequences, sequences.before_responses())
-        if scalars is not None:
-            return sequences.spread(scalars)
+        hidden = _llama_hidden(model, sequences, sequences.before_responses())
+        if hidden is not None:
+            return sequences.spread(_score(model, hidden))
     return torch.where(sequences.mask, _scalar(model, sequences.ids, sequences.before), 0.0)
 
 
 def final_scores(model: nn.Module, sequences: Sequences) -> Tensor:
     """The scalar at each row's last real token, float32: [B]."""
-    if (scalars := _fast_scalars(model, sequences, sequences.last_tokens())) is not None:
-        return scalars
+    hidden = _llama_hidden(model, sequences, sequences.last_tokens())
+    if hidden is not None:
+        return _score(model, hidden)
     prompts = send(torch.tensor(sequences.prompt_lengths), sequences.ids.device)
     last = prompts + sequences.mask.sum(dim=1) - 1
     return _scalar(model, sequences.ids, last[:, None]).squeeze(1)
 
 
-def _fast_logprobs(
-    model: nn.Module, fast: FastPass, tokens: Tensor, rule: LogitRule, temperature: float
-) -> Tensor:
-    """Log-probs of tokens [N] by a fast pass to the tokens before them: [N]."""
-
-    def read(hidden: Tensor, tokens: Tensor) -> Tensor:
-        head = cast(Any, model).get_output_embeddings()
-        options: dict[str, Any] = {"rule": rule, "temperature": temperature}
-        dtype = _cast_dtype(hidden)
-        return chosen_logprobs(hidden, head.weight, head.bias, tokens, dtype=dtype, **options)[0]
-
-    return fast(("logprobs", temperature), read, F.pad(tokens, (0, fast.size - fast.count)))
-
-
-def _fast_scalars(
-    model: nn.Module, sequences: Sequences, picked: Sequence[tuple[int, int]]
+def _llama_hidden(
+    model: nn.Module, sequences: Sequences, selected: Sequence[tuple[int, int]]
 ) -> Tensor | None:
-    """The scalar head at some tokens of each row, (first column, count): [N]."""
-    if _can_unpad(model, sequences):
-        return cast(nn.Module, model.score)(_unpadded(model, sequences, picked)).squeeze(1)
-    fast = fast_pass(model, sequences, picked, _cast_dtype(next(model.parameters())))
-
-    def read(hidden: Tensor) -> Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return cast(nn.Module, model.score)(hidden.float()).squeeze(1)
-
-    return None if fast is None else fast("scalars", read)
+    """The last hidden states at some tokens of each row, (first column, count), by `llama.py`."""
+    llama: Any = model
+    if hasattr(model, "config"):
+        check_rotary(llama, sequences.ids.shape[1])
+    if not pass_choice(model).by_llama or not is_unchanged(llama, sequences.ids.shape[1]):
+        return None
+    dtype = _cast_dtype(llama.base_model.embed_tokens.weight)
+    return selected_hidden(llama, sequences.ids, sequences.total_lengths, selected, dtype)
 
 
 def position_ids(attention: Tensor) -> Tensor:
@@ -192,10 +217,6 @@ def _head_at(model: nn.Module, columns: Tensor, *, leaf: bool = False) -> Iterat
         handle.remove()
 
 
-_RULES: WeakKeyDictionary[nn.Module, LogitRule | None] = WeakKeyDictionary()
-"""What each model does to its head's output, found in its first pass; None if no rule fits."""
-
-
 def _hidden_at(model: nn.Module, ids: Tensor, positions: Tensor) -> tuple[Tensor, LogitRule | None]:
     """The head's input at flat positions [N], [N, H]; and what the model does to its output.
 
@@ -205,7 +226,8 @@ def _hidden_at(model: nn.Module, ids: Tensor, positions: Tensor) -> tuple[Tensor
     """
     inputs: list[Tensor] = []
     head = cast(Any, model).get_output_embeddings()
-    known = None if model in _RULES else probe(head.out_features, head.weight.device)
+    choice = pass_choice(model)
+    known = None if choice.rule_known else probe(head.out_features, head.weight.device)
 
     def take_input(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         inputs.append(args[0].flatten(0, 1).index_select(0, positions))
@@ -219,24 +241,24 @@ def _hidden_at(model: nn.Module, ids: Tensor, positions: Tensor) -> tuple[Tensor
         head.register_forward_hook(replace_output),
     )
     try:
-        with one_text_per_row():
-            logits = model(input_ids=ids, use_cache=False).logits
+        logits = model(input_ids=ids, use_cache=False).logits
     finally:
         for handle in handles:
             handle.remove()
     if known is not None:
-        _RULES[model] = fit_rule(known, logits.detach().flatten())
-    return inputs[0], _RULES[model]
+        choice.logit_rule, choice.rule_known = fit_rule(known, logits.detach().flatten()), True
+    return inputs[0], choice.logit_rule
 
 
 @torch.no_grad()
 def _rule(model: nn.Module) -> LogitRule | None:
     """What a model does to its head's output, by a pass over one token if there was none yet."""
-    if model not in _RULES:
+    choice = pass_choice(model)
+    if not choice.rule_known:
         first = torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)
         with uncompiled():
             _hidden_at(model, first[None], first)
-    return _RULES[model]
+    return choice.logit_rule
 
 
 def _plain(head: nn.Module) -> bool:
@@ -247,42 +269,21 @@ def _plain(head: nn.Module) -> bool:
 
 def _scalar(model: nn.Module, ids: Tensor, columns: Tensor) -> Tensor:
     """The scalar head at some columns of each row, in float32 even under autocast: [B, R]."""
-    backbone, head = cast(nn.Module, model.base_model), cast(nn.Module, model.score)
-    with one_text_per_row():
-        hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state
-    hidden = _at(hidden, columns)
+    backbone = cast(nn.Module, model.base_model)
+    hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state
+    return _score(model, _at(hidden, columns))
+
+
+def _score(model: nn.Module, hidden: Tensor) -> Tensor:
+    """The scalar head, in float32 even under autocast: [..., H] -> [...]."""
+    head = cast(nn.Module, model.score)
     with torch.autocast(hidden.device.type, enabled=False):
-        return head(hidden.float()).squeeze(2)
+        return head(hidden.float()).squeeze(-1)
 
 
 def _at(hidden: Tensor, columns: Tensor) -> Tensor:
     """[B, W, H] at columns [B, R]: [B, R, H]."""
     return hidden.gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[2]))
-
-
-_UNPADDED: WeakKeyDictionary[nn.Module, StillPlain] = WeakKeyDictionary()
-
-
-def unpad_rows(model: nn.Module) -> None:
-    """Let passes of this model on a CPU do without padding, where they can.
-
-    For training, where nothing needs the bits of the padded pass: its rounding is another, and
-    depends on the rows of a batch. Layers must not be replaced after this.
-    """
-    if is_plain_llama(cast(Any, model)):
-        _UNPADDED[model] = StillPlain(cast(Any, model))
-
-
-def _can_unpad(model: nn.Module, sequences: Sequences) -> bool:
-    plain = _UNPADDED.get(model)
-    if plain is None or not in_cpu_floats(cast(Any, model)):
-        return False
-    return plain(cast(Any, model), sequences.ids.shape[1])
-
-
-def _unpadded(model: nn.Module, sequences: Sequences, picked: Sequence[tuple[int, int]]) -> Tensor:
-    rows = Rows.of(sequences.total_lengths, sequences.ids.shape[1], picked)
-    return unpadded_hidden(cast(Any, model), sequences.ids, rows)
 
 
 def _cast_dtype(hidden: Tensor) -> torch.dtype:

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from marlhf.models.layer_kernels import fused, pick
+from marlhf.kernels.available import fused
+from marlhf.kernels.logprobs import pick
 
 CHUNK = 1 << 26
 """Logits in a chunk. Larger chunks are no faster; much smaller ones are slower."""

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marlhf.errors import SettingError
 from marlhf.models.base import Model
 from marlhf.models.compile import uncompiled
-from marlhf.models.unpadded import LENGTH_DEPENDENT_ROPE
 from marlhf.rollout.plain import PlainEngine
 from marlhf.rollout.slots import Decoder, forward_parameters
 
@@ -56,24 +54,6 @@ def _numbers(value: Any) -> Iterator[int]:
     for each in value if isinstance(value, list | tuple) else [value]:
         if isinstance(each, int) and not isinstance(each, bool):
             yield each
-
-
-def check_rotary(model: Model, longest: int) -> None:
-    """Refuse texts so long that their rotary angles depend on the rest of the batch."""
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        kind = each.get("rope_type")
-        if kind not in LENGTH_DEPENDENT_ROPE:
-            continue
-        limit = each.get("original_max_position_embeddings") or config.max_position_embeddings
-        if longest > limit:
-            raise SettingError(
-                f"The rotary embeddings of this {type(model).__name__} ({kind}) change beyond "
-                f"{limit} tokens, so a response would depend on the others in its batch, but "
-                f"prompt and response may have {longest}. Lower max_new_tokens or "
-                "max_prompt_tokens, or set another rope_type in the model's config."
-            )
 
 
 def decoder_error(

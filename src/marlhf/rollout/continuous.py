@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from marlhf.data.collate import pad_right, token_budget_batches
+from marlhf.kernels.available import fused, has_triton
+from marlhf.kernels.sampling import draw
 from marlhf.models.sequences import send
 from marlhf.rollout.engine import Sampling, draws
-from marlhf.rollout.kernels import fused, triton_kernels
-from marlhf.rollout.prefills import PREFILL_MULTIPLE
-from marlhf.rollout.sample import draw
 from marlhf.rollout.slots import PREFILL_TOKENS, Decoder
-from marlhf.rollout.state import TOGETHER, DecodeState
+from marlhf.rollout.state import DecodeState
+
+triton_sampling: Any = None
+if has_triton():
+    from marlhf.kernels import triton_sampling
 
 CHECK_EVERY = 4
 """Steps between reading from a GPU which responses have ended. A CPU is read after every step."""
@@ -38,10 +42,6 @@ MIN_GRAPH_SLOTS = 16
 """The smallest CUDA graph: with fewer slots a step takes just as long."""
 MIN_PARTED_SLOTS = 128
 """From this power of two on there is a graph for three quarters of it, too."""
-
-ALIKE = 1.5
-"""The most different prefixes, in the mean, of slots that are read together. They are read one
-after the other, so that with two it takes longer than apart."""
 EARLY = 32
 """Tokens that tell most prompts apart."""
 
@@ -64,18 +64,15 @@ class DecodeStep:
     ) -> None:
         self.decoder, self.state, self.sampling, self.ends = decoder, state, sampling, ends
         self.use_graphs = graphs
-        self.warm: set[tuple[int, bool, bool]] = set()
-        self.graphs: dict[tuple[int, bool, bool], torch.cuda.CUDAGraph] = {}
+        self.warm: set[tuple[int, bool]] = set()
+        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
 
-    def __call__(
-        self, slots: int, reach: int, *, borrow: bool = False, together: bool = False
-    ) -> None:
+    def __call__(self, slots: int, reach: int, *, borrow: bool = False) -> None:
         """Step the first `slots`, all of which are at positions below `reach`.
 
-        With `borrow` they read their prefixes where the state says, and with `together` in groups
-        of neighbours.
+        With `borrow` they read their prefixes where the state says.
         """
-        kind = slots, borrow, together
+        kind = slots, borrow
         if not self.use_graphs or kind not in self.warm:
             self.warm.add(kind)
             self._step(reach, *kind)
@@ -87,9 +84,9 @@ class DecodeStep:
                 self._step(None, *kind)
         self.graphs[kind].replay()
 
-    def _step(self, reach: int | None, slots: int, borrow: bool, together: bool) -> None:
+    def _step(self, reach: int | None, slots: int, borrow: bool) -> None:
         state = self.state.first(slots)
-        prefixes = state.prefixes(together=together) if borrow else None
+        prefixes = state.prefixes if borrow else None
         rows = state.cache_rows if self.decoder.indexed else None
         logits = self.decoder.step(state.tokens, state.positions, reach, prefixes, rows)
         sample(logits, self.sampling, state, self.ends)
@@ -98,20 +95,23 @@ class DecodeStep:
 def sample(logits: Tensor, sampling: Sampling, state: DecodeState, ends: Tensor) -> None:
     """Draw each slot's next token, record it, and stop the responses that it ends."""
     if fused(logits) and sampling.temperature > 0 and not sampling.truncated:
-        triton_kernels.sample(logits, state, ends, sampling.temperature)
+        triton_sampling.sample(
+            *(logits, state.uniform, state.tokens, state.positions, state.steps, state.running),
+            *(state.out_tokens, state.out_logprobs, ends, sampling.temperature),
+        )
         return
     running, steps, positions = state.running, state.steps, state.positions
     uniform = state.uniform.gather(1, steps[:, None]).squeeze(1)
     token, logprob = draw(logits, sampling, uniform)
-    column = steps.masked_fill(~running, state.length)[:, None]  # slots at rest: the dummy column
+    column = steps.masked_fill(~running, state.length)[:, None]  # idle slots: the dummy column
     state.out_tokens.scatter_(1, column, token[:, None])
     state.out_logprobs.scatter_(1, column, logprob[:, None])
     state.tokens.copy_(token)
     steps += running
-    going_on = token != ends if len(ends) == 1 else (token[:, None] != ends).all(dim=1)
-    running &= (steps < state.length) & going_on
+    unfinished = token != ends if len(ends) == 1 else (token[:, None] != ends).all(dim=1)
+    running &= (steps < state.length) & unfinished
     positions += 1
-    positions *= running  # a slot at rest attends to one key, so its attention costs nothing
+    positions *= running  # an idle slot attends to one key, so its attention costs nothing
 
 
 class Schedule:
@@ -145,7 +145,7 @@ class Schedule:
         shape, device = (len(prompts), self.state.length), self.state.device
         # Prefixes are borrowed where no slot is refilled before all responses have ended.
         self.may_borrow = self.decoder.indexed and len(prompts) <= len(self.rows)
-        self.borrows = self.together = False
+        self.borrows = False
         self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(shape, device=device)
         self.lengths = torch.zeros(len(prompts), dtype=torch.int64, device=device)
@@ -195,7 +195,7 @@ class Schedule:
     ) -> tuple[list[int], list[tuple[int, int, int]]]:
         """Which of the rows to prefill, and (source slot, target slot, positions) of the others.
 
-        A slot in use still holds its whole prompt: only slots at rest are overwritten, at position
+        A slot in use still holds its whole prompt: only idle slots are overwritten, at position
         0. Rows come longest first, so the slot found first for a family serves all after it.
         """
         source: dict[int, tuple[int, int]] = {}  # family -> its longest prompt's length and slot
@@ -232,24 +232,16 @@ class Schedule:
         """
         borrowed = [copy for copy in copies if copy[2] > 1]
         self._copy_prefixes([(source, target, min(n, 1)) for source, target, n in copies])
-        # The slot that holds a prefix reads it like the others, and so together with them.
-        longest: dict[int, int] = {}
-        for source, _, length in borrowed:
-            longest[source] = max(length, longest.get(source, 0))
-        borrowed += [(source, source, length) for source, length in longest.items()]
         if borrowed:
             sources, targets, lengths = self._to_device(list(zip(*borrowed)))
             self.state.prefix_rows[targets] = sources
             self.state.prefix_ends[targets] = lengths
         self.borrows = bool(borrowed)
-        self.together = self.borrows and self._are_neighbours_alike()
 
     def _prefill(self, rows: list[int], slots: list[int]) -> None:
         """Keys and values of all prompt tokens but the last."""
         lengths = [len(self.prompts[row]) - 1 for row in rows]
-        padded = [n + -n % PREFILL_MULTIPLE if self.gpu else n for n in lengths]
-        idle = all(row is None for row in self.rows)
-        for batch in self._prefill_batches(padded, idle=idle):
+        for batch in self._prefill_batches(lengths):
             batch = [i for i in batch if lengths[i]]
             if not batch:
                 continue
@@ -263,19 +255,9 @@ class Schedule:
             [slots_on_device] = self._to_device([[slots[i] for i in batch]])
             self.decoder.prefill(send(ids, self.state.device), slots_on_device)
 
-    def _prefill_batches(self, lengths: list[int], *, idle: bool) -> Iterator[list[int]]:
-        """Rows to prefill together; fewer of them where many would be mostly padding.
-
-        The first are few for a GPU that is idle, where that is soon launched: it begins with them
-        while the host turns the others into tensors.
-        """
+    def _prefill_batches(self, lengths: list[int]) -> Iterator[list[int]]:
+        """Rows to prefill together; fewer of them where many would be mostly padding."""
         batches = token_budget_batches(lengths, self.budget)
-        if idle and self.decoder.first_tokens:
-            first, *others = batches
-            few = self.decoder.first_tokens // max(lengths[first[-1]], 1)
-            few = max(8, few // 8 * 8)  # as recorded prefills have it
-            if len(first) > 2 * few:
-                batches = [first[:few], first[few:], *others]
         for batch in batches:
             rows = [lengths[i] for i in batch]
             if self.budget > PREFILL_TOKENS and len(rows) * max(rows) > MAX_PADDING * sum(rows):
@@ -304,7 +286,7 @@ class Schedule:
         for slot in left:
             self.age[slot] += count
         for i in range(count):
-            self.step(len(self.rows), reach, borrow=self.borrows, together=self.together)
+            self.step(len(self.rows), reach, borrow=self.borrows)
             if i == max(count - 2, 0):
                 running = self.state.running[: len(self.rows)]
                 if event is not None:
@@ -347,7 +329,7 @@ class Schedule:
         most = len(self.rows) - 1 if self.decoder.indexed else len(self.rows) // 2
         if self.waiting or not live or size > most:
             return
-        if self.decoder.indexed:  # in order, so that slots that share a prefix stay neighbours
+        if self.decoder.indexed:
             order = [*live, *(slot for slot, row in enumerate(self.rows) if row is None)]
             self.state.reorder(*self._to_device([order]))
             self.rows = [self.rows[slot] for slot in order]
@@ -360,15 +342,6 @@ class Schedule:
             for old, new in zip(source, target):
                 self.rows[new], self.age[new] = self.rows[old], self.age[old]
         self.rows, self.age = self.rows[:size], self.age[:size]
-        self.together = self.borrows and self._are_neighbours_alike()
-
-    def _are_neighbours_alike(self) -> bool:
-        """Whether slots that can be read together mostly have one prefix."""
-        groups = [
-            {self.family[row] for row in self.rows[first : first + TOGETHER] if row is not None}
-            for first in range(0, len(self.rows), TOGETHER)
-        ]
-        return sum(map(len, groups)) <= ALIKE * sum(map(bool, groups))
 
     def _num_slots(self, rows: int) -> int:
         """Slots to step for so many rows. Few numbers on a GPU, where each needs a graph."""
@@ -406,8 +379,9 @@ def prefix_families(prompts: Sequence[Sequence[int]]) -> list[int]:
     for rows in beginnings.values():
         if len(rows) > 1:
             for family in _families(rows, prompts):
+                first = min(family)
                 for row in family:
-                    number[row] = min(family)
+                    number[row] = first
     return number
 
 

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from marlhf.errors import SettingError
 from marlhf.models.base import Model, Precision, autocast
 from marlhf.models.compile import is_compiled
-from marlhf.models.graphs import Weights, free_bytes
-from marlhf.rollout.check import check_length, check_rotary, decoder_error, plain_error
+from marlhf.models.forward import check_rotary
+from marlhf.models.llama import has_hooks
+from marlhf.rollout.check import check_length, decoder_error, plain_error
 from marlhf.rollout.continuous import MIN_SLOTS, DecodeStep, Schedule
 from marlhf.rollout.engine import Rollout, Sampling
 from marlhf.rollout.llama import LlamaDecoder
@@ -88,9 +89,9 @@ class NativeEngine:
             model, end_tokens, pad_id, token_budget=self.token_budget, precision=precision
         )
         self.decoder_class: DecoderClass | None = None  # stays None where no decoder works
+        self.hooked = False
         self.longest = self.checked_length = 0  # tokens of texts so far, and of the check for them
         self.session: DecodeSession | None = None
-        self.weights = Weights(model)
 
     def update_weights(self, model: nn.Module) -> None:
         assert model is self.model, "the native engine samples from the policy itself"
@@ -108,7 +109,7 @@ class NativeEngine:
         check_prompts(prompts, seeds)
         longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits))
         with self._sampling(longest):
-            if longest > self.longest:
+            if longest > self.longest or has_hooks(self.model) != self.hooked:
                 self._check(longest)
             if self.decoder_class is None:
                 return self.plain.generate(prompts, sampling, seeds, limits)
@@ -117,13 +118,16 @@ class NativeEngine:
             return to_rollout(tokens, logprobs, lengths, self.end_tokens)
 
     def _check(self, longest: int) -> None:
-        """Choose how to sample; again when texts first exceed a window or chunk of the model."""
+        """Choose how to sample: again when texts first exceed a window or chunk of the model.
+
+        And again when hooks come or go, since only the model's own modules call them.
+        """
         check_rotary(self.model, longest)
-        length = check_length(self.model.config, longest)
-        if length > self.checked_length:
+        length, hooked = check_length(self.model.config, longest), has_hooks(self.model)
+        if length > self.checked_length or hooked != self.hooked:
             self.session = None  # frees its memory
             self.decoder_class, self.checked_length = self._choose(length), length
-        self.longest = longest
+        self.longest, self.hooked = max(longest, self.longest), hooked
 
     def _run(
         self,
@@ -159,7 +163,7 @@ class NativeEngine:
         if gpu:
             rows += -rows % SIZE_MULTIPLE
         budget = self._cache_tokens(rows * length)
-        session, weights = self.session, self.weights.addresses()
+        session, weights = self.session, [p.data_ptr() for p in self.model.parameters()]
         if (
             session is not None
             and length <= session.capacity <= 2 * length
@@ -259,6 +263,12 @@ class NativeEngine:
         except Exception as failure:  # a family may do anything that an engine does not support
             return f"{type(failure).__name__}: {str(failure).rstrip('.')}"
         return "" if error <= allowed else f"logits were off by {error:.1%}"
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free on the GPU, or held by torch without being in use."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def total_memory(device: torch.device) -> int:

@@ -15,11 +15,11 @@ from transformers import DynamicCache
 
 from marlhf.data.collate import pad_left, token_budget_batches
 from marlhf.errors import SettingError
+from marlhf.kernels.sampling import draw
 from marlhf.models.base import Model, Precision, autocast
 from marlhf.models.forward import keeps_logits, position_ids
 from marlhf.models.sequences import receive, send
 from marlhf.rollout.engine import Rollout, Sampling, draws
-from marlhf.rollout.sample import draw
 
 CHECK_EVERY = 8
 """Steps between checks whether every row has ended: each check waits for the device."""

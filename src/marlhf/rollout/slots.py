@@ -21,12 +21,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface
 
+from marlhf.kernels.attention import (
+    Prefixes,
+    SlotPositions,
+    attend,
+    attend_opaque,
+    causal_attention,
+)
 from marlhf.models.base import Model
 from marlhf.models.compile import LayerwiseCache, distinct_sizes
 from marlhf.models.heads import backbone
-from marlhf.rollout.kernels import Positions, attend, attend_opaque, causal_attention
-from marlhf.rollout.prefills import RecordedPrefills
-from marlhf.rollout.state import Prefixes
 from marlhf.rollout.weight_copies import WeightCopies
 
 ATTENTION = "marlhf_slots"
@@ -41,8 +45,6 @@ class Decoder(Protocol):
 
     prefill_tokens: int
     """The most tokens in one prefill."""
-    first_tokens: int
-    """In the first prefill of a call, where more are to follow; 0 for as many as in others."""
     indexed: bool
     """Whether steps find a slot's keys and values by an index. Slots can then be moved without
     them, and borrow prefixes."""
@@ -82,7 +84,7 @@ class Decoder(Protocol):
 class Pass:
     """What a forward pass over slots does: a prefill where `prefill_slots` is set, else a step."""
 
-    at: Positions | None = None  # of a decode step
+    at: SlotPositions | None = None  # of a decode step
     prefill_slots: Tensor | None = None  # [B]
     reach: int | None = None
     use_softcap: bool = True
@@ -111,8 +113,8 @@ class LayerSlots:
             values[slots, :, columns] = value.transpose(1, 2).to(values.dtype)
             return key, value  # prompts attend to themselves alone
         assert self.now.at is not None
-        rows, positions = self.now.at.slots, self.now.at.positions
-        assert rows is not None
+        positions = self.now.at.positions
+        rows = torch.arange(len(positions), device=positions.device)
         keys[rows, :, positions] = key[:, :, 0].to(keys.dtype)
         values[rows, :, positions] = value[:, :, 0].to(values.dtype)
         reach = slice(self.now.reach)
@@ -174,7 +176,7 @@ class SlotCache(LayerwiseCache):
 class ModuleDecoder:
     """Through the model's own modules, whatever its family."""
 
-    prefill_tokens, first_tokens = PREFILL_TOKENS, 0
+    prefill_tokens = PREFILL_TOKENS
     indexed = False
     compiled = False
     """Whether layers run compiled, where the model's are for training."""
@@ -214,12 +216,11 @@ class ModuleDecoder:
         cache_rows: Tensor | None = None,
     ) -> Tensor:
         assert prefixes is cache_rows is None, "only where `indexed`"
-        slots = torch.arange(len(positions), device=positions.device)
         if self.compiled:
             # Compiled layers would be compiled again for each reach, and for positions that are a
             # view of others, as of the first slots: these always are.
             reach, positions = None, positions[:]
-        now = Pass(Positions(positions, slots), reach=reach)
+        now = Pass(SlotPositions(positions), reach=reach)
         out = self._run(self.model, tokens[:, None], positions[:, None], now)
         return out.logits[:, -1]
 
@@ -252,29 +253,16 @@ class CompiledDecoder(ModuleDecoder):
     def __init__(self, model: Model, slots: int, capacity: int, dtype: torch.dtype | None) -> None:
         super().__init__(model, slots, capacity, dtype)
         self.prefilled = backbone(model)  # nobody reads the logits of a prefill
-        self.recorded: RecordedPrefills | None = None
-        if not sharded(model):
-            embeddings = model.get_input_embeddings().weight.numel()
-            weights = sum(p.numel() for p in self.prefilled.parameters()) - embeddings
-            self.recorded = RecordedPrefills(model, weights, capacity)
-            self.first_tokens = self.recorded.first_tokens
 
     def prefill(self, ids: Tensor, slots: Tensor) -> None:
         if not self.cache.slot_layers:
             super().prefill(ids[:1, :1], slots[:1])  # allocates, which compiled layers do not
-        if self.recorded is None:
-            self._prefill(ids, slots)
-        else:
-            self.recorded(self._prefill, ids, slots)
-
-    def _prefill(self, ids: Tensor, slots: Tensor) -> Tensor:
         # A size of one would be compiled once more: one row is done twice, and one column padded.
         if len(ids) == 1:
             ids, slots = ids.repeat(2, 1), slots.repeat(2)
         if ids.shape[1] == 1:
             ids = nn.functional.pad(ids, (0, 1))
         super().prefill(ids, slots.clone())  # a view would be compiled once more, too
-        return slots
 
 
 def sharded(model: nn.Module) -> bool:

@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-TOGETHER = 4
-"""Neighbouring slots whose attention can be computed at once: they read a common prefix once."""
-
-
-class Prefixes(NamedTuple):
-    """Slots that read the beginning of their prompt where another slot holds it.
-
-    Position 0 is always a slot's own: slots at rest write there.
-    """
-
-    rows: Tensor  # [S], of the cache, whose keys and values are read
-    ends: Tensor  # [S], up to this position; 0 for slots that borrow nothing
-    together: bool = False  # whether neighbours mostly read the same, and are to do so at once
+from marlhf.kernels.attention import Prefixes
 
 
 @dataclass(frozen=True)
@@ -30,7 +17,7 @@ class DecodeState:
     CUDA graphs replay on fixed addresses, so the tensors are only ever written in place.
     """
 
-    # Column R is a dummy: slots at rest read and write there, so a step needs no branches. A
+    # Column R is a dummy: idle slots read and write there, so a step needs no branches. A
     # response whose limit is below R begins in a later column, so that all are over at column R.
     uniform: Tensor  # [S, R + 1], float64, the random number of each response token
     tokens: Tensor  # [S], the next to feed
@@ -78,8 +65,9 @@ class DecodeState:
     def device(self) -> torch.device:
         return self.tokens.device
 
-    def prefixes(self, *, together: bool) -> Prefixes:
-        return Prefixes(self.prefix_rows, self.prefix_ends, together)
+    @property
+    def prefixes(self) -> Prefixes:
+        return Prefixes(self.prefix_rows, self.prefix_ends)
 
     def first(self, slots: int) -> DecodeState:
         """A view of the first slots."""

@@ -37,10 +37,7 @@ from marlhf.config.stage import Parallel
 from marlhf.data.collate import Micro, SingleProcess, pad_right, token_budget_batches
 from marlhf.models.adapters import AdaptedModel, AdaptedScalarModel
 from marlhf.models.base import Model, Precision, computes_in_bfloat16, pick_device
-from marlhf.models.compile import compile_blocks
-from marlhf.models.fast_passes import HEIGHT, WIDTH, pack_rows, use_kernels
-from marlhf.models.forward import unpad_rows
-from marlhf.models.packed import round_up
+from marlhf.models.forward import choose_passes
 from marlhf.rollout.engine import Rollout
 from marlhf.runs.layout import RunError
 from marlhf.runtime import progress
@@ -108,18 +105,17 @@ class World(SingleProcess):
         by_rank: list[list[Micro]] = []
         budget = max(budget, self.pass_limit.auto_tokens or budget)
         budget = min(budget, self.pass_limit.tokens or budget)
-        width, height = (WIDTH, HEIGHT) if self.device.type == "cuda" else (1, 1)
         for rank in range(self.size):
             share = _share(lengths, rank, self.size)
             theirs = [lengths[i] for i in share]
-            batches = token_budget_batches(theirs, budget, width=width, height=height)
+            batches = token_budget_batches(theirs, budget)
             by_rank.append([Micro([share[i] for i in batch]) for batch in batches])
         own = [micro.rows for micro in by_rank[self.rank]]
         self.pass_limit.passes = len(own)
         self.pass_limit.most_rows = max(map(len, own), default=0)
         longest = [max(lengths[i] for i in rows) for rows in own]
         self.pass_limit.most_tokens = max(
-            (len(rows) * round_up(length, width) for rows, length in zip(own, longest)), default=0
+            (len(rows) * length for rows, length in zip(own, longest)), default=0
         )
         if not self.sharded:
             return by_rank[self.rank]
@@ -183,23 +179,18 @@ class World(SingleProcess):
         precision: Precision = "auto",
         *,
         compiled: bool = False,
-        packed: bool = False,
         unpadded: bool = True,
     ) -> Model:
         """The model on this rank's device, sharded with `parallel: fsdp`.
 
-        All apply to whole models that are not sharded: `compiled` and `packed` on a GPU, `unpadded`
-        on a CPU.
+        Whole models that are not sharded take their fastest pass, on a GPU where `compiled`, on a
+        CPU where `unpadded`.
         """
         if not self.sharded:
             placed: Model = model.to(self.device)
-            if compiled and self.device.type == "cuda" and isinstance(placed, PreTrainedModel):
-                compile_blocks(placed)
-                use_kernels(placed)
-                if packed:
-                    pack_rows(placed)
-            if unpadded and self.device.type == "cpu":
-                unpad_rows(placed)
+            fast = compiled if self.device.type == "cuda" else unpadded
+            if fast and isinstance(placed, PreTrainedModel):
+                choose_passes(placed)
             return placed
         # The model stays on the CPU here: `fully_shard` moves one block at a time, and only this
         # rank's shard of it, so that a model larger than one GPU fits.

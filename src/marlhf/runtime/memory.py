@@ -19,8 +19,7 @@ from torch import nn
 from marlhf.config.rl import RLConfig
 from marlhf.config.stage import StageConfig
 from marlhf.errors import MarlhfError
-from marlhf.models.graphs import free_bytes
-from marlhf.rollout.native import AUTO_TOKENS
+from marlhf.rollout.native import AUTO_TOKENS, free_bytes
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.distributed import World
 from marlhf.runtime.progress import warn

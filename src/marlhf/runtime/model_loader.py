@@ -54,7 +54,6 @@ def load_sources(
             models[role],
             config.precision,
             compiled=compiled,
-            packed=config.packed,
             unpadded=config.lora is None,  # adapted models are padded, and the others match them
         )
         models[role] = placed if role in trained else placed.requires_grad_(False)

@@ -19,7 +19,6 @@ from marlhf.data import DataError, Loaded, Row, encode_responses, fit_prompts, l
 from marlhf.data.counts import Counts
 from marlhf.errors import MarlhfError
 from marlhf.models.base import Model, Tokenizer
-from marlhf.models.graphs import graph_bytes
 from marlhf.models.load import check_vocabulary, load_tokenizer
 from marlhf.runs.layout import METRICS, RunError
 from marlhf.runs.write import RunFolder
@@ -223,7 +222,7 @@ def _after_divergence(run: RunFolder) -> str:
 def peak_memory() -> float:
     """Peak memory of this process in GiB: of the GPU, or of RAM without one."""
     if torch.cuda.is_available():
-        held = torch.cuda.max_memory_allocated() + graph_bytes(torch.device("cuda"))
+        held = torch.cuda.max_memory_allocated()
         return held / 2**30
     import resource  # Windows has none, and no lock on run folders either
 

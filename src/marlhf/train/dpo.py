@@ -69,9 +69,7 @@ def train(config: DPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
         key = fingerprint(reference, pairs + held_out) if world.main else ""
     # Padded on a CPU as well: policy and reference begin with the same bits in any batch, and no
     # pair near a tie changes sides with the size of passes.
-    model = world.place(
-        model, config.precision, compiled=config.compile, packed=config.packed, unpadded=False
-    )
+    model = world.place(model, config.precision, compiled=config.compile, unpadded=False)
     optimizer = make_optimizer(model, config.learning_rate, config.weight_decay)
     pad = tokenizer.pad_token_id
     # Before a checkpoint is loaded: the policy is still its own reference.

@@ -38,7 +38,7 @@ def train(config: RewardConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
         config, "reward", objects, world, load_trained_scalar
     )
     model.config.pad_token_id = tokenizer.pad_token_id
-    model = world.place(model, config.precision, compiled=config.compile, packed=config.packed)
+    model = world.place(model, config.precision, compiled=config.compile)
     optimizer = make_optimizer(model, config.learning_rate, config.weight_decay)
     total = count_steps(config, len(examples))
     pad = tokenizer.pad_token_id

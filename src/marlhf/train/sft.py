@@ -38,7 +38,7 @@ def train(config: SFTConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     tokenizer, model, examples, held_out = load_supervised(
         config, "sft", objects, world, load_trained_policy
     )
-    model = world.place(model, config.precision, compiled=config.compile, packed=config.packed)
+    model = world.place(model, config.precision, compiled=config.compile)
     optimizer = make_optimizer(model, config.learning_rate, config.weight_decay)
     total = count_steps(config, len(examples))
     pad = tokenizer.pad_token_id

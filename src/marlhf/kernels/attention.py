@@ -1,70 +1,55 @@
-"""The arithmetic between matrix products: one fused kernel each on a GPU, plain torch elsewhere.
+"""Attention over the slots of a key-value cache, and within right-padded prompts.
 
-A decode step of a small model is about a thousand tiny operations, and a GPU spends most of it
-waiting for their launches; fused, it is a few hundred. The plain form of each function is its
+On a GPU attention of a decode step is a Triton kernel, elsewhere plain torch. The plain form is the
 definition, and the tests compare the two.
-Axes: T tokens, S slots, H query heads, K key-value heads, C positions, D head size.
+Axes: B rows, P prompt tokens, S slots, H query heads, K key-value heads, C positions, D head size.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from marlhf.models import layer_kernels
-from marlhf.rollout.state import Prefixes
+from marlhf.kernels.available import fused, has_triton
 
-triton_attend: Any = None
-triton_kernels: Any = None
-if importlib.util.find_spec("triton"):  # torch installs it only where there may be a GPU
-    from marlhf.rollout import triton_attend, triton_kernels
+triton_attention: Any = None
+if has_triton():
+    from marlhf.kernels import triton_attention
 
 
-def fused(x: Tensor) -> bool:
-    """Whether there are fused kernels for the device of this tensor."""
-    return triton_kernels is not None and x.is_cuda
+class Prefixes(NamedTuple):
+    """Slots that read the beginning of their prompt where another slot holds it.
+
+    Position 0 is always a slot's own: idle slots write there.
+    """
+
+    rows: Tensor  # [S], of the cache, whose keys and values are read
+    ends: Tensor  # [S], up to this position; 0 for slots that borrow nothing
 
 
-class Positions:
-    """Where the tokens of one forward pass are: position in the text, and slot of the cache.
+class SlotPositions:
+    """Where the tokens of a decode step are: position in the text, and row of the cache.
 
-    Every layer needs the same rotary angles and masks. The fused kernels compute them on the fly;
-    the plain forms compute them once and keep them here for the layers that follow.
+    Every layer needs the same masks. The kernel computes them on the fly; the plain form computes
+    them once and keeps them here for the layers that follow.
     """
 
     def __init__(
         self,
         positions: Tensor,
-        slots: Tensor | None = None,
-        prefixes: Prefixes | None = None,
         cache_rows: Tensor | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
-        self.positions = positions  # [T]
-        # [T], rows of the cache where keys and values are stored.
-        self.slots = slots if cache_rows is None else cache_rows
-        # Of a decode step; attention reads the first rows unless some are given.
-        self.prefixes, self.cache_rows = prefixes, cache_rows
-        self._rotary: tuple[Tensor, Tensor] | None = None
+        self.positions = positions  # [S]
+        self.cache_rows = cache_rows  # [S]; None for the first rows
+        self.prefixes = prefixes
         self._masks: dict[tuple[int | None, int], tuple[Tensor, Tensor]] = {}
 
-    def rotary(self, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Cosines and sines at these positions, [T, 1, D], the first half of the sines negated.
-
-        Rotation is x * cos + rotate_half(x) * sin, where rotate_half negates its first half.
-        Negating the sines instead leaves a plain `roll` in place of rotate_half.
-        """
-        if self._rotary is None:
-            cos, sin = (table.index_select(0, self.positions)[:, None] for table in tables)
-            sin[..., : sin.shape[-1] // 2].neg_()
-            self._rotary = cos, sin
-        return self._rotary
-
     def masks(self, window: int | None, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Which keys each token may attend to, as bool and as 0 or -inf: [T, 1, 1, length]."""
+        """Which keys each token may attend to, as bool and as 0 or -inf: [S, 1, 1, length]."""
         if (window, length) not in self._masks:
             key = torch.arange(length, device=self.positions.device)
             visible = key <= self.positions[:, None]
@@ -76,65 +61,24 @@ class Positions:
         return self._masks[window, length]
 
 
-def add_norm(
-    residual: Tensor,  # [T, hidden], whose memory may be used for the sum
-    delta: Tensor | None,  # [T, hidden], output of the block before
-    weight: Tensor,
-    eps: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """The residual with `delta` added, and its root-mean-square norm: [T, hidden] each."""
-    if fused(residual):
-        return layer_kernels.add_norm(residual, delta, weight, eps, dtype)
-    if delta is not None:
-        residual += delta
-    if not (residual.is_cpu and residual.dtype == dtype == torch.float32):
-        return residual, F.rms_norm(residual, residual.shape[-1:], weight, eps).to(dtype)
-    # The same in half as many operations as F.rms_norm is on a CPU.
-    size = torch.linalg.vector_norm(residual, dim=1, keepdim=True)
-    scale = size.square_().mul_(1 / residual.shape[1]).add_(eps).rsqrt_()
-    return residual, (residual * scale).mul_(weight)
-
-
-def rotate_and_store(
-    qkv: Tensor,  # [T, H + 2 K, D], queries and keys are rotated in place
-    rotary: tuple[Tensor, Tensor],  # cosines and sines, [C, D]
-    at: Positions,
-    cache: Tensor,  # [S, 2 K, C, D], keys before values
-    norms: tuple[Tensor, Tensor, float] | None,  # weights [D] for queries and keys, epsilon
-) -> None:
-    """Normalise queries and keys (where the model does), rotate them, and write keys and values
-    into the cache."""
-    if fused(qkv):
-        keys, values = cache.chunk(2, dim=1)
-        triton_kernels.rotate_and_store(qkv, rotary, at.positions, at.slots, keys, values, norms)
-        return
-    groups = cache.shape[1] // 2
-    # Heads lie as queries, keys, values; values are stored as they are.
-    x = queries_and_keys = qkv[:, :-groups]
-    if norms is not None:
-        query_weight, key_weight, eps = norms
-        unit = F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
-        queries = x.shape[1] - groups
-        x = torch.cat((unit[:, :queries] * query_weight, unit[:, queries:] * key_weight), dim=1)
-    cos, sin = at.rotary(rotary)
-    torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin, out=queries_and_keys)
-    cache[at.slots, :, at.positions] = qkv[:, -2 * groups :]
+def has_kernel(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether the Triton kernel computes attention of these tensors."""
+    return fused(query) and triton_attention.can_attend(query, keys, values)
 
 
 def attend(
     query: Tensor,  # [S, H, D], rows may be strided
     keys: Tensor,  # [at least S, K, C, D], the last two dimensions contiguous
     values: Tensor,
-    at: Positions,
+    at: SlotPositions,
     reach: int | None,  # keys from here on are not looked at; None for all
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """Each slot's query over its keys up to its position: [S, H, D]."""
-    if fused(query) and triton_attend.can_attend(query, keys, values):
-        return triton_attend.attend(
+    if has_kernel(query, keys, values):
+        return triton_attention.attend(
             query, keys, values, at.positions, at.cache_rows, at.prefixes, scale, window, softcap
         )
     rows = query.shape[0]
@@ -175,7 +119,7 @@ def attend_opaque(
 ) -> Tensor:
     """`attend` as one operation, which torch.compile does not look into."""
     return attend(
-        query.contiguous(), keys, values, Positions(positions), None, scale, window, softcap
+        query.contiguous(), keys, values, SlotPositions(positions), None, scale, window, softcap
     )
 
 

@@ -1,9 +1,10 @@
 import pytest
 import torch
 
-from marlhf.rollout import Sampling, sample
+from marlhf.kernels import sampling as kernels
+from marlhf.kernels.sampling import BLOCK, draw, pick
+from marlhf.rollout import Sampling
 from marlhf.rollout.engine import draws
-from marlhf.rollout.sample import BLOCK, draw, pick
 
 
 def chi_square(counts, probabilities):
@@ -40,9 +41,9 @@ def test_tokens_follow_the_distribution(sampling, allowed):
     assert freedom == len(allowed) - 1
 
 
-@pytest.mark.parametrize("one_level_size", [sample.ONE_LEVEL_SIZE, 0])
+@pytest.mark.parametrize("one_level_size", [kernels.ONE_LEVEL_SIZE, 0])
 def test_tokens_in_later_blocks_are_drawn_as_often(one_level_size, monkeypatch):
-    monkeypatch.setattr(sample, "ONE_LEVEL_SIZE", one_level_size)
+    monkeypatch.setattr(kernels, "ONE_LEVEL_SIZE", one_level_size)
     weights = torch.rand(3 * BLOCK + 7, generator=torch.Generator().manual_seed(0))
     counts = torch.zeros(len(weights))
     for uniform in draws([3], 200_000)[0].split(5000):  # all at once they take gigabytes

@@ -1,4 +1,4 @@
-"""Attention of a decode step over slots of a cache: the Triton kernel for `kernels.attend`."""
+"""Attention of a decode step over slots of a cache: the Triton kernel for `attention.attend`."""
 
 # Triton reads these functions itself: annotations mark constants, and names are pointers.
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
@@ -6,14 +6,64 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from marlhf.rollout.state import Prefixes
-from marlhf.rollout.triton_begin import ATTEND_ROWS, begin, early_launch, shared_memory
-from marlhf.rollout.triton_shared import attend_shared, can_share
+
+@triton.jit
+def _rotated(head, inside, norm, cosines, sines, eps, width: tl.constexpr, normed: tl.constexpr):
+    # Heads [rows, width] at the pointers `head`, [rows, 1], normalised where the model does, and
+    # rotated. Each column is mixed with that of the other half, which is loaded along.
+    column = tl.arange(0, width)[None, :]
+    half: tl.constexpr = width // 2
+    other = (column + half) % width
+    stored = tl.load(head + column, inside, other=0.0)
+    x = stored.to(tl.float32)
+    y = tl.load(head + other, inside, other=0.0).to(tl.float32)
+    if normed:
+        scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / width + eps)
+        x = (x * scale).to(stored.dtype).to(tl.float32) * tl.load(norm + column).to(tl.float32)
+        y = (y * scale).to(stored.dtype).to(tl.float32) * tl.load(norm + other).to(tl.float32)
+    sin = tl.load(sines + column).to(tl.float32)
+    sin = tl.where(column < half, -sin, sin)
+    return (x * tl.load(cosines + column).to(tl.float32) + y * sin).to(stored.dtype)
+
+
+@triton.jit
+def _begin(
+    queries,  # pointers [rows, 1]
+    new_keys,  # a pointer [1, 1], as are those to where it is stored
+    inside,
+    stored_keys,
+    stored_values,
+    cosines,
+    sines,
+    query_norm,
+    key_norm,
+    eps,
+    scale,
+    to_value,
+    width: tl.constexpr,
+    normed: tl.constexpr,
+):
+    # Queries and new keys, rotated. A key is stored with its value, which lies `to_value` behind
+    # it, and the softmax begins with both.
+    column = tl.arange(0, width)[None, :]
+    q = _rotated(queries, inside, query_norm, cosines, sines, eps, width, normed)
+    whole = tl.zeros([1, 1], tl.int32) == 0
+    key = _rotated(new_keys, whole, key_norm, cosines, sines, eps, width, normed)
+    value = tl.load(new_keys + to_value + column)
+    tl.store(stored_keys + column, key)
+    tl.store(stored_values + column, value)
+    highest = tl.sum(q.to(tl.float32) * key.to(tl.float32), axis=1, keep_dims=True)
+    highest = highest * scale * 1.4426950408889634
+    total = tl.full(highest.shape, 1.0, tl.float32)
+    mean = tl.zeros(q.shape, tl.float32) + value.to(tl.float32)
+    return q.to(stored_keys.dtype.element_ty), highest, total, mean
 
 
 @triton.jit
@@ -47,16 +97,9 @@ def _attend(
     rotates: tl.constexpr,  # whether queries and new keys are still to be rotated, keys stored
     normed: tl.constexpr,
     precision: tl.constexpr,
-    triggers: tl.constexpr,  # see `early_launch`
-    early: tl.constexpr,
 ):
     # Flash decoding: one program per slot and key head, for all query heads that share it. It goes
     # over the keys in blocks with an online softmax, and reads each key once.
-    if not rotates:
-        if early:
-            tl.extra.cuda.gdc_wait()
-        if triggers:
-            tl.extra.cuda.gdc_launch_dependents()
     slot = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     groups = tl.num_programs(1)
@@ -72,21 +115,34 @@ def _attend(
     if indexed:
         own = tl.load(cache_rows + slot)
     own = own * slot_stride + group * head_stride
-    highest = tl.full([rows, 1], -float("inf"), tl.float32)
-    total = tl.zeros([rows, 1], tl.float32)
-    mean = tl.zeros([rows, width], tl.float32)
     if rotates:
-        end = last  # the new key is not read from the cache
-        q = tl.zeros([rows, width], keys.dtype.element_ty)
+        end = last  # the softmax begins with the new key, which is not read from the cache
+        q, highest, total, mean = _begin(
+            mine,
+            query + slot * query_stride + (groups * share + group) * width + one,
+            row < share,
+            keys + own + last * width,
+            values + own + last * width,
+            cosines + last * width,
+            sines + last * width,
+            query_norm,
+            key_norm,
+            eps,
+            scale,
+            groups * width,
+            width,
+            normed,
+        )
     else:
         end = last + 1
         q = tl.load(mine + column[None, :], row < share, other=0.0).to(keys.dtype.element_ty)
+        highest = tl.full([rows, 1], -float("inf"), tl.float32)
+        total = tl.zeros([rows, 1], tl.float32)
+        mean = tl.zeros([rows, width], tl.float32)
     if borrows:
         prefix_end = tl.load(prefix_ends + slot).to(tl.int32)
         other = tl.load(prefix_rows + slot) * slot_stride + group * head_stride
-    first_block = first // block * block
-    # Never without a round, in which queries are rotated.
-    for start in range(first_block, tl.maximum(end, first_block + 1), block):
+    for start in range(first // block * block, end, block):
         position = start + tl.arange(0, block)
         inside = (position < end) & (position >= first)
         place = own
@@ -97,31 +153,6 @@ def _attend(
         at = place + position[:, None] * width + column[None, :]
         k = tl.load(keys + at, inside[:, None], other=0.0)
         v = tl.load(values + at, inside[:, None], other=0.0)
-        # Only here does anything depend on the kernel before: the first keys, which do not, are
-        # on their way. (One condition for both would not be known when this is compiled.)
-        if rotates:  # noqa: SIM102
-            if start == first_block:
-                if early:
-                    tl.extra.cuda.gdc_wait()
-                if triggers:
-                    tl.extra.cuda.gdc_launch_dependents()
-                q, highest, total, mean = begin(
-                    mine,
-                    query + slot * query_stride + (groups * share + group) * width + one,
-                    row < share,
-                    one == 0,
-                    keys + own + last * width,
-                    values + own + last * width,
-                    cosines + last * width,
-                    sines + last * width,
-                    query_norm,
-                    key_norm,
-                    eps,
-                    scale,
-                    groups * width,
-                    width,
-                    normed,
-                )
         scores = tl.dot(q, tl.trans(k), input_precision=precision) * scale
         if capped:
             tanh = 1 - 2 / (tl.exp(2 * scores / softcap) + 1)
@@ -153,25 +184,21 @@ def attend(
     values: Tensor,
     positions: Tensor,
     cache_rows: Tensor | None,
-    prefixes: Prefixes | None,
+    prefixes: tuple[Tensor, Tensor] | None,  # rows and ends, [S] each
     scale: float,
     window: int | None,
     softcap: float | None = None,
     rotary: tuple[Tensor, Tensor] | None = None,
     norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
-    """`kernels.attend`. With `rotary`, `kernels.rotate_and_store` before it in the same kernel:
-    `query` then has the new keys and values behind it, [S, H + 2 K, D]."""
+    """`attention.attend`. With `rotary`, queries and new keys are normalised (with `norms`) and
+    rotated first, and new keys and values stored: `query` then has them behind it,
+    [S, H + 2 K, D]. `LlamaDecoder` has the plain form of that."""
     slots, heads, width = query.shape
     groups = keys.shape[1]
     heads -= 0 if rotary is None else 2 * groups
     share = heads // groups
     out = torch.empty(slots, heads, width, dtype=keys.dtype, device=query.device)
-    if prefixes is not None and can_share(query, keys, prefixes, window, softcap):
-        attend_shared(
-            query, keys, values, positions, cache_rows, prefixes, out, scale, rotary, norms
-        )
-        return out
     query_norm, key_norm, eps = norms or (query, query, 0.0)
     deep = rotary is not None and prefixes is None
     block, warps, stages = _attend_tiles(slots * groups, keys, deep=deep)
@@ -181,7 +208,7 @@ def attend(
         values,
         positions,
         positions if cache_rows is None else cache_rows,
-        *((positions, positions) if prefixes is None else prefixes[:2]),
+        *((positions, positions) if prefixes is None else prefixes),
         *(rotary or (query, query)),
         query_norm,
         key_norm,
@@ -205,7 +232,6 @@ def attend(
         "ieee" if keys.dtype == torch.float32 else "tf32",
         num_warps=warps,
         num_stages=stages,
-        **early_launch(query, ATTEND_ROWS),
     )
     return out
 
@@ -214,7 +240,7 @@ def _attend_tiles(programs: int, keys: Tensor, *, deep: bool) -> tuple[int, int,
     """Keys per block, warps and pipeline stages: the fastest of those measured on an H200.
 
     Many small programs share a multiprocessor; few go over long blocks. With `deep` they read more
-    at once where more are launched early than fit: their keys come from memory. Those of a prefix
+    at once where there are more than fit: their keys come from memory. Those of a prefix
     that several slots read come from the L2 cache.
     """
     most = 5 if deep and programs >= 1536 else 3
@@ -225,7 +251,14 @@ def _attend_tiles(programs: int, keys: Tensor, *, deep: bool) -> tuple[int, int,
     else:
         block, warps = 128, 4
     row = 2 * keys.shape[-1] * keys.element_size()  # a key and its value
-    memory = shared_memory(keys.device)
+    memory = _shared_memory(keys.device)
     while block > 16 and 2 * block * row > memory:
         block //= 2
     return block, warps, max(1, min(most, memory // (block * row)))
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes for the tiles of a program, which leaves some to the compiler."""
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 1 << 16) - 8192

@@ -1,0 +1,451 @@
+"""The fast pass of Llama, Mistral, Qwen 2 and Qwen 3: one definition of a layer, over flat tokens.
+
+The tokens of a batch follow each other in one dimension, and only `attend` knows where rows begin
+and which token sees which. Training, prefill and decoding are this pass with another `attend`. On a
+GPU the two halves of a layer around attention are compiled, each once for all layers. `forward.py`
+has the pass through transformers' own modules, which gives the same numbers and serves every other
+family, and models with adapters, shards or hooks.
+
+Axes: T tokens, N selected tokens, H query heads, K key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from marlhf.kernels.attention import causal_attention
+from marlhf.kernels.available import has_triton
+from marlhf.models.base import Model
+from marlhf.models.sequences import send
+
+FAMILIES = tuple(
+    f"{family}For{kind}"
+    for family in ("Llama", "Mistral", "Qwen2", "Qwen3")
+    for kind in ("CausalLM", "SequenceClassification")
+)
+"""These differ only in biases, windows and norms of heads."""
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Rotary embeddings whose angles depend on the length of the longest text in a batch."""
+SMALL_MATRIX = 1 << 20
+"""Weights that share an input are joined into one product up to this size, even where they need no
+cast: calling a product then takes as long as its arithmetic."""
+
+QUERY_BLOCK, MAX_BLOCKS = 32, 4
+"""Attention on a CPU is computed for at least so many queries at a time, in at most so many blocks:
+more save little arithmetic and cost a call each."""
+
+Attend = Callable[[Tensor, int], Tensor | None]
+"""From a layer's heads before rotation, [T, H + 2 K, D], and the number of the layer to what the
+query heads read, [T, H * D]. None ends the pass: a prefill needs no more than the last keys."""
+
+
+def is_plain_llama(model: Model) -> bool:
+    """Whether a model is of one of these families, with no layer replaced.
+
+    Adapters and quantisation replace linear layers, FSDP shards them.
+    """
+    own = type(model).__module__.startswith("transformers.")  # not code that came with a model
+    if type(model).__name__ not in FAMILIES or not own:
+        return False
+    rope = model.config.rope_parameters
+    rotary, whole = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0) == 1.0
+    matrices = (m for m in model.modules() if hasattr(m, "weight") and m.weight.ndim == 2)
+    return (
+        model.config.hidden_act == "silu"
+        and rotary not in LENGTH_DEPENDENT_ROPE
+        and whole
+        and all(type(m) in (nn.Linear, nn.Embedding) for m in matrices)
+        and not any(isinstance(p, DTensor) for p in model.parameters())
+    )
+
+
+def is_unchanged(model: Model, longest: int) -> bool:
+    """Whether a plain Llama computes just what its class does to rows of some length.
+
+    Asked before each pass: hooks, adapters and gradient checkpointing may come and go.
+    """
+    config = model.config
+    for layer in model.base_model.layers:
+        window = attention_window(layer.self_attn, config)
+        if window is not None and longest > window:
+            return False
+        if model.training and layer.self_attn.attention_dropout:
+            return False
+    if any(module.__dict__.get("gradient_checkpointing") for module in model.modules()):
+        return False
+    return not has_hooks(model)
+
+
+def has_hooks(model: Model) -> bool:
+    """Whether forward hooks want to see or change what modules compute."""
+    return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def attention_window(attention: Any, config: Any) -> int | None:
+    """Qwen sets the window per layer; in Mistral the config's window holds for all layers."""
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window
+    return getattr(config, "sliding_window", None)
+
+
+class Product(NamedTuple):
+    """Linear layers with the same input: one matrix where they are joined, else one for each."""
+
+    weights: tuple[Tensor, ...]  # [out, in]
+    biases: tuple[Tensor | None, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]."""
+        parts = [F.linear(x, w, b) for w, b in zip(self.weights, self.biases)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def product(layers: Sequence[Any], dtype: torch.dtype) -> Product:
+    """The weights of some layers in the type to multiply in; gradients reach the originals."""
+    weights, biases = [x.weight for x in layers], [x.bias for x in layers]
+    if not is_joined(layers, dtype):
+        return Product(tuple(weights), tuple(biases))
+    bias = None if biases[0] is None else Join.apply(dtype, *biases)
+    return Product((Join.apply(dtype, *weights),), (bias,))
+
+
+def is_joined(layers: Sequence[Any], dtype: torch.dtype) -> bool:
+    """Whether layers with the same input become one matrix: a cast copies them in any case."""
+    if layers[0].weight.dtype != dtype:
+        return True
+    return len(layers) > 1 and sum(x.weight.numel() for x in layers) <= SMALL_MATRIX
+
+
+class Join(torch.autograd.Function):
+    """Tensors one below the other, cast on the way."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *parts: Tensor) -> Tensor:
+        ctx.sizes, ctx.dtype = [len(part) for part in parts], parts[0].dtype
+        whole = parts[0].new_empty(sum(ctx.sizes), *parts[0].shape[1:], dtype=dtype)
+        torch._foreach_copy_(whole.split(ctx.sizes), parts)  # pyright: ignore[reportPrivateImportUsage]
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        return None, *(part.to(ctx.dtype) for part in grad.split(ctx.sizes))
+
+
+class Layer(NamedTuple):
+    """A layer's weights, in the type to multiply in; those of norms as the model has them."""
+
+    input_norm: Tensor
+    qkv: Product
+    head_norms: tuple[Tensor, Tensor] | None  # of queries and keys, Qwen 3
+    out: Product
+    mlp_norm: Tensor
+    gate_up: Product
+    down: Product
+
+    @classmethod
+    def of(cls, layer: Any, join: Callable[[list[Any]], Product]) -> Layer:
+        """`join` makes one product of the linear layers that share an input."""
+        attention, mlp = layer.self_attn, layer.mlp
+        normed = "q_norm" in attention._modules
+        return cls(
+            layer.input_layernorm.weight,
+            join([attention.q_proj, attention.k_proj, attention.v_proj]),
+            (attention.q_norm.weight, attention.k_norm.weight) if normed else None,
+            join([attention.o_proj]),
+            layer.post_attention_layernorm.weight,
+            join([mlp.gate_proj, mlp.up_proj]),
+            join([mlp.down_proj]),
+        )
+
+
+class Sizes(NamedTuple):
+    """What a pass must know of a model besides its weights."""
+
+    heads: int  # H
+    groups: int  # K
+    width: int  # D
+    scale: float  # of the products of queries and keys
+    epsilon: float  # of norms
+
+    @property
+    def split(self) -> tuple[int, int, int]:
+        """Heads of queries, keys and values."""
+        return self.heads, self.groups, self.groups
+
+    @classmethod
+    def of(cls, model: Model) -> Sizes:
+        attention, config = model.base_model.layers[0].self_attn, model.config
+        return cls(
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            attention.head_dim,
+            attention.scaling,
+            model.base_model.norm.variance_epsilon,
+        )
+
+
+def run_layers(
+    x: Tensor,  # [T, hidden], embeddings
+    layers: Iterable[Layer],
+    attend: Attend,
+    sizes: Sizes,
+    final_norm: Tensor,
+    selected: Tensor | None = None,  # [N]
+) -> Tensor | None:
+    """The last hidden states, [T, hidden] or of the selected tokens alone, [N, hidden], float32.
+
+    What a layer adds to the residual is added by the norm that follows, which reads both anyway.
+    """
+    delta = None
+    layers = list(layers)
+    before, after = (on_device(f, x.device) for f in (before_attention, after_attention))
+    for number, layer in enumerate(layers):
+        x, qkv = before(x, delta, layer.input_norm, layer.qkv, sizes.epsilon)
+        attended = attend(qkv.unflatten(1, (-1, sizes.width)), number)
+        if attended is None:
+            return None
+        if selected is not None and number == len(layers) - 1:
+            x, attended = x.index_select(0, selected), attended.index_select(0, selected)
+        x, delta = after(x, attended, layer, sizes.epsilon)
+    return rms_norm(x if delta is None else x + delta, final_norm, sizes.epsilon, wide(x))
+
+
+def before_attention(
+    x: Tensor, delta: Tensor | None, norm: Tensor, qkv: Product, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """The residual x + delta, [T, hidden]; queries, keys and values of its norm, [T, heads * D]."""
+    if delta is not None:
+        x = x + delta
+    return x, qkv(rms_norm(x, norm, epsilon, x.dtype))
+
+
+def after_attention(
+    x: Tensor, attended: Tensor, layer: Layer, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """The residual after attention, and what the MLP adds to it: [T, hidden] each."""
+    x = x + layer.out(attended)
+    gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, epsilon, x.dtype)).chunk(2, dim=1)
+    return x, layer.down(F.silu(gate) * up)
+
+
+class Rotary(NamedTuple):
+    """Cosines and sines of tokens, [T, 1, D], the first half of the sines negated.
+
+    Rotation is x * cos + rotate_half(x) * sin, where rotate_half negates its first half. Negating
+    the sines instead leaves a plain `roll` in place of rotate_half.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: Model, length: int) -> Rotary:
+        """Of the first positions of a text."""
+        trunk = model.base_model
+        weight = trunk.embed_tokens.weight
+        positions = torch.arange(length, device=weight.device)
+        cos, sin = (x[0, :, None] for x in trunk.rotary_emb(weight[:1], positions[None]))
+        return cls(cos, _negate_half(sin))
+
+    def at(self, positions: Tensor) -> Rotary:
+        return Rotary(self.cos[positions], self.sin[positions])
+
+    def rows(self, count: int, length: int) -> Rotary:
+        """Of several rows of some length, one after the other."""
+        cos, sin = (x[:length].repeat(count, 1, 1) for x in self)
+        return Rotary(cos, sin)
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Cosines and sines as transformers has them, [T, D]."""
+        return self.cos.squeeze(1).contiguous(), _negate_half(self.sin).squeeze(1)
+
+
+def _negate_half(sin: Tensor) -> Tensor:
+    first, second = sin.chunk(2, dim=-1)
+    return torch.cat((-first, second), dim=-1)
+
+
+def rotated(
+    qkv: Tensor,  # [T, H + 2 K, D]
+    norms: tuple[Tensor, Tensor] | None,
+    rotary: Rotary,
+    sizes: Sizes,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, normalised where the model does and rotated; and values."""
+    query, key, value = qkv.split(sizes.split, dim=1)
+    if norms is not None:
+        query, key = (rms_norm(x, w, sizes.epsilon, x.dtype) for x, w in zip((query, key), norms))
+    return rotate(query, rotary), rotate(key, rotary), value
+
+
+def rotate(x: Tensor, rotary: Rotary) -> Tensor:
+    """Rotary embedding of heads, [T, heads, D]."""
+    turned = torch.addcmul(x * rotary.cos, x.roll(x.shape[-1] // 2, dims=-1), rotary.sin)
+    return turned.to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
+    """x over its root mean square, rounded to its type as transformers does, times a weight."""
+    unit = x.to(wide(x))
+    unit = unit * torch.rsqrt(unit.square().mean(dim=-1, keepdim=True) + epsilon)
+    return (unit.to(x.dtype) * weight).to(dtype)
+
+
+def wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+class TokenLayout(NamedTuple):
+    """Where the tokens of a padded batch [B, W] are in a flat pass, and which of them are wanted.
+
+    A GPU computes padding along: rows of a micro-batch have similar lengths, and attention is then
+    a plain batch. A CPU computes whatever it is given, so there the tokens are the real ones alone.
+    """
+
+    rows: int  # B
+    width: int  # W
+    places: Tensor | None  # [T], flat places of the tokens in [B, W]; None where padding is kept
+    selected: Tensor  # [N], which of the tokens are wanted
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Sequence[int],
+        width: int,
+        selected: Sequence[tuple[int, int]],
+        device: torch.device,
+    ) -> TokenLayout:
+        """Rows of some lengths; a (first column, count) is selected of each.
+
+        >>> layout = TokenLayout.of([3, 2], 4, [(1, 2), (0, 1)], torch.device("cpu"))
+        >>> layout.places.tolist(), layout.selected.tolist()
+        ([0, 1, 2, 4, 5], [1, 2, 3])
+        """
+        # In numpy: torch would wake a pool of threads for a few thousand numbers.
+        first, count = np.array(selected, dtype=np.int64).reshape(-1, 2).T
+        places, starts = None, np.arange(len(lengths)) * width
+        if device.type != "cuda":
+            places = torch.from_numpy(_ranges(starts, np.array(lengths)))
+            starts = np.cumsum(lengths) - lengths
+        wanted = torch.from_numpy(_ranges(starts + first, count))
+        return cls(len(lengths), width, places, send(wanted, device))
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Heads of tokens as a padded batch: [T, heads, D] -> [B, heads, W, D]."""
+        size = self.rows * self.width
+        if self.places is not None and len(x) < size:
+            x = x.new_zeros(size, *x.shape[1:]).index_copy(0, self.places, x)
+        return x.unflatten(0, (self.rows, self.width)).transpose(1, 2)
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """[B, heads, W, D] -> [T, heads * D]."""
+        flat = x.transpose(1, 2).reshape(self.rows * self.width, -1)
+        if self.places is None or len(self.places) == len(flat):
+            return flat
+        return flat.index_select(0, self.places)
+
+
+def _ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """start, start + 1, ... for each start, as many as its count."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
+
+
+def selected_hidden(
+    model: Model,
+    ids: Tensor,  # [B, W]
+    lengths: Sequence[int],
+    selected: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+) -> Tensor:
+    """The last hidden states of some tokens of each row, (first column, count): [N, hidden].
+
+    Matrices are multiplied in `dtype`, which also goes from layer to layer.
+    """
+    trunk, sizes = model.base_model, Sizes.of(model)
+    layout = TokenLayout.of(lengths, ids.shape[1], selected, ids.device)
+    flat, rotary = ids.flatten(), Rotary.of(model, layout.width)
+    if layout.places is None:
+        rotary = rotary.rows(layout.rows, layout.width)
+    else:
+        flat, rotary = flat[layout.places], rotary.at(layout.places % layout.width)
+    layers = [Layer.of(layer, lambda parts: product(parts, dtype)) for layer in trunk.layers]
+    turn = on_device(rotated, ids.device)
+
+    def attend(qkv: Tensor, number: int) -> Tensor:
+        heads = turn(qkv, layers[number].head_norms, rotary, sizes)
+        if layout.places is not None:
+            joined = layout.pad(torch.cat(heads, dim=1))
+            query, key, value = joined.split(sizes.split, dim=1)
+            return layout.unpad(_attend_in_blocks(query, key, value, sizes.scale))
+        query, key, value = map(layout.pad, heads)
+        return layout.unpad(causal_attention(query, key, value, sizes.scale))
+
+    with torch.autocast(ids.device.type, enabled=False):  # types are chosen by hand
+        x = trunk.embed_tokens(flat).to(dtype)
+        hidden = run_layers(x, layers, attend, sizes, trunk.norm.weight, layout.selected)
+    assert hidden is not None
+    return hidden
+
+
+def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention, a block of queries at a time over the keys up to its last.
+
+    Torch's kernel for CPUs computes the scores of later keys too, and then discards them.
+    """
+    width = query.shape[2]
+    block = max(QUERY_BLOCK, math.ceil(width / MAX_BLOCKS))
+    columns = torch.arange(width)
+    outs: list[Tensor] = []
+    for start in range(0, width, block):
+        end = min(start + block, width)
+        bias = torch.zeros(end - start, end, dtype=query.dtype)
+        bias.masked_fill_(columns[:end] > columns[start:end, None], -torch.inf)
+        out = F.scaled_dot_product_attention(
+            query[:, :, start:end],
+            key[:, :, :end],
+            value[:, :, :end],
+            attn_mask=bias,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        # The kernel's output lies as [B, W, heads, D], and is read so afterwards.
+        outs.append(out.transpose(1, 2))
+    return torch.cat(outs, dim=1).transpose(1, 2)
+
+
+def on_device(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """A function of tokens as it runs on a device: compiled on a GPU."""
+    return _compiled(function) if device.type == "cuda" and has_triton() else function
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled once for any number of tokens, which is the first dimension of what comes first.
+
+    Norms and activations between products are then one kernel each, in both directions.
+    """
+    inner = torch.compile(function)
+
+    def run(*args: Any) -> Any:
+        for x in args[:2]:
+            if isinstance(x, Tensor):
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+        return inner(*args)
+
+    return run
