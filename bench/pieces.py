@@ -52,8 +52,8 @@ def eager(function, _):
     return function
 
 
-def step_without_graph(step, slots, reach, *, borrow=False):
-    step._step(reach, slots, borrow)
+def step_without_graph(step, slots, reach):
+    step._step(reach, slots)
 
 
 PIECES = {

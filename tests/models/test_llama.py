@@ -154,38 +154,39 @@ def test_a_copy_of_a_model_keeps_its_passes_and_has_its_own_weights(small):
     assert not torch.allclose(read_logprobs(model, sequences), read_logprobs(other, sequences))
 
 
+MANY = (
+    [[2 + (7 * i + j) % 40 for j in range(1 + i % 13)] for i in range(48)],
+    [[3 + (5 * i + j) % 40 for j in range(1 + i % 7)] for i in range(48)],
+)
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=gpu) for name in FAMILIES])
 @pytest.mark.parametrize("read", READ)
-@pytest.mark.parametrize(
-    "rows", [(PROMPTS, RESPONSES), (LONG, LONG_RESPONSES)], ids=["short", "long"]
-)
+@pytest.mark.parametrize("rows", [MANY, (LONG, LONG_RESPONSES)], ids=["many", "long"])
 def test_on_a_gpu_they_are_as_close_as_bfloat16_allows(small, name, read, rows, monkeypatch):
+    """To float32, in all numbers and all gradients together, as close as transformers' modules."""
     settings = {"hidden_size": 96, "num_attention_heads": 6, "head_dim": 16}
     model = small(name, read is not read_logprobs, **settings).cuda()
     plain, passes = both_ways(model, monkeypatch)
     exact = copy.deepcopy(plain)
     compile_blocks(plain, backend="eager")  # bfloat16 from layer to layer, here too
     sequences = Sequences.from_lists(*rows, 0, "cuda")
-    for turn in range(2):
-        with torch.autocast("cuda", torch.bfloat16):
-            ours, theirs = read(model, sequences), read(plain, sequences)
-        truth = read(exact, sequences)
-        for result in (ours, theirs, truth):
-            result.square().sum().backward()
-        assert (ours - truth).norm() < 2 * (theirs - truth).norm() + 0.01 * truth.norm()
-        parameters = zip(model.named_parameters(), plain.parameters(), exact.parameters())
-        for (parameter, a), b, c in parameters:
-            assert (a.grad is None) == (b.grad is None), parameter
-            if a.grad is None:
-                continue
-            worst = 2 * (b.grad - c.grad).norm() + 0.03 * c.grad.norm() + 1e-4
-            assert (a.grad - c.grad).norm() < worst, (parameter, turn)
-            with torch.no_grad():  # an optimiser's step moves all alike
-                step = 0.01 * c.grad / (c.grad.norm() + 1)  # however many tokens it sums up
-                for p in (a, b, c):
-                    p.sub_(step)
-                    p.grad = None
-    assert passes == [1, 1]
+    with torch.autocast("cuda", torch.bfloat16):
+        ours, theirs = read(model, sequences), read(plain, sequences)
+    truth = read(exact, sequences)
+    assert passes == [1]
+    for result in (ours, theirs, truth):
+        result.square().sum().backward()
+    assert (ours - truth).norm() < 2 * (theirs - truth).norm() + 0.02 * truth.norm()
+    grads = [
+        torch.cat(
+            [p.grad.flatten() / p.grad.norm() for p in each.parameters() if p.grad is not None]
+        )
+        for each in (model, plain, exact)
+    ]
+    assert grads[0].shape == grads[1].shape == grads[2].shape
+    ours, theirs = ((each - grads[2]).norm() for each in grads[:2])
+    assert ours < 1.5 * theirs + 0.02 * grads[2].norm()
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=gpu) for name in FAMILIES])

@@ -7,7 +7,7 @@ Axes: B rows, P prompt tokens, S slots, H query heads, K key-value heads, C posi
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,16 +20,6 @@ if has_triton():
     from marlhf.kernels import triton_attention
 
 
-class Prefixes(NamedTuple):
-    """Slots that read the beginning of their prompt where another slot holds it.
-
-    Position 0 is always a slot's own: idle slots write there.
-    """
-
-    rows: Tensor  # [S], of the cache, whose keys and values are read
-    ends: Tensor  # [S], up to this position; 0 for slots that borrow nothing
-
-
 class SlotPositions:
     """Where the tokens of a decode step are: position in the text, and row of the cache.
 
@@ -37,15 +27,9 @@ class SlotPositions:
     them once and keeps them here for the layers that follow.
     """
 
-    def __init__(
-        self,
-        positions: Tensor,
-        cache_rows: Tensor | None = None,
-        prefixes: Prefixes | None = None,
-    ) -> None:
+    def __init__(self, positions: Tensor, cache_rows: Tensor | None = None) -> None:
         self.positions = positions  # [S]
         self.cache_rows = cache_rows  # [S]; None for the first rows
-        self.prefixes = prefixes
         self._masks: dict[tuple[int | None, int], tuple[Tensor, Tensor]] = {}
 
     def masks(self, window: int | None, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -79,18 +63,11 @@ def attend(
     """Each slot's query over its keys up to its position: [S, H, D]."""
     if has_kernel(query, keys, values):
         return triton_attention.attend(
-            query, keys, values, at.positions, at.cache_rows, at.prefixes, scale, window, softcap
+            query, keys, values, at.positions, at.cache_rows, scale, window, softcap
         )
     rows = query.shape[0]
     own = slice(rows) if at.cache_rows is None else at.cache_rows
     key, value = keys[own, :, :reach], values[own, :, :reach]
-    if at.prefixes is not None:
-        position = torch.arange(key.shape[2], device=key.device)
-        borrowed = (position > 0) & (position < at.prefixes.ends[:, None])
-        key, value = (
-            torch.where(borrowed[:, None, :, None], x[at.prefixes.rows, :, :reach], mine)
-            for x, mine in ((keys, key), (values, value))
-        )
     visible, bias = at.masks(window, key.shape[2], query.dtype)
     # Grouped queries: the heads that share keys become rows of one product, [S, K, H / K, D], so
     # that keys need not be repeated for each head.

@@ -73,8 +73,6 @@ def _attend(
     values,
     positions,
     cache_rows,
-    prefix_rows,
-    prefix_ends,
     cosines,
     sines,
     query_norm,
@@ -93,7 +91,6 @@ def _attend(
     window: tl.constexpr,  # 0 for none
     capped: tl.constexpr,
     indexed: tl.constexpr,  # whether keys and values are in `cache_rows`, not the first rows
-    borrows: tl.constexpr,  # whether slots read their prefix where another holds it
     rotates: tl.constexpr,  # whether queries and new keys are still to be rotated, keys stored
     normed: tl.constexpr,
     precision: tl.constexpr,
@@ -139,18 +136,10 @@ def _attend(
         highest = tl.full([rows, 1], -float("inf"), tl.float32)
         total = tl.zeros([rows, 1], tl.float32)
         mean = tl.zeros([rows, width], tl.float32)
-    if borrows:
-        prefix_end = tl.load(prefix_ends + slot).to(tl.int32)
-        other = tl.load(prefix_rows + slot) * slot_stride + group * head_stride
     for start in range(first // block * block, end, block):
         position = start + tl.arange(0, block)
         inside = (position < end) & (position >= first)
-        place = own
-        if borrows:
-            # Positions of a borrowed prefix are another slot's, but for 0.
-            is_other = (position > 0) & (position < prefix_end)
-            place = tl.where(is_other, other, own)[:, None]
-        at = place + position[:, None] * width + column[None, :]
+        at = own + position[:, None] * width + column[None, :]
         k = tl.load(keys + at, inside[:, None], other=0.0)
         v = tl.load(values + at, inside[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=precision) * scale
@@ -184,7 +173,6 @@ def attend(
     values: Tensor,
     positions: Tensor,
     cache_rows: Tensor | None,
-    prefixes: tuple[Tensor, Tensor] | None,  # rows and ends, [S] each
     scale: float,
     window: int | None,
     softcap: float | None = None,
@@ -200,15 +188,13 @@ def attend(
     share = heads // groups
     out = torch.empty(slots, heads, width, dtype=keys.dtype, device=query.device)
     query_norm, key_norm, eps = norms or (query, query, 0.0)
-    deep = rotary is not None and prefixes is None
-    block, warps, stages = _attend_tiles(slots * groups, keys, deep=deep)
+    block, warps, stages = _attend_tiles(slots * groups, keys)
     _attend[(slots, groups)](
         query,
         keys,
         values,
         positions,
         positions if cache_rows is None else cache_rows,
-        *((positions, positions) if prefixes is None else prefixes),
         *(rotary or (query, query)),
         query_norm,
         key_norm,
@@ -226,7 +212,6 @@ def attend(
         window or 0,
         softcap is not None,
         cache_rows is not None,
-        prefixes is not None,
         rotary is not None,
         norms is not None,
         "ieee" if keys.dtype == torch.float32 else "tf32",
@@ -236,14 +221,13 @@ def attend(
     return out
 
 
-def _attend_tiles(programs: int, keys: Tensor, *, deep: bool) -> tuple[int, int, int]:
+def _attend_tiles(programs: int, keys: Tensor) -> tuple[int, int, int]:
     """Keys per block, warps and pipeline stages: the fastest of those measured on an H200.
 
-    Many small programs share a multiprocessor; few go over long blocks. With `deep` they read more
-    at once where there are more than fit: their keys come from memory. Those of a prefix
-    that several slots read come from the L2 cache.
+    Many small programs share a multiprocessor; few go over long blocks. Where there are more than
+    fit, each reads more at once.
     """
-    most = 5 if deep and programs >= 1536 else 3
+    most = 5 if programs >= 1536 else 3
     if programs >= 256:
         block, warps = 32, 1
     elif programs >= 96:

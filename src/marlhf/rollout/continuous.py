@@ -64,31 +64,26 @@ class DecodeStep:
     ) -> None:
         self.decoder, self.state, self.sampling, self.ends = decoder, state, sampling, ends
         self.use_graphs = graphs
-        self.warm: set[tuple[int, bool]] = set()
-        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self.warm: set[int] = set()
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def __call__(self, slots: int, reach: int, *, borrow: bool = False) -> None:
-        """Step the first `slots`, all of which are at positions below `reach`.
-
-        With `borrow` they read their prefixes where the state says.
-        """
-        kind = slots, borrow
-        if not self.use_graphs or kind not in self.warm:
-            self.warm.add(kind)
-            self._step(reach, *kind)
+    def __call__(self, slots: int, reach: int) -> None:
+        """Step the first `slots`, all of which are at positions below `reach`."""
+        if not self.use_graphs or slots not in self.warm:
+            self.warm.add(slots)
+            self._step(reach, slots)
             return
-        if kind not in self.graphs:
-            self.graphs[kind] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graphs[kind]):
+        if slots not in self.graphs:
+            self.graphs[slots] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graphs[slots]):
                 # A graph has fixed shapes, so it may attend to all keys.
-                self._step(None, *kind)
-        self.graphs[kind].replay()
+                self._step(None, slots)
+        self.graphs[slots].replay()
 
-    def _step(self, reach: int | None, slots: int, borrow: bool) -> None:
+    def _step(self, reach: int | None, slots: int) -> None:
         state = self.state.first(slots)
-        prefixes = state.prefixes if borrow else None
         rows = state.cache_rows if self.decoder.indexed else None
-        logits = self.decoder.step(state.tokens, state.positions, reach, prefixes, rows)
+        logits = self.decoder.step(state.tokens, state.positions, reach, rows)
         sample(logits, self.sampling, state, self.ends)
 
 
@@ -143,9 +138,6 @@ class Schedule:
         self.rows: list[int | None] = [None] * self._num_slots(len(prompts))  # in each slot
         self.age = [0] * len(self.rows)  # steps since a slot was filled
         shape, device = (len(prompts), self.state.length), self.state.device
-        # Prefixes are borrowed where no slot is refilled before all responses have ended.
-        self.may_borrow = self.decoder.indexed and len(prompts) <= len(self.rows)
-        self.borrows = False
         self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.logprobs = torch.zeros(shape, device=device)
         self.lengths = torch.zeros(len(prompts), dtype=torch.int64, device=device)
@@ -175,8 +167,7 @@ class Schedule:
         slots = free[:count]
         new, copies = self._find_copies(rows, slots)
         self._prefill([rows[i] for i in new], [slots[i] for i in new])
-        if not self.may_borrow:
-            self._copy_prefixes(copies)
+        self._copy_prefixes(copies)
         for slot, row in zip(slots, rows):
             self.rows[slot], self.age[slot] = row, 0
         # The last token of a prompt is left out of the prefill: the first step feeds it, so that
@@ -187,8 +178,6 @@ class Schedule:
         new_rows, *new = self._to_device([rows, slots, last, positions, limits])
         new_slots, tokens, new_positions, new_limits = new
         self.state.begin(new_slots, tokens, new_positions, self.uniform[new_rows], new_limits)
-        if self.may_borrow:
-            self._borrow_prefixes(copies)
 
     def _find_copies(
         self, rows: list[int], slots: list[int]
@@ -224,19 +213,6 @@ class Schedule:
         if length:
             sources, targets, _ = self._to_device(list(zip(*copies)))
             self.decoder.move(sources, targets, length)
-
-    def _borrow_prefixes(self, copies: list[tuple[int, int, int]]) -> None:
-        """Let slots read the keys and values of their prompts where another slot holds them.
-
-        Except for position 0, which the other slot overwrites once it is at rest.
-        """
-        borrowed = [copy for copy in copies if copy[2] > 1]
-        self._copy_prefixes([(source, target, min(n, 1)) for source, target, n in copies])
-        if borrowed:
-            sources, targets, lengths = self._to_device(list(zip(*borrowed)))
-            self.state.prefix_rows[targets] = sources
-            self.state.prefix_ends[targets] = lengths
-        self.borrows = bool(borrowed)
 
     def _prefill(self, rows: list[int], slots: list[int]) -> None:
         """Keys and values of all prompt tokens but the last."""
@@ -286,7 +262,7 @@ class Schedule:
         for slot in left:
             self.age[slot] += count
         for i in range(count):
-            self.step(len(self.rows), reach, borrow=self.borrows)
+            self.step(len(self.rows), reach)
             if i == max(count - 2, 0):
                 running = self.state.running[: len(self.rows)]
                 if event is not None:

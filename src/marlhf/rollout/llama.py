@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from marlhf.kernels.attention import (
-    Prefixes,
     SlotPositions,
     attend,
     causal_attention,
@@ -38,6 +37,9 @@ from marlhf.models.llama import (
     run_layers,
 )
 from marlhf.rollout.slots import PREFILL_TOKENS
+
+LAUNCHED_NUMBERS = 1 << 26
+"""Numbers of hidden states, tokens times hidden size, in one prefill on a GPU."""
 
 
 class WeightCopies:
@@ -73,8 +75,6 @@ class WeightCopies:
 class LlamaDecoder:
     """A `slots.Decoder`."""
 
-    prefill_tokens = PREFILL_TOKENS
-
     def __init__(self, model: Model, slots: int, capacity: int, dtype: torch.dtype | None) -> None:
         trunk, self.sizes = model.model, Sizes.of(model)
         self.embedding: Tensor = trunk.embed_tokens.weight
@@ -94,6 +94,9 @@ class LlamaDecoder:
         # The kernel finds keys and values by an index, and rotates by itself.
         self.fused = self.indexed = has_kernel(self.cache[0], *self.keys_values[0])
         self.tables = self.rotary.tables()
+        # A GPU is done with few tokens of a small model before the host has launched the next.
+        most = LAUNCHED_NUMBERS // self.embedding.shape[1] if device.type == "cuda" else 0
+        self.prefill_tokens = min(max(PREFILL_TOKENS, most), 4 * PREFILL_TOKENS)
 
     @staticmethod
     def fits(model: Model) -> bool:
@@ -120,8 +123,8 @@ class LlamaDecoder:
         def attend_to_prompts(qkv: Tensor, number: int) -> Tensor | None:
             heads = turn(qkv, self.layers[number].head_norms, rotary, self.sizes)
             query, key, value = (x.unflatten(0, (rows, length)).transpose(1, 2) for x in heads)
-            keys, values = self.keys_values[number]
-            keys[slots, :, :length], values[slots, :, :length] = key, value
+            for stored, new in zip(self.keys_values[number], (key, value)):
+                stored[:, :, :length].index_copy_(0, slots, new)
             if number == len(self.layers) - 1:
                 return None  # a prefill needs the last layer's keys and values, nothing after
             out = causal_attention(query, key, value, self.sizes.scale, self.windows[number])
@@ -134,10 +137,9 @@ class LlamaDecoder:
         tokens: Tensor,
         positions: Tensor,
         reach: int | None,
-        prefixes: Prefixes | None = None,
         cache_rows: Tensor | None = None,
     ) -> Tensor:
-        at = SlotPositions(positions, cache_rows, prefixes)
+        at = SlotPositions(positions, cache_rows)
         rotary = self.rotary.at(positions)
         own = self.slots[: len(tokens)] if cache_rows is None else cache_rows
         scale, epsilon = self.sizes.scale, self.sizes.epsilon
@@ -147,7 +149,7 @@ class LlamaDecoder:
             norms = self.layers[number].head_norms
             if self.fused:
                 return triton_attention.attend(
-                    *(qkv, keys, values, positions, cache_rows, prefixes, scale, window),
+                    *(qkv, keys, values, positions, cache_rows, scale, window),
                     rotary=self.tables,
                     norms=None if norms is None else (*norms, epsilon),
                 ).flatten(1)

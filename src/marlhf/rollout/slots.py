@@ -22,7 +22,6 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AttentionInterface
 
 from marlhf.kernels.attention import (
-    Prefixes,
     SlotPositions,
     attend,
     attend_opaque,
@@ -46,8 +45,7 @@ class Decoder(Protocol):
     prefill_tokens: int
     """The most tokens in one prefill."""
     indexed: bool
-    """Whether steps find a slot's keys and values by an index. Slots can then be moved without
-    them, and borrow prefixes."""
+    """Whether steps find keys and values by an index, so that slots are moved without them."""
 
     def ready(self) -> contextlib.AbstractContextManager[None]:
         """Everything else happens within this context, with the weights as of its beginning."""
@@ -65,7 +63,6 @@ class Decoder(Protocol):
         tokens: Tensor,
         positions: Tensor,
         reach: int | None,
-        prefixes: Prefixes | None = None,
         cache_rows: Tensor | None = None,
     ) -> Tensor:
         """Logits [S, V] after one more token in each of the first S slots, at positions [S].
@@ -212,10 +209,9 @@ class ModuleDecoder:
         tokens: Tensor,
         positions: Tensor,
         reach: int | None,
-        prefixes: Prefixes | None = None,
         cache_rows: Tensor | None = None,
     ) -> Tensor:
-        assert prefixes is cache_rows is None, "only where `indexed`"
+        assert cache_rows is None, "only where `indexed`"
         if self.compiled:
             # Compiled layers would be compiled again for each reach, and for positions that are a
             # view of others, as of the first slots: these always are.

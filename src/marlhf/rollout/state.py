@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from marlhf.kernels.attention import Prefixes
-
 
 @dataclass(frozen=True)
 class DecodeState:
@@ -27,8 +25,6 @@ class DecodeState:
     out_tokens: Tensor  # [S, R + 1]
     out_logprobs: Tensor  # [S, R + 1]
     cache_rows: Tensor  # [S], where a slot's keys and values are, if it is not moved with them
-    prefix_rows: Tensor  # [S], see `Prefixes`
-    prefix_ends: Tensor  # [S]
 
     @classmethod
     def empty(cls, slots: int, length: int, device: torch.device) -> DecodeState:
@@ -44,8 +40,6 @@ class DecodeState:
             out_tokens=zeros(slots, length + 1),
             out_logprobs=zeros(slots, length + 1, dtype=torch.float32),
             cache_rows=torch.arange(slots, device=device),
-            prefix_rows=zeros(slots),
-            prefix_ends=zeros(slots),
         )
 
     @property
@@ -65,10 +59,6 @@ class DecodeState:
     def device(self) -> torch.device:
         return self.tokens.device
 
-    @property
-    def prefixes(self) -> Prefixes:
-        return Prefixes(self.prefix_rows, self.prefix_ends)
-
     def first(self, slots: int) -> DecodeState:
         """A view of the first slots."""
         if slots == self.slots:
@@ -86,7 +76,6 @@ class DecodeState:
         self.steps[slots] = first
         self.running.index_fill_(0, slots, True)  # `[slots] = True` would wait for a GPU
         self.uniform[slots, : self.length] = uniform.gather(1, columns.clamp(min=0))
-        self.prefix_ends.index_fill_(0, slots, 0)
 
     def responses(self, slots: Tensor, limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens and log-probs from the first on, [n, R], junk after the end; and lengths, [n]."""
