@@ -7,10 +7,14 @@ import numpy as np
 import pytest
 
 from marlhf.intervals import Curve
-from marlhf.report.comparison import Comparison, at_kl, common_kl
 from marlhf.report.groups import group_runs
-from marlhf.report.sections.frontier import equal_kl, frontier
-from marlhf.report.sections.time_to_score import Reached, first_evaluation_at, time_to_score
+from marlhf.report.measures import Comparison, at_kl, common_kl
+from marlhf.report.sections.frontier import (
+    equal_kl,
+    first_evaluation_at,
+    frontier,
+    time_to_score,
+)
 from marlhf.runs.read import read_run
 
 
@@ -110,7 +114,9 @@ def test_a_seed_reaches_a_score_at_an_evaluation(make_run):
         for step, score, kl, gold in ((0, 0.0, 0.0, 0.0), (10, 0.4, 2.0, 0.5), (20, 0.9, 3.0, 0.7))
     ]
     run = read_run(make_run("a", metrics=metrics))
-    assert first_evaluation_at(run, 0.5) == Reached(step=20, seconds=10.0, kl=3.0, gold=0.7)
+    reached = first_evaluation_at(run, 0.5)
+    assert reached is not None
+    assert (reached["step"], reached["seconds"], reached["eval/kl"]) == (20, 10.0, 3.0)
     assert first_evaluation_at(run, 1.0) is None
 
 

@@ -11,18 +11,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from markupsafe import Markup
+
 from marlhf.evaluate.held_out import read_scored, scores_of
 from marlhf.intervals import Curve, Floats, Interval, difference_over_seeds, wilson
-from marlhf.report.comparison import Comparison, at_kl, common_kl
 from marlhf.report.groups import Group, groups_by_name, measured_alike, scored_by_functions
-from marlhf.report.measures import change, difference, final_score, over_what, wins_over
-from marlhf.report.page import num, percent, signed, text
+from marlhf.report.measures import (
+    Comparison,
+    at_kl,
+    change,
+    common_kl,
+    difference,
+    final_score,
+    over_what,
+    wins_over,
+)
+from marlhf.report.page import bold, num, part, percent, signed
 from marlhf.report.sections.judged import read_summaries
 
 MAX_COMPARED = 3
-"""Up to this many settings each is compared with the first; of more, only the best."""
+"""Up to this many groups each is compared with the baseline; of more, only the best."""
 INDEPENDENT = ("openai", "model", "person")
 """Kinds of judges that know nothing of the reward."""
+GOLD = "the true (gold) score"
 
 
 @dataclass(frozen=True)
@@ -43,16 +54,12 @@ class Criterion:
             return "worse"
         return "unclear" if math.isfinite(self.value.low) else ""
 
-    def sentence(self, name: str, other: str) -> str:
+    def sentence(self, name: str, other: str) -> Markup:
         """The whole answer by this criterion, for the first line."""
-        words = {
-            "better": f"{name} is better than {other}",
-            "worse": f"{name} is worse than {other}",
-            "unclear": f"{name} is not clearly better or worse than {other}",
-        }
-        verb = "higher" if self.value.mean > self.even else "lower"
-        claim = words.get(self.outcome, f"{name} is {verb} than {other}")
-        return f"<b>{claim}</b> by {self.name}: {self.shown}{self._caution}."
+        higher = "higher" if self.value.mean > self.even else "lower"
+        words = {"unclear": "not clearly better or worse", "": higher}
+        claim = f"{name} is {words.get(self.outcome, self.outcome)} than {other}"
+        return bold(claim) + f" by {self.name}: {self.shown}{self._caution}."
 
     def item(self) -> str:
         """The same in short, for the lines below."""
@@ -68,39 +75,34 @@ class Criterion:
         return "" if self.outcome else "; only means were recorded, so there is no interval"
 
 
-def answer(policies: Sequence[Group]) -> str:
-    """Every other setting against the first one; a single setting against the model before RL."""
+def answer(policies: Sequence[Group]) -> Markup:
+    """Every other group against the baseline; a single group against the model before RL."""
     scored = [group for group in policies if math.isfinite(final_score(group).mean)]
     if len(scored) == 1:
-        name = text(scored[0].label)
-        blocks = [_block(_since_start(scored[0]), name, "the model before RL")]
+        compared = [(_since_start(scored[0]), scored[0].label, "the model before RL")]
     else:
-        scored = [*scored[:1], *comparable(policies)]
-        blocks = [
-            _block(criteria_between(scored[0], group), text(group.label), text(scored[0].label))
+        scored = [*scored[:1], *compared_with_baseline(policies)]
+        compared = [
+            (criteria_between(scored[0], group), group.label, scored[0].label)
             for group in scored[1:]
         ]
-    if not any(blocks):
-        return ""
+    blocks = [
+        (first.sentence(name, other), [criterion.item() for criterion in rest])
+        for (first, *rest), name, other in (each for each in compared if each[0])
+    ]
+    if not blocks:
+        return Markup()
     note = f"Differences are paired by prompt, {_intervals_over(scored)}"
-    return f'{"".join(blocks)}<p class="note">{note}</p>'
+    return part("answers", blocks=blocks, note=note)
 
 
-def comparable(policies: Sequence[Group]) -> list[Group]:
-    """The settings that the first lines set against the first: all of a few, the best of many."""
+def compared_with_baseline(policies: Sequence[Group]) -> list[Group]:
+    """The groups that the first lines compare with the baseline: all of a few, the best of many."""
     scored = [group for group in policies if math.isfinite(final_score(group).mean)]
     alike = [group for group in scored[1:] if measured_alike(scored[0], group)]
     if len(alike) < MAX_COMPARED:
         return alike
     return [max(alike, key=lambda group: final_score(group).mean)]
-
-
-def _block(criteria: Sequence[Criterion], name: str, other: str) -> str:
-    if not criteria:
-        return ""
-    first, *rest = criteria
-    items = "".join(f"<li>{each.item()}</li>" for each in rest)
-    return f"<p>{first.sentence(name, other)}</p>" + (f"<ul>{items}</ul>" if items else "")
 
 
 def _intervals_over(groups: Sequence[Group]) -> str:
@@ -114,31 +116,29 @@ def _intervals_over(groups: Sequence[Group]) -> str:
 
 
 def criteria_between(base: Group, group: Group) -> list[Criterion]:
-    """All there is to compare two settings by, the most trustworthy first."""
-    criteria: list[Criterion] = []
+    """All there is to compare two groups by, the most trustworthy first."""
     gold = difference(base, group, "gold")
-    if math.isfinite(gold.mean):
-        criteria.append(Criterion("the true (gold) score", gold, gold.text(signed)))
-    criteria += _by_judges(base, group)
+    criteria = _known([(GOLD, gold)]) + _by_judges(base, group)
     criteria += _by_other_reward_models(base, group, skip_gold=bool(criteria))
     criteria += _at_equal_kl(base, group)
     score = difference(base, group)
-    shown = score.text(signed) + _wins(base, group) + _costs(base, group)
+    rate = wins_over(base, group)
+    wins = f", win rate {percent(rate)}" if math.isfinite(rate) else ""
+    shown = score.text(signed) + wins + _costs(base, group)
     return [*criteria, Criterion(_score_name(group), score, shown)]
 
 
 def _since_start(group: Group) -> list[Criterion]:
-    criteria: list[Criterion] = []
-    for name, field in (("the true (gold) score", "gold"), (_score_name(group), "score")):
-        value = change(group, field)
-        if math.isfinite(value.mean):
-            criteria.append(Criterion(name, value, value.text(signed)))
-    return criteria
+    return _known([(GOLD, change(group, "gold")), (_score_name(group), change(group))])
 
 
-def _wins(base: Group, group: Group) -> str:
-    rate = wins_over(base, group)
-    return f", win rate {percent(rate)}" if math.isfinite(rate) else ""
+def _known(values: Sequence[tuple[str, Interval]]) -> list[Criterion]:
+    """Criteria for the numbers that were recorded."""
+    return [
+        Criterion(name, value, value.text(signed))
+        for name, value in values
+        if math.isfinite(value.mean)
+    ]
 
 
 def _costs(base: Group, group: Group) -> str:
@@ -159,11 +159,9 @@ def _at_equal_kl(base: Group, group: Group) -> list[Criterion]:
         theirs, own = (at_kl(curve, level) for curve in curves)
         return [own - theirs]
 
-    (value,) = compared.intervals(ahead)
-    if not math.isfinite(value.mean):
-        return []
-    name = f"{_score_name(group)} at equal KL ({num(level)})"
-    return [Criterion(name, value, value.text(signed))]
+    return _known(
+        [(f"{_score_name(group)} at equal KL ({num(level)})", compared.intervals(ahead)[0])]
+    )
 
 
 def _score_name(group: Group) -> str:
@@ -181,7 +179,7 @@ def _by_judges(base: Group, group: Group) -> list[Criterion]:
             wins = (won + summary["tie"]["share"] / 2) * summary["pairs"]
             rate = wilson(wins, summary["pairs"])
             shown = f"win rate {rate.text(percent)} of {summary['pairs']} pairs, ties count half"
-            criteria.append(Criterion(f"the judge {text(summary['judge'])}", rate, shown, even=0.5))
+            criteria.append(Criterion(f"the judge {summary['judge']}", rate, shown, even=0.5))
     return criteria
 
 
@@ -198,22 +196,16 @@ def _by_other_reward_models(base: Group, group: Group, *, skip_gold: bool) -> li
     shared = set.intersection(*(set(by_sampling) for by_sampling in files[0] + files[1]))
     if not shared:
         return []
-    sampling = min(shared)
-    lines = [[by_sampling[sampling] for by_sampling in seeds] for seeds in files]
-    prompts = [{line["key"] for line in each} for each in lines[0] + lines[1]]
-    keys = set.intersection(*prompts)
+    lines = [[by_sampling[min(shared)] for by_sampling in seeds] for seeds in files]
+    keys = set.intersection(*({line["key"] for line in each} for each in lines[0] + lines[1]))
     rewards = _rewards(base) | _rewards(group)
-    criteria: list[Criterion] = []
+    differences: list[tuple[str, Interval]] = []
     for judge in dict.fromkeys(judge for line in lines[0][0] for judge in line["scores"]):
         is_trained_on = any(reward.endswith(judge) for reward in rewards)
-        if is_trained_on or (skip_gold and judge.startswith("gold")):
-            continue
-        rows = [[_paired_scores(each, judge, keys) for each in seeds] for seeds in lines]
-        value = difference_over_seeds(*rows)
-        if math.isfinite(value.mean):
-            name = f"{text(judge)}, which was not trained on"
-            criteria.append(Criterion(name, value, value.text(signed)))
-    return criteria
+        if not is_trained_on and not (skip_gold and judge.startswith("gold")):
+            rows = [[_paired_scores(each, judge, keys) for each in seeds] for seeds in lines]
+            differences.append((f"{judge}, which was not trained on", difference_over_seeds(*rows)))
+    return _known(differences)
 
 
 def _paired_scores(lines: Sequence[dict[str, Any]], judge: str, keys: set[str]) -> list[float]:

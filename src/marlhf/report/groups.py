@@ -62,6 +62,15 @@ class Group:
         """The same seed run twice counts once."""
         return len({i if run.seed is None else f"{run.seed}" for i, run in enumerate(self.runs)})
 
+    @property
+    def last_step(self) -> int:
+        return max((run.last_step or 0 for run in self.runs), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """How long a seed took, on average."""
+        return mean([run.seconds for run in self.runs if run.seconds is not None])
+
     def curve(self, key: str) -> list[Point]:
         """Mean and extremes over the seeds that recorded a step; seconds are averaged too."""
         if len(self.runs) == 1:
@@ -239,9 +248,12 @@ def describe_segmenter(config: dict[str, Any]) -> str:
     return f"{kind}, {rest}" if rest else kind
 
 
-def settings(run: Run) -> dict[str, str]:
-    """What was chosen for a run, as text: without its seed and without where it was written."""
-    return _in_text(chosen(run))
+def describe_methods(groups: Sequence[Group]) -> list[str]:
+    """How each group was trained, in a few words; with the method's name where that differs."""
+    rules = [describe_segmenter(group.config) for group in groups]
+    if len({group.stage for group in groups}) == 1:
+        return rules
+    return [": ".join(filter(None, each)) for each in zip((g.stage for g in groups), rules)]
 
 
 def _in_text(picked: dict[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Sweeps: what one setting does to score, KL and length, all else being the same.
+"""Sweeps: what one setting, or the size of the model, does to score, KL and length.
 
 Nothing is declared: there is a figure for every setting in which some runs differ and nothing
 else, seeds aside. In a grid of settings each has its own figure, with one line per choice of the
@@ -13,10 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from markupsafe import Markup
+
 from marlhf.report.charts import legend_of
 from marlhf.report.dots import Dot, Trail, dot_rows, sweep_chart
 from marlhf.report.groups import (
     Group,
+    describe_methods,
     describe_segmenter,
     differing,
     setting_text,
@@ -24,7 +27,8 @@ from marlhf.report.groups import (
     unlike,
 )
 from marlhf.report.measures import final_score
-from marlhf.report.page import Cell, figure, grid, section, text
+from marlhf.report.page import NUM_COLOURS, Cell, figure, grid, heading, section, warn
+from marlhf.runs.lineage import num_parameters
 
 RULE = "segmenter"
 """The termination rule as a whole: its type and all its settings."""
@@ -43,13 +47,14 @@ MEASURES = (
     ("Length (tokens)", "length", False),
     ("Repetition", "repetition", True),
 )
+SIZE = "parameters"
 MAX_SWEEPS = 8
 MAX_CHARS = 24
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """One setting, its values in order, and the lines of groups along it."""
+    """One setting or the size, its values in order, and the lines of groups along it."""
 
     key: str
     values: list[Any]
@@ -66,7 +71,7 @@ class Sweep:
 
     @property
     def places(self) -> list[str]:
-        return [value_text(value) for value in self.values]
+        return [(size_text if self.key == SIZE else value_text)(value) for value in self.values]
 
 
 def find_sweeps(groups: Sequence[Group]) -> list[Sweep]:
@@ -158,54 +163,101 @@ def _names(shared: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def sweeps(policies: list[Group]) -> str:
+def sweeps(policies: list[Group]) -> Markup:
     """One row of figures per sweep: score, gold score, KL, length and repetition."""
     scored = [group for group in policies if math.isfinite(final_score(group).mean)]
-    parts: list[str] = []
+    blocks: list[Markup] = []
     for sweep in find_sweeps(scored):
-        figures = [measured_figure(sweep, *measure) for measure in MEASURES]
         warning = ""
         if any(unlike([group for _, group in line]) for _, line in sweep.lines):
-            warning = (
-                '<p class="lead"><span class="warn">Not on one scale:</span> this setting changes '
-                "what scores the responses.</p>"
-            )
-        parts.append(f"<h3>{text(sweep.title)}</h3>{warning}{grid(figures)}")
+            warning = warn("Not on one scale:") + " this setting changes what scores the responses."
+        blocks += [heading(sweep.title, warning), _figures(sweep)]
     return section(
         "sweeps",
         "One setting at a time",
         "Runs that differ only in one setting, after their last evaluation. Large dots are means "
         "with 95% intervals over seeds and prompts (over prompts where there is one seed), small "
         "ones the seeds. A higher score counts only where KL and length did not rise too.",
-        *parts,
+        *blocks,
     )
 
 
-def measured_figure(sweep: Sweep, title: str, field: str, is_share: bool) -> str:
+def scaling(policies: Sequence[Group]) -> Markup:
+    """One line per method, one place per size, where runs differ in it."""
+    sized = [
+        (count, group)
+        for group in policies
+        if math.isfinite(final_score(group).mean) and (count := num_parameters(group.runs[0]))
+    ]
+    sizes = sorted({count for count, _ in sized})
+    lines: dict[str, dict[int, Group]] = {}
+    methods = describe_methods([group for _, group in sized])
+    for (count, group), method in zip(sized, methods):
+        lines.setdefault(method, {}).setdefault(sizes.index(count), group)
+    kept = [(name, sorted(line.items())) for name, line in lines.items() if len(line) > 1]
+    if not kept:
+        return Markup()
+    lead = Markup(
+        "The number of parameters is counted in the saved weights; intervals are over seeds and "
+        "prompts, or over prompts where there is one seed."
+    )
+    if unlike([group for _, line in kept for _, group in line]):
+        lead += " " + warn("Not on one scale:")
+        lead += " the sizes were not scored by the same reward model, so compare lines at one size "
+        lead += "and not sizes with one another."
+    figures = _figures(Sweep(SIZE, sizes, kept))
+    return section("scaling", "By size of the model", lead, figures)
+
+
+def size_text(count: int) -> str:
+    """A number of parameters as one says it: 135M, 2.6B.
+
+    >>> [size_text(n) for n in (512, 135_000_000, 2_614_000_000)]
+    ['512', '135M', '2.6B']
+    """
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            amount = count / size
+            return f"{amount:.1f}{unit}" if amount < 10 else f"{amount:.0f}{unit}"
+    return str(count)
+
+
+def _figures(sweep: Sweep) -> Markup:
+    return grid([measured_figure(sweep, *measure) for measure in MEASURES])
+
+
+def measured_figure(sweep: Sweep, title: str, field: str, is_share: bool) -> Markup:
     """One measure along a sweep: dots on an axis for numbers, rows of dots for words."""
     trails: list[Trail] = []
     rows: list[list[Cell]] = []
+    alone = len(sweep.lines) == 1
     for i, (name, line) in enumerate(sweep.lines):
-        alone = len(sweep.lines) == 1
-        colour = "var(--faint)" if alone else f"var(--l{i % 8})"
+        colour = "var(--faint)" if alone else f"var(--l{i % NUM_COLOURS})"
         dots: list[tuple[int, Dot]] = []
-        for place, group in line:
+        for at, group in line:
             value, seeds = final_score(group, field), group.finals(f"eval/{field}")
             if math.isfinite(value.mean):
-                label = sweep.places[place] if alone else f"{name}, {sweep.places[place]}"
-                dots.append((place, Dot(label, value, group.colour if alone else colour, seeds)))
-                rows.append([name, sweep.places[place], *value[:3], len(group.runs), group.label])
+                place = sweep.places[at]
+                label = place if alone else f"{name}, {place}"
+                dots.append((at, Dot(label, value, group.colour if alone else colour, seeds)))
+                place = sweep.values[at] if sweep.key == SIZE else place
+                rows.append([name, place, *value[:3], len(group.runs), group.label])
         if dots:
             trails.append(Trail(name, colour, dots))
     if not rows:
-        return ""
+        return Markup()
     x_label = sweep.title.removeprefix("By ").partition(",")[0]
     if sweep.is_numeric:
         chart = sweep_chart(trails, sweep.places, x_label=x_label, y_label=title, is_share=is_share)
-        key = legend_of(trails)
     else:
         flat = [dot for trail in trails for _, dot in trail.dots]
-        chart, key = dot_rows(flat, x_label=title, is_share=is_share), ""
-    header = ["line", sweep.key, f"eval/{field}", "low", "high", "seeds", "run"]
-    file = f"{sweep.title} {title}"
-    return figure(title, chart, file=file, key=key, header=header, rows=rows)
+        chart = dot_rows(flat, x_label=title, is_share=is_share)
+    return figure(
+        title,
+        chart,
+        file=f"{sweep.title} {title}",
+        key=legend_of(trails) if sweep.is_numeric else "",
+        note=trails[0].label if alone else "",
+        header=["line", sweep.key, f"eval/{field}", "low", "high", "seeds", "run"],
+        rows=rows,
+    )

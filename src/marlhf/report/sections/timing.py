@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from markupsafe import Markup
+
 from marlhf.intervals import quantiles
-from marlhf.report.bars import stacked_bars
-from marlhf.report.charts import legend
+from marlhf.report.dots import stacked_bars
 from marlhf.report.groups import Group
-from marlhf.report.page import Cell, duration, figure, grid, section, text
+from marlhf.report.page import Cell, duration, figure, grid, part, section, warn
 from marlhf.runs.read import number
 
 PHASES = (
@@ -34,28 +35,26 @@ class Speed:
     num_steps: int
 
 
-def timing(policies: list[Group]) -> str:
+def timing(policies: list[Group]) -> Markup:
     """The phases of the median step, and responses per second."""
     bars: list[tuple[str, list[tuple[str, float, str]]]] = []
-    rows: list[list[Cell]] = []
     for group in policies:
         parts = [(phase, _median(group, f"time/{phase}"), colour) for phase, colour in PHASES]
-        parts = [part for part in parts if math.isfinite(part[1]) and part[1] >= 0]
+        parts = [each for each in parts if each[1] >= 0]
         whole = _median(group, "time/step")
         rest = whole - sum(value for _, value, _ in parts)
         if parts and rest > 0.005 * whole:
             parts.append(("rest", rest, "var(--t4)"))
         if parts:
             bars.append((group.label, parts))
-            rows += [[group.label, phase, seconds] for phase, seconds, _ in parts]
     if not bars:
-        return ""
-    keys = dict.fromkeys((phase, colour) for _, parts in bars for phase, _, colour in parts)
+        return Markup()
+    keys = dict.fromkeys((phase, colour, "") for _, parts in bars for phase, _, colour in parts)
+    rows: list[list[Cell]] = [[run, *each[:2]] for run, parts in bars for each in parts]
     chart = figure(
         "Seconds per step",
         stacked_bars(bars, x_label="median seconds per step"),
-        file="seconds per step",
-        key=legend([(*each, "") for each in keys]),
+        key=part("legend", entries=list(keys)),
         header=["run", "phase", "seconds"],
         rows=rows,
     )
@@ -88,25 +87,23 @@ def speed(group: Group) -> Speed:
     return Speed(rate, median, slow, len(seconds))
 
 
-def _speed_figure(policies: list[Group]) -> str:
+def _speed_figure(policies: list[Group]) -> Markup:
     speeds = [(group, times) for group in policies if (times := speed(group)).per_second > 0]
     if not speeds:
-        return ""
+        return Markup()
     scattered = [
-        f'<span class="warn">Steps of {text(group.label)} scatter:</span> the median takes '
-        f"{duration(times.median_step)}, one in twenty {duration(times.slow_step)} or more."
+        warn(f"Steps of {group.label} scatter:")
+        + f" the median takes {duration(times.median_step)}, "
+        + f"one in twenty {duration(times.slow_step)} or more."
         for group, times in speeds
         if times.slow_step > SCATTER * times.median_step
     ]
     name = "responses per second"
+    bars = [(group.label, [(name, times.per_second, group.colour)]) for group, times in speeds]
     return figure(
         "Responses per second",
-        stacked_bars(
-            [(group.label, [(name, times.per_second, group.colour)]) for group, times in speeds],
-            x_label=name,
-        ),
-        file=name,
-        note=" ".join(scattered),
+        stacked_bars(bars, x_label=name),
+        note=Markup(" ").join(scattered),
         header=["run", name, "median step", "95% of steps within", "steps"],
         rows=[
             [group.label, times.per_second, times.median_step, times.slow_step, times.num_steps]

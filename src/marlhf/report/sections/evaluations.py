@@ -1,0 +1,268 @@
+"""What commands measured after training: pass@k, held-out scores, temperatures, best of n."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from markupsafe import Markup
+
+from marlhf.evaluate.best_of_n_grid import Grid, kl_bound, read_grids
+from marlhf.evaluate.blocks_frontier import Point, read_frontiers
+from marlhf.evaluate.held_out import MEASURES, Summary, read_scored, scores_of, summarise
+from marlhf.evaluate.pass_rates import ALL, read_summary
+from marlhf.intervals import NO_INTERVAL, Interval
+from marlhf.report.charts import Series, distribution, histogram, legend_of, line_chart
+from marlhf.report.dots import Dot, Trail, dots_figure, heat_map, sweep_chart
+from marlhf.report.groups import Group, labelled
+from marlhf.report.page import (
+    NUM_COLOURS,
+    Below,
+    Cell,
+    Chip,
+    Column,
+    code,
+    figure,
+    grid,
+    percent,
+    section,
+    table,
+)
+
+SHARES = ("repetition", "distinct_1", "distinct_2", "ended")
+MAX_DISTRIBUTIONS = 12
+MAX_TEMPERATURES = 24
+
+ByTemperature = Sequence[tuple[str, str, Mapping[float, Interval]]]
+"""(label, colour, value at each temperature) of each run."""
+
+
+def problems(groups: Sequence[Group]) -> Markup:
+    """One row per run and difficulty: pass@k with its interval, and how the samples ended."""
+    measured = [
+        (label, group.colour, rates.samples, row)
+        for label, group, folder in labelled(groups)
+        if (rates := read_summary(folder))
+        for row in rates.rows
+    ]
+    ks = sorted({k for *_, row in measured for k in row.pass_at})
+    if not ks:
+        return Markup()
+    columns = [Column("Run", "run"), Column("Difficulty", "difficulty")]
+    columns += [Column("Problems", "problems"), Column("Samples", "samples")]
+    columns += [Column(f"pass@{k}", f"pass@{k}", lambda share: f"{100 * share:.2f}") for k in ks]
+    rows: list[list[object]] = []
+    for label, colour, samples, row in measured:
+        ends = ", ".join(f"{share:.0%} {end}" for end, share in row.results.items())
+        rates = [row.pass_at.get(k, NO_INTERVAL) for k in ks]
+        names = [Chip(label, colour), row.difficulty]
+        rows.append([*names, row.problems, samples, *rates, ends.replace("_", " ")])
+    figures: list[Markup] = []
+    for k in ks[:3]:
+        dots = [
+            Dot(label if row.difficulty == ALL else f"{label}: {row.difficulty}", rate, colour)
+            for label, colour, _, row in measured
+            if (rate := row.pass_at.get(k))
+        ]
+        names = {"x_label": f"pass@{k}", "names": "run and difficulty", "file": f"pass at {k}"}
+        figures.append(dots_figure(f"pass@{k}", dots, **names, is_share=True))
+    return section(
+        "pass-at-k",
+        "Problems solved",
+        "pass@k is the chance that one of k samples passes every test of a problem, in percent; "
+        "brackets are 95% intervals over problems. Compare runs on the same problems only.",
+        grid(figures),
+        table([*columns, Column("Ended")], rows, file="pass at k", words=2),
+    )
+
+
+def held_out(groups: Sequence[Group]) -> Markup:
+    """One row per run and sampling, and the distribution of each judge's scores."""
+    evaluations = [
+        (label, group.colour, file, summarise(file.lines))
+        for label, group, folder in labelled(groups)
+        for file in read_scored(folder)
+    ]
+    if not evaluations:
+        return Markup()
+    judges = list(dict.fromkeys(name for *_, summary in evaluations for name in summary.scores))
+    columns = [Column("Run", "run"), Column("Sampling"), Column("", "sampling")]
+    columns += [Column("Prompts", "prompts"), *(Column(j, j, is_bold=True) for j in judges)]
+    columns += [Column(t, key, percent if key in SHARES else None) for t, key in MEASURES]
+    rows: list[list[object]] = []
+    for label, colour, file, summary in evaluations:
+        scores = [summary.scores.get(judge, NO_INTERVAL) for judge in judges]
+        sampling = Below(file.label, [] if file.label == file.name else [file.name])
+        means = [summary.measures[key].mean for _, key in MEASURES]
+        name = Chip(label, colour)
+        rows.append([name, sampling, file.name, summary.prompts, *scores, *means])
+    figures: list[Markup] = []
+    for sampling in dict.fromkeys(file.label for _, _, file, _ in evaluations):
+        for judge in judges:
+            series = [
+                (label, [x for x in scores_of(file.lines, judge) if math.isfinite(x)], colour)
+                for label, colour, file, _ in evaluations
+                if file.label == sampling
+            ]
+            if series := [each for each in series if each[1]]:
+                figures.append(_distribution(series, judge, sampling))
+    return section(
+        "held_out",
+        "Scores of held-out responses",
+        "From the evaluation files of each run: raw scores of each reward model with 95% intervals "
+        "over prompts, KL to the reference in nats per response, length in tokens. Compare rows of "
+        "the same sampling: temperature, token limit and seed.",
+        table(columns, rows, file="evaluations", words=2),
+        grid(figures[:MAX_DISTRIBUTIONS]),
+    )
+
+
+def _distribution(
+    series: Sequence[tuple[str, list[float], str]], judge: str, sampling: str
+) -> Markup:
+    edges, shares = histogram([values for _, values, _ in series])
+    return figure(
+        f"Score by {judge}, {sampling}",
+        distribution(series, x_label=f"score by {judge}"),
+        file=f"distribution {judge} {sampling}",
+        header=["run", "from", "to", "share"],
+        rows=[
+            [label, low, high, share]
+            for (label, _, _), row in zip(series, shares)
+            for low, high, share in zip(edges, edges[1:], row)
+        ],
+    )
+
+
+def temperatures(groups: Sequence[Group]) -> Markup:
+    """One line per run: score by each judge, with KL, length and repetition."""
+    by_sampling: dict[str, dict[tuple[str, str], dict[float, Summary]]] = {}
+    for label, group, folder in labelled(groups):
+        for file in read_scored(folder):
+            if file.settings is not None:
+                runs = by_sampling.setdefault(file.settings.label_without_temperature, {})
+                summaries = runs.setdefault((label, group.colour), {})
+                summaries[file.settings.temperature] = summarise(file.lines)
+    figures: list[Markup] = []
+    for rest, runs in by_sampling.items():
+
+        def values(pick: Callable[[Summary], Interval], runs=runs) -> ByTemperature:
+            return [
+                (*name, {t: pick(s) for t, s in summaries.items()})
+                for name, summaries in runs.items()
+            ]
+
+        every = [s for summaries in runs.values() for s in summaries.values()]
+        for judge in dict.fromkeys(judge for s in every for judge in s.scores):
+            by_judge = values(lambda s, judge=judge: s.scores.get(judge, NO_INTERVAL))
+            figures.append(_temperature_figure(f"Score by {judge}, {rest}", by_judge))
+        for title, key in MEASURES[:3]:
+            measured = values(lambda s, key=key: s.measures[key])
+            figures.append(_temperature_figure(f"{title}, {rest}", measured, key in SHARES))
+    if not any(figures):  # the mean of what was sampled for best of n says the same
+        by_grid: dict[str, list[tuple[str, str, dict[float, Interval]]]] = {}
+        for label, group, folder in labelled(groups):
+            for name, samples in read_grids(folder).items():
+                means = {t: samples.cell(t, 1) for t in samples.lines}
+                by_grid.setdefault(name, []).append((label, group.colour, means))
+        figures = [_temperature_figure(f"Score, {name}", runs) for name, runs in by_grid.items()]
+    return section(
+        "temperatures",
+        "By temperature of sampling",
+        "The same models sampled at several temperatures; bars are 95% intervals over prompts.",
+        grid([each for each in figures if each][:MAX_TEMPERATURES]),
+    )
+
+
+def _temperature_figure(title: str, runs: ByTemperature, is_share: bool = False) -> Markup:
+    temperatures = sorted({t for *_, values in runs for t in values})
+    trails: list[Trail] = []
+    rows: list[list[Cell]] = []
+    for label, colour, values in runs:
+        known = [(t, v) for t, v in sorted(values.items()) if math.isfinite(v.mean)]
+        dots = [(temperatures.index(t), Dot(f"{label}, {t:g}", v, colour)) for t, v in known]
+        rows += [[label, t, *v[:3]] for t, v in known]
+        if dots:
+            trails.append(Trail(label, colour, dots))
+    if not any(len(trail.dots) > 1 for trail in trails):
+        return Markup()
+    name = title.partition(",")[0]
+    places = [f"{t:g}" for t in temperatures]
+    return figure(
+        title,
+        sweep_chart(trails, places, x_label="temperature", y_label=name, is_share=is_share),
+        file=f"by temperature {title}",
+        key=legend_of(trails),
+        note=trails[0].label if len(trails) == 1 else "",
+        header=["run", "temperature", name, "low", "high"],
+        rows=rows,
+    )
+
+
+def best_of_n(groups: Sequence[Group]) -> Markup:
+    """One heat map per run: the mean best score at each temperature and n.
+
+    Where blocks were decided, two figures more: score against the KL bound and against tokens.
+    """
+    figures: list[Markup] = []
+    for label, _, folder in labelled(groups):
+        for name, samples in read_grids(folder).items():
+            figures.append(_heat_figure(f"{label}, {name}", samples))
+        for name, ways in read_frontiers(folder).items():
+            figures += _frontier_figures(f"{label}, {name}", ways)
+    return section(
+        "best_of_n",
+        "Best of n",
+        Markup(
+            "The mean score of the best of n samples, by the reward model that chose it: rows are "
+            "temperatures, darker is higher. Choosing among n moves a model by at "
+            "most log n \u2212 (n \u2212 1)/n nats: 0.6 for 4, 1.8 for 16, 2.5 for 32. Deciding "
+            "block by block ({}) moves it by at most that times the number of decisions; lines "
+            "show the score at each bound, and at each number of tokens sampled."
+        ).format(code("--blocks")),
+        grid(figures, "two"),
+    )
+
+
+def _heat_figure(title: str, samples: Grid) -> Markup:
+    cells = {(t, n): samples.cell(t, n) for t in samples.lines for n in samples.ns}
+    return figure(
+        title,
+        heat_map(
+            [f"{t:g}" for t in samples.lines],
+            [str(n) for n in samples.ns],
+            [[cells[t, n].mean for n in samples.ns] for t in samples.lines],
+            x_label="n",
+            y_label="temperature",
+        ),
+        file=f"best of n {title}",
+        header=["temperature", "n", "score", "low", "high", "length", "kl bound"],
+        rows=[
+            [t, n, *value[:3], samples.length(t, n), kl_bound(n)] for (t, n), value in cells.items()
+        ],
+    )
+
+
+def _frontier_figures(title: str, ways: Mapping[str, Sequence[Point]]) -> list[Markup]:
+    header = ["chosen", "k or n", "score", "low", "high", "kl bound", "tokens sampled", "length"]
+    rows: list[list[Cell]] = [
+        [name, p.candidates, *p.score[:3], p.kl_bound, p.tokens, p.length]
+        for name, points in ways.items()
+        for p in points
+    ]
+    figures: list[Markup] = []
+    for measure, x_label in (("kl_bound", "KL bound, nats"), ("tokens", "tokens sampled")):
+        series = [
+            Series(
+                name,
+                sorted((getattr(p, measure), p.score.mean) for p in points),
+                f"var(--l{i % NUM_COLOURS})",
+                band=sorted((getattr(p, measure), p.score.low, p.score.high) for p in points),
+            )
+            for i, (name, points) in enumerate(ways.items())
+        ]
+        chart = line_chart(series, x_label=x_label, y_label="score")
+        name = f"Score by {x_label}: {title}"
+        file = f"blocks {measure} {title}"
+        figures.append(figure(name, chart, file=file, header=header, rows=rows))
+    return figures
