@@ -15,7 +15,7 @@ import hashlib
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -120,7 +120,7 @@ _TEMPLATES.filters |= {"classes": class_of, "run_class": run_class, "num": num}
 _TEMPLATES.filters |= {"g": "{:g}".format, "f1": "{:.1f}".format}
 _MACROS = {
     name: macro
-    for file in ("parts.html.j2", "charts.svg.j2")
+    for file in ("parts.html.j2", "charts.svg.j2", "sections.html.j2")
     for name, macro in vars(_TEMPLATES.get_template(file).module).items()
 }
 
@@ -250,13 +250,15 @@ def figure(
     return part("figure", title=title, chart=chart, csv=csv, key=key, note=note)
 
 
-def section(name: str, title: str, lead: str, *parts: str, folded: bool = False) -> Markup:
-    """A section that begins with how to read it; empty where all its parts are.
+def section(name: str, *parts: str, title: str = "", folded: bool = False, **words: Any) -> Markup:
+    """A section, with `words` for the sentence on how to read it; empty where all its parts are.
 
     A folded one shows its title alone. Links to it, searches in the page and printing open it.
     """
     if not any(parts):
         return Markup()
+    lead = part(f"lead_{name.replace('-', '_')}", **words)
+    title = title or _MACROS["titles"][name]
     return part("section", name=name, title=title, lead=lead, parts=parts, folded=folded)
 
 
@@ -289,13 +291,13 @@ def _run_style(runs: Sequence[tuple[str, str]]) -> str:
 def render(
     title: str,
     subtitle: str,
-    sections: Sequence[tuple[str, str, str]],
+    sections: Mapping[str, str],
     *,
     runs: Sequence[tuple[str, str]] = (),
     switches: int = 0,
     refresh: float | None = None,
 ) -> str:
-    """The whole page; sections are (id, short name for the contents, html).
+    """The whole page; `sections` are HTML by id.
 
     `runs` are (label, colour); the first `switches` of them can be switched off.
     With `refresh` the browser loads the page again after so many seconds.
@@ -303,7 +305,7 @@ def render(
     page = _TEMPLATES.get_template("page.html.j2").render(
         title=title,
         subtitle=subtitle,
-        sections=[entry for entry in sections if entry[2]],
+        sections={name: html for name, html in sections.items() if html},
         switches=runs[:switches] if switches > 1 else (),
         style=Markup(f"{STYLE}\n{_run_style(runs)}"),
         script=Markup(SCRIPT),

@@ -40,10 +40,6 @@ def credit(groups: Sequence[Group]) -> Markup:
     reaches = curve_figure("Tokens that credit reaches back", groups, ("credit/reach",))
     return section(
         "credit",
-        "Credit",
-        "The cosine between the gradient of one batch and the true gradient, by each way to assign "
-        "credit. It counts bias and noise together: twice the cosine needs a quarter of the "
-        "samples. Bars are two standard errors.",
         *measured,
         grid([*automatic, reaches], "two"),
     )

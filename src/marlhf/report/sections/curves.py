@@ -125,15 +125,11 @@ def learning(policies: list[Group]) -> Markup:
     for x, measures in (("step", LEARNING), ("seconds", LEARNING[:3])):
         if figures := grid([curve_figure(title, policies, keys, x=x) for title, keys in measures]):
             blocks += [heading(f"Over {x.removesuffix('s')}s"), figures]
-    held_out = any(group.curve("eval/score") for group in policies)
-    source = "held-out prompts" if held_out else "training batches, as no evaluation was recorded"
-    bands = "; bands span the seeds" if any(len(g.runs) > 1 for g in policies) else ""
     return section(
         "learning",
-        "Learning",
-        f"Higher score at the same KL and length is better; a score that rises only with KL, "
-        f"length or repetition comes from them. On {source}{bands}.",
         *blocks,
+        held_out=any(group.curve("eval/score") for group in policies),
+        bands=any(len(group.runs) > 1 for group in policies),
     )
 
 
@@ -141,10 +137,6 @@ def training(policies: list[Group]) -> Markup:
     """Losses, norms and ratios of the training batches."""
     return section(
         "training",
-        "Inside training",
-        "Signs of health: norms and losses that settle, entropy that falls slowly, few clipped "
-        "ratios. Lower norms of advantages and Q-values mean smaller updates, where rewards are "
-        "on the same scale. A falling EOS rate is a sign of reward hacking.",
         grid([curve_figure(title, policies, keys) for title, keys in TRAINING]),
         folded=True,
     )
@@ -162,9 +154,6 @@ def stages(groups: list[Group], *, with_table: bool) -> Markup:
             figures.append(curve_figure(f"{name} held-out {words}", alike, (f"eval/{measure}",)))
     return section(
         "stages",
-        "SFT, reward and DPO models",
-        "A policy is only as good as its reward model: held-out accuracy is the share of "
-        "unseen pairs whose preferred response it scores higher (50% is chance).",
         stage_table(groups) if with_table else "",
         grid(figures),
         folded=with_table,

@@ -21,7 +21,6 @@ from marlhf.report.page import (
     Cell,
     Chip,
     Column,
-    code,
     figure,
     grid,
     percent,
@@ -68,9 +67,6 @@ def problems(groups: Sequence[Group]) -> Markup:
         figures.append(dots_figure(f"pass@{k}", dots, **names, is_share=True))
     return section(
         "pass-at-k",
-        "Problems solved",
-        "pass@k is the chance that one of k samples passes every test of a problem, in percent; "
-        "brackets are 95% intervals over problems. Compare runs on the same problems only.",
         grid(figures),
         table([*columns, Column("Ended")], rows, file="pass at k", words=2),
     )
@@ -108,10 +104,6 @@ def held_out(groups: Sequence[Group]) -> Markup:
                 figures.append(_distribution(series, judge, sampling))
     return section(
         "held_out",
-        "Scores of held-out responses",
-        "From the evaluation files of each run: raw scores of each reward model with 95% intervals "
-        "over prompts, KL to the reference in nats per response, length in tokens. Compare rows of "
-        "the same sampling: temperature, token limit and seed.",
         table(columns, rows, file="evaluations", words=2),
         grid(figures[:MAX_DISTRIBUTIONS]),
     )
@@ -168,8 +160,6 @@ def temperatures(groups: Sequence[Group]) -> Markup:
         figures = [_temperature_figure(f"Score, {name}", runs) for name, runs in by_grid.items()]
     return section(
         "temperatures",
-        "By temperature of sampling",
-        "The same models sampled at several temperatures; bars are 95% intervals over prompts.",
         grid([each for each in figures if each][:MAX_TEMPERATURES]),
     )
 
@@ -212,14 +202,6 @@ def best_of_n(groups: Sequence[Group]) -> Markup:
             figures += _frontier_figures(f"{label}, {name}", ways)
     return section(
         "best_of_n",
-        "Best of n",
-        Markup(
-            "The mean score of the best of n samples, by the reward model that chose it: rows are "
-            "temperatures, darker is higher. Choosing among n moves a model by at "
-            "most log n \u2212 (n \u2212 1)/n nats: 0.6 for 4, 1.8 for 16, 2.5 for 32. Deciding "
-            "block by block ({}) moves it by at most that times the number of decisions; lines "
-            "show the score at each bound, and at each number of tokens sampled."
-        ).format(code("--blocks")),
         grid(figures, "two"),
     )
 

@@ -61,9 +61,6 @@ def frontier(policies: list[Group]) -> Markup:
     compared = Comparison(alike) if len(alike) > 1 else None
     return section(
         "frontier",
-        "Reward against KL",
-        "Each dot is an evaluation, joined in order of training. The line that lies higher at the "
-        "same KL gets more reward for the same distance from the model it began with.",
         grid(figures, "two"),
         equal_kl(compared) if compared else "",
         time_to_score(compared) if compared else "",
@@ -110,11 +107,7 @@ def equal_kl(compared: Comparison) -> Markup:
         data += [[group.label, level, *cell[:3]] for level, cell in zip(levels, cells)]
     columns = [Column("Run"), *(Column(f"Score at KL {num(level)}") for level in levels)]
     link = csv_link("score at equal kl", ["run", "kl", "score", "low", "high"], data)
-    over = compared.over()
-    lead = (
-        f"Read off each line where it first passes that KL; KL {num(most)} is the most that all "
-        f"reached. {f'Brackets and bars are 95% intervals over {over}.' if over else ''}"
-    )
+    lead = part("lead_equal_kl", most=most, over=compared.over())
     right = table(columns, rows, csv=link)
     left = _differences(compared, most)
     return heading("Score at equal KL", lead) + part("beside", left=left, right=right)
@@ -180,12 +173,7 @@ def time_to_score(compared: Comparison) -> Markup:
     columns += [Column(f"Times {what}", "", _times) for what in ("fewer steps", "less time")]
     columns += [Column("KL there"), Column("Seeds that reached it")]
     names = ["run", "share of gain", "steps", "low", "high", "seconds", "low", "high"]
-    over = compared.over()
-    lead = (
-        f"The first evaluation of the mean over seeds at or above {num(goal)}, and at or above "
-        f"parts of the way there from the start; as precise as evaluations are frequent. "
-        f"{f'Brackets are 95% intervals over {over}.' if over else ''}"
-    )
+    lead = part("lead_time_to_score", goal=goal, over=compared.over())
     link = csv_link("time to score", names, data)
     return heading(title, lead) + grid(_figures(groups, times)) + table(columns, rows, csv=link)
 

@@ -47,9 +47,6 @@ def judged(runs: Sequence[Run], groups: Sequence[Group] = ()) -> Markup:
         return Markup()
     return section(
         "judged",
-        "Judged in pairs",
-        "Two responses to the same prompt, and which is better: shares of the first-named run, "
-        "with 95% intervals over prompts. Read them together with how much the judges agree.",
         grid([_bars(summaries, colours)]),
         _shares(summaries),
         _dimensions(summaries, colours),

@@ -32,9 +32,6 @@ def prompts(policies: list[Group], others: list[Group]) -> Markup:
     shifts = grid(_shifts(policies, others))
     return section(
         "distributions",
-        "Prompt by prompt",
-        "The histograms show how the held-out prompts spread, with a line at each mean. Below, "
-        "each dot is a prompt: above the diagonal it scores higher after than before.",
         grid(figures),
         heading("Shift of each prompt") + shifts if shifts else "",
     )

@@ -54,8 +54,6 @@ def samples(policies: list[Group]) -> Markup:
     shown = _within_budget(prompts)
     scales = _advantage_scales(shown)
     orders = _score_gaps(shown)
-    several = any(len(group.runs) > 1 for group in policies)
-    note = " Of several seeds, the first is shown." if several else ""
     articles = [
         (
             _shortened(prompt),
@@ -69,13 +67,11 @@ def samples(policies: list[Group]) -> Markup:
         buttons += [(f"{name}-{i}", f"{name} {pair}") for name in ("largest", "smallest")]
     return section(
         "samples",
-        "Samples",
-        f"One prompt, each run's response at its last step. A bar begins a macro action; without "
-        f"bars every token is one.{note}",
         part("shades", scales=scales),
         _example(shown, scales),
         part("orders", buttons=buttons) if orders else "",
         part("samples", shown=articles),
+        several=any(len(group.runs) > 1 for group in policies),
     )
 
 

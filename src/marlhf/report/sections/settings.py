@@ -25,7 +25,6 @@ def settings(groups: list[Group]) -> Markup:
             names = ["setting", *(group.label for group in alike)]
             link = csv_link(f"settings {stage}", names, rows)
             tables.append(table(columns, rows, csv=link, words=len(columns)))
-    lead = "All other settings were the same in all runs of the stage, seeds and folders aside."
     # Everything that was set for a run, as a recipe would have it; of several seeds, the first.
     configs = [
         (group.label, yaml.safe_dump(group.config, sort_keys=False, allow_unicode=True))
@@ -34,10 +33,10 @@ def settings(groups: list[Group]) -> Markup:
     ]
     return section(
         "settings",
-        "Settings that differ" if tables else "Settings",
-        lead if tables else "What each run was trained with.",
         *tables,
         *(part("config", label=label, text=text[:MAX_CONFIG_CHARS]) for label, text in configs),
+        title="Settings that differ" if tables else "Settings",
+        differ=bool(tables),
     )
 
 

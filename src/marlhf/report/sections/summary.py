@@ -54,12 +54,7 @@ def summary(policies: list[Group], others: list[Group], runs: list[Run]) -> Mark
     ]
     several = [len(group.runs) > 1 for group in policies]
     over = "prompts" + (", and over seeds where there are several" if any(several) else "")
-    lead = (
-        f"Each row is one setting after its last evaluation on held-out prompts; bars and brackets "
-        f"are 95% intervals over {'seeds and prompts' if all(several) else over}, small dots are "
-        f"seeds. Read score only together with KL (nats per response, from the model it started "
-        f"from) and length (tokens)."
-    )
+    over = "seeds and prompts" if all(several) else over
     headline = _headline(policies)
     first_lines, sentence = answer(policies), verdict(policies, others)
     above = Markup()
@@ -67,11 +62,10 @@ def summary(policies: list[Group], others: list[Group], runs: list[Run]) -> Mark
         above = part("verdict", answer=first_lines, sentence=sentence)
     return above + section(
         "summary",
-        "Summary",
-        lead if policies else "Each row is one training with its last numbers.",
         grid(headline, "four" if len(headline) > 3 else "three"),
         _policy_table(policies) if policies else stage_table(others),
         part("says", lists=says, shown=MAX_ITEMS) if says else "",
+        over=over if policies else "",
     )
 
 

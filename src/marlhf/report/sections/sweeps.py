@@ -174,10 +174,6 @@ def sweeps(policies: list[Group]) -> Markup:
         blocks += [heading(sweep.title, warning), _figures(sweep)]
     return section(
         "sweeps",
-        "One setting at a time",
-        "Runs that differ only in one setting, after their last evaluation. Large dots are means "
-        "with 95% intervals over seeds and prompts (over prompts where there is one seed), small "
-        "ones the seeds. A higher score counts only where KL and length did not rise too.",
         *blocks,
     )
 
@@ -197,16 +193,8 @@ def scaling(policies: Sequence[Group]) -> Markup:
     kept = [(name, sorted(line.items())) for name, line in lines.items() if len(line) > 1]
     if not kept:
         return Markup()
-    lead = Markup(
-        "The number of parameters is counted in the saved weights; intervals are over seeds and "
-        "prompts, or over prompts where there is one seed."
-    )
-    if unlike([group for _, line in kept for _, group in line]):
-        lead += " " + warn("Not on one scale:")
-        lead += " the sizes were not scored by the same reward model, so compare lines at one size "
-        lead += "and not sizes with one another."
-    figures = _figures(Sweep(SIZE, sizes, kept))
-    return section("scaling", "By size of the model", lead, figures)
+    apart = unlike([group for _, line in kept for _, group in line])
+    return section("scaling", _figures(Sweep(SIZE, sizes, kept)), unlike=bool(apart))
 
 
 def size_text(count: int) -> str:

@@ -60,10 +60,6 @@ def timing(policies: list[Group]) -> Markup:
     )
     return section(
         "timing",
-        "Time",
-        "Medians over steps, by phase: sampling responses, scoring them, and updating the models. "
-        "Responses per second are all responses over all seconds of the steps on record, "
-        "evaluations aside.",
         grid([chart, _speed_figure(policies)], "two"),
     )
 
