@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from markupsafe import Markup
 
@@ -44,7 +44,7 @@ class Series:
     colour: str
     band: Sequence[tuple[float, float, float]] = ()
     dash: str = ""
-    notes: Sequence[str] = field(default=())
+    notes: Sequence[str] = ()
     """One tooltip per point, in place of its coordinates."""
     raw: Points = ()
     """What a smoothed line was made from, drawn faintly behind it."""
@@ -116,9 +116,7 @@ def span(values: Sequence[float], *, margin: float = 0.05) -> tuple[float, float
 
 
 def svg(name: str, drawn: Sequence[Markup], size: tuple[int, int] = (WIDTH, HEIGHT)) -> Markup:
-    width, height = size
-    is_large = width >= LARGE[0]
-    return part("svg", name=name, drawn=drawn, width=width, height=height, is_large=is_large)
+    return part("svg", name, drawn, *size, is_large=size[0] >= LARGE[0])
 
 
 def frame(
@@ -136,8 +134,18 @@ def frame(
         x_ticks = x_axis.ticks(x_format, 4 if x_axis.end - x_axis.start < 240 else 5)
     y_ticks = y_axis.ticks(y_format) if y_label else []
     below = y_axis.start + BOTTOM - 6
-    ticks = {"x_ticks": x_ticks, "y_ticks": y_ticks}
-    return part("frame", x=x_axis, y=y_axis, x_label=x_label, below=below, **ticks)
+    return part("frame", x_axis, y_axis, x_ticks, y_ticks, x_label=x_label, below=below)
+
+
+def path_of(points: Points, x_axis: Axis, y_axis: Axis) -> str:
+    """A line through points, broken where a number is missing."""
+    drawn: list[str] = []
+    pen = "M"
+    for x, y in points:
+        if math.isfinite(x + y):
+            drawn.append(f"{pen}{x_axis(x)} {y_axis(y)}")
+        pen = "L" if math.isfinite(x + y) else "M"
+    return "".join(drawn)
 
 
 def line_chart(
@@ -163,8 +171,7 @@ def line_chart(
     right = size[0] - margin_for(names, size)
     axes = Axis(*xs, LEFT, right), Axis(low, high, size[1] - BOTTOM, TOP)
     drawn = [frame(*axes, x_label, y_label, percent_text if is_share else tick_text)]
-    drawn += [_band(s, *axes) for s in series]
-    drawn += [_faint(s, *axes) for s in series]
+    drawn += [_band(s, *axes) for s in series if s.band or s.raw]
     # Lines that double back, or too many of them, have a tooltip per point instead of a box.
     by_column = len(series) <= MAX_ROWS and not any(s.notes for s in series)
     drawn += [_line(s, *axes, has_tips=not by_column) for s in series]
@@ -178,53 +185,23 @@ def line_chart(
 
 
 def _line(series: Series, x_axis: Axis, y_axis: Axis, *, has_tips: bool) -> Markup:
-    """The line, broken where a number is missing, and tooltips at (some of) its points."""
-    path: list[str] = []
-    marks: list[tuple[str, str, str]] = []
-    pen = "M"
-    for i, (x, y) in enumerate(series.points):
-        if not (math.isfinite(x) and math.isfinite(y)):
-            pen = "M"
-            continue
-        path.append(f"{pen}{x_axis(x)} {y_axis(y)}")
-        pen = "L"
-        note = series.notes[i] if series.notes else f"{x:.4g}: {y:.4g}"
-        marks.append((x_axis(x), y_axis(y), note))
-    return part(
-        "line",
-        series=series,
-        path="".join(path),
-        marks=thin(marks, MAX_MARKS),
-        has_dots=len(marks) <= 30,
-        has_tips=has_tips,
-        x=x_axis,
-        y=y_axis,
-    )
-
-
-def _faint(series: Series, x_axis: Axis, y_axis: Axis) -> Markup:
-    points = [f"{x_axis(x)} {y_axis(y)}" for x, y in series.raw if math.isfinite(x + y)]
-    if len(points) < 2:
-        return Markup()
-    return part("faint", colour=series.colour, path=f"M{'L'.join(points)}")
+    """The line, and dots or tooltips at (some of) its points."""
+    notes = series.notes or [f"{x:.4g}: {y:.4g}" for x, y in series.points]
+    marks = [
+        (x_axis(x), y_axis(y), note)
+        for (x, y), note in zip(series.points, notes)
+        if math.isfinite(x + y)
+    ]
+    path, shown = path_of(series.points, x_axis, y_axis), thin(marks, MAX_MARKS)
+    return part("line", series, path, shown, len(marks) <= 30, has_tips, x_axis, y_axis)
 
 
 def _band(series: Series, x_axis: Axis, y_axis: Axis) -> Markup:
+    """The range over seeds, and what a smoothed line was made from."""
     edges = [edge for edge in series.band if all(map(math.isfinite, edge))]
-    if len(edges) < 2:
-        return Markup()
-    around = [f"{x_axis(x)} {y_axis(high)}" for x, _, high in edges]
-    around += [f"{x_axis(x)} {y_axis(low)}" for x, low, _ in reversed(edges)]
-    return part("area", colour=series.colour, path=f"M{'L'.join(around)}Z")
-
-
-class _Reading(NamedTuple):
-    """One line at one column: where its point is, and what the box says about it."""
-
-    x: float
-    y: float
-    words: str
-    colour: str
+    around = [(x, high) for x, _, high in edges] + [(x, low) for x, low, _ in reversed(edges)]
+    paths = path_of(around, x_axis, y_axis), path_of(series.raw, x_axis, y_axis)
+    return part("band", series.colour, *paths)
 
 
 def columns(
@@ -249,19 +226,17 @@ def columns(
     shown: list[dict[str, object]] = []
     for x, centre, between in zip(xs, centres, pairwise(edges)):
         readings = [
-            _Reading(float(x_axis(near[0])), float(y_axis(near[1])), f"{label} {form(near[1])}", c)
-            for label, c, points in known
+            (float(x_axis(near[0])), float(y_axis(near[1])), f"{label} {form(near[1])}", colour)
+            for label, colour, points in known
             if (near := _nearest(points, x, reach))
         ]
         head = f"{x_label.partition(' (')[0]} {x:.4g}"
-        width = 6.1 * max(len(head), *(len(reading.words) + 2 for reading in readings), 1) + 14
+        width = 6.1 * max(len(head), *(len(words) + 2 for _, _, words, _ in readings), 1) + 14
         fits_right = centre + 8 + width <= x_axis.end
         left = centre + 8 if fits_right else max(0.0, centre - 8 - width)
-        height = LINE_HEIGHT * (len(readings) + 1) + 6
-        box = {"left": left, "width": width, "height": height, "head": head}
-        shown.append({"x": centre, "edges": between, "readings": readings, **box})
-    ends = {"top": y_axis.end, "bottom": y_axis.start}
-    return part("columns", shown=shown, line_height=LINE_HEIGHT, **ends)
+        column = {"x": centre, "edges": between, "left": left, "width": width}
+        shown.append({**column, "head": head, "readings": readings})
+    return part("columns", shown, y_axis.end, y_axis.start, LINE_HEIGHT)
 
 
 def _nearest(points: Points, x: float, reach: float) -> tuple[float, float] | None:
@@ -300,11 +275,10 @@ def end_labels(ends: Sequence[tuple[str, str, float, float]], axes: tuple[Axis, 
         places[i] = max(min(places[i], limit), y_axis.end + 4)
         limit = places[i] - gap
     shown = [
-        {"x": x, "y": y, "place": place, "colour": colour, "label": label}
-        | {"shown": shorten(label, MAX_LABEL_CHARS)}
+        (x, y, place, colour, label, shorten(label, MAX_LABEL_CHARS))
         for place, (y, x, label, colour) in zip(places, known)
     ]
-    return part("end_labels", ends=shown, right=x_axis.end + 7)
+    return part("end_labels", shown, right=x_axis.end + 7)
 
 
 def shorten(label: str, limit: int) -> str:
@@ -332,27 +306,13 @@ def distribution(series: Sequence[tuple[str, Sequence[float], str]], *, x_label:
         base = TOP + row_height * (i + 1)
         y_axis = Axis(0.0, top, base, base - row_height + 17)
         middle = mean(values)
-        has_mean = math.isfinite(middle)
-        ridge = part(
-            "ridge",
-            label=label,
-            name=shorten(label, 40),
-            colour=colour,
-            path=_steps(edges, row, x_axis, y_axis),
-            highest=f"{max(row, default=0):.1%}",
-            top=base - row_height + 13,
-            middle=f", mean {num(middle)}" if has_mean else "",
-            line=f"M{x_axis(middle)} {base:g}V{y_axis.end:g}" if has_mean else "",
-        )
-        drawn.append(ridge)
+        heights = [f"V{y_axis(share)}H{x_axis(edge)}" for edge, share in zip(edges[1:], row)]
+        path = f"M{x_axis(edges[0])} {y_axis(0)}{''.join(heights)}V{y_axis(0)}Z"
+        at_mean = f"M{x_axis(middle)} {base:g}V{y_axis.end:g}" if math.isfinite(middle) else ""
+        words = {"highest": max(row, default=0.0), "middle": num(middle), "line": at_mean}
+        name = shorten(label, 40)
+        drawn.append(part("ridge", label, name, colour, path, top=base - row_height + 13, **words))
     return svg(f"distribution of {x_label}", drawn, (WIDTH, height))
-
-
-def _steps(edges: Sequence[float], row: Sequence[float], x_axis: Axis, y_axis: Axis) -> str:
-    steps = [f"M{x_axis(edges[0])} {y_axis(0)}"]
-    for left, right, share in zip(edges, edges[1:], row):
-        steps.append(f"V{y_axis(share)}H{x_axis(right)}" if right > left else "")
-    return f"{''.join(steps)}V{y_axis(0)}Z"
 
 
 def histogram(rows: Sequence[Sequence[float]]) -> tuple[list[float], list[list[float]]]:
@@ -377,8 +337,7 @@ def scatter(points: Points, colour: str, *, x_label: str, y_label: str) -> Marku
     low, high = span([value for point in points for value in point])
     size = (WIDTH, 300)
     axes = Axis(low, high, LEFT, WIDTH - RIGHT), Axis(low, high, size[1] - BOTTOM, TOP)
-    ends = {"low": low, "high": high, "x": axes[0], "y": axes[1]}
-    cloud = part("cloud", points=thin(points, 400), colour=colour, **ends)
+    cloud = part("cloud", thin(points, 400), low, high, colour, *axes)
     return svg(f"{y_label} by {x_label}", [frame(*axes, x_label, y_label), cloud], size)
 
 

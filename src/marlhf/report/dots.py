@@ -21,6 +21,7 @@ from marlhf.report.charts import (
     frame,
     is_labelled,
     margin_for,
+    path_of,
     percent_text,
     shorten,
     span,
@@ -120,18 +121,9 @@ def dot_rows(
     if zero:
         drawn.append(part("zero", x=x_axis, y=y_axis))
     for i, dot in enumerate(dots):
-        row = part(
-            "dot_row",
-            dot=dot,
-            name=shorten(dot.label, width * 46 // 340),
-            shown=_value_text(dot.value.mean, is_share),
-            x=x_axis,
-            y=TOP + ROW * i,
-            ends=_whisker(dot, x_axis),
-            never=math.isinf(dot.value.high),  # in some draws
-            right=width - 4,
-        )
-        drawn.append(row)
+        name = shorten(dot.label, width * 46 // 340)
+        shown, ends = _value_text(dot.value.mean, is_share), _whisker(dot, x_axis)
+        drawn.append(part("dot_row", dot, name, shown, x_axis, TOP + ROW * i, ends, width - 4))
     return svg(x_label, drawn, (width, height))
 
 
@@ -170,10 +162,9 @@ def sweep_chart(
     for at, trail in enumerate(trails):
         # Lines of a product share their places: each is moved a little to the side.
         shift = (at - (len(trails) - 1) / 2) * min(0.09, 0.5 / len(trails))
-        known = [(x_axis(x + shift), d) for x, d in trail.dots if math.isfinite(d.value.mean)]
-        line = "L".join(f"{x} {y_axis(dot.value.mean)}" for x, dot in known)
-        path = f"M{line}" if len(known) > 1 else ""
-        drawn.append(part("trail", dots=known, colour=trail.colour, path=path, y=y_axis))
+        known = [(x + shift, dot) for x, dot in trail.dots if math.isfinite(dot.value.mean)]
+        path = path_of([(x, dot.value.mean) for x, dot in known], x_axis, y_axis)
+        drawn.append(part("trail", known, trail.colour, path, x_axis, y_axis))
     if names:
         ends = [
             (trail.label, trail.colour, float(place), dot.value.mean)
@@ -201,17 +192,14 @@ def stacked_bars(
     x_axis = Axis(0.0, max(totals, default=0.0) * 1.02 or 1.0, 16.0, width - room)
     drawn = [frame(x_axis, Axis(0.0, 1.0, height - BOTTOM, TOP), x_label, "")]
     for i, ((label, parts), total) in enumerate(zip(rows, totals)):
+        pieces: list[tuple[str, float, str, float, float]] = []
         done = 0.0
-        pieces: list[dict[str, object]] = []
         for name, value, colour in parts:
-            left, right = float(x_axis(done)), float(x_axis(done + value))
-            shown = f"{value:.0f}" if inside and right - left > 26 else ""
-            piece = {"name": name, "value": value, "left": left, "right": right, "shown": shown}
-            pieces.append(piece | {"colour": colour, "is_pale": colour in PALE})
+            ends = float(x_axis(done)), float(x_axis(done + value))
+            pieces.append((name, value, colour, *ends))
             done += value
-        shown = "" if inside else f"{total:.3g}"
-        place = {"y": TOP + 44 * i, "end": float(x_axis(done)), "total": shown}
-        drawn.append(part("bar", label=label, name=shorten(label, 66), parts=pieces, **place))
+        name, end = shorten(label, 66), float(x_axis(done))
+        drawn.append(part("bar", label, name, TOP + 44 * i, pieces, end, total, inside, PALE))
     return svg(x_label, drawn, (width, height))
 
 
@@ -224,24 +212,13 @@ def heat_map(
     y_label: str,
 ) -> Markup:
     """Cells with their number in them, the darker the higher."""
-    top, height = 8, 30
     finite = [value for row in values for value in row if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
-    return part(
-        "heat_map",
-        rows=rows,
-        columns=columns,
-        cells=[
-            (i, j, value, 0.06 + 0.54 * (value - low) / ((high - low) or 1.0))
-            for i, row in enumerate(values)
-            for j, value in enumerate(row)
-            if math.isfinite(value)
-        ],
-        x_label=x_label,
-        y_label=y_label,
-        left=64,
-        top=top,
-        bottom=top + len(rows) * height,
-        width=max(44, min(80, 380 // max(1, len(columns)))),
-        height=height,
-    )
+    cells = [
+        (i, j, value, 0.06 + 0.54 * (value - low) / ((high - low) or 1.0))
+        for i, row in enumerate(values)
+        for j, value in enumerate(row)
+        if math.isfinite(value)
+    ]
+    width = max(44, min(80, 380 // max(1, len(columns))))
+    return part("heat_map", rows, columns, cells, x_label, y_label, width)

@@ -13,13 +13,7 @@ from markupsafe import Markup
 
 from marlhf.intervals import Interval
 from marlhf.report.answer import compared_with_baseline
-from marlhf.report.groups import (
-    Group,
-    differences,
-    measured_alike,
-    scored_by_functions,
-    unlike,
-)
+from marlhf.report.groups import Group, differences, measured_alike, scored_by_functions, unlike
 from marlhf.report.measures import (
     change,
     difference,

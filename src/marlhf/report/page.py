@@ -116,6 +116,7 @@ _TEMPLATES = Environment(
     undefined=StrictUndefined,
     extensions=[JoinedLines],
 )
+_TEMPLATES.globals["inf"] = math.inf
 _TEMPLATES.filters |= {"classes": class_of, "run_class": run_class, "num": num}
 _TEMPLATES.filters |= {"g": "{:g}".format, "f1": "{:.1f}".format}
 _MACROS = {
@@ -125,9 +126,9 @@ _MACROS = {
 }
 
 
-def part(macro: str, /, **values: Any) -> Markup:
+def part(macro: str, /, *values: Any, **named: Any) -> Markup:
     """A macro of the templates, filled in."""
-    return _MACROS[macro](**values)
+    return _MACROS[macro](*values, **named)
 
 
 class Chip(NamedTuple):

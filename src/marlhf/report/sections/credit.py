@@ -38,11 +38,7 @@ def credit(groups: Sequence[Group]) -> Markup:
         if run.config.get("credit") == "auto"
     ]
     reaches = curve_figure("Tokens that credit reaches back", groups, ("credit/reach",))
-    return section(
-        "credit",
-        *measured,
-        grid([*automatic, reaches], "two"),
-    )
+    return section("credit", *measured, grid([*automatic, reaches], "two"))
 
 
 def _read(folder: Path) -> Row | None:

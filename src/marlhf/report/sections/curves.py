@@ -56,11 +56,7 @@ STAGE_MEASURES = ("loss", "accuracy", "margin", "learning_rate")
 
 
 def curve_figure(
-    title: str,
-    groups: Sequence[Group],
-    keys: Sequence[str],
-    *,
-    x: str = "step",
+    title: str, groups: Sequence[Group], keys: Sequence[str], *, x: str = "step"
 ) -> Markup:
     """Lines of the first of `keys` that anyone recorded; held-out and training never mix."""
     for key in keys:
@@ -153,10 +149,7 @@ def stages(groups: list[Group], *, with_table: bool) -> Markup:
             figures.append(curve_figure(f"{name} {words}", alike, (f"{stage}/{measure}",)))
             figures.append(curve_figure(f"{name} held-out {words}", alike, (f"eval/{measure}",)))
     return section(
-        "stages",
-        stage_table(groups) if with_table else "",
-        grid(figures),
-        folded=with_table,
+        "stages", stage_table(groups) if with_table else "", grid(figures), folded=with_table
     )
 
 

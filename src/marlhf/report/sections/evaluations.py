@@ -158,10 +158,7 @@ def temperatures(groups: Sequence[Group]) -> Markup:
                 means = {t: samples.cell(t, 1) for t in samples.lines}
                 by_grid.setdefault(name, []).append((label, group.colour, means))
         figures = [_temperature_figure(f"Score, {name}", runs) for name, runs in by_grid.items()]
-    return section(
-        "temperatures",
-        grid([each for each in figures if each][:MAX_TEMPERATURES]),
-    )
+    return section("temperatures", grid([each for each in figures if each][:MAX_TEMPERATURES]))
 
 
 def _temperature_figure(title: str, runs: ByTemperature, is_share: bool = False) -> Markup:
@@ -200,10 +197,7 @@ def best_of_n(groups: Sequence[Group]) -> Markup:
             figures.append(_heat_figure(f"{label}, {name}", samples))
         for name, ways in read_frontiers(folder).items():
             figures += _frontier_figures(f"{label}, {name}", ways)
-    return section(
-        "best_of_n",
-        grid(figures, "two"),
-    )
+    return section("best_of_n", grid(figures, "two"))
 
 
 def _heat_figure(title: str, samples: Grid) -> Markup:

@@ -31,9 +31,7 @@ def prompts(policies: list[Group], others: list[Group]) -> Markup:
     ]
     shifts = grid(_shifts(policies, others))
     return section(
-        "distributions",
-        grid(figures),
-        heading("Shift of each prompt") + shifts if shifts else "",
+        "distributions", grid(figures), heading("Shift of each prompt") + shifts if shifts else ""
     )
 
 

@@ -116,9 +116,7 @@ def _answers(policies: list[Group]) -> Prompts:
     return [(prompt, answers) for (_, prompt), answers in ordered]
 
 
-def _within_budget(
-    prompts: Prompts,
-) -> Prompts:
+def _within_budget(prompts: Prompts) -> Prompts:
     kept: Prompts = []
     spans = 0
     for prompt, answers in prompts[:MAX_PROMPTS]:

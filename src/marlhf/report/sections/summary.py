@@ -91,11 +91,7 @@ def _headline(policies: list[Group]) -> list[Markup]:
 
 def _policy_table(policies: list[Group]) -> Markup:
     measures = [m for m in MEASURES if any(group.finals(m.name) for group in policies)]
-    columns = [
-        Column("Run", "run"),
-        Column("", "method"),
-        Column("Score", "score", is_bold=True),
-    ]
+    columns = [Column("Run", "run"), Column("", "method"), Column("Score", "score", is_bold=True)]
     columns += [*measures, Column("Steps", "step"), Column("Time", "seconds", duration)]
     rows: list[list[object]] = []
     if start := next((g for g in policies if math.isfinite(start_score(g).mean)), None):

@@ -172,10 +172,7 @@ def sweeps(policies: list[Group]) -> Markup:
         if any(unlike([group for _, group in line]) for _, line in sweep.lines):
             warning = warn("Not on one scale:") + " this setting changes what scores the responses."
         blocks += [heading(sweep.title, warning), _figures(sweep)]
-    return section(
-        "sweeps",
-        *blocks,
-    )
+    return section("sweeps", *blocks)
 
 
 def scaling(policies: Sequence[Group]) -> Markup:

@@ -58,10 +58,7 @@ def timing(policies: list[Group]) -> Markup:
         header=["run", "phase", "seconds"],
         rows=rows,
     )
-    return section(
-        "timing",
-        grid([chart, _speed_figure(policies)], "two"),
-    )
+    return section("timing", grid([chart, _speed_figure(policies)], "two"))
 
 
 def _median(group: Group, key: str) -> float:
