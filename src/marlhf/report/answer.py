@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from marlhf.evaluate.held_out import read_scored, scores_of
 from marlhf.intervals import Curve, Floats, Interval, difference_over_seeds, wilson
+from marlhf.report.formats import bold, num, percent, signed
 from marlhf.report.groups import Group, groups_by_name, measured_alike, scored_by_functions
 from marlhf.report.measures import (
     Comparison,
@@ -26,7 +27,7 @@ from marlhf.report.measures import (
     over_what,
     wins_over,
 )
-from marlhf.report.page import bold, num, part, percent, signed
+from marlhf.report.page import part
 from marlhf.report.sections.judged import read_summaries
 
 MAX_COMPARED = 3

@@ -28,7 +28,8 @@ from marlhf.report.charts import (
     svg,
     tick_text,
 )
-from marlhf.report.page import Cell, figure, num, part, percent
+from marlhf.report.formats import num, percent
+from marlhf.report.page import Cell, figure, part
 
 ROW = 38
 PALE = {"var(--t2)", "var(--t3)", "var(--t4)"}

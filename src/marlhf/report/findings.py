@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from marlhf.intervals import Interval
 from marlhf.report.answer import compared_with_baseline
+from marlhf.report.formats import bold, code, num, percent, signed, warn
 from marlhf.report.groups import Group, differences, measured_alike, scored_by_functions, unlike
 from marlhf.report.measures import (
     change,
@@ -24,7 +25,6 @@ from marlhf.report.measures import (
     start_score,
     wins_since_start,
 )
-from marlhf.report.page import bold, code, num, percent, signed, warn
 from marlhf.runs.read import Run
 
 

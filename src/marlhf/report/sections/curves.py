@@ -10,20 +10,9 @@ from markupsafe import Markup
 
 from marlhf.intervals import mean, thin
 from marlhf.report.charts import Series, legend_of, line_chart
+from marlhf.report.formats import duration, percent
 from marlhf.report.groups import Group, Point
-from marlhf.report.page import (
-    Below,
-    Cell,
-    Chip,
-    Column,
-    duration,
-    figure,
-    grid,
-    heading,
-    percent,
-    section,
-    table,
-)
+from marlhf.report.page import Below, Cell, Chip, Column, figure, grid, heading, section, table
 from marlhf.runs.stage_facts import facts_of
 
 MAX_POINTS = 300

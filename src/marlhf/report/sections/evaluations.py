@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup
 
 from marlhf.evaluate.best_of_n_grid import Grid, kl_bound, read_grids
 from marlhf.evaluate.blocks_frontier import Point, read_frontiers
-from marlhf.evaluate.held_out import MEASURES, Summary, read_scored, scores_of, summarise
+from marlhf.evaluate.held_out import MEASURES, read_scored, scores_of, summarise
 from marlhf.evaluate.pass_rates import ALL, read_summary
 from marlhf.intervals import NO_INTERVAL, Interval
-from marlhf.report.charts import Series, distribution, histogram, legend_of, line_chart
+from marlhf.report.charts import Series, legend_of, line_chart
 from marlhf.report.dots import Dot, Trail, dots_figure, heat_map, sweep_chart
+from marlhf.report.formats import percent
 from marlhf.report.groups import Group, labelled
-from marlhf.report.page import (
-    NUM_COLOURS,
-    Below,
-    Cell,
-    Chip,
-    Column,
-    figure,
-    grid,
-    percent,
-    section,
-    table,
-)
+from marlhf.report.page import NUM_COLOURS, Below, Cell, Chip, Column, figure, grid, section, table
+from marlhf.report.sections.prompts import distribution_figure
 
 SHARES = ("repetition", "distinct_1", "distinct_2", "ended")
 MAX_DISTRIBUTIONS = 12
 MAX_TEMPERATURES = 24
-
-ByTemperature = Sequence[tuple[str, str, Mapping[float, Interval]]]
-"""(label, colour, value at each temperature) of each run."""
 
 
 def problems(groups: Sequence[Group]) -> Markup:
@@ -101,7 +89,8 @@ def held_out(groups: Sequence[Group]) -> Markup:
                 if file.label == sampling
             ]
             if series := [each for each in series if each[1]]:
-                figures.append(_distribution(series, judge, sampling))
+                title = f"Score by {judge}, {sampling}"
+                figures.append(distribution_figure(title, series, x_label=f"score by {judge}"))
     return section(
         "held_out",
         table(columns, rows, file="evaluations", words=2),
@@ -109,72 +98,46 @@ def held_out(groups: Sequence[Group]) -> Markup:
     )
 
 
-def _distribution(
-    series: Sequence[tuple[str, list[float], str]], judge: str, sampling: str
-) -> Markup:
-    edges, shares = histogram([values for _, values, _ in series])
-    return figure(
-        f"Score by {judge}, {sampling}",
-        distribution(series, x_label=f"score by {judge}"),
-        file=f"distribution {judge} {sampling}",
-        header=["run", "from", "to", "share"],
-        rows=[
-            [label, low, high, share]
-            for (label, _, _), row in zip(series, shares)
-            for low, high, share in zip(edges, edges[1:], row)
-        ],
-    )
-
-
 def temperatures(groups: Sequence[Group]) -> Markup:
     """One line per run: score by each judge, with KL, length and repetition."""
-    by_sampling: dict[str, dict[tuple[str, str], dict[float, Summary]]] = {}
+    by_title: dict[str, dict[tuple[str, str], dict[float, Interval]]] = {}
+    sampled: dict[str, dict[tuple[str, str], dict[float, Interval]]] = {}
     for label, group, folder in labelled(groups):
+        run = label, group.colour
         for file in read_scored(folder):
-            if file.settings is not None:
-                runs = by_sampling.setdefault(file.settings.label_without_temperature, {})
-                summaries = runs.setdefault((label, group.colour), {})
-                summaries[file.settings.temperature] = summarise(file.lines)
-    figures: list[Markup] = []
-    for rest, runs in by_sampling.items():
-
-        def values(pick: Callable[[Summary], Interval], runs=runs) -> ByTemperature:
-            return [
-                (*name, {t: pick(s) for t, s in summaries.items()})
-                for name, summaries in runs.items()
-            ]
-
-        every = [s for summaries in runs.values() for s in summaries.values()]
-        for judge in dict.fromkeys(judge for s in every for judge in s.scores):
-            by_judge = values(lambda s, judge=judge: s.scores.get(judge, NO_INTERVAL))
-            figures.append(_temperature_figure(f"Score by {judge}, {rest}", by_judge))
-        for title, key in MEASURES[:3]:
-            measured = values(lambda s, key=key: s.measures[key])
-            figures.append(_temperature_figure(f"{title}, {rest}", measured, key in SHARES))
+            if file.settings is None:
+                continue
+            summary, rest = summarise(file.lines), file.settings.label_without_temperature
+            values = {f"Score by {judge}, {rest}": v for judge, v in summary.scores.items()}
+            values |= {f"{title}, {rest}": summary.measures[key] for title, key in MEASURES[:3]}
+            for title, value in values.items():
+                line = by_title.setdefault(title, {}).setdefault(run, {})
+                line[file.settings.temperature] = value
+        for name, samples in read_grids(folder).items():
+            means = {t: samples.cell(t, 1) for t in samples.lines}
+            sampled.setdefault(f"Score, {name}", {})[run] = means
+    figures = [_temperature_figure(title, runs) for title, runs in by_title.items()]
     if not any(figures):  # the mean of what was sampled for best of n says the same
-        by_grid: dict[str, list[tuple[str, str, dict[float, Interval]]]] = {}
-        for label, group, folder in labelled(groups):
-            for name, samples in read_grids(folder).items():
-                means = {t: samples.cell(t, 1) for t in samples.lines}
-                by_grid.setdefault(name, []).append((label, group.colour, means))
-        figures = [_temperature_figure(f"Score, {name}", runs) for name, runs in by_grid.items()]
+        figures = [_temperature_figure(title, runs) for title, runs in sampled.items()]
     return section("temperatures", grid([each for each in figures if each][:MAX_TEMPERATURES]))
 
 
-def _temperature_figure(title: str, runs: ByTemperature, is_share: bool = False) -> Markup:
-    temperatures = sorted({t for *_, values in runs for t in values})
+def _temperature_figure(
+    title: str, runs: Mapping[tuple[str, str], Mapping[float, Interval]]
+) -> Markup:
+    temperatures = sorted({t for values in runs.values() for t in values})
     trails: list[Trail] = []
-    rows: list[list[Cell]] = []
-    for label, colour, values in runs:
-        known = [(t, v) for t, v in sorted(values.items()) if math.isfinite(v.mean)]
-        dots = [(temperatures.index(t), Dot(f"{label}, {t:g}", v, colour)) for t, v in known]
-        rows += [[label, t, *v[:3]] for t, v in known]
-        if dots:
-            trails.append(Trail(label, colour, dots))
+    for (label, colour), values in runs.items():
+        dots = [
+            (temperatures.index(t), Dot(f"{label}, {t:g}", value, colour))
+            for t, value in sorted(values.items())
+            if math.isfinite(value.mean)
+        ]
+        trails += [Trail(label, colour, dots)] if dots else []
     if not any(len(trail.dots) > 1 for trail in trails):
         return Markup()
-    name = title.partition(",")[0]
-    places = [f"{t:g}" for t in temperatures]
+    name, places = title.partition(",")[0], [f"{t:g}" for t in temperatures]
+    is_share = title.startswith("Repetition")
     return figure(
         title,
         sweep_chart(trails, places, x_label="temperature", y_label=name, is_share=is_share),
@@ -182,7 +145,7 @@ def _temperature_figure(title: str, runs: ByTemperature, is_share: bool = False)
         key=legend_of(trails),
         note=trails[0].label if len(trails) == 1 else "",
         header=["run", "temperature", name, "low", "high"],
-        rows=rows,
+        rows=[[t.label, temperatures[at], *dot.value[:3]] for t in trails for at, dot in t.dots],
     )
 
 

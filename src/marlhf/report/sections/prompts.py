@@ -9,8 +9,9 @@ from markupsafe import Markup
 from marlhf.evaluate.best_of_n_grid import expected_best, read_grids
 from marlhf.intervals import mean, thin, win_rate
 from marlhf.report.charts import distribution, histogram, scatter
+from marlhf.report.formats import percent
 from marlhf.report.groups import START_COLOUR, Group, measured_alike, same_prompts
-from marlhf.report.page import Cell, figure, grid, heading, percent, section
+from marlhf.report.page import Cell, figure, grid, heading, section
 
 MAX_ROWS = 1000
 MAX_SHIFTS = 12
@@ -41,12 +42,17 @@ def _distribution_figure(policies: list[Group], title: str, field: str) -> Marku
     for group in policies[:MAX_RIDGES]:
         if values := group.all_prompts(field):
             entries.append((group.label, values, group.colour))
-    if not entries:
-        return Markup()
+    return distribution_figure(title, entries, x_label=title.lower()) if entries else Markup()
+
+
+def distribution_figure(
+    title: str, entries: Sequence[tuple[str, Sequence[float], str]], *, x_label: str
+) -> Markup:
+    """Histograms of (label, values, colour) in shared bins."""
     edges, shares = histogram([values for _, values, _ in entries])
     return figure(
         title,
-        distribution(entries, x_label=title.lower()),
+        distribution(entries, x_label=x_label),
         file=f"distribution of {title}",
         header=["from", "to", *(label for label, *_ in entries)],
         rows=[[low, high, *bins] for low, high, bins in zip(edges, edges[1:], zip(*shares))],

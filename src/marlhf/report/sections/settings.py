@@ -5,8 +5,9 @@ from __future__ import annotations
 import yaml
 from markupsafe import Markup
 
+from marlhf.report.formats import code
 from marlhf.report.groups import Group, differences
-from marlhf.report.page import Column, code, csv_link, part, section, table
+from marlhf.report.page import Column, csv_link, part, section, table
 
 MAX_CONFIG_CHARS = 20_000
 MAX_CONFIGS = 40

@@ -10,20 +10,10 @@ from marlhf.intervals import Interval
 from marlhf.report.answer import answer
 from marlhf.report.dots import Dot, dots_figure
 from marlhf.report.findings import shows, shows_not, verdict
+from marlhf.report.formats import duration, num, percent
 from marlhf.report.groups import START_COLOUR, Group, describe_methods
 from marlhf.report.measures import final_score, start_score
-from marlhf.report.page import (
-    Below,
-    Chip,
-    Column,
-    duration,
-    grid,
-    num,
-    part,
-    percent,
-    section,
-    table,
-)
+from marlhf.report.page import Below, Chip, Column, grid, part, section, table
 from marlhf.report.sections.curves import name_cell, stage_table
 from marlhf.runs.read import Run
 
