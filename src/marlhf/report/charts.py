@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any
 
 from markupsafe import Markup
 
@@ -342,19 +342,6 @@ def scatter(points: Points, colour: str, *, x_label: str, y_label: str) -> Marku
     return svg(f"{y_label} by {x_label}", [frame(*axes, x_label, y_label), cloud], size)
 
 
-class Named(Protocol):
-    """Whatever has a name, a colour and perhaps a dash: a line, a trail of dots."""
-
-    @property
-    def label(self) -> str: ...
-    @property
-    def colour(self) -> str: ...
-    @property
-    def dash(self) -> str: ...
-
-
-def legend_of(lines: Sequence[Named]) -> str:
-    """A colour key where lines are too many to be named at their ends."""
-    if is_labelled(lines):
-        return ""
-    return part("legend", entries=[(line.label, line.colour, line.dash) for line in lines])
+def legend_of(lines: Sequence[Any]) -> str:
+    """A colour key where lines, or trails of dots, are too many to be named at their ends."""
+    return "" if is_labelled(lines) else part("legend", lines)

@@ -9,25 +9,8 @@ from dataclasses import dataclass, replace
 from markupsafe import Markup
 
 from marlhf.intervals import Interval
-from marlhf.report.charts import (
-    BOTTOM,
-    HEIGHT,
-    LARGE,
-    LEFT,
-    TOP,
-    WIDTH,
-    Axis,
-    end_labels,
-    frame,
-    is_labelled,
-    margin_for,
-    path_of,
-    percent_text,
-    shorten,
-    span,
-    svg,
-    tick_text,
-)
+from marlhf.report import charts
+from marlhf.report.charts import BOTTOM, HEIGHT, LEFT, TOP, WIDTH, Axis, frame, shorten, span, svg
 from marlhf.report.formats import num, percent
 from marlhf.report.page import Cell, figure, part
 
@@ -117,7 +100,7 @@ def dot_rows(
     values = [number for dot in dots for number in dot.numbers]
     x_axis = Axis(*span([*values, 0.0] if zero else values), 18.0, width - 62.0)
     y_axis = Axis(0.0, 1.0, height - BOTTOM, TOP)
-    form = percent_text if is_share else tick_text
+    form = charts.percent_text if is_share else charts.tick_text
     drawn = [frame(x_axis, y_axis, x_label, "", x_format=form)]
     if zero:
         drawn.append(part("zero", x=x_axis, y=y_axis))
@@ -152,19 +135,20 @@ def sweep_chart(
     is_share: bool = False,
 ) -> Markup:
     """Dots with whiskers at evenly spaced places, joined along each line of the sweep."""
-    names = [trail.label for trail in trails] if is_labelled(trails) and len(trails) > 1 else []
+    has_names = len(trails) > 1 and charts.is_labelled(trails)
+    names = [trail.label for trail in trails] if has_names else []
     if is_share:
         trails = [replace(t, dots=[(x, dot.within(0.0, 1.0)) for x, dot in t.dots]) for t in trails]
     values = [number for trail in trails for _, dot in trail.dots for number in dot.numbers]
-    x_axis = Axis(-0.4, max(len(places) - 0.6, 0.6), LEFT, WIDTH - margin_for(names))
+    x_axis = Axis(-0.4, max(len(places) - 0.6, 0.6), LEFT, WIDTH - charts.margin_for(names))
     y_axis = Axis(*span(values), HEIGHT - BOTTOM, TOP)
-    form = percent_text if is_share else tick_text
+    form = charts.percent_text if is_share else charts.tick_text
     drawn = [frame(x_axis, y_axis, x_label, y_label, form, x_ticks=list(enumerate(places)))]
     for at, trail in enumerate(trails):
         # Lines of a product share their places: each is moved a little to the side.
         shift = (at - (len(trails) - 1) / 2) * min(0.09, 0.5 / len(trails))
         known = [(x + shift, dot) for x, dot in trail.dots if math.isfinite(dot.value.mean)]
-        path = path_of([(x, dot.value.mean) for x, dot in known], x_axis, y_axis)
+        path = charts.path_of([(x, dot.value.mean) for x, dot in known], x_axis, y_axis)
         drawn.append(part("trail", known, trail.colour, path, x_axis, y_axis))
     if names:
         ends = [
@@ -172,7 +156,7 @@ def sweep_chart(
             for trail in trails
             for place, dot in trail.dots[-1:]
         ]
-        drawn.append(end_labels(ends, (x_axis, y_axis)))
+        drawn.append(charts.end_labels(ends, (x_axis, y_axis)))
     return svg(f"{y_label} by {x_label}", drawn)
 
 
@@ -187,7 +171,7 @@ def stacked_bars(
     With `inside`, each part shows its number where it fits; else the sum is shown at the end.
     """
     totals = [sum(value for _, value, _ in parts) for _, parts in rows]
-    width, height = LARGE[0], TOP + BOTTOM + 44 * len(rows)
+    width, height = charts.LARGE[0], TOP + BOTTOM + 44 * len(rows)
     longest = max((len(f"{total:.3g}") for total in totals), default=0)
     room = 40.0 if inside else max(40.0, 10 + 9 * longest)  # for the sum; phones draw it larger
     x_axis = Axis(0.0, max(totals, default=0.0) * 1.02 or 1.0, 16.0, width - room)

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from marlhf.intervals import Interval
 from marlhf.report.answer import compared_with_baseline
-from marlhf.report.formats import bold, code, num, percent, signed, warn
+from marlhf.report.formats import bold, num, percent, signed, warn
 from marlhf.report.groups import Group, differences, measured_alike, scored_by_functions, unlike
 from marlhf.report.measures import (
     change,
@@ -25,6 +25,7 @@ from marlhf.report.measures import (
     start_score,
     wins_since_start,
 )
+from marlhf.report.page import part
 from marlhf.runs.read import Run
 
 
@@ -80,58 +81,23 @@ def shows_not(policies: list[Group], runs: list[Run]) -> list[str]:
     """What a reader might take from the page and should not."""
     sentences: list[str] = []
     if apart := unlike(policies):
-        sentences.append(
-            warn("Not on one scale:")
-            + " the runs differ in what scored them or in their data ("
-            + _codes(apart)
-            + "), so their scores cannot be compared. Only runs scored like the first are "
-            "compared with it."
-        )
+        sentences.append(part("not_on_one_scale", apart))
     if policies:
-        sentences.append(
-            "The score is "
-            + _scorer(policies)
-            + "; it is not a person's judgement. A win is a higher score on the same prompt; "
-            "ties count half."
-        )
+        configs = [run.config for group in policies for run in group.runs]
+        functions = list(dict.fromkeys(f for c in configs for f in c.get("reward_funcs") or ()))
+        sentences.append(part("scorer", functions, is_learnt=not scored_by_functions(policies)))
         if all(not math.isfinite(final_score(group, "gold").mean) for group in policies):
-            sentences.append(
-                "No true score is known for this task, so over-optimisation of the reward cannot "
-                "be ruled out."
-            )
+            sentences.append(part("no_gold"))
         sentences.append(_seeds(policies))
     changed = [key for key, _ in differences(policies)]
     rest = [key for key in changed if key.split(".")[0] != "segmenter"]
     if rest and len(changed) > 1:
-        sentences.append(
-            "The runs differ in more than their macro actions ("
-            + _codes(rest)
-            + "): a difference between them cannot be attributed to one of these alone."
-        )
+        sentences.append(part("more_differs", rest))
     starts = [start_score(group).mean for group in policies]
     starts = [start for start in starts if math.isfinite(start)]
     if starts and max(starts) - min(starts) > 0.05 * max(1.0, abs(starts[0])):
-        sentences.append(
-            "The runs did not start from the same score, so their final scores are hard to compare."
-        )
-    for run in runs:
-        sentences += _unfinished(run)
-    return sentences
-
-
-def _scorer(policies: list[Group]) -> Markup:
-    """Whose opinion the score is."""
-    configs = [run.config for group in policies for run in group.runs]
-    functions = list(dict.fromkeys(f for c in configs for f in c.get("reward_funcs") or ()))
-    by_functions = "what functions give (" + _codes(functions) + ")"
-    if scored_by_functions(policies):
-        return by_functions
-    learnt = Markup("a reward model's, learnt from preferences")
-    return learnt + ", and " + by_functions if functions else learnt
-
-
-def _codes(keys: list[str]) -> Markup:
-    return Markup(", ").join(map(code, keys[:6])) + (" and others" if len(keys) > 6 else "")
+        sentences.append(part("other_starts"))
+    return sentences + [sentence for run in runs for sentence in _unfinished(run)]
 
 
 def _score_change(group: Group) -> str:
@@ -226,25 +192,13 @@ def _compare(base: Group, group: Group, *, with_score: bool) -> list[str]:
     return sentences
 
 
-def _seeds(policies: list[Group]) -> str:
-    fewest = min(group.num_seeds for group in policies)
-    if fewest == 1:
-        all_have_one = all(group.num_seeds == 1 for group in policies)
-        which = "There is one seed per setting" if all_have_one else "Some settings have one seed"
-        return (
-            f"{which}, and one seed is no evidence that a difference is reproducible: the "
-            "intervals are over prompts, not over trainings. Run three or more."
-        )
+def _seeds(policies: list[Group]) -> Markup:
+    seeds = [group.num_seeds for group in policies]
     ends = [group.finals("eval/score") for group in policies]
-    apart = ""
+    overlap = None
     if len(policies) == 2 and all(ends):
         overlap = max(map(min, ends)) <= min(map(max, ends))
-        apart = f" The final scores of the seeds {'overlap' if overlap else 'do not overlap'}."
-    caution = " Few seeds still leave room for chance." if fewest < 5 else ""
-    return (
-        f"Each setting has at least {fewest} seeds; bands are the lowest and highest seed, "
-        f"brackets are intervals over seeds and prompts.{apart}{caution}"
-    )
+    return part("seeds", min(seeds), max(seeds), overlap)
 
 
 def _unfinished(run: Run) -> list[str]:

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from marlhf.config.rl import RLConfig
@@ -133,14 +132,13 @@ def start_of(run: Run) -> Evaluation | None:
     return None
 
 
-def labelled(groups: Sequence[Group]) -> list[tuple[str, Group, Path]]:
+def labelled(groups: Sequence[Group]) -> list[tuple[str, Group, Run]]:
     """Every run under the name of its group, its seed added where the group has several."""
-    labels: list[tuple[str, Group, Path]] = []
-    for group in groups:
-        for run in group.runs:
-            name = group.label if len(group.runs) == 1 else f"{group.label}, seed {run.seed}"
-            labels.append((name, group, run.path))
-    return labels
+    return [
+        (group.label if len(group.runs) == 1 else f"{group.label}, seed {run.seed}", group, run)
+        for group in groups
+        for run in group.runs
+    ]
 
 
 def groups_by_name(groups: Sequence[Group]) -> dict[str, Group]:

@@ -9,19 +9,7 @@ from itertools import product
 import numpy as np
 
 from marlhf import intervals
-from marlhf.intervals import (
-    NO_INTERVAL,
-    Curve,
-    CurveBootstrap,
-    Floats,
-    Interval,
-    SeedCurve,
-    difference_over_seeds,
-    mean,
-    mean_over_seeds,
-    thin,
-    win_rate,
-)
+from marlhf.intervals import Curve, Floats, Interval, mean, mean_over_seeds
 from marlhf.report.groups import Group, Point, same_prompts
 from marlhf.runs.read import Run, number
 
@@ -51,7 +39,7 @@ def start_score(group: Group, field: str = "score") -> Interval:
 def change(group: Group, field: str = "score") -> Interval:
     """How much a number changed in training, paired by prompt where it is known of each."""
     if all(point.step == 0 for point in group.curve(f"eval/{field}")):
-        return NO_INTERVAL
+        return intervals.NO_INTERVAL
     rows = group.per_seed(PER_PROMPT[field], first=True), group.per_seed(PER_PROMPT[field])
     if paired := _paired(*rows):
         return paired
@@ -83,7 +71,7 @@ def difference(base: Group, group: Group, field: str = "score") -> Interval:
     before, after = _final_rows(base, field), _final_rows(group, field)
     widths = {len(row) for row in before + after}
     if before and after and (widths == {1} or (len(widths) == 1 and same_prompts(base, group))):
-        return difference_over_seeds(before, after)
+        return intervals.difference_over_seeds(before, after)
     gap = mean_over_seeds(after).mean - mean_over_seeds(before).mean
     return Interval(gap, math.nan, math.nan, 0)
 
@@ -93,7 +81,7 @@ def wins_over(base: Group, group: Group) -> float:
     before, after = base.per_seed("scores"), group.per_seed("scores")
     if len({len(row) for row in before + after}) != 1 or not same_prompts(base, group):
         return math.nan
-    return mean([win_rate(a, b) for a, b in product(before, after)])
+    return mean([intervals.win_rate(a, b) for a, b in product(before, after)])
 
 
 def wins_since_start(group: Group) -> float:
@@ -101,7 +89,7 @@ def wins_since_start(group: Group) -> float:
     pairs = list(zip(group.per_seed("scores", first=True), group.per_seed("scores")))
     if any(len(before) != len(after) for before, after in pairs):
         return math.nan
-    return mean([win_rate(before, after) for before, after in pairs])
+    return mean([intervals.win_rate(before, after) for before, after in pairs])
 
 
 def score_at_kl(group: Group, kl: float) -> float:
@@ -120,7 +108,7 @@ def over_what(group: Group) -> str:
     return " and ".join(filter(None, (seeds, many)))
 
 
-class Comparison(CurveBootstrap):
+class Comparison(intervals.CurveBootstrap):
     """The learning curves of groups, with intervals over their seeds and held-out prompts."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
@@ -138,13 +126,13 @@ class Comparison(CurveBootstrap):
         return f"{seeds}, resampled together{few}"
 
 
-def seed_curve(run: Run) -> SeedCurve:
+def seed_curve(run: Run) -> intervals.SeedCurve:
     """The evaluations of a run, prompt by prompt where that was recorded."""
     known = {evaluation.step: evaluation for evaluation in run.evaluations}
     rows = [row for row in run.evals if math.isfinite(number(row.get("eval/score")))]
-    rows = thin(rows, MAX_EVALUATIONS)
+    rows = intervals.thin(rows, MAX_EVALUATIONS)
     evaluations = [known.get(row["step"]) for row in rows]
-    return SeedCurve(
+    return intervals.SeedCurve(
         steps=np.array([row["step"] for row in rows], dtype=np.float64),
         seconds=np.array([number(row.get("seconds")) for row in rows]),
         scores=_matrix([e.scores if e else None for e in evaluations], rows, "eval/score"),

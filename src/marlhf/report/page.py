@@ -74,7 +74,7 @@ _TEMPLATES.filters |= {"classes": class_of, "run_class": run_class, "num": num}
 _TEMPLATES.filters |= {"g": "{:g}".format, "f1": "{:.1f}".format}
 _MACROS = {
     name: macro
-    for file in ("parts.html.j2", "charts.svg.j2", "sections.html.j2")
+    for file in ("parts.html.j2", "charts.svg.j2", "sections.html.j2", "findings.html.j2")
     for name, macro in vars(_TEMPLATES.get_template(file).module).items()
 }
 
@@ -226,22 +226,6 @@ def heading(title: str, lead: str = "") -> Markup:
     return part("heading", title=title, lead=lead)
 
 
-def _run_style(runs: Sequence[tuple[str, str]]) -> str:
-    """Rules that hide what belongs to a run that is switched off; more colours than the palette."""
-    rules: list[str] = []
-    for _, colour in runs:
-        name = run_class(colour)
-        index = int(name[1:])
-        if index >= NUM_COLOURS:
-            rules.append(f":root{{--c{index}:var(--c{index % NUM_COLOURS})}}")
-        if len(runs) > 1:
-            rules.append(
-                f"body:has(input[name={name}]:not(:checked)) :is(.{name},.answer:has(.{name}),"
-                f"tbody tr:has(>td:first-child .{name})){{display:none}}"
-            )
-    return "\n".join(rules)
-
-
 def render(
     title: str,
     subtitle: str,
@@ -261,7 +245,9 @@ def render(
         subtitle=subtitle,
         sections={name: html for name, html in sections.items() if html},
         switches=runs[:switches] if switches > 1 else (),
-        style=Markup(f"{STYLE}\n{_run_style(runs)}"),
+        style=Markup(STYLE),
+        runs=runs,
+        num_colours=NUM_COLOURS,
         script=Markup(SCRIPT),
         digest=SCRIPT_DIGEST,
         refresh=refresh,

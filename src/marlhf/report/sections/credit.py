@@ -29,13 +29,12 @@ def credit(groups: Sequence[Group]) -> Markup:
     """What `marlhf credit` and `credit: auto` measured."""
     measured = [
         _measured(label, group, summary)
-        for label, group, folder in labelled(groups)
-        if (summary := _read(folder))
+        for label, group, run in labelled(groups)
+        if (summary := _read(run.path))
     ]
     automatic = [
-        _choices(group.label if len(group.runs) == 1 else f"{group.label}, seed {run.seed}", run)
-        for group in groups
-        for run in group.runs
+        _choices(label, run)
+        for label, _, run in labelled(groups)
         if run.config.get("credit") == "auto"
     ]
     reaches = curve_figure("Tokens that credit reaches back", groups, ("credit/reach",))

@@ -28,8 +28,8 @@ def problems(groups: Sequence[Group]) -> Markup:
     """One row per run and difficulty: pass@k with its interval, and how the samples ended."""
     measured = [
         (label, group.colour, rates.samples, row)
-        for label, group, folder in labelled(groups)
-        if (rates := read_summary(folder))
+        for label, group, run in labelled(groups)
+        if (rates := read_summary(run.path))
         for row in rates.rows
     ]
     ks = sorted({k for *_, row in measured for k in row.pass_at})
@@ -64,8 +64,8 @@ def held_out(groups: Sequence[Group]) -> Markup:
     """One row per run and sampling, and the distribution of each judge's scores."""
     evaluations = [
         (label, group.colour, file, summarise(file.lines))
-        for label, group, folder in labelled(groups)
-        for file in read_scored(folder)
+        for label, group, run in labelled(groups)
+        for file in read_scored(run.path)
     ]
     if not evaluations:
         return Markup()
@@ -102,20 +102,20 @@ def temperatures(groups: Sequence[Group]) -> Markup:
     """One line per run: score by each judge, with KL, length and repetition."""
     by_title: dict[str, dict[tuple[str, str], dict[float, Interval]]] = {}
     sampled: dict[str, dict[tuple[str, str], dict[float, Interval]]] = {}
-    for label, group, folder in labelled(groups):
-        run = label, group.colour
-        for file in read_scored(folder):
+    for label, group, run in labelled(groups):
+        name = label, group.colour
+        for file in read_scored(run.path):
             if file.settings is None:
                 continue
             summary, rest = summarise(file.lines), file.settings.label_without_temperature
             values = {f"Score by {judge}, {rest}": v for judge, v in summary.scores.items()}
             values |= {f"{title}, {rest}": summary.measures[key] for title, key in MEASURES[:3]}
             for title, value in values.items():
-                line = by_title.setdefault(title, {}).setdefault(run, {})
+                line = by_title.setdefault(title, {}).setdefault(name, {})
                 line[file.settings.temperature] = value
-        for name, samples in read_grids(folder).items():
+        for rest, samples in read_grids(run.path).items():
             means = {t: samples.cell(t, 1) for t in samples.lines}
-            sampled.setdefault(f"Score, {name}", {})[run] = means
+            sampled.setdefault(f"Score, {rest}", {})[name] = means
     figures = [_temperature_figure(title, runs) for title, runs in by_title.items()]
     if not any(figures):  # the mean of what was sampled for best of n says the same
         figures = [_temperature_figure(title, runs) for title, runs in sampled.items()]
@@ -155,10 +155,10 @@ def best_of_n(groups: Sequence[Group]) -> Markup:
     Where blocks were decided, two figures more: score against the KL bound and against tokens.
     """
     figures: list[Markup] = []
-    for label, _, folder in labelled(groups):
-        for name, samples in read_grids(folder).items():
+    for label, _, run in labelled(groups):
+        for name, samples in read_grids(run.path).items():
             figures.append(_heat_figure(f"{label}, {name}", samples))
-        for name, ways in read_frontiers(folder).items():
+        for name, ways in read_frontiers(run.path).items():
             figures += _frontier_figures(f"{label}, {name}", ways)
     return section("best_of_n", grid(figures, "two"))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations, islice
 
 import numpy as np
@@ -37,15 +36,8 @@ MAX_PAIRED = 4
 SHARES = (0.5, 0.75, 1.0)
 """How much of the first setting's gain is to be reached."""
 
-
-@dataclass(frozen=True)
-class Times:
-    """When a setting reached each share of the gain, and how that compares with the base."""
-
-    steps: list[Interval]
-    seconds: list[Interval]
-    fewer_steps: Interval
-    less_time: Interval
+Times = list[list[Interval]]
+"""Steps and seconds to each share; how many times fewer steps and less time than the first."""
 
 
 def frontier(policies: list[Group]) -> Markup:
@@ -154,18 +146,18 @@ def time_to_score(compared: Comparison) -> Markup:
     times = times_to_score(compared, shares)
     rows: list[list[object]] = []
     data: list[list[Cell]] = []
-    for group, each in zip(groups, times):
+    for group, (steps, seconds, ratios) in zip(groups, times):
         cells = [
-            Below(steps, [] if math.isinf(seconds.mean) else [duration(seconds.mean)])
-            for steps, seconds in zip(each.steps, each.seconds)
+            Below(step, [] if math.isinf(took.mean) else [duration(took.mean)])
+            for step, took in zip(steps, seconds)
         ]
-        ratios = [None, None] if group is groups[0] else [each.fewer_steps, each.less_time]
         reached = [row for run in group.runs if (row := first_evaluation_at(run, goal))]
         kl = mean([number(row.get("eval/kl")) for row in reached])
         count = f"{len(reached)} of {len(group.runs)}"
+        ratios = [None, None] if group is groups[0] else ratios
         rows.append([Chip(group.label, group.colour), *cells, *ratios, kl, count])
-        for share, steps, seconds in zip(shares, each.steps, each.seconds):
-            numbers = ("never" if x == math.inf else x for x in (*steps[:3], *seconds[:3]))
+        for share, step, took in zip(shares, steps, seconds):
+            numbers = ("never" if x == math.inf else x for x in (*step[:3], *took[:3]))
             data.append([group.label, share, *numbers])
     columns = [Column("Run"), *(Column(f"{share:.0%} of the gain", "", _steps) for share in shares)]
     columns += [Column(f"Times {what}", "", _times) for what in ("fewer steps", "less time")]
@@ -193,11 +185,8 @@ def times_to_score(compared: Comparison, shares: Sequence[float]) -> list[Times]
         return numbers
 
     each = iter(compared.intervals(statistic))
-    count = len(shares)
-    return [
-        Times(list(islice(each, count)), list(islice(each, count)), next(each), next(each))
-        for _ in compared.groups
-    ]
+    counts = len(shares), len(shares), 2
+    return [[list(islice(each, count)) for count in counts] for _ in compared.groups]
 
 
 def first_evaluation_at(run: Run, target: float) -> Row | None:
@@ -207,8 +196,8 @@ def first_evaluation_at(run: Run, target: float) -> Row | None:
 
 def _figures(groups: Sequence[Group], times: Sequence[Times]) -> list[Markup]:
     figures: list[Markup] = []
-    for unit in ("steps", "seconds"):
-        last = [(each.steps if unit == "steps" else each.seconds)[-1] for each in times]
+    for i, unit in enumerate(("steps", "seconds")):
+        last = [each[i][-1] for each in times]
         dots = [Dot(group.label, value, group.colour) for group, value in zip(groups, last)]
         if any(math.isfinite(dot.value.mean) for dot in dots):
             never = ", ".join(dot.label for dot in dots if math.isinf(dot.value.mean))

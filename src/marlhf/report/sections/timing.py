@@ -7,6 +7,7 @@ import math
 from markupsafe import Markup
 
 from marlhf.intervals import quantiles
+from marlhf.report.charts import Series
 from marlhf.report.dots import stacked_bars
 from marlhf.report.formats import duration, warn
 from marlhf.report.groups import Group
@@ -38,12 +39,12 @@ def timing(policies: list[Group]) -> Markup:
             bars.append((group.label, parts))
     if not bars:
         return Markup()
-    keys = dict.fromkeys((phase, colour, "") for _, parts in bars for phase, _, colour in parts)
+    keys = {phase: Series(phase, (), colour) for _, parts in bars for phase, _, colour in parts}
     rows: list[list[Cell]] = [[run, *each[:2]] for run, parts in bars for each in parts]
     chart = figure(
         "Seconds per step",
         stacked_bars(bars, x_label="median seconds per step"),
-        key=part("legend", entries=list(keys)),
+        key=part("legend", keys.values()),
         header=["run", "phase", "seconds"],
         rows=rows,
     )
