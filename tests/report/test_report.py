@@ -185,7 +185,7 @@ def test_a_diverged_run_is_a_report(report, make_run):
     nan, inf = float("nan"), float("inf")
     rows = [
         {"kind": kind, "step": s, "seconds": s, f"{key}/score": v, f"{key}/kl": v}
-        for kind, key in (("train", "ppo"), ("eval", "eval"))
+        for kind, key in (("train", "rl"), ("eval", "eval"))
         for s, v in enumerate([0.1, nan, inf, -inf, 1e308])
     ]
     evaluations = [{"step": s, "scores": [nan, 1.0, inf], "kl": [nan] * 3} for s in (0, 4)]
@@ -371,7 +371,7 @@ def test_baselines_stand_beside_ppo(make_run, tmp_path):
 
     scores = {"ppo": 0.25, "rloo": 0.75}
     for stage, score in scores.items():
-        metrics = [line(i, **{f"{stage}/score": score, f"{stage}/kl": 1.0}) for i in (1, 2)]
+        metrics = [line(i, **{"rl/score": score, "rl/kl": 1.0}) for i in (1, 2)]
         make_run(stage, stage=stage, metrics=metrics, config={"segmenter": {"type": "ngram"}})
     make_run("dpo", stage="dpo", metrics=[line(1, **{"dpo/loss": 0.5})], config={"beta": 0.1})
     folders = [tmp_path / name for name in ("ppo", "rloo", "dpo")]

@@ -25,6 +25,7 @@ from marlhf.report.measures import (
     difference,
     final_score,
     over_what,
+    scored,
     wins_over,
 )
 from marlhf.report.page import part
@@ -78,14 +79,13 @@ class Criterion:
 
 def answer(policies: Sequence[Group]) -> Markup:
     """Every other group against the baseline; a single group against the model before RL."""
-    scored = [group for group in policies if math.isfinite(final_score(group).mean)]
-    if len(scored) == 1:
-        compared = [(_since_start(scored[0]), scored[0].label, "the model before RL")]
+    groups = scored(policies)
+    if len(groups) == 1:
+        compared = [(_since_start(groups[0]), groups[0].label, "the model before RL")]
     else:
-        scored = [*scored[:1], *compared_with_baseline(policies)]
+        groups = [*groups[:1], *compared_with_baseline(policies)]
         compared = [
-            (criteria_between(scored[0], group), group.label, scored[0].label)
-            for group in scored[1:]
+            (criteria_between(groups[0], each), each.label, groups[0].label) for each in groups[1:]
         ]
     blocks = [
         (first.sentence(name, other), [criterion.item() for criterion in rest])
@@ -93,14 +93,14 @@ def answer(policies: Sequence[Group]) -> Markup:
     ]
     if not blocks:
         return Markup()
-    note = f"Differences are paired by prompt, {_intervals_over(scored)}"
+    note = f"Differences are paired by prompt, {_intervals_over(groups)}"
     return part("answers", blocks=blocks, note=note)
 
 
 def compared_with_baseline(policies: Sequence[Group]) -> list[Group]:
     """The groups that the first lines compare with the baseline: all of a few, the best of many."""
-    scored = [group for group in policies if math.isfinite(final_score(group).mean)]
-    alike = [group for group in scored[1:] if measured_alike(scored[0], group)]
+    base, *others = scored(policies) or [None]
+    alike = [group for group in others if measured_alike(base, group)]
     if len(alike) < MAX_COMPARED:
         return alike
     return [max(alike, key=lambda group: final_score(group).mean)]

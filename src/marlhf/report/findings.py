@@ -22,6 +22,7 @@ from marlhf.report.measures import (
     final_score,
     over_what,
     score_at_kl,
+    scored,
     start_score,
     wins_since_start,
 )
@@ -31,19 +32,19 @@ from marlhf.runs.read import Run
 
 def verdict(policies: list[Group], others: list[Group]) -> Markup:
     """The one sentence at the top. It never gives a score without its KL and length."""
-    scored = [group for group in policies if math.isfinite(final_score(group).mean)]
-    if not scored:
+    groups = scored(policies)
+    if not groups:
         return _verdict_without_policy(others) if not policies else Markup()
-    shown = scored
-    if len(scored) > 3:  # a headline is short: the baseline and the best of the others
-        rest = [group for group in scored[1:] if measured_alike(scored[0], group)] or scored[1:]
-        shown = [scored[0], max(rest, key=lambda group: final_score(group).mean)]
+    shown = groups
+    if len(groups) > 3:  # a headline is short: the baseline and the best of the others
+        rest = [group for group in groups[1:] if measured_alike(groups[0], group)] or groups[1:]
+        shown = [groups[0], max(rest, key=lambda group: final_score(group).mean)]
     ends = Markup("; ").join(f"{g.label} ends at " + _score_words(g) for g in shown)
-    start = start_score(scored[0]).mean
+    start = start_score(groups[0]).mean
     from_where = f" The model before RL scores {num(start)}." if math.isfinite(start) else ""
-    left = len(scored) - len(shown)
+    left = len(groups) - len(shown)
     more = f" {left} other settings are below." if left else ""
-    scales = " They were not scored alike: see below." if unlike(scored) else ""
+    scales = " They were not scored alike: see below." if unlike(groups) else ""
     return "Held-out score: " + ends + f".{from_where}{more}{scales}"
 
 
@@ -97,7 +98,11 @@ def shows_not(policies: list[Group], runs: list[Run]) -> list[str]:
     starts = [start for start in starts if math.isfinite(start)]
     if starts and max(starts) - min(starts) > 0.05 * max(1.0, abs(starts[0])):
         sentences.append(part("other_starts"))
-    return sentences + [sentence for run in runs for sentence in _unfinished(run)]
+    for run in runs:
+        is_over = run.status in ("finished", "unknown") and not run.is_empty
+        if run.note or run.problems or not is_over:
+            sentences.append(part("incomplete", run, is_over))
+    return sentences
 
 
 def _score_change(group: Group) -> str:
@@ -172,24 +177,8 @@ def _compare(base: Group, group: Group, *, with_score: bool) -> list[str]:
     if not (math.isfinite(kl) and math.isfinite(base_kl)):
         return sentences
     level = min(kl, base_kl)
-    at, base_at = score_at_kl(group, level), score_at_kl(base, level)
-    same = ""
-    if math.isfinite(at) and math.isfinite(base_at):
-        same = f" Where each first passes KL {num(level)} they score {num(at)} and {num(base_at)}."
-    if base_kl > 0 and abs(kl - base_kl) > 0.15 * base_kl:
-        more, bought = "less", ""
-        if kl > base_kl:
-            more, bought = "more", "; part of its score may come from that"
-        sentences.append(
-            f"{group.label} spent {percent(abs(kl / base_kl - 1))} {more} KL than "
-            f"{base.label} ({num(kl)} against {num(base_kl)}){bought}.{same}"
-        )
-    else:
-        sentences.append(
-            f"{group.label} and {base.label} spent about the same KL ({num(kl)} and "
-            f"{num(base_kl)}).{same}"
-        )
-    return sentences
+    at = [score_at_kl(each, level) for each in (group, base)]
+    return [*sentences, part("kl_spent", group.label, base.label, kl, base_kl, level, *at)]
 
 
 def _seeds(policies: list[Group]) -> Markup:
@@ -199,19 +188,3 @@ def _seeds(policies: list[Group]) -> Markup:
     if len(policies) == 2 and all(ends):
         overlap = max(map(min, ends)) <= min(map(max, ends))
     return part("seeds", min(seeds), max(seeds), overlap)
-
-
-def _unfinished(run: Run) -> list[str]:
-    sentences: list[str] = []
-    name = bold(run.name) + (f" (seed {run.seed})" if run.seed is not None else "")
-    if run.is_empty:
-        sentences.append(name + " has recorded nothing yet and is left out.")
-    elif run.status not in ("finished", "unknown"):
-        where = f" at step {run.last_step}" if run.last_step is not None else ""
-        word = "is still running" if run.status == "running" else run.status
-        sentences.append(name + f" {word}{where}; its last numbers are not final.")
-    if run.note:
-        sentences.append(name + f" notes: {run.note}")
-    if run.problems:
-        sentences.append(name + f": {'; '.join(run.problems)}.")
-    return sentences

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from marlhf.config.rl import RLConfig
@@ -79,12 +80,10 @@ class Group:
             for step, seconds, value in run.curve(key):
                 steps.setdefault(step, []).append((seconds, value))
         points: list[Point] = []
-        for step in sorted(steps):
-            values = [value for _, value in steps[step]]
-            known = [seconds for seconds, _ in steps[step] if math.isfinite(seconds)]
-            seconds = sum(known) / len(known) if known else math.nan
-            mean = sum(values) / len(values)
-            points.append(Point(step, seconds, mean, min(values), max(values)))
+        for step, pairs in sorted(steps.items()):
+            values = [value for _, value in pairs]
+            seconds = [at for at, _ in pairs if math.isfinite(at)] or [math.nan]
+            points.append(Point(step, fmean(seconds), fmean(values), min(values), max(values)))
         return points
 
     def finals(self, key: str) -> list[float]:
@@ -102,16 +101,9 @@ class Group:
         self, field: str, *, first: bool = False, step: int | None = None
     ) -> list[list[float]]:
         """The same, or of a given step, seed by seed: a list of each that has any."""
-        rows: list[list[float]] = []
-        for run in self.runs:
-            if step is not None:
-                evaluation = next((e for e in run.evaluations if e.step == step), None)
-            else:
-                evaluation = start_of(run) if first else (run.evaluations or [None])[-1]
-            values = getattr(evaluation, field) if evaluation else None
-            if values:
-                rows.append(values)
-        return rows
+        evaluations = [start_of(run) if first else evaluation_of(run, step) for run in self.runs]
+        rows = [getattr(evaluation, field) for evaluation in evaluations if evaluation]
+        return [row for row in rows if row]
 
     def all_prompts(self, field: str, *, first: bool = False) -> list[float]:
         """The same of all seeds together, as averaging would narrow how they spread."""
@@ -123,13 +115,15 @@ def start_of(run: Run) -> Evaluation | None:
 
     Step 0 where it was evaluated, else the SFT scores that a later evaluation carries.
     """
-    for evaluation in run.evaluations:
-        if evaluation.step == 0:
-            return evaluation
-    for evaluation in run.evaluations:
-        if evaluation.sft_scores:
-            return Evaluation(step=0, scores=evaluation.sft_scores)
-    return None
+    carried = (e.sft_scores for e in run.evaluations if e.sft_scores)
+    return evaluation_of(run, 0) or next((Evaluation(0, scores) for scores in carried), None)
+
+
+def evaluation_of(run: Run, step: int | None) -> Evaluation | None:
+    """The evaluation at a step; without one the last."""
+    if step is None:
+        return run.evaluations[-1] if run.evaluations else None
+    return next((each for each in run.evaluations if each.step == step), None)
 
 
 def labelled(groups: Sequence[Group]) -> list[tuple[str, Group, Run]]:
@@ -155,16 +149,9 @@ def groups_by_name(groups: Sequence[Group]) -> dict[str, Group]:
 def same_prompts(a: Group, b: Group) -> bool:
     """Whether two groups were evaluated on the same prompts, so that these can be paired."""
     counts = {len(run.evaluations[-1].scores) for run in a.runs + b.runs if run.evaluations}
-    if len(counts) != 1:
-        return False
-    prompts: dict[object, object] = {}
-    for run in a.runs + b.runs:
-        for sample in run.samples:
-            if prompts.setdefault(str(sample.get("index")), sample.get("prompt")) != sample.get(
-                "prompt"
-            ):
-                return False
-    return True
+    samples = [sample for run in a.runs + b.runs for sample in run.samples]
+    prompts = {(str(sample.get("index")), str(sample.get("prompt"))) for sample in samples}
+    return len(counts) == 1 and len({index for index, _ in prompts}) == len(prompts)
 
 
 def group_runs(runs: list[Run]) -> list[Group]:

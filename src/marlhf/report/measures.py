@@ -23,6 +23,11 @@ def final_score(group: Group, field: str = "score") -> Interval:
     return mean_over_seeds(_final_rows(group, field))
 
 
+def scored(groups: Sequence[Group]) -> list[Group]:
+    """The groups that were evaluated."""
+    return [group for group in groups if math.isfinite(final_score(group).mean)]
+
+
 def _final_rows(group: Group, field: str) -> list[list[float]]:
     """One row per seed: a number per prompt, or its mean alone where only that was recorded."""
     rows = group.per_seed(PER_PROMPT[field]) if field in PER_PROMPT else []

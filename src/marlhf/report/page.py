@@ -26,7 +26,7 @@ from jinja2.ext import Extension
 from markupsafe import Markup
 
 from marlhf.intervals import Interval
-from marlhf.report.formats import bold, num
+from marlhf.report.formats import bold, num, percent
 
 Cell = str | float | int | None
 NUM_COLOURS = 8
@@ -70,7 +70,7 @@ _TEMPLATES = Environment(
     extensions=[JoinedLines],
 )
 _TEMPLATES.globals["inf"] = math.inf
-_TEMPLATES.filters |= {"classes": class_of, "run_class": run_class, "num": num}
+_TEMPLATES.filters |= {"classes": class_of, "run_class": run_class, "num": num, "percent": percent}
 _TEMPLATES.filters |= {"g": "{:g}".format, "f1": "{:.1f}".format}
 _MACROS = {
     name: macro
@@ -230,15 +230,15 @@ def render(
     title: str,
     subtitle: str,
     sections: Mapping[str, str],
-    *,
     runs: Sequence[tuple[str, str]] = (),
+    *,
     switches: int = 0,
     refresh: float | None = None,
 ) -> str:
-    """The whole page; `sections` are HTML by id.
+    """The whole page; `sections` are HTML by id, `runs` are (label, colour).
 
-    `runs` are (label, colour); the first `switches` of them can be switched off.
-    With `refresh` the browser loads the page again after so many seconds.
+    The first `switches` runs can be switched off. With `refresh` the browser loads the page again
+    after so many seconds.
     """
     page = _TEMPLATES.get_template("page.html.j2").render(
         title=title,

@@ -49,8 +49,8 @@ def curve_figure(
 ) -> Markup:
     """Lines of the first of `keys` that anyone recorded; held-out and training never mix."""
     for key in keys:
-        curves = [(group, _drawable(group.curve(key), x)) for group in groups]
-        curves = [(group, points) for group, points in curves if points]
+        points = [[p for p in g.curve(key) if math.isfinite(getattr(p, x))] for g in groups]
+        curves = [(group, each) for group, each in zip(groups, points) if each]
         if curves:
             break
     else:
@@ -98,10 +98,6 @@ def _running_mean(points: list[Point], window: int, limit: int) -> list[Point]:
         means = [(column[last] - column[first]) / (last - first) for column in sums]
         smooth.append(Point(points[i].step, points[i].seconds, *means))
     return smooth
-
-
-def _drawable(points: list[Point], x: str) -> list[Point]:
-    return [point for point in points if math.isfinite(getattr(point, x))]
 
 
 def learning(policies: list[Group]) -> Markup:

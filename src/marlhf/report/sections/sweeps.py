@@ -27,7 +27,7 @@ from marlhf.report.groups import (
     unflatten,
     unlike,
 )
-from marlhf.report.measures import final_score
+from marlhf.report.measures import final_score, scored
 from marlhf.report.page import NUM_COLOURS, Cell, figure, grid, heading, section
 from marlhf.runs.lineage import num_parameters
 
@@ -94,16 +94,12 @@ def _along(key: str, groups: Sequence[Group]) -> Sweep | None:
     lines = [each for each in together.values() if len(each) > 1 and _varies(key, each)]
     if not lines:
         return None
-    values = _ordered({_value(key, group) for line in lines for group in line})
+    values = list({_value(key, group) for line in lines for group in line})
+    values.sort(key=None if all(map(_is_number, values)) else str)
     shared = [{k: v for k, v in line[0].chosen.items() if not _belongs(k, key)} for line in lines]
-    return Sweep(
-        key,
-        values,
-        [
-            (name, sorted(((values.index(_value(key, g)), g) for g in line), key=lambda e: e[0]))
-            for name, line in zip(_names(shared), lines)
-        ],
-    )
+    placed = [[(values.index(_value(key, group)), group) for group in line] for line in lines]
+    ordered = [sorted(line, key=lambda each: each[0]) for line in placed]
+    return Sweep(key, values, list(zip(_names(shared), ordered)))
 
 
 def _belongs(setting: str, key: str) -> bool:
@@ -121,12 +117,6 @@ def _value(key: str, group: Group) -> Any:
         return describe_segmenter(unflatten(group.chosen))
     value = group.chosen[key]
     return value if isinstance(value, (str, int, float, bool)) else setting_text(value)
-
-
-def _ordered(values: set[Any]) -> list[Any]:
-    if all(map(_is_number, values)):
-        return sorted(values)
-    return sorted(values, key=str)
 
 
 def _is_number(value: Any) -> bool:
@@ -153,22 +143,17 @@ def _names(shared: list[dict[str, Any]]) -> list[str]:
         known = list(zip(*(named for _, named in rows))) if rows else [()] * len(values)
         if len(set(zip(known, values))) > len(set(known)):
             rows.append((key, values))
-    if not rows:
-        return [""] * len(shared)
-    return [
-        ", ".join(
-            f"{key.rpartition('.')[2]}={(values[i] or 'none').removeprefix('.')}"
-            for key, values in rows
-        )
-        for i in range(len(shared))
+    words = [
+        [f"{key.rpartition('.')[2]}={(value or 'none').removeprefix('.')}" for value in values]
+        for key, values in rows
     ]
+    return [", ".join(each) for each in zip(*words)] if words else [""] * len(shared)
 
 
 def sweeps(policies: list[Group]) -> Markup:
     """One row of figures per sweep: score, gold score, KL, length and repetition."""
-    scored = [group for group in policies if math.isfinite(final_score(group).mean)]
     blocks: list[Markup] = []
-    for sweep in find_sweeps(scored):
+    for sweep in find_sweeps(scored(policies)):
         warning = ""
         if any(unlike([group for _, group in line]) for _, line in sweep.lines):
             warning = warn("Not on one scale:") + " this setting changes what scores the responses."
@@ -178,11 +163,8 @@ def sweeps(policies: list[Group]) -> Markup:
 
 def scaling(policies: Sequence[Group]) -> Markup:
     """One line per method, one place per size, where runs differ in it."""
-    sized = [
-        (count, group)
-        for group in policies
-        if math.isfinite(final_score(group).mean) and (count := num_parameters(group.runs[0]))
-    ]
+    counted = [(num_parameters(group.runs[0]), group) for group in scored(policies)]
+    sized = [(count, group) for count, group in counted if count]
     sizes = sorted({count for count, _ in sized})
     lines: dict[str, dict[int, Group]] = {}
     methods = describe_methods([group for _, group in sized])
