@@ -99,8 +99,8 @@ def answer(policies: Sequence[Group]) -> Markup:
 
 def compared_with_baseline(policies: Sequence[Group]) -> list[Group]:
     """The groups that the first lines compare with the baseline: all of a few, the best of many."""
-    base, *others = scored(policies) or [None]
-    alike = [group for group in others if measured_alike(base, group)]
+    groups = scored(policies)
+    alike = [group for group in groups[1:] if measured_alike(groups[0], group)]
     if len(alike) < MAX_COMPARED:
         return alike
     return [max(alike, key=lambda group: final_score(group).mean)]

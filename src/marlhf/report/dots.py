@@ -66,24 +66,22 @@ def dots_figure(
     *,
     x_label: str,
     names: str = "run",
-    column: str = "",
-    file: str = "",
     note: str = "",
     zero: bool = False,
     is_share: bool = False,
     width: int = WIDTH,
 ) -> Markup:
-    """Rows of dots with their data: `names` and `column` head the first two columns."""
+    """Rows of dots with their data: `names` says what has a row."""
     rows: list[list[Cell]] = [
         [dot.label, *("never" if math.isinf(value) else value for value in dot.value[:3])]
         for dot in dots
     ]
-    header = [names, column or x_label, "low", "high"]
+    header = [names, x_label, "low", "high"]
     if any(dot.seeds for dot in dots):
         header.append("seeds")
         rows = [[*row, len(dot.seeds)] for row, dot in zip(rows, dots)]
     chart = dot_rows(dots, x_label=x_label, zero=zero, is_share=is_share, width=width)
-    return figure(title, chart, file=file, note=note, header=header, rows=rows)
+    return figure(title, chart, note=note, header=header, rows=rows)
 
 
 def dot_rows(

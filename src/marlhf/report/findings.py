@@ -45,7 +45,7 @@ def verdict(policies: list[Group], others: list[Group]) -> Markup:
     left = len(groups) - len(shown)
     more = f" {left} other settings are below." if left else ""
     scales = " They were not scored alike: see below." if unlike(groups) else ""
-    return "Held-out score: " + ends + f".{from_where}{more}{scales}"
+    return Markup("Held-out score: ") + ends + f".{from_where}{more}{scales}"
 
 
 def _score_words(group: Group) -> Markup:
@@ -60,7 +60,8 @@ def _verdict_without_policy(others: list[Group]) -> Markup:
     for group in others:
         for word in ("accuracy", "loss"):
             if math.isfinite(value := group.final(f"eval/{word}")):
-                ends.append(f"{group.label} ends at held-out {word} " + bold(num(value)))
+                words = Markup("{} ends at held-out {} ").format(group.label, word)
+                ends.append(words + bold(num(value)))
                 break
     return Markup("; ").join(ends) + "." if ends else Markup()
 

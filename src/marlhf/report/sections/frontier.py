@@ -123,8 +123,6 @@ def _differences(compared: Comparison, level: float) -> Markup:
         dots,
         x_label="difference in score",
         names="pair",
-        column="difference",
-        file="difference at equal kl",
         zero=True,
     )
 
@@ -205,7 +203,6 @@ def _figures(groups: Sequence[Group], times: Sequence[Times]) -> list[Markup]:
                 f"{unit.capitalize()} to {groups[0].label}'s final score",
                 dots,
                 x_label=unit,
-                file=f"{unit} to score",
                 note=f"Never reached by {never}." if never else "",
                 zero=True,
             )

@@ -55,8 +55,8 @@ def _summaries(folder: Path) -> list[dict[str, Any]]:
     for file in sorted(folder.glob("*.json")):
         try:
             summary = read_object(file)
-            for part in PARTS:
-                [float(summary[part][key]) for key in ("share", "low", "high")]
+            for name in PARTS:
+                [float(summary[name][key]) for key in ("share", "low", "high")]
             whole = _label(summary) and summary["pairs"] > 0 and summary["dimensions"].items()
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
@@ -177,9 +177,7 @@ def _dimension_figure(summary: dict[str, Any], colours: dict[str, str]) -> Marku
         for side, colour in zip("ab", _side_colours(summary, colours)):
             value = _interval(sides[side], "mean", summary["pairs"])
             dots.append(Dot(f"{name.replace('_', ' ')}: {summary[side]}", value, colour))
-    names = {"names": "dimension and run", "column": "mean"}
-    label = _label(summary)
-    return dots_figure(label, dots, x_label="mean grade", file=f"dimensions {label}", **names)
+    return dots_figure(_label(summary), dots, x_label="mean grade", names="dimension and run")
 
 
 def _agreement(runs: Sequence[Run]) -> Markup:

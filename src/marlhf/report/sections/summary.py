@@ -73,9 +73,8 @@ def _headline(policies: list[Group]) -> list[Markup]:
             if math.isfinite((value := final_score(group, field)).mean)
         ]
         if ends:
-            names = {"x_label": title, "column": f"eval/{field}", "file": f"final {field}"}
             width = 290 if is_gold_known else 340
-            figures.append(dots_figure(title, starts + ends, width=width, **names))
+            figures.append(dots_figure(title, starts + ends, x_label=title, width=width))
     return figures
 
 
