@@ -338,6 +338,25 @@ def test_what_most_people_said_is_a_row_of_its_own(make_run):
     assert (win, tie, loss) == pytest.approx((1 / 3, 1 / 3, 1 / 3), abs=1e-5)
 
 
+def test_kappa_is_undefined_where_a_judge_never_varies(make_run):
+    """Whatever the other says, agreement with such a judge is what chance gives: kappa 0."""
+    from marlhf.judge.verdicts import Judgement, write_verdicts
+    from marlhf.report.sections.judged import judged
+    from marlhf.runs.read import read_run
+
+    folder = make_run("new", metrics=[{"step": 1, "rl/score": 1.0}])
+    for name, verdicts in {"ann": "aaaa", "ben": "abab", "cat": "abba"}.items():
+        judgements = [Judgement(f"p{i}", "x", "y", v) for i, v in enumerate(verdicts)]
+        about = {"judge": f"person:{name}", "task": "hh", "a": "new", "b": "old"}
+        write_verdicts(folder / "judged" / f"{name}.jsonl", judgements, about)
+    html = judged([read_run(folder)])
+    assert html.count("undefined: one never varies</td>") == 2
+    data = next(x for x in re.findall(r'href="([^"]*)"', html) if "kappa" in unquote(x))
+    header, *rows = [line.split(",") for line in unquote(data).strip().split("\n")]
+    assert {len(row) for row in rows} == {len(header) - 1}  # the header has text/csv;...,judge
+    assert [row[6].startswith("undefined") for row in rows] == [True, True, False]
+
+
 def test_csv_cells_are_no_formulas():
     link = csv_link("a", ["run"], [["=1+1"], [-1.5], [float("nan")], ['say "hi", you']])
     lines = unquote(link.split("utf-8,")[1].split('"')[0]).split("\n")

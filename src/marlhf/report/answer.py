@@ -56,11 +56,18 @@ class Criterion:
             return "worse"
         return "unclear" if math.isfinite(self.value.low) else ""
 
-    def sentence(self, name: str, other: str) -> Markup:
-        """The whole answer by this criterion, for the first line."""
-        higher = "higher" if self.value.mean > self.even else "lower"
-        words = {"unclear": "not clearly better or worse", "": higher}
-        claim = f"{name} is {words.get(self.outcome, self.outcome)} than {other}"
+    @property
+    def is_higher(self) -> bool:
+        """Whether the interval is above `even`; the mean, where there is no interval."""
+        return self.outcome == "better" or (not self.outcome and self.value.mean > self.even)
+
+    def sentence(self, name: str, other: str, where: str) -> Markup:
+        """The whole answer by this criterion; with `where`, as no more than what happened there."""
+        is_, is_not = ("ended", "did not end") if where else ("is", "is not")
+        words = {"unclear": f"{is_not} clearly better or worse"}
+        words[""] = f"{is_} {'higher' if self.is_higher else 'lower'}"
+        claim = f"{name} {words.get(self.outcome, f'{is_} {self.outcome}')} than {other}"
+        claim = f"{where}, {claim}" if where else claim
         return bold(claim) + f" by {self.name}: {self.shown}{self._caution}."
 
     def item(self) -> str:
@@ -87,14 +94,33 @@ def answer(policies: Sequence[Group]) -> Markup:
         compared = [
             (criteria_between(groups[0], each), each.label, groups[0].label) for each in groups[1:]
         ]
+    where = ""  # one seed does not tell how another training would end
+    if min((group.num_seeds for group in groups), default=0) == 1:
+        where = "In this run" if len(groups) == 1 else "In these runs"
     blocks = [
-        (first.sentence(name, other), [criterion.item() for criterion in rest])
+        (first.sentence(name, other, where), [criterion.item() for criterion in rest])
         for (first, *rest), name, other in (each for each in compared if each[0])
     ]
     if not blocks:
         return Markup()
-    note = f"Differences are paired by prompt, {_intervals_over(groups)}"
-    return part("answers", blocks=blocks, note=note)
+    changes = _changes(groups) if len(groups) > 1 else []
+    return part("answers", changes, blocks, over_what(groups[0]), bool(where))
+
+
+def _changes(groups: Sequence[Group]) -> list[tuple[Sequence[str], ...]]:
+    """Who raised the true score over the start and who did not; then the same by the learnt score.
+
+    Who is ahead says little where nobody improved.
+    """
+    sides: dict[str, tuple[list[str], list[str]]] = {}
+    for group in groups:
+        for each in _since_start(group):
+            raised, others = sides.setdefault(each.name, ([], []))
+            (raised if each.is_higher else others).append(group.label)
+    together: dict[tuple[tuple[str, ...], ...], list[str]] = {}
+    for name, both in sorted(sides.items(), key=lambda side: side[0] != GOLD):
+        together.setdefault(tuple(map(tuple, both)), []).append(name)
+    return [(names, raised, others) for (raised, others), names in together.items()]
 
 
 def compared_with_baseline(policies: Sequence[Group]) -> list[Group]:
@@ -104,16 +130,6 @@ def compared_with_baseline(policies: Sequence[Group]) -> list[Group]:
     if len(alike) < MAX_COMPARED:
         return alike
     return [max(alike, key=lambda group: final_score(group).mean)]
-
-
-def _intervals_over(groups: Sequence[Group]) -> str:
-    over = over_what(groups[0])
-    if not over:
-        return "where prompts were recorded."
-    words = f"with 95% intervals over {over}."
-    if min(group.num_seeds for group in groups) == 1:
-        words += " One seed says nothing about how another training would end."
-    return words
 
 
 def criteria_between(base: Group, group: Group) -> list[Criterion]:

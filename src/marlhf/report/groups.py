@@ -172,8 +172,9 @@ def group_runs(runs: list[Run]) -> list[Group]:
 
     def place(key: str) -> tuple[Any, ...]:
         runs, picked = together[key], settings_of[key]
-        apart = _settings_apart(picked, policies) if is_token_level(runs[0].config) else 0
-        return *_place(runs, picked), apart
+        is_baseline = is_token_level(runs[0].config)
+        apart = [len(differing([picked, other])) for other in policies if is_baseline]
+        return *_place(runs, picked), sum(apart)
 
     ordered = sorted(together, key=place)
     seeds = [sorted(together[key], key=lambda run: run.seed or 0) for key in ordered]
@@ -191,11 +192,6 @@ def _place(runs: list[Run], picked: dict[str, Any]) -> tuple[Any, ...]:
     run, n = runs[0], picked.get("segmenter.n")
     size = float(n) if isinstance(n, (int, float)) and not isinstance(n, bool) else math.inf
     return not run.is_policy, not is_token_level(run.config), run.is_policy and size, -len(runs)
-
-
-def _settings_apart(picked: dict[str, Any], others: Sequence[dict[str, Any]]) -> int:
-    """How many settings differ between one policy and the others, taken together."""
-    return sum(len(differing([picked, other])) for other in others)
 
 
 def is_token_level(config: dict[str, Any]) -> bool:

@@ -69,7 +69,7 @@ _TEMPLATES = Environment(
     undefined=StrictUndefined,
     extensions=[JoinedLines],
 )
-_TEMPLATES.globals["inf"] = math.inf
+_TEMPLATES.globals |= {"inf": math.inf, "num": num}
 _TEMPLATES.filters |= {"classes": class_of, "run_class": run_class, "num": num, "percent": percent}
 _TEMPLATES.filters |= {"g": "{:g}".format, "f1": "{:.1f}".format}
 _MACROS = {
@@ -149,11 +149,10 @@ def table(
         for i, column in enumerate(columns):
             if column.name:
                 cells = [column.data(row[i]) for row in rows]
-                header.append(column.name)
-                if any(len(cell) > 1 for cell in cells):
-                    header += [f"{column.name} low", f"{column.name} high"]
+                width = max(map(len, cells), default=1)
+                header += [column.name, f"{column.name} low", f"{column.name} high"][:width]
                 for line, cell in zip(data, cells):
-                    line += cell
+                    line += [*cell, None, None][:width]
         csv = csv_link(file, header, data)
     shown = [(i, column) for i, column in enumerate(columns) if column.title]
     return part(

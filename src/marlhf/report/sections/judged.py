@@ -15,7 +15,7 @@ from marlhf.judge.agreement import compare, read_votes
 from marlhf.judge.pairs import JudgeError, read_lines
 from marlhf.judge.verdicts import REVERSED, share_with_bounds
 from marlhf.report.dots import Dot, dots_figure, stacked_bars
-from marlhf.report.formats import num, percent, signed
+from marlhf.report.formats import percent, signed
 from marlhf.report.groups import Group, groups_by_name
 from marlhf.report.page import Column, figure, grid, heading, part, section, table
 from marlhf.runs.layout import JUDGED, read_object
@@ -183,19 +183,20 @@ def _dimension_figure(summary: dict[str, Any], colours: dict[str, str]) -> Marku
 def _agreement(runs: Sequence[Run]) -> Markup:
     folders = [run.path / JUDGED for run in runs if any((run.path / JUDGED).glob("*.jsonl"))]
     try:
-        agreement = compare(read_votes(folders))
+        votes = read_votes(folders)
+        agreement = compare(votes)
     except JudgeError:  # one judge, no shared pair, or a damaged file: nothing to show
         return Markup()
     columns = [Column("Judge", "judge"), Column("Other judge", "other judge")]
     columns += [Column("Pairs", "pairs"), Column("Agreement", "agreement", percent)]
     columns.append(Column("Cohen's kappa", "kappa"))
-    rows = [[b.one, b.other, b.pairs, b.agreement, b.kappa] for b in agreement.between]
+    rows: list[list[object]] = []
+    for b in agreement.between:
+        shared = votes[b.one].keys() & votes[b.other].keys()
+        # Chance explains all of the agreement with a judge who always says the same.
+        varies = all(len({votes[judge][pair] for pair in shared}) > 1 for judge in (b.one, b.other))
+        kappa = b.kappa if varies else "undefined: one never varies"
+        rows.append([b.one, b.other, b.pairs, b.agreement, kappa])
     shown = heading("How much the judges agree")
     shown += table(columns, rows, file="agreement", words=2)
-    if agreement.fleiss is not None:
-        shown += part(
-            "lead",
-            text=f"Fleiss' kappa of all {len(agreement.judges)} on {agreement.common} pairs: "
-            f"{agreement.fleiss.text(num)}.",
-        )
-    return shown
+    return shown + (part("fleiss", agreement) if agreement.fleiss else "")

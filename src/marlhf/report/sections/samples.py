@@ -107,7 +107,8 @@ def _answers(policies: list[Group]) -> Prompts:
         last = max(filter(math.isfinite, steps), default=math.nan)
         for row, step in zip(rows, steps):
             key = (number(row.get("index", 0)), row["prompt"])
-            if step == 0:
+            if step == 0:  # without advantages: the critic had learnt nothing yet
+                row = {name: value for name, value in row.items() if name != "advantages"}
                 before.setdefault(key, ShownResponse("before RL", START_COLOUR, row))
             elif step == last:
                 by_prompt.setdefault(key, []).append(ShownResponse(group.label, group.colour, row))

@@ -47,9 +47,7 @@ def summary(policies: list[Group], others: list[Group], runs: list[Run]) -> Mark
     over = "seeds and prompts" if all(several) else over
     headline = _headline(policies)
     first_lines, sentence = answer(policies), verdict(policies, others)
-    above = Markup()
-    if first_lines or sentence:
-        above = part("verdict", answer=first_lines, sentence=sentence)
+    above = part("verdict", first_lines, sentence) if first_lines or sentence else Markup()
     return above + section(
         "summary",
         grid(headline, "four" if len(headline) > 3 else "three"),
