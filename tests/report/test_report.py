@@ -338,6 +338,33 @@ def test_what_most_people_said_is_a_row_of_its_own(make_run):
     assert (win, tie, loss) == pytest.approx((1 / 3, 1 / 3, 1 / 3), abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dimensions": {"depth": 3}},
+        {"dimensions": {"depth": {"a": {}, "b": {}}}},
+        {"win": {"share": float("nan"), "low": 0.0, "high": 1.0}},
+        {"win": {"share": 10**400, "low": 0.0, "high": 1.0}},
+        {"pairs": "many"},
+        {"tie": []},
+    ],
+)
+def test_damaged_verdicts_are_left_out(report, make_run, change):
+    folder = make_run("new", metrics=[{"step": 1, "rl/score": 1.0}])
+    parts = {name: {"share": 0.5, "low": 0.4, "high": 0.6} for name in ("win", "tie", "loss")}
+    about = {"judge": "person:ann", "task": "hh", "a": "new", "b": "old", "pairs": 4}
+    (folder / "judged").mkdir()
+    for name, more in (("ann", {}), ("ben", change)):
+        whole = about | {"judge": f"person:{name}", "dimensions": {}} | parts | more
+        (folder / "judged" / f"{name}.json").write_text(json.dumps(whole))
+        lines = [about | {"prompt": "p", "response_a": "x", "response_b": "y", "verdict": ["a"]}]
+        (folder / "judged" / f"{name}.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    html = report(folder)
+    check(html)
+    assert "by person:ann" in html
+    assert "by person:ben" not in html
+
+
 def test_kappa_is_undefined_where_a_judge_never_varies(make_run):
     """Whatever the other says, agreement with such a judge is what chance gives: kappa 0."""
     from marlhf.judge.verdicts import Judgement, write_verdicts

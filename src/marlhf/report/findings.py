@@ -116,7 +116,7 @@ def _score_change(group: Group) -> str:
 
 
 def _sure(value: Interval, group: Group, form: Callable[[float], str] = signed) -> str:
-    """A change, what its interval is over, and whether it could be none."""
+    """A change, what its interval is over, and whether that includes zero."""
     if not math.isfinite(value.low):
         return form(value.mean)
     includes = "; it includes zero" if value.low <= 0 <= value.high else ""

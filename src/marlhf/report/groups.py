@@ -100,13 +100,13 @@ class Group:
     def per_seed(
         self, field: str, *, first: bool = False, step: int | None = None
     ) -> list[list[float]]:
-        """The same, or of a given step, seed by seed: a list of each that has any."""
+        """The same seed by seed, or at a given step; seeds without it are left out."""
         evaluations = [start_of(run) if first else evaluation_of(run, step) for run in self.runs]
         rows = [getattr(evaluation, field) for evaluation in evaluations if evaluation]
         return [row for row in rows if row]
 
     def all_prompts(self, field: str, *, first: bool = False) -> list[float]:
-        """The same of all seeds together, as averaging would narrow how they spread."""
+        """The same for all seeds together: averaging them would narrow the distribution."""
         return [value for row in self.per_seed(field, first=first) for value in row]
 
 
@@ -120,7 +120,7 @@ def start_of(run: Run) -> Evaluation | None:
 
 
 def evaluation_of(run: Run, step: int | None) -> Evaluation | None:
-    """The evaluation at a step; without one the last."""
+    """The evaluation at a step; the last one if no step is given."""
     if step is None:
         return run.evaluations[-1] if run.evaluations else None
     return next((each for each in run.evaluations if each.step == step), None)

@@ -42,7 +42,7 @@ def start_score(group: Group, field: str = "score") -> Interval:
 
 
 def change(group: Group, field: str = "score") -> Interval:
-    """How much a number changed in training, paired by prompt where it is known of each."""
+    """How much a number changed in training, paired by prompt where prompts were recorded."""
     if all(point.step == 0 for point in group.curve(f"eval/{field}")):
         return intervals.NO_INTERVAL
     rows = group.per_seed(PER_PROMPT[field], first=True), group.per_seed(PER_PROMPT[field])
@@ -106,7 +106,7 @@ def score_at_kl(group: Group, kl: float) -> float:
 
 
 def over_what(group: Group) -> str:
-    """What the intervals of a group are over."""
+    """What the intervals of a group are over, in words."""
     prompts = [len(row) for row in group.per_seed("scores")]
     many = f"{min(prompts)} prompts" if prompts else ""
     seeds = f"{len(group.runs)} seeds" if len(group.runs) > 1 else ""

@@ -50,12 +50,12 @@ def _read(folder: Path) -> Row | None:
 
 
 def _objects(value: object) -> list[Row]:
-    """The objects of a list; what a hand-edited file has otherwise is left out."""
+    """The objects of a list; anything else in a hand-edited file is left out."""
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def _measured(label: str, group: Group, summary: Row) -> Markup:
-    """The dots of one `marlhf credit`, and what `--where` saw."""
+    """The results of one `marlhf credit`, with those of `--where`."""
     dots: list[Dot] = []
     rows: list[list[Cell]] = []
     away = ""

@@ -139,7 +139,7 @@ def stages(groups: list[Group], *, with_table: bool) -> Markup:
 
 
 def stage_table(groups: list[Group]) -> Markup:
-    """The last numbers of each training of them."""
+    """The last numbers of each SFT, reward or DPO run."""
     measures = [
         (Column("Loss"), [f"{group.stage}/loss" for group in groups]),
         (Column("Held-out loss"), ["eval/loss"]),

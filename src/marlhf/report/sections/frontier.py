@@ -41,7 +41,7 @@ Times = list[list[Interval]]
 
 
 def frontier(policies: list[Group]) -> Markup:
-    """The frontier; then, for settings scored alike, who is ahead at equal KL, and who sooner."""
+    """The frontier; for settings scored alike, also the score at equal KL and time to a score."""
     figures = [
         _frontier_figure(policies, "Score against KL", "eval/score"),
         _frontier_figure(policies, "Gold score against KL", "eval/gold"),
@@ -188,7 +188,7 @@ def times_to_score(compared: Comparison, shares: Sequence[float]) -> list[Times]
 
 
 def first_evaluation_at(run: Run, target: float) -> Row | None:
-    """When a run's held-out score first met `target`; nothing is read between evaluations."""
+    """The first evaluation whose held-out score is at least `target`."""
     return next((row for row in run.evals if number(row.get("eval/score")) >= target), None)
 
 
@@ -211,7 +211,7 @@ def _figures(groups: Sequence[Group], times: Sequence[Times]) -> list[Markup]:
 
 
 def _ratio(base: Floats, other: Floats) -> Floats:
-    """How many times sooner; NaN where neither ever got there, or at once."""
+    """How many times sooner; NaN if neither got there, or the other was there from the start."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(other == 0, np.nan, base / other)
 

@@ -55,12 +55,13 @@ def _summaries(folder: Path) -> list[dict[str, Any]]:
     for file in sorted(folder.glob("*.json")):
         try:
             summary = read_object(file)
-            for name in PARTS:
-                [float(summary[name][key]) for key in ("share", "low", "high")]
-            whole = _label(summary) and summary["pairs"] > 0 and summary["dimensions"].items()
+            shares = [number(summary[p][key]) for p in PARTS for key in ("share", "low", "high")]
+            for sides in summary["dimensions"].values():
+                [_interval(sides[side], "mean", 1) for side in ("a", "b", "difference")]
+            whole = _label(summary) and all(0 <= x <= 1 for x in shares) and summary["pairs"] > 0
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
-        if whole is not False:
+        if whole:
             summaries.append(summary | {"path": file.with_suffix(".jsonl")})
     return summaries
 
@@ -94,13 +95,10 @@ def _majority(files: Sequence[Path]) -> list[str]:
             return []
         for row in rows:
             pair = json.dumps([row.get(key) for key in ("prompt", "response_a", "response_b")])
-            if row.get("verdict") in REVERSED:
-                votes.setdefault(pair, Counter())[row["verdict"]] += 1
-    verdicts: list[str] = []
-    for counts in votes.values():
-        (first, most), *rest = counts.most_common()
-        verdicts.append("tie" if rest and rest[0][1] == most else first)
-    return verdicts
+            if (verdict := str(row.get("verdict"))) in REVERSED:
+                votes.setdefault(pair, Counter())[verdict] += 1
+    ranked = [counts.most_common() for counts in votes.values()]
+    return ["tie" if rest and rest[0][1] == most else first for (first, most), *rest in ranked]
 
 
 def _label(summary: dict[str, Any]) -> str:
@@ -185,7 +183,7 @@ def _agreement(runs: Sequence[Run]) -> Markup:
     try:
         votes = read_votes(folders)
         agreement = compare(votes)
-    except JudgeError:  # one judge, no shared pair, or a damaged file: nothing to show
+    except (JudgeError, TypeError):  # one judge, no shared pair, or a damaged file
         return Markup()
     columns = [Column("Judge", "judge"), Column("Other judge", "other judge")]
     columns += [Column("Pairs", "pairs"), Column("Agreement", "agreement", percent)]
