@@ -8,7 +8,7 @@ from html import escape
 
 from evidence.predicted import Prediction
 from evidence.results import BETA, LABELS, OTHER_BETAS, Results, gold, kl, score
-from marlhf.report.charts import BOTTOM, LEFT, TOP, Axis, frame, span
+from marlhf.report.charts import BOTTOM, LEFT, TOP, Scale, frame, span
 from marlhf.report.groups import NUM_COLOURS
 from marlhf.report.page import STYLE
 
@@ -133,18 +133,18 @@ def predicted_gains(starts: Mapping[str, Sequence[Prediction]]) -> str:
     )
 
 
-def _axes(panel: int, xs: Sequence[float], ys: Sequence[float]) -> tuple[Axis, Axis]:
+def _axes(panel: int, xs: Sequence[float], ys: Sequence[float]) -> tuple[Scale, Scale]:
     width, height = PANEL
     left = panel * width
-    x_axis = Axis(*span(xs, margin=0.08), left + LEFT, left + width - 8)
-    return x_axis, Axis(*span(ys, margin=0.08), height - BOTTOM, TOP + 12)
+    x_axis = Scale(*span(xs, margin=0.08), left + LEFT, left + width - 8)
+    return x_axis, Scale(*span(ys, margin=0.08), height - BOTTOM, TOP + 12)
 
 
 def _panel_title(panel: int, teacher: str) -> str:
     return f'<text class="name" x="{panel * PANEL[0] + LEFT}" y="12">{escape(teacher)}</text>'
 
 
-def _level_line(ppo: tuple[float, ...], x_axis: Axis, y_axis: Axis) -> str:
+def _level_line(ppo: tuple[float, ...], x_axis: Scale, y_axis: Scale) -> str:
     """Where score - BETA KL is that of PPO, as far as it lies inside the panel."""
     level = ppo[1] - BETA * ppo[0]
     low = max(x_axis.low, (y_axis.low - level) / BETA)

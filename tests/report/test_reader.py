@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-from marlhf.report.charts import Axis, columns
+from marlhf.report.charts import Scale, columns
 from marlhf.report.write import report_html, watch_report, write_report
 from marlhf.runs.read import find_runs
 
-AXES = Axis(0, 100, 0, 100), Axis(50, 0, 50, 0)
+AXES = Scale(0, 100, 0, 100), Scale(50, 0, 50, 0)
 """One pixel for one unit."""
 
 

@@ -18,7 +18,7 @@ from marlhf.intervals import Curve, Floats, Interval, difference_over_seeds, wil
 from marlhf.report.formats import bold, num, percent, signed
 from marlhf.report.groups import Group, groups_by_name, measured_alike, scored_by_functions
 from marlhf.report.measures import (
-    Comparison,
+    CurveComparison,
     at_kl,
     change,
     common_kl,
@@ -167,7 +167,7 @@ def _costs(base: Group, group: Group) -> str:
 
 
 def _at_equal_kl(base: Group, group: Group) -> list[Criterion]:
-    compared = Comparison([base, group])
+    compared = CurveComparison([base, group])
     level = common_kl(compared.measured)
     if level <= 1e-3:
         return []

@@ -52,7 +52,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Axis:
+class Scale:
     """A linear scale from numbers to pixels, with round ticks inside its range."""
 
     low: float
@@ -121,8 +121,8 @@ def svg(name: str, drawn: Sequence[Markup], size: tuple[int, int] = (WIDTH, HEIG
 
 
 def frame(
-    x_axis: Axis,
-    y_axis: Axis,
+    x_axis: Scale,
+    y_axis: Scale,
     x_label: str,
     y_label: str,
     y_format: Callable[[float, float], str] = tick_text,
@@ -138,7 +138,7 @@ def frame(
     return part("frame", x_axis, y_axis, x_ticks, y_ticks, x_label=x_label, below=below)
 
 
-def path_of(points: Points, x_axis: Axis, y_axis: Axis) -> str:
+def path_of(points: Points, x_axis: Scale, y_axis: Scale) -> str:
     """A line through points, broken where a number is missing."""
     drawn: list[str] = []
     pen = "M"
@@ -170,7 +170,7 @@ def line_chart(
     names = [s.label for s in series] if is_labelled(series) else []
     xs = span([x for s in series for x, _ in s.points], margin=0.02)
     right = size[0] - margin_for(names, size)
-    axes = Axis(*xs, LEFT, right), Axis(low, high, size[1] - BOTTOM, TOP)
+    axes = Scale(*xs, LEFT, right), Scale(low, high, size[1] - BOTTOM, TOP)
     drawn = [frame(*axes, x_label, y_label, percent_text if is_share else tick_text)]
     drawn += [_band(s, *axes) for s in series if s.band or s.raw]
     # Lines that double back, or too many of them, have a tooltip per point instead of a box.
@@ -185,7 +185,7 @@ def line_chart(
     return svg(f"{y_label} by {x_label}", drawn, size)
 
 
-def _line(series: Series, x_axis: Axis, y_axis: Axis, *, has_tips: bool) -> Markup:
+def _line(series: Series, x_axis: Scale, y_axis: Scale, *, has_tips: bool) -> Markup:
     """The line, and dots or tooltips at (some of) its points."""
     notes = series.notes or [f"{x:.4g}: {y:.4g}" for x, y in series.points]
     marks = [
@@ -197,7 +197,7 @@ def _line(series: Series, x_axis: Axis, y_axis: Axis, *, has_tips: bool) -> Mark
     return part("line", series, path, shown, len(marks) <= 30, has_tips, x_axis, y_axis)
 
 
-def _band(series: Series, x_axis: Axis, y_axis: Axis) -> Markup:
+def _band(series: Series, x_axis: Scale, y_axis: Scale) -> Markup:
     """The range over seeds, and what a smoothed line was made from."""
     edges = [edge for edge in series.band if all(map(math.isfinite, edge))]
     around = [(x, high) for x, _, high in edges] + [(x, low) for x, low, _ in reversed(edges)]
@@ -207,7 +207,7 @@ def _band(series: Series, x_axis: Axis, y_axis: Axis) -> Markup:
 
 def columns(
     lines: Sequence[tuple[str, str, Points]],
-    axes: tuple[Axis, Axis],
+    axes: tuple[Scale, Scale],
     *,
     x_label: str,
     form: Callable[[float], str],
@@ -259,7 +259,7 @@ def margin_for(names: Sequence[str], size: tuple[int, int] = (WIDTH, HEIGHT)) ->
     return 22 + width * longest if longest else RIGHT
 
 
-def end_labels(ends: Sequence[tuple[str, str, float, float]], axes: tuple[Axis, Axis]) -> Markup:
+def end_labels(ends: Sequence[tuple[str, str, float, float]], axes: tuple[Scale, Scale]) -> Markup:
     """Names beside the ends of lines, (label, colour, x, y), moved apart where they would meet."""
     gap = 13.0
     x_axis, y_axis = axes
@@ -301,11 +301,11 @@ def distribution(series: Sequence[tuple[str, Sequence[float], str]], *, x_label:
     top = max((share for row in shares for share in row), default=1.0) or 1.0
     row_height = 62.0
     height = round(TOP + BOTTOM + row_height * len(series))
-    x_axis = Axis(edges[0], edges[-1], 18.0, WIDTH - 18.0)
-    drawn = [frame(x_axis, Axis(0.0, 1.0, height - BOTTOM, TOP), x_label, "")]
+    x_axis = Scale(edges[0], edges[-1], 18.0, WIDTH - 18.0)
+    drawn = [frame(x_axis, Scale(0.0, 1.0, height - BOTTOM, TOP), x_label, "")]
     for i, ((label, values, colour), row) in enumerate(zip(series, shares)):
         base = TOP + row_height * (i + 1)
-        y_axis = Axis(0.0, top, base, base - row_height + 17)
+        y_axis = Scale(0.0, top, base, base - row_height + 17)
         middle = mean(values)
         heights = [f"V{y_axis(share)}H{x_axis(edge)}" for edge, share in zip(edges[1:], row)]
         path = f"M{x_axis(edges[0])} {y_axis(0)}{''.join(heights)}V{y_axis(0)}Z"
@@ -337,7 +337,7 @@ def scatter(points: Points, colour: str, *, x_label: str, y_label: str) -> Marku
     points = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     low, high = span([value for point in points for value in point])
     size = (WIDTH, 300)
-    axes = Axis(low, high, LEFT, WIDTH - RIGHT), Axis(low, high, size[1] - BOTTOM, TOP)
+    axes = Scale(low, high, LEFT, WIDTH - RIGHT), Scale(low, high, size[1] - BOTTOM, TOP)
     cloud = part("cloud", thin(points, 400), low, high, colour, *axes)
     return svg(f"{y_label} by {x_label}", [frame(*axes, x_label, y_label), cloud], size)
 

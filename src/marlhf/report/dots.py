@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from marlhf.intervals import Interval
 from marlhf.report import charts
-from marlhf.report.charts import BOTTOM, HEIGHT, LEFT, TOP, WIDTH, Axis, frame, shorten, span, svg
+from marlhf.report.charts import BOTTOM, HEIGHT, LEFT, TOP, WIDTH, Scale, frame, shorten, span, svg
 from marlhf.report.formats import num, percent
 from marlhf.report.page import Cell, figure, part
 
@@ -96,8 +96,8 @@ def dot_rows(
     dots = [dot.within(0.0, 1.0) for dot in dots] if is_share else dots
     height = TOP + BOTTOM + ROW * len(dots)
     values = [number for dot in dots for number in dot.numbers]
-    x_axis = Axis(*span([*values, 0.0] if zero else values), 18.0, width - 62.0)
-    y_axis = Axis(0.0, 1.0, height - BOTTOM, TOP)
+    x_axis = Scale(*span([*values, 0.0] if zero else values), 18.0, width - 62.0)
+    y_axis = Scale(0.0, 1.0, height - BOTTOM, TOP)
     form = charts.percent_text if is_share else charts.tick_text
     drawn = [frame(x_axis, y_axis, x_label, "", x_format=form)]
     if zero:
@@ -117,7 +117,7 @@ def _value_text(value: float, is_share: bool) -> str:
     return f"{value:.0f}" if value == round(value) and abs(value) >= 1 else num(value)
 
 
-def _whisker(dot: Dot, axis: Axis) -> list[float]:
+def _whisker(dot: Dot, axis: Scale) -> list[float]:
     low, high = dot.value.low, dot.value.high
     if math.isnan(low) or (math.isinf(low) and math.isinf(high)):
         return []
@@ -138,8 +138,8 @@ def sweep_chart(
     if is_share:
         trails = [replace(t, dots=[(x, dot.within(0.0, 1.0)) for x, dot in t.dots]) for t in trails]
     values = [number for trail in trails for _, dot in trail.dots for number in dot.numbers]
-    x_axis = Axis(-0.4, max(len(places) - 0.6, 0.6), LEFT, WIDTH - charts.margin_for(names))
-    y_axis = Axis(*span(values), HEIGHT - BOTTOM, TOP)
+    x_axis = Scale(-0.4, max(len(places) - 0.6, 0.6), LEFT, WIDTH - charts.margin_for(names))
+    y_axis = Scale(*span(values), HEIGHT - BOTTOM, TOP)
     form = charts.percent_text if is_share else charts.tick_text
     drawn = [frame(x_axis, y_axis, x_label, y_label, form, x_ticks=list(enumerate(places)))]
     for at, trail in enumerate(trails):
@@ -172,8 +172,8 @@ def stacked_bars(
     width, height = charts.LARGE[0], TOP + BOTTOM + 44 * len(rows)
     longest = max((len(f"{total:.3g}") for total in totals), default=0)
     room = 40.0 if inside else max(40.0, 10 + 9 * longest)  # for the sum; phones draw it larger
-    x_axis = Axis(0.0, max(totals, default=0.0) * 1.02 or 1.0, 16.0, width - room)
-    drawn = [frame(x_axis, Axis(0.0, 1.0, height - BOTTOM, TOP), x_label, "")]
+    x_axis = Scale(0.0, max(totals, default=0.0) * 1.02 or 1.0, 16.0, width - room)
+    drawn = [frame(x_axis, Scale(0.0, 1.0, height - BOTTOM, TOP), x_label, "")]
     for i, ((label, parts), total) in enumerate(zip(rows, totals)):
         pieces: list[tuple[str, float, str, float, float]] = []
         done = 0.0

@@ -20,7 +20,7 @@ from marlhf.runs.read import Evaluation, Run, number
 START_COLOUR = "var(--start)"
 
 
-class Point(NamedTuple):
+class CurvePoint(NamedTuple):
     """One step of a curve over seeds; `low` and `high` are the extreme seeds."""
 
     step: int
@@ -71,19 +71,19 @@ class Group:
         """How long a seed took, on average."""
         return mean([run.seconds for run in self.runs if run.seconds is not None])
 
-    def curve(self, key: str) -> list[Point]:
+    def curve(self, key: str) -> list[CurvePoint]:
         """Mean and extremes over the seeds that recorded a step; seconds are averaged too."""
         if len(self.runs) == 1:
-            return [Point(step, at, v, v, v) for step, at, v in self.runs[0].curve(key)]
+            return [CurvePoint(step, at, v, v, v) for step, at, v in self.runs[0].curve(key)]
         steps: dict[int, list[tuple[float, float]]] = {}
         for run in self.runs:
             for step, seconds, value in run.curve(key):
                 steps.setdefault(step, []).append((seconds, value))
-        points: list[Point] = []
+        points: list[CurvePoint] = []
         for step, pairs in sorted(steps.items()):
             values = [value for _, value in pairs]
             seconds = [at for at, _ in pairs if math.isfinite(at)] or [math.nan]
-            points.append(Point(step, fmean(seconds), fmean(values), min(values), max(values)))
+            points.append(CurvePoint(step, fmean(seconds), fmean(values), min(values), max(values)))
         return points
 
     def finals(self, key: str) -> list[float]:

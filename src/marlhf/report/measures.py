@@ -10,7 +10,7 @@ import numpy as np
 
 from marlhf import intervals
 from marlhf.intervals import Curve, Floats, Interval, mean, mean_over_seeds
-from marlhf.report.groups import Group, Point, same_prompts
+from marlhf.report.groups import CurvePoint, Group, same_prompts
 from marlhf.runs.read import Run, number
 
 MAX_EVALUATIONS = 100
@@ -52,7 +52,7 @@ def change(group: Group, field: str = "score") -> Interval:
     return Interval(moved, math.nan, math.nan, 0)
 
 
-def fall_from_peak(group: Group, field: str) -> tuple[Point, Interval]:
+def fall_from_peak(group: Group, field: str) -> tuple[CurvePoint, Interval]:
     """The evaluation with the highest mean, and how far below it the last one is."""
     points = group.curve(f"eval/{field}")
     peak = max(points, key=lambda point: point.mean)
@@ -113,7 +113,7 @@ def over_what(group: Group) -> str:
     return " and ".join(filter(None, (seeds, many)))
 
 
-class Comparison(intervals.CurveBootstrap):
+class CurveComparison(intervals.CurveBootstrap):
     """The learning curves of groups, with intervals over their seeds and held-out prompts."""
 
     def __init__(self, groups: Sequence[Group]) -> None:

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from marlhf.intervals import mean, thin
 from marlhf.report.charts import Series, legend_of, line_chart
 from marlhf.report.formats import duration, percent
-from marlhf.report.groups import Group, Point
+from marlhf.report.groups import CurvePoint, Group
 from marlhf.report.page import Below, Cell, Chip, Column, figure, grid, heading, section, table
 from marlhf.runs.stage_facts import facts_of
 
@@ -81,22 +81,22 @@ def curve_figure(
     )
 
 
-def _window(curves: Iterable[Sequence[Point]]) -> int:
+def _window(curves: Iterable[Sequence[CurvePoint]]) -> int:
     """Logged steps that a running mean is taken over: a thirtieth of the longest run."""
     return max(1, max((len(points) for points in curves), default=0) // 30)
 
 
-def _running_mean(points: list[Point], window: int, limit: int) -> list[Point]:
+def _running_mean(points: list[CurvePoint], window: int, limit: int) -> list[CurvePoint]:
     """At most `limit` points, each averaged with its neighbours, fewer towards the ends."""
     if window == 1:
         return thin(points, limit)
     sums = [list(accumulate((p[i] for p in points), initial=0.0)) for i in (2, 3, 4)]
-    smooth: list[Point] = []
+    smooth: list[CurvePoint] = []
     for i in thin(range(len(points)), limit):
         reach = min(window // 2, i, len(points) - 1 - i)
         first, last = i - reach, i + reach + 1
         means = [(column[last] - column[first]) / (last - first) for column in sums]
-        smooth.append(Point(points[i].step, points[i].seconds, *means))
+        smooth.append(CurvePoint(points[i].step, points[i].seconds, *means))
     return smooth
 
 

@@ -14,7 +14,7 @@ from marlhf.report.charts import LARGE, Series, legend_of, line_chart
 from marlhf.report.dots import Dot, dots_figure
 from marlhf.report.formats import duration, num, signed
 from marlhf.report.groups import Group, measured_alike
-from marlhf.report.measures import Comparison, at_kl, common_kl
+from marlhf.report.measures import CurveComparison, at_kl, common_kl
 from marlhf.report.page import (
     Below,
     Cell,
@@ -48,7 +48,7 @@ def frontier(policies: list[Group]) -> Markup:
     ]
     alike = [group for group in policies if group.curve("eval/score")]
     alike = [group for group in alike if measured_alike(alike[0], group)]
-    compared = Comparison(alike) if len(alike) > 1 else None
+    compared = CurveComparison(alike) if len(alike) > 1 else None
     return section(
         "frontier",
         grid(figures, "two"),
@@ -80,7 +80,7 @@ def _frontier_figure(policies: list[Group], title: str, key: str) -> Markup:
     )
 
 
-def equal_kl(compared: Comparison) -> Markup:
+def equal_kl(compared: CurveComparison) -> Markup:
     """Scores at the same KL with intervals, and the difference of each pair of settings."""
     most = common_kl(compared.measured)
     if most <= 1e-3:
@@ -103,7 +103,7 @@ def equal_kl(compared: Comparison) -> Markup:
     return heading("Score at equal KL", lead) + part("beside", left=left, right=right)
 
 
-def _differences(compared: Comparison, level: float) -> Markup:
+def _differences(compared: CurveComparison, level: float) -> Markup:
     """How far one setting is ahead of another at a KL, pair by pair."""
     groups = compared.groups
     pairs = list(combinations(range(len(groups)), 2))
@@ -127,7 +127,7 @@ def _differences(compared: Comparison, level: float) -> Markup:
     )
 
 
-def time_to_score(compared: Comparison) -> Markup:
+def time_to_score(compared: CurveComparison) -> Markup:
     """Steps and seconds to the first setting's final score: what "faster" means here."""
     groups = compared.groups
     if not all(curve.steps.size for curve in compared.measured):
@@ -166,7 +166,7 @@ def time_to_score(compared: Comparison) -> Markup:
     return heading(title, lead) + grid(_figures(groups, times)) + table(columns, rows, csv=link)
 
 
-def times_to_score(compared: Comparison, shares: Sequence[float]) -> list[Times]:
+def times_to_score(compared: CurveComparison, shares: Sequence[float]) -> list[Times]:
     """For each setting, when it reached each share of what the first setting gained."""
 
     def statistic(curves: list[Curve]) -> list[Floats]:

@@ -54,7 +54,7 @@ MAX_CHARS = 24
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SettingSweep:
     """One setting or the size, its values in order, and the lines of groups along it."""
 
     key: str
@@ -75,7 +75,7 @@ class Sweep:
         return [(size_text if self.key == SIZE else value_text)(value) for value in self.values]
 
 
-def find_sweeps(groups: Sequence[Group]) -> list[Sweep]:
+def find_sweeps(groups: Sequence[Group]) -> list[SettingSweep]:
     """A sweep for each setting in which some groups differ and nothing else."""
     known = [group for group in groups if group.config]
     keys = [key for key, _ in differing([group.chosen for group in known])]
@@ -85,7 +85,7 @@ def find_sweeps(groups: Sequence[Group]) -> list[Sweep]:
     return kept[:MAX_SWEEPS]
 
 
-def _along(key: str, groups: Sequence[Group]) -> Sweep | None:
+def _along(key: str, groups: Sequence[Group]) -> SettingSweep | None:
     together: dict[str, list[Group]] = {}
     for group in groups:
         rest = {k: v for k, v in group.chosen.items() if not _belongs(k, key)}
@@ -99,7 +99,7 @@ def _along(key: str, groups: Sequence[Group]) -> Sweep | None:
     shared = [{k: v for k, v in line[0].chosen.items() if not _belongs(k, key)} for line in lines]
     placed = [[(values.index(_value(key, group)), group) for group in line] for line in lines]
     ordered = [sorted(line, key=lambda each: each[0]) for line in placed]
-    return Sweep(key, values, list(zip(_names(shared), ordered)))
+    return SettingSweep(key, values, list(zip(_names(shared), ordered)))
 
 
 def _belongs(setting: str, key: str) -> bool:
@@ -174,7 +174,7 @@ def scaling(policies: Sequence[Group]) -> Markup:
     if not kept:
         return Markup()
     apart = unlike([group for _, line in kept for _, group in line])
-    return section("scaling", _figures(Sweep(SIZE, sizes, kept)), unlike=bool(apart))
+    return section("scaling", _figures(SettingSweep(SIZE, sizes, kept)), unlike=bool(apart))
 
 
 def size_text(count: int) -> str:
@@ -190,11 +190,11 @@ def size_text(count: int) -> str:
     return str(count)
 
 
-def _figures(sweep: Sweep) -> Markup:
+def _figures(sweep: SettingSweep) -> Markup:
     return grid([measured_figure(sweep, *measure) for measure in MEASURES])
 
 
-def measured_figure(sweep: Sweep, title: str, field: str, is_share: bool) -> Markup:
+def measured_figure(sweep: SettingSweep, title: str, field: str, is_share: bool) -> Markup:
     """One measure along a sweep: dots on an axis for numbers, rows of dots for words."""
     trails: list[Trail] = []
     rows: list[list[Cell]] = []
