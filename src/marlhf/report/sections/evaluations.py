@@ -51,8 +51,8 @@ def problems(groups: Sequence[Group]) -> Markup:
             for label, colour, _, row in measured
             if (rate := row.pass_at.get(k))
         ]
-        names = f"pass@{k}", "run and difficulty"
-        figures.append(dots_figure(names[0], dots, x_label=names[0], names=names[1], is_share=True))
+        name, rows_are = f"pass@{k}", "run and difficulty"
+        figures.append(dots_figure(name, dots, x_label=name, names=rows_are, is_share=True))
     return section(
         "pass-at-k",
         grid(figures),
