@@ -78,6 +78,9 @@ _MACROS = {
     for name, macro in vars(_TEMPLATES.get_template(file).module).items()
 }
 
+TITLES: Mapping[str, str] = _MACROS["titles"]
+"""Of the sections, by id."""
+
 
 def part(macro: str, /, *values: Any, **named: Any) -> Markup:
     """A macro of the templates, filled in."""
@@ -203,7 +206,7 @@ def figure(
     return part("figure", title=title, chart=chart, csv=csv, key=key, note=note)
 
 
-def section(name: str, *parts: str, title: str = "", folded: bool = False, **words: Any) -> Markup:
+def section(name: str, *parts: str, folded: bool = False, **words: Any) -> Markup:
     """A section, with `words` for the sentence on how to read it; empty where all its parts are.
 
     A folded one shows its title alone. Links to it, searches in the page and printing open it.
@@ -211,8 +214,7 @@ def section(name: str, *parts: str, title: str = "", folded: bool = False, **wor
     if not any(parts):
         return Markup()
     lead = part(f"lead_{name.replace('-', '_')}", **words)
-    title = title or _MACROS["titles"][name]
-    return part("section", name=name, title=title, lead=lead, parts=parts, folded=folded)
+    return part("section", name, TITLES[name], lead, parts, folded)
 
 
 def grid(figures: Sequence[str], kind: str = "") -> Markup:

@@ -36,7 +36,6 @@ def settings(groups: list[Group]) -> Markup:
         "settings",
         *tables,
         *(part("config", label=label, text=text[:MAX_CONFIG_CHARS]) for label, text in configs),
-        title="Settings that differ" if tables else "Settings",
         differ=bool(tables),
     )
 
