@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from html import escape
 
 from evidence.predicted import Prediction
 from evidence.results import BETA, LABELS, OTHER_BETAS, Results, gold, kl, score
-from marlhf.report.charts import BOTTOM, LEFT, TOP, Axis, frame, span
+from marlhf.report.charts import BOTTOM, LEFT, TOP, Scale, frame, span
 from marlhf.report.groups import NUM_COLOURS
-from marlhf.report.page import STYLE, text
+from marlhf.report.page import STYLE
 
 PANEL = (250, 240)
 """Width and height of a panel, in the figure's own units."""
@@ -132,18 +133,18 @@ def predicted_gains(starts: Mapping[str, Sequence[Prediction]]) -> str:
     )
 
 
-def _axes(panel: int, xs: Sequence[float], ys: Sequence[float]) -> tuple[Axis, Axis]:
+def _axes(panel: int, xs: Sequence[float], ys: Sequence[float]) -> tuple[Scale, Scale]:
     width, height = PANEL
     left = panel * width
-    x_axis = Axis(*span(xs, margin=0.08), left + LEFT, left + width - 8)
-    return x_axis, Axis(*span(ys, margin=0.08), height - BOTTOM, TOP + 12)
+    x_axis = Scale(*span(xs, margin=0.08), left + LEFT, left + width - 8)
+    return x_axis, Scale(*span(ys, margin=0.08), height - BOTTOM, TOP + 12)
 
 
 def _panel_title(panel: int, teacher: str) -> str:
-    return f'<text class="name" x="{panel * PANEL[0] + LEFT}" y="12">{text(teacher)}</text>'
+    return f'<text class="name" x="{panel * PANEL[0] + LEFT}" y="12">{escape(teacher)}</text>'
 
 
-def _level_line(ppo: tuple[float, ...], x_axis: Axis, y_axis: Axis) -> str:
+def _level_line(ppo: tuple[float, ...], x_axis: Scale, y_axis: Scale) -> str:
     """Where score - BETA KL is that of PPO, as far as it lies inside the panel."""
     level = ppo[1] - BETA * ppo[0]
     low = max(x_axis.low, (y_axis.low - level) / BETA)
@@ -165,7 +166,7 @@ def _mark(method: str, x: str, y: str, note: str, *, hollow: bool = False) -> st
     colour = _colour(method)
     fill = "var(--bg)" if hollow else colour
     style = f'fill="{fill}" stroke="{colour}" stroke-width="1.6"'
-    title = f"<title>{text(note)}</title>"
+    title = f"<title>{escape(note)}</title>"
     if _in_palette(method):
         return f'<circle cx="{x}" cy="{y}" r="3.6" {style}>{title}</circle>'
     corner = f'x="{float(x) - 3.4:.1f}" y="{float(y) - 3.4:.1f}"'
@@ -192,10 +193,10 @@ def _figure(title: str, drawn: Sequence[str], methods: Sequence[str], panels: in
         if x + wide > width and x > LEFT:
             x, y = float(LEFT), y + ROW
         keys.append(_mark(method, f"{x:g}", f"{y - 4:g}", _plain(method)))
-        keys.append(f'<text x="{x + 9:g}" y="{y:g}">{text(_plain(method))}</text>')
+        keys.append(f'<text x="{x + 9:g}" y="{y:g}">{escape(_plain(method))}</text>')
         x += wide
     whole = f'viewBox="0 -{TITLE} {width} {y + 10 + TITLE:g}" width="{width * 1.3:g}"'
-    name = text(title.replace("`", ""))
+    name = escape(title.replace("`", ""))
     style = f"<style>{ROOTS}svg{{font-family:sans-serif}}{RULES}</style>"
     ground = f'<rect y="-{TITLE}" width="100%" height="100%" fill="var(--bg)"/>'
     heading = f'<text class="name" x="{LEFT}" y="-10">{name}</text>'

@@ -23,7 +23,7 @@ from marlhf.evaluate.best_of_n_grid import (
 )
 from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions
 from marlhf.evaluate.sampling import ResponseSampler
-from marlhf.report.sections.best_of_n import heat_map
+from marlhf.report.dots import heat_map
 from marlhf.report.write import write_report
 from marlhf.runs.jsonl import append_jsonl
 

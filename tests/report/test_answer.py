@@ -1,4 +1,4 @@
-"""The first lines of the page: who is better, by what, and how sure that is."""
+"""The first lines of the page: did anything improve, who is better, by what, how sure is it."""
 
 import json
 import re
@@ -12,6 +12,8 @@ from marlhf.runs.read import find_runs, read_run
 
 SPREAD = (-0.3, -0.1, 0.1, 0.3)
 """How the prompts differ from one another: the same for all runs, so it cancels out."""
+ENDED, NOT_ENDED = "In these runs, n5 ended", "In these runs, n5 did not end"
+"""Of one seed the page only says what happened."""
 NOISE = (-0.01, 0.01, 0.01, -0.01)
 """What is left of a difference, so that its interval is narrow but not empty."""
 
@@ -36,17 +38,46 @@ def policy(make_run):
 
 
 def lines_of(*folders):
-    """The answer as text, one line per sentence."""
+    """Who is ahead as text, one line per sentence."""
+    lines = all_lines(*folders)
+    return lines[1:] if lines and lines[0].startswith("Over the model before RL") else lines
+
+
+def all_lines(*folders):
     groups = group_runs([read_run(folder) for folder in folders])
     html = answer([group for group in groups if group.runs[0].is_policy])
     found = re.findall(r"<(?:p|li)[^>]*>(.*?)</(?:p|li)>", html)
     return [re.sub("<[^>]+>", "", line).replace("\u2212", "-") for line in found]
 
 
+@pytest.mark.parametrize(
+    ("golds", "words"),
+    [
+        ((0.9, 0.5), "n1 and n5 raised the true (gold) score and the learnt score"),
+        (
+            (-0.9, 0.0),
+            "neither n1 nor n5 raised the true (gold) score; n1 and n5",
+        ),
+        ((-0.9, 0.5), "n5 raised the true (gold) score, n1 did not; n1 and n5 raised the learnt"),
+        ((None, None), "n1 and n5 raised the learnt score."),
+    ],
+)
+def test_the_first_line_says_whether_anything_improved(policy, golds, words):
+    """Who is ahead comes second: both may be worse than the model that training began with."""
+    runs = [policy(n, 1.0 + n / 10, gold=gold) for n, gold in zip((1, 5), golds)]
+    assert all_lines(*runs)[0].startswith(f"Over the model before RL, {words}")
+
+
+def test_nobody_improved_by_any_score(policy):
+    lines = all_lines(policy(1, -1.0, gold=-1.0), policy(5, -2.0, gold=-2.0))
+    neither = "neither n1 nor n5 raised the true (gold) score or the learnt score."
+    assert lines[0] == f"Over the model before RL, {neither}"
+
+
 def test_the_true_score_comes_first_then_equal_kl_then_the_learnt_score(policy):
     lines = lines_of(policy(1, 1.0, gold=0.9), policy(5, 2.0, gold=0.5))
     # What is left of a difference is 4 times the noise: 0.04 * 3.18 / sqrt(4 - 1) = 0.07 at most.
-    assert lines[0] == "n5 is worse than n1 by the true (gold) score: -0.40 [-0.47, -0.33]."
+    assert lines[0] == f"{ENDED} worse than n1 by the true (gold) score: -0.40 [-0.47, -0.33]."
     assert lines[1].startswith("The learnt score at equal KL (2.00): better, +1.00 [")
     assert lines[2].startswith("The learnt score: better, +1.00 [")
     assert "win rate 100% (at KL 2.00 against 2.00)" in lines[2]
@@ -59,7 +90,9 @@ def test_the_true_score_comes_first_then_equal_kl_then_the_learnt_score(policy):
 def test_without_a_true_score_equal_kl_comes_first(policy):
     # Twice the score for twice the KL: nothing is gained at equal KL.
     lines = lines_of(policy(1, 1.0, kl=2.0), policy(5, 2.0, kl=4.0))
-    assert lines[0].startswith("n5 is not clearly better or worse than n1 by the learnt score at")
+    assert lines[0].startswith(
+        f"{NOT_ENDED} clearly better or worse than n1 by the learnt score at"
+    )
     assert "the 95% interval includes zero" in lines[0]
     assert lines[1].startswith("The learnt score: better, +1.00 [")
 
@@ -67,19 +100,19 @@ def test_without_a_true_score_equal_kl_comes_first(policy):
 def test_what_functions_give_is_not_called_learnt(policy):
     given = {"reward_funcs": ["mine:solved"], "reward_model": ""}
     lines = lines_of(policy(1, 1.0, kl=2.0, **given), policy(5, 2.0, kl=2.0, **given))
-    assert lines[0].startswith("n5 is better than n1 by the score at equal KL (2.00): ")
+    assert lines[0].startswith(f"{ENDED} better than n1 by the score at equal KL (2.00): ")
     assert lines[1].startswith("The score: better, +1.00 [")
 
 
 def test_pairing_by_prompt_takes_out_how_hard_prompts_are(policy):
     hard = [100 * x for x in SPREAD]  # prompts differ by tens, settings by 0.1
     lines = lines_of(policy(1, 1.0, kl=0.0, prompts=hard), policy(5, 1.1, kl=0.0, prompts=hard))
-    assert lines[0].startswith("n5 is better than n1 by the learnt score: +0.10 [+0.03, +0.17]")
+    assert lines[0].startswith(f"{ENDED} better than n1 by the learnt score: +0.10 [+0.03, +0.17]")
 
 
 def test_other_prompts_cannot_be_paired(policy):
     lines = lines_of(policy(1, 1.0, kl=0.0), policy(5, 2.0, kl=0.0, prompts=SPREAD[:3]))
-    assert lines[0].startswith("n5 is higher than n1 by the learnt score")
+    assert lines[0].startswith(f"{ENDED} higher than n1 by the learnt score")
     assert "no interval" in lines[0]
 
 
@@ -95,7 +128,7 @@ def test_an_independent_judge_comes_before_any_learnt_score(policy):
     lines = lines_of(policy(1, 1.0), folder)
     # 8 wins and 4 ties of 40 are 10 wins: 25%
     assert lines[0].startswith(
-        "n5 is worse than n1 by the judge openai:gpt: win rate 25% [14%, 40%]"
+        f"{ENDED} worse than n1 by the judge openai:gpt: win rate 25% [14%, 40%]"
     )
     assert not any("scores:reward" in line for line in lines)
 
@@ -116,14 +149,16 @@ def test_a_reward_model_that_was_not_trained_on_is_independent(policy):
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / "evaluation" / "t1-m8-s0.jsonl").write_text(text)
     lines = lines_of(*folders)
-    assert lines[0].startswith("n5 is better than n1 by other, which was not trained on: +0.41 [")
+    assert lines[0].startswith(
+        f"{ENDED} better than n1 by other, which was not trained on: +0.41 ["
+    )
     assert not any(line.startswith("Reward,") for line in lines)
 
 
 def test_a_single_setting_is_compared_with_the_model_before_rl(policy):
     lines = lines_of(policy(1, 1.0, gold=-0.5))
     assert lines[0].startswith(
-        "n1 is worse than the model before RL by the true (gold) score: -0.50"
+        "In this run, n1 ended worse than the model before RL by the true (gold) score: -0.50"
     )
     assert lines[1].startswith("The learnt score: better, +1.00 [")
 
@@ -135,7 +170,7 @@ def test_settings_that_were_scored_otherwise_are_not_compared(policy):
 def test_of_many_settings_the_best_is_compared(policy):
     lines = lines_of(*(policy(n, score) for n, score in ((1, 1.0), (2, 2.0), (3, 4.0), (5, 3.0))))
     assert sum(" than n1 by " in line for line in lines) == 1
-    assert lines[0].startswith("n3 is better than n1")
+    assert lines[0].startswith("In these runs, n3 ended better than n1")
 
 
 def test_a_win_rate_sets_each_seed_against_each(make_run):
@@ -157,7 +192,7 @@ def test_a_win_rate_sets_each_seed_against_each(make_run):
 def test_seeds_are_resampled_with_the_prompts(demo):
     groups = group_runs(find_runs([demo]))
     html = answer([group for group in groups if group.runs[0].is_policy])
-    assert html.startswith("<p><b>macro-ppo is better than ppo</b> by the true (gold) score: +0.3")
+    assert "<p><b>macro-ppo is better than ppo</b> by the true (gold) score: +0.3" in html
     assert "95% intervals over 2 seeds and 240 prompts" in html
 
 
@@ -165,5 +200,5 @@ def test_the_page_begins_with_the_answer(demo, tmp_path):
     page = write_report([demo], tmp_path / "report.html").read_text()
     main = page[page.index("<main>") :]
     assert main.removeprefix("<main>\n").startswith(
-        '<div class="verdict"><p><b>macro-ppo is better'
+        '<div class="verdict"><p>Over the model before RL, <b>ppo and macro-ppo raised the true'
     )

@@ -6,7 +6,6 @@ from xml.etree import ElementTree
 import pytest
 
 from marlhf.intervals import Interval
-from marlhf.report.bars import stacked_bars
 from marlhf.report.charts import (
     Series,
     distribution,
@@ -19,7 +18,7 @@ from marlhf.report.charts import (
     span,
     tick_text,
 )
-from marlhf.report.dots import Dot, Trail, dot_rows, sweep_chart
+from marlhf.report.dots import Dot, Trail, dot_rows, stacked_bars, sweep_chart
 
 
 def _draw(*points: tuple[float, float]) -> str:
@@ -141,7 +140,7 @@ def test_labels_are_escaped_in_every_chart():
         sweep_chart([Trail(bad, "red", [(0, dot)])] * 2, [bad], x_label=bad, y_label=bad),
         line_chart([Series(bad, [(0, 1)], "red")], x_label=bad, y_label=bad),
         distribution([(bad, [1.0, 2.0], "red")], x_label=bad),
-        scatter(Series(bad, [(0, 1)], "red"), x_label=bad, y_label=bad),
+        scatter([(0, 1)], "red", x_label=bad, y_label=bad),
         stacked_bars([(bad, [(bad, 1.0, "red")])], x_label=bad),
     ]
     for chart in charts:

@@ -7,10 +7,14 @@ import numpy as np
 import pytest
 
 from marlhf.intervals import Curve
-from marlhf.report.comparison import Comparison, at_kl, common_kl
 from marlhf.report.groups import group_runs
-from marlhf.report.sections.frontier import equal_kl, frontier
-from marlhf.report.sections.time_to_score import Reached, first_evaluation_at, time_to_score
+from marlhf.report.measures import CurveComparison, at_kl, common_kl
+from marlhf.report.sections.frontier import (
+    equal_kl,
+    first_evaluation_at,
+    frontier,
+    time_to_score,
+)
 from marlhf.runs.read import read_run
 
 
@@ -72,7 +76,7 @@ def _end(curve):
 def test_what_prompts_share_cancels_out_of_differences(settings):
     """Prompts differ by 1, settings by 0.5: alone they are unsure, together they are not."""
     groups = settings([[0.0, 1.0]], [[0.0, 1.5]], prompts=60)
-    compared = Comparison(groups)
+    compared = CurveComparison(groups)
     alone, ahead = compared.intervals(lambda c: [_end(c[0]), _end(c[1]) - _end(c[0])])
     assert alone.high - alone.low > 0.3
     assert ahead[:3] == pytest.approx((0.5, 0.5, 0.5))
@@ -80,14 +84,16 @@ def test_what_prompts_share_cancels_out_of_differences(settings):
 
 
 def test_seeds_are_drawn_too(settings):
-    compared = Comparison(settings([[0.0, 1.0], [0.0, 2.0]], [[0.0, 3.0], [0.0, 3.0]], prompts=60))
+    compared = CurveComparison(
+        settings([[0.0, 1.0], [0.0, 2.0]], [[0.0, 3.0], [0.0, 3.0]], prompts=60)
+    )
     (ahead,) = compared.intervals(lambda c: [_end(c[1]) - _end(c[0])])
     assert ahead[:3] == pytest.approx((1.5, 1.0, 2.0))
     assert "too narrow" in compared.over()
 
 
 def test_means_of_one_seed_have_no_interval(settings):
-    compared = Comparison(settings([[0.0, 1.0]], [[0.0, 2.0]]))
+    compared = CurveComparison(settings([[0.0, 1.0]], [[0.0, 2.0]]))
     (value,) = compared.intervals(lambda c: [_end(c[1])])
     assert value.mean == 2.0
     assert math.isnan(value.low)
@@ -96,7 +102,7 @@ def test_means_of_one_seed_have_no_interval(settings):
 
 def test_the_page_gives_score_at_equal_kl_with_intervals(settings):
     groups = settings([[0.0, 1.0, 2.0]], [[0.0, 2.0, 4.0]], prompts=50, noise=0.5)
-    html = equal_kl(Comparison(groups))
+    html = equal_kl(CurveComparison(groups))
     # KL is 0, 1, 2 at the evaluations: at KL 2 the scores are 2 and 4, less noise.
     assert "Difference in score at KL 2" in html
     assert "Score at KL 2.00" in html
@@ -110,13 +116,15 @@ def test_a_seed_reaches_a_score_at_an_evaluation(make_run):
         for step, score, kl, gold in ((0, 0.0, 0.0, 0.0), (10, 0.4, 2.0, 0.5), (20, 0.9, 3.0, 0.7))
     ]
     run = read_run(make_run("a", metrics=metrics))
-    assert first_evaluation_at(run, 0.5) == Reached(step=20, seconds=10.0, kl=3.0, gold=0.7)
+    reached = first_evaluation_at(run, 0.5)
+    assert reached is not None
+    assert (reached["step"], reached["seconds"], reached["eval/kl"]) == (20, 10.0, 3.0)
     assert first_evaluation_at(run, 1.0) is None
 
 
 def test_half_the_steps_is_twice_as_fast(settings):
     groups = settings([[0.0, 1.0, 2.0, 3.0, 4.0]], [[0.0, 2.0, 4.0, 6.0, 8.0]])
-    html = time_to_score(Comparison(groups))
+    html = time_to_score(CurveComparison(groups))
     assert '<td class="n">2.00</td>' in html  # 40 steps against 20
     assert '<td class="n">20<small>10 s</small></td>' in html
 
@@ -124,13 +132,13 @@ def test_half_the_steps_is_twice_as_fast(settings):
 @pytest.mark.parametrize("scores", [[0.0, -1.0], [0.0, 0.0], [0.0, 0.01]])
 def test_a_baseline_that_did_not_improve_gives_no_times(settings, scores):
     groups = settings([scores], [[0.0, 2.0]], prompts=20, noise=0.5)
-    html = time_to_score(Comparison(groups))
+    html = time_to_score(CurveComparison(groups))
     assert "No times, as 1-0 did not clearly improve" in html
     assert "<table" not in html
 
 
 def test_never_is_said_and_not_drawn_as_a_number(settings):
-    html = time_to_score(Comparison(settings([[0.0, 2.0]], [[0.0, 1.0]])))
+    html = time_to_score(CurveComparison(settings([[0.0, 2.0]], [[0.0, 1.0]])))
     assert "Never reached by 2-0" in html
     assert "never" in html
     assert "inf" not in html

@@ -5,8 +5,8 @@ from marlhf.report.groups import (
     differences,
     group_runs,
     same_prompts,
-    settings,
 )
+from marlhf.runs.lineage import chosen
 from marlhf.runs.read import find_runs, read_run
 
 
@@ -43,7 +43,7 @@ def test_paths_beside_the_run_do_not_tell_seeds_apart(make_run):
         for i in (1, 2)
     ]
     runs = [read_run(path) for path in paths]
-    assert settings(runs[0])["model"] == "../sft/model"
+    assert chosen(runs[0])["model"] == "../sft/model"
     assert len(group_runs(runs)) == 1
 
 

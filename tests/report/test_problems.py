@@ -15,7 +15,7 @@ def page_of(make_run, tmp_path):
     """`page_of(summary)`: the report of one run with this pass_at_k.json."""
 
     def make(summary):
-        run = make_run("ppo", metrics=[{"step": 1, "ppo/score": 1.0}])
+        run = make_run("ppo", metrics=[{"step": 1, "rl/score": 1.0}])
         (run / "pass_at_k.json").write_text(json.dumps(summary))
         return write_report([run], tmp_path / "report.html").read_text()
 

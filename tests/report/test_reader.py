@@ -4,11 +4,12 @@ import re
 
 import pytest
 
-from marlhf.report.hover import Box, columns
+from marlhf.report.charts import Scale, columns
 from marlhf.report.write import report_html, watch_report, write_report
 from marlhf.runs.read import find_runs
 
-BOX = Box(0, 100, 0, 50)
+AXES = Scale(0, 100, 0, 100), Scale(50, 0, 50, 0)
+"""One pixel for one unit."""
 
 
 def _values(html: str) -> list[list[str]]:
@@ -17,7 +18,7 @@ def _values(html: str) -> list[list[str]]:
 
 
 def _columns(*lines):
-    return _values(columns(lines, (str, str), BOX, x_label="step", form="{:g}".format))
+    return _values(columns(lines, AXES, x_label="step", form="{:g}".format))
 
 
 def test_a_column_shows_every_line_at_its_step():
@@ -32,9 +33,7 @@ def test_a_line_without_a_number_nearby_is_left_out():
 
 
 def test_columns_cover_the_figure_without_overlap():
-    html = columns(
-        [("a", "red", [(20, 1.0), (40, 1.0), (80, 1.0)])], (str, str), BOX, x_label="x", form=str
-    )
+    html = columns([("a", "red", [(20, 1.0), (40, 1.0), (80, 1.0)])], AXES, x_label="x", form=str)
     found = re.findall(r'<rect class="hit" x="([\d.]+)" y="0" width="([\d.]+)"', html)
     sides = [(float(x), float(x) + float(width)) for x, width in found]
     assert sides == [(0, 30), (30, 60), (60, 100)]

@@ -7,7 +7,8 @@ from urllib.parse import unquote
 
 import pytest
 
-from marlhf.report.page import SCRIPT, csv_link, duration, num, percent
+from marlhf.report.formats import duration, num, percent
+from marlhf.report.page import SCRIPT, csv_link
 from marlhf.report.sections.samples import Macro, macro_actions
 from marlhf.report.write import write_report
 
@@ -184,7 +185,7 @@ def test_a_diverged_run_is_a_report(report, make_run):
     nan, inf = float("nan"), float("inf")
     rows = [
         {"kind": kind, "step": s, "seconds": s, f"{key}/score": v, f"{key}/kl": v}
-        for kind, key in (("train", "ppo"), ("eval", "eval"))
+        for kind, key in (("train", "rl"), ("eval", "eval"))
         for s, v in enumerate([0.1, nan, inf, -inf, 1e308])
     ]
     evaluations = [{"step": s, "scores": [nan, 1.0, inf], "kl": [nan] * 3} for s in (0, 4)]
@@ -337,6 +338,52 @@ def test_what_most_people_said_is_a_row_of_its_own(make_run):
     assert (win, tie, loss) == pytest.approx((1 / 3, 1 / 3, 1 / 3), abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dimensions": {"depth": 3}},
+        {"dimensions": {"depth": {"a": {}, "b": {}}}},
+        {"win": {"share": float("nan"), "low": 0.0, "high": 1.0}},
+        {"win": {"share": 10**400, "low": 0.0, "high": 1.0}},
+        {"pairs": "many"},
+        {"tie": []},
+    ],
+)
+def test_damaged_verdicts_are_left_out(report, make_run, change):
+    folder = make_run("new", metrics=[{"step": 1, "rl/score": 1.0}])
+    parts = {name: {"share": 0.5, "low": 0.4, "high": 0.6} for name in ("win", "tie", "loss")}
+    about = {"judge": "person:ann", "task": "hh", "a": "new", "b": "old", "pairs": 4}
+    (folder / "judged").mkdir()
+    for name, more in (("ann", {}), ("ben", change)):
+        whole = about | {"judge": f"person:{name}", "dimensions": {}} | parts | more
+        (folder / "judged" / f"{name}.json").write_text(json.dumps(whole))
+        lines = [about | {"prompt": "p", "response_a": "x", "response_b": "y", "verdict": ["a"]}]
+        (folder / "judged" / f"{name}.jsonl").write_text(json.dumps(lines[0]) + "\n")
+    html = report(folder)
+    check(html)
+    assert "by person:ann" in html
+    assert "by person:ben" not in html
+
+
+def test_kappa_is_undefined_where_a_judge_never_varies(make_run):
+    """Whatever the other says, agreement with such a judge is what chance gives: kappa 0."""
+    from marlhf.judge.verdicts import Judgement, write_verdicts
+    from marlhf.report.sections.judged import judged
+    from marlhf.runs.read import read_run
+
+    folder = make_run("new", metrics=[{"step": 1, "rl/score": 1.0}])
+    for name, verdicts in {"ann": "aaaa", "ben": "abab", "cat": "abba"}.items():
+        judgements = [Judgement(f"p{i}", "x", "y", v) for i, v in enumerate(verdicts)]
+        about = {"judge": f"person:{name}", "task": "hh", "a": "new", "b": "old"}
+        write_verdicts(folder / "judged" / f"{name}.jsonl", judgements, about)
+    html = judged([read_run(folder)])
+    assert html.count("undefined: one never varies</td>") == 2
+    data = next(x for x in re.findall(r'href="([^"]*)"', html) if "kappa" in unquote(x))
+    header, *rows = [line.split(",") for line in unquote(data).strip().split("\n")]
+    assert {len(row) for row in rows} == {len(header) - 1}  # the header has text/csv;...,judge
+    assert [row[6].startswith("undefined") for row in rows] == [True, True, False]
+
+
 def test_csv_cells_are_no_formulas():
     link = csv_link("a", ["run"], [["=1+1"], [-1.5], [float("nan")], ['say "hi", you']])
     lines = unquote(link.split("utf-8,")[1].split('"')[0]).split("\n")
@@ -370,7 +417,7 @@ def test_baselines_stand_beside_ppo(make_run, tmp_path):
 
     scores = {"ppo": 0.25, "rloo": 0.75}
     for stage, score in scores.items():
-        metrics = [line(i, **{f"{stage}/score": score, f"{stage}/kl": 1.0}) for i in (1, 2)]
+        metrics = [line(i, **{"rl/score": score, "rl/kl": 1.0}) for i in (1, 2)]
         make_run(stage, stage=stage, metrics=metrics, config={"segmenter": {"type": "ngram"}})
     make_run("dpo", stage="dpo", metrics=[line(1, **{"dpo/loss": 0.5})], config={"beta": 0.1})
     folders = [tmp_path / name for name in ("ppo", "rloo", "dpo")]

@@ -66,3 +66,14 @@ def test_one_macro_action_is_explained_in_words(page_of):
 def test_bars_mark_macro_actions_and_not_single_tokens(page_of):
     assert 'class="p4 m"' in page_of({5: [1.0, 1.0]})
     assert 'class="p4 m"' not in page_of({1: [1.0, 1.0]})
+
+
+def test_responses_before_rl_are_not_shaded_by_an_untrained_critic(make_run):
+    sample = {"prompt": "p", "pieces": ["a", "b"], "starts": [True] * 2, "advantages": [1.0, -1.0]}
+    rows = [sample | {"step": step} for step in (0, 5)]
+    html = samples(group_runs([read_run(make_run("ppo", samples=rows))]))
+    before, after = html.split('class="answer"')[1:]
+    assert "before RL" in before
+    assert "advantage" not in before
+    assert 'title="advantage +1.00"' in after
+    assert "for before RL" not in html  # no scale in the key

@@ -12,9 +12,8 @@ import pytest
 
 from marlhf.report.findings import shows_not, verdict
 from marlhf.report.groups import group_runs, unlike
-from marlhf.report.sections.scaling import scaling, size_text
-from marlhf.report.sections.sweeps import find_sweeps, sweeps, value_text
-from marlhf.report.sections.temperatures import temperatures
+from marlhf.report.sections.evaluations import temperatures
+from marlhf.report.sections.sweeps import find_sweeps, scaling, size_text, sweeps, value_text
 from marlhf.runs.lineage import chosen, num_parameters
 from marlhf.runs.read import find_runs, read_run
 

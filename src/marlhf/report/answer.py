@@ -11,18 +11,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from markupsafe import Markup
+
 from marlhf.evaluate.held_out import read_scored, scores_of
 from marlhf.intervals import Curve, Floats, Interval, difference_over_seeds, wilson
-from marlhf.report.comparison import Comparison, at_kl, common_kl
+from marlhf.report.formats import bold, num, percent, signed
 from marlhf.report.groups import Group, groups_by_name, measured_alike, scored_by_functions
-from marlhf.report.measures import change, difference, final_score, over_what, wins_over
-from marlhf.report.page import num, percent, signed, text
+from marlhf.report.measures import (
+    CurveComparison,
+    at_kl,
+    change,
+    common_kl,
+    difference,
+    final_score,
+    over_what,
+    scored,
+    wins_over,
+)
+from marlhf.report.page import part
 from marlhf.report.sections.judged import read_summaries
 
 MAX_COMPARED = 3
-"""Up to this many settings each is compared with the first; of more, only the best."""
+"""Up to this many groups each is compared with the baseline; of more, only the best."""
 INDEPENDENT = ("openai", "model", "person")
 """Kinds of judges that know nothing of the reward."""
+GOLD = "the true (gold) score"
 
 
 @dataclass(frozen=True)
@@ -43,16 +56,19 @@ class Criterion:
             return "worse"
         return "unclear" if math.isfinite(self.value.low) else ""
 
-    def sentence(self, name: str, other: str) -> str:
-        """The whole answer by this criterion, for the first line."""
-        words = {
-            "better": f"{name} is better than {other}",
-            "worse": f"{name} is worse than {other}",
-            "unclear": f"{name} is not clearly better or worse than {other}",
-        }
-        verb = "higher" if self.value.mean > self.even else "lower"
-        claim = words.get(self.outcome, f"{name} is {verb} than {other}")
-        return f"<b>{claim}</b> by {self.name}: {self.shown}{self._caution}."
+    @property
+    def is_higher(self) -> bool:
+        """Whether the interval is above `even`; the mean, where there is no interval."""
+        return self.outcome == "better" or (not self.outcome and self.value.mean > self.even)
+
+    def sentence(self, name: str, other: str, where: str) -> Markup:
+        """The whole answer by this criterion; with `where`, as no more than what happened there."""
+        is_, is_not = ("ended", "did not end") if where else ("is", "is not")
+        words = {"unclear": f"{is_not} clearly better or worse"}
+        words[""] = f"{is_} {'higher' if self.is_higher else 'lower'}"
+        claim = f"{name} {words.get(self.outcome, f'{is_} {self.outcome}')} than {other}"
+        claim = f"{where}, {claim}" if where else claim
+        return bold(claim) + f" by {self.name}: {self.shown}{self._caution}."
 
     def item(self) -> str:
         """The same in short, for the lines below."""
@@ -68,77 +84,78 @@ class Criterion:
         return "" if self.outcome else "; only means were recorded, so there is no interval"
 
 
-def answer(policies: Sequence[Group]) -> str:
-    """Every other setting against the first one; a single setting against the model before RL."""
-    scored = [group for group in policies if math.isfinite(final_score(group).mean)]
-    if len(scored) == 1:
-        name = text(scored[0].label)
-        blocks = [_block(_since_start(scored[0]), name, "the model before RL")]
+def answer(policies: Sequence[Group]) -> Markup:
+    """Every other group against the baseline; a single group against the model before RL."""
+    groups = scored(policies)
+    if len(groups) == 1:
+        compared = [(_since_start(groups[0]), groups[0].label, "the model before RL")]
     else:
-        scored = [*scored[:1], *comparable(policies)]
-        blocks = [
-            _block(criteria_between(scored[0], group), text(group.label), text(scored[0].label))
-            for group in scored[1:]
+        groups = [*groups[:1], *compared_with_baseline(policies)]
+        compared = [
+            (criteria_between(groups[0], each), each.label, groups[0].label) for each in groups[1:]
         ]
-    if not any(blocks):
-        return ""
-    note = f"Differences are paired by prompt, {_intervals_over(scored)}"
-    return f'{"".join(blocks)}<p class="note">{note}</p>'
+    where = ""  # one seed does not tell how another training would end
+    if min((group.num_seeds for group in groups), default=0) == 1:
+        where = "In this run" if len(groups) == 1 else "In these runs"
+    blocks = [
+        (first.sentence(name, other, where), [criterion.item() for criterion in rest])
+        for (first, *rest), name, other in (each for each in compared if each[0])
+    ]
+    if not blocks:
+        return Markup()
+    changes = _changes(groups) if len(groups) > 1 else []
+    return part("answers", changes, blocks, over_what(groups[0]), bool(where))
 
 
-def comparable(policies: Sequence[Group]) -> list[Group]:
-    """The settings that the first lines set against the first: all of a few, the best of many."""
-    scored = [group for group in policies if math.isfinite(final_score(group).mean)]
-    alike = [group for group in scored[1:] if measured_alike(scored[0], group)]
+def _changes(groups: Sequence[Group]) -> list[tuple[Sequence[str], ...]]:
+    """Who raised the true score over the start and who did not; then the same by the learnt score.
+
+    Who is ahead says little where nobody improved.
+    """
+    sides: dict[str, tuple[list[str], list[str]]] = {}
+    for group in groups:
+        for each in _since_start(group):
+            raised, others = sides.setdefault(each.name, ([], []))
+            (raised if each.is_higher else others).append(group.label)
+    together: dict[tuple[tuple[str, ...], ...], list[str]] = {}
+    for name, both in sorted(sides.items(), key=lambda side: side[0] != GOLD):
+        together.setdefault(tuple(map(tuple, both)), []).append(name)
+    return [(names, raised, others) for (raised, others), names in together.items()]
+
+
+def compared_with_baseline(policies: Sequence[Group]) -> list[Group]:
+    """The groups that the first lines compare with the baseline: all of a few, the best of many."""
+    groups = scored(policies)
+    alike = [group for group in groups[1:] if measured_alike(groups[0], group)]
     if len(alike) < MAX_COMPARED:
         return alike
     return [max(alike, key=lambda group: final_score(group).mean)]
 
 
-def _block(criteria: Sequence[Criterion], name: str, other: str) -> str:
-    if not criteria:
-        return ""
-    first, *rest = criteria
-    items = "".join(f"<li>{each.item()}</li>" for each in rest)
-    return f"<p>{first.sentence(name, other)}</p>" + (f"<ul>{items}</ul>" if items else "")
-
-
-def _intervals_over(groups: Sequence[Group]) -> str:
-    over = over_what(groups[0])
-    if not over:
-        return "where prompts were recorded."
-    words = f"with 95% intervals over {over}."
-    if min(group.num_seeds for group in groups) == 1:
-        words += " One seed says nothing about how another training would end."
-    return words
-
-
 def criteria_between(base: Group, group: Group) -> list[Criterion]:
-    """All there is to compare two settings by, the most trustworthy first."""
-    criteria: list[Criterion] = []
+    """All there is to compare two groups by, the most trustworthy first."""
     gold = difference(base, group, "gold")
-    if math.isfinite(gold.mean):
-        criteria.append(Criterion("the true (gold) score", gold, gold.text(signed)))
-    criteria += _by_judges(base, group)
+    criteria = _known([(GOLD, gold)]) + _by_judges(base, group)
     criteria += _by_other_reward_models(base, group, skip_gold=bool(criteria))
     criteria += _at_equal_kl(base, group)
     score = difference(base, group)
-    shown = score.text(signed) + _wins(base, group) + _costs(base, group)
+    rate = wins_over(base, group)
+    wins = f", win rate {percent(rate)}" if math.isfinite(rate) else ""
+    shown = score.text(signed) + wins + _costs(base, group)
     return [*criteria, Criterion(_score_name(group), score, shown)]
 
 
 def _since_start(group: Group) -> list[Criterion]:
-    criteria: list[Criterion] = []
-    for name, field in (("the true (gold) score", "gold"), (_score_name(group), "score")):
-        value = change(group, field)
-        if math.isfinite(value.mean):
-            criteria.append(Criterion(name, value, value.text(signed)))
-    return criteria
+    return _known([(GOLD, change(group, "gold")), (_score_name(group), change(group))])
 
 
-def _wins(base: Group, group: Group) -> str:
-    rate = wins_over(base, group)
-    return f", win rate {percent(rate)}" if math.isfinite(rate) else ""
+def _known(values: Sequence[tuple[str, Interval]]) -> list[Criterion]:
+    """Criteria for the numbers that were recorded."""
+    return [
+        Criterion(name, value, value.text(signed))
+        for name, value in values
+        if math.isfinite(value.mean)
+    ]
 
 
 def _costs(base: Group, group: Group) -> str:
@@ -150,7 +167,7 @@ def _costs(base: Group, group: Group) -> str:
 
 
 def _at_equal_kl(base: Group, group: Group) -> list[Criterion]:
-    compared = Comparison([base, group])
+    compared = CurveComparison([base, group])
     level = common_kl(compared.measured)
     if level <= 1e-3:
         return []
@@ -159,11 +176,9 @@ def _at_equal_kl(base: Group, group: Group) -> list[Criterion]:
         theirs, own = (at_kl(curve, level) for curve in curves)
         return [own - theirs]
 
-    (value,) = compared.intervals(ahead)
-    if not math.isfinite(value.mean):
-        return []
-    name = f"{_score_name(group)} at equal KL ({num(level)})"
-    return [Criterion(name, value, value.text(signed))]
+    return _known(
+        [(f"{_score_name(group)} at equal KL ({num(level)})", compared.intervals(ahead)[0])]
+    )
 
 
 def _score_name(group: Group) -> str:
@@ -181,7 +196,7 @@ def _by_judges(base: Group, group: Group) -> list[Criterion]:
             wins = (won + summary["tie"]["share"] / 2) * summary["pairs"]
             rate = wilson(wins, summary["pairs"])
             shown = f"win rate {rate.text(percent)} of {summary['pairs']} pairs, ties count half"
-            criteria.append(Criterion(f"the judge {text(summary['judge'])}", rate, shown, even=0.5))
+            criteria.append(Criterion(f"the judge {summary['judge']}", rate, shown, even=0.5))
     return criteria
 
 
@@ -198,22 +213,16 @@ def _by_other_reward_models(base: Group, group: Group, *, skip_gold: bool) -> li
     shared = set.intersection(*(set(by_sampling) for by_sampling in files[0] + files[1]))
     if not shared:
         return []
-    sampling = min(shared)
-    lines = [[by_sampling[sampling] for by_sampling in seeds] for seeds in files]
-    prompts = [{line["key"] for line in each} for each in lines[0] + lines[1]]
-    keys = set.intersection(*prompts)
+    lines = [[by_sampling[min(shared)] for by_sampling in seeds] for seeds in files]
+    keys = set.intersection(*({line["key"] for line in each} for each in lines[0] + lines[1]))
     rewards = _rewards(base) | _rewards(group)
-    criteria: list[Criterion] = []
+    differences: list[tuple[str, Interval]] = []
     for judge in dict.fromkeys(judge for line in lines[0][0] for judge in line["scores"]):
         is_trained_on = any(reward.endswith(judge) for reward in rewards)
-        if is_trained_on or (skip_gold and judge.startswith("gold")):
-            continue
-        rows = [[_paired_scores(each, judge, keys) for each in seeds] for seeds in lines]
-        value = difference_over_seeds(*rows)
-        if math.isfinite(value.mean):
-            name = f"{text(judge)}, which was not trained on"
-            criteria.append(Criterion(name, value, value.text(signed)))
-    return criteria
+        if not is_trained_on and not (skip_gold and judge.startswith("gold")):
+            rows = [[_paired_scores(each, judge, keys) for each in seeds] for seeds in lines]
+            differences.append((f"{judge}, which was not trained on", difference_over_seeds(*rows)))
+    return _known(differences)
 
 
 def _paired_scores(lines: Sequence[dict[str, Any]], judge: str, keys: set[str]) -> list[float]:

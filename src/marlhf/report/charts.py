@@ -1,23 +1,26 @@
-"""Figures as SVG text: no plotting library, nothing to load, sharp at any size.
+"""Figures as SVG: no plotting library, nothing to load, sharp at any size.
 
-Every function is pure: numbers in, one `<svg>` out. Colours are CSS variables, so that a
-figure follows the page into dark mode; numbers that are not finite leave a gap.
+Every function is pure: numbers in, one `<svg>` out. Python computes positions, the marks are in
+`templates/charts.svg.j2`. Colours are CSS variables, so that a figure follows the page into dark
+mode; numbers that are not finite leave a gap.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from markupsafe import Markup
 
 from marlhf.intervals import mean, thin
-from marlhf.report.hover import MAX_ROWS, Box, columns, point
-from marlhf.report.page import class_of, num, percent, text
+from marlhf.report.formats import num, percent
+from marlhf.report.page import part
 
 WIDTH, HEIGHT = 340, 224
-SMALL = (280, 200)
-"""(width, height) of a figure that shares a row with three others."""
 LARGE = (460, 290)
 LEFT, RIGHT, TOP, BOTTOM = 50, 12, 10, 40
 MAX_MARKS = 40
@@ -25,6 +28,12 @@ MAX_MARKS = 40
 MAX_LABELS = 7
 """As many lines are named at their ends; more have a key above the figure."""
 MAX_LABEL_CHARS = 20
+MAX_COLUMNS = 40
+MAX_ROWS = 10
+"""With more lines than this, a box of values would cover the figure: points have tooltips."""
+LINE_HEIGHT = 14
+
+Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -32,18 +41,18 @@ class Series:
     """One line or cloud: (x, y) points, and where there are seeds (x, low, high) around them."""
 
     label: str
-    points: Sequence[tuple[float, float]]
+    points: Points
     colour: str
     band: Sequence[tuple[float, float, float]] = ()
     dash: str = ""
-    notes: Sequence[str] = field(default=())
+    notes: Sequence[str] = ()
     """One tooltip per point, in place of its coordinates."""
-    raw: Sequence[tuple[float, float]] = ()
+    raw: Points = ()
     """What a smoothed line was made from, drawn faintly behind it."""
 
 
 @dataclass(frozen=True)
-class Axis:
+class Scale:
     """A linear scale from numbers to pixels, with round ticks inside its range."""
 
     low: float
@@ -55,8 +64,15 @@ class Axis:
         share = (value - self.low) / (self.high - self.low)
         return f"{self.start + share * (self.end - self.start):.1f}".removesuffix(".0")
 
-    def ticks(self, count: int = 5) -> list[float]:
-        return nice_ticks(self.low, self.high, count)
+    @property
+    def middle(self) -> float:
+        return (self.start + self.end) / 2
+
+    def ticks(self, form: Callable[[float, float], str], count: int = 5) -> list[tuple[float, str]]:
+        """Places and their numbers as text."""
+        places = nice_ticks(self.low, self.high, count)
+        step = places[1] - places[0] if len(places) > 1 else 0.0
+        return [(place, form(place, step)) for place in places]
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -100,6 +116,39 @@ def span(values: Sequence[float], *, margin: float = 0.05) -> tuple[float, float
     return (low if low == 0 else low - room), high + room
 
 
+def svg(name: str, drawn: Sequence[Markup], size: tuple[int, int] = (WIDTH, HEIGHT)) -> Markup:
+    return part("svg", name, drawn, *size, is_large=size[0] >= LARGE[0])
+
+
+def frame(
+    x_axis: Scale,
+    y_axis: Scale,
+    x_label: str,
+    y_label: str,
+    y_format: Callable[[float, float], str] = tick_text,
+    *,
+    x_format: Callable[[float, float], str] = tick_text,
+    x_ticks: Sequence[tuple[float, str]] | None = None,
+) -> Markup:
+    """Grid lines, tick numbers and axis names; no y axis where it has no name."""
+    if x_ticks is None:
+        x_ticks = x_axis.ticks(x_format, 4 if x_axis.end - x_axis.start < 240 else 5)
+    y_ticks = y_axis.ticks(y_format) if y_label else []
+    below = y_axis.start + BOTTOM - 6
+    return part("frame", x_axis, y_axis, x_ticks, y_ticks, x_label=x_label, below=below)
+
+
+def path_of(points: Points, x_axis: Scale, y_axis: Scale) -> str:
+    """A line through points, broken where a number is missing."""
+    drawn: list[str] = []
+    pen = "M"
+    for x, y in points:
+        if math.isfinite(x + y):
+            drawn.append(f"{pen}{x_axis(x)} {y_axis(y)}")
+        pen = "L" if math.isfinite(x + y) else "M"
+    return "".join(drawn)
+
+
 def line_chart(
     series: Sequence[Series],
     *,
@@ -107,39 +156,95 @@ def line_chart(
     y_label: str,
     size: tuple[int, int] = (WIDTH, HEIGHT),
     is_share: bool = False,
-) -> str:
+) -> Markup:
     """Lines over a shared axis; the band around one is the range over its seeds.
 
     `size` is in the figure's own units: it scales to the page, so a larger size is one
     with relatively smaller text. Shares are shown in per cent and never beyond 0 to 100.
     """
-    xs = [x for s in series for x, _ in s.points]
     ys = [y for s in series for _, y in (*s.points, *s.raw)]
     ys += [edge for s in series for _, low, high in s.band for edge in (low, high)]
     low, high = span(ys)
     if is_share and low < 1 and high > 0:
         low, high = max(low, 0.0), min(high, 1.0)
     names = [s.label for s in series] if is_labelled(series) else []
-    x_axis, y_axis = _axes(span(xs, margin=0.02), (low, high), size, margin_for(names, size))
-    drawn = [frame(x_axis, y_axis, x_label, y_label, percent_text if is_share else tick_text)]
-    drawn += [_band(s, x_axis, y_axis) for s in series if s.band]
-    drawn += [_faint(s, x_axis, y_axis) for s in series if s.raw]
+    xs = span([x for s in series for x, _ in s.points], margin=0.02)
+    right = size[0] - margin_for(names, size)
+    axes = Scale(*xs, LEFT, right), Scale(low, high, size[1] - BOTTOM, TOP)
+    drawn = [frame(*axes, x_label, y_label, percent_text if is_share else tick_text)]
+    drawn += [_band(s, *axes) for s in series if s.band or s.raw]
     # Lines that double back, or too many of them, have a tooltip per point instead of a box.
     by_column = len(series) <= MAX_ROWS and not any(s.notes for s in series)
-    drawn += [_line(s, x_axis, y_axis, with_points=not by_column) for s in series]
+    drawn += [_line(s, *axes, has_tips=not by_column) for s in series]
     if names:
-        ends = [(s.label, s.colour, *_last(s.points)) for s in series]
-        drawn.append(end_labels(ends, (x_axis, y_axis)))
+        drawn.append(end_labels([(s.label, s.colour, *_last(s.points)) for s in series], axes))
     if by_column:
-        lines = [(s.label, s.colour, s.points) for s in series]
         form = percent if is_share else "{:.4g}".format
-        box = _box(x_axis, y_axis)
-        drawn.append(columns(lines, (x_axis, y_axis), box, x_label=x_label, form=form))
+        lines = [(s.label, s.colour, s.points) for s in series]
+        drawn.append(columns(lines, axes, x_label=x_label, form=form))
     return svg(f"{y_label} by {x_label}", drawn, size)
 
 
-def _box(x_axis: Axis, y_axis: Axis) -> Box:
-    return Box(x_axis.start, x_axis.end, y_axis.end, y_axis.start)
+def _line(series: Series, x_axis: Scale, y_axis: Scale, *, has_tips: bool) -> Markup:
+    """The line, and dots or tooltips at (some of) its points."""
+    notes = series.notes or [f"{x:.4g}: {y:.4g}" for x, y in series.points]
+    marks = [
+        (x_axis(x), y_axis(y), note)
+        for (x, y), note in zip(series.points, notes)
+        if math.isfinite(x + y)
+    ]
+    path, shown = path_of(series.points, x_axis, y_axis), thin(marks, MAX_MARKS)
+    return part("line", series, path, shown, len(marks) <= 30, has_tips, x_axis, y_axis)
+
+
+def _band(series: Series, x_axis: Scale, y_axis: Scale) -> Markup:
+    """The range over seeds, and what a smoothed line was made from."""
+    edges = [edge for edge in series.band if all(map(math.isfinite, edge))]
+    around = [(x, high) for x, _, high in edges] + [(x, low) for x, low, _ in reversed(edges)]
+    paths = path_of(around, x_axis, y_axis), path_of(series.raw, x_axis, y_axis)
+    return part("band", series.colour, *paths)
+
+
+def columns(
+    lines: Sequence[tuple[str, str, Points]],
+    axes: tuple[Scale, Scale],
+    *,
+    x_label: str,
+    form: Callable[[float], str],
+) -> Markup:
+    """A hidden crosshair for each column of a figure; lines are (label, colour, points by x)."""
+    known = [
+        (label, colour, sorted((x, y) for x, y in points if math.isfinite(x + y)))
+        for label, colour, points in lines
+    ]
+    xs = thin(sorted({x for *_, points in known for x, _ in points}), MAX_COLUMNS)
+    if not xs:
+        return Markup()
+    x_axis, y_axis = axes
+    reach = max((b - a for a, b in pairwise(xs)), default=math.inf)
+    centres = [float(x_axis(x)) for x in xs]
+    edges = [x_axis.start, *((a + b) / 2 for a, b in pairwise(centres)), x_axis.end]
+    shown: list[dict[str, object]] = []
+    for x, centre, between in zip(xs, centres, pairwise(edges)):
+        readings = [
+            (float(x_axis(near[0])), float(y_axis(near[1])), f"{label} {form(near[1])}", colour)
+            for label, colour, points in known
+            if (near := _nearest(points, x, reach))
+        ]
+        head = f"{x_label.partition(' (')[0]} {x:.4g}"
+        width = 6.1 * max(len(head), *(len(words) + 2 for _, _, words, _ in readings), 1) + 14
+        fits_right = centre + 8 + width <= x_axis.end
+        left = centre + 8 if fits_right else max(0.0, centre - 8 - width)
+        column = {"x": centre, "edges": between, "left": left, "width": width}
+        shown.append({**column, "head": head, "readings": readings})
+    return part("columns", shown, y_axis.end, y_axis.start, LINE_HEIGHT)
+
+
+def _nearest(points: Points, x: float, reach: float) -> tuple[float, float] | None:
+    after = bisect_left(points, (x, -math.inf))
+    beside = points[max(0, after - 1) : after + 1]
+    near = min(beside, key=lambda point: abs(point[0] - x), default=None)
+    return near if near and abs(near[0] - x) <= reach else None
 
 
 def is_labelled(series: Sequence[object]) -> bool:
@@ -154,16 +259,15 @@ def margin_for(names: Sequence[str], size: tuple[int, int] = (WIDTH, HEIGHT)) ->
     return 22 + width * longest if longest else RIGHT
 
 
-def end_labels(ends: Sequence[tuple[str, str, float, float]], axes: tuple[Axis, Axis]) -> str:
+def end_labels(ends: Sequence[tuple[str, str, float, float]], axes: tuple[Scale, Scale]) -> Markup:
     """Names beside the ends of lines, (label, colour, x, y), moved apart where they would meet."""
     gap = 13.0
     x_axis, y_axis = axes
-    known = [
+    known = sorted(
         (float(y_axis(y)), float(x_axis(x)), label, colour)
         for label, colour, x, y in ends
         if math.isfinite(x) and math.isfinite(y)
-    ]
-    known.sort()
+    )
     places = [max(y, y_axis.end + 4) for y, *_ in known]
     for i in range(1, len(places)):
         places[i] = max(places[i], places[i - 1] + gap)
@@ -171,18 +275,11 @@ def end_labels(ends: Sequence[tuple[str, str, float, float]], axes: tuple[Axis, 
     for i in reversed(range(len(places))):
         places[i] = max(min(places[i], limit), y_axis.end + 4)
         limit = places[i] - gap
-    drawn: list[str] = []
-    right = x_axis.end + 7
-    for place, (y, x, label, colour) in zip(places, known):
-        shown = shorten(label, MAX_LABEL_CHARS)
-        drawn.append(
-            f"<g{class_of(colour)}>"
-            f'<path class="leader" stroke="{colour}" d="M{x:g} {y:g}L{right:g} {place:g}"/>'
-            f'<path class="key" stroke="{colour}" d="M{right:g} {place:g}h8"/>'
-            f'<text class="end" x="{right + 11:g}" y="{place:g}" dy=".33em">{text(shown)}'
-            f"<title>{text(label)}</title></text></g>"
-        )
-    return "".join(drawn)
+    shown = [
+        (x, y, place, colour, label, shorten(label, MAX_LABEL_CHARS))
+        for place, (y, x, label, colour) in zip(places, known)
+    ]
+    return part("end_labels", shown, right=x_axis.end + 7)
 
 
 def shorten(label: str, limit: int) -> str:
@@ -193,44 +290,30 @@ def shorten(label: str, limit: int) -> str:
     return f"{label[: limit - 1 - half]}\u2026{label[-half:]}"
 
 
-def _last(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _last(points: Points) -> tuple[float, float]:
     finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     return finite[-1] if finite else (math.nan, math.nan)
 
 
-def distribution(series: Sequence[tuple[str, Sequence[float], str]], *, x_label: str) -> str:
+def distribution(series: Sequence[tuple[str, Sequence[float], str]], *, x_label: str) -> Markup:
     """One histogram above the other in shared bins, each named, with a line at its mean."""
     edges, shares = histogram([values for _, values, _ in series])
     top = max((share for row in shares for share in row), default=1.0) or 1.0
     row_height = 62.0
     height = round(TOP + BOTTOM + row_height * len(series))
-    x_axis = Axis(edges[0], edges[-1], 18.0, WIDTH - 18.0)
-    drawn = [frame(x_axis, Axis(0.0, 1.0, height - BOTTOM, TOP), x_label, "")]
+    x_axis = Scale(edges[0], edges[-1], 18.0, WIDTH - 18.0)
+    drawn = [frame(x_axis, Scale(0.0, 1.0, height - BOTTOM, TOP), x_label, "")]
     for i, ((label, values, colour), row) in enumerate(zip(series, shares)):
         base = TOP + row_height * (i + 1)
-        y_axis = Axis(0.0, top, base, base - row_height + 17)
+        y_axis = Scale(0.0, top, base, base - row_height + 17)
         middle = mean(values)
-        drawn.append(
-            f'<path{class_of(colour)} d="{_steps(edges, row, x_axis, y_axis)}" '
-            f'fill="{colour}" fill-opacity=".3" '
-            f'stroke="{colour}" stroke-width="1.4" stroke-linejoin="round">'
-            f"<title>{text(label)}: highest column {max(row, default=0):.1%}</title></path>"
-        )
-        shown = f", mean {num(middle)}" if math.isfinite(middle) else ""
-        drawn.append(
-            f'<text class="name" x="18" y="{base - row_height + 13:g}">{text(shorten(label, 40))}'
-            f'<tspan class="soft">{shown}</tspan></text>'
-        )
-        if math.isfinite(middle):
-            drawn.append(f'<path class="mean" d="M{x_axis(middle)} {base:g}V{y_axis.end:g}"/>')
+        heights = [f"V{y_axis(share)}H{x_axis(edge)}" for edge, share in zip(edges[1:], row)]
+        path = f"M{x_axis(edges[0])} {y_axis(0)}{''.join(heights)}V{y_axis(0)}Z"
+        at_mean = f"M{x_axis(middle)} {base:g}V{y_axis.end:g}" if math.isfinite(middle) else ""
+        words = {"highest": max(row, default=0.0), "middle": num(middle), "line": at_mean}
+        name = shorten(label, 40)
+        drawn.append(part("ridge", label, name, colour, path, top=base - row_height + 13, **words))
     return svg(f"distribution of {x_label}", drawn, (WIDTH, height))
-
-
-def _steps(edges: Sequence[float], row: Sequence[float], x_axis: Axis, y_axis: Axis) -> str:
-    steps = [f"M{x_axis(edges[0])} {y_axis(0)}"]
-    for left, right, share in zip(edges, edges[1:], row):
-        steps.append(f"V{y_axis(share)}H{x_axis(right)}" if right > left else "")
-    return f"{''.join(steps)}V{y_axis(0)}Z"
 
 
 def histogram(rows: Sequence[Sequence[float]]) -> tuple[list[float], list[list[float]]]:
@@ -249,153 +332,16 @@ def histogram(rows: Sequence[Sequence[float]]) -> tuple[list[float], list[list[f
     return edges, shares
 
 
-def scatter(series: Series, *, x_label: str, y_label: str) -> str:
+def scatter(points: Points, colour: str, *, x_label: str, y_label: str) -> Markup:
     """A cloud on equal axes with its diagonal: above it, y is the larger."""
-    points = [(x, y) for x, y in series.points if math.isfinite(x) and math.isfinite(y)]
-    both = span([value for point in points for value in point])
+    points = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    low, high = span([value for point in points for value in point])
     size = (WIDTH, 300)
-    x_axis, y_axis = _axes(both, both, size)
-    drawn = [
-        frame(x_axis, y_axis, x_label, y_label),
-        f'<line class="diagonal" x1="{x_axis(both[0])}" y1="{y_axis(both[0])}" '
-        f'x2="{x_axis(both[1])}" y2="{y_axis(both[1])}"/>',
-        f'<g fill="{series.colour}" fill-opacity=".5">',
-    ]
-    for x, y in thin(points, 400):
-        drawn.append(
-            f'<circle cx="{x_axis(x)}" cy="{y_axis(y)}" r="2.6">'
-            f"<title>{x:.3g} to {y:.3g}</title></circle>"
-        )
-    drawn.append("</g>")
-    return svg(f"{y_label} by {x_label}", drawn, size)
+    axes = Scale(low, high, LEFT, WIDTH - RIGHT), Scale(low, high, size[1] - BOTTOM, TOP)
+    cloud = part("cloud", thin(points, 400), low, high, colour, *axes)
+    return svg(f"{y_label} by {x_label}", [frame(*axes, x_label, y_label), cloud], size)
 
 
-class Named(Protocol):
-    """Whatever has a name, a colour and perhaps a dash: a line, a trail of dots."""
-
-    @property
-    def label(self) -> str: ...
-    @property
-    def colour(self) -> str: ...
-    @property
-    def dash(self) -> str: ...
-
-
-def legend_of(lines: Sequence[Named]) -> str:
-    """A colour key where lines are too many to be named at their ends."""
-    if is_labelled(lines):
-        return ""
-    return legend([(line.label, line.colour, line.dash) for line in lines])
-
-
-def legend(entries: Sequence[tuple[str, str, str]]) -> str:
-    """Colour keys as HTML, so that long names wrap; (label, colour, dash) each."""
-    keys = "".join(
-        f"<span{class_of(colour)}>"
-        f'<i class="{"dashed" if dash else "dot"}" style="--key:{colour}"></i>'
-        f"{text(label)}</span>"
-        for label, colour, dash in entries
-    )
-    return f'<div class="legend">{keys}</div>'
-
-
-def _axes(
-    xs: tuple[float, float],
-    ys: tuple[float, float],
-    size: tuple[int, int] = (WIDTH, HEIGHT),
-    right: float = RIGHT,
-) -> tuple[Axis, Axis]:
-    return Axis(*xs, LEFT, size[0] - right), Axis(*ys, size[1] - BOTTOM, TOP)
-
-
-def frame(
-    x_axis: Axis,
-    y_axis: Axis,
-    x_label: str,
-    y_label: str,
-    y_format: Callable[[float, float], str] = tick_text,
-    *,
-    x_format: Callable[[float, float], str] = tick_text,
-    x_ticks: Sequence[tuple[float, str]] | None = None,
-) -> str:
-    """Grid lines, tick numbers and axis names; no y axis where it has no name."""
-    drawn = ['<g class="grid">']
-    y_ticks = y_axis.ticks() if y_label else []
-    if x_ticks is None:
-        places = x_axis.ticks(4 if x_axis.end - x_axis.start < 240 else 5)
-        step = places[1] - places[0] if len(places) > 1 else 0.0
-        x_ticks = [(x, x_format(x, step)) for x in places]
-    for y in y_ticks:
-        drawn.append(f'<path d="M{x_axis.start:g} {y_axis(y)}H{x_axis.end:g}"/>')
-    if not y_label:
-        for x, _ in x_ticks:
-            drawn.append(f'<path d="M{x_axis(x)} {y_axis.start:g}V{y_axis.end:g}"/>')
-    drawn.append(f'<path class="base" d="M{x_axis.start:g} {y_axis.start:g}H{x_axis.end:g}"/></g>')
-    drawn.append('<g class="ticks" text-anchor="end">')
-    step = y_ticks[1] - y_ticks[0] if len(y_ticks) > 1 else 0.0
-    for y in y_ticks:
-        shown = y_format(y, step)
-        drawn.append(f'<text x="{x_axis.start - 6:g}" y="{y_axis(y)}" dy=".33em">{shown}</text>')
-    drawn.append('</g><g class="ticks" text-anchor="middle">')
-    for x, shown in x_ticks:
-        drawn.append(f'<text x="{x_axis(x)}" y="{y_axis.start + 15:g}">{text(shown)}</text>')
-    middle = (x_axis.start + x_axis.end) / 2
-    below = y_axis.start + BOTTOM - 6
-    drawn.append(f'<text x="{middle:g}" y="{below:g}">{text(x_label)}</text></g>')
-    return "".join(drawn)
-
-
-def _line(series: Series, x_axis: Axis, y_axis: Axis, *, with_points: bool) -> str:
-    """The line, broken where a number is missing, and tooltips at (some of) its points."""
-    path: list[str] = []
-    marks: list[tuple[str, str, str]] = []
-    drawing = False
-    for i, (x, y) in enumerate(series.points):
-        if not (math.isfinite(x) and math.isfinite(y)):
-            drawing = False
-            continue
-        path.append(f"{'L' if drawing else 'M'}{x_axis(x)} {y_axis(y)}")
-        drawing = True
-        note = series.notes[i] if series.notes else f"{x:.4g}: {y:.4g}"
-        marks.append((x_axis(x), y_axis(y), note))
-    dash = f' stroke-dasharray="{series.dash}"' if series.dash else ""
-    drawn = [
-        f"<g{class_of(series.colour)}>"
-        f'<path class="line" stroke="{series.colour}"{dash} d="{"".join(path)}"/>'
-        f'<g class="marks" fill="{series.colour}">'
-    ]
-    has_dots = len(marks) <= 30
-    for x, y, note in thin(marks, MAX_MARKS):
-        if has_dots:
-            drawn.append(f'<circle cx="{x}" cy="{y}" r="2.4"/>')
-        if with_points:
-            drawn.append(point(x, y, f"{series.label}, {note}", _box(x_axis, y_axis)))
-    drawn.append("</g></g>")
-    return "".join(drawn)
-
-
-def _faint(series: Series, x_axis: Axis, y_axis: Axis) -> str:
-    points = [f"{x_axis(x)} {y_axis(y)}" for x, y in series.raw if math.isfinite(x + y)]
-    if len(points) < 2:
-        return ""
-    kind = class_of(series.colour, "raw")
-    return f'<path{kind} stroke="{series.colour}" d="M{"L".join(points)}"/>'
-
-
-def _band(series: Series, x_axis: Axis, y_axis: Axis) -> str:
-    edges = [edge for edge in series.band if all(map(math.isfinite, edge))]
-    upper = [f"{x_axis(x)} {y_axis(high)}" for x, _, high in edges]
-    lower = [f"{x_axis(x)} {y_axis(low)}" for x, low, _ in reversed(edges)]
-    if len(edges) < 2:
-        return ""
-    fill = f'{class_of(series.colour)} fill="{series.colour}" fill-opacity=".16"'
-    return f'<path{fill} d="M{"L".join(upper + lower)}Z"/>'
-
-
-def svg(name: str, drawn: Sequence[str], size: tuple[int, int] = (WIDTH, HEIGHT)) -> str:
-    # A large figure is scaled down on phones and paper: its text is set larger there.
-    kind = ' class="large"' if size[0] >= LARGE[0] else ""
-    return (
-        f'<svg{kind} viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{text(name)}">'
-        f"{''.join(drawn)}</svg>"
-    )
+def legend_of(lines: Sequence[Any]) -> str:
+    """A colour key where lines, or trails of dots, are too many to be named at their ends."""
+    return "" if is_labelled(lines) else part("legend", lines)

@@ -9,15 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from markupsafe import Markup
+
 from marlhf.intervals import Interval
-from marlhf.report.answer import comparable
-from marlhf.report.groups import (
-    Group,
-    differences,
-    measured_alike,
-    scored_by_functions,
-    unlike,
-)
+from marlhf.report.answer import compared_with_baseline
+from marlhf.report.formats import bold, num, percent, signed, warn
+from marlhf.report.groups import Group, differences, measured_alike, scored_by_functions, unlike
 from marlhf.report.measures import (
     change,
     difference,
@@ -25,47 +22,48 @@ from marlhf.report.measures import (
     final_score,
     over_what,
     score_at_kl,
+    scored,
     start_score,
     wins_since_start,
 )
-from marlhf.report.page import num, percent, signed, text
+from marlhf.report.page import part
 from marlhf.runs.read import Run
 
 
-def verdict(policies: list[Group], others: list[Group]) -> str:
+def verdict(policies: list[Group], others: list[Group]) -> Markup:
     """The one sentence at the top. It never gives a score without its KL and length."""
-    scored = [group for group in policies if math.isfinite(final_score(group).mean)]
-    if not scored:
-        return _verdict_without_policy(others) if not policies else ""
-    shown = scored
-    if len(scored) > 3:  # a headline is short: the baseline and the best of the others
-        rest = [group for group in scored[1:] if measured_alike(scored[0], group)] or scored[1:]
-        shown = [scored[0], max(rest, key=lambda group: final_score(group).mean)]
-    ends = [f"{text(g.label)} ends at {_score_words(g)}" for g in shown]
-    start = start_score(scored[0]).mean
+    groups = scored(policies)
+    if not groups:
+        return _verdict_without_policy(others) if not policies else Markup()
+    shown = groups
+    if len(groups) > 3:  # a headline is short: the baseline and the best of the others
+        rest = [group for group in groups[1:] if measured_alike(groups[0], group)] or groups[1:]
+        shown = [groups[0], max(rest, key=lambda group: final_score(group).mean)]
+    ends = Markup("; ").join(f"{g.label} ends at " + _score_words(g) for g in shown)
+    start = start_score(groups[0]).mean
     from_where = f" The model before RL scores {num(start)}." if math.isfinite(start) else ""
-    left = len(scored) - len(shown)
+    left = len(groups) - len(shown)
     more = f" {left} other settings are below." if left else ""
-    scales = " They were not scored alike: see below." if unlike(scored) else ""
-    return f"Held-out score: {'; '.join(ends)}.{from_where}{more}{scales}"
+    scales = " They were not scored alike: see below." if unlike(groups) else ""
+    return Markup("Held-out score: ") + ends + f".{from_where}{more}{scales}"
 
 
-def _score_words(group: Group) -> str:
+def _score_words(group: Group) -> Markup:
     measures = (("gold {}", "gold"), ("KL {}", "kl"), ("{} tokens", "length"))
     finals = [(words, group.final(f"eval/{key}")) for words, key in measures]
     beside = [words.format(num(value)) for words, value in finals if math.isfinite(value)]
-    words = f"<b>{final_score(group).text(num)}</b>"
-    return f"{words} ({', '.join(beside)})" if beside else words
+    return bold(final_score(group).text(num)) + (f" ({', '.join(beside)})" if beside else "")
 
 
-def _verdict_without_policy(others: list[Group]) -> str:
-    ends: list[str] = []
+def _verdict_without_policy(others: list[Group]) -> Markup:
+    ends: list[Markup] = []
     for group in others:
-        for key, word in (("eval/accuracy", "accuracy"), ("eval/loss", "loss")):
-            if math.isfinite(value := group.final(key)):
-                ends.append(f"{text(group.label)} ends at held-out {word} <b>{num(value)}</b>")
+        for word in ("accuracy", "loss"):
+            if math.isfinite(value := group.final(f"eval/{word}")):
+                words = Markup("{} ends at held-out {} ").format(group.label, word)
+                ends.append(words + bold(num(value)))
                 break
-    return "; ".join(ends) + "." if ends else ""
+    return Markup("; ").join(ends) + "." if ends else Markup()
 
 
 def shows(policies: list[Group]) -> list[str]:
@@ -73,12 +71,11 @@ def shows(policies: list[Group]) -> list[str]:
     sentences: list[str] = []
     for group in policies:
         sentences += [s for s in (_score_change(group), _gold_change(group), _hacking(group)) if s]
-    if len(policies) > 1:
-        in_answer = comparable(policies)
-        for group in policies[1:]:
-            if measured_alike(policies[0], group):
-                # The first lines of the page have the difference in score of these.
-                sentences += _compare(policies[0], group, with_score=group not in in_answer)
+    in_answer = compared_with_baseline(policies)
+    for group in policies[1:]:
+        if measured_alike(policies[0], group):
+            # The first lines of the page have the difference in score of these.
+            sentences += _compare(policies[0], group, with_score=group not in in_answer)
     return sentences
 
 
@@ -86,55 +83,27 @@ def shows_not(policies: list[Group], runs: list[Run]) -> list[str]:
     """What a reader might take from the page and should not."""
     sentences: list[str] = []
     if apart := unlike(policies):
-        sentences.append(
-            f'<span class="warn">Not on one scale:</span> the runs differ in what scored them or '
-            f"in their data ({_codes(apart)}), so their scores cannot be compared. Only runs "
-            "scored like the first are compared with it."
-        )
+        sentences.append(part("not_on_one_scale", apart))
     if policies:
-        sentences.append(
-            f"The score is {_scorer(policies)}; it is not a person's judgement. A win is "
-            "a higher score on the same prompt; ties count half."
-        )
+        configs = [run.config for group in policies for run in group.runs]
+        functions = list(dict.fromkeys(f for c in configs for f in c.get("reward_funcs") or ()))
+        sentences.append(part("scorer", functions, is_learnt=not scored_by_functions(policies)))
         if all(not math.isfinite(final_score(group, "gold").mean) for group in policies):
-            sentences.append(
-                "No true score is known for this task, so over-optimisation of the reward cannot "
-                "be ruled out."
-            )
+            sentences.append(part("no_gold"))
         sentences.append(_seeds(policies))
     changed = [key for key, _ in differences(policies)]
     rest = [key for key in changed if key.split(".")[0] != "segmenter"]
     if rest and len(changed) > 1:
-        sentences.append(
-            f"The runs differ in more than their macro actions ({_codes(rest)}): a difference "
-            "between them cannot be attributed to one of these alone."
-        )
+        sentences.append(part("more_differs", rest))
     starts = [start_score(group).mean for group in policies]
     starts = [start for start in starts if math.isfinite(start)]
     if starts and max(starts) - min(starts) > 0.05 * max(1.0, abs(starts[0])):
-        sentences.append(
-            "The runs did not start from the same score, so their final scores are hard to compare."
-        )
+        sentences.append(part("other_starts"))
     for run in runs:
-        sentences += _unfinished(run)
+        is_over = run.status in ("finished", "unknown") and not run.is_empty
+        if run.note or run.problems or not is_over:
+            sentences.append(part("incomplete", run, is_over))
     return sentences
-
-
-def _scorer(policies: list[Group]) -> str:
-    """Whose opinion the score is."""
-    configs = [run.config for group in policies for run in group.runs]
-    functions = list(dict.fromkeys(f for c in configs for f in c.get("reward_funcs") or ()))
-    by_functions = f"what functions give ({_codes(functions)})"
-    if scored_by_functions(policies):
-        return by_functions
-    return "a reward model's, learnt from preferences" + (
-        f", and {by_functions}" if functions else ""
-    )
-
-
-def _codes(keys: list[str]) -> str:
-    shown = ", ".join(f"<code>{text(key)}</code>" for key in keys[:6])
-    return shown + (" and others" if len(keys) > 6 else "")
 
 
 def _score_change(group: Group) -> str:
@@ -143,11 +112,11 @@ def _score_change(group: Group) -> str:
         return ""
     rate = wins_since_start(group)
     wins = f"; win rate {percent(rate)} against its start" if math.isfinite(rate) else ""
-    return f"<b>{text(group.label)}</b> changed the score by {_sure(moved, group)}{wins}."
+    return bold(group.label) + f" changed the score by {_sure(moved, group)}{wins}."
 
 
 def _sure(value: Interval, group: Group, form: Callable[[float], str] = signed) -> str:
-    """A change, what its interval is over, and whether it could be none."""
+    """A change, what its interval is over, and whether that includes zero."""
     if not math.isfinite(value.low):
         return form(value.mean)
     includes = "; it includes zero" if value.low <= 0 <= value.high else ""
@@ -159,26 +128,22 @@ def _gold_change(group: Group) -> str:
     score, gold = change(group), change(group, "gold")
     if not (math.isfinite(gold.mean) and math.isfinite(score.mean)):
         return ""
-    label = text(group.label)
     if score.mean > 0 and gold.high < 0:
         fall = Interval(-gold.mean, -gold.high, -gold.low, gold.size)
-        return (
-            f'<span class="warn">Over-optimisation:</span> {label} raised the learnt score while '
-            f"the true (gold) score fell by {_sure(fall, group, num)}."
+        return warn("Over-optimisation:") + (
+            f" {group.label} raised the learnt score while the true (gold) score fell by "
+            f"{_sure(fall, group, num)}."
         )
+    changed = f"the true (gold) score of {group.label} changed by {_sure(gold, group)}."
     peak, drop = fall_from_peak(group, "gold")
-    fell = ""
     if drop.mean > 0:
-        fell = f"It peaked at {num(peak.mean)} in step {peak.step} and ended {drop.text(num)} lower"
-    if fell and score.mean > 0 and drop.low > 0:
-        return (
-            f'<span class="warn">Over-optimisation sets in:</span> the true (gold) score of '
-            f"{label} changed by {_sure(gold, group)}. {fell}."
-        )
-    if fell:
+        changed += f" It peaked at {num(peak.mean)} in step {peak.step} and ended "
+        changed += f"{drop.text(num)} lower"
+        if score.mean > 0 and drop.low > 0:
+            return warn("Over-optimisation sets in:") + f" {changed}."
         without = "there is no interval" if math.isnan(drop.low) else "the interval includes zero"
-        fell = f" {fell}; {without}."
-    return f"The true (gold) score of {label} changed by {_sure(gold, group)}.{fell}"
+        changed += f"; {without}."
+    return "T" + changed[1:]
 
 
 def _hacking(group: Group) -> str:
@@ -187,93 +152,40 @@ def _hacking(group: Group) -> str:
     Only length is known of each prompt, so only its growth has an interval and can be a warning.
     """
     signs: list[str] = []
-    lengths = group.curve("eval/length")
-    grew = change(group, "length")
-    is_longer = len(lengths) > 1 and lengths[-1].mean > 1.25 * lengths[0].mean > 0
+    lengths = [point.mean for point in group.curve("eval/length")]
+    is_longer = len(lengths) > 1 and lengths[-1] > 1.25 * lengths[0] > 0
     if is_longer:
-        signs.append(
-            f"responses grew from {num(lengths[0].mean)} to {num(lengths[-1].mean)} tokens"
-        )
-    repeats = group.curve("eval/repetition")
-    if len(repeats) > 1 and repeats[-1].mean - repeats[0].mean > 0.05:
-        signs.append(f"repetition rose to {percent(repeats[-1].mean)}")
+        signs.append(f"responses grew from {num(lengths[0])} to {num(lengths[-1])} tokens")
+    repeats = [point.mean for point in group.curve("eval/repetition")]
+    if len(repeats) > 1 and repeats[-1] - repeats[0] > 0.05:
+        signs.append(f"repetition rose to {percent(repeats[-1])}")
     ended = group.final("eval/ended")
     if ended < 0.8:
         signs.append(f"only {percent(ended)} of responses end with EOS")
     if not signs:
         return ""
-    if is_longer and grew.low > 0:
-        look = '<span class="warn">Look twice</span>'
-        return f"{look} at {text(group.label)}: {', '.join(signs)}."
-    return f"In {text(group.label)} {', '.join(signs)}; there is no interval, so read its samples."
+    if is_longer and change(group, "length").low > 0:
+        return warn("Look twice") + f" at {group.label}: {', '.join(signs)}."
+    return f"In {group.label} {', '.join(signs)}; there is no interval, so read its samples."
 
 
 def _compare(base: Group, group: Group, *, with_score: bool) -> list[str]:
     sentences: list[str] = []
     if with_score:
-        ahead = difference(base, group)
-        sentences.append(
-            f"<b>{text(group.label)}</b> over {text(base.label)}: {ahead.text(signed)} in score."
-        )
+        ahead = difference(base, group).text(signed)
+        sentences.append(bold(group.label) + f" over {base.label}: {ahead} in score.")
     kl, base_kl = group.final("eval/kl"), base.final("eval/kl")
     if not (math.isfinite(kl) and math.isfinite(base_kl)):
         return sentences
     level = min(kl, base_kl)
-    at, base_at = score_at_kl(group, level), score_at_kl(base, level)
-    same = ""
-    if math.isfinite(at) and math.isfinite(base_at):
-        same = f" Where each first passes KL {num(level)} they score {num(at)} and {num(base_at)}."
-    if base_kl > 0 and abs(kl - base_kl) > 0.15 * base_kl:
-        more, bought = "less", ""
-        if kl > base_kl:
-            more, bought = "more", "; part of its score may come from that"
-        sentences.append(
-            f"{text(group.label)} spent {percent(abs(kl / base_kl - 1))} {more} KL than "
-            f"{text(base.label)} ({num(kl)} against {num(base_kl)}){bought}.{same}"
-        )
-    else:
-        sentences.append(
-            f"{text(group.label)} and {text(base.label)} spent about the same KL ({num(kl)} and "
-            f"{num(base_kl)}).{same}"
-        )
-    return sentences
+    at = [score_at_kl(each, level) for each in (group, base)]
+    return [*sentences, part("kl_spent", group.label, base.label, kl, base_kl, level, *at)]
 
 
-def _seeds(policies: list[Group]) -> str:
-    fewest = min(group.num_seeds for group in policies)
-    if fewest == 1:
-        which = (
-            "There is one seed per setting"
-            if all(g.num_seeds == 1 for g in policies)
-            else ("Some settings have one seed")
-        )
-        return (
-            f"{which}, and one seed is no evidence that a difference is reproducible: the "
-            "intervals are over prompts, not over trainings. Run three or more."
-        )
+def _seeds(policies: list[Group]) -> Markup:
+    seeds = [group.num_seeds for group in policies]
     ends = [group.finals("eval/score") for group in policies]
-    apart = ""
+    overlap = None
     if len(policies) == 2 and all(ends):
         overlap = max(map(min, ends)) <= min(map(max, ends))
-        apart = f" The final scores of the seeds {'overlap' if overlap else 'do not overlap'}."
-    caution = " Few seeds still leave room for chance." if fewest < 5 else ""
-    return (
-        f"Each setting has at least {fewest} seeds; bands are the lowest and highest seed, "
-        f"brackets are intervals over seeds and prompts.{apart}{caution}"
-    )
-
-
-def _unfinished(run: Run) -> list[str]:
-    sentences: list[str] = []
-    name = f"<b>{text(run.name)}</b>" + (f" (seed {run.seed})" if run.seed is not None else "")
-    if run.is_empty:
-        sentences.append(f"{name} has recorded nothing yet and is left out.")
-    elif run.status not in ("finished", "unknown"):
-        where = f" at step {run.last_step}" if run.last_step is not None else ""
-        word = {"running": "is still running"}.get(run.status, f"{text(run.status)}")
-        sentences.append(f"{name} {word}{where}; its last numbers are not final.")
-    if run.note:
-        sentences.append(f"{name} notes: {text(run.note)}")
-    if run.problems:
-        sentences.append(f"{name}: {text('; '.join(run.problems))}.")
-    return sentences
+    return part("seeds", min(seeds), max(seeds), overlap)

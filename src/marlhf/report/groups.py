@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from marlhf.config.rl import RLConfig
@@ -20,7 +20,7 @@ from marlhf.runs.read import Evaluation, Run, number
 START_COLOUR = "var(--start)"
 
 
-class Point(NamedTuple):
+class CurvePoint(NamedTuple):
     """One step of a curve over seeds; `low` and `high` are the extreme seeds."""
 
     step: int
@@ -62,21 +62,28 @@ class Group:
         """The same seed run twice counts once."""
         return len({i if run.seed is None else f"{run.seed}" for i, run in enumerate(self.runs)})
 
-    def curve(self, key: str) -> list[Point]:
+    @property
+    def last_step(self) -> int:
+        return max((run.last_step or 0 for run in self.runs), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """How long a seed took, on average."""
+        return mean([run.seconds for run in self.runs if run.seconds is not None])
+
+    def curve(self, key: str) -> list[CurvePoint]:
         """Mean and extremes over the seeds that recorded a step; seconds are averaged too."""
         if len(self.runs) == 1:
-            return [Point(step, at, v, v, v) for step, at, v in self.runs[0].curve(key)]
+            return [CurvePoint(step, at, v, v, v) for step, at, v in self.runs[0].curve(key)]
         steps: dict[int, list[tuple[float, float]]] = {}
         for run in self.runs:
             for step, seconds, value in run.curve(key):
                 steps.setdefault(step, []).append((seconds, value))
-        points: list[Point] = []
-        for step in sorted(steps):
-            values = [value for _, value in steps[step]]
-            known = [seconds for seconds, _ in steps[step] if math.isfinite(seconds)]
-            seconds = sum(known) / len(known) if known else math.nan
-            mean = sum(values) / len(values)
-            points.append(Point(step, seconds, mean, min(values), max(values)))
+        points: list[CurvePoint] = []
+        for step, pairs in sorted(steps.items()):
+            values = [value for _, value in pairs]
+            seconds = [at for at, _ in pairs if math.isfinite(at)] or [math.nan]
+            points.append(CurvePoint(step, fmean(seconds), fmean(values), min(values), max(values)))
         return points
 
     def finals(self, key: str) -> list[float]:
@@ -93,20 +100,13 @@ class Group:
     def per_seed(
         self, field: str, *, first: bool = False, step: int | None = None
     ) -> list[list[float]]:
-        """The same, or of a given step, seed by seed: a list of each that has any."""
-        rows: list[list[float]] = []
-        for run in self.runs:
-            if step is not None:
-                evaluation = next((e for e in run.evaluations if e.step == step), None)
-            else:
-                evaluation = start_of(run) if first else (run.evaluations or [None])[-1]
-            values = getattr(evaluation, field) if evaluation else None
-            if values:
-                rows.append(values)
-        return rows
+        """The same seed by seed, or at a given step; seeds without it are left out."""
+        evaluations = [start_of(run) if first else evaluation_of(run, step) for run in self.runs]
+        rows = [getattr(evaluation, field) for evaluation in evaluations if evaluation]
+        return [row for row in rows if row]
 
     def all_prompts(self, field: str, *, first: bool = False) -> list[float]:
-        """The same of all seeds together, as averaging would narrow how they spread."""
+        """The same for all seeds together: averaging them would narrow the distribution."""
         return [value for row in self.per_seed(field, first=first) for value in row]
 
 
@@ -115,23 +115,24 @@ def start_of(run: Run) -> Evaluation | None:
 
     Step 0 where it was evaluated, else the SFT scores that a later evaluation carries.
     """
-    for evaluation in run.evaluations:
-        if evaluation.step == 0:
-            return evaluation
-    for evaluation in run.evaluations:
-        if evaluation.sft_scores:
-            return Evaluation(step=0, scores=evaluation.sft_scores)
-    return None
+    carried = (e.sft_scores for e in run.evaluations if e.sft_scores)
+    return evaluation_of(run, 0) or next((Evaluation(0, scores) for scores in carried), None)
 
 
-def labelled(groups: Sequence[Group]) -> list[tuple[str, Group, Path]]:
+def evaluation_of(run: Run, step: int | None) -> Evaluation | None:
+    """The evaluation at a step; the last one if no step is given."""
+    if step is None:
+        return run.evaluations[-1] if run.evaluations else None
+    return next((each for each in run.evaluations if each.step == step), None)
+
+
+def labelled(groups: Sequence[Group]) -> list[tuple[str, Group, Run]]:
     """Every run under the name of its group, its seed added where the group has several."""
-    labels: list[tuple[str, Group, Path]] = []
-    for group in groups:
-        for run in group.runs:
-            name = group.label if len(group.runs) == 1 else f"{group.label}, seed {run.seed}"
-            labels.append((name, group, run.path))
-    return labels
+    return [
+        (group.label if len(group.runs) == 1 else f"{group.label}, seed {run.seed}", group, run)
+        for group in groups
+        for run in group.runs
+    ]
 
 
 def groups_by_name(groups: Sequence[Group]) -> dict[str, Group]:
@@ -148,16 +149,9 @@ def groups_by_name(groups: Sequence[Group]) -> dict[str, Group]:
 def same_prompts(a: Group, b: Group) -> bool:
     """Whether two groups were evaluated on the same prompts, so that these can be paired."""
     counts = {len(run.evaluations[-1].scores) for run in a.runs + b.runs if run.evaluations}
-    if len(counts) != 1:
-        return False
-    prompts: dict[object, object] = {}
-    for run in a.runs + b.runs:
-        for sample in run.samples:
-            if prompts.setdefault(str(sample.get("index")), sample.get("prompt")) != sample.get(
-                "prompt"
-            ):
-                return False
-    return True
+    samples = [sample for run in a.runs + b.runs for sample in run.samples]
+    prompts = {(str(sample.get("index")), str(sample.get("prompt"))) for sample in samples}
+    return len(counts) == 1 and len({index for index, _ in prompts}) == len(prompts)
 
 
 def group_runs(runs: list[Run]) -> list[Group]:
@@ -178,8 +172,9 @@ def group_runs(runs: list[Run]) -> list[Group]:
 
     def place(key: str) -> tuple[Any, ...]:
         runs, picked = together[key], settings_of[key]
-        apart = _settings_apart(picked, policies) if is_token_level(runs[0].config) else 0
-        return *_place(runs, picked), apart
+        is_baseline = is_token_level(runs[0].config)
+        apart = [len(differing([picked, other])) for other in policies if is_baseline]
+        return *_place(runs, picked), sum(apart)
 
     ordered = sorted(together, key=place)
     seeds = [sorted(together[key], key=lambda run: run.seed or 0) for key in ordered]
@@ -197,11 +192,6 @@ def _place(runs: list[Run], picked: dict[str, Any]) -> tuple[Any, ...]:
     run, n = runs[0], picked.get("segmenter.n")
     size = float(n) if isinstance(n, (int, float)) and not isinstance(n, bool) else math.inf
     return not run.is_policy, not is_token_level(run.config), run.is_policy and size, -len(runs)
-
-
-def _settings_apart(picked: dict[str, Any], others: Sequence[dict[str, Any]]) -> int:
-    """How many settings differ between one policy and the others, taken together."""
-    return sum(len(differing([picked, other])) for other in others)
 
 
 def is_token_level(config: dict[str, Any]) -> bool:
@@ -239,9 +229,12 @@ def describe_segmenter(config: dict[str, Any]) -> str:
     return f"{kind}, {rest}" if rest else kind
 
 
-def settings(run: Run) -> dict[str, str]:
-    """What was chosen for a run, as text: without its seed and without where it was written."""
-    return _in_text(chosen(run))
+def describe_methods(groups: Sequence[Group]) -> list[str]:
+    """How each group was trained, in a few words; with the method's name where that differs."""
+    rules = [describe_segmenter(group.config) for group in groups]
+    if len({group.stage for group in groups}) == 1:
+        return rules
+    return [": ".join(filter(None, each)) for each in zip((g.stage for g in groups), rules)]
 
 
 def _in_text(picked: dict[str, Any]) -> dict[str, str]:

@@ -1,23 +1,19 @@
-"""Held-out numbers of groups with intervals: at the start, at the end, and how they differ."""
+"""Held-out numbers of groups with intervals: at the start, at the end, and along their curves."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
 
 from marlhf import intervals
-from marlhf.intervals import (
-    NO_INTERVAL,
-    Interval,
-    difference_over_seeds,
-    mean,
-    mean_over_seeds,
-    win_rate,
-)
-from marlhf.report.groups import Group, Point, same_prompts
+from marlhf.intervals import Curve, Floats, Interval, mean, mean_over_seeds
+from marlhf.report.groups import CurvePoint, Group, same_prompts
+from marlhf.runs.read import Run, number
 
+MAX_EVALUATIONS = 100
 PER_PROMPT = {"score": "scores", "gold": "gold", "kl": "kl", "length": "length"}
 """Numbers that are recorded for each prompt, and their names there."""
 
@@ -25,6 +21,11 @@ PER_PROMPT = {"score": "scores", "gold": "gold", "kl": "kl", "length": "length"}
 def final_score(group: Group, field: str = "score") -> Interval:
     """The last evaluation, with its interval over prompts and, where there are several, seeds."""
     return mean_over_seeds(_final_rows(group, field))
+
+
+def scored(groups: Sequence[Group]) -> list[Group]:
+    """The groups that were evaluated."""
+    return [group for group in groups if math.isfinite(final_score(group).mean)]
 
 
 def _final_rows(group: Group, field: str) -> list[list[float]]:
@@ -41,9 +42,9 @@ def start_score(group: Group, field: str = "score") -> Interval:
 
 
 def change(group: Group, field: str = "score") -> Interval:
-    """How much a number changed in training, paired by prompt where it is known of each."""
+    """How much a number changed in training, paired by prompt where prompts were recorded."""
     if all(point.step == 0 for point in group.curve(f"eval/{field}")):
-        return NO_INTERVAL
+        return intervals.NO_INTERVAL
     rows = group.per_seed(PER_PROMPT[field], first=True), group.per_seed(PER_PROMPT[field])
     if paired := _paired(*rows):
         return paired
@@ -51,7 +52,7 @@ def change(group: Group, field: str = "score") -> Interval:
     return Interval(moved, math.nan, math.nan, 0)
 
 
-def fall_from_peak(group: Group, field: str) -> tuple[Point, Interval]:
+def fall_from_peak(group: Group, field: str) -> tuple[CurvePoint, Interval]:
     """The evaluation with the highest mean, and how far below it the last one is."""
     points = group.curve(f"eval/{field}")
     peak = max(points, key=lambda point: point.mean)
@@ -75,7 +76,7 @@ def difference(base: Group, group: Group, field: str = "score") -> Interval:
     before, after = _final_rows(base, field), _final_rows(group, field)
     widths = {len(row) for row in before + after}
     if before and after and (widths == {1} or (len(widths) == 1 and same_prompts(base, group))):
-        return difference_over_seeds(before, after)
+        return intervals.difference_over_seeds(before, after)
     gap = mean_over_seeds(after).mean - mean_over_seeds(before).mean
     return Interval(gap, math.nan, math.nan, 0)
 
@@ -85,7 +86,7 @@ def wins_over(base: Group, group: Group) -> float:
     before, after = base.per_seed("scores"), group.per_seed("scores")
     if len({len(row) for row in before + after}) != 1 or not same_prompts(base, group):
         return math.nan
-    return mean([win_rate(a, b) for a, b in product(before, after)])
+    return mean([intervals.win_rate(a, b) for a, b in product(before, after)])
 
 
 def wins_since_start(group: Group) -> float:
@@ -93,7 +94,7 @@ def wins_since_start(group: Group) -> float:
     pairs = list(zip(group.per_seed("scores", first=True), group.per_seed("scores")))
     if any(len(before) != len(after) for before, after in pairs):
         return math.nan
-    return mean([win_rate(before, after) for before, after in pairs])
+    return mean([intervals.win_rate(before, after) for before, after in pairs])
 
 
 def score_at_kl(group: Group, kl: float) -> float:
@@ -105,8 +106,77 @@ def score_at_kl(group: Group, kl: float) -> float:
 
 
 def over_what(group: Group) -> str:
-    """What the intervals of a group are over."""
+    """What the intervals of a group are over, in words."""
     prompts = [len(row) for row in group.per_seed("scores")]
     many = f"{min(prompts)} prompts" if prompts else ""
     seeds = f"{len(group.runs)} seeds" if len(group.runs) > 1 else ""
     return " and ".join(filter(None, (seeds, many)))
+
+
+class CurveComparison(intervals.CurveBootstrap):
+    """The learning curves of groups, with intervals over their seeds and held-out prompts."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.groups = list(groups)
+        super().__init__([[seed_curve(run) for run in group.runs] for group in groups])
+
+    def over(self) -> str:
+        """What the intervals are over, in words."""
+        prompts = f"{self.num_prompts} prompts" if self.num_prompts > 1 else ""
+        if all(len(group.runs) == 1 for group in self.groups):
+            return f"{prompts} (one seed per setting, so not over trainings)" if prompts else ""
+        seeds = f"seeds and {prompts}" if prompts else "seeds"
+        fewest = min(group.num_seeds for group in self.groups)
+        few = "; with fewer than five seeds they are too narrow" if fewest < 5 else ""
+        return f"{seeds}, resampled together{few}"
+
+
+def seed_curve(run: Run) -> intervals.SeedCurve:
+    """The evaluations of a run, prompt by prompt where that was recorded."""
+    known = {evaluation.step: evaluation for evaluation in run.evaluations}
+    rows = [row for row in run.evals if math.isfinite(number(row.get("eval/score")))]
+    rows = intervals.thin(rows, MAX_EVALUATIONS)
+    evaluations = [known.get(row["step"]) for row in rows]
+    return intervals.SeedCurve(
+        steps=np.array([row["step"] for row in rows], dtype=np.float64),
+        seconds=np.array([number(row.get("seconds")) for row in rows]),
+        scores=_matrix([e.scores if e else None for e in evaluations], rows, "eval/score"),
+        kls=_matrix([e.kl if e else None for e in evaluations], rows, "eval/kl"),
+    )
+
+
+def _matrix(
+    per_prompt: Sequence[Sequence[float] | None], rows: Sequence[dict[str, object]], key: str
+) -> Floats:
+    """[E, P]: numbers of each prompt; the mean for all of them where only that was recorded."""
+    width = max((len(values) for values in per_prompt if values), default=1)
+    matrix = np.full((len(rows), width), np.nan)
+    for line, values, row in zip(matrix, per_prompt, rows):
+        if values:
+            line[: len(values)] = values
+        else:
+            line[:] = number(row.get(key))
+    return matrix
+
+
+def common_kl(curves: Sequence[Curve]) -> float:
+    """The largest KL that every curve reached, rounded down to two digits to read well."""
+    reached = [float(np.nanmax(curve.kls, initial=0.0)) for curve in curves]
+    most = min(reached, default=0.0)
+    if most <= 0:
+        return 0.0
+    unit = 10.0 ** (math.floor(math.log10(most)) - 1)
+    return round(math.floor(most / unit + 1e-9) * unit, 12)
+
+
+def at_kl(curve: Curve, level: float) -> Floats:
+    """The score at a KL, [draws].
+
+    A resample may end just short of a level that the whole sample reaches. Leaving it out would
+    bias the interval, so it keeps its last score.
+    """
+    if not curve.kls.shape[-1]:
+        return np.full(len(curve.kls), np.nan)
+    scores = intervals.score_at_kl(curve.scores, curve.kls, level)
+    is_short = np.isnan(scores) & (curve.kls[..., -1] < level)
+    return np.where(is_short, curve.scores[..., -1], scores)

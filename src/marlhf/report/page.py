@@ -1,9 +1,10 @@
-"""The page around the figures: its parts as HTML, with its style sheet inside and nothing to fetch.
+"""The page and its parts: a section is a title, a sentence, and tables and figures below it.
 
-What reacts to the reader (values under the pointer, runs switched off, samples in another order) is
-done by the style sheet. One script, report.js, adds a search box. The page's content policy allows
-that script alone, by its digest, so that text written by a model stays text even if an escape were
-ever forgotten.
+All HTML is in `templates`, filled in with escaping on: only `Markup` is markup, all other text
+stays text. The style sheet is inside the page, so there is nothing to fetch. It also does what
+reacts to the reader: values under the pointer, runs switched off, samples in another order. One
+script, report.js, adds a search box. The page's content policy allows that script alone, by its
+digest, so that text written by a model could not run even if an escape were forgotten.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ import hashlib
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
-from html import escape
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
-from string import Template
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2.ext import Extension
+from markupsafe import Markup
+
 from marlhf.intervals import Interval
+from marlhf.report.formats import bold, num, percent
 
 Cell = str | float | int | None
 NUM_COLOURS = 8
@@ -32,54 +38,136 @@ SCRIPT_DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decod
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
-def text(value: object) -> str:
-    """Anything as harmless HTML text: escaped, and without what no page may hold."""
-    return escape(_UNPRINTABLE.sub("\ufffd", str(value)))
+def run_class(colour: str) -> str:
+    """The CSS class of whatever is drawn in a run's colour; empty for other colours.
 
-
-def num(value: float | None, digits: int = 3) -> str:
-    """A number with its significant digits kept and a real minus sign; a dash for none.
-
-    What differs from zero by rounding only, such as a mean of normalised scores, is zero.
+    Runs have a colour each, so that a checkbox can hide all of a run by this class.
     """
-    if value is None or not math.isfinite(value):
-        return '<span class="none">&ndash;</span>'
-    value = 0.0 if abs(value) < 1e-4 else value
-    size = abs(value)
-    if size >= 1e6:
-        shown = f"{value:.{digits - 1}e}"
-    else:
-        decimals = digits - 1 - (math.floor(math.log10(size)) if size >= 1 else 0)
-        shown = f"{value:.{max(0, decimals)}f}"
-    if float(shown) == 0:
-        shown = shown.removeprefix("-")  # no minus before what rounds to nothing
-    return shown.replace("-", "\u2212")
+    match = re.fullmatch(r"var\(--c(\d+)\)", colour)
+    return f"r{match[1]}" if match else ""
 
 
-def signed(value: float, digits: int = 3) -> str:
-    return ("+" if value > 0 else "") + num(value, digits)
+def class_of(colour: str, kind: str = "") -> Markup:
+    """The class attribute of what is drawn in a colour: its own `kind`, and its run's."""
+    names = " ".join(filter(None, (kind, run_class(colour))))
+    return Markup(' class="{}"').format(names) if names else Markup()
 
 
-def percent(value: float | None) -> str:
-    if value is None or not math.isfinite(value):
-        return num(None)
-    shown = f"{100 * value:.0f}%"
-    # Not quite all is not all.
-    return f"{100 * value:.1f}%" if shown in ("0%", "100%") and value not in (0, 1) else shown
+class JoinedLines(Extension):
+    """Templates without line breaks and indentation, which would add text to the page.
+
+    A line break in a comment keeps the line numbers of errors.
+    """
+
+    def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
+        return re.sub(r"(?<=[>}])\s*\n\s*|\s*\n\s*(?=[<{])", "{#\n#}", source)
 
 
-def duration(seconds: float | None) -> str:
-    """Seconds in the unit a person would use."""
-    if seconds is None or not math.isfinite(seconds):
-        return num(None)
-    if seconds < 100:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-    if seconds < 6000:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3600:.1f} h"
+_TEMPLATES = Environment(
+    loader=PackageLoader("marlhf.report"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    extensions=[JoinedLines],
+)
+_TEMPLATES.globals |= {"inf": math.inf, "num": num}
+_TEMPLATES.filters |= {"classes": class_of, "run_class": run_class, "num": num, "percent": percent}
+_TEMPLATES.filters |= {"g": "{:g}".format, "f1": "{:.1f}".format}
+_MACROS = {
+    name: macro
+    for file in ("parts.html.j2", "charts.svg.j2", "sections.html.j2", "findings.html.j2")
+    for name, macro in vars(_TEMPLATES.get_template(file).module).items()
+}
+
+TITLES: Mapping[str, str] = _MACROS["titles"]
+"""Of the sections, by id."""
 
 
-def csv_link(name: str, header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+def part(macro: str, /, *values: Any, **named: Any) -> Markup:
+    """A macro of the templates, filled in."""
+    return _MACROS[macro](*values, **named)
+
+
+class Chip(NamedTuple):
+    """A run's name behind a dot of its colour."""
+
+    label: str
+    colour: str
+
+
+class Below(NamedTuple):
+    """A table cell with lines in small print below it."""
+
+    value: object
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: its title on the page and its name in the CSV, each empty to omit it."""
+
+    title: str
+    name: str = ""
+    form: Callable[[Any], str] | None = None
+    is_bold: bool = False
+
+    def html(self, value: Any) -> object:
+        """A cell as the page shows it: an interval has its bounds below the mean."""
+        if isinstance(value, Below):
+            return part("below", shown=self.html(value.value), lines=value.lines)
+        if isinstance(value, Chip):
+            return part("chip", label=value.label, colour=value.colour)
+        if isinstance(value, Interval):
+            bounds = value.bounds(self.form or num)
+            return part("below", shown=self.html(value.mean), lines=[bounds] if bounds else [])
+        if value is None or value != value:
+            return part("missing")
+        form = self.form or (num if isinstance(value, float) else str)
+        shown = value if isinstance(value, Markup) else form(value)
+        return bold(shown) if self.is_bold else shown
+
+    def data(self, value: Any) -> list[Cell]:
+        """A cell as the CSV has it: an interval takes three."""
+        if isinstance(value, Below):
+            return self.data(value.value)
+        if isinstance(value, Interval):
+            return list(value[:3])
+        return [value.label if isinstance(value, Chip) else value]
+
+
+def table(
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[object]],
+    *,
+    file: str = "",
+    csv: str = "",
+    words: int = 1,
+) -> Markup:
+    """A table; all but the first `words` columns are numbers, on the right.
+
+    With `file` there is a CSV of the same cells; `csv` is a link to other data.
+    """
+    if file:
+        header: list[str] = []
+        data: list[list[Cell]] = [[] for _ in rows]
+        for i, column in enumerate(columns):
+            if column.name:
+                cells = [column.data(row[i]) for row in rows]
+                width = max(map(len, cells), default=1)
+                header += [column.name, f"{column.name} low", f"{column.name} high"][:width]
+                for line, cell in zip(data, cells):
+                    line += [*cell, None, None][:width]
+        csv = csv_link(file, header, data)
+    shown = [(i, column) for i, column in enumerate(columns) if column.title]
+    return part(
+        "table",
+        header=[column.title for _, column in shown],
+        rows=[[column.html(row[i]) for i, column in shown] for row in rows],
+        words=words,
+        csv=csv,
+    )
+
+
+def csv_link(name: str, header: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Markup:
     """A link that holds the data itself, so that it works from a mail attachment."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -87,10 +175,7 @@ def csv_link(name: str, header: Sequence[str], rows: Sequence[Sequence[Cell]]) -
     writer.writerows([_csv_cell(cell) for cell in row] for row in rows)
     file = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "data"
     data = quote(out.getvalue(), safe=",.:/ ()=+-_", errors="replace")
-    return (
-        f'<a class="csv" download="{file}.csv" href="data:text/csv;charset=utf-8,{data}" '
-        f'title="The data of this figure">CSV</a>'
-    )
+    return part("csv", file=file, data=data)
 
 
 def _csv_cell(cell: Cell) -> str:
@@ -103,169 +188,69 @@ def _csv_cell(cell: Cell) -> str:
     return f"'{words}" if words[:1] in ("=", "+", "-", "@", "\t", "\r") else words
 
 
-def interval_cell(
-    value: Interval | None, form: Callable[[float], str] = num, *, bold: bool = False
-) -> str:
-    """A number in a table, with its interval below it."""
-    if value is None or math.isnan(value.mean):
-        return num(None)
-    shown = f"<b>{form(value.mean)}</b>" if bold else form(value.mean)
-    return f"{shown}<small>{bounds}</small>" if (bounds := value.bounds(form)) else shown
-
-
 def figure(
     title: str,
     chart: str,
     *,
-    file: str,
-    key: str = "",
-    note: str = "",
     header: Sequence[str],
     rows: Sequence[Sequence[Cell]],
-) -> str:
-    """One chart with its name, its colour key, what to note about it, and its data."""
-    caption = f"<p>{note}</p>" if note else ""
-    return (
-        f"<figure><figcaption><b>{text(title)}</b>{csv_link(file, header, rows)}</figcaption>"
-        f"{key}{chart}{caption}</figure>"
-    )
+    file: str = "",
+    key: str = "",
+    note: str = "",
+) -> Markup:
+    """One chart with its name, its colour key, what to note about it, and its data.
+
+    The CSV is named `file`, or like the figure.
+    """
+    csv = csv_link(file or title, header, rows)
+    return part("figure", title=title, chart=chart, csv=csv, key=key, note=note)
 
 
-def table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], *, csv: str = "", words: int = 1
-) -> str:
-    """A table of ready HTML cells; all but the first `words` columns are numbers, on the right."""
-    kind = ["w" if i < words else "n" for i in range(len(header))]
-    head = "".join(f'<th scope="col" class="{k}">{cell}</th>' for k, cell in zip(kind, header))
-    body = "".join(
-        "<tr>" + "".join(f'<td class="{k}">{cell}</td>' for k, cell in zip(kind, row)) + "</tr>"
-        for row in rows
-    )
-    return (
-        f'<div class="table" tabindex="0"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>{csv}"
-    )
-
-
-def section(name: str, title: str, lead: str, *parts: str, folded: bool = False) -> str:
-    """A section that begins with how to read it; empty where all its parts are.
+def section(name: str, *parts: str, folded: bool = False, **words: Any) -> Markup:
+    """A section, with `words` for the sentence on how to read it; empty where all its parts are.
 
     A folded one shows its title alone. Links to it, searches in the page and printing open it.
     """
-    shown = "".join(part for part in parts if part)
-    if not shown:
-        return ""
-    head, lead = f"<h2>{text(title)}</h2>", f'<p class="lead">{lead}</p>'
-    if folded:
-        body = f'<section id="{name}">{lead}{shown}</section>'
-        return f'<details class="fold"><summary>{head}</summary>{body}</details>'
-    return f'<section id="{name}">{head}{lead}{shown}</section>'
+    if not any(parts):
+        return Markup()
+    lead = part(f"lead_{name.replace('-', '_')}", **words)
+    return part("section", name, TITLES[name], lead, parts, folded)
 
 
-def grid(figures: Sequence[str], kind: str = "") -> str:
+def grid(figures: Sequence[str], kind: str = "") -> Markup:
     shown = [figure for figure in figures if figure]
-    return f'<div class="grid-of {kind}">{"".join(shown)}</div>' if shown else ""
+    return part("grid", figures=shown, kind=kind) if shown else Markup()
 
 
-def run_class(colour: str) -> str:
-    """The CSS class of whatever is drawn in a run's colour; empty for other colours.
-
-    Runs have a colour each, so that a checkbox can hide all of a run by this class.
-    """
-    match = re.fullmatch(r"var\(--c(\d+)\)", colour)
-    return f"r{match[1]}" if match else ""
-
-
-def class_of(colour: str, kind: str = "") -> str:
-    """The class attribute of what is drawn in a colour: its own `kind`, and its run's."""
-    names = " ".join(filter(None, (kind, run_class(colour))))
-    return f' class="{names}"' if names else ""
-
-
-def chip(label: str, colour: str) -> str:
-    """A run's name behind a dot of its colour."""
-    dot = f'<i{class_of(colour)} style="background:{colour}"></i>'
-    return f'<span class="chip">{dot}{text(label)}</span>'
-
-
-def run_switches(runs: Sequence[tuple[str, str]]) -> str:
-    """Checkboxes that show and hide runs, (label, colour) each; none for a single run."""
-    if len(runs) < 2:
-        return ""
-    boxes = "".join(
-        f'<label><input type="checkbox" name="{run_class(colour)}" checked>'
-        f'<i style="background:{colour}"></i>{text(label)}</label>'
-        for label, colour in runs
-    )
-    return f'<fieldset class="runs"><legend>Show runs</legend>{boxes}</fieldset>'
-
-
-def _run_style(runs: Sequence[tuple[str, str]]) -> str:
-    """Rules that hide what belongs to a run that is switched off; more colours than the palette."""
-    rules: list[str] = []
-    for _, colour in runs:
-        name = run_class(colour)
-        index = int(name[1:])
-        if index >= NUM_COLOURS:
-            rules.append(f":root{{--c{index}:var(--c{index % NUM_COLOURS})}}")
-        if len(runs) > 1:
-            rules.append(
-                f"body:has(input[name={name}]:not(:checked)) :is(.{name},.answer:has(.{name}),"
-                f"tbody tr:has(>td:first-child .{name})){{display:none}}"
-            )
-    return "\n".join(rules)
+def heading(title: str, lead: str = "") -> Markup:
+    """A title within a section, and how to read what is below it."""
+    return part("heading", title=title, lead=lead)
 
 
 def render(
     title: str,
     subtitle: str,
-    sections: Sequence[tuple[str, str, str]],
-    *,
+    sections: Mapping[str, str],
     runs: Sequence[tuple[str, str]] = (),
+    *,
     switches: int = 0,
     refresh: float | None = None,
 ) -> str:
-    """The whole page; sections are (id, short name for the contents, html).
+    """The whole page; `sections` are HTML by id, `runs` are (label, colour).
 
-    `runs` are (label, colour); the first `switches` of them can be switched off.
-    With `refresh` the browser loads the page again after so many seconds.
+    The first `switches` runs can be switched off. With `refresh` the browser loads the page again
+    after so many seconds.
     """
-    shown = [entry for entry in sections if entry[2]]
-    contents = "".join(f'<a href="#{name}">{text(short)}</a>' for name, short, _ in shown)
-    reload = f'<meta http-equiv="refresh" content="{refresh:g}">' if refresh else ""
-    return _PAGE.substitute(
-        title=text(title),
+    page = _TEMPLATES.get_template("page.html.j2").render(
+        title=title,
         subtitle=subtitle,
-        contents=contents,
-        switches=run_switches(runs[:switches]),
-        body="\n".join(html for *_, html in shown),
-        style=f"{STYLE}\n{_run_style(runs)}",
-        script=SCRIPT,
+        sections={name: html for name, html in sections.items() if html},
+        switches=runs[:switches] if switches > 1 else (),
+        style=Markup(STYLE),
+        runs=runs,
+        num_colours=NUM_COLOURS,
+        script=Markup(SCRIPT),
         digest=SCRIPT_DIGEST,
-        reload=reload,
+        refresh=refresh,
     )
-
-
-_PAGE = Template("""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-$digest';
- base-uri 'none'; form-action 'none'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-$reload<title>$title</title>
-<style>$style</style>
-</head>
-<body>
-<header><h1>$title</h1><p class="subtitle">$subtitle</p></header>
-<div class="top"><nav aria-label="Contents">$contents</nav>
-$switches</div>
-<main>
-$body
-</main>
-<script>$script</script>
-</body>
-</html>
-""")
+    return _UNPRINTABLE.sub("\ufffd", page)  # what no page may hold

@@ -1,4 +1,4 @@
-"""One HTML file that shows runs honestly: no network, no script, no plotting library.
+"""One HTML file that shows runs honestly: no network, no plotting library.
 
 >>> from marlhf.report.write import write_report
 >>> write_report(["runs/tldr"], "report.html")  # doctest: +SKIP
@@ -6,32 +6,33 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from marlhf.report.groups import group_runs
-from marlhf.report.header import subtitle_of, title_of
-from marlhf.report.page import render
-from marlhf.report.sections.best_of_n import best_of_n
+from markupsafe import Markup
+
+from marlhf.report.groups import Group, group_runs
+from marlhf.report.page import part, render
 from marlhf.report.sections.credit import credit
+from marlhf.report.sections.curves import learning, stages, training
+from marlhf.report.sections.evaluations import best_of_n, held_out, problems, temperatures
 from marlhf.report.sections.frontier import frontier
-from marlhf.report.sections.held_out import held_out
 from marlhf.report.sections.judged import judged
-from marlhf.report.sections.learning import learning
-from marlhf.report.sections.problems import problems
 from marlhf.report.sections.prompts import prompts
 from marlhf.report.sections.samples import samples
-from marlhf.report.sections.scaling import scaling
 from marlhf.report.sections.settings import settings
-from marlhf.report.sections.stages import stages
 from marlhf.report.sections.summary import summary
-from marlhf.report.sections.sweeps import sweeps
-from marlhf.report.sections.temperatures import temperatures
+from marlhf.report.sections.sweeps import scaling, size_text, sweeps
 from marlhf.report.sections.timing import timing
-from marlhf.report.sections.training import training
 from marlhf.runs.atomic import write_text
+from marlhf.runs.lineage import num_parameters
 from marlhf.runs.read import NoRuns, Run, find_runs
+
+MAX_NAMES = 3
+"""A sweep over many models or data sets shows the first of them."""
 
 
 def write_report(
@@ -65,29 +66,29 @@ def report_html(runs: list[Run], *, refresh: float | None = None) -> str:
     groups = group_runs([run for run in runs if not run.is_empty])
     policies = [group for group in groups if group.runs[0].is_policy]
     others = [group for group in groups if not group.runs[0].is_policy]
-    parts = [
-        ("summary", "Summary", summary(policies, others, runs)),
-        ("pass-at-k", "Problems", problems(groups)),
-        ("learning", "Learning", learning(policies)),
-        ("frontier", "KL", frontier(policies)),
-        ("sweeps", "Sweeps", sweeps(policies)),
-        ("scaling", "Sizes", scaling(policies)),
-        ("distributions", "Prompts", prompts(policies, others)),
-        ("credit", "Credit", credit(policies)),
-        ("held_out", "Held-out", held_out(groups)),
-        ("temperatures", "Temperature", temperatures(groups)),
-        ("best_of_n", "Best of n", best_of_n(groups)),
-        ("judged", "Judges", judged(runs, groups)),
-        ("samples", "Samples", samples(policies)),
-        ("training", "Training", training(policies)),
-        ("timing", "Time", timing(policies)),
-        ("stages", "Stages", stages(others, with_table=bool(policies))),
-        ("settings", "Settings", settings(groups)),
-    ]
+    sections = {
+        "summary": summary(policies, others, runs),
+        "pass-at-k": problems(groups),
+        "learning": learning(policies),
+        "frontier": frontier(policies),
+        "sweeps": sweeps(policies),
+        "scaling": scaling(policies),
+        "distributions": prompts(policies, others),
+        "credit": credit(policies),
+        "held_out": held_out(groups),
+        "temperatures": temperatures(groups),
+        "best_of_n": best_of_n(groups),
+        "judged": judged(runs, groups),
+        "samples": samples(policies),
+        "training": training(policies),
+        "timing": timing(policies),
+        "stages": stages(others, with_table=bool(policies)),
+        "settings": settings(groups),
+    }
     return render(
-        title_of(runs),
-        subtitle_of(runs, groups),
-        parts,
+        _title(runs),
+        _subtitle(runs, groups),
+        sections,
         runs=[(group.label, group.colour) for group in groups],
         switches=len(policies),
         refresh=refresh,
@@ -119,3 +120,57 @@ def _is_training(path: Path) -> bool:
         return any(run.status == "running" for run in find_runs([path]))
     except NoRuns:
         return path.is_dir()  # nothing recorded yet
+
+
+def _title(runs: list[Run]) -> str:
+    """The folder the runs share, else their names."""
+    if len(runs) == 1:
+        return runs[0].name
+    shared = Path(os.path.commonpath([run.path.resolve() for run in runs]))
+    return shared.name or "Comparison of runs"
+
+
+def _subtitle(runs: list[Run], groups: list[Group]) -> Markup:
+    """Two lines: the runs; the model that training began with, the data and the hardware."""
+    count = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}"
+    if len(groups) not in (0, len(runs)):
+        count += f" of {len(groups)} settings"
+    about = [count]
+    if started := _recorded(runs, "started"):
+        about.append(f"started {started[0][:16].replace('T', ' ')}")
+    if version := _recorded(runs, "marlhf"):
+        about.append(f"marlhf {', '.join(version)}")
+    if unfinished := sum(run.status == "running" for run in runs):
+        about.append(f"{unfinished} unfinished")
+    models = _names(value for group in groups for value in _base_models(group.chosen))
+    sizes = {count for run in runs if run.is_policy and (count := num_parameters(run))}
+    if models and len(sizes) == 1:
+        models += f" ({size_text(sizes.pop())} parameters)"
+    data = _names(value for group in groups for value in _data_of(group.chosen))
+    hardware = ", ".join(_recorded(runs, "hardware"))
+    inputs = [("model", models), ("data", data), ("on", hardware)]
+    return part("subtitle", runs=about, inputs=[each for each in inputs if each[1]])
+
+
+def _base_models(chosen: dict[str, Any]) -> Iterable[str]:
+    """Not the models that earlier stages made."""
+    for key, value in chosen.items():
+        is_model = key == "model" or key.endswith(".model")
+        if is_model and isinstance(value, str) and value and not value.startswith(("@", "../")):
+            yield value
+
+
+def _data_of(chosen: dict[str, Any]) -> Iterable[str]:
+    named = [chosen.get("data.source"), chosen.get("data.path")]
+    if words := ", ".join(value for value in named if isinstance(value, str) and value):
+        yield words
+
+
+def _names(values: Iterable[str]) -> str:
+    names = list(dict.fromkeys(values))
+    more = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _recorded(runs: Sequence[Run], key: str) -> list[str]:
+    return sorted({str(run.about[key]) for run in runs if run.about.get(key)})

@@ -1,1 +1,1 @@
-"""The sections of the report, one file per section."""
+"""The sections of the report, one file per kind of data."""

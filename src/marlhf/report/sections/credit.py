@@ -8,57 +8,58 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from marlhf.intervals import Interval
 from marlhf.report.charts import Series, legend_of, line_chart
-from marlhf.report.curves import curve_figure
 from marlhf.report.dots import Dot, dot_rows
+from marlhf.report.formats import bold, code, num
 from marlhf.report.groups import Group, labelled
-from marlhf.report.page import Cell, figure, grid, num, section, table, text
+from marlhf.report.page import Cell, Column, figure, grid, part, section, table
+from marlhf.report.sections.curves import curve_figure
 from marlhf.runs.layout import CREDIT
-from marlhf.runs.read import Run, number
+from marlhf.runs.read import Row, Run, number
 
 SHOWN = 3
 """Responses of `marlhf credit --where` that the page shows."""
 MAX_LINES = 8
 
 
-def credit(groups: Sequence[Group]) -> str:
+def credit(groups: Sequence[Group]) -> Markup:
     """What `marlhf credit` and `credit: auto` measured."""
     measured = [
-        part
-        for label, group, folder in labelled(groups)
-        if (summary := _read(folder))
-        for part in _measured(label, group, summary)
+        _measured(label, group, summary)
+        for label, group, run in labelled(groups)
+        if (summary := _read(run.path))
     ]
-    chosen = [_choices(label, run) for label, run in _automatic(groups)]
+    automatic = [
+        _choices(label, run)
+        for label, _, run in labelled(groups)
+        if run.config.get("credit") == "auto"
+    ]
     reaches = curve_figure("Tokens that credit reaches back", groups, ("credit/reach",))
-    return section(
-        "credit",
-        "Credit",
-        "The cosine between the gradient of one batch and the true gradient, by each way to assign "
-        "credit. It counts bias and noise together: twice the cosine needs a quarter of the "
-        "samples. Bars are two standard errors.",
-        *measured,
-        grid([*chosen, reaches], "two"),
-    )
+    return section("credit", *measured, grid([*automatic, reaches], "two"))
 
 
-def _read(folder: Path) -> dict[str, Any] | None:
+def _read(folder: Path) -> Row | None:
     try:
         summary = json.loads((folder / CREDIT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return summary if isinstance(summary, dict) and isinstance(summary.get("rows"), list) else None
 
 
-def _measured(label: str, group: Group, summary: dict[str, Any]) -> list[str]:
-    """The dots of one `marlhf credit`, and what `--where` saw."""
+def _objects(value: object) -> list[Row]:
+    """The objects of a list; anything else in a hand-edited file is left out."""
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+
+
+def _measured(label: str, group: Group, summary: Row) -> Markup:
+    """The results of one `marlhf credit`, with those of `--where`."""
     dots: list[Dot] = []
     rows: list[list[Cell]] = []
     away = ""
-    for row in summary["rows"]:
-        if not isinstance(row, dict):  # edited by hand
-            continue
+    for row in _objects(summary["rows"]):
         mean, error = number(row.get("cosine")), 2 * number(row.get("error"))
         if mean != mean:
             continue
@@ -69,95 +70,77 @@ def _measured(label: str, group: Group, summary: dict[str, Any]) -> list[str]:
         dots.append(Dot(name, Interval(mean, mean - error, mean + error, 1), colour))
         rows.append([name, mean, error / 2, number(row.get("consistency")), row.get("samples")])
     if not dots:
-        return []
+        return Markup()
     best, own = str(summary.get("best")), str(summary.get("own"))
-    advice = (
-        f"Nothing is measurably ahead of {text(own)}{away}."
-        if best == own
-        else f"{text(best)} is ahead of {text(own)}{away}: "
-        f"<code>{text(summary.get('recipe'))}</code>."
+    note = Markup("{} batches, {} responses. ").format(
+        summary.get("batches"), summary.get("responses")
     )
+    if best == own:
+        note += f"Nothing is measurably ahead of {own}{away}."
+    else:
+        note += f"{best} is ahead of {own}{away}: " + code(summary.get("recipe")) + "."
     shown = figure(
         f"{label}, step {summary.get('step')}",
         dot_rows(dots, x_label="cosine with the true gradient", width=520),
         file=f"credit {label}",
-        note=f"{summary.get('batches')} batches, {summary.get('responses')} responses. {advice}",
+        note=note,
         header=["credit by", "cosine", "error", "consistency", "samples needed"],
         rows=rows,
     )
     where = summary.get("where")
-    return [grid([shown, *(_where(where) if isinstance(where, dict) else [])], "two")]
+    return grid([shown, *(_where(where) if isinstance(where, dict) else [])], "two")
 
 
-def _where(where: dict[str, Any]) -> list[str]:
-    parts = [r for r in where.get("critic_error") or () if isinstance(r, dict)]
-    critic = table(
-        ["of the response", "critic's error", "bias", "spread of values"],
-        [
-            [text(r.get("part")), *(num(number(r.get(k))) for k in ("error", "bias", "spread"))]
-            for r in parts
-        ],
-    )
-    has_wrong = "wrong" in where
-    rules = [r for r in where.get("rules") or () if isinstance(r, dict)]
-    header = ["credit by", "correlation"] + (["first wrong line"] if has_wrong else [])
-    rows = [
-        [text(r.get("name")), num(number(r.get("correlation")))]
-        + ([num(number(r.get("first_wrong")))] if has_wrong else [])
-        for r in rules
-    ]
+def _where(where: Row) -> list[Markup]:
+    """The critic's error and each rule's credit against the true one; some responses."""
     lead = (
-        f"<p>Against the true credit, from {text(where.get('continuations'))} continuations of "
-        f"every macro action of {text(where.get('responses'))} responses.</p>"
+        f"Against the true credit, from {where.get('continuations')} continuations of "
+        f"every macro action of {where.get('responses')} responses."
     )
-    samples = [_sample(s) for s in (where.get("samples") or ())[:SHOWN] if isinstance(s, dict)]
-    return [f"<div>{lead}{critic}{table(header, rows)}</div>", *samples]
+    critic = {"of the response": "part", "critic's error": "error", "bias": "bias"}
+    critic["spread of values"] = "spread"
+    rules = {"credit by": "name", "correlation": "correlation"}
+    if "wrong" in where:
+        rules["first wrong line"] = "first_wrong"
+    tables = [_table(critic, where.get("critic_error")), _table(rules, where.get("rules"))]
+    pieces = {"macro action": "text", "true credit": "true", "estimated": "estimated"}
+    pieces |= {"true value": "value", "critic": "critic"}
+    shown = [part("titled", lead=lead, tables=tables)]
+    for sample in _objects(where.get("samples"))[:SHOWN]:
+        score = bold(f"Score {num(number(sample.get('score')))}")
+        title = score + f" {sample.get('prompt')}"
+        tables = [_table(pieces, sample.get("pieces"), form=code)]
+        shown.append(part("titled", lead=title, tables=tables))
+    return shown
 
 
-def _sample(sample: dict[str, Any]) -> str:
-    """A response with the true and the estimated credit of each macro action."""
-    pieces = [p for p in sample.get("pieces") or () if isinstance(p, dict)]
-    rows = [
-        [
-            f"<code>{text(piece.get('text'))}</code>",
-            *(num(number(piece.get(key))) for key in ("true", "estimated", "value", "critic")),
-        ]
-        for piece in pieces
-    ]
-    header = ["macro action", "true credit", "estimated", "true value", "critic"]
-    title = f"<p><b>Score {num(number(sample.get('score')))}</b> {text(sample.get('prompt'))}</p>"
-    return f"<div>{title}{table(header, rows)}</div>"
+def _table(columns: dict[str, str], rows: object, form: Any = str) -> Markup:
+    """A table of a file's objects: titles and keys, words first and then numbers."""
+    first, *rest = columns.values()
+    cells = [[str(r.get(first)), *(number(r.get(key)) for key in rest)] for r in _objects(rows)]
+    titles = list(columns)
+    return table([Column(titles[0], form=form), *map(Column, titles[1:])], cells)
 
 
-def _automatic(groups: Sequence[Group]) -> list[tuple[str, Run]]:
-    runs = {run.path: run for group in groups for run in group.runs}
-    return [
-        (label, runs[folder])
-        for label, _, folder in labelled(groups)
-        if runs[folder].config.get("credit") == "auto"
-    ]
-
-
-def _choices(label: str, run: Run) -> str:
+def _choices(label: str, run: Run) -> Markup:
     """The cosine of every candidate over the steps, and of the one that was in use."""
     prefix = "credit/cosine/"
     names = sorted({key for row in run.train for key in row if key.startswith(prefix)})
     if not names:
-        return ""
+        return Markup()
     curves = {name: [(s, v) for s, _, v in run.curve(name)] for name in names}
-    by_end = sorted(curves, key=lambda name: -curves[name][-1][1])[:MAX_LINES]
+    by_end = sorted(filter(curves.get, curves), key=lambda name: -curves[name][-1][1])[:MAX_LINES]
     lines = [
         Series(name.removeprefix(prefix).replace("_", " "), curves[name], f"var(--l{i})")
         for i, name in enumerate(by_end)
     ]
     used = [(step, value) for step, _, value in run.curve("credit/cosine")]
     lines.append(Series("in use", used, "var(--ink)", dash="2 3"))
-    rows: list[list[Cell]] = [[s.label, x, y] for s in lines for x, y in s.points]
     return figure(
         f"{label}: cosine of each candidate",
         line_chart(lines, x_label="step", y_label="cosine"),
         key=legend_of(lines),
         file=f"credit candidates {label}",
         header=["credit by", "step", "cosine"],
-        rows=rows,
+        rows=[[s.label, x, y] for s in lines for x, y in s.points],
     )

@@ -8,26 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from marlhf.intervals import NO_INTERVAL, Interval
 from marlhf.judge.agreement import compare, read_votes
 from marlhf.judge.pairs import JudgeError, read_lines
 from marlhf.judge.verdicts import REVERSED, share_with_bounds
-from marlhf.report.bars import stacked_bars
-from marlhf.report.dots import Dot, dot_rows
+from marlhf.report.dots import Dot, dots_figure, stacked_bars
+from marlhf.report.formats import percent, signed
 from marlhf.report.groups import Group, groups_by_name
-from marlhf.report.page import (
-    Cell,
-    csv_link,
-    figure,
-    grid,
-    interval_cell,
-    num,
-    percent,
-    section,
-    signed,
-    table,
-    text,
-)
+from marlhf.report.page import Column, figure, grid, heading, part, section, table
 from marlhf.runs.layout import JUDGED, read_object
 from marlhf.runs.read import Run, number
 
@@ -39,17 +29,14 @@ PERSON = "person:"
 MAX_FIGURES = 6
 
 
-def judged(runs: Sequence[Run], groups: Sequence[Group] = ()) -> str:
+def judged(runs: Sequence[Run], groups: Sequence[Group] = ()) -> Markup:
     """Win, tie and loss by judge; dimension scores; how much the judges agree."""
     colours = {name: group.colour for name, group in groups_by_name(groups).items()}
     summaries = read_summaries(runs)
     if not summaries:
-        return ""
+        return Markup()
     return section(
         "judged",
-        "Judged in pairs",
-        "Two responses to the same prompt, and which is better: shares of the first-named run, "
-        "with 95% intervals over prompts. Read them together with how much the judges agree.",
         grid([_bars(summaries, colours)]),
         _shares(summaries),
         _dimensions(summaries, colours),
@@ -68,12 +55,13 @@ def _summaries(folder: Path) -> list[dict[str, Any]]:
     for file in sorted(folder.glob("*.json")):
         try:
             summary = read_object(file)
-            for part in PARTS:
-                [float(summary[part][key]) for key in ("share", "low", "high")]
-            whole = _label(summary) and summary["pairs"] > 0 and summary["dimensions"].items()
+            shares = [number(summary[p][key]) for p in PARTS for key in ("share", "low", "high")]
+            for sides in summary["dimensions"].values():
+                [_interval(sides[side], "mean", 1) for side in ("a", "b", "difference")]
+            whole = _label(summary) and all(0 <= x <= 1 for x in shares) and summary["pairs"] > 0
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
-        if whole is not False:
+        if whole:
             summaries.append(summary | {"path": file.with_suffix(".jsonl")})
     return summaries
 
@@ -107,13 +95,10 @@ def _majority(files: Sequence[Path]) -> list[str]:
             return []
         for row in rows:
             pair = json.dumps([row.get(key) for key in ("prompt", "response_a", "response_b")])
-            if row.get("verdict") in REVERSED:
-                votes.setdefault(pair, Counter())[row["verdict"]] += 1
-    verdicts: list[str] = []
-    for counts in votes.values():
-        (first, most), *rest = counts.most_common()
-        verdicts.append("tie" if rest and rest[0][1] == most else first)
-    return verdicts
+            if (verdict := str(row.get("verdict"))) in REVERSED:
+                votes.setdefault(pair, Counter())[verdict] += 1
+    ranked = [counts.most_common() for counts in votes.values()]
+    return ["tie" if rest and rest[0][1] == most else first for (first, most), *rest in ranked]
 
 
 def _label(summary: dict[str, Any]) -> str:
@@ -131,113 +116,85 @@ def _interval(numbers: dict[str, Any], middle: str, size: int) -> Interval:
     return Interval(mean, low, high, size)
 
 
-def _bars(summaries: Sequence[dict[str, Any]], colours: dict[str, str]) -> str:
-    rows: list[tuple[str, list[tuple[str, float, str]]]] = []
+def _bars(summaries: Sequence[dict[str, Any]], colours: dict[str, str]) -> Markup:
+    bars: list[tuple[str, list[tuple[str, float, str]]]] = []
     for s in summaries:
         a, b = _side_colours(s, colours)
         shades = zip(PARTS, (a, "var(--t4)", b))
-        rows.append((_label(s), [(part, 100 * s[part]["share"], shade) for part, shade in shades]))
-    data: list[list[Cell]] = [
-        [s["a"], s["b"], s["judge"], s["task"], s["pairs"]]
-        + [s[part][key] for part in PARTS for key in ("share", "low", "high")]
-        for s in summaries
-    ]
-    names = [f"{part} {key}" for part in PARTS for key in ("share", "low", "high")]
+        bars.append((_label(s), [(name, 100 * s[name]["share"], shade) for name, shade in shades]))
+    shares = [(name, key) for name in PARTS for key in ("share", "low", "high")]
     return figure(
         "Win, tie and loss",
-        stacked_bars(rows, x_label="% of pairs", inside=True),
+        stacked_bars(bars, x_label="% of pairs", inside=True),
         file="win tie loss",
         note="From the left: the first wins, ties, the second wins.",
-        header=["a", "b", "judge", "task", "pairs", *names],
-        rows=data,
+        header=["a", "b", "judge", "task", "pairs", *(" ".join(each) for each in shares)],
+        rows=[
+            [s["a"], s["b"], s["judge"], s["task"], s["pairs"]]
+            + [s[name][key] for name, key in shares]
+            for s in summaries
+        ],
     )
 
 
-def _shares(summaries: Sequence[dict[str, Any]]) -> str:
-    rows = []
+def _shares(summaries: Sequence[dict[str, Any]]) -> Markup:
+    rows: list[list[object]] = []
     for s in summaries:
-        cells = [interval_cell(_interval(s[part], "share", s["pairs"]), percent) for part in PARTS]
-        turned = s.get("orders_disagreed")
-        share = percent(turned / s["pairs"]) if isinstance(turned, int) else num(None)
-        equal = s.get("win_rate_at_equal_length")  # since 0.2
-        equal = _interval(equal, "share", s["pairs"]) if isinstance(equal, dict) else NO_INTERVAL
-        plain = percent(s["win"]["share"] + s["tie"]["share"] / 2)
-        cells += [plain, interval_cell(equal, percent)]
-        rows.append([text(_label(s)), str(s["pairs"]), *cells, share])
-    header = ["Comparison", "Pairs", "Win", "Tie", "Loss", "Win rate", "At equal length"]
-    return table([*header, "Orders disagreed"], rows)
+        pairs = s["pairs"]
+        turned, equal = s.get("orders_disagreed"), s.get("win_rate_at_equal_length")
+        equal = _interval(equal, "share", pairs) if isinstance(equal, dict) else NO_INTERVAL
+        row = [_label(s), pairs, *(_interval(s[name], "share", pairs) for name in PARTS)]
+        row += [s["win"]["share"] + s["tie"]["share"] / 2, equal]
+        rows.append([*row, turned / pairs if isinstance(turned, int) else None])
+    shares = ("Win", "Tie", "Loss", "Win rate", "At equal length", "Orders disagreed")
+    columns = [Column("Comparison"), Column("Pairs"), *(Column(s, form=percent) for s in shares)]
+    return table(columns, rows)
 
 
-def _dimensions(summaries: Sequence[dict[str, Any]], colours: dict[str, str]) -> str:
-    rows: list[list[str]] = []
-    data: list[list[Cell]] = []
+def _dimensions(summaries: Sequence[dict[str, Any]], colours: dict[str, str]) -> Markup:
+    rows: list[list[object]] = []
     for s in summaries:
         for name, sides in s["dimensions"].items():
-            a, b = (number(sides[side]["mean"]) for side in ("a", "b"))
+            means = [number(sides[side]["mean"]) for side in ("a", "b")]
             difference = _interval(sides["difference"], "mean", s["pairs"])
-            shown = [num(a), num(b), interval_cell(difference, signed)]
-            rows.append([text(_label(s)), text(name.replace("_", " ")), *shown])
-            data.append([_label(s), name, a, b, *difference[:3]])
+            rows.append([_label(s), name.replace("_", " "), *means, difference])
     if not rows:
-        return ""
-    header = ["comparison", "dimension", "first", "second", "difference", "low", "high"]
-    link = csv_link("dimensions", header, data)
-    return (
-        "<h3>By dimension</h3>"
-        + grid([_dimension_figure(s, colours) for s in summaries if s["dimensions"]][:MAX_FIGURES])
-        + table(
-            ["Comparison", "Dimension", "First", "Second", "Difference"], rows, csv=link, words=2
-        )
-    )
+        return Markup()
+    columns = [Column(name.capitalize(), name) for name in ("comparison", "dimension")]
+    columns += [Column("First", "first"), Column("Second", "second")]
+    columns.append(Column("Difference", "difference", signed))
+    figures = [_dimension_figure(s, colours) for s in summaries if s["dimensions"]]
+    shown = grid(figures[:MAX_FIGURES])
+    return heading("By dimension") + shown + table(columns, rows, file="dimensions", words=2)
 
 
-def _dimension_figure(summary: dict[str, Any], colours: dict[str, str]) -> str:
+def _dimension_figure(summary: dict[str, Any], colours: dict[str, str]) -> Markup:
     """Both runs' mean grade on each dimension, one under the other."""
     dots: list[Dot] = []
     for name, sides in summary["dimensions"].items():
         for side, colour in zip("ab", _side_colours(summary, colours)):
             value = _interval(sides[side], "mean", summary["pairs"])
             dots.append(Dot(f"{name.replace('_', ' ')}: {summary[side]}", value, colour))
-    rows: list[list[Cell]] = [[dot.label, *dot.value[:3]] for dot in dots]
-    return figure(
-        _label(summary),
-        dot_rows(dots, x_label="mean grade"),
-        file=f"dimensions {_label(summary)}",
-        header=["dimension and run", "mean", "low", "high"],
-        rows=rows,
-    )
+    return dots_figure(_label(summary), dots, x_label="mean grade", names="dimension and run")
 
 
-def _agreement(runs: Sequence[Run]) -> str:
+def _agreement(runs: Sequence[Run]) -> Markup:
     folders = [run.path / JUDGED for run in runs if any((run.path / JUDGED).glob("*.jsonl"))]
     try:
-        agreement = compare(read_votes(folders))
-    except JudgeError:  # one judge, no shared pair, or a damaged file: nothing to show
-        return ""
-    rows = []
-    data: list[list[Cell]] = []
+        votes = read_votes(folders)
+        agreement = compare(votes)
+    except (JudgeError, TypeError):  # one judge, no shared pair, or a damaged file
+        return Markup()
+    columns = [Column("Judge", "judge"), Column("Other judge", "other judge")]
+    columns += [Column("Pairs", "pairs"), Column("Agreement", "agreement", percent)]
+    columns.append(Column("Cohen's kappa", "kappa"))
+    rows: list[list[object]] = []
     for b in agreement.between:
-        share, kappa = b.agreement, b.kappa
-        cells = [interval_cell(share, percent), interval_cell(kappa)]
-        rows.append([text(b.one), text(b.other), str(b.pairs), *cells])
-        data.append([b.one, b.other, b.pairs, *share[:3], *kappa[:3]])
-    numbers = ["agreement", "low", "high", "kappa", "kappa low", "kappa high"]
-    link = csv_link("agreement", ["judge", "other judge", "pairs", *numbers], data)
-    fleiss = agreement.fleiss
-    all_of_them = (
-        f'<p class="lead">Fleiss\' kappa of all {len(agreement.judges)} on '
-        f"{agreement.common} pairs: "
-        f"{fleiss.text(num)}.</p>"
-        if fleiss is not None
-        else ""
-    )
-    return (
-        "<h3>How much the judges agree</h3>"
-        + table(
-            ["Judge", "Other judge", "Pairs", "Agreement", "Cohen's kappa"],
-            rows,
-            csv=link,
-            words=2,
-        )
-        + all_of_them
-    )
+        shared = votes[b.one].keys() & votes[b.other].keys()
+        # Chance explains all of the agreement with a judge who always says the same.
+        varies = all(len({votes[judge][pair] for pair in shared}) > 1 for judge in (b.one, b.other))
+        kappa = b.kappa if varies else "undefined: one never varies"
+        rows.append([b.one, b.other, b.pairs, b.agreement, kappa])
+    shown = heading("How much the judges agree")
+    shown += table(columns, rows, file="agreement", words=2)
+    return shown + (part("fleiss", agreement) if agreement.fleiss else "")

@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any, NamedTuple
 
+from markupsafe import Markup
+
 from marlhf.intervals import quantiles, thin
+from marlhf.report.formats import num, signed
 from marlhf.report.groups import START_COLOUR, Group
-from marlhf.report.page import chip, num, section, signed, text
+from marlhf.report.page import part, section
 from marlhf.runs.read import Row, number
 
 MAX_PROMPTS = 12
+MAX_ANSWERS = 8
 MAX_PIECES = 600
 MAX_SPANS = 20_000
 """On the whole page: with one span per token, long responses of many runs add up."""
@@ -38,51 +42,41 @@ class ShownResponse(NamedTuple):
     sample: Row
 
 
-def samples(policies: list[Group]) -> str:
+Prompts = list[tuple[str, list[ShownResponse]]]
+Span = tuple[str, str, str]
+"""CSS classes, tooltip, text."""
+
+
+def samples(policies: list[Group]) -> Markup:
     """Responses side by side: at the last step of each run, and before training."""
     prompts = _answers(policies)
     if not prompts:
-        return ""
+        return Markup()
     shown = _within_budget(prompts)
     scales = _advantage_scales(shown)
     orders = _score_gaps(shown)
-    articles = "".join(
-        _sample(prompt, answers, scales, [ranks.get(i) for _, ranks in orders])
-        for i, (prompt, answers) in enumerate(shown)
-    )
-    note = (
-        " Of several seeds, the first is shown." if any(len(g.runs) > 1 for g in policies) else ""
-    )
+    articles = [
+        (
+            _shortened(prompt),
+            [_answer(each, scales.get(each.label, 1.0)) for each in thin(answers, MAX_ANSWERS)],
+            [(i, ranks[at]) for i, (_, ranks) in enumerate(orders) if at in ranks],
+        )
+        for at, (prompt, answers) in enumerate(shown)
+    ]
+    buttons = [("as-recorded", "as recorded")]
+    for i, (pair, _) in enumerate(orders):
+        buttons += [(f"{name}-{i}", f"{name} {pair}") for name in ("largest", "smallest")]
     return section(
         "samples",
-        "Samples",
-        f"One prompt, each run's response at its last step. A bar begins a macro action; without "
-        f"bars every token is one.{note}",
-        _key(scales),
+        part("shades", scales=scales),
         _example(shown, scales),
-        _orders(orders),
-        f'<div class="samples">{articles}</div>',
+        part("orders", buttons=buttons) if orders else "",
+        part("samples", shown=articles),
+        several=any(len(group.runs) > 1 for group in policies),
     )
 
 
-def _key(scales: dict[str, float]) -> str:
-    """What the shades mean: by colour and, for the colour-blind, by underline."""
-    if not scales:
-        return '<p class="lead">Colours only separate neighbours: no advantages were recorded.</p>'
-    better, worse = (
-        "".join(f'<i class="{sign}{level}">{25 * level}%</i>' for level in (1, 2, 3, 4))
-        for sign in ("p", "n")
-    )
-    large = ", ".join(f"{num(scale)} for {text(label)}" for label, scale in scales.items())
-    return (
-        f'<p class="said shades"><span>{better} better than expected</span> '
-        f"<span>{worse} worse, dotted underline</span></p>"
-        f'<p class="said shades">Shades are shares of a large advantage of the run: {large}. '
-        "Hover to see the advantage.</p>"
-    )
-
-
-def _example(prompts: list[tuple[str, list[ShownResponse]]], scales: dict[str, float]) -> str:
+def _example(prompts: Prompts, scales: dict[str, float]) -> Markup:
     """One macro action in words: the one with the largest advantage in the first prompt."""
     candidates = [
         (macro.length > 1, abs(macro.advantage), answer.label, macro)
@@ -91,20 +85,19 @@ def _example(prompts: list[tuple[str, list[ShownResponse]]], scales: dict[str, f
         if math.isfinite(macro.advantage) and macro.text.strip()
     ]
     if not candidates:
-        return ""
+        return Markup()
     *_, label, macro = max(candidates, key=lambda each: each[:2])
-    (span,) = _spans([macro], scales[label])
-    better = macro.advantage > 0
-    size = "one token" if macro.length == 1 else f"{macro.length} tokens"
-    return (
-        f'<p class="said shades">For example {span} is one macro action of {text(label)}, {size}, '
-        f"with advantage {signed(macro.advantage)}: what followed was "
-        f"{'better' if better else 'worse'} than the critic expected, so the update makes these "
-        f"tokens {'more' if better else 'less'} likely.</p>"
+    return part(
+        "example",
+        words=next(_spans([macro], scales[label])),
+        label=label,
+        size="one token" if macro.length == 1 else f"{macro.length} tokens",
+        advantage=signed(macro.advantage),
+        is_better=macro.advantage > 0,
     )
 
 
-def _answers(policies: list[Group]) -> list[tuple[str, list[ShownResponse]]]:
+def _answers(policies: list[Group]) -> Prompts:
     """Prompts with their answers, those that most runs answered first."""
     by_prompt: dict[tuple[float, str], list[ShownResponse]] = {}
     before: dict[tuple[float, str], ShownResponse] = {}
@@ -114,7 +107,8 @@ def _answers(policies: list[Group]) -> list[tuple[str, list[ShownResponse]]]:
         last = max(filter(math.isfinite, steps), default=math.nan)
         for row, step in zip(rows, steps):
             key = (number(row.get("index", 0)), row["prompt"])
-            if step == 0:
+            if step == 0:  # without advantages: the critic had learnt nothing yet
+                row = {name: value for name, value in row.items() if name != "advantages"}
                 before.setdefault(key, ShownResponse("before RL", START_COLOUR, row))
             elif step == last:
                 by_prompt.setdefault(key, []).append(ShownResponse(group.label, group.colour, row))
@@ -124,10 +118,8 @@ def _answers(policies: list[Group]) -> list[tuple[str, list[ShownResponse]]]:
     return [(prompt, answers) for (_, prompt), answers in ordered]
 
 
-def _within_budget(
-    prompts: list[tuple[str, list[ShownResponse]]],
-) -> list[tuple[str, list[ShownResponse]]]:
-    kept: list[tuple[str, list[ShownResponse]]] = []
+def _within_budget(prompts: Prompts) -> Prompts:
+    kept: Prompts = []
     spans = 0
     for prompt, answers in prompts[:MAX_PROMPTS]:
         spans += sum(len(macro_actions(answer.sample)) for answer in answers)
@@ -159,7 +151,7 @@ def _same_length(values: object, length: int) -> list[Any]:
     return values if isinstance(values, list) and len(values) == length else []
 
 
-def _advantage_scales(prompts: list[tuple[str, list[ShownResponse]]]) -> dict[str, float]:
+def _advantage_scales(prompts: Prompts) -> dict[str, float]:
     """The size of a large advantage of each run, so that one outlier does not pale the rest.
 
     Macro actions sum more rewards than tokens do: on a shared scale one run would look flat.
@@ -172,7 +164,7 @@ def _advantage_scales(prompts: list[tuple[str, list[ShownResponse]]]) -> dict[st
     return {label: max(quantiles(each, [0.95])[0], 1e-9) for label, each in sizes.items() if each}
 
 
-def _score_gaps(prompts: list[tuple[str, list[ShownResponse]]]) -> list[tuple[str, dict[int, int]]]:
+def _score_gaps(prompts: Prompts) -> list[tuple[str, dict[int, int]]]:
     """For pairs of runs, the place of each prompt by their gap in score, largest first.
 
     Prompts without both scores have no place.
@@ -194,75 +186,43 @@ def _score_gaps(prompts: list[tuple[str, list[ShownResponse]]]) -> list[tuple[st
     return orders
 
 
-def _orders(orders: list[tuple[str, dict[int, int]]]) -> str:
-    """Radio buttons for the order of prompts; report.css does the sorting."""
-    if not orders:
-        return ""
-    buttons = [("as-recorded", "as recorded", " checked")]
-    for i, (pair, _) in enumerate(orders):
-        buttons += [(f"{name}-{i}", f"{name} {pair}", "") for name in ("largest", "smallest")]
-    labels = "".join(
-        f'<label><input type="radio" name="order" value="{value}"{checked}>{text(words)}</label>'
-        for value, words, checked in buttons
-    )
-    return f'<fieldset class="orders"><legend>Sort by gap in score</legend>{labels}</fieldset>'
-
-
-def _sample(
-    prompt: str, answers: list[ShownResponse], scales: dict[str, float], ranks: list[int | None]
-) -> str:
-    shown = "".join(
-        _answer(answer, scales.get(answer.label, math.nan)) for answer in thin(answers, 8)
-    )
-    places = ";".join(f"--gap{i}:{rank}" for i, rank in enumerate(ranks) if rank is not None)
-    return (
-        f'<article class="sample" style="{places}"><p class="prompt" dir="auto"><b>Prompt</b>'
-        f'{text(_shortened(prompt))}</p><div class="answers">{shown}</div></article>'
-    )
-
-
-def _answer(answer: ShownResponse, scale: float) -> str:
+def _answer(answer: ShownResponse, scale: float) -> dict[str, object]:
+    """What the page shows of a response: its macro actions and its numbers."""
     sample = answer.sample
     macros = macro_actions(sample)
-    body = "".join(_spans(macros, scale))
     pieces = sample.get("pieces")
     hidden = len(pieces) - MAX_PIECES if isinstance(pieces, list) else 0
-    if hidden > 0:
-        body += f' <span class="none">and {hidden} more tokens</span>'
     facts = [
-        f"{name} {num(number(sample.get(key)))}"
+        f"{name} {num(value)}"
         for name, key in (("score", "score"), ("gold", "gold"), ("KL", "kl"))
-        if math.isfinite(number(sample.get(key)))
+        if math.isfinite(value := number(sample.get(key)))
     ]
     length = number(sample.get("length"))
     if math.isfinite(length):
         facts.append(f"{length:.0f} tokens")
     if len(macros) > 1 and hidden <= 0:
         facts.append(f"{len(macros)} macro actions")
-    name = chip(answer.label, answer.colour)
-    return (
-        f'<div class="answer">{name}<p class="said" dir="auto">{body}</p>'
-        f'<p class="facts">{" &middot; ".join(facts)}</p></div>'
-    )
+    spans = list(_spans(macros, scale))
+    name = {"label": answer.label, "colour": answer.colour}
+    return {**name, "spans": spans, "hidden": hidden, "facts": facts}
 
 
-def _spans(macros: list[Macro], scale: float) -> Iterator[str]:
-    """Tokens of a response are often single letters: attributes are kept short."""
+def _spans(macros: list[Macro], scale: float) -> Iterator[Span]:
+    """Macro actions in the shade of their advantage, or in turn where none was recorded."""
     has_bars = any(macro.length > 1 for macro in macros)
     for i, macro in enumerate(macros):
         start = " m" if has_bars else ""
-        words = text(macro.text[:MAX_RESPONSE_CHARS])
+        words = macro.text[:MAX_RESPONSE_CHARS]
         if macro.length == 0:
-            yield words
+            yield "", "", words
         elif math.isfinite(macro.advantage):
             level = min(4, math.ceil(4 * abs(macro.advantage) / scale - 1e-9))
             sign = "p" if macro.advantage > 0 else "n"
             shade = f"{sign}{level}" if level else "z"
             size = f", {macro.length} tokens" if macro.length > 1 else ""
-            title = f"advantage {signed(macro.advantage)}{size}"
-            yield f'<i class="{shade}{start}" title="{title}">{words}</i>'
+            yield f"{shade}{start}", f"advantage {signed(macro.advantage)}{size}", words
         else:
-            yield f'<i class="{"ab"[i % 2]}{start}">{words}</i>'
+            yield f"{'ab'[i % 2]}{start}", "", words
 
 
 def _shortened(prompt: str) -> str:

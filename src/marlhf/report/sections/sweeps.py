@@ -1,4 +1,4 @@
-"""Sweeps: what one setting does to score, KL and length, all else being the same.
+"""Sweeps: what one setting, or the size of the model, does to score, KL and length.
 
 Nothing is declared: there is a figure for every setting in which some runs differ and nothing
 else, seeds aside. In a grid of settings each has its own figure, with one line per choice of the
@@ -13,18 +13,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from markupsafe import Markup
+
 from marlhf.report.charts import legend_of
 from marlhf.report.dots import Dot, Trail, dot_rows, sweep_chart
+from marlhf.report.formats import warn
 from marlhf.report.groups import (
     Group,
+    describe_methods,
     describe_segmenter,
     differing,
     setting_text,
     unflatten,
     unlike,
 )
-from marlhf.report.measures import final_score
-from marlhf.report.page import Cell, figure, grid, section, text
+from marlhf.report.measures import final_score, scored
+from marlhf.report.page import NUM_COLOURS, Cell, figure, grid, heading, section
+from marlhf.runs.lineage import num_parameters
 
 RULE = "segmenter"
 """The termination rule as a whole: its type and all its settings."""
@@ -43,13 +48,14 @@ MEASURES = (
     ("Length (tokens)", "length", False),
     ("Repetition", "repetition", True),
 )
+SIZE = "parameters"
 MAX_SWEEPS = 8
 MAX_CHARS = 24
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """One setting, its values in order, and the lines of groups along it."""
+class SettingSweep:
+    """One setting or the size, its values in order, and the lines of groups along it."""
 
     key: str
     values: list[Any]
@@ -66,10 +72,10 @@ class Sweep:
 
     @property
     def places(self) -> list[str]:
-        return [value_text(value) for value in self.values]
+        return [(size_text if self.key == SIZE else value_text)(value) for value in self.values]
 
 
-def find_sweeps(groups: Sequence[Group]) -> list[Sweep]:
+def find_sweeps(groups: Sequence[Group]) -> list[SettingSweep]:
     """A sweep for each setting in which some groups differ and nothing else."""
     known = [group for group in groups if group.config]
     keys = [key for key, _ in differing([group.chosen for group in known])]
@@ -79,7 +85,7 @@ def find_sweeps(groups: Sequence[Group]) -> list[Sweep]:
     return kept[:MAX_SWEEPS]
 
 
-def _along(key: str, groups: Sequence[Group]) -> Sweep | None:
+def _along(key: str, groups: Sequence[Group]) -> SettingSweep | None:
     together: dict[str, list[Group]] = {}
     for group in groups:
         rest = {k: v for k, v in group.chosen.items() if not _belongs(k, key)}
@@ -88,16 +94,12 @@ def _along(key: str, groups: Sequence[Group]) -> Sweep | None:
     lines = [each for each in together.values() if len(each) > 1 and _varies(key, each)]
     if not lines:
         return None
-    values = _ordered({_value(key, group) for line in lines for group in line})
+    values = list({_value(key, group) for line in lines for group in line})
+    values.sort(key=None if all(map(_is_number, values)) else str)
     shared = [{k: v for k, v in line[0].chosen.items() if not _belongs(k, key)} for line in lines]
-    return Sweep(
-        key,
-        values,
-        [
-            (name, sorted(((values.index(_value(key, g)), g) for g in line), key=lambda e: e[0]))
-            for name, line in zip(_names(shared), lines)
-        ],
-    )
+    placed = [[(values.index(_value(key, group)), group) for group in line] for line in lines]
+    ordered = [sorted(line, key=lambda each: each[0]) for line in placed]
+    return SettingSweep(key, values, list(zip(_names(shared), ordered)))
 
 
 def _belongs(setting: str, key: str) -> bool:
@@ -115,12 +117,6 @@ def _value(key: str, group: Group) -> Any:
         return describe_segmenter(unflatten(group.chosen))
     value = group.chosen[key]
     return value if isinstance(value, (str, int, float, bool)) else setting_text(value)
-
-
-def _ordered(values: set[Any]) -> list[Any]:
-    if all(map(_is_number, values)):
-        return sorted(values)
-    return sorted(values, key=str)
 
 
 def _is_number(value: Any) -> bool:
@@ -147,65 +143,89 @@ def _names(shared: list[dict[str, Any]]) -> list[str]:
         known = list(zip(*(named for _, named in rows))) if rows else [()] * len(values)
         if len(set(zip(known, values))) > len(set(known)):
             rows.append((key, values))
-    if not rows:
-        return [""] * len(shared)
-    return [
-        ", ".join(
-            f"{key.rpartition('.')[2]}={(values[i] or 'none').removeprefix('.')}"
-            for key, values in rows
-        )
-        for i in range(len(shared))
+    words = [
+        [f"{key.rpartition('.')[2]}={(value or 'none').removeprefix('.')}" for value in values]
+        for key, values in rows
     ]
+    return [", ".join(each) for each in zip(*words)] if words else [""] * len(shared)
 
 
-def sweeps(policies: list[Group]) -> str:
+def sweeps(policies: list[Group]) -> Markup:
     """One row of figures per sweep: score, gold score, KL, length and repetition."""
-    scored = [group for group in policies if math.isfinite(final_score(group).mean)]
-    parts: list[str] = []
-    for sweep in find_sweeps(scored):
-        figures = [measured_figure(sweep, *measure) for measure in MEASURES]
+    blocks: list[Markup] = []
+    for sweep in find_sweeps(scored(policies)):
         warning = ""
         if any(unlike([group for _, group in line]) for _, line in sweep.lines):
-            warning = (
-                '<p class="lead"><span class="warn">Not on one scale:</span> this setting changes '
-                "what scores the responses.</p>"
-            )
-        parts.append(f"<h3>{text(sweep.title)}</h3>{warning}{grid(figures)}")
-    return section(
-        "sweeps",
-        "One setting at a time",
-        "Runs that differ only in one setting, after their last evaluation. Large dots are means "
-        "with 95% intervals over seeds and prompts (over prompts where there is one seed), small "
-        "ones the seeds. A higher score counts only where KL and length did not rise too.",
-        *parts,
-    )
+            warning = warn("Not on one scale:") + " this setting changes what scores the responses."
+        blocks += [heading(sweep.title, warning), _figures(sweep)]
+    return section("sweeps", *blocks)
 
 
-def measured_figure(sweep: Sweep, title: str, field: str, is_share: bool) -> str:
+def scaling(policies: Sequence[Group]) -> Markup:
+    """One line per method, one place per size, where runs differ in it."""
+    counted = [(num_parameters(group.runs[0]), group) for group in scored(policies)]
+    sized = [(count, group) for count, group in counted if count]
+    sizes = sorted({count for count, _ in sized})
+    lines: dict[str, dict[int, Group]] = {}
+    methods = describe_methods([group for _, group in sized])
+    for (count, group), method in zip(sized, methods):
+        lines.setdefault(method, {}).setdefault(sizes.index(count), group)
+    kept = [(name, sorted(line.items())) for name, line in lines.items() if len(line) > 1]
+    if not kept:
+        return Markup()
+    apart = unlike([group for _, line in kept for _, group in line])
+    return section("scaling", _figures(SettingSweep(SIZE, sizes, kept)), unlike=bool(apart))
+
+
+def size_text(count: int) -> str:
+    """A number of parameters as one says it: 135M, 2.6B.
+
+    >>> [size_text(n) for n in (512, 135_000_000, 2_614_000_000)]
+    ['512', '135M', '2.6B']
+    """
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            amount = count / size
+            return f"{amount:.1f}{unit}" if amount < 10 else f"{amount:.0f}{unit}"
+    return str(count)
+
+
+def _figures(sweep: SettingSweep) -> Markup:
+    return grid([measured_figure(sweep, *measure) for measure in MEASURES])
+
+
+def measured_figure(sweep: SettingSweep, title: str, field: str, is_share: bool) -> Markup:
     """One measure along a sweep: dots on an axis for numbers, rows of dots for words."""
     trails: list[Trail] = []
     rows: list[list[Cell]] = []
+    alone = len(sweep.lines) == 1
     for i, (name, line) in enumerate(sweep.lines):
-        alone = len(sweep.lines) == 1
-        colour = "var(--faint)" if alone else f"var(--l{i % 8})"
+        colour = "var(--faint)" if alone else f"var(--l{i % NUM_COLOURS})"
         dots: list[tuple[int, Dot]] = []
-        for place, group in line:
+        for at, group in line:
             value, seeds = final_score(group, field), group.finals(f"eval/{field}")
             if math.isfinite(value.mean):
-                label = sweep.places[place] if alone else f"{name}, {sweep.places[place]}"
-                dots.append((place, Dot(label, value, group.colour if alone else colour, seeds)))
-                rows.append([name, sweep.places[place], *value[:3], len(group.runs), group.label])
+                place = sweep.places[at]
+                label = place if alone else f"{name}, {place}"
+                dots.append((at, Dot(label, value, group.colour if alone else colour, seeds)))
+                place = sweep.values[at] if sweep.key == SIZE else place
+                rows.append([name, place, *value[:3], len(group.runs), group.label])
         if dots:
             trails.append(Trail(name, colour, dots))
     if not rows:
-        return ""
+        return Markup()
     x_label = sweep.title.removeprefix("By ").partition(",")[0]
     if sweep.is_numeric:
         chart = sweep_chart(trails, sweep.places, x_label=x_label, y_label=title, is_share=is_share)
-        key = legend_of(trails)
     else:
         flat = [dot for trail in trails for _, dot in trail.dots]
-        chart, key = dot_rows(flat, x_label=title, is_share=is_share), ""
-    header = ["line", sweep.key, f"eval/{field}", "low", "high", "seeds", "run"]
-    file = f"{sweep.title} {title}"
-    return figure(title, chart, file=file, key=key, header=header, rows=rows)
+        chart = dot_rows(flat, x_label=title, is_share=is_share)
+    return figure(
+        title,
+        chart,
+        file=f"{sweep.title} {title}",
+        key=legend_of(trails) if sweep.is_numeric else "",
+        note=trails[0].label if alone else "",
+        header=["line", sweep.key, f"eval/{field}", "low", "high", "seeds", "run"],
+        rows=rows,
+    )

@@ -1,0 +1,165 @@
+"""Numbers over the course of training: held-out curves, training batches, the models behind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from markupsafe import Markup
+
+from marlhf.intervals import mean, thin
+from marlhf.report.charts import Series, legend_of, line_chart
+from marlhf.report.formats import duration, percent
+from marlhf.report.groups import CurvePoint, Group
+from marlhf.report.page import Below, Cell, Chip, Column, figure, grid, heading, section, table
+from marlhf.runs.stage_facts import facts_of
+
+MAX_POINTS = 300
+POINTS_PER_CHART = 1500
+"""Shared by the lines of a chart, so that forty runs still make a page one can mail."""
+
+SHARES = {"clip_fraction", "ended", "repetition", "win_rate", "accuracy"}
+LEARNING = (
+    ("Score", ("eval/score", "rl/score")),
+    ("KL (nats per response)", ("eval/kl", "rl/kl")),
+    ("Length (tokens)", ("eval/length", "rl/length")),
+    ("Gold score", ("eval/gold",)),
+    ("Repetition", ("eval/repetition",)),
+    ("Win rate against SFT", ("eval/win_rate",)),
+)
+TRAINING = (
+    ("L2 norm of advantages", ("rl/advantage_norm",)),
+    ("L2 norm of Q-values", ("rl/q_norm",)),
+    ("Reward after the KL penalty", ("rl/reward",)),
+    ("Policy loss", ("rl/policy_loss",)),
+    ("Value loss", ("rl/value_loss",)),
+    ("Entropy", ("rl/entropy",)),
+    ("Share of clipped ratios", ("rl/clip_fraction",)),
+    ("Tokens per macro action", ("rl/macro_length",)),
+    ("Explained variance of the critic", ("rl/explained_variance",)),
+    ("EOS rate", ("eval/ended", "rl/ended")),
+)
+STAGE_MEASURES = ("loss", "accuracy", "margin", "learning_rate")
+"""Of each stage that is not reinforcement learning, where it records them."""
+
+
+def curve_figure(
+    title: str, groups: Sequence[Group], keys: Sequence[str], *, x: str = "step"
+) -> Markup:
+    """Lines of the first of `keys` that anyone recorded; held-out and training never mix."""
+    for key in keys:
+        points = [[p for p in g.curve(key) if math.isfinite(getattr(p, x))] for g in groups]
+        curves = [(group, each) for group, each in zip(groups, points) if each]
+        if curves:
+            break
+    else:
+        return Markup()
+    limit = max(40, min(MAX_POINTS, POINTS_PER_CHART // len(curves)))
+    # Training batches are noisy, evaluations are not: only the former are smoothed.
+    window = 1 if key.startswith("eval/") else _window(points for _, points in curves)
+    lines: list[Series] = []
+    rows: list[list[Cell]] = []
+    for group, points in curves:
+        smooth = _running_mean(points, window, limit)
+        kept = thin(points, limit)
+        band = [(getattr(p, x), p.low, p.high) for p in smooth] if len(group.runs) > 1 else ()
+        line = [(getattr(p, x), p.mean) for p in smooth]
+        raw = [(getattr(p, x), p.mean) for p in kept] if window > 1 and len(curves) < 4 else ()
+        lines.append(Series(group.label, line, group.colour, band, group.dash, raw=raw))
+        ends = [[s.mean] if window > 1 else [] for s in smooth]
+        rows += [[group.label, *point, *end] for point, end in zip(kept, ends)]
+    header = ["run", "step", "seconds", key, "lowest seed", "highest seed"]
+    return figure(
+        title,
+        line_chart(lines, x_label=x, y_label=title, is_share=key.rpartition("/")[2] in SHARES),
+        file=f"{title} by {x}",
+        key=legend_of(lines),
+        note=f"Running means over {window} steps." if window > 1 else "",
+        header=[*header, "running mean"] if window > 1 else header,
+        rows=rows,
+    )
+
+
+def _window(curves: Iterable[Sequence[CurvePoint]]) -> int:
+    """Logged steps that a running mean is taken over: a thirtieth of the longest run."""
+    return max(1, max((len(points) for points in curves), default=0) // 30)
+
+
+def _running_mean(points: list[CurvePoint], window: int, limit: int) -> list[CurvePoint]:
+    """At most `limit` points, each averaged with its neighbours, fewer towards the ends."""
+    if window == 1:
+        return thin(points, limit)
+    sums = [list(accumulate((p[i] for p in points), initial=0.0)) for i in (2, 3, 4)]
+    smooth: list[CurvePoint] = []
+    for i in thin(range(len(points)), limit):
+        reach = min(window // 2, i, len(points) - 1 - i)
+        first, last = i - reach, i + reach + 1
+        means = [(column[last] - column[first]) / (last - first) for column in sums]
+        smooth.append(CurvePoint(points[i].step, points[i].seconds, *means))
+    return smooth
+
+
+def learning(policies: list[Group]) -> Markup:
+    """Score beside gold, KL, length and repetition, over steps and over seconds."""
+    blocks: list[Markup] = []
+    for x, measures in (("step", LEARNING), ("seconds", LEARNING[:3])):
+        if figures := grid([curve_figure(title, policies, keys, x=x) for title, keys in measures]):
+            blocks += [heading(f"Over {x.removesuffix('s')}s"), figures]
+    return section(
+        "learning",
+        *blocks,
+        held_out=any(group.curve("eval/score") for group in policies),
+        bands=any(len(group.runs) > 1 for group in policies),
+    )
+
+
+def training(policies: list[Group]) -> Markup:
+    """Losses, norms and ratios of the training batches."""
+    return section(
+        "training",
+        grid([curve_figure(title, policies, keys) for title, keys in TRAINING]),
+        folded=True,
+    )
+
+
+def stages(groups: list[Group], *, with_table: bool) -> Markup:
+    """The SFT and reward models that the policies started from, and DPO, which has no score."""
+    figures: list[Markup] = []
+    for stage in dict.fromkeys(group.stage for group in groups):
+        alike = [group for group in groups if group.stage == stage]
+        name = stage.upper() if facts_of(stage).writes_text else "Reward-model"
+        for measure in STAGE_MEASURES:
+            words = measure.replace("_", " ")
+            figures.append(curve_figure(f"{name} {words}", alike, (f"{stage}/{measure}",)))
+            figures.append(curve_figure(f"{name} held-out {words}", alike, (f"eval/{measure}",)))
+    return section(
+        "stages", stage_table(groups) if with_table else "", grid(figures), folded=with_table
+    )
+
+
+def stage_table(groups: list[Group]) -> Markup:
+    """The last numbers of each SFT, reward or DPO run."""
+    measures = [
+        (Column("Loss"), [f"{group.stage}/loss" for group in groups]),
+        (Column("Held-out loss"), ["eval/loss"]),
+        (Column("Held-out accuracy", form=percent), ["eval/accuracy"]),
+    ]
+    measures = [m for m in measures if any(g.finals(key) for g in groups for key in m[1])]
+    columns = [Column("Run"), Column("Stage"), Column("Steps"), *(m[0] for m in measures)]
+    rows: list[list[object]] = []
+    for group in groups:
+        means = [mean([x for key in {*keys} for x in group.finals(key)]) for _, keys in measures]
+        stage = facts_of(group.stage).label
+        rows.append([name_cell(group), stage, group.last_step, *means, group.seconds])
+    return table([*columns, Column("Time", form=duration)], rows, words=2) if rows else Markup()
+
+
+def name_cell(group: Group, kind: str = "") -> Below:
+    words = sorted({run.status for run in group.runs} - {"unknown"})
+    if group.num_seeds > 1:
+        words.insert(0, f"{group.num_seeds} seeds")
+    elif len(group.runs) > 1:
+        words.insert(0, f"{len(group.runs)} runs")
+    below = [line for line in (kind, ", ".join(words)) if line]
+    return Below(Chip(group.label, group.colour), below)

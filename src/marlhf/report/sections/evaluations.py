@@ -1,0 +1,207 @@
+"""What commands measured after training: pass@k, held-out scores, temperatures, best of n."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from markupsafe import Markup
+
+from marlhf.evaluate.best_of_n_grid import Grid, kl_bound, read_grids
+from marlhf.evaluate.blocks_frontier import Point, read_frontiers
+from marlhf.evaluate.held_out import MEASURES, read_scored, scores_of, summarise
+from marlhf.evaluate.pass_rates import ALL, read_summary
+from marlhf.intervals import NO_INTERVAL, Interval
+from marlhf.report.charts import Series, legend_of, line_chart
+from marlhf.report.dots import Dot, Trail, dots_figure, heat_map, sweep_chart
+from marlhf.report.formats import percent
+from marlhf.report.groups import Group, labelled
+from marlhf.report.page import NUM_COLOURS, Below, Cell, Chip, Column, figure, grid, section, table
+from marlhf.report.sections.prompts import distribution_figure
+
+SHARES = ("repetition", "distinct_1", "distinct_2", "ended")
+MAX_DISTRIBUTIONS = 12
+MAX_TEMPERATURES = 24
+
+
+def problems(groups: Sequence[Group]) -> Markup:
+    """One row per run and difficulty: pass@k with its interval, and how the samples ended."""
+    measured = [
+        (label, group.colour, rates.samples, row)
+        for label, group, run in labelled(groups)
+        if (rates := read_summary(run.path))
+        for row in rates.rows
+    ]
+    ks = sorted({k for *_, row in measured for k in row.pass_at})
+    if not ks:
+        return Markup()
+    columns = [Column("Run", "run"), Column("Difficulty", "difficulty")]
+    columns += [Column("Problems", "problems"), Column("Samples", "samples")]
+    columns += [Column(f"pass@{k}", f"pass@{k}", lambda share: f"{100 * share:.2f}") for k in ks]
+    rows: list[list[object]] = []
+    for label, colour, samples, row in measured:
+        ends = ", ".join(f"{share:.0%} {end}" for end, share in row.results.items())
+        rates = [row.pass_at.get(k, NO_INTERVAL) for k in ks]
+        names = [Chip(label, colour), row.difficulty]
+        rows.append([*names, row.problems, samples, *rates, ends.replace("_", " ")])
+    figures: list[Markup] = []
+    for k in ks[:3]:
+        dots = [
+            Dot(label if row.difficulty == ALL else f"{label}: {row.difficulty}", rate, colour)
+            for label, colour, _, row in measured
+            if (rate := row.pass_at.get(k))
+        ]
+        name, rows_are = f"pass@{k}", "run and difficulty"
+        figures.append(dots_figure(name, dots, x_label=name, names=rows_are, is_share=True))
+    return section(
+        "pass-at-k",
+        grid(figures),
+        table([*columns, Column("Ended")], rows, file="pass at k", words=2),
+    )
+
+
+def held_out(groups: Sequence[Group]) -> Markup:
+    """One row per run and sampling, and the distribution of each judge's scores."""
+    evaluations = [
+        (label, group.colour, file, summarise(file.lines))
+        for label, group, run in labelled(groups)
+        for file in read_scored(run.path)
+    ]
+    if not evaluations:
+        return Markup()
+    judges = list(dict.fromkeys(name for *_, summary in evaluations for name in summary.scores))
+    columns = [Column("Run", "run"), Column("Sampling"), Column("", "sampling")]
+    columns += [Column("Prompts", "prompts"), *(Column(j, j, is_bold=True) for j in judges)]
+    columns += [Column(t, key, percent if key in SHARES else None) for t, key in MEASURES]
+    rows: list[list[object]] = []
+    for label, colour, file, summary in evaluations:
+        scores = [summary.scores.get(judge, NO_INTERVAL) for judge in judges]
+        sampling = Below(file.label, [] if file.label == file.name else [file.name])
+        means = [summary.measures[key].mean for _, key in MEASURES]
+        name = Chip(label, colour)
+        rows.append([name, sampling, file.name, summary.prompts, *scores, *means])
+    figures: list[Markup] = []
+    for sampling in dict.fromkeys(file.label for _, _, file, _ in evaluations):
+        for judge in judges:
+            series = [
+                (label, [x for x in scores_of(file.lines, judge) if math.isfinite(x)], colour)
+                for label, colour, file, _ in evaluations
+                if file.label == sampling
+            ]
+            if series := [each for each in series if each[1]]:
+                title = f"Score by {judge}, {sampling}"
+                figures.append(distribution_figure(title, series, x_label=f"score by {judge}"))
+    return section(
+        "held_out",
+        table(columns, rows, file="evaluations", words=2),
+        grid(figures[:MAX_DISTRIBUTIONS]),
+    )
+
+
+def temperatures(groups: Sequence[Group]) -> Markup:
+    """One line per run: score by each judge, with KL, length and repetition."""
+    by_title: dict[str, dict[tuple[str, str], dict[float, Interval]]] = {}
+    sampled: dict[str, dict[tuple[str, str], dict[float, Interval]]] = {}
+    for label, group, run in labelled(groups):
+        name = label, group.colour
+        for file in read_scored(run.path):
+            if file.settings is None:
+                continue
+            summary, rest = summarise(file.lines), file.settings.label_without_temperature
+            values = {f"Score by {judge}, {rest}": v for judge, v in summary.scores.items()}
+            values |= {f"{title}, {rest}": summary.measures[key] for title, key in MEASURES[:3]}
+            for title, value in values.items():
+                line = by_title.setdefault(title, {}).setdefault(name, {})
+                line[file.settings.temperature] = value
+        for rest, samples in read_grids(run.path).items():
+            means = {t: samples.cell(t, 1) for t in samples.lines}
+            sampled.setdefault(f"Score, {rest}", {})[name] = means
+    figures = [_temperature_figure(title, runs) for title, runs in by_title.items()]
+    if not any(figures):  # the mean of what was sampled for best of n says the same
+        figures = [_temperature_figure(title, runs) for title, runs in sampled.items()]
+    return section("temperatures", grid([each for each in figures if each][:MAX_TEMPERATURES]))
+
+
+def _temperature_figure(
+    title: str, runs: Mapping[tuple[str, str], Mapping[float, Interval]]
+) -> Markup:
+    temperatures = sorted({t for values in runs.values() for t in values})
+    trails: list[Trail] = []
+    for (label, colour), values in runs.items():
+        dots = [
+            (temperatures.index(t), Dot(f"{label}, {t:g}", value, colour))
+            for t, value in sorted(values.items())
+            if math.isfinite(value.mean)
+        ]
+        trails += [Trail(label, colour, dots)] if dots else []
+    if not any(len(trail.dots) > 1 for trail in trails):
+        return Markup()
+    name, places = title.partition(",")[0], [f"{t:g}" for t in temperatures]
+    is_share = title.startswith("Repetition")
+    return figure(
+        title,
+        sweep_chart(trails, places, x_label="temperature", y_label=name, is_share=is_share),
+        file=f"by temperature {title}",
+        key=legend_of(trails),
+        note=trails[0].label if len(trails) == 1 else "",
+        header=["run", "temperature", name, "low", "high"],
+        rows=[[t.label, temperatures[at], *dot.value[:3]] for t in trails for at, dot in t.dots],
+    )
+
+
+def best_of_n(groups: Sequence[Group]) -> Markup:
+    """One heat map per run: the mean best score at each temperature and n.
+
+    Where blocks were decided, two figures more: score against the KL bound and against tokens.
+    """
+    figures: list[Markup] = []
+    for label, _, run in labelled(groups):
+        for name, samples in read_grids(run.path).items():
+            figures.append(_heat_figure(f"{label}, {name}", samples))
+        for name, ways in read_frontiers(run.path).items():
+            figures += _frontier_figures(f"{label}, {name}", ways)
+    return section("best_of_n", grid(figures, "two"))
+
+
+def _heat_figure(title: str, samples: Grid) -> Markup:
+    cells = {(t, n): samples.cell(t, n) for t in samples.lines for n in samples.ns}
+    return figure(
+        title,
+        heat_map(
+            [f"{t:g}" for t in samples.lines],
+            [str(n) for n in samples.ns],
+            [[cells[t, n].mean for n in samples.ns] for t in samples.lines],
+            x_label="n",
+            y_label="temperature",
+        ),
+        file=f"best of n {title}",
+        header=["temperature", "n", "score", "low", "high", "length", "kl bound"],
+        rows=[
+            [t, n, *value[:3], samples.length(t, n), kl_bound(n)] for (t, n), value in cells.items()
+        ],
+    )
+
+
+def _frontier_figures(title: str, ways: Mapping[str, Sequence[Point]]) -> list[Markup]:
+    header = ["chosen", "k or n", "score", "low", "high", "kl bound", "tokens sampled", "length"]
+    rows: list[list[Cell]] = [
+        [name, p.candidates, *p.score[:3], p.kl_bound, p.tokens, p.length]
+        for name, points in ways.items()
+        for p in points
+    ]
+    figures: list[Markup] = []
+    for measure, x_label in (("kl_bound", "KL bound, nats"), ("tokens", "tokens sampled")):
+        series = [
+            Series(
+                name,
+                sorted((getattr(p, measure), p.score.mean) for p in points),
+                f"var(--l{i % NUM_COLOURS})",
+                band=sorted((getattr(p, measure), p.score.low, p.score.high) for p in points),
+            )
+            for i, (name, points) in enumerate(ways.items())
+        ]
+        chart = line_chart(series, x_label=x_label, y_label="score")
+        name = f"Score by {x_label}: {title}"
+        file = f"blocks {measure} {title}"
+        figures.append(figure(name, chart, file=file, header=header, rows=rows))
+    return figures
