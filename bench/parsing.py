@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from marlhf.core import Constituents, NGram, Responses, pack_spans, segment
-from marlhf.spans.align import TokenBytes
 from marlhf.spans.parser import build_parser
 from marlhf.spans.phrases import Parser, Phrase
+from marlhf.spans.align import TokenBytes
 from marlhf.spans.workers import ParserPool, parse_flat
 
 ROWS, TOKENS, CUTOFF = 256, 64, 5
@@ -105,7 +105,7 @@ def print_steps(shape_name: str | None, repeats: int) -> None:
     """A PPO step with n-grams beside one with constituents, taking turns."""
     import ppo_step  # beside this file
 
-    from marlhf.spans.parsing import Parsing
+    from marlhf.spans.apply import Parsing
 
     class Prose(Parsing):
         """Random models write no English: text of the same size is parsed in its place."""

@@ -15,7 +15,7 @@ import torch
 from jinja2 import TemplateError
 
 from marlhf.config.build import build_segmenter
-from marlhf.core import Constituents, Perplexity, Responses
+from marlhf.core import Perplexity
 from marlhf.data import DataConfig, DataError, apps, decode, load_data, tldr, webgpt
 from marlhf.data.encode import encode_prompt
 from marlhf.data.rows import Message, Text, after_colon
@@ -33,11 +33,7 @@ from marlhf.models.sequences import Sequences
 from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine
 from marlhf.runs.layout import model_folder
-from marlhf.spans import vocabulary
-from marlhf.spans.align import TokenBytes
-from marlhf.spans.apply import apply_segmenter
-from marlhf.spans.parser import build_parser
-from marlhf.spans.workers import parse_flat
+from marlhf.spans.apply import segment_response
 
 FORMS = {
     "chat": "messages through the chat template",
@@ -170,22 +166,14 @@ class ChatModel:
             )
         segmenter = build_segmenter(config["segmenter"])
         ids = turn.answer_ids
-        tokens, spans = torch.tensor([ids]), None
-        if isinstance(segmenter, Constituents):
-            aligned = TokenBytes.of(self.tokenizer).align([ids])
-            phrases = parse_flat(build_parser(segmenter.parser), aligned.texts)
-            spans = torch.from_numpy(aligned.token_spans(phrases))
-        responses = Responses(
-            tokens,
-            torch.ones_like(tokens).bool(),
+        starts = segment_response(
+            segmenter,
+            ids,
+            self.tokenizer,
+            seed=turn.seed,
             ref_logprobs=self._ref_logprobs(turn) if _may_need_reference(segmenter) else None,
-            spans=spans,
-            vocabulary=vocabulary(self.tokenizer),
-            seeds=torch.tensor([turn.seed]),
+            split_last=bool(config.get("split_last")),
         )
-        split_last = bool(config.get("split_last"))
-        segments = apply_segmenter(segmenter, responses, split_last=split_last)
-        starts = segments.starts[0].tolist()
         ends = [i for i, start in enumerate(starts) if start and i] + [len(ids)]
         # Decode prefixes rather than pieces: a token may depend on those before it, and a
         # character may be split between two actions. The action that completes it shows it.

@@ -1,8 +1,8 @@
 """Parsing on other processes, while this one has the GPU score.
 
-Workers are separate programs, `python -m marlhf.spans.workers english`, that read texts and write
-spans as lines of JSON. So they never import the main program, share none of its memory, see no GPU,
-and end by themselves when the main program is gone.
+Workers are separate programs that read texts and write spans as lines of JSON. So they never import
+the main program, share none of its memory, see no GPU, and end by themselves when the main program
+is gone.
 """
 
 from __future__ import annotations
@@ -26,6 +26,13 @@ SMALL = 20_000
 """Fewer characters than this are parsed faster here than by workers."""
 MOST = 4
 """The most workers per process. More would not help: scoring takes longer than parsing."""
+PROGRAM = """
+import sys
+sys.path[:] = sys.argv[2:]
+from marlhf.spans.workers import serve
+serve(sys.argv[1])
+"""
+"""Imports what the main program would: `-m` alone would look in the current folder first."""
 
 
 def parse_flat(parser: Parser, texts: Sequence[str]) -> Flat:
@@ -68,15 +75,14 @@ class ParserPool:
         if self._workers:
             return
         quiet = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         for _ in range(self.count):
             worker = subprocess.Popen(
-                [sys.executable, "-m", "marlhf.spans.workers", self.name],
+                [sys.executable, "-c", PROGRAM, self.name, *sys.path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
                 encoding="utf-8",
-                env={**os.environ, **quiet, "PYTHONPATH": paths},
+                env=os.environ | quiet,
                 start_new_session=True,  # Ctrl-C is for the main program, which then closes them
             )
             self._workers.append(worker)
@@ -140,7 +146,3 @@ def _close(workers: list[subprocess.Popen[str]]) -> None:
             worker.kill()
             worker.wait()
     workers.clear()
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1])
