@@ -11,13 +11,12 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from marlhf.intervals import Interval, mean
 from marlhf.judge.client import Cache, OpenAIJudge
 from marlhf.judge.criteria import Answer, Question, find_criteria, slug
 from marlhf.judge.pairs import JudgeError, Pair, home, prompt_text, read_pairs
-from marlhf.judge.prices import Prices, find_prices
 from marlhf.judge.verdicts import Judgement, Verdict, write_verdicts
 from marlhf.runs.layout import JUDGED
 
@@ -26,6 +25,23 @@ SWAPPED: dict[str, Verdict] = {"first": "b", "second": "a", "tie": "tie"}
 STRAIGHT: dict[str, Verdict] = {"first": "a", "second": "b", "tie": "tie"}
 
 Progress = Callable[[int, int], None]
+
+
+class Prices(NamedTuple):
+    """Per million tokens, in any currency; None if unknown."""
+
+    tokens_in: float | None = None
+    tokens_out: float | None = None
+
+    def describe(self, tokens_in: int, tokens_out: int) -> str:
+        text = f"{tokens_in:,} tokens in, {tokens_out:,} out"
+        if self == Prices():
+            return text
+        cost = tokens_in * (self.tokens_in or 0) + tokens_out * (self.tokens_out or 0)
+        return f"{text}, {cost / 1e6:.4f} at the given prices"
+
+
+NO_PRICES = Prices()
 
 
 class Judge(Protocol):
@@ -46,7 +62,7 @@ def judge(
     base_url: str | None = None,
     concurrency: int = 8,
     timeout: float = 120.0,
-    prices: Prices | None = None,
+    prices: Prices = NO_PRICES,
     dry_run: bool = False,
     output: Path | str | None = None,
     cache: Path | str | None = None,
@@ -90,9 +106,8 @@ def judge(
         client = OpenAIJudge(
             name, criteria, replies, base_url=base_url, concurrency=concurrency, timeout=timeout
         )
-        known = find_prices(prices, name, client.base_url)
         try:
-            answers = _ask_server(client, questions, known, dry_run, say, progress)
+            answers = _ask_server(client, questions, prices, dry_run, say, progress)
         finally:
             replies.close()
     elif dry_run:
@@ -125,21 +140,23 @@ def _ask_server(
     estimate = client.estimate(questions)
     say(
         f"{estimate.questions} questions, {estimate.known} answered before; remaining: about "
-        f"{prices(estimate.tokens_in, estimate.tokens_out)}"
+        f"{prices.describe(estimate.tokens_in, estimate.tokens_out)}"
     )
     if dry_run:
-        if prices == Prices():
-            say(f"No price of {client.model} is known. For a cost give --price-in and --price-out.")
+        if prices == NO_PRICES:
+            say("For a cost give --price-in and --price-out.")
         return []
     before = client.spent(questions)
     try:
         return client.answer(questions, progress)
     finally:  # also after Ctrl-C: the replies so far were paid for
         after = client.spent(questions)
-        say(f"Used now: {prices(after[0] - before[0], after[1] - before[1])}")
-        say(f"Used in total: {prices(*after)}")
+        say(f"Used now: {prices.describe(after[0] - before[0], after[1] - before[1])}")
+        say(f"Used in total: {prices.describe(*after)}")
         for fault, count in client.faults.items():
-            say(f"{count} questions without an answer: {fault}")
+            say(f"{count} questions without an answer: {fault}. They are asked again next time.")
+        if client.unreadable:
+            say(f"A reply that could not be read: {client.unreadable[:300]!r}")
 
 
 def describe(summary: dict[str, Any]) -> list[str]:
