@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from marlhf.core import Constituents, NGram, Responses, pack_spans, segment
+from marlhf.spans.align import TokenBytes
 from marlhf.spans.parser import build_parser
 from marlhf.spans.phrases import Parser, Phrase
-from marlhf.spans.align import TokenBytes
 from marlhf.spans.workers import ParserPool, parse_flat
 
 ROWS, TOKENS, CUTOFF = 256, 64, 5

@@ -17,8 +17,8 @@ from pathlib import Path
 from marlhf.data import DataConfig
 from marlhf.evaluate.best_of_n import find_task
 from marlhf.evaluate.blocks import BlockOptions, decide_blocks, write_responses
-from marlhf.evaluate.blocks_frontier import Point
 from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions
+from marlhf.evaluate.results import FrontierPoint
 from marlhf.runs.layout import MODEL
 from marlhf.train import sft
 from marlhf.train.recipe import load_stage
@@ -28,7 +28,7 @@ from marlhf.train.recipe import load_stage
 class DistilledRound:
     """What a round learnt from, and where its model is."""
 
-    point: Point  # of the responses it learnt from
+    point: FrontierPoint  # of the responses it learnt from
     folder: Path
 
 
@@ -56,8 +56,8 @@ def distil(
     for number in range(1, rounds + 1):
         data, folder = output_dir / f"round-{number}.jsonl", output_dir / f"round-{number}"
         # Another seed each round: the same prompts, but not the same random numbers.
-        seeded = replace(options, seed=options.seed + number - 1)
-        results = decide_blocks(task, seeded, blocks, notice)
+        task.seed = options.seed + number - 1
+        results = decide_blocks(task, blocks, notice)
         # The same rows when resuming; with other settings SFT finds its data changed, and refuses.
         write_responses(results, data)
         point = results[0].point()

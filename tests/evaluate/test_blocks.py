@@ -14,10 +14,15 @@ from marlhf.cli import main
 from marlhf.core import Lines, NGram, Perplexity, Sentences, Words
 from marlhf.evaluate import blocks as module
 from marlhf.evaluate.best_of_n import best_of_n
-from marlhf.evaluate.best_of_n_grid import kl_bound
 from marlhf.evaluate.blocks import BlockDecider, BlockOptions, best_of_blocks, write_responses
-from marlhf.evaluate.blocks_frontier import BlockLines, frontier_table, read_frontiers, whole_points
 from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions
+from marlhf.evaluate.results import (
+    BlockLines,
+    frontier_table,
+    kl_bound,
+    read_frontiers,
+    whole_points,
+)
 from marlhf.report.write import write_report
 from marlhf.runs.evaluations import SamplingSettings
 

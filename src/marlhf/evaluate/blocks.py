@@ -16,31 +16,25 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from marlhf.core import Lines, NGram, Responses, Segmenter, Sentences, Words, segment
 from marlhf.data import Encoded, decode, pad_right, token_budget_batches
-from marlhf.data.rows import is_blank
-from marlhf.evaluate.best_of_n import ROWS, SamplingTask, find_task, total_scores
-from marlhf.evaluate.blocks_frontier import BlockLines
-from marlhf.evaluate.eval_plan import (
-    EvaluationError,
-    EvaluationOptions,
-    sampling_settings,
-    setting_of,
-)
-from marlhf.evaluate.sampling import TOKENS, ResponseSampler, RewardModelCache, key_of, seed_of
+from marlhf.evaluate.best_of_n import ROWS, find_task, write_ended
+from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions
+from marlhf.evaluate.results import BlockLines
+from marlhf.evaluate.sampling import TOKENS, SamplingTask, complete_lines, key_of
 from marlhf.intervals import mean
-from marlhf.models.base import Model, autocast, pick_device
+from marlhf.models.base import Model, autocast
 from marlhf.models.forward import final_scores
 from marlhf.models.load import load_scalar
 from marlhf.models.sequences import Sequences
 from marlhf.rollout.engine import Rollout
 from marlhf.runs.digests import weights_digest
 from marlhf.runs.evaluations import read_sampled
-from marlhf.runs.jsonl import Line, append_jsonl, write_jsonl
+from marlhf.runs.jsonl import Line
 from marlhf.runs.layout import BLOCKS, CRITIC, is_run, read_score_scale
 from marlhf.spans import vocabulary
 
@@ -95,47 +89,40 @@ def best_of_blocks(
     notice: Callable[[str], None] = lambda words: None,
 ) -> list[BlockLines]:
     """A response to each prompt for each k, decided block by block, and what is known of them."""
-    return decide_blocks(find_task(path, options), options, blocks, notice)
+    return decide_blocks(find_task(path, options), blocks, notice)
 
 
 def decide_blocks(
-    task: SamplingTask,
-    options: EvaluationOptions,
-    blocks: BlockOptions,
-    notice: Callable[[str], None] = lambda words: None,
+    task: SamplingTask, blocks: BlockOptions, notice: Callable[[str], None] = lambda words: None
 ) -> list[BlockLines]:
-    plan = task.plan
-    blocks.check_length(plan.sampling.max_new_tokens)
+    blocks.check_length(task.plan.sampling.max_new_tokens)
     critic = find_critic(task) if blocks.value == "critic" else None
-    settings = sampling_settings(plan, options.seed, task.reward_names)
+    continuations = blocks.continuations if blocks.value == "monte_carlo" else None
+    chosen_by, settings = task.chosen_by()
     decider: BlockDecider | None = None
     results: list[BlockLines] = []
     for k in sorted(set(blocks.ks)):
-        setting = setting_of(
-            task.policy,
-            plan,
-            options.seed,
-            [(r.digest, r.weight) for r in task.rewards],
-            [blocks.label, k, blocks.value, critic and weights_digest(critic.path)],
-            blocks.continuations if blocks.value == "monte_carlo" else None,
+        way = [blocks.label, k, blocks.value, critic and weights_digest(critic.path)]
+        setting = task.setting(chosen_by, way, continuations)
+        name = re.sub(r"[^\w.]+", "_", f"{blocks.label} k{k} {blocks.value}")
+        file = task.policy.folder / BLOCKS / f"{name}-{settings.file_name}"
+        same = {"setting": setting, "sampling": asdict(settings), "k": k}
+        same |= {"blocks": blocks.label, "value": blocks.value}
+
+        def sample(chunk: Sequence[Encoded], k: int = k, same: Any = same) -> list[Line]:
+            nonlocal decider
+            decider = decider or BlockDecider(task, blocks, critic)
+            return [same | line for line in decider.respond(chunk, k)]
+
+        lines = complete_lines(
+            file,
+            read_sampled(file, setting, settings),
+            task.prompts,
+            lambda line: True,
+            sample,
+            size=max(1, ROWS // (k * (continuations or 1))),
+            notice=lambda words, k=k: notice(f"k = {k}: {words}"),
         )
-        way = re.sub(r"[^\w.]+", "_", f"{blocks.label} k{k} {blocks.value}")
-        file = task.policy.folder / BLOCKS / f"{way}-{settings.file_name}"
-        known = read_sampled(file, setting, settings)
-        left = [p for p in task.prompts if key_of(p.row) not in known]
-        notice(f"k = {k}: {len(task.prompts) - len(left)} of {len(task.prompts)} prompts")
-        if left:
-            decider = decider or BlockDecider(task, blocks, critic, options)
-            same = {"setting": setting, "sampling": asdict(settings), "k": k}
-            same |= {"blocks": blocks.label, "value": blocks.value}
-            per_prompt = k * (blocks.continuations if blocks.value == "monte_carlo" else 1)
-            size = max(1, ROWS // per_prompt)
-            for start in range(0, len(left), size):
-                lines = [same | line for line in decider.respond(left[start : start + size], k)]
-                known |= {line["key"]: line for line in lines}
-                append_jsonl(file, lines)
-            write_jsonl(file, known.values())
-        lines = [known[key_of(p.row)] for p in task.prompts]
         results.append(BlockLines(blocks.label, blocks.value, k, settings, lines))
     return results
 
@@ -195,16 +182,9 @@ class BlockDecider:
     """The policy, the rewards and the value function, loaded."""
 
     def __init__(
-        self,
-        task: SamplingTask,
-        blocks: BlockOptions,
-        critic: CriticSource | None,
-        options: EvaluationOptions,
+        self, task: SamplingTask, blocks: BlockOptions, critic: CriticSource | None
     ) -> None:
-        self.task, self.blocks, self.seed = task, blocks, options.seed
-        self.reward_models = RewardModelCache(pick_device(options.device))
-        device = self.reward_models.device
-        self.sampler = ResponseSampler(task.policy, task.plan, task.tokenizer, device)
+        self.task, self.blocks = task, blocks
         self.max_new_tokens = task.plan.sampling.max_new_tokens
         self.vocabulary = None
         if not isinstance(blocks.rule, NGram):
@@ -213,7 +193,7 @@ class BlockDecider:
         self.critic_source = critic
         if critic is not None:
             remote = task.plan.trust_remote_code
-            self.critic = load_scalar(critic.path, trust_remote_code=remote).to(device).eval()
+            self.critic = load_scalar(critic.path, trust_remote_code=remote).to(task.device).eval()
 
     def respond(self, prompts: Sequence[Encoded], k: int) -> list[Line]:
         """One response to each prompt, with its score and what it cost."""
@@ -228,7 +208,7 @@ class BlockDecider:
             for i, (_, candidate) in best.items():
                 drafts[i].tokens, drafts[i].ended = candidate.tokens, candidate.ended
                 drafts[i].num_blocks += 1
-        scores = self._scores(prompts, [draft.tokens for draft in drafts])
+        scores = self.task.total_scores(prompts, [draft.tokens for draft in drafts])
         return [
             {
                 "key": key_of(draft.prompt.row),
@@ -294,14 +274,12 @@ class BlockDecider:
         numbers: Sequence[int],
     ) -> Rollout:
         """Continue each prompt and response by at most so many tokens."""
-        seeds = [seed_of(key_of(p.row), number, self.seed) for (p, _), number in zip(rows, numbers)]
         responses: list[list[int]] = [[] for _ in rows]
         ended = torch.zeros(len(rows), dtype=torch.bool)
         for length in sorted(set(lengths)):
             chosen = [i for i, each in enumerate(lengths) if each == length]
-            rollout = self.sampler.continue_from(
-                [rows[i] for i in chosen], length, [seeds[i] for i in chosen]
-            )
+            prompts, begun = zip(*(rows[i] for i in chosen))
+            rollout = self.task.sample(prompts, [numbers[i] for i in chosen], begun, length)
             for i, response, end in zip(chosen, rollout.responses, rollout.ended.tolist()):
                 responses[i], ended[i] = response, end
         return Rollout(responses, torch.zeros(len(rows), 0), ended)
@@ -315,7 +293,7 @@ class BlockDecider:
         values = [0.0] * len(candidates)
         prompts = [drafts[c.draft].prompt for c in candidates]
         if chosen:
-            scores = self._scores(
+            scores = self.task.total_scores(
                 [prompts[i] for i in chosen], [candidates[i].tokens for i in chosen]
             )
             for i, score in zip(chosen, scores):
@@ -329,17 +307,12 @@ class BlockDecider:
             values[i] = estimate
         return values
 
-    def _scores(
-        self, prompts: Sequence[Encoded], responses: Sequence[Sequence[int]]
-    ) -> list[float]:
-        return total_scores(prompts, responses, self.sampler, self.task.rewards, self.reward_models)
-
     @torch.no_grad()
     def _critic_values(self, rows: Sequence[tuple[Encoded, list[int]]]) -> list[float]:
         """The critic's value of the state after the last token."""
         assert self.critic is not None
         assert self.critic_source is not None
-        device, pad_id = self.reward_models.device, self.task.tokenizer.pad_token_id
+        device, pad_id = self.task.device, self.task.tokenizer.pad_token_id
         prompts, responses = [p.prompt_ids for p, _ in rows], [tokens for _, tokens in rows]
         sequences = Sequences.from_lists(prompts, responses, pad_id, device)
         values = torch.zeros(len(rows), device=device)
@@ -363,7 +336,7 @@ class BlockDecider:
             [-1 - c.number * count - i for c, i in repeated],
         )
         whole = [tokens + new for (_, tokens), new in zip(rows, rollout.responses)]
-        scores = self._scores([prompt for prompt, _ in rows], whole)
+        scores = self.task.total_scores([prompt for prompt, _ in rows], whole)
         for (c, _), new in zip(repeated, rollout.responses):
             drafts[c.draft].num_sampled += len(new)
         return [mean(scores[i : i + count]) for i in range(0, len(scores), count)]
@@ -372,17 +345,8 @@ class BlockDecider:
 def write_responses(results: Sequence[BlockLines], file: Path) -> tuple[int, int, int]:
     """Write the responses of the k that scores highest as data for `marlhf sft`.
 
-    Those that were cut off or are empty are left out. Returns k, the rows written and left out.
+    Returns k, the rows written and the rows left out.
     """
     best = max(results, key=lambda each: mean([line["score"] for line in each.lines]))
-    rows = [
-        {"prompt": line["prompt"], "chosen": line["response"], "score": line["score"]}
-        for line in best.lines
-        if line["ended"] and not is_blank(line["response"])
-    ]
-    if not rows:
-        raise EvaluationError(
-            "No response ended by itself, so there is nothing to write. Raise --max-new-tokens."
-        )
-    write_jsonl(file, rows)
-    return best.k, len(rows), len(best.lines) - len(rows)
+    kept = write_ended(file, ((line, line, {}) for line in best.lines))
+    return best.k, kept, len(best.lines) - kept

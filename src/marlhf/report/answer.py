@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from marlhf.evaluate.held_out import read_scored, scores_of
+from marlhf.evaluate.results import read_scored, scores_of
 from marlhf.intervals import Curve, Floats, Interval, difference_over_seeds, wilson
 from marlhf.report.comparison import Comparison, at_kl, common_kl
 from marlhf.report.groups import Group, groups_by_name, measured_alike, scored_by_functions

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from marlhf.evaluate.best_of_n_grid import Grid, kl_bound, read_grids
-from marlhf.evaluate.blocks_frontier import Point, read_frontiers
+from marlhf.evaluate.results import FrontierPoint, Grid, kl_bound, read_frontiers, read_grids
 from marlhf.report.charts import Series, line_chart
 from marlhf.report.groups import Group, labelled
 from marlhf.report.page import NUM_COLOURS, Cell, figure, grid, num, section, text
@@ -55,7 +54,7 @@ def _heat_figure(title: str, samples: Grid) -> str:
     )
 
 
-def _frontier_figures(title: str, ways: Mapping[str, Sequence[Point]]) -> list[str]:
+def _frontier_figures(title: str, ways: Mapping[str, Sequence[FrontierPoint]]) -> list[str]:
     header = ["chosen", "k or n", "score", "low", "high", "kl bound", "tokens sampled", "length"]
     rows: list[list[Cell]] = [
         [name, p.candidates, *p.score[:3], p.kl_bound, p.tokens, p.length]

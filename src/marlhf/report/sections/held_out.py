@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from marlhf.evaluate.held_out import (
+from marlhf.evaluate.results import (
     MEASURES,
     read_scored,
     scores_of,

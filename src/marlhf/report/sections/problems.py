@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from marlhf.evaluate.pass_rates import ALL, PassRates, read_summary
+from marlhf.evaluate.results import ALL, PassRates, read_summary
 from marlhf.report.dots import Dot, dot_rows
 from marlhf.report.groups import Group, labelled
 from marlhf.report.page import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from marlhf.evaluate.best_of_n_grid import expected_best, read_grids
+from marlhf.evaluate.results import expected_best, read_grids
 from marlhf.intervals import mean, thin, win_rate
 from marlhf.report.charts import Series, distribution, histogram, scatter
 from marlhf.report.groups import START_COLOUR, Group, measured_alike, same_prompts

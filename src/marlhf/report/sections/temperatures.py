@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from marlhf.evaluate.best_of_n_grid import read_grids
-from marlhf.evaluate.held_out import Summary, read_scored, summarise
+from marlhf.evaluate.results import Summary, read_grids, read_scored, summarise
 from marlhf.intervals import Interval
 from marlhf.report.charts import legend_of
 from marlhf.report.dots import Dot, Trail, sweep_chart
