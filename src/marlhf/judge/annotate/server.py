@@ -13,9 +13,10 @@ import sqlite3
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
@@ -24,7 +25,14 @@ from fastapi.responses import FileResponse, JSONResponse, RedirectResponse
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException as AnyHTTPException
 
-from marlhf.judge.annotate.store import LONGEST_NOTE, NoPair, Remarks, State, Store, VoteError
+from marlhf.judge.annotate.store import (
+    LONGEST_NOTE,
+    AnnotatorProgress,
+    NoPair,
+    Remarks,
+    Store,
+    VoteError,
+)
 from marlhf.judge.pairs import JudgeError
 
 HERE = Path(__file__).parent
@@ -76,7 +84,8 @@ def make_app(store: Store, token: str | None = None) -> FastAPI:
         return response
 
     for path, (name, kind) in FILES.items():
-        app.add_api_route(path, _sender(HERE / name, kind), methods=["GET"])
+        send = partial(FileResponse, HERE / name, media_type=kind)
+        app.add_route(path, lambda request, send=send: send())
 
     @app.get("/api/guide")
     def guide() -> dict[str, Any]:
@@ -198,14 +207,14 @@ def _own_address() -> str:
 def _refusal(request: Request, token: str | None) -> Response | None:
     """An error for requests from other sites or without the token, else None."""
     host = request.headers.get("host", "")
-    if token is None and _host_name(host) not in LOCAL_NAMES:
+    if token is None and _split(f"//{host}").hostname not in LOCAL_NAMES:
         # DNS rebinding: another site's name that resolves to this machine could read and vote.
         return _error(403, "This page is for this machine only. Open it at 127.0.0.1.")
-    site = request.headers.get("sec-fetch-site")
-    origin = request.headers.get("origin")
-    foreign = (
-        site not in ("same-origin", "none") if site else bool(origin) and _place(origin) != host
-    )
+    site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
+    if site:
+        foreign = site not in ("same-origin", "none")
+    else:
+        foreign = bool(origin) and _split(origin).netloc != host
     if foreign and request.method != "GET":
         return _error(403, "Votes are accepted from this page only, not from another site.")
     if token is None:
@@ -226,18 +235,11 @@ def _same(given: str, token: str) -> bool:
     return secrets.compare_digest(given.encode(), token.encode())
 
 
-def _host_name(host: str) -> str:
+def _split(url: str) -> SplitResult:
     try:
-        return urlsplit(f"//{host}").hostname or ""
+        return urlsplit(url)
     except ValueError:
-        return ""
-
-
-def _place(origin: str | None) -> str:
-    try:
-        return urlsplit(origin or "").netloc
-    except ValueError:
-        return ""
+        return urlsplit("")
 
 
 async def _body(request: Request) -> bytes:
@@ -263,7 +265,7 @@ def _parsed(kind: Any, body: bytes) -> Any:
         raise VoteError("The request is not JSON.") from None
 
 
-def _shown(store: Store, state: State) -> dict[str, Any]:
+def _shown(store: Store, state: AnnotatorProgress) -> dict[str, Any]:
     """A state with the texts to compare. Which run is on which side stays here."""
     shown = asdict(state)
     if state.pair is not None:
@@ -279,13 +281,6 @@ def _shown(store: Store, state: State) -> dict[str, Any]:
             "right": right,
         }
     return shown
-
-
-def _sender(file: Path, kind: str) -> Callable[[], Response]:
-    def send() -> Response:
-        return FileResponse(file, media_type=kind)
-
-    return send
 
 
 def _error(status: int, message: str) -> JSONResponse:
