@@ -17,12 +17,12 @@ from marlhf.intervals import Interval, mean
 from marlhf.judge.client import Cache, OpenAIJudge
 from marlhf.judge.criteria import Answer, Question, find_criteria, slug
 from marlhf.judge.pairs import JudgeError, Pair, home, prompt_text, read_pairs
-from marlhf.judge.verdicts import Judgement, Verdict, write_verdicts
+from marlhf.judge.verdicts import REVERSED, Judgement, Verdict, write_verdicts
 from marlhf.runs.layout import JUDGED
 
 CACHE = "replies.sqlite"
-SWAPPED: dict[str, Verdict] = {"first": "b", "second": "a", "tie": "tie"}
-STRAIGHT: dict[str, Verdict] = {"first": "a", "second": "b", "tie": "tie"}
+VERDICT_OF: dict[str, Verdict] = {"first": "a", "second": "b", "tie": "tie"}
+"""Where A came first."""
 
 Progress = Callable[[int, int], None]
 
@@ -91,10 +91,13 @@ def judge(
     if file.suffix != ".jsonl":
         raise JudgeError(f"Verdicts are written to a .jsonl file, not to {file}. Give another -o.")
     # A score does not depend on the other response, so one order is enough.
-    orders = _orders(pairs.pairs, "first" if kind in ("scores", "reward") else order, seed)
-    different = [i for i, pair in enumerate(pairs.pairs) if pair.a.text != pair.b.text]
-    asked = [(i, swapped) for i in different for swapped in orders[i]]
-    questions = [_question(pairs.pairs[i], swapped) for i, swapped in asked]
+    orders = [
+        _orders(pair, "first" if kind in ("scores", "reward") else order, seed)
+        for pair in pairs.pairs
+    ]
+    questions = [
+        _question(pair, swapped) for pair, swaps in zip(pairs.pairs, orders) for swapped in swaps
+    ]
     unmatched = pairs.only_a + pairs.only_b
     rest = f"; {unmatched} prompts are on one side only" if unmatched else ""
     say(f"{pairs.name_a} against {pairs.name_b}: {len(pairs.pairs)} pairs{rest}")
@@ -117,7 +120,7 @@ def judge(
         answers = _local_judge(kind, name, criteria, device).answer(questions, progress)
     if dry_run:
         return {}
-    judgements = _combine(pairs.pairs, asked, answers, orders)
+    judgements = _combine(pairs.pairs, orders, answers)
     if not judgements:
         raise JudgeError(
             f"{by} gave no verdict on any of {len(pairs.pairs)} pairs. See the reasons above, or "
@@ -163,7 +166,12 @@ def describe(summary: dict[str, Any]) -> list[str]:
     """A summary in a few lines."""
     shares = [f"{name} {_percent(summary[name])}" for name in ("win", "tie", "loss")]
     lines = [f"{summary['a']} against {summary['b']}: {', '.join(shares)}"]
-    lines += _lengths(summary)
+    equal, (chars_a, chars_b) = summary["win_rate_at_equal_length"], summary["mean_chars"]
+    at_equal = "" if math.isnan(equal["share"]) else f"; at equal length {_percent(equal)}"
+    lines.append(
+        f"  win rate, ties as half: {100 * summary['win_rate']:.1f}%{at_equal} "
+        f"({chars_a:.0f} against {chars_b:.0f} characters)"
+    )
     for name, sides in summary["dimensions"].items():
         a, b, d = (sides[side] for side in ("a", "b", "difference"))
         difference = Interval(d["mean"], d["low"], d["high"], summary["pairs"])
@@ -177,16 +185,6 @@ def describe(summary: dict[str, Any]) -> list[str]:
     if summary["without_verdict"]:
         lines.append(f"{summary['without_verdict']} pairs have no verdict.")
     return lines
-
-
-def _lengths(summary: dict[str, Any]) -> list[str]:
-    """The win rate beside the one at equal length."""
-    equal, (a, b) = summary["win_rate_at_equal_length"], summary["mean_chars"]
-    at_equal = "" if math.isnan(equal["share"]) else f"; at equal length {_percent(equal)}"
-    return [
-        f"  win rate, ties as half: {100 * summary['win_rate']:.1f}%{at_equal} "
-        f"({a:.0f} against {b:.0f} characters)"
-    ]
 
 
 def _percent(part: dict[str, float]) -> str:
@@ -205,19 +203,15 @@ def _local_judge(kind: str, name: str, criteria: Any, device: str) -> Judge:
     return local.ModelJudge(name, criteria, device)
 
 
-def _orders(pairs: Sequence[Pair], order: str, seed: int) -> list[tuple[bool, ...]]:
-    """The orders in which each pair is judged: whether B comes first."""
-    if order == "both":
-        return [(False, True)] * len(pairs)
-    if order == "first":
-        return [(False,)] * len(pairs)
-    return [(_coin(pair, seed),) for pair in pairs]
-
-
-def _coin(pair: Pair, seed: int) -> bool:
-    """Depends only on the pair and the seed, so that other pairs do not change the order."""
+def _orders(pair: Pair, order: str, seed: int) -> tuple[bool, ...]:
+    """The orders in which a pair is judged: whether B comes first. Equal texts are not judged."""
+    if pair.a.text == pair.b.text:
+        return ()
+    if order != "random":
+        return (False, True) if order == "both" else (False,)
+    # Depends only on the pair and the seed, so that other pairs do not change the order.
     data = json.dumps([seed, prompt_text(pair.prompt), pair.a.text, pair.b.text])
-    return hashlib.sha256(data.encode()).digest()[0] % 2 == 1
+    return (hashlib.sha256(data.encode()).digest()[0] % 2 == 1,)
 
 
 def _question(pair: Pair, swapped: bool) -> Question:
@@ -227,33 +221,29 @@ def _question(pair: Pair, swapped: bool) -> Question:
 
 def _combine(
     pairs: Sequence[Pair],
-    asked: Sequence[tuple[int, bool]],
-    answers: Sequence[Answer | None],
     orders: Sequence[tuple[bool, ...]],
+    answers: Sequence[Answer | None],
 ) -> list[Judgement]:
     """One judgement per pair that has all its answers. Two equal texts are a tie."""
-    by_pair: dict[int, list[tuple[bool, Answer]]] = {}
-    for (i, swapped), answer in zip(asked, answers):
-        if answer is not None:
-            by_pair.setdefault(i, []).append((swapped, answer))
-    judgements = []
-    for i, pair in enumerate(pairs):
-        received = by_pair.get(i, [])
-        if pair.a.text != pair.b.text and len(received) < len(orders[i]):
+    remaining = iter(answers)
+    judgements: list[Judgement] = []
+    for pair, swaps in zip(pairs, orders):
+        received = [(swapped, answer) for swapped in swaps if (answer := next(remaining))]
+        if len(received) < len(swaps):
             continue
-        by_order: tuple[Verdict, ...] = tuple(
-            (SWAPPED if swapped else STRAIGHT)[answer.side] for swapped, answer in received
-        )
-        verdict: Verdict = by_order[0] if len(set(by_order)) == 1 else "tie"
+        verdicts: list[Verdict] = [
+            REVERSED[VERDICT_OF[answer.side]] if swapped else VERDICT_OF[answer.side]
+            for swapped, answer in received
+        ]
         sides = [
-            {n: (v[1], v[0]) if swapped else v for n, v in answer.dimensions.items()}
+            {n: v[::-1] if swapped else v for n, v in answer.dimensions.items()}
             for swapped, answer in received
         ]
         dimensions = {
             n: (mean([s[n][0] for s in sides]), mean([s[n][1] for s in sides]))
             for n in (sides[0] if sides else {})
         }
-        judgements.append(
-            Judgement(pair.prompt, pair.a.text, pair.b.text, verdict, by_order, dimensions)
-        )
+        verdict: Verdict = verdicts[0] if len(set(verdicts)) == 1 else "tie"
+        texts = pair.prompt, pair.a.text, pair.b.text
+        judgements.append(Judgement(*texts, verdict, tuple(verdicts), dimensions))
     return judgements

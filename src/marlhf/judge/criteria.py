@@ -9,11 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from marlhf.data.rows import Text
 from marlhf.judge.pairs import JudgeError, Response, prompt_text
@@ -54,49 +53,42 @@ Choice = Annotated[Literal["A", "B", "E"], BeforeValidator(_letter)]
 Grade = Annotated[int, Field(ge=1, le=5)]
 
 
-class _Object(BaseModel):
-    model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
-
-
-class Grades(_Object):
+class Grades(BaseModel, json_schema_extra={"additionalProperties": False}):
     A: Grade
     B: Grade
 
 
-class _Form(_Object, ABC):
-    @abstractmethod
-    def answer(self) -> Answer: ...
+class Form(BaseModel, json_schema_extra={"additionalProperties": False}):
+    """What a judge fills in. The last field is its choice."""
+
+    def answer(self) -> Answer:
+        fields = dict(self)
+        choice = list(fields.values())[-1]
+        dimensions = {
+            name: (value.A, value.B) if isinstance(value, Grades) else VALUES[value]
+            for name, value in fields.items()
+            if name not in ("comparison", "choice")
+        }
+        return Answer(SIDES[choice], dimensions)
 
 
-class SummaryForm(_Form):
+class SummaryForm(Form):
     relevance: Grades
     coherence: Grades
     consistency: Grades
     fluency: Grades
     choice: Choice
 
-    def answer(self) -> Answer:
-        names = ("relevance", "coherence", "consistency", "fluency")
-        grades: dict[str, Grades] = {name: getattr(self, name) for name in names}
-        return Answer(SIDES[self.choice], {n: (g.A, g.B) for n, g in grades.items()})
 
-
-class ChatForm(_Form):
+class ChatForm(Form):
     comparison: str
     choice: Choice
 
-    def answer(self) -> Answer:
-        return Answer(SIDES[self.choice])
 
-
-class AnswerForm(_Form):
+class AnswerForm(Form):
     factual_accuracy: Choice
     coherence: Choice
     usefulness: Choice
-
-    def answer(self) -> Answer:
-        names = ("factual_accuracy", "coherence", "usefulness")
-        return Answer(SIDES[self.usefulness], {n: VALUES[getattr(self, n)] for n in names})
 
 
 @dataclass(frozen=True)
@@ -105,7 +97,7 @@ class Criteria:
 
     task: str
     aim: str
-    form: type[_Form]
+    form: type[Form]
     example: str
     answer_tokens: int
     """Typical length of an answer, for the cost estimate."""

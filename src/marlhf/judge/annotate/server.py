@@ -163,25 +163,16 @@ def serve(
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; connections wait until the server is up."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        [(family, kind, proto, _, place), *_] = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        listener = socket.socket(family, kind, proto)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(place)
-            listener.listen(64)
-        except OSError:
-            listener.close()
-            raise
+        both = host == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server((host, port), family=family, backlog=64, dualstack_ipv6=both)
     except OSError as error:
-        reason = str(error.strerror).lower()
+        reason = str(error.strerror).partition(" (")[0].lower()
         raise JudgeError(
             f"Cannot listen at {host}, port {port}: {reason}. Give another --port (0 takes a free "
             "one) or --host."
         ) from error
-    return listener
 
 
 def address(listener: socket.socket, token: str | None) -> str:
