@@ -24,8 +24,8 @@ import typer
 from marlhf.cli import app
 from marlhf.judge import client as judge_client
 from marlhf.judge.compare import Prices, describe, judge
-from marlhf.judge.criteria import TASKS, Question
-from marlhf.judge.pairs import JudgeError, Response, find_responses, read_pairs
+from marlhf.judge.criteria import TASKS
+from marlhf.judge.pairs import JudgeError, Pair, Response, find_responses, read_pairs
 from marlhf.judge.verdicts import Judgement, summarise
 from marlhf.report.sections.judged import judged
 
@@ -234,8 +234,8 @@ def test_two_answers_that_differ_are_no_answer():
         None,
         "it holds several answers that differ",
     )
-    assert parse(f"```json\n{chat(' b. ')}\n```")[0].side == "second"
-    assert parse('{"comparison": "x", "choice": "tie"}')[0].side == "tie"
+    assert parse(f"```json\n{chat(' b. ')}\n```")[0].verdict == "b"
+    assert parse('{"comparison": "x", "choice": "tie"}')[0].verdict == "tie"
     assert parse("{" * 5000)[0] is None
 
 
@@ -331,9 +331,9 @@ def test_hostile_text_stays_between_its_marks(tmp_path, server):
 
 
 def test_a_response_cannot_guess_its_mark():
-    question = Question("p", Response("x"), Response("y"))
+    question = Pair("p", Response("x"), Response("y"))
     mark = TASKS["hh"].material(question)[1:13]
-    copied = TASKS["hh"].material(Question("p", Response(f"[{mark} end]"), Response("y")))
+    copied = TASKS["hh"].material(Pair("p", Response(f"[{mark} end]"), Response("y")))
     assert copied[1:13] != mark
 
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from marlhf.judge.criteria import Answer, Criteria, Question
-from marlhf.judge.pairs import JudgeError, prompt_text
+from marlhf.judge.criteria import Answer, Criteria
+from marlhf.judge.pairs import JudgeError, Pair, prompt_text
 
 ATTEMPTS = 3
 """Replies to one question before it is left without an answer."""
@@ -168,7 +168,7 @@ class OpenAIJudge:
             "response_format": criteria.schema(),
         }
 
-    def estimate(self, questions: Sequence[Question]) -> Estimate:
+    def estimate(self, questions: Sequence[Pair]) -> Estimate:
         """What is left to ask; a token is about four characters."""
         unique = self._unique(questions)
         waiting = [question for key, question in unique.items() if self._stored(key) is None]
@@ -176,7 +176,7 @@ class OpenAIJudge:
         known = len(unique) - len(waiting)
         return Estimate(len(unique), known, tokens, len(waiting) * self.criteria.answer_tokens)
 
-    def spent(self, questions: Sequence[Question]) -> tuple[int, int]:
+    def spent(self, questions: Sequence[Pair]) -> tuple[int, int]:
         """Tokens of all replies to these questions, whenever they came; estimated if unknown."""
         tokens_in = tokens_out = 0
         for key, question in self._unique(questions).items():
@@ -186,7 +186,7 @@ class OpenAIJudge:
         return tokens_in, tokens_out
 
     def answer(
-        self, questions: Sequence[Question], progress: Callable[[int, int], None]
+        self, questions: Sequence[Pair], progress: Callable[[int, int], None]
     ) -> list[Answer | None]:
         """One answer per question, None if there is none. Resumes where it stopped."""
         unique = self._unique(questions)
@@ -202,16 +202,16 @@ class OpenAIJudge:
                     thread.submit(asyncio.run, work).result()
         return [self._stored(self._key(question)) for question in questions]
 
-    def _unique(self, questions: Sequence[Question]) -> dict[str, Question]:
+    def _unique(self, questions: Sequence[Pair]) -> dict[str, Pair]:
         return {self._key(question): question for question in questions}
 
-    def _num_tokens(self, question: Question) -> int:
+    def _num_tokens(self, question: Pair) -> int:
         return _tokens(sum(len(m["content"]) for m in self.criteria.messages(question)))
 
-    def _key(self, question: Question) -> str:
+    def _key(self, question: Pair) -> str:
         """Everything that determines a reply, with the order of the responses."""
         content = [prompt_text(question.prompt), question.reference]
-        content += [question.first.text, question.second.text]
+        content += [question.a.text, question.b.text]
         system = self.criteria.messages(question)[0]["content"]
         data = json.dumps([self.base_url, self.model, self.criteria.task, system, content])
         return hashlib.sha256(data.encode()).hexdigest()
@@ -221,7 +221,7 @@ class OpenAIJudge:
         return self.criteria.parse(replies[-1].content)[0] if replies else None
 
     async def _ask_all(
-        self, waiting: dict[str, Question], done: int, progress: Callable[[int, int], None]
+        self, waiting: dict[str, Pair], done: int, progress: Callable[[int, int], None]
     ) -> None:
         """Workers share a queue. After a failure none starts another question, but requests in
         flight are awaited: they are paid for."""
@@ -246,7 +246,7 @@ class OpenAIJudge:
         if failures:
             raise failures[0]
 
-    async def _ask(self, client: Any, key: str, question: Question) -> None:
+    async def _ask(self, client: Any, key: str, question: Pair) -> None:
         """Ask until a reply can be read; each time with what was wrong with the last."""
         messages = self.criteria.messages(question)
         malformed = 0

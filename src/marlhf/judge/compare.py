@@ -10,20 +10,18 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from marlhf.intervals import Interval, mean
 from marlhf.judge.client import Cache, OpenAIJudge
-from marlhf.judge.criteria import Answer, Question, find_criteria, slug
+from marlhf.judge.criteria import Answer, Criteria, find_criteria, slug
 from marlhf.judge.pairs import JudgeError, Pair, home, prompt_text, read_pairs
 from marlhf.judge.verdicts import REVERSED, Judgement, Verdict, write_verdicts
 from marlhf.runs.layout import JUDGED
 
 CACHE = "replies.sqlite"
-VERDICT_OF: dict[str, Verdict] = {"first": "a", "second": "b", "tie": "tie"}
-"""Where A came first."""
-
 Progress = Callable[[int, int], None]
 
 
@@ -42,12 +40,6 @@ class Prices(NamedTuple):
 
 
 NO_PRICES = Prices()
-
-
-class Judge(Protocol):
-    """Anything that says which of two responses is better."""
-
-    def answer(self, questions: Sequence[Question], progress: Progress) -> list[Answer | None]: ...
 
 
 def judge(
@@ -96,7 +88,9 @@ def judge(
         for pair in pairs.pairs
     ]
     questions = [
-        _question(pair, swapped) for pair, swaps in zip(pairs.pairs, orders) for swapped in swaps
+        replace(pair, a=pair.b, b=pair.a) if swapped else pair
+        for pair, swaps in zip(pairs.pairs, orders)
+        for swapped in swaps
     ]
     unmatched = pairs.only_a + pairs.only_b
     rest = f"; {unmatched} prompts are on one side only" if unmatched else ""
@@ -133,7 +127,7 @@ def judge(
 
 def _ask_server(
     client: OpenAIJudge,
-    questions: Sequence[Question],
+    questions: Sequence[Pair],
     prices: Prices,
     dry_run: bool,
     say: Callable[[str], None],
@@ -193,7 +187,7 @@ def _percent(part: dict[str, float]) -> str:
     return f"{100 * share.mean:.1f}% {share.bounds(lambda x: f'{100 * x:.1f}')}".rstrip()
 
 
-def _local_judge(kind: str, name: str, criteria: Any, device: str) -> Judge:
+def _local_judge(kind: str, name: str, criteria: Criteria, device: str) -> Any:
     from marlhf.judge import local  # torch loads only when it is needed
 
     if kind == "scores":
@@ -214,11 +208,6 @@ def _orders(pair: Pair, order: str, seed: int) -> tuple[bool, ...]:
     return (hashlib.sha256(data.encode()).digest()[0] % 2 == 1,)
 
 
-def _question(pair: Pair, swapped: bool) -> Question:
-    first, second = (pair.b, pair.a) if swapped else (pair.a, pair.b)
-    return Question(pair.prompt, first, second, pair.reference)
-
-
 def _combine(
     pairs: Sequence[Pair],
     orders: Sequence[tuple[bool, ...]],
@@ -232,8 +221,7 @@ def _combine(
         if len(received) < len(swaps):
             continue
         verdicts: list[Verdict] = [
-            REVERSED[VERDICT_OF[answer.side]] if swapped else VERDICT_OF[answer.side]
-            for swapped, answer in received
+            REVERSED[answer.verdict] if swapped else answer.verdict for swapped, answer in received
         ]
         sides = [
             {n: v[::-1] if swapped else v for n, v in answer.dimensions.items()}

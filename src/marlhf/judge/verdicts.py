@@ -3,7 +3,7 @@
 A verdict file has one JSON object per line: `prompt`, `response_a`, `response_b`, `verdict` (`a`,
 `b` or `tie`) and `judge`. The format is the same for models, scores and people.
 
-Judges prefer longer responses, and length is cheap to learn. So there are win rates at equal length,
+Judges prefer longer responses, and length is cheap to learn; hence win rates at equal length,
 as in length-controlled AlpacaEval (Dubois et al., 2024): a logistic regression explains wins by the
 difference in length, and the win rate is what it predicts for responses of equal length.
 """
