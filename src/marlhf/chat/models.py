@@ -6,6 +6,7 @@ text, or single requests. In another format a model answers worse than it can.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,12 +20,7 @@ from marlhf.core import Perplexity
 from marlhf.data import DataConfig, DataError, apps, decode, load_data, tldr, webgpt
 from marlhf.data.encode import encode_prompt
 from marlhf.data.rows import Message, Text, after_colon
-from marlhf.evaluate.eval_plan import (
-    EvaluationError,
-    PolicySource,
-    find_policies,
-    located,
-)
+from marlhf.evaluate.eval_plan import EvaluationError, PolicySource, find_policies, located
 from marlhf.evaluate.sampling import seed_of
 from marlhf.models.base import Model, Precision, Tokenizer, autocast
 from marlhf.models.forward import token_stats
@@ -44,6 +40,7 @@ FORMS = {
     "text": "as typed, each on its own",
 }
 """Prompt formats by name, each with a description for the user."""
+WRITERS = {"webgpt": webgpt.write_prompt, "tldr": tldr.write_prompt, "apps": apps.write_prompt}
 REMEMBER = ("chat", "hh")
 """Formats in which earlier turns are part of the prompt, as in their data."""
 SINGLE = ("toy", "toy-code", "sums", "mbpp", "humaneval", "gsm8k")
@@ -89,10 +86,8 @@ class ChatModel:
     def ask(self, question: str, number: int, seed: int) -> Turn:
         """Answer a question in the context of earlier turns; the caller appends it to `turns`."""
         ids = encode_prompt(self.tokenizer, self.prompt(question))
-        limit = getattr(self.model.config, "max_position_embeddings", None)
-        max_new_tokens = self.sampling.max_new_tokens
-        if limit is not None:
-            max_new_tokens = min(max_new_tokens, limit - len(ids))
+        limit = getattr(self.model.config, "max_position_embeddings", None) or sys.maxsize
+        max_new_tokens = min(self.sampling.max_new_tokens, limit - len(ids))
         if max_new_tokens < 1:
             shorter = ", /undo or /reset" if self.turns and self.form in REMEMBER else ""
             raise EvaluationError(
@@ -123,13 +118,7 @@ class ChatModel:
                 for turn in self.turns
             )
             return f"{earlier}Human: {question}\n\nAssistant:"
-        if self.form == "webgpt":
-            return webgpt.write_prompt(question)
-        if self.form == "tldr":
-            return tldr.write_prompt(question)
-        if self.form == "apps":
-            return apps.write_prompt(question)
-        return question
+        return WRITERS[self.form](question) if self.form in WRITERS else question
 
     def messages(self) -> list[Message]:
         """The conversation so far."""
@@ -219,10 +208,8 @@ def load_chat_models(
             f"There is no form {form!r}. Choose one of: auto, {', '.join(FORMS)}."
         )
     policies: dict[str, PolicySource] = {}
-    for path in paths:
-        named = [_file_or_hub(str(path))] if _is_not_a_folder(path) else find_policies([path])
-        for policy in named:
-            policies.setdefault(policy.model, policy)
+    for policy in (policy for path in paths for policy in _find_models(path)):
+        policies.setdefault(policy.model, policy)
     names = [policy.name for policy in policies.values()]
     overrides = {"temperature": temperature, "max_new_tokens": max_new_tokens}
     overrides = {name: value for name, value in overrides.items() if value is not None}
@@ -282,19 +269,20 @@ def _sampling(policy: PolicySource) -> Sampling:
     return Sampling(**{"max_new_tokens": length, **raw})
 
 
-def _is_not_a_folder(path: Path | str) -> bool:
-    """Whether a model is not a local folder: `tiny`, a GGUF file, or a hub name."""
-    if Path(path).exists():
-        return Path(path).is_file()
-    parts = str(path).split("/")
-    is_path = parts[0] in ("", ".", "..", "~") or len(parts) > 2
-    return not is_path and not (len(parts) == 2 and Path(parts[0]).is_dir())
-
-
-def _file_or_hub(name: str) -> PolicySource:
-    if Path(name).is_file() and not name.endswith(".gguf"):
-        raise EvaluationError(f"{name} is a file. Give the folder of a run or of a model.")
-    return PolicySource(Path(name), name, name.rstrip("/").rpartition("/")[2])
+def _find_models(path: Path | str) -> list[PolicySource]:
+    """The policies in a folder; or one that is no local folder: `tiny`, a GGUF file, a hub name."""
+    name, parts = str(path), str(path).split("/")
+    if Path(path).is_file():
+        if not name.endswith(".gguf"):
+            raise EvaluationError(f"{name} is a file. Give the folder of a run or of a model.")
+    elif (
+        Path(path).exists()
+        or parts[0] in ("", ".", "..", "~")
+        or len(parts) > 2
+        or (len(parts) == 2 and Path(parts[0]).is_dir())
+    ):
+        return find_policies([path])
+    return [PolicySource(Path(name), name, name.rstrip("/").rpartition("/")[2])]
 
 
 def _may_need_reference(segmenter: object) -> bool:

@@ -182,8 +182,8 @@ def run_distil(
     """Rounds of best-of-k blocks and SFT on them; RECIPE has the settings of the SFT."""
     from marlhf.distil import distil
     from marlhf.evaluate.blocks import BlockOptions
+    from marlhf.evaluate.blocks_frontier import frontier_table
     from marlhf.evaluate.eval_plan import EvaluationOptions
-    from marlhf.evaluate.results import frontier_table
 
     options = EvaluationOptions(
         prompts=prompts,

@@ -24,8 +24,7 @@ from marlhf.evaluate.eval_plan import (
 from marlhf.evaluate.results import Grid, expected_best
 from marlhf.evaluate.sampling import SamplingTask, complete_lines, key_of
 from marlhf.intervals import mean
-from marlhf.runs.evaluations import read_sampled
-from marlhf.runs.jsonl import Line, write_jsonl
+from marlhf.runs.jsonl import Line, read_keyed, write_jsonl
 from marlhf.runs.layout import BEST_OF_N
 
 ROWS = 512
@@ -58,10 +57,10 @@ def best_of_n(
     for temperature in sorted(set(temperatures)) or [task.plan.sampling.temperature]:
         sampling = replace(task.plan.sampling, temperature=temperature)
         task.plan = replace(task.plan, sampling=sampling)
-        chosen_by, settings = task.chosen_by()
-        setting = task.setting(chosen_by)
+        settings = task.settings(with_rewards=True)
+        setting = task.setting([(r.digest, r.weight) for r in task.weighted_rewards])
         file = task.policy.folder / BEST_OF_N / settings.file_name
-        known = read_sampled(file, setting, settings)
+        known = read_keyed(file, setting)
         same = {"setting": setting, "sampling": asdict(settings)}
 
         def sample(chunk: Sequence[Encoded], known: Any = known, same: Any = same) -> list[Line]:

@@ -33,8 +33,7 @@ from marlhf.models.load import load_scalar
 from marlhf.models.sequences import Sequences
 from marlhf.rollout.engine import Rollout
 from marlhf.runs.digests import weights_digest
-from marlhf.runs.evaluations import read_sampled
-from marlhf.runs.jsonl import Line
+from marlhf.runs.jsonl import Line, read_keyed
 from marlhf.runs.layout import BLOCKS, CRITIC, is_run, read_score_scale
 from marlhf.spans import vocabulary
 
@@ -74,13 +73,6 @@ class BlockOptions:
                 f"the tokens alone; got {self.label}."
             )
 
-    def check_length(self, max_new_tokens: int) -> None:
-        if isinstance(self.rule, NGram) and max_new_tokens < self.rule.n < math.inf:
-            raise EvaluationError(
-                f"Blocks of {self.rule.n:g} tokens are longer than a response, which has at most "
-                f"{max_new_tokens}. Lower n, or raise --max-new-tokens."
-            )
-
 
 def best_of_blocks(
     path: Path | str,
@@ -89,21 +81,22 @@ def best_of_blocks(
     notice: Callable[[str], None] = lambda words: None,
 ) -> list[BlockLines]:
     """A response to each prompt for each k, decided block by block, and what is known of them."""
-    return decide_blocks(find_task(path, options), blocks, notice)
-
-
-def decide_blocks(
-    task: SamplingTask, blocks: BlockOptions, notice: Callable[[str], None] = lambda words: None
-) -> list[BlockLines]:
-    blocks.check_length(task.plan.sampling.max_new_tokens)
+    task = find_task(path, options)
+    longest = task.plan.sampling.max_new_tokens
+    if isinstance(blocks.rule, NGram) and longest < blocks.rule.n < math.inf:
+        raise EvaluationError(
+            f"Blocks of {blocks.rule.n:g} tokens are longer than a response, which has at most "
+            f"{longest}. Lower n, or raise --max-new-tokens."
+        )
     critic = find_critic(task) if blocks.value == "critic" else None
     continuations = blocks.continuations if blocks.value == "monte_carlo" else None
-    chosen_by, settings = task.chosen_by()
+    settings = task.settings(with_rewards=True)
+    rewards = [(r.digest, r.weight) for r in task.weighted_rewards]
     decider: BlockDecider | None = None
     results: list[BlockLines] = []
     for k in sorted(set(blocks.ks)):
         way = [blocks.label, k, blocks.value, critic and weights_digest(critic.path)]
-        setting = task.setting(chosen_by, way, continuations)
+        setting = task.setting(rewards, way, continuations)
         name = re.sub(r"[^\w.]+", "_", f"{blocks.label} k{k} {blocks.value}")
         file = task.policy.folder / BLOCKS / f"{name}-{settings.file_name}"
         same = {"setting": setting, "sampling": asdict(settings), "k": k}
@@ -116,7 +109,7 @@ def decide_blocks(
 
         lines = complete_lines(
             file,
-            read_sampled(file, setting, settings),
+            read_keyed(file, setting),
             task.prompts,
             lambda line: True,
             sample,

@@ -6,18 +6,14 @@ model folder says less; what it lacks comes from another run, so that all are ev
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from marlhf.data import DataConfig
 from marlhf.errors import MarlhfError
 from marlhf.rollout import Sampling
-from marlhf.runs.digests import weights_digest
-from marlhf.runs.evaluations import SamplingSettings
 from marlhf.runs.layout import GIVEN, MODEL, is_run, model_folder
 from marlhf.runs.read import find_runs, nearest_folder, read_run
 from marlhf.runs.stage_facts import facts_of
@@ -283,26 +279,3 @@ def located(path: str, policy: PolicySource) -> str:
     run = policy.folder if is_run(policy.folder) else policy.folder.parent  # of its `best/`
     moved = run.parent / path.removeprefix(beside)
     return str(moved) if path.startswith(beside) and moved.exists() else path
-
-
-def setting_of(policy: PolicySource, plan: EvaluationPlan, seed: int, *more: object) -> str:
-    """A short name for all that decides a response, and for whatever `more` adds."""
-    data = plan.data
-    which = [
-        weights_digest(policy.model),
-        asdict(plan.sampling),
-        seed,
-        plan.all_rows,
-        plan.train,
-        *more,
-    ]
-    which += [data.source, data.path, data.split, data.max_prompt_tokens, data.too_long]
-    return hashlib.sha256(json.dumps(which, default=str).encode()).hexdigest()[:12]
-
-
-def sampling_settings(plan: EvaluationPlan, seed: int, rewards: str = "") -> SamplingSettings:
-    """What every line of the evaluation says about how it was sampled."""
-    sampling, data = plan.sampling, plan.data
-    words = [Path(data.path or data.source).stem, data.split] if plan.all_rows else []
-    prompts = "-".join(filter(None, [*words, "train" if plan.train else ""]))
-    return SamplingSettings(sampling.temperature, sampling.max_new_tokens, seed, prompts, rewards)

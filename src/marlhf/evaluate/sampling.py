@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,6 @@ from marlhf.evaluate.eval_plan import (
     EvaluationPlan,
     PolicySource,
     is_function,
-    sampling_settings,
-    setting_of,
 )
 from marlhf.models.base import Model, Tokenizer, autocast, pick_device
 from marlhf.models.forward import token_stats
@@ -114,7 +113,9 @@ class SamplingTask:
     seed: int
     tokenizer: Tokenizer
     prompts: list[Encoded]
-    reward_models: RewardModelCache
+    device: torch.device
+    reward_models: dict[str, tuple[Model, Tokenizer]]
+    """Those loaded so far, by path; policies that are evaluated together share them."""
 
     @classmethod
     def open(
@@ -123,12 +124,12 @@ class SamplingTask:
         plan: EvaluationPlan,
         options: EvaluationOptions,
         fallback: PolicySource | None = None,
-        reward_models: RewardModelCache | None = None,
+        reward_models: dict[str, tuple[Model, Tokenizer]] | None = None,
     ) -> SamplingTask:
         tokenizer = load_tokenizer(policy.model, trust_remote_code=plan.trust_remote_code)
         prompts = load_prompts(policy, plan, tokenizer, options.prompts)
-        reward_models = reward_models or RewardModelCache(pick_device(options.device))
-        return cls(policy, fallback, plan, options.seed, tokenizer, prompts, reward_models)
+        device, loaded = pick_device(options.device), {} if reward_models is None else reward_models
+        return cls(policy, fallback, plan, options.seed, tokenizer, prompts, device, loaded)
 
     @cached_property
     def rewards(self) -> list[RewardSource]:
@@ -138,10 +139,6 @@ class SamplingTask:
     def weighted_rewards(self) -> list[RewardSource]:
         """Those that count in `total_scores`."""
         return [reward for reward in self.rewards if reward.weight]
-
-    @property
-    def device(self) -> torch.device:
-        return self.reward_models.device
 
     @cached_property
     def engine(self) -> NativeEngine:
@@ -168,13 +165,21 @@ class SamplingTask:
 
     def setting(self, *more: object) -> str:
         """A short name for all that decides a response, and for whatever `more` adds."""
-        return setting_of(self.policy, self.plan, self.seed, *more)
+        plan, data = self.plan, self.plan.data
+        which = [weights_digest(self.policy.model), asdict(plan.sampling), self.seed]
+        which += [plan.all_rows, plan.train, *more]
+        which += [data.source, data.path, data.split, data.max_prompt_tokens, data.too_long]
+        return hashlib.sha256(json.dumps(which, default=str).encode()).hexdigest()[:12]
 
-    def chosen_by(self) -> tuple[list[tuple[str, float]], SamplingSettings]:
-        """What chooses among responses, for the setting and for people."""
-        names = "+".join(re.sub("[/:]", "_", reward.name) for reward in self.weighted_rewards)
-        digests = [(reward.digest, reward.weight) for reward in self.weighted_rewards]
-        return digests, sampling_settings(self.plan, self.seed, names)
+    def settings(self, *, with_rewards: bool = False) -> SamplingSettings:
+        """What every line says about how it was sampled, and by what the best were chosen."""
+        sampling, data = self.plan.sampling, self.plan.data
+        words = [Path(data.path or data.source).stem, data.split] if self.plan.all_rows else []
+        prompts = "-".join(filter(None, [*words, "train" if self.plan.train else ""]))
+        rewards = self.weighted_rewards if with_rewards else []
+        names = "+".join(re.sub("[/:]", "_", reward.name) for reward in rewards)
+        length = sampling.max_new_tokens
+        return SamplingSettings(sampling.temperature, length, self.seed, prompts, names)
 
     def sample(
         self,
@@ -216,7 +221,30 @@ class SamplingTask:
         self, reward: RewardSource, prompts: Sequence[Encoded], responses: Sequence[Sequence[int]]
     ) -> list[float | None]:
         """One number per response; None where a function returns none."""
-        return self.reward_models.score(reward, self.plan, self.tokenizer, prompts, responses)
+        rows, ids = [p.row for p in prompts], [p.prompt_ids for p in prompts]
+        path, tokenizer = reward.path, self.tokenizer
+        if path == GOLD:
+            texts = [decode(tokenizer, response) for response in responses]
+            return [gold_score(str(row.prompt), text) for row, text in zip(rows, texts)]
+        if is_function(path):
+            scores = RewardFunction(import_function(path), tokenizer)(ids, responses, rows)
+            return [None if math.isnan(x) else x for x in scores.tolist()]
+        if path not in self.reward_models:
+            remote = self.plan.trust_remote_code
+            model: Any = load_scalar(path, trust_remote_code=remote)
+            own = load_tokenizer(path, trust_remote_code=remote)
+            self.reward_models[path] = model.to(self.device).eval(), own
+        precision = self.plan.precision
+        scorer = RewardModel(
+            *self.reward_models[path], tokenizer, token_budget=TOKENS, precision=precision
+        )
+        scores = scorer(ids, responses)
+        if not bool(scores.isfinite().all()):
+            raise EvaluationError(
+                f"The reward model {path} gave a score that is not a number. Its weights are "
+                "damaged, or its training diverged; take another."
+            )
+        return scores.tolist()
 
     def total_scores(
         self, prompts: Sequence[Encoded], responses: Sequence[Sequence[int]]
@@ -296,45 +324,3 @@ def _digest(path: str) -> str:
         return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]
     except (TypeError, OSError):
         return path
-
-
-class RewardModelCache:
-    """Scores responses; a reward model is loaded at its first use and kept for the next policy."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.loaded: dict[str, tuple[Model, Tokenizer]] = {}
-
-    def score(
-        self,
-        reward: RewardSource,
-        plan: EvaluationPlan,
-        tokenizer: Tokenizer,
-        prompts: Sequence[Encoded],
-        responses: Sequence[Sequence[int]],
-    ) -> list[float | None]:
-        """One number per response; None where a function returns none."""
-        rows, ids = [p.row for p in prompts], [p.prompt_ids for p in prompts]
-        if reward.path == GOLD:
-            texts = [decode(tokenizer, response) for response in responses]
-            return [gold_score(str(row.prompt), text) for row, text in zip(rows, texts)]
-        if is_function(reward.path):
-            scores = RewardFunction(import_function(reward.path), tokenizer)(ids, responses, rows)
-            return [None if math.isnan(x) else x for x in scores.tolist()]
-        model, own = self._reward_model(reward.path, plan)
-        scorer = RewardModel(model, own, tokenizer, token_budget=TOKENS, precision=plan.precision)
-        scores = scorer(ids, responses)
-        if not bool(scores.isfinite().all()):
-            raise EvaluationError(
-                f"The reward model {reward.path} gave a score that is not a number. Its weights "
-                "are damaged, or its training diverged; take another."
-            )
-        return scores.tolist()
-
-    def _reward_model(self, path: str, plan: EvaluationPlan) -> tuple[Model, Tokenizer]:
-        if path not in self.loaded:
-            remote = plan.trust_remote_code
-            model: Any = load_scalar(path, trust_remote_code=remote)
-            own = load_tokenizer(path, trust_remote_code=remote)
-            self.loaded[path] = model.to(self.device).eval(), own
-        return self.loaded[path]

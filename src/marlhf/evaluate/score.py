@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from marlhf.data import Encoded, Row, decode
 from marlhf.evaluate.eval_plan import (
@@ -17,21 +18,18 @@ from marlhf.evaluate.eval_plan import (
     find_fallback,
     find_policies,
     make_plan,
-    sampling_settings,
 )
 from marlhf.evaluate.results import Summary, summarise
 from marlhf.evaluate.sampling import (
-    RewardModelCache,
     RewardSource,
     SamplingTask,
     complete_lines,
     key_of,
 )
-from marlhf.models.base import pick_device
 from marlhf.rollout.repetition import repetition
 from marlhf.runs.digests import weights_digest
-from marlhf.runs.evaluations import SamplingSettings, read_sampled
-from marlhf.runs.jsonl import Line
+from marlhf.runs.evaluations import SamplingSettings
+from marlhf.runs.jsonl import Line, read_keyed
 from marlhf.runs.layout import EVALUATION
 
 CHUNK = 256
@@ -65,7 +63,7 @@ def evaluate(
     policies = find_policies(paths)
     fallback = find_fallback(policies, options.like)
     plans = [make_plan(policy, options, fallback) for policy in policies]
-    reward_models = RewardModelCache(pick_device(options.device))
+    reward_models: dict[str, Any] = {}
     return [
         _evaluate(SamplingTask.open(policy, plan, options, fallback, reward_models), notice)
         for policy, plan in zip(policies, plans)
@@ -75,9 +73,9 @@ def evaluate(
 def _evaluate(task: SamplingTask, notice: Notice) -> ScoredResponses:
     policy, reference = task.policy, task.plan.reference
     setting = task.setting(None if reference is None else weights_digest(reference))
-    settings = sampling_settings(task.plan, task.seed)
+    settings = task.settings()
     file = policy.folder / EVALUATION / settings.file_name
-    known = read_sampled(file, setting, settings)
+    known = read_keyed(file, setting)
     _drop_outdated(known, task.rewards)
 
     def sample(chunk: Sequence[Encoded]) -> list[Line]:

@@ -1,8 +1,8 @@
 """Parsing on other processes, while this one has the GPU score.
 
-Workers are separate programs that read texts and write spans as lines of JSON. So they never import
-the main program, share none of its memory, see no GPU, and end by themselves when the main program
-is gone.
+Workers are separate programs, `python -m marlhf.spans.workers english`, that read texts and write
+spans as lines of JSON. So they never import the main program, share none of its memory, see no GPU,
+and end by themselves when the main program is gone.
 """
 
 from __future__ import annotations
@@ -26,13 +26,6 @@ SMALL = 20_000
 """Fewer characters than this are parsed faster here than by workers."""
 MOST = 4
 """The most workers per process. More would not help: scoring takes longer than parsing."""
-PROGRAM = """
-import sys
-sys.path[:] = sys.argv[2:]
-from marlhf.spans.workers import serve
-serve(sys.argv[1])
-"""
-"""Imports what the main program would: `-m` alone would look in the current folder first."""
 
 
 def parse_flat(parser: Parser, texts: Sequence[str]) -> Flat:
@@ -75,14 +68,16 @@ class ParserPool:
         if self._workers:
             return
         quiet = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        # The same modules as here: `-m` alone would import those of the current folder first.
+        serve_here = f"import sys; sys.path[:] = {sys.path}; from {__name__} import serve; "
         for _ in range(self.count):
             worker = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, self.name, *sys.path],
+                [sys.executable, "-c", f"{serve_here}serve({self.name!r})"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
                 encoding="utf-8",
-                env=os.environ | quiet,
+                env={**os.environ, **quiet},
                 start_new_session=True,  # Ctrl-C is for the main program, which then closes them
             )
             self._workers.append(worker)
@@ -146,3 +141,7 @@ def _close(workers: list[subprocess.Popen[str]]) -> None:
             worker.kill()
             worker.wait()
     workers.clear()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
