@@ -75,10 +75,10 @@ def test_one_block_is_best_of_n(with_critic, value, n):
 def test_each_block_is_the_best_of_its_candidates(finished, monkeypatch, value, rule):
     decisions, real = [], BlockDecider._values
 
-    def values(self, drafts, candidates):
-        found = real(self, drafts, candidates)
+    def values(self, candidates):
+        found = real(self, candidates)
         decisions.extend(
-            (drafts[c.draft].prompt.row.prompt, list(drafts[c.draft].tokens), c.tokens, v)
+            (c.draft.prompt.row.prompt, list(c.draft.tokens), c.tokens, v)
             for c, v in zip(candidates, found)
         )
         return found
@@ -127,8 +127,8 @@ def test_the_critic_values_the_state_after_the_block(with_critic, monkeypatch, s
     )
     best_of_blocks(with_critic / "ppo", FEW, options(NGram(3), [2], value="critic"))
     decider, rows, values = seen[0]
-    for (prompt, tokens), value in zip(rows, values):
-        ids = torch.tensor([[*prompt.prompt_ids, *tokens]])
+    for row, value in zip(rows, values):
+        ids = torch.tensor([[*row.draft.prompt.prompt_ids, *row.tokens]])
         with torch.no_grad():
             hidden = decider.critic.model(ids).last_hidden_state[0, -1]
             exact = decider.critic.score(hidden)

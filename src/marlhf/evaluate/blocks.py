@@ -31,7 +31,6 @@ from marlhf.models.base import Model, autocast
 from marlhf.models.forward import final_scores
 from marlhf.models.load import load_scalar
 from marlhf.models.sequences import Sequences
-from marlhf.rollout.engine import Rollout
 from marlhf.runs.digests import weights_digest
 from marlhf.runs.jsonl import Line, read_keyed
 from marlhf.runs.layout import BLOCKS, CRITIC, is_run, read_score_scale
@@ -165,7 +164,7 @@ class Draft:
 class BlockCandidate:
     """A draft with one more block."""
 
-    draft: int
+    draft: Draft
     number: int  # among all candidates of its prompt
     tokens: list[int]
     ended: bool
@@ -191,16 +190,13 @@ class BlockDecider:
     def respond(self, prompts: Sequence[Encoded], k: int) -> list[Line]:
         """One response to each prompt, with its score and what it cost."""
         drafts = [Draft(prompt) for prompt in prompts]
-        while unfinished := [i for i, draft in enumerate(drafts) if not self._finished(draft)]:
-            candidates = self._draw(drafts, unfinished, k)
-            values = self._values(drafts, candidates) if k > 1 else [0.0] * len(candidates)
-            best: dict[int, tuple[float, BlockCandidate]] = {}
-            for candidate, value in zip(candidates, values):
-                if candidate.draft not in best or value > best[candidate.draft][0]:
-                    best[candidate.draft] = value, candidate
-            for i, (_, candidate) in best.items():
-                drafts[i].tokens, drafts[i].ended = candidate.tokens, candidate.ended
-                drafts[i].num_blocks += 1
+        while unfinished := [draft for draft in drafts if not self._finished(draft)]:
+            candidates = self._draw(unfinished, k)
+            values = self._values(candidates) if k > 1 else [0.0] * len(candidates)
+            for i, draft in enumerate(unfinished):
+                best = max(range(i * k, i * k + k), key=values.__getitem__)
+                draft.tokens, draft.ended = candidates[best].tokens, candidates[best].ended
+                draft.num_blocks += 1
         scores = self.task.total_scores(prompts, [draft.tokens for draft in drafts])
         return [
             {
@@ -220,22 +216,16 @@ class BlockDecider:
     def _finished(self, candidate: Draft | BlockCandidate) -> bool:
         return candidate.ended or len(candidate.tokens) >= self.max_new_tokens
 
-    def _draw(self, drafts: list[Draft], unfinished: list[int], k: int) -> list[BlockCandidate]:
-        """k candidates for each unfinished draft."""
+    def _draw(self, drafts: list[Draft], k: int) -> list[BlockCandidate]:
+        """k candidates for each draft."""
         # The first block has the numbers, and so the seeds, of best-of-n: one block is best-of-n.
-        rows = [(i, drafts[i].num_blocks * k + j) for i in unfinished for j in range(k)]
-        rollout = self._sample(
-            [(drafts[i].prompt, drafts[i].tokens) for i, _ in rows],
-            [self._block_length(drafts[i], k) for i, _ in rows],
-            [number for _, number in rows],
-        )
-        candidates: list[BlockCandidate] = []
-        for (i, number), new, ended in zip(rows, rollout.responses, rollout.ended.tolist()):
-            drafts[i].num_sampled += len(new)
-            candidates.append(BlockCandidate(i, number, [*drafts[i].tokens, *new], ended))
+        rows = [(draft, draft.num_blocks * k + j) for draft in drafts for j in range(k)]
+        begun = [BlockCandidate(d, number, d.tokens, ended=False) for d, number in rows]
+        lengths = [self._block_length(draft, k) for draft, _ in rows]
+        candidates = self._continue(begun, lengths, [number for _, number in rows])
         if self.vocabulary is None or k == 1:
             return candidates
-        cuts = self._cuts([c.tokens for c in candidates], [len(drafts[i].tokens) for i, _ in rows])
+        cuts = self._cuts([c.tokens for c in candidates], [len(c.tokens) for c in begun])
         return [
             replace(c, tokens=c.tokens[:cut], ended=c.ended and cut == len(c.tokens))
             for c, cut in zip(candidates, cuts)
@@ -260,78 +250,59 @@ class BlockDecider:
             for tokens, begin, row in zip(responses, begins, starts)
         ]
 
-    def _sample(
-        self,
-        rows: Sequence[tuple[Encoded, list[int]]],
-        lengths: Sequence[int],
-        numbers: Sequence[int],
-    ) -> Rollout:
-        """Continue each prompt and response by at most so many tokens."""
-        responses: list[list[int]] = [[] for _ in rows]
-        ended = torch.zeros(len(rows), dtype=torch.bool)
+    def _continue(
+        self, begun: list[BlockCandidate], lengths: Sequence[int], numbers: Sequence[int]
+    ) -> list[BlockCandidate]:
+        """Continue each response by at most so many tokens."""
+        continued = list(begun)
         for length in sorted(set(lengths)):
             chosen = [i for i, each in enumerate(lengths) if each == length]
-            prompts, begun = zip(*(rows[i] for i in chosen))
-            rollout = self.task.sample(prompts, [numbers[i] for i in chosen], begun, length)
-            for i, response, end in zip(chosen, rollout.responses, rollout.ended.tolist()):
-                responses[i], ended[i] = response, end
-        return Rollout(responses, torch.zeros(len(rows), 0), ended)
+            prompts = [begun[i].draft.prompt for i in chosen]
+            tokens = [begun[i].tokens for i in chosen]
+            rollout = self.task.sample(prompts, [numbers[i] for i in chosen], tokens, length)
+            for i, new, ended in zip(chosen, rollout.responses, rollout.ended.tolist()):
+                begun[i].draft.num_sampled += len(new)
+                continued[i] = replace(begun[i], tokens=[*begun[i].tokens, *new], ended=ended)
+        return continued
 
-    def _values(self, drafts: list[Draft], candidates: list[BlockCandidate]) -> list[float]:
+    def _values(self, candidates: list[BlockCandidate]) -> list[float]:
         """Finished responses by their reward, others by the value function."""
         if self.blocks.value == "reward":
-            chosen = list(range(len(candidates)))
-        else:
-            chosen = [i for i, c in enumerate(candidates) if self._finished(c)]
-        values = [0.0] * len(candidates)
-        prompts = [drafts[c.draft].prompt for c in candidates]
-        if chosen:
-            scores = self.task.total_scores(
-                [prompts[i] for i in chosen], [candidates[i].tokens for i in chosen]
-            )
-            for i, score in zip(chosen, scores):
-                values[i] = score
-        others = sorted(set(range(len(candidates))) - set(chosen))
-        if others and self.blocks.value == "critic":
-            estimates = self._critic_values([(prompts[i], candidates[i].tokens) for i in others])
-        else:
-            estimates = self._continued(drafts, [candidates[i] for i in others])
-        for i, estimate in zip(others, estimates):
-            values[i] = estimate
-        return values
+            return self._rewards(candidates)
+        estimate = self._critic_values if self.blocks.value == "critic" else self._continued_values
+        finished = iter(self._rewards([c for c in candidates if self._finished(c)]))
+        others = iter(estimate([c for c in candidates if not self._finished(c)]))
+        return [next(finished if self._finished(c) else others) for c in candidates]
+
+    def _rewards(self, candidates: list[BlockCandidate]) -> list[float]:
+        prompts = [c.draft.prompt for c in candidates]
+        return self.task.total_scores(prompts, [c.tokens for c in candidates]) if prompts else []
 
     @torch.no_grad()
-    def _critic_values(self, rows: Sequence[tuple[Encoded, list[int]]]) -> list[float]:
+    def _critic_values(self, candidates: list[BlockCandidate]) -> list[float]:
         """The critic's value of the state after the last token."""
+        if not candidates:
+            return []
         assert self.critic is not None
         assert self.critic_source is not None
         device, pad_id = self.task.device, self.task.tokenizer.pad_token_id
-        prompts, responses = [p.prompt_ids for p, _ in rows], [tokens for _, tokens in rows]
-        sequences = Sequences.from_lists(prompts, responses, pad_id, device)
-        values = torch.zeros(len(rows), device=device)
+        prompts = [c.draft.prompt.prompt_ids for c in candidates]
+        sequences = Sequences.from_lists(prompts, [c.tokens for c in candidates], pad_id, device)
+        values = torch.zeros(len(candidates), device=device)
         for batch in token_budget_batches(sequences.total_lengths, TOKENS):
             with autocast(device, self.task.plan.precision):
                 part = final_scores(self.critic, sequences.rows(batch))
             values[torch.tensor(batch, device=device)] = part
         return (values * self.critic_source.deviation + self.critic_source.mean).tolist()
 
-    def _continued(self, drafts: list[Draft], candidates: Sequence[BlockCandidate]) -> list[float]:
+    def _continued_values(self, candidates: list[BlockCandidate]) -> list[float]:
         """The mean reward of several continuations of each candidate to the end."""
-        if not candidates:
-            return []
         count = self.blocks.continuations
-        repeated = [(c, i) for c in candidates for i in range(count)]
-        rows = [(drafts[c.draft].prompt, c.tokens) for c, _ in repeated]
-        rollout = self._sample(
-            rows,
-            [self.max_new_tokens - len(c.tokens) for c, _ in repeated],
-            # Negative, so that no candidate has the same number, and the same in any batch.
-            [-1 - c.number * count - i for c, i in repeated],
-        )
-        whole = [tokens + new for (_, tokens), new in zip(rows, rollout.responses)]
-        scores = self.task.total_scores([prompt for prompt, _ in rows], whole)
-        for (c, _), new in zip(repeated, rollout.responses):
-            drafts[c.draft].num_sampled += len(new)
+        repeated = [c for c in candidates for _ in range(count)]
+        lengths = [self.max_new_tokens - len(c.tokens) for c in repeated]
+        # Negative, so that no candidate has the same number, and the same in any batch.
+        numbers = [-1 - c.number * count - i for c in candidates for i in range(count)]
+        scores = self._rewards(self._continue(repeated, lengths, numbers))
         return [mean(scores[i : i + count]) for i in range(0, len(scores), count)]
 
 

@@ -45,15 +45,6 @@ class Reply(NamedTuple):
     tokens_out: int | None = None
 
 
-class Estimate(NamedTuple):
-    """How many questions are left to ask, and how many tokens they will take."""
-
-    questions: int
-    known: int
-    tokens_in: int
-    tokens_out: int
-
-
 class Cache:
     """Replies in SQLite, in the order in which a question got them; safe to kill at any time."""
 
@@ -113,13 +104,19 @@ def read_body(body: str) -> Reply | None:
         return None
     if not isinstance(data, dict) or not isinstance(data.get("choices"), list):
         return None
-    choice = next(iter(data["choices"]), None)
-    message = choice.get("message") if isinstance(choice, dict) else None
-    content = message.get("content") if isinstance(message, dict) else None
-    usage = data.get("usage")
-    usage = usage if isinstance(usage, dict) else {}
-    tokens_in, tokens_out = usage.get("prompt_tokens"), usage.get("completion_tokens")
-    return Reply(_text(content), _count(tokens_in), _count(tokens_out))
+    content = _find(data, "choices", 0, "message", "content")
+    tokens = [_find(data, "usage", f"{part}_tokens") for part in ("prompt", "completion")]
+    return Reply(_text(content), *map(_count, tokens))
+
+
+def _find(value: Any, *keys: Any) -> Any:
+    """What is at these keys; None where there is nothing."""
+    for key in keys:
+        try:
+            value = value[key]
+        except (LookupError, TypeError):
+            return None
+    return value
 
 
 def _text(content: object) -> str:
@@ -168,13 +165,16 @@ class OpenAIJudge:
             "response_format": criteria.schema(),
         }
 
-    def estimate(self, questions: Sequence[Pair]) -> Estimate:
-        """What is left to ask; a token is about four characters."""
+    def estimate(self, questions: Sequence[Pair]) -> tuple[int, int, int, int]:
+        """Questions, those already answered, and the tokens in and out of the remaining ones.
+
+        A token is about four characters.
+        """
         unique = self._unique(questions)
         waiting = [question for key, question in unique.items() if self._stored(key) is None]
         tokens = sum(map(self._num_tokens, waiting))
         known = len(unique) - len(waiting)
-        return Estimate(len(unique), known, tokens, len(waiting) * self.criteria.answer_tokens)
+        return len(unique), known, tokens, len(waiting) * self.criteria.answer_tokens
 
     def spent(self, questions: Sequence[Pair]) -> tuple[int, int]:
         """Tokens of all replies to these questions, whenever they came; estimated if unknown."""

@@ -134,11 +134,9 @@ def _ask_server(
     progress: Progress,
 ) -> list[Answer | None]:
     """Ask the questions; reports the estimated cost before and the actual cost after."""
-    estimate = client.estimate(questions)
-    say(
-        f"{estimate.questions} questions, {estimate.known} answered before; remaining: about "
-        f"{prices.describe(estimate.tokens_in, estimate.tokens_out)}"
-    )
+    count, known, *tokens = client.estimate(questions)
+    cost = prices.describe(*tokens)
+    say(f"{count} questions, {known} answered before; remaining: about {cost}")
     if dry_run:
         if prices == NO_PRICES:
             say("For a cost give --price-in and --price-out.")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -107,20 +107,9 @@ def write_verdicts(
 ) -> dict[str, Any]:
     """Write the verdicts, and beside them their summary, which is returned."""
     summary = {**about, **summarise(judgements), "file": file.name}
-    write_jsonl(file, [{**about, **_plain(judgement)} for judgement in judgements])
+    write_jsonl(file, [{**about, **asdict(judgement)} for judgement in judgements])
     write_json(file.with_suffix(".json"), summary)
     return summary
-
-
-def _plain(judgement: Judgement) -> dict[str, Any]:
-    return {
-        "prompt": judgement.prompt,
-        "response_a": judgement.response_a,
-        "response_b": judgement.response_b,
-        "verdict": judgement.verdict,
-        "orders": list(judgement.orders),
-        "dimensions": {name: list(values) for name, values in judgement.dimensions.items()},
-    }
 
 
 def read_verdicts(file: Path) -> list[tuple[str, str, Verdict]]:

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from marlhf.spans.english import EnglishParser
-from marlhf.spans.phrases import Parser, ParserError, Phrase, nested
+from marlhf.spans.phrases import Parser, ParserError, Phrase, TextParser, nested
 from marlhf.spans.python import MixedParser, PythonParser
 from marlhf.spans.words import split_sentences
 
@@ -140,7 +140,7 @@ def _words(sentence: Any) -> list[DependencyWord]:
     ]
 
 
-class BeneparParser:
+class BeneparParser(TextParser):
     """The Berkeley neural parser, by the name of its model: `benepar_en3`."""
 
     def __init__(self, name: str) -> None:
@@ -159,9 +159,6 @@ class BeneparParser:
             ) from error
         self.sentence: Any = benepar.InputSentence
 
-    def __call__(self, texts: Sequence[str]) -> list[list[Phrase]]:
-        return [self.parse(text) for text in texts]
-
     def parse(self, text: str) -> list[Phrase]:
         sentences = split_sentences(text)
         given = [self.sentence(words=[word.text for word in words]) for words in sentences]
@@ -172,7 +169,7 @@ class BeneparParser:
         return phrases
 
 
-class StanzaParser:
+class StanzaParser(TextParser):
     """A stanza pipeline with a constituency parser, by language: `en`, `zh-hans` ..."""
 
     def __init__(self, language: str) -> None:
@@ -195,9 +192,6 @@ class StanzaParser:
                 f"stanza cannot parse {language!r} ({error}). Get its models: "
                 f"python -c \"import stanza; stanza.download('{language}')\""
             ) from error
-
-    def __call__(self, texts: Sequence[str]) -> list[list[Phrase]]:
-        return [self.parse(text) for text in texts]
 
     def parse(self, text: str) -> list[Phrase]:
         phrases: list[Phrase] = []

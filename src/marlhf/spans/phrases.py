@@ -6,6 +6,7 @@ a GPU.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -32,6 +33,16 @@ class Parser(Protocol):
     """
 
     def __call__(self, texts: Sequence[str]) -> list[list[Phrase]]: ...
+
+
+class TextParser(ABC):
+    """A parser that takes one text at a time."""
+
+    def __call__(self, texts: Sequence[str]) -> list[list[Phrase]]:
+        return [self.parse(text) for text in texts]
+
+    @abstractmethod
+    def parse(self, text: str) -> list[Phrase]: ...
 
 
 def nested(phrases: Iterable[Phrase]) -> list[Phrase]:

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from marlhf.spans.english import parse_english
-from marlhf.spans.phrases import ParserError, Phrase, nested
+from marlhf.spans.phrases import ParserError, Phrase, TextParser, nested
 
 PROSE = frozenset({"comment", "string_content"})
 """Leaves that people wrote to people: their words are phrases, too."""
@@ -21,7 +21,7 @@ CODE_LINE = re.compile(
 )
 
 
-class PythonParser:
+class PythonParser(TextParser):
     """Syntax trees of Python. Its statements are what sentences are in prose."""
 
     def __init__(self) -> None:
@@ -33,9 +33,6 @@ class PythonParser:
                 "Parsing Python needs tree-sitter and its grammar: pip install 'marlhf[code]'"
             ) from None
         self.parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_python.language()))
-
-    def __call__(self, texts: Sequence[str]) -> list[list[Phrase]]:
-        return [self.parse(text) for text in texts]
 
     def parse(self, text: str) -> list[Phrase]:
         source = text.encode("utf-8", errors="surrogatepass")
@@ -76,14 +73,11 @@ def _characters(text: str, source: bytes) -> Sequence[int]:
     return place
 
 
-class MixedParser:
+class MixedParser(TextParser):
     """Prose as English; fenced code, and a text that is evidently a program, as Python."""
 
     def __init__(self) -> None:
         self.python = PythonParser()
-
-    def __call__(self, texts: Sequence[str]) -> list[list[Phrase]]:
-        return [self.parse(text) for text in texts]
 
     def parse(self, text: str) -> list[Phrase]:
         phrases: list[Phrase] = []

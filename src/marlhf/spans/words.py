@@ -70,17 +70,11 @@ def _split_line(line: str, place: int, sentences: list[list[Word]]) -> None:
         sentences.append(words)
 
 
-PREPOSITIONS = {
-    "such": "as",
-    "rather": "than",
-    "because": "of",
-    "instead": "of",
-    "due": "to",
-    "according": "to",
-    "out": "of",
-    "away": "from",
-    "as": "for",
-}
+PREPOSITIONS = frozenset(
+    "such as, rather than, because of, instead of, due to, according to, out of, away from, as for".split(
+        ", "
+    )
+)
 """Two words that are one preposition."""
 SUBJECTS = frozenset(["i", "he", "she", "we", "they"])
 THIRD_PERSON = frozenset(["it", "that", "this", "who", "which"])
@@ -120,8 +114,8 @@ def tag(words: Sequence[str], written: Sequence[str]) -> str:
     tags = [*map(_kind, words, written), "."]  # index -1, before the first word, is the end as well
     for i in range(len(words)):
         tags[i] = _by_word(tags, words, i) or _by_kind(tags, words, i)
-    for i, word in enumerate(words[:-1]):
-        if words[i + 1] == PREPOSITIONS.get(word):
+    for i, both in enumerate(map(" ".join, zip(words, words[1:]))):
+        if both in PREPOSITIONS:
             tags[i] = tags[i + 1] = "P"
     return "".join(tags[:-1])
 

@@ -226,7 +226,8 @@ class Store:
         with self._change() as db:
             name = self._name(annotator)
             if not self._known(action):
-                number = _add(db, action, name, pair, choice, self._left_run(name, pair))
+                left_run = self._left_run(name, pair)
+                number = self._add(action, name, pair, choice, left_run, undoes=None)
                 if remarks and any(remarks):
                     strength = remarks.strength if choice in ("left", "right") else None
                     values = (number, strength, remarks.flag, remarks.note[:LONGEST_NOTE])
@@ -235,14 +236,23 @@ class Store:
 
     def undo(self, annotator: str, action: str | None = None) -> AnnotatorProgress:
         """Undo this annotator's last vote or skip; that pair is shown again next."""
-        with self._change() as db:
+        with self._change():
             name = self._name(annotator)
             last = next((e for e in reversed(self.standing(name)) if e.pair in self.shown), None)
             if not self._known(action):
                 if last is None:
                     raise VoteError("There is nothing to undo.")
-                _add(db, action, name, last.pair, "undo", last.left_run, last.number)
+                self._add(action, name, last.pair, "undo", last.left_run, undoes=last.number)
             return self.state(name)
+
+    def _add(self, action: str | None, *event: str, undoes: int | None) -> int | None:
+        """Append an event (annotator, pair, kind, left_run), and return its number."""
+        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        return self._db.execute(
+            "INSERT INTO events (action, time, annotator, pair, kind, left_run, undoes) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (action or secrets.token_hex(16), now, *event, undoes),
+        ).lastrowid
 
     def sides(self, annotator: str, pair: str) -> tuple[str, str]:
         """Both responses, the one on the left first."""
@@ -369,25 +379,6 @@ def clean_name(name: str) -> str:
             "a letter or a digit."
         )
     return clean
-
-
-def _add(
-    db: sqlite3.Connection,
-    action: str | None,
-    annotator: str,
-    pair: str,
-    kind: str,
-    left_run: str,
-    undoes: int | None = None,
-) -> int | None:
-    """Append an event and return its number."""
-    now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-    added = db.execute(
-        "INSERT INTO events (action, time, annotator, pair, kind, left_run, undoes) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (action or secrets.token_hex(16), now, annotator, pair, kind, left_run, undoes),
-    )
-    return added.lastrowid
 
 
 @contextmanager
