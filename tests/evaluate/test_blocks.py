@@ -113,7 +113,7 @@ def test_the_critic_values_the_state_after_the_block(with_critic, monkeypatch, s
     """Where the run normalises scores, its critic's values are turned back into scores."""
     if scale:
         change_config(with_critic / "ppo", normalize_scores=True)
-        with pytest.raises(EvaluationError, match="nothing there says by what"):
+        with pytest.raises(EvaluationError, match="their scale is not recorded"):
             best_of_blocks(with_critic / "ppo", FEW, options(NGram(3), [2], value="critic"))
         state = json.loads((with_critic / "ppo/run.json").read_text()) | {"score_scale": scale}
         (with_critic / "ppo/run.json").write_text(json.dumps(state))

@@ -150,8 +150,8 @@ class ChatModel:
         rule = str(rule.get("type", "") if isinstance(rule, dict) else rule)
         if ":" in rule and not self.trust_code:
             raise EvaluationError(
-                f"{self.policy.folder} names {rule} as its segmenter, and to use it is to run that "
-                "code. Start the chat with --trust-code if you trust the folder."
+                f"{self.policy.folder} names {rule} as its segmenter, and using it runs that code. "
+                "Start the chat with --trust-code if you trust the folder."
             )
         segmenter = build_segmenter(config["segmenter"])
         ids = turn.answer_ids

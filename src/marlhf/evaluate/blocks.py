@@ -121,7 +121,7 @@ def best_of_blocks(
 
 @dataclass(frozen=True)
 class CriticSource:
-    """Where a critic is, and by what the scores that it predicts were normalised."""
+    """Where a critic is, and how the scores that it predicts were normalised."""
 
     path: str
     mean: float = 0.0
@@ -140,7 +140,7 @@ def find_critic(task: SamplingTask) -> CriticSource:
             if scale := read_score_scale(run):
                 return CriticSource(str(run / CRITIC), *scale)
             raise EvaluationError(
-                f"The critic of {run} predicts normalised scores, and nothing there says by what. "
+                f"The critic of {run} predicts normalised scores, and their scale is not recorded. "
                 "Take --value reward or monte_carlo."
             )
     raise EvaluationError(

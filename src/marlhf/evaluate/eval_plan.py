@@ -1,7 +1,7 @@
 """Which policies are evaluated, on which prompts, with which rewards.
 
 A run says what its data, sampling, reward model and reference are. An SFT run, a DPO run or a plain
-model folder says less; what it lacks comes from another run, so that all are evaluated alike.
+model folder says less. What it lacks comes from another run, so that all have the same settings.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EvaluationOptions:
     """What the user chose; what is None or empty is as in the run."""
 
     prompts: int = 2000
-    """The first so many of the held-out prompts."""
+    """How many held-out prompts, from the first on."""
     temperature: float | None = None
     max_new_tokens: int | None = None
     seed: int = 0
@@ -47,7 +47,7 @@ class EvaluationOptions:
     like: str | None = None
     """A run whose settings are used where another run has none."""
     source: str | None = None
-    """With source, path or split all rows of that data are used, not the held-out ones."""
+    """With source, path or split, all rows of that data are used instead of held-out ones."""
     path: str | None = None
     split: str | None = None
     train: bool = False
@@ -87,7 +87,7 @@ class EvaluationPlan:
     rewards: tuple[tuple[str, float], ...]
     """Paths or names, each with its weight."""
     random_reward_head: bool
-    """Whether the run whose rewards these are accepts a language model as one."""
+    """Whether the run accepts a language model with a random head as its reward model."""
     reference: str | None
     reference_seed: int
     trust_remote_code: bool
@@ -123,7 +123,7 @@ def _policies(path: Path) -> list[PolicySource]:
     runs = [run for run in find_runs([path]) if facts_of(run.stage).writes_text]
     named = [_of_run(run.path) for run in runs if (run.path / MODEL).is_dir()]
     if not named:
-        raise EvaluationError(f"{path} holds no finished run whose model writes text.")
+        raise EvaluationError(f"{path} has no finished run of a language model.")
     return named
 
 
@@ -261,8 +261,8 @@ def check_rewards(policy: PolicySource, trust_code: bool) -> None:
     for name in (str(policy.config.get("reward_model") or ""), *functions):
         if is_function(name) and name not in SHIPPED_FUNCTIONS and not trust_code:
             raise EvaluationError(
-                f"{policy.folder} names {name} as its reward, and to score with it is to run that "
-                "code. Add --trust-code if you trust the folder, or name a reward with --reward."
+                f"{policy.folder} names {name} as its reward, and scoring with it runs that code. "
+                "Add --trust-code if you trust the folder, or name a reward with --reward."
             )
 
 

@@ -291,7 +291,7 @@ def find_rewards(plan: EvaluationPlan) -> list[RewardSource]:
     parts = {path: path.removesuffix("/model").split("/") for path in weights}
     rewards: list[RewardSource] = []
     for path, weight in weights.items():
-        # The last folder's name, with as many before it as tell it from the others.
+        # The last folder's name, with as many parents as make it unique.
         sizes = range(1, len(parts[path]) + 1)
         tails = {n: [each[-n:] for each in parts.values()] for n in sizes}
         size = next((n for n in sizes if tails[n].count(parts[path][-n:]) == 1), sizes[-1])

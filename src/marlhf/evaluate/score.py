@@ -59,7 +59,7 @@ class ScoredResponses:
 def evaluate(
     paths: Sequence[Path | str], options: EvaluationOptions, notice: Notice = lambda words: None
 ) -> list[ScoredResponses]:
-    """Sample every policy under `paths` alike, score the responses, and keep them in its folder."""
+    """Sample all policies with the same settings, score the responses, keep them in run folders."""
     policies = find_policies(paths)
     fallback = find_fallback(policies, options.like)
     plans = [make_plan(policy, options, fallback) for policy in policies]

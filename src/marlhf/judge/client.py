@@ -1,7 +1,7 @@
 """A judge behind any OpenAI-compatible server; each reply is on disk before it is read.
 
 A reply has been paid for, so its body is stored as it came. It is parsed afterwards, each time it
-is needed, by functions that raise on nothing that a server may send. A question whose replies
+is needed, by functions that accept anything a server may send. A question whose replies
 cannot be read is asked again the next time.
 
 The key comes from the environment alone. It is never written, and is removed from everything that a

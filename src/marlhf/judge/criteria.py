@@ -157,7 +157,7 @@ def _objects(content: str) -> list[Any]:
     """Every JSON object in a text, outermost ones only.
 
     A brace that opens no object costs as much as was read after it, so a text of nested beginnings
-    would take quadratic time. What may be read in vain is therefore limited.
+    would take quadratic time. So there is a limit on what is read without result.
     """
     decoder, objects, at = json.JSONDecoder(), [], 0
     budget = 100_000 + 8 * len(content)

@@ -43,7 +43,7 @@ RIDGE = 0.01
 """Weak prior on both coefficients: they stay finite where one side always wins."""
 STEPS = 25
 MIN_PAIRS = 10
-"""With fewer, two coefficients would fit whatever there is."""
+"""With fewer, two coefficients would overfit."""
 MAX_DRAWN = 4_000_000
 """Resamples times pairs: beyond it there are fewer resamples, so that memory stays small."""
 

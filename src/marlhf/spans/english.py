@@ -28,7 +28,7 @@ LONGEST = 24
 
 
 def parse_english(text: str) -> list[Phrase]:
-    """Sentences, their phrases and their words, as a tree is walked.
+    """Sentences, their phrases and their words, in tree order.
 
     >>> text = "He saw it."
     >>> [text[p.begin : p.end] for p in parse_english(text)]

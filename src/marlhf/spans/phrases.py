@@ -26,7 +26,7 @@ class Phrase(NamedTuple):
 
 
 class Parser(Protocol):
-    """Phrases of each text, nested and sorted as a tree is walked: a phrase before its parts.
+    """Phrases of each text, nested and in tree order: a phrase before its parts.
 
     Those that lie in no other are its sentences, or a program's statements. Every text is
     parsed, whatever it holds; the same text always has the same phrases.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,10 +72,8 @@ def _split_line(line: str, place: int, sentences: list[list[Word]]) -> None:
 
 
 PREPOSITIONS = frozenset(
-    "such as, rather than, because of, instead of, due to, according to, out of, away from, as for".split(
-        ", "
-    )
-)
+    ["such as", "rather than", "because of", "instead of", "out of", "due to", "according to"]
+) | {"away from", "as for"}
 """Two words that are one preposition."""
 SUBJECTS = frozenset(["i", "he", "she", "we", "they"])
 THIRD_PERSON = frozenset(["it", "that", "this", "who", "which"])
@@ -114,7 +113,7 @@ def tag(words: Sequence[str], written: Sequence[str]) -> str:
     tags = [*map(_kind, words, written), "."]  # index -1, before the first word, is the end as well
     for i in range(len(words)):
         tags[i] = _by_word(tags, words, i) or _by_kind(tags, words, i)
-    for i, both in enumerate(map(" ".join, zip(words, words[1:]))):
+    for i, both in enumerate(map(" ".join, pairwise(words))):
         if both in PREPOSITIONS:
             tags[i] = tags[i + 1] = "P"
     return "".join(tags[:-1])

@@ -46,9 +46,9 @@ def open_votes(
 
     They are in `database`, else in `judged/` of the first run's folder. For every two runs the
     first `limit` prompts that both answered are shown. `task` may be a YAML file with a question,
-    criteria and guidelines of your own; `question` and `criteria` ("Name: meaning") say it without
-    a file. With `strength` people may say how much better; with `votes` each pair is shown until so
-    many people have voted on it.
+    criteria and guidelines of your own; `question` and `criteria` ("Name: meaning") replace the
+    file. With `strength` people may say how much better a response is; with `votes` each pair is
+    shown until that many people have voted on it.
     """
     task, guide = find_guide(task, question, criteria, strength=strength)
     comparisons = read_items(paths)

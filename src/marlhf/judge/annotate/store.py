@@ -202,7 +202,7 @@ class Store:
                 self._places[name] = counts[item.runs] = counts.get(item.runs, -1) + 1
 
     def distribute(self, votes_each: int) -> None:
-        """Share the pairs: each is shown until so many people have voted on it."""
+        """Share the pairs: each is shown until that many people have voted on it."""
         with self._change() as db:
             db.execute("INSERT OR REPLACE INTO about VALUES ('votes_each', ?)", (str(votes_each),))
         self.votes_each = votes_each
