@@ -23,9 +23,8 @@ from typing import Any
 from marlhf.data.toy import gold_score
 from marlhf.evaluate.best_of_n import find_task
 from marlhf.evaluate.eval_plan import EvaluationOptions
-from marlhf.evaluate.sampling import RewardModelCache, key_of
+from marlhf.evaluate.sampling import key_of
 from marlhf.intervals import bootstrap_mean, mean
-from marlhf.models.base import pick_device
 from marlhf.runs.evaluations import read_evaluations
 from marlhf.runs.layout import BLOCKS
 
@@ -57,10 +56,8 @@ def judge(
     options = EvaluationOptions(prompts=1 << 30, rewards=(gold,), like=like, device=device)
     task = find_task(run, options)
     prompts = {key_of(prompt.row): prompt for prompt in task.prompts}
-    scores = RewardModelCache(pick_device(device)).score(
+    scores = task.scores(
         task.rewards[0],
-        task.plan,
-        task.tokenizer,
         [prompts[line["key"]] for line in lines],
         [line["response_ids"] for line in lines],
     )

@@ -105,7 +105,7 @@ def print_steps(shape_name: str | None, repeats: int) -> None:
     """A PPO step with n-grams beside one with constituents, taking turns."""
     import ppo_step  # beside this file
 
-    from marlhf.spans.parsing import Parsing
+    from marlhf.spans.apply import Parsing
 
     class Prose(Parsing):
         """Random models write no English: text of the same size is parsed in its place."""

@@ -33,8 +33,7 @@ from marlhf.engines.advantages import (
 from marlhf.engines.settings import EngineError, MacroSettings, read_settings
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.spans import vocabulary
-from marlhf.spans.apply import SegmenterError
-from marlhf.spans.parsing import Parsing
+from marlhf.spans.apply import Parsing, SegmenterError
 
 TEXTS = ("The fox ran. It saw a shy owl!", "One owl sang about the river.", "No.")
 

@@ -13,7 +13,8 @@ import typer
 from marlhf.cli import app, main
 from marlhf.data import DataConfig, load_data
 from marlhf.evaluate.best_of_n import best_of_n, export
-from marlhf.evaluate.best_of_n_grid import (
+from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions
+from marlhf.evaluate.results import (
     Grid,
     expected_best,
     expected_of_best,
@@ -21,8 +22,7 @@ from marlhf.evaluate.best_of_n_grid import (
     kl_bound,
     read_grids,
 )
-from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions
-from marlhf.evaluate.sampling import ResponseSampler
+from marlhf.evaluate.sampling import SamplingTask
 from marlhf.report.dots import heat_map
 from marlhf.report.write import write_report
 from marlhf.runs.jsonl import append_jsonl
@@ -81,7 +81,7 @@ def test_smaller_n_and_second_calls_sample_nothing(finished, monkeypatch):
     assert found.cell(1.0, 4).mean >= found.cell(1.0, 2).mean
     for line in found.lines[1.0]:
         assert line["best"]["score"] == max(line["scores"])
-    monkeypatch.setattr(ResponseSampler, "sample", None)
+    monkeypatch.setattr(SamplingTask, "sample", None)
     again = best_of_n(finished / "ppo", FEW, [1, 3], [0.5, 1.0])
     assert again.lines == found.lines
     assert list(read_grids(finished / "ppo")["8 tokens, reward"].lines) == [0.5, 1.0]
@@ -130,7 +130,7 @@ def test_the_export_is_data_for_sft(tmp_path):
     data = DataConfig(path=str(file), parts={}, eval_size=0)
     [row] = load_data(data, "sft", needs=("prompt", "chosen")).train
     assert (row.prompt, row.chosen) == ("Why?", " Because.")
-    with pytest.raises(EvaluationError, match="nothing to export"):
+    with pytest.raises(EvaluationError, match="nothing to write"):
         export(Grid([1], {0.8: warm[1:]}), file)
 
 

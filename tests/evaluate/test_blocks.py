@@ -14,10 +14,15 @@ from marlhf.cli import main
 from marlhf.core import Lines, NGram, Perplexity, Sentences, Words
 from marlhf.evaluate import blocks as module
 from marlhf.evaluate.best_of_n import best_of_n
-from marlhf.evaluate.best_of_n_grid import kl_bound
 from marlhf.evaluate.blocks import BlockDecider, BlockOptions, best_of_blocks, write_responses
-from marlhf.evaluate.blocks_frontier import BlockLines, frontier_table, read_frontiers, whole_points
 from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions
+from marlhf.evaluate.results import (
+    BlockLines,
+    frontier_table,
+    kl_bound,
+    read_frontiers,
+    whole_points,
+)
 from marlhf.report.write import write_report
 from marlhf.runs.evaluations import SamplingSettings
 
@@ -70,10 +75,10 @@ def test_one_block_is_best_of_n(with_critic, value, n):
 def test_each_block_is_the_best_of_its_candidates(finished, monkeypatch, value, rule):
     decisions, real = [], BlockDecider._values
 
-    def values(self, drafts, candidates):
-        found = real(self, drafts, candidates)
+    def values(self, candidates):
+        found = real(self, candidates)
         decisions.extend(
-            (drafts[c.draft].prompt.row.prompt, list(drafts[c.draft].tokens), c.tokens, v)
+            (c.draft.prompt.row.prompt, list(c.draft.tokens), c.tokens, v)
             for c, v in zip(candidates, found)
         )
         return found
@@ -108,7 +113,7 @@ def test_the_critic_values_the_state_after_the_block(with_critic, monkeypatch, s
     """Where the run normalises scores, its critic's values are turned back into scores."""
     if scale:
         change_config(with_critic / "ppo", normalize_scores=True)
-        with pytest.raises(EvaluationError, match="nothing there says by what"):
+        with pytest.raises(EvaluationError, match="their scale is not recorded"):
             best_of_blocks(with_critic / "ppo", FEW, options(NGram(3), [2], value="critic"))
         state = json.loads((with_critic / "ppo/run.json").read_text()) | {"score_scale": scale}
         (with_critic / "ppo/run.json").write_text(json.dumps(state))
@@ -122,8 +127,8 @@ def test_the_critic_values_the_state_after_the_block(with_critic, monkeypatch, s
     )
     best_of_blocks(with_critic / "ppo", FEW, options(NGram(3), [2], value="critic"))
     decider, rows, values = seen[0]
-    for (prompt, tokens), value in zip(rows, values):
-        ids = torch.tensor([[*prompt.prompt_ids, *tokens]])
+    for row, value in zip(rows, values):
+        ids = torch.tensor([[*row.draft.prompt.prompt_ids, *row.tokens]])
         with torch.no_grad():
             hidden = decider.critic.model(ids).last_hidden_state[0, -1]
             exact = decider.critic.score(hidden)

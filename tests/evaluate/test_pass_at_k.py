@@ -13,7 +13,7 @@ from marlhf.data import DataConfig, DataError
 from marlhf.evaluate import pass_at_k as module
 from marlhf.evaluate.eval_plan import EvaluationError
 from marlhf.evaluate.pass_at_k import PassAtKOptions, measure
-from marlhf.evaluate.pass_rates import pass_at_k, summarise
+from marlhf.evaluate.results import pass_at_k, summarise_passes
 from marlhf.intervals import bootstrap_mean
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
 from marlhf.report.write import write_report
@@ -88,11 +88,11 @@ def test_difficulties_stand_apart_and_together():
         {"difficulty": "interview", "results": ["passed", "failed"]},
         {"difficulty": "introductory", "results": ["passed", "passed"]},
     ]
-    rows = summarise(problems, [1, 2])
+    rows = summarise_passes(problems, [1, 2])
     assert [row["difficulty"] for row in rows] == ["introductory", "interview", "all"]
     assert [row["pass@1"][0] for row in rows] == [1.0, 0.5, 0.75]
     assert rows[-1]["results"] == {"failed": 0.25, "passed": 0.75}
-    assert [row["difficulty"] for row in summarise(problems[:1], [1])] == ["all"]
+    assert [row["difficulty"] for row in summarise_passes(problems[:1], [1])] == ["all"]
 
 
 def test_a_stopped_measurement_goes_on_to_the_same_result(run, monkeypatch):

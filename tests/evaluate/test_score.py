@@ -16,8 +16,8 @@ import yaml
 from marlhf.cli import app
 from marlhf.evaluate import score
 from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions, find_policies, make_plan
-from marlhf.evaluate.held_out import data_tables, read_scored, summarise, summary_table
-from marlhf.evaluate.sampling import ResponseSampler, find_rewards
+from marlhf.evaluate.results import data_tables, read_scored, summarise, summary_table
+from marlhf.evaluate.sampling import SamplingTask, find_rewards
 from marlhf.evaluate.score import distinct, evaluate
 from marlhf.models.base import ModelError
 from marlhf.models.load import load_policy, load_tokenizer
@@ -62,13 +62,13 @@ def test_kl_is_the_policys_logprob_less_the_references(finished):
 def test_a_second_call_samples_nothing_and_more_prompts_only_add(finished, monkeypatch):
     [first] = evaluate([finished / "ppo"], FEW)
     asked = []
-    write = ResponseSampler.sample
+    write = SamplingTask.sample
 
     def count(self, prompts, seeds):
         asked.append(len(prompts))
         return write(self, prompts, seeds)
 
-    monkeypatch.setattr(ResponseSampler, "sample", count)
+    monkeypatch.setattr(SamplingTask, "sample", count)
     [again] = evaluate([finished / "ppo"], FEW)
     assert (again.lines, asked) == (first.lines, [])
     [more] = evaluate([finished / "ppo"], EvaluationOptions(prompts=8, device="cpu"))
@@ -89,7 +89,7 @@ def test_a_stopped_evaluation_goes_on_to_the_same_end(finished, monkeypatch):
 
 def test_another_reward_model_judges_the_responses_there_are(finished, monkeypatch):
     [first] = evaluate([finished / "ppo"], FEW)
-    monkeypatch.setattr(ResponseSampler, "sample", None)  # sampling again would fail
+    monkeypatch.setattr(SamplingTask, "sample", None)  # sampling again would fail
     [both] = evaluate(
         [finished / "ppo"], EvaluationOptions(5, rewards=(str(finished / "other"),), device="cpu")
     )

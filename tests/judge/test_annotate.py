@@ -22,7 +22,7 @@ from marlhf.cli import app
 from marlhf.judge.agreement import agreement
 from marlhf.judge.annotate import describe, export, export_votes, open_votes
 from marlhf.judge.annotate.store import Remarks, Store, VoteError, clean_name
-from marlhf.judge.annotate.tasks import GUIDES, Comparison, a_is_left
+from marlhf.judge.annotate.tasks import GUIDES, RunPair, a_is_left
 from marlhf.judge.compare import judge
 from marlhf.judge.criteria import TASKS
 from marlhf.judge.pairs import JudgeError
@@ -75,7 +75,7 @@ def prefer(store, name, word, count=99):
 
 
 def test_each_annotator_sees_each_run_left_in_half_of_the_pairs():
-    runs = Comparison("new", "old")
+    runs = RunPair("new", "old")
     seen = {}
     for name in ("Ann", "Bob", "Cleo", "Dora"):
         sides = [a_is_left(5, name, runs, place) for place in range(41)]
@@ -87,7 +87,7 @@ def test_each_annotator_sees_each_run_left_in_half_of_the_pairs():
 
 
 def test_sides_are_no_pattern_and_even_out_over_annotators():
-    runs = Comparison("a", "b")
+    runs = RunPair("a", "b")
     firsts = [a_is_left(0, f"person {i}", runs, 0) for i in range(400)]
     assert 150 < sum(firsts) < 250
 
@@ -590,15 +590,6 @@ def test_remarks_are_kept_with_the_vote_and_exported(votes, tmp_path):
     assert found == [("3", "yes", "'=1+1 is odd"), ("", "", ""), ("", "", "")]
     votes.undo("Ann")
     assert [event.note for event in votes.standing("Ann")] == ["=1+1 is odd", ""]
-
-
-def test_a_database_without_remarks_opens(votes):
-    votes.vote("Ann", votes.state("Ann").pair, "left")
-    votes._db.execute("DROP TABLE remarks")
-    again = Store(votes.path)
-    again.vote("Ann", again.state("Ann").pair, "left", remarks=Remarks(note="seen"))
-    assert [event.note for event in again.standing("Ann")] == [None, "seen"]
-    again.close()
 
 
 def test_pairs_are_shared_out_until_each_has_its_votes(files, tmp_path):

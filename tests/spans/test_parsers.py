@@ -3,9 +3,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from marlhf.spans.parser import build_parser
+from marlhf.spans.parser import DependencyWord as Word
+from marlhf.spans.parser import build_parser, constituents
 from marlhf.spans.phrases import ParserError, Phrase
-from marlhf.spans.spacy_parser import Word, constituents
 
 TEXT = "She saw the old car."
 WORDS = [(0, 3), (4, 7), (8, 11), (12, 15), (16, 19), (19, 20)]

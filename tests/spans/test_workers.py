@@ -88,6 +88,21 @@ def test_an_error_in_a_worker_is_told():
     assert second == {"spans": [[0, 4]]}
 
 
+def test_workers_import_nothing_from_the_current_folder(tmp_path):
+    """Unless the main program does."""
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "json.py").write_text("open('imported', 'w').close()\nloads = dumps = None\n")
+    script = tmp_path / "main.py"
+    script.write_text(
+        "from marlhf.spans import workers; workers.SMALL = 0\n"
+        "pool = workers.ParserPool('english', workers=1); print(pool.submit(['a b'])())\n"
+    )
+    done = subprocess.run([sys.executable, script], cwd=here, capture_output=True, text=True)
+    assert done.stdout.strip() == "[[0, 3, 0, 1, 2, 3]]", done.stderr
+    assert not (here / "imported").exists()
+
+
 def test_workers_load_no_torch():
     program = (
         "import sys; from marlhf.spans import workers; workers.build_parser('english')(['a b'])\n"

@@ -6,7 +6,7 @@ import pytest
 from marlhf.core import Constituents
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
-from marlhf.spans.parsing import open_parsing
+from marlhf.spans.apply import open_parsing
 from marlhf.spans.phrases import ParserError
 from marlhf.train import ppo, rloo
 from marlhf.train.rloo_config import RLOOConfig

@@ -6,6 +6,7 @@ text, or single requests. In another format a model answers worse than it can.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,16 +16,11 @@ import torch
 from jinja2 import TemplateError
 
 from marlhf.config.build import build_segmenter
-from marlhf.core import Constituents, Perplexity, Responses
+from marlhf.core import Perplexity
 from marlhf.data import DataConfig, DataError, apps, decode, load_data, tldr, webgpt
 from marlhf.data.encode import encode_prompt
 from marlhf.data.rows import Message, Text, after_colon
-from marlhf.evaluate.eval_plan import (
-    EvaluationError,
-    PolicySource,
-    find_policies,
-    located,
-)
+from marlhf.evaluate.eval_plan import EvaluationError, PolicySource, find_policies, located
 from marlhf.evaluate.sampling import seed_of
 from marlhf.models.base import Model, Precision, Tokenizer, autocast
 from marlhf.models.forward import token_stats
@@ -33,11 +29,7 @@ from marlhf.models.sequences import Sequences
 from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine
 from marlhf.runs.layout import model_folder
-from marlhf.spans import vocabulary
-from marlhf.spans.align import TokenBytes
-from marlhf.spans.apply import apply_segmenter
-from marlhf.spans.parser import build_parser
-from marlhf.spans.workers import parse_flat
+from marlhf.spans.apply import segment_response
 
 FORMS = {
     "chat": "messages through the chat template",
@@ -48,6 +40,7 @@ FORMS = {
     "text": "as typed, each on its own",
 }
 """Prompt formats by name, each with a description for the user."""
+WRITERS = {"webgpt": webgpt.write_prompt, "tldr": tldr.write_prompt, "apps": apps.write_prompt}
 REMEMBER = ("chat", "hh")
 """Formats in which earlier turns are part of the prompt, as in their data."""
 SINGLE = ("toy", "toy-code", "sums", "mbpp", "humaneval", "gsm8k")
@@ -93,10 +86,8 @@ class ChatModel:
     def ask(self, question: str, number: int, seed: int) -> Turn:
         """Answer a question in the context of earlier turns; the caller appends it to `turns`."""
         ids = encode_prompt(self.tokenizer, self.prompt(question))
-        limit = getattr(self.model.config, "max_position_embeddings", None)
-        max_new_tokens = self.sampling.max_new_tokens
-        if limit is not None:
-            max_new_tokens = min(max_new_tokens, limit - len(ids))
+        limit = getattr(self.model.config, "max_position_embeddings", None) or sys.maxsize
+        max_new_tokens = min(self.sampling.max_new_tokens, limit - len(ids))
         if max_new_tokens < 1:
             shorter = ", /undo or /reset" if self.turns and self.form in REMEMBER else ""
             raise EvaluationError(
@@ -127,13 +118,7 @@ class ChatModel:
                 for turn in self.turns
             )
             return f"{earlier}Human: {question}\n\nAssistant:"
-        if self.form == "webgpt":
-            return webgpt.write_prompt(question)
-        if self.form == "tldr":
-            return tldr.write_prompt(question)
-        if self.form == "apps":
-            return apps.write_prompt(question)
-        return question
+        return WRITERS[self.form](question) if self.form in WRITERS else question
 
     def messages(self) -> list[Message]:
         """The conversation so far."""
@@ -165,27 +150,19 @@ class ChatModel:
         rule = str(rule.get("type", "") if isinstance(rule, dict) else rule)
         if ":" in rule and not self.trust_code:
             raise EvaluationError(
-                f"{self.policy.folder} names {rule} as its segmenter, and to use it is to run that "
-                "code. Start the chat with --trust-code if you trust the folder."
+                f"{self.policy.folder} names {rule} as its segmenter, and using it runs that code. "
+                "Start the chat with --trust-code if you trust the folder."
             )
         segmenter = build_segmenter(config["segmenter"])
         ids = turn.answer_ids
-        tokens, spans = torch.tensor([ids]), None
-        if isinstance(segmenter, Constituents):
-            aligned = TokenBytes.of(self.tokenizer).align([ids])
-            phrases = parse_flat(build_parser(segmenter.parser), aligned.texts)
-            spans = torch.from_numpy(aligned.token_spans(phrases))
-        responses = Responses(
-            tokens,
-            torch.ones_like(tokens).bool(),
+        starts = segment_response(
+            segmenter,
+            ids,
+            self.tokenizer,
+            seed=turn.seed,
             ref_logprobs=self._ref_logprobs(turn) if _may_need_reference(segmenter) else None,
-            spans=spans,
-            vocabulary=vocabulary(self.tokenizer),
-            seeds=torch.tensor([turn.seed]),
+            split_last=bool(config.get("split_last")),
         )
-        split_last = bool(config.get("split_last"))
-        segments = apply_segmenter(segmenter, responses, split_last=split_last)
-        starts = segments.starts[0].tolist()
         ends = [i for i, start in enumerate(starts) if start and i] + [len(ids)]
         # Decode prefixes rather than pieces: a token may depend on those before it, and a
         # character may be split between two actions. The action that completes it shows it.
@@ -231,10 +208,8 @@ def load_chat_models(
             f"There is no form {form!r}. Choose one of: auto, {', '.join(FORMS)}."
         )
     policies: dict[str, PolicySource] = {}
-    for path in paths:
-        named = [_file_or_hub(str(path))] if _is_not_a_folder(path) else find_policies([path])
-        for policy in named:
-            policies.setdefault(policy.model, policy)
+    for policy in (policy for path in paths for policy in _find_models(path)):
+        policies.setdefault(policy.model, policy)
     names = [policy.name for policy in policies.values()]
     overrides = {"temperature": temperature, "max_new_tokens": max_new_tokens}
     overrides = {name: value for name, value in overrides.items() if value is not None}
@@ -294,19 +269,20 @@ def _sampling(policy: PolicySource) -> Sampling:
     return Sampling(**{"max_new_tokens": length, **raw})
 
 
-def _is_not_a_folder(path: Path | str) -> bool:
-    """Whether a model is not a local folder: `tiny`, a GGUF file, or a hub name."""
-    if Path(path).exists():
-        return Path(path).is_file()
-    parts = str(path).split("/")
-    is_path = parts[0] in ("", ".", "..", "~") or len(parts) > 2
-    return not is_path and not (len(parts) == 2 and Path(parts[0]).is_dir())
-
-
-def _file_or_hub(name: str) -> PolicySource:
-    if Path(name).is_file() and not name.endswith(".gguf"):
-        raise EvaluationError(f"{name} is a file. Give the folder of a run or of a model.")
-    return PolicySource(Path(name), name, name.rstrip("/").rpartition("/")[2])
+def _find_models(path: Path | str) -> list[PolicySource]:
+    """The policies in a folder; or one that is no local folder: `tiny`, a GGUF file, a hub name."""
+    name, parts = str(path), str(path).split("/")
+    if Path(path).is_file():
+        if not name.endswith(".gguf"):
+            raise EvaluationError(f"{name} is a file. Give the folder of a run or of a model.")
+    elif (
+        Path(path).exists()
+        or parts[0] in ("", ".", "..", "~")
+        or len(parts) > 2
+        or (len(parts) == 2 and Path(parts[0]).is_dir())
+    ):
+        return find_policies([path])
+    return [PolicySource(Path(name), name, name.rstrip("/").rpartition("/")[2])]
 
 
 def _may_need_reference(segmenter: object) -> bool:

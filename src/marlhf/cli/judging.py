@@ -49,7 +49,7 @@ def pass_at_k(
 ) -> None:
     """Share of programming problems that k samples solve, by unit tests."""
     from marlhf.evaluate.pass_at_k import PassAtKOptions, measure
-    from marlhf.evaluate.pass_rates import read_row
+    from marlhf.evaluate.results import read_row
     from marlhf.reward.code import UnitTests
 
     ks = tuple(sorted({*(k or (1, 5))}))
@@ -158,7 +158,7 @@ def evaluate(
 ) -> None:
     """Score responses to held-out prompts, of any model by any reward models."""
     from marlhf.evaluate.eval_plan import EvaluationOptions
-    from marlhf.evaluate.held_out import data_tables, summary_table
+    from marlhf.evaluate.results import data_tables, summary_table
     from marlhf.evaluate.score import evaluate
 
     options = EvaluationOptions(
@@ -222,8 +222,8 @@ def best_of_n(
 ) -> None:
     """What the best of n samples scores, or the best of k at every block of a response."""
     from marlhf.evaluate import best_of_n as sampler
-    from marlhf.evaluate.best_of_n_grid import grid_table
     from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions
+    from marlhf.evaluate.results import grid_table
 
     options = EvaluationOptions(
         prompts=prompts,
@@ -276,7 +276,7 @@ def _best_of_blocks(
     """Decide block by block, and show the frontier beside that of whole responses."""
     from marlhf.evaluate.best_of_n import best_of_n as sample_whole
     from marlhf.evaluate.blocks import BlockOptions, best_of_blocks, write_responses
-    from marlhf.evaluate.blocks_frontier import frontier_table, whole_points
+    from marlhf.evaluate.results import frontier_table, whole_points
 
     chosen = BlockOptions(rule, label, tuple(ks), value, continuations)
     results = best_of_blocks(run, options, chosen, tell)

@@ -34,8 +34,7 @@ from marlhf.engines.settings import (
     needs_text,
 )
 from marlhf.spans import vocabulary
-from marlhf.spans.apply import apply_segmenter
-from marlhf.spans.parsing import Parsing, open_parsing
+from marlhf.spans.apply import Parsing, apply_segmenter, open_parsing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

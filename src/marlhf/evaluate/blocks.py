@@ -16,31 +16,23 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from marlhf.core import Lines, NGram, Responses, Segmenter, Sentences, Words, segment
 from marlhf.data import Encoded, decode, pad_right, token_budget_batches
-from marlhf.data.rows import is_blank
-from marlhf.evaluate.best_of_n import ROWS, SamplingTask, find_task, total_scores
-from marlhf.evaluate.blocks_frontier import BlockLines
-from marlhf.evaluate.eval_plan import (
-    EvaluationError,
-    EvaluationOptions,
-    sampling_settings,
-    setting_of,
-)
-from marlhf.evaluate.sampling import TOKENS, ResponseSampler, RewardModelCache, key_of, seed_of
+from marlhf.evaluate.best_of_n import ROWS, find_task, write_ended
+from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions
+from marlhf.evaluate.results import BlockLines
+from marlhf.evaluate.sampling import TOKENS, SamplingTask, complete_lines, key_of
 from marlhf.intervals import mean
-from marlhf.models.base import Model, autocast, pick_device
+from marlhf.models.base import Model, autocast
 from marlhf.models.forward import final_scores
 from marlhf.models.load import load_scalar
 from marlhf.models.sequences import Sequences
-from marlhf.rollout.engine import Rollout
 from marlhf.runs.digests import weights_digest
-from marlhf.runs.evaluations import read_sampled
-from marlhf.runs.jsonl import Line, append_jsonl, write_jsonl
+from marlhf.runs.jsonl import Line, read_keyed
 from marlhf.runs.layout import BLOCKS, CRITIC, is_run, read_score_scale
 from marlhf.spans import vocabulary
 
@@ -80,13 +72,6 @@ class BlockOptions:
                 f"the tokens alone; got {self.label}."
             )
 
-    def check_length(self, max_new_tokens: int) -> None:
-        if isinstance(self.rule, NGram) and max_new_tokens < self.rule.n < math.inf:
-            raise EvaluationError(
-                f"Blocks of {self.rule.n:g} tokens are longer than a response, which has at most "
-                f"{max_new_tokens}. Lower n, or raise --max-new-tokens."
-            )
-
 
 def best_of_blocks(
     path: Path | str,
@@ -95,54 +80,48 @@ def best_of_blocks(
     notice: Callable[[str], None] = lambda words: None,
 ) -> list[BlockLines]:
     """A response to each prompt for each k, decided block by block, and what is known of them."""
-    return decide_blocks(find_task(path, options), options, blocks, notice)
-
-
-def decide_blocks(
-    task: SamplingTask,
-    options: EvaluationOptions,
-    blocks: BlockOptions,
-    notice: Callable[[str], None] = lambda words: None,
-) -> list[BlockLines]:
-    plan = task.plan
-    blocks.check_length(plan.sampling.max_new_tokens)
+    task = find_task(path, options)
+    longest = task.plan.sampling.max_new_tokens
+    if isinstance(blocks.rule, NGram) and longest < blocks.rule.n < math.inf:
+        raise EvaluationError(
+            f"Blocks of {blocks.rule.n:g} tokens are longer than a response, which has at most "
+            f"{longest}. Lower n, or raise --max-new-tokens."
+        )
     critic = find_critic(task) if blocks.value == "critic" else None
-    settings = sampling_settings(plan, options.seed, task.reward_names)
+    continuations = blocks.continuations if blocks.value == "monte_carlo" else None
+    settings = task.settings(with_rewards=True)
+    rewards = [(r.digest, r.weight) for r in task.weighted_rewards]
     decider: BlockDecider | None = None
     results: list[BlockLines] = []
     for k in sorted(set(blocks.ks)):
-        setting = setting_of(
-            task.policy,
-            plan,
-            options.seed,
-            [(r.digest, r.weight) for r in task.rewards],
-            [blocks.label, k, blocks.value, critic and weights_digest(critic.path)],
-            blocks.continuations if blocks.value == "monte_carlo" else None,
+        way = [blocks.label, k, blocks.value, critic and weights_digest(critic.path)]
+        setting = task.setting(rewards, way, continuations)
+        name = re.sub(r"[^\w.]+", "_", f"{blocks.label} k{k} {blocks.value}")
+        file = task.policy.folder / BLOCKS / f"{name}-{settings.file_name}"
+        same = {"setting": setting, "sampling": asdict(settings), "k": k}
+        same |= {"blocks": blocks.label, "value": blocks.value}
+
+        def sample(chunk: Sequence[Encoded], k: int = k, same: Any = same) -> list[Line]:
+            nonlocal decider
+            decider = decider or BlockDecider(task, blocks, critic)
+            return [same | line for line in decider.respond(chunk, k)]
+
+        lines = complete_lines(
+            file,
+            read_keyed(file, setting),
+            task.prompts,
+            lambda line: True,
+            sample,
+            size=max(1, ROWS // (k * (continuations or 1))),
+            notice=lambda words, k=k: notice(f"k = {k}: {words}"),
         )
-        way = re.sub(r"[^\w.]+", "_", f"{blocks.label} k{k} {blocks.value}")
-        file = task.policy.folder / BLOCKS / f"{way}-{settings.file_name}"
-        known = read_sampled(file, setting, settings)
-        left = [p for p in task.prompts if key_of(p.row) not in known]
-        notice(f"k = {k}: {len(task.prompts) - len(left)} of {len(task.prompts)} prompts")
-        if left:
-            decider = decider or BlockDecider(task, blocks, critic, options)
-            same = {"setting": setting, "sampling": asdict(settings), "k": k}
-            same |= {"blocks": blocks.label, "value": blocks.value}
-            per_prompt = k * (blocks.continuations if blocks.value == "monte_carlo" else 1)
-            size = max(1, ROWS // per_prompt)
-            for start in range(0, len(left), size):
-                lines = [same | line for line in decider.respond(left[start : start + size], k)]
-                known |= {line["key"]: line for line in lines}
-                append_jsonl(file, lines)
-            write_jsonl(file, known.values())
-        lines = [known[key_of(p.row)] for p in task.prompts]
         results.append(BlockLines(blocks.label, blocks.value, k, settings, lines))
     return results
 
 
 @dataclass(frozen=True)
 class CriticSource:
-    """Where a critic is, and by what the scores that it predicts were normalised."""
+    """Where a critic is, and how the scores that it predicts were normalised."""
 
     path: str
     mean: float = 0.0
@@ -161,7 +140,7 @@ def find_critic(task: SamplingTask) -> CriticSource:
             if scale := read_score_scale(run):
                 return CriticSource(str(run / CRITIC), *scale)
             raise EvaluationError(
-                f"The critic of {run} predicts normalised scores, and nothing there says by what. "
+                f"The critic of {run} predicts normalised scores, and their scale is not recorded. "
                 "Take --value reward or monte_carlo."
             )
     raise EvaluationError(
@@ -185,7 +164,7 @@ class Draft:
 class BlockCandidate:
     """A draft with one more block."""
 
-    draft: int
+    draft: Draft
     number: int  # among all candidates of its prompt
     tokens: list[int]
     ended: bool
@@ -195,16 +174,9 @@ class BlockDecider:
     """The policy, the rewards and the value function, loaded."""
 
     def __init__(
-        self,
-        task: SamplingTask,
-        blocks: BlockOptions,
-        critic: CriticSource | None,
-        options: EvaluationOptions,
+        self, task: SamplingTask, blocks: BlockOptions, critic: CriticSource | None
     ) -> None:
-        self.task, self.blocks, self.seed = task, blocks, options.seed
-        self.reward_models = RewardModelCache(pick_device(options.device))
-        device = self.reward_models.device
-        self.sampler = ResponseSampler(task.policy, task.plan, task.tokenizer, device)
+        self.task, self.blocks = task, blocks
         self.max_new_tokens = task.plan.sampling.max_new_tokens
         self.vocabulary = None
         if not isinstance(blocks.rule, NGram):
@@ -213,22 +185,19 @@ class BlockDecider:
         self.critic_source = critic
         if critic is not None:
             remote = task.plan.trust_remote_code
-            self.critic = load_scalar(critic.path, trust_remote_code=remote).to(device).eval()
+            self.critic = load_scalar(critic.path, trust_remote_code=remote).to(task.device).eval()
 
     def respond(self, prompts: Sequence[Encoded], k: int) -> list[Line]:
         """One response to each prompt, with its score and what it cost."""
         drafts = [Draft(prompt) for prompt in prompts]
-        while unfinished := [i for i, draft in enumerate(drafts) if not self._finished(draft)]:
-            candidates = self._draw(drafts, unfinished, k)
-            values = self._values(drafts, candidates) if k > 1 else [0.0] * len(candidates)
-            best: dict[int, tuple[float, BlockCandidate]] = {}
-            for candidate, value in zip(candidates, values):
-                if candidate.draft not in best or value > best[candidate.draft][0]:
-                    best[candidate.draft] = value, candidate
-            for i, (_, candidate) in best.items():
-                drafts[i].tokens, drafts[i].ended = candidate.tokens, candidate.ended
-                drafts[i].num_blocks += 1
-        scores = self._scores(prompts, [draft.tokens for draft in drafts])
+        while unfinished := [draft for draft in drafts if not self._finished(draft)]:
+            candidates = self._draw(unfinished, k)
+            values = self._values(candidates) if k > 1 else [0.0] * len(candidates)
+            for i, draft in enumerate(unfinished):
+                best = max(range(i * k, i * k + k), key=values.__getitem__)
+                draft.tokens, draft.ended = candidates[best].tokens, candidates[best].ended
+                draft.num_blocks += 1
+        scores = self.task.total_scores(prompts, [draft.tokens for draft in drafts])
         return [
             {
                 "key": key_of(draft.prompt.row),
@@ -247,22 +216,16 @@ class BlockDecider:
     def _finished(self, candidate: Draft | BlockCandidate) -> bool:
         return candidate.ended or len(candidate.tokens) >= self.max_new_tokens
 
-    def _draw(self, drafts: list[Draft], unfinished: list[int], k: int) -> list[BlockCandidate]:
-        """k candidates for each unfinished draft."""
+    def _draw(self, drafts: list[Draft], k: int) -> list[BlockCandidate]:
+        """k candidates for each draft."""
         # The first block has the numbers, and so the seeds, of best-of-n: one block is best-of-n.
-        rows = [(i, drafts[i].num_blocks * k + j) for i in unfinished for j in range(k)]
-        rollout = self._sample(
-            [(drafts[i].prompt, drafts[i].tokens) for i, _ in rows],
-            [self._block_length(drafts[i], k) for i, _ in rows],
-            [number for _, number in rows],
-        )
-        candidates: list[BlockCandidate] = []
-        for (i, number), new, ended in zip(rows, rollout.responses, rollout.ended.tolist()):
-            drafts[i].num_sampled += len(new)
-            candidates.append(BlockCandidate(i, number, [*drafts[i].tokens, *new], ended))
+        rows = [(draft, draft.num_blocks * k + j) for draft in drafts for j in range(k)]
+        begun = [BlockCandidate(d, number, d.tokens, ended=False) for d, number in rows]
+        lengths = [self._block_length(draft, k) for draft, _ in rows]
+        candidates = self._continue(begun, lengths, [number for _, number in rows])
         if self.vocabulary is None or k == 1:
             return candidates
-        cuts = self._cuts([c.tokens for c in candidates], [len(drafts[i].tokens) for i, _ in rows])
+        cuts = self._cuts([c.tokens for c in candidates], [len(c.tokens) for c in begun])
         return [
             replace(c, tokens=c.tokens[:cut], ended=c.ended and cut == len(c.tokens))
             for c, cut in zip(candidates, cuts)
@@ -287,102 +250,67 @@ class BlockDecider:
             for tokens, begin, row in zip(responses, begins, starts)
         ]
 
-    def _sample(
-        self,
-        rows: Sequence[tuple[Encoded, list[int]]],
-        lengths: Sequence[int],
-        numbers: Sequence[int],
-    ) -> Rollout:
-        """Continue each prompt and response by at most so many tokens."""
-        seeds = [seed_of(key_of(p.row), number, self.seed) for (p, _), number in zip(rows, numbers)]
-        responses: list[list[int]] = [[] for _ in rows]
-        ended = torch.zeros(len(rows), dtype=torch.bool)
+    def _continue(
+        self, begun: list[BlockCandidate], lengths: Sequence[int], numbers: Sequence[int]
+    ) -> list[BlockCandidate]:
+        """Continue each response by at most so many tokens."""
+        continued = list(begun)
         for length in sorted(set(lengths)):
             chosen = [i for i, each in enumerate(lengths) if each == length]
-            rollout = self.sampler.continue_from(
-                [rows[i] for i in chosen], length, [seeds[i] for i in chosen]
-            )
-            for i, response, end in zip(chosen, rollout.responses, rollout.ended.tolist()):
-                responses[i], ended[i] = response, end
-        return Rollout(responses, torch.zeros(len(rows), 0), ended)
+            prompts = [begun[i].draft.prompt for i in chosen]
+            tokens = [begun[i].tokens for i in chosen]
+            rollout = self.task.sample(prompts, [numbers[i] for i in chosen], tokens, length)
+            for i, new, ended in zip(chosen, rollout.responses, rollout.ended.tolist()):
+                begun[i].draft.num_sampled += len(new)
+                continued[i] = replace(begun[i], tokens=[*begun[i].tokens, *new], ended=ended)
+        return continued
 
-    def _values(self, drafts: list[Draft], candidates: list[BlockCandidate]) -> list[float]:
+    def _values(self, candidates: list[BlockCandidate]) -> list[float]:
         """Finished responses by their reward, others by the value function."""
         if self.blocks.value == "reward":
-            chosen = list(range(len(candidates)))
-        else:
-            chosen = [i for i, c in enumerate(candidates) if self._finished(c)]
-        values = [0.0] * len(candidates)
-        prompts = [drafts[c.draft].prompt for c in candidates]
-        if chosen:
-            scores = self._scores(
-                [prompts[i] for i in chosen], [candidates[i].tokens for i in chosen]
-            )
-            for i, score in zip(chosen, scores):
-                values[i] = score
-        others = sorted(set(range(len(candidates))) - set(chosen))
-        if others and self.blocks.value == "critic":
-            estimates = self._critic_values([(prompts[i], candidates[i].tokens) for i in others])
-        else:
-            estimates = self._continued(drafts, [candidates[i] for i in others])
-        for i, estimate in zip(others, estimates):
-            values[i] = estimate
-        return values
+            return self._rewards(candidates)
+        estimate = self._critic_values if self.blocks.value == "critic" else self._continued_values
+        finished = iter(self._rewards([c for c in candidates if self._finished(c)]))
+        others = iter(estimate([c for c in candidates if not self._finished(c)]))
+        return [next(finished if self._finished(c) else others) for c in candidates]
 
-    def _scores(
-        self, prompts: Sequence[Encoded], responses: Sequence[Sequence[int]]
-    ) -> list[float]:
-        return total_scores(prompts, responses, self.sampler, self.task.rewards, self.reward_models)
+    def _rewards(self, candidates: list[BlockCandidate]) -> list[float]:
+        prompts = [c.draft.prompt for c in candidates]
+        return self.task.total_scores(prompts, [c.tokens for c in candidates]) if prompts else []
 
     @torch.no_grad()
-    def _critic_values(self, rows: Sequence[tuple[Encoded, list[int]]]) -> list[float]:
+    def _critic_values(self, candidates: list[BlockCandidate]) -> list[float]:
         """The critic's value of the state after the last token."""
+        if not candidates:
+            return []
         assert self.critic is not None
         assert self.critic_source is not None
-        device, pad_id = self.reward_models.device, self.task.tokenizer.pad_token_id
-        prompts, responses = [p.prompt_ids for p, _ in rows], [tokens for _, tokens in rows]
-        sequences = Sequences.from_lists(prompts, responses, pad_id, device)
-        values = torch.zeros(len(rows), device=device)
+        device, pad_id = self.task.device, self.task.tokenizer.pad_token_id
+        prompts = [c.draft.prompt.prompt_ids for c in candidates]
+        sequences = Sequences.from_lists(prompts, [c.tokens for c in candidates], pad_id, device)
+        values = torch.zeros(len(candidates), device=device)
         for batch in token_budget_batches(sequences.total_lengths, TOKENS):
             with autocast(device, self.task.plan.precision):
                 part = final_scores(self.critic, sequences.rows(batch))
             values[torch.tensor(batch, device=device)] = part
         return (values * self.critic_source.deviation + self.critic_source.mean).tolist()
 
-    def _continued(self, drafts: list[Draft], candidates: Sequence[BlockCandidate]) -> list[float]:
+    def _continued_values(self, candidates: list[BlockCandidate]) -> list[float]:
         """The mean reward of several continuations of each candidate to the end."""
-        if not candidates:
-            return []
         count = self.blocks.continuations
-        repeated = [(c, i) for c in candidates for i in range(count)]
-        rows = [(drafts[c.draft].prompt, c.tokens) for c, _ in repeated]
-        rollout = self._sample(
-            rows,
-            [self.max_new_tokens - len(c.tokens) for c, _ in repeated],
-            # Negative, so that no candidate has the same number, and the same in any batch.
-            [-1 - c.number * count - i for c, i in repeated],
-        )
-        whole = [tokens + new for (_, tokens), new in zip(rows, rollout.responses)]
-        scores = self._scores([prompt for prompt, _ in rows], whole)
-        for (c, _), new in zip(repeated, rollout.responses):
-            drafts[c.draft].num_sampled += len(new)
+        repeated = [c for c in candidates for _ in range(count)]
+        lengths = [self.max_new_tokens - len(c.tokens) for c in repeated]
+        # Negative, so that no candidate has the same number, and the same in any batch.
+        numbers = [-1 - c.number * count - i for c in candidates for i in range(count)]
+        scores = self._rewards(self._continue(repeated, lengths, numbers))
         return [mean(scores[i : i + count]) for i in range(0, len(scores), count)]
 
 
 def write_responses(results: Sequence[BlockLines], file: Path) -> tuple[int, int, int]:
     """Write the responses of the k that scores highest as data for `marlhf sft`.
 
-    Those that were cut off or are empty are left out. Returns k, the rows written and left out.
+    Returns k, the rows written and the rows left out.
     """
     best = max(results, key=lambda each: mean([line["score"] for line in each.lines]))
-    rows = [
-        {"prompt": line["prompt"], "chosen": line["response"], "score": line["score"]}
-        for line in best.lines
-        if line["ended"] and not is_blank(line["response"])
-    ]
-    if not rows:
-        raise EvaluationError(
-            "No response ended by itself, so there is nothing to write. Raise --max-new-tokens."
-        )
-    write_jsonl(file, rows)
-    return best.k, len(rows), len(best.lines) - len(rows)
+    kept = write_ended(file, ((line, line, {}) for line in best.lines))
+    return best.k, kept, len(best.lines) - kept

@@ -1,23 +1,19 @@
 """Which policies are evaluated, on which prompts, with which rewards.
 
 A run says what its data, sampling, reward model and reference are. An SFT run, a DPO run or a plain
-model folder says less; what it lacks comes from another run, so that all are evaluated alike.
+model folder says less. What it lacks comes from another run, so that all have the same settings.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from marlhf.data import DataConfig
 from marlhf.errors import MarlhfError
 from marlhf.rollout import Sampling
-from marlhf.runs.digests import weights_digest
-from marlhf.runs.evaluations import SamplingSettings
 from marlhf.runs.layout import GIVEN, MODEL, is_run, model_folder
 from marlhf.runs.read import find_runs, nearest_folder, read_run
 from marlhf.runs.stage_facts import facts_of
@@ -40,7 +36,7 @@ class EvaluationOptions:
     """What the user chose; what is None or empty is as in the run."""
 
     prompts: int = 2000
-    """The first so many of the held-out prompts."""
+    """How many held-out prompts, from the first on."""
     temperature: float | None = None
     max_new_tokens: int | None = None
     seed: int = 0
@@ -51,7 +47,7 @@ class EvaluationOptions:
     like: str | None = None
     """A run whose settings are used where another run has none."""
     source: str | None = None
-    """With source, path or split all rows of that data are used, not the held-out ones."""
+    """With source, path or split, all rows of that data are used instead of held-out ones."""
     path: str | None = None
     split: str | None = None
     train: bool = False
@@ -91,7 +87,7 @@ class EvaluationPlan:
     rewards: tuple[tuple[str, float], ...]
     """Paths or names, each with its weight."""
     random_reward_head: bool
-    """Whether the run whose rewards these are accepts a language model as one."""
+    """Whether the run accepts a language model with a random head as its reward model."""
     reference: str | None
     reference_seed: int
     trust_remote_code: bool
@@ -127,7 +123,7 @@ def _policies(path: Path) -> list[PolicySource]:
     runs = [run for run in find_runs([path]) if facts_of(run.stage).writes_text]
     named = [_of_run(run.path) for run in runs if (run.path / MODEL).is_dir()]
     if not named:
-        raise EvaluationError(f"{path} holds no finished run whose model writes text.")
+        raise EvaluationError(f"{path} has no finished run of a language model.")
     return named
 
 
@@ -265,8 +261,8 @@ def check_rewards(policy: PolicySource, trust_code: bool) -> None:
     for name in (str(policy.config.get("reward_model") or ""), *functions):
         if is_function(name) and name not in SHIPPED_FUNCTIONS and not trust_code:
             raise EvaluationError(
-                f"{policy.folder} names {name} as its reward, and to score with it is to run that "
-                "code. Add --trust-code if you trust the folder, or name a reward with --reward."
+                f"{policy.folder} names {name} as its reward, and scoring with it runs that code. "
+                "Add --trust-code if you trust the folder, or name a reward with --reward."
             )
 
 
@@ -283,26 +279,3 @@ def located(path: str, policy: PolicySource) -> str:
     run = policy.folder if is_run(policy.folder) else policy.folder.parent  # of its `best/`
     moved = run.parent / path.removeprefix(beside)
     return str(moved) if path.startswith(beside) and moved.exists() else path
-
-
-def setting_of(policy: PolicySource, plan: EvaluationPlan, seed: int, *more: object) -> str:
-    """A short name for all that decides a response, and for whatever `more` adds."""
-    data = plan.data
-    which = [
-        weights_digest(policy.model),
-        asdict(plan.sampling),
-        seed,
-        plan.all_rows,
-        plan.train,
-        *more,
-    ]
-    which += [data.source, data.path, data.split, data.max_prompt_tokens, data.too_long]
-    return hashlib.sha256(json.dumps(which, default=str).encode()).hexdigest()[:12]
-
-
-def sampling_settings(plan: EvaluationPlan, seed: int, rewards: str = "") -> SamplingSettings:
-    """What every line of the evaluation says about how it was sampled."""
-    sampling, data = plan.sampling, plan.data
-    words = [Path(data.path or data.source).stem, data.split] if plan.all_rows else []
-    prompts = "-".join(filter(None, [*words, "train" if plan.train else ""]))
-    return SamplingSettings(sampling.temperature, sampling.max_new_tokens, seed, prompts, rewards)

@@ -14,18 +14,9 @@ from typing import Any
 
 from marlhf.data import DataError, Encoded, decode
 from marlhf.errors import SettingError
-from marlhf.evaluate.eval_plan import (
-    EvaluationOptions,
-    EvaluationPlan,
-    PolicySource,
-    find_policies,
-    make_plan,
-    setting_of,
-)
-from marlhf.evaluate.pass_rates import summarise
-from marlhf.evaluate.sampling import ResponseSampler, key_of, load_prompts, seed_of
-from marlhf.models.base import pick_device
-from marlhf.models.load import load_tokenizer
+from marlhf.evaluate.eval_plan import EvaluationOptions, find_policies, make_plan
+from marlhf.evaluate.results import summarise_passes
+from marlhf.evaluate.sampling import SamplingTask, key_of
 from marlhf.reward.code import UnitTests
 from marlhf.runs.atomic import write_json
 from marlhf.runs.jsonl import Line, append_jsonl, read_keyed
@@ -44,7 +35,7 @@ class PassAtKOptions(EvaluationOptions):
     rewards: tuple[str, ...] = ("marlhf.reward.code:unit_tests",)
     k: tuple[int, ...] = (1, 5)
     samples: int = 10
-    """Samples a problem, at least the largest k."""
+    """Samples per problem, at least the largest k."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,73 +56,25 @@ def measure(
 ) -> dict[str, Any]:
     """Measure pass@k of a run, write it into its folder, and return what was written."""
     policy = find_policies([folder])[0]
-    plan = make_plan(policy, options, None)
-    tokenizer = load_tokenizer(policy.model, trust_remote_code=plan.trust_remote_code)
-    problems = load_prompts(policy, plan, tokenizer, options.prompts)
+    task = SamplingTask.open(policy, make_plan(policy, options, None), options)
+    problems = task.prompts
     if "tests" not in problems[0].row.columns:
         raise DataError(
             "There are no held-out problems with tests. Set data.eval_size in the recipe, or name "
             "other data with --source, --path or --split; its rows need a column `tests`."
         )
-    limits = (unit_tests.seconds, unit_tests.memory_mb, unit_tests.max_tests)
-    setting = setting_of(policy, plan, options.seed, *limits)
+    setting = task.setting(unit_tests.seconds, unit_tests.memory_mb, unit_tests.max_tests)
     file = policy.folder / PASS_AT_K_LINES
     known = read_keyed(file, setting)
     left = [p for p in problems if len(_results(known, p)) < options.samples]
     progress(len(problems) - len(left), len(problems))
-    if left:
-        sampler = ResponseSampler(policy, plan, tokenizer, pick_device(options.device))
-        for start in range(0, len(left), CHUNK):
-            chunk = left[start : start + CHUNK]
-            new = _ask(chunk, known, options, sampler, unit_tests, setting)
-            append_jsonl(file, new)
-            known |= {line["key"]: line for line in new}
-            progress(len(problems) - len(left) + start + len(chunk), len(problems))
-    return _write(policy, plan, options, problems, known, setting, unit_tests)
-
-
-def _results(known: dict[str, Line], problem: Encoded) -> list[str]:
-    line = known.get(key_of(problem.row))
-    return line["results"] if line else []
-
-
-def _ask(
-    chunk: Sequence[Encoded],
-    known: dict[str, Line],
-    options: PassAtKOptions,
-    sampler: ResponseSampler,
-    unit_tests: UnitTests,
-    setting: str,
-) -> list[Line]:
-    """The results of some problems, old and new; without those that the sandbox failed on."""
-    asked = [
-        (problem, number)
-        for problem in chunk
-        for number in range(len(_results(known, problem)), options.samples)
-    ]
-    seeds = [seed_of(key_of(p.row), number, options.seed) for p, number in asked]
-    rollout = sampler.sample([p for p, _ in asked], seeds)
-    responses = [decode(sampler.tokenizer, response) for response in rollout.responses]
-    verdicts = unit_tests.judge(responses, [p.row.columns["tests"] for p, _ in asked])
-    by_problem = {key_of(problem.row): list(_results(known, problem)) for problem in chunk}
-    for (problem, _), verdict in zip(asked, verdicts):
-        by_problem[key_of(problem.row)].append(verdict.result)
-    return [
-        {"setting": setting, "key": key, "results": results}
-        for key, results in by_problem.items()
-        if "sandbox_error" not in results
-    ]
-
-
-def _write(
-    policy: PolicySource,
-    plan: EvaluationPlan,
-    options: PassAtKOptions,
-    problems: Sequence[Encoded],
-    known: dict[str, Line],
-    setting: str,
-    unit_tests: UnitTests,
-) -> dict[str, Any]:
+    for start in range(0, len(left), CHUNK):
+        chunk = left[start : start + CHUNK]
+        by_problem = _test(chunk, known, options.samples, task, unit_tests)
+        new = [{"setting": setting, "key": k, "results": r} for k, r in by_problem.items()]
+        append_jsonl(file, new)
+        known |= {line["key"]: line for line in new}
+        progress(len(problems) - len(left) + start + len(chunk), len(problems))
     judged = [
         {
             "difficulty": str(problem.row.columns.get("difficulty") or ""),
@@ -146,10 +89,33 @@ def _write(
         "setting": setting,
         "k": sorted(options.k),
         "samples": options.samples,
-        "sampling": asdict(plan.sampling),
+        "sampling": asdict(task.plan.sampling),
         "without_verdict": len(problems) - len(judged),
         "sandbox": unit_tests.layers,
-        "rows": summarise(judged, sorted(options.k)),
+        "rows": summarise_passes(judged, sorted(options.k)),
     }
     write_json(policy.folder / PASS_AT_K, summary)
     return summary
+
+
+def _results(known: dict[str, Line], problem: Encoded) -> list[str]:
+    line = known.get(key_of(problem.row))
+    return line["results"] if line else []
+
+
+def _test(
+    chunk: Sequence[Encoded],
+    known: dict[str, Line],
+    samples: int,
+    task: SamplingTask,
+    unit_tests: UnitTests,
+) -> dict[str, list[str]]:
+    """The results of some problems, old and new; without those that the sandbox failed on."""
+    asked = [(p, number) for p in chunk for number in range(len(_results(known, p)), samples)]
+    rollout = task.sample([p for p, _ in asked], [number for _, number in asked])
+    responses = [decode(task.tokenizer, response) for response in rollout.responses]
+    verdicts = unit_tests.judge(responses, [p.row.columns["tests"] for p, _ in asked])
+    results = {key_of(p.row): list(_results(known, p)) for p in chunk}
+    for (problem, _), verdict in zip(asked, verdicts):
+        results[key_of(problem.row)].append(verdict.result)
+    return {key: each for key, each in results.items() if "sandbox_error" not in each}

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from marlhf.data import (
     Encoded,
@@ -27,8 +29,14 @@ from marlhf.data import (
 )
 from marlhf.data.rows import prompt_key
 from marlhf.data.toy import gold_score
-from marlhf.evaluate.eval_plan import EvaluationError, EvaluationPlan, PolicySource, is_function
-from marlhf.models.base import Model, Tokenizer, autocast
+from marlhf.evaluate.eval_plan import (
+    EvaluationError,
+    EvaluationOptions,
+    EvaluationPlan,
+    PolicySource,
+    is_function,
+)
+from marlhf.models.base import Model, Tokenizer, autocast, pick_device
 from marlhf.models.forward import token_stats
 from marlhf.models.load import (
     check_vocabulary,
@@ -44,6 +52,8 @@ from marlhf.reward import RewardFunction, RewardModel, import_function
 from marlhf.rollout.engine import Rollout
 from marlhf.rollout.native import NativeEngine
 from marlhf.runs.digests import weights_digest
+from marlhf.runs.evaluations import SamplingSettings
+from marlhf.runs.jsonl import Line, append_jsonl, write_jsonl
 
 TOKENS = 1 << 15
 """Padded tokens in a forward pass."""
@@ -67,7 +77,8 @@ def load_prompts(
 ) -> list[Encoded]:
     """The first prompts that fit, each once: held-out ones unless other data was named."""
     part = plan.part if plan.part in plan.data.parts else next(iter(plan.data.parts), "ppo")
-    rows = _rows(plan, part)
+    loaded = load_data(plan.data, part)
+    rows = loaded.train if plan.all_rows or plan.train else loaded.eval
     rows = list({prompt_key(row): row for row in reversed(rows)}.values())[::-1]
     if not rows:
         raise EvaluationError(
@@ -76,11 +87,6 @@ def load_prompts(
         )
     fitting, _ = fit_prompts(rows, tokenizer, plan.data.max_prompt_tokens, plan.data.too_long)
     return fitting[:count]
-
-
-def _rows(plan: EvaluationPlan, part: str) -> list[Row]:
-    loaded = load_data(plan.data, part)
-    return loaded.train if plan.all_rows or plan.train else loaded.eval
 
 
 def key_of(row: Row) -> str:
@@ -94,74 +100,189 @@ def seed_of(key: str, number: int, seed: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-class ResponseSampler:
-    """A policy, loaded to generate responses."""
+@dataclass
+class SamplingTask:
+    """A policy, the prompts it answers, and what scores its responses.
 
-    def __init__(
-        self, policy: PolicySource, plan: EvaluationPlan, tokenizer: Tokenizer, device: torch.device
-    ):
-        self.plan, self.tokenizer, self.device = plan, tokenizer, device
-        remote = plan.trust_remote_code
-        self.model = load_policy(policy.model, trust_remote_code=remote).to(device).eval()
-        check_vocabulary(self.model, tokenizer, policy.model)
-        ends, pad = end_tokens(self.model, tokenizer), tokenizer.pad_token_id
-        self.engine = NativeEngine(self.model, ends, pad, precision=plan.precision)
+    Models are loaded when they are first needed: where all is known already, none is.
+    """
 
-    def sample(self, prompts: Sequence[Encoded], seeds: Sequence[int]) -> Rollout:
-        """A response to each prompt."""
-        length = self.plan.sampling.max_new_tokens
-        return self.continue_from([(prompt, []) for prompt in prompts], length, seeds)
+    policy: PolicySource
+    fallback: PolicySource | None
+    plan: EvaluationPlan
+    seed: int
+    tokenizer: Tokenizer
+    prompts: list[Encoded]
+    device: torch.device
+    reward_models: dict[str, tuple[Model, Tokenizer]]
+    """Those loaded so far, by path; policies that are evaluated together share them."""
 
-    def continue_from(
-        self, rows: Sequence[tuple[Encoded, list[int]]], length: int, seeds: Sequence[int]
+    @classmethod
+    def open(
+        cls,
+        policy: PolicySource,
+        plan: EvaluationPlan,
+        options: EvaluationOptions,
+        fallback: PolicySource | None = None,
+        reward_models: dict[str, tuple[Model, Tokenizer]] | None = None,
+    ) -> SamplingTask:
+        tokenizer = load_tokenizer(policy.model, trust_remote_code=plan.trust_remote_code)
+        prompts = load_prompts(policy, plan, tokenizer, options.prompts)
+        device, loaded = pick_device(options.device), {} if reward_models is None else reward_models
+        return cls(policy, fallback, plan, options.seed, tokenizer, prompts, device, loaded)
+
+    @cached_property
+    def rewards(self) -> list[RewardSource]:
+        return find_rewards(self.plan)
+
+    @cached_property
+    def weighted_rewards(self) -> list[RewardSource]:
+        """Those that count in `total_scores`."""
+        return [reward for reward in self.rewards if reward.weight]
+
+    @cached_property
+    def engine(self) -> NativeEngine:
+        model = load_policy(self.policy.model, trust_remote_code=self.plan.trust_remote_code)
+        model = model.to(self.device).eval()
+        check_vocabulary(model, self.tokenizer, self.policy.model)
+        ends, pad = end_tokens(model, self.tokenizer), self.tokenizer.pad_token_id
+        return NativeEngine(model, ends, pad, precision=self.plan.precision)
+
+    @cached_property
+    def reference(self) -> Model | None:
+        """What KL is measured to; None where it is the policy itself, or there is none."""
+        path = self.plan.reference
+        if path is None or weights_digest(path) == weights_digest(self.policy.model):
+            return None
+        remote = self.plan.trust_remote_code
+        if not has_same_tokenizer(path, self.tokenizer, trust_remote_code=remote):
+            raise EvaluationError(
+                f"The tokenizer of the reference {path} is not that of {self.policy.model}, so "
+                "there is no KL between them. Give another --reference, or --reference none."
+            )
+        model = load_policy(path, seed=self.plan.reference_seed, trust_remote_code=remote)
+        return model.requires_grad_(False).to(self.device).eval()
+
+    def setting(self, *more: object) -> str:
+        """A short name for all that decides a response, and for whatever `more` adds."""
+        plan, data = self.plan, self.plan.data
+        which = [weights_digest(self.policy.model), asdict(plan.sampling), self.seed]
+        which += [plan.all_rows, plan.train, *more]
+        which += [data.source, data.path, data.split, data.max_prompt_tokens, data.too_long]
+        return hashlib.sha256(json.dumps(which, default=str).encode()).hexdigest()[:12]
+
+    def settings(self, *, with_rewards: bool = False) -> SamplingSettings:
+        """What every line says about how it was sampled, and by what the best were chosen."""
+        sampling, data = self.plan.sampling, self.plan.data
+        words = [Path(data.path or data.source).stem, data.split] if self.plan.all_rows else []
+        prompts = "-".join(filter(None, [*words, "train" if self.plan.train else ""]))
+        rewards = self.weighted_rewards if with_rewards else []
+        names = "+".join(re.sub("[/:]", "_", reward.name) for reward in rewards)
+        length = sampling.max_new_tokens
+        return SamplingSettings(sampling.temperature, length, self.seed, prompts, names)
+
+    def sample(
+        self,
+        prompts: Sequence[Encoded],
+        numbers: Sequence[int],
+        begun: Sequence[list[int]] | None = None,
+        length: int | None = None,
     ) -> Rollout:
-        """At most `length` new tokens after each prompt and the beginning of its response."""
-        limit = getattr(self.model.config, "max_position_embeddings", None)
-        longest = max(len(prompt.prompt_ids) + len(tokens) for prompt, tokens in rows) + length
+        """Response number `numbers[i]` to each prompt, at most `length` tokens after `begun`."""
+        length = length or self.plan.sampling.max_new_tokens
+        texts = [[*p.prompt_ids, *b] for p, b in zip(prompts, begun or [[] for _ in prompts])]
+        limit = getattr(self.engine.model.config, "max_position_embeddings", None)
+        longest = max(map(len, texts)) + length
         if limit is not None and longest > limit:
             raise EvaluationError(
                 f"Prompt and response take up to {longest} tokens, but the model has {limit} "
                 f"positions. Lower --max-new-tokens, which is {self.plan.sampling.max_new_tokens}."
             )
-        texts = [[*prompt.prompt_ids, *tokens] for prompt, tokens in rows]
-        sampling = replace(self.plan.sampling, max_new_tokens=length)
-        return self.engine.generate(texts, sampling, seeds)
-
-
-def load_reference(
-    policy: PolicySource, plan: EvaluationPlan, tokenizer: Tokenizer, device: torch.device
-) -> Model | None:
-    """The model that KL is measured to; None where it is the policy itself, or there is none."""
-    path = plan.reference
-    if path is None or weights_digest(path) == weights_digest(policy.model):
-        return None
-    remote = plan.trust_remote_code
-    if not has_same_tokenizer(path, tokenizer, trust_remote_code=remote):
-        raise EvaluationError(
-            f"The tokenizer of the reference {path} is not that of {policy.model}, so there is no "
-            "KL between them. Give another --reference, or --reference none."
+        seeds = [seed_of(key_of(p.row), number, self.seed) for p, number in zip(prompts, numbers)]
+        return self.engine.generate(
+            texts, replace(self.plan.sampling, max_new_tokens=length), seeds
         )
-    model = load_policy(path, seed=plan.reference_seed, trust_remote_code=remote)
-    return model.requires_grad_(False).to(device).eval()
+
+    @torch.no_grad()
+    def kl_to_reference(self, prompts: Sequence[Encoded], rollout: Rollout) -> list[float | None]:
+        """Log-prob of each response under the policy minus that under the reference, in nats."""
+        if self.reference is None:
+            return [None if self.plan.reference is None else 0.0] * len(prompts)
+        ids, pad_id = [p.prompt_ids for p in prompts], self.tokenizer.pad_token_id
+        whole = Sequences.from_lists(ids, rollout.responses, pad_id, self.device)
+        theirs = torch.zeros(len(prompts), device=self.device)
+        for rows in token_budget_batches(whole.total_lengths, TOKENS):
+            with autocast(self.device, self.plan.precision):
+                stats = token_stats(self.reference, whole.rows(rows), self.plan.sampling.scale)
+            theirs[torch.tensor(rows, device=self.device)] = stats.logprobs.sum(dim=1)
+        return (rollout.logprobs.to(self.device).sum(dim=1) - theirs).tolist()
+
+    def scores(
+        self, reward: RewardSource, prompts: Sequence[Encoded], responses: Sequence[Sequence[int]]
+    ) -> list[float | None]:
+        """One number per response; None where a function returns none."""
+        rows, ids = [p.row for p in prompts], [p.prompt_ids for p in prompts]
+        path, tokenizer = reward.path, self.tokenizer
+        if path == GOLD:
+            texts = [decode(tokenizer, response) for response in responses]
+            return [gold_score(str(row.prompt), text) for row, text in zip(rows, texts)]
+        if is_function(path):
+            scores = RewardFunction(import_function(path), tokenizer)(ids, responses, rows)
+            return [None if math.isnan(x) else x for x in scores.tolist()]
+        if path not in self.reward_models:
+            remote = self.plan.trust_remote_code
+            model: Any = load_scalar(path, trust_remote_code=remote)
+            own = load_tokenizer(path, trust_remote_code=remote)
+            self.reward_models[path] = model.to(self.device).eval(), own
+        precision = self.plan.precision
+        scorer = RewardModel(
+            *self.reward_models[path], tokenizer, token_budget=TOKENS, precision=precision
+        )
+        scores = scorer(ids, responses)
+        if not bool(scores.isfinite().all()):
+            raise EvaluationError(
+                f"The reward model {path} gave a score that is not a number. Its weights are "
+                "damaged, or its training diverged; take another."
+            )
+        return scores.tolist()
+
+    def total_scores(
+        self, prompts: Sequence[Encoded], responses: Sequence[Sequence[int]]
+    ) -> list[float]:
+        """The weighted sum of all rewards, for each response."""
+        totals = [0.0] * len(prompts)
+        for reward in self.weighted_rewards:
+            scores = self.scores(reward, prompts, responses)
+            totals = [t + reward.weight * (s or 0.0) for t, s in zip(totals, scores)]
+        return totals
 
 
-@torch.no_grad()
-def kl_to(
-    reference: Model,
+def complete_lines(
+    file: Path,
+    known: dict[str, Line],
     prompts: Sequence[Encoded],
-    rollout: Rollout,
-    plan: EvaluationPlan,
-    pad_id: int,
-) -> list[float]:
-    """Log-prob of each response under the policy minus that under the reference, in nats."""
-    device = reference.device
-    whole = Sequences.from_lists([p.prompt_ids for p in prompts], rollout.responses, pad_id, device)
-    theirs = torch.zeros(len(prompts), device=device)
-    for rows in token_budget_batches(whole.total_lengths, TOKENS):
-        with autocast(device, plan.precision):
-            stats = token_stats(reference, whole.rows(rows), plan.sampling.scale)
-        theirs[torch.tensor(rows, device=device)] = stats.logprobs.sum(dim=1)
-    return (rollout.logprobs.to(device).sum(dim=1) - theirs).tolist()
+    is_complete: Callable[[Line], bool],
+    sample: Callable[[Sequence[Encoded]], list[Line]],
+    *,
+    size: int,
+    notice: Callable[[str], None],
+) -> list[Line]:
+    """One line per prompt: the complete ones of `known`, and what `sample` makes of the others.
+
+    Lines are kept in `file` after every `size` prompts: what a stop can cost.
+    """
+    keys = [key_of(prompt.row) for prompt in prompts]
+    left = [p for key, p in zip(keys, prompts) if key not in known or not is_complete(known[key])]
+    done = len(prompts) - len(left)
+    notice(f"{done} of {len(prompts)} prompts")
+    for start in range(0, len(left), size):
+        lines = sample(left[start : start + size])
+        known |= {line["key"]: line for line in lines}
+        append_jsonl(file, lines)
+        notice(f"{done + start + len(lines)} of {len(prompts)} prompts")
+    if left:
+        write_jsonl(file, known.values())
+    return [known[key] for key in keys]
 
 
 def find_rewards(plan: EvaluationPlan) -> list[RewardSource]:
@@ -170,7 +291,7 @@ def find_rewards(plan: EvaluationPlan) -> list[RewardSource]:
     parts = {path: path.removesuffix("/model").split("/") for path in weights}
     rewards: list[RewardSource] = []
     for path, weight in weights.items():
-        # The last folder's name, with as many before it as tell it from the others.
+        # The last folder's name, with as many parents as make it unique.
         sizes = range(1, len(parts[path]) + 1)
         tails = {n: [each[-n:] for each in parts.values()] for n in sizes}
         size = next((n for n in sizes if tails[n].count(parts[path][-n:]) == 1), sizes[-1])
@@ -203,48 +324,3 @@ def _digest(path: str) -> str:
         return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]
     except (TypeError, OSError):
         return path
-
-
-class RewardModelCache:
-    """Scores responses; a reward model is loaded at its first use and kept for the next policy."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.loaded: dict[str, tuple[Model, Tokenizer]] = {}
-
-    def score(
-        self,
-        reward: RewardSource,
-        plan: EvaluationPlan,
-        tokenizer: Tokenizer,
-        prompts: Sequence[Encoded],
-        responses: Sequence[Sequence[int]],
-    ) -> list[float | None]:
-        """One number per response; None where a function returns none."""
-        rows, ids = [p.row for p in prompts], [p.prompt_ids for p in prompts]
-        if reward.path == GOLD:
-            texts = [decode(tokenizer, response) for response in responses]
-            return [gold_score(str(row.prompt), text) for row, text in zip(rows, texts)]
-        if is_function(reward.path):
-            scores = RewardFunction(import_function(reward.path), tokenizer)(ids, responses, rows)
-            return [None if math.isnan(x) else x for x in scores.tolist()]
-        model, own = self._reward_model(reward.path, plan)
-        scorer = RewardModel(model, own, tokenizer, token_budget=TOKENS, precision=plan.precision)
-        return _finite(scorer(ids, responses), reward)
-
-    def _reward_model(self, path: str, plan: EvaluationPlan) -> tuple[Model, Tokenizer]:
-        if path not in self.loaded:
-            remote = plan.trust_remote_code
-            model: Any = load_scalar(path, trust_remote_code=remote)
-            own = load_tokenizer(path, trust_remote_code=remote)
-            self.loaded[path] = model.to(self.device).eval(), own
-        return self.loaded[path]
-
-
-def _finite(scores: Tensor, reward: RewardSource) -> list[float | None]:
-    if not bool(scores.isfinite().all()):
-        raise EvaluationError(
-            f"The reward model {reward.path} gave a score that is not a number. Its weights are "
-            "damaged, or its training diverged; take another."
-        )
-    return list(scores.tolist())

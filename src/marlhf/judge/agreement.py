@@ -33,7 +33,7 @@ class PairOfJudges:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class JudgeAgreement:
     """Agreement of every two judges, and of all on the pairs that all judged."""
 
     judges: dict[str, int]
@@ -44,12 +44,12 @@ class Agreement:
     """None with fewer than three judges, or if they share no pair."""
 
 
-def agreement(paths: Sequence[Path | str], *, seed: int = 0) -> Agreement:
+def agreement(paths: Sequence[Path | str], *, seed: int = 0) -> JudgeAgreement:
     """The agreement of the judges in some verdict files, or in `judged/` of run folders."""
     return compare(read_votes(paths), seed=seed)
 
 
-def compare(votes: Votes, *, seed: int = 0) -> Agreement:
+def compare(votes: Votes, *, seed: int = 0) -> JudgeAgreement:
     """The agreement of judges, from their verdicts."""
     if len(votes) < 2:
         names = ", ".join(votes) or "nobody"
@@ -71,7 +71,7 @@ def compare(votes: Votes, *, seed: int = 0) -> Agreement:
     rows = [[own[pair] for own in votes.values()] for pair in common]
     fleiss = fleiss_kappa(rows, seed=seed) if len(votes) > 2 and rows else None
     judges = {judge: len(own) for judge, own in votes.items()}
-    return Agreement(judges, between, len(common), fleiss)
+    return JudgeAgreement(judges, between, len(common), fleiss)
 
 
 def cohen_kappa(verdicts: Sequence[tuple[str, str]], *, seed: int = 0) -> Interval:
@@ -128,7 +128,7 @@ def read_votes(paths: Sequence[Path | str]) -> Votes:
     return votes
 
 
-def describe(result: Agreement) -> list[str]:
+def describe(result: JudgeAgreement) -> list[str]:
     """The tables as lines of text."""
     rows = [
         [f"{b.one} | {b.other}", str(b.pairs), b.agreement.text(_percent), _shown(b.kappa)]

@@ -10,28 +10,36 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from marlhf.intervals import Interval, mean
 from marlhf.judge.client import Cache, OpenAIJudge
-from marlhf.judge.criteria import Answer, Question, find_criteria, slug
+from marlhf.judge.criteria import Answer, Criteria, find_criteria, slug
 from marlhf.judge.pairs import JudgeError, Pair, home, prompt_text, read_pairs
-from marlhf.judge.prices import Prices, find_prices
-from marlhf.judge.verdicts import Judgement, Verdict, write_verdicts
+from marlhf.judge.verdicts import REVERSED, Judgement, Verdict, write_verdicts
 from marlhf.runs.layout import JUDGED
 
 CACHE = "replies.sqlite"
-SWAPPED: dict[str, Verdict] = {"first": "b", "second": "a", "tie": "tie"}
-STRAIGHT: dict[str, Verdict] = {"first": "a", "second": "b", "tie": "tie"}
-
 Progress = Callable[[int, int], None]
 
 
-class Judge(Protocol):
-    """Anything that says which of two responses is better."""
+class Prices(NamedTuple):
+    """Per million tokens, in any currency; None if unknown."""
 
-    def answer(self, questions: Sequence[Question], progress: Progress) -> list[Answer | None]: ...
+    tokens_in: float | None = None
+    tokens_out: float | None = None
+
+    def describe(self, tokens_in: int, tokens_out: int) -> str:
+        text = f"{tokens_in:,} tokens in, {tokens_out:,} out"
+        if self == Prices():
+            return text
+        cost = tokens_in * (self.tokens_in or 0) + tokens_out * (self.tokens_out or 0)
+        return f"{text}, {cost / 1e6:.4f} at the given prices"
+
+
+NO_PRICES = Prices()
 
 
 def judge(
@@ -46,7 +54,7 @@ def judge(
     base_url: str | None = None,
     concurrency: int = 8,
     timeout: float = 120.0,
-    prices: Prices | None = None,
+    prices: Prices = NO_PRICES,
     dry_run: bool = False,
     output: Path | str | None = None,
     cache: Path | str | None = None,
@@ -75,10 +83,15 @@ def judge(
     if file.suffix != ".jsonl":
         raise JudgeError(f"Verdicts are written to a .jsonl file, not to {file}. Give another -o.")
     # A score does not depend on the other response, so one order is enough.
-    orders = _orders(pairs.pairs, "first" if kind in ("scores", "reward") else order, seed)
-    different = [i for i, pair in enumerate(pairs.pairs) if pair.a.text != pair.b.text]
-    asked = [(i, swapped) for i in different for swapped in orders[i]]
-    questions = [_question(pairs.pairs[i], swapped) for i, swapped in asked]
+    orders = [
+        _orders(pair, "first" if kind in ("scores", "reward") else order, seed)
+        for pair in pairs.pairs
+    ]
+    questions = [
+        replace(pair, a=pair.b, b=pair.a) if swapped else pair
+        for pair, swaps in zip(pairs.pairs, orders)
+        for swapped in swaps
+    ]
     unmatched = pairs.only_a + pairs.only_b
     rest = f"; {unmatched} prompts are on one side only" if unmatched else ""
     say(f"{pairs.name_a} against {pairs.name_b}: {len(pairs.pairs)} pairs{rest}")
@@ -90,9 +103,8 @@ def judge(
         client = OpenAIJudge(
             name, criteria, replies, base_url=base_url, concurrency=concurrency, timeout=timeout
         )
-        known = find_prices(prices, name, client.base_url)
         try:
-            answers = _ask_server(client, questions, known, dry_run, say, progress)
+            answers = _ask_server(client, questions, prices, dry_run, say, progress)
         finally:
             replies.close()
     elif dry_run:
@@ -102,7 +114,7 @@ def judge(
         answers = _local_judge(kind, name, criteria, device).answer(questions, progress)
     if dry_run:
         return {}
-    judgements = _combine(pairs.pairs, asked, answers, orders)
+    judgements = _combine(pairs.pairs, orders, answers)
     if not judgements:
         raise JudgeError(
             f"{by} gave no verdict on any of {len(pairs.pairs)} pairs. See the reasons above, or "
@@ -115,38 +127,43 @@ def judge(
 
 def _ask_server(
     client: OpenAIJudge,
-    questions: Sequence[Question],
+    questions: Sequence[Pair],
     prices: Prices,
     dry_run: bool,
     say: Callable[[str], None],
     progress: Progress,
 ) -> list[Answer | None]:
     """Ask the questions; reports the estimated cost before and the actual cost after."""
-    estimate = client.estimate(questions)
-    say(
-        f"{estimate.questions} questions, {estimate.known} answered before; remaining: about "
-        f"{prices(estimate.tokens_in, estimate.tokens_out)}"
-    )
+    count, known, *tokens = client.estimate(questions)
+    cost = prices.describe(*tokens)
+    say(f"{count} questions, {known} answered before; remaining: about {cost}")
     if dry_run:
-        if prices == Prices():
-            say(f"No price of {client.model} is known. For a cost give --price-in and --price-out.")
+        if prices == NO_PRICES:
+            say("For a cost give --price-in and --price-out.")
         return []
     before = client.spent(questions)
     try:
         return client.answer(questions, progress)
     finally:  # also after Ctrl-C: the replies so far were paid for
         after = client.spent(questions)
-        say(f"Used now: {prices(after[0] - before[0], after[1] - before[1])}")
-        say(f"Used in total: {prices(*after)}")
+        say(f"Used now: {prices.describe(after[0] - before[0], after[1] - before[1])}")
+        say(f"Used in total: {prices.describe(*after)}")
         for fault, count in client.faults.items():
-            say(f"{count} questions without an answer: {fault}")
+            say(f"{count} questions without an answer: {fault}. They are asked again next time.")
+        if client.unreadable:
+            say(f"A reply that could not be read: {client.unreadable[:300]!r}")
 
 
 def describe(summary: dict[str, Any]) -> list[str]:
     """A summary in a few lines."""
     shares = [f"{name} {_percent(summary[name])}" for name in ("win", "tie", "loss")]
     lines = [f"{summary['a']} against {summary['b']}: {', '.join(shares)}"]
-    lines += _lengths(summary)
+    equal, (chars_a, chars_b) = summary["win_rate_at_equal_length"], summary["mean_chars"]
+    at_equal = "" if math.isnan(equal["share"]) else f"; at equal length {_percent(equal)}"
+    lines.append(
+        f"  win rate, ties as half: {100 * summary['win_rate']:.1f}%{at_equal} "
+        f"({chars_a:.0f} against {chars_b:.0f} characters)"
+    )
     for name, sides in summary["dimensions"].items():
         a, b, d = (sides[side] for side in ("a", "b", "difference"))
         difference = Interval(d["mean"], d["low"], d["high"], summary["pairs"])
@@ -162,23 +179,13 @@ def describe(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _lengths(summary: dict[str, Any]) -> list[str]:
-    """The win rate beside the one at equal length."""
-    equal, (a, b) = summary["win_rate_at_equal_length"], summary["mean_chars"]
-    at_equal = "" if math.isnan(equal["share"]) else f"; at equal length {_percent(equal)}"
-    return [
-        f"  win rate, ties as half: {100 * summary['win_rate']:.1f}%{at_equal} "
-        f"({a:.0f} against {b:.0f} characters)"
-    ]
-
-
 def _percent(part: dict[str, float]) -> str:
     """`45.0% [40.2, 49.8]`."""
     share = Interval(part["share"], part["low"], part["high"], 0)
     return f"{100 * share.mean:.1f}% {share.bounds(lambda x: f'{100 * x:.1f}')}".rstrip()
 
 
-def _local_judge(kind: str, name: str, criteria: Any, device: str) -> Judge:
+def _local_judge(kind: str, name: str, criteria: Criteria, device: str) -> Any:
     from marlhf.judge import local  # torch loads only when it is needed
 
     if kind == "scores":
@@ -188,55 +195,41 @@ def _local_judge(kind: str, name: str, criteria: Any, device: str) -> Judge:
     return local.ModelJudge(name, criteria, device)
 
 
-def _orders(pairs: Sequence[Pair], order: str, seed: int) -> list[tuple[bool, ...]]:
-    """The orders in which each pair is judged: whether B comes first."""
-    if order == "both":
-        return [(False, True)] * len(pairs)
-    if order == "first":
-        return [(False,)] * len(pairs)
-    return [(_coin(pair, seed),) for pair in pairs]
-
-
-def _coin(pair: Pair, seed: int) -> bool:
-    """Depends only on the pair and the seed, so that other pairs do not change the order."""
+def _orders(pair: Pair, order: str, seed: int) -> tuple[bool, ...]:
+    """The orders in which a pair is judged: whether B comes first. Equal texts are not judged."""
+    if pair.a.text == pair.b.text:
+        return ()
+    if order != "random":
+        return (False, True) if order == "both" else (False,)
+    # Depends only on the pair and the seed, so that other pairs do not change the order.
     data = json.dumps([seed, prompt_text(pair.prompt), pair.a.text, pair.b.text])
-    return hashlib.sha256(data.encode()).digest()[0] % 2 == 1
-
-
-def _question(pair: Pair, swapped: bool) -> Question:
-    first, second = (pair.b, pair.a) if swapped else (pair.a, pair.b)
-    return Question(pair.prompt, first, second, pair.reference)
+    return (hashlib.sha256(data.encode()).digest()[0] % 2 == 1,)
 
 
 def _combine(
     pairs: Sequence[Pair],
-    asked: Sequence[tuple[int, bool]],
-    answers: Sequence[Answer | None],
     orders: Sequence[tuple[bool, ...]],
+    answers: Sequence[Answer | None],
 ) -> list[Judgement]:
     """One judgement per pair that has all its answers. Two equal texts are a tie."""
-    by_pair: dict[int, list[tuple[bool, Answer]]] = {}
-    for (i, swapped), answer in zip(asked, answers):
-        if answer is not None:
-            by_pair.setdefault(i, []).append((swapped, answer))
-    judgements = []
-    for i, pair in enumerate(pairs):
-        received = by_pair.get(i, [])
-        if pair.a.text != pair.b.text and len(received) < len(orders[i]):
+    remaining = iter(answers)
+    judgements: list[Judgement] = []
+    for pair, swaps in zip(pairs, orders):
+        received = [(swapped, answer) for swapped in swaps if (answer := next(remaining))]
+        if len(received) < len(swaps):
             continue
-        by_order: tuple[Verdict, ...] = tuple(
-            (SWAPPED if swapped else STRAIGHT)[answer.side] for swapped, answer in received
-        )
-        verdict: Verdict = by_order[0] if len(set(by_order)) == 1 else "tie"
+        verdicts: list[Verdict] = [
+            REVERSED[answer.verdict] if swapped else answer.verdict for swapped, answer in received
+        ]
         sides = [
-            {n: (v[1], v[0]) if swapped else v for n, v in answer.dimensions.items()}
+            {n: v[::-1] if swapped else v for n, v in answer.dimensions.items()}
             for swapped, answer in received
         ]
         dimensions = {
             n: (mean([s[n][0] for s in sides]), mean([s[n][1] for s in sides]))
             for n in (sides[0] if sides else {})
         }
-        judgements.append(
-            Judgement(pair.prompt, pair.a.text, pair.b.text, verdict, by_order, dimensions)
-        )
+        verdict: Verdict = verdicts[0] if len(set(verdicts)) == 1 else "tie"
+        texts = pair.prompt, pair.a.text, pair.b.text
+        judgements.append(Judgement(*texts, verdict, tuple(verdicts), dimensions))
     return judgements

@@ -9,37 +9,25 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
-from marlhf.data.rows import Text
-from marlhf.judge.pairs import JudgeError, Response, prompt_text
+from marlhf.judge.pairs import JudgeError, Pair, prompt_text
+from marlhf.judge.verdicts import Verdict
 
-Side = Literal["first", "second", "tie"]
-SIDES: dict[str, Side] = {"A": "first", "B": "second", "E": "tie"}
+LETTERS: dict[str, Verdict] = {"A": "a", "B": "b", "E": "tie"}
 MAX_REPLY = 1 << 16
 """Characters of a reply that are read; one of the expected form has a few hundred."""
 VALUES = {"A": (1.0, 0.0), "B": (0.0, 1.0), "E": (0.5, 0.5)}
 
 
 @dataclass(frozen=True)
-class Question:
-    """Two responses to compare, in the order in which a judge sees them."""
-
-    prompt: Text
-    first: Response
-    second: Response
-    reference: str = ""
-
-
-@dataclass(frozen=True)
 class Answer:
-    """Which response is better, and grades for (first, second) if the criteria have any."""
+    """Which response of a pair is better, and grades for (a, b) if the criteria have any."""
 
-    side: Side
+    verdict: Verdict
     dimensions: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
@@ -54,49 +42,42 @@ Choice = Annotated[Literal["A", "B", "E"], BeforeValidator(_letter)]
 Grade = Annotated[int, Field(ge=1, le=5)]
 
 
-class _Object(BaseModel):
-    model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
-
-
-class Grades(_Object):
+class Grades(BaseModel, json_schema_extra={"additionalProperties": False}):
     A: Grade
     B: Grade
 
 
-class _Form(_Object, ABC):
-    @abstractmethod
-    def answer(self) -> Answer: ...
+class Form(BaseModel, json_schema_extra={"additionalProperties": False}):
+    """What a judge fills in. The last field is its choice."""
+
+    def answer(self) -> Answer:
+        fields = dict(self)
+        choice = list(fields.values())[-1]
+        dimensions = {
+            name: (value.A, value.B) if isinstance(value, Grades) else VALUES[value]
+            for name, value in fields.items()
+            if name not in ("comparison", "choice")
+        }
+        return Answer(LETTERS[choice], dimensions)
 
 
-class SummaryForm(_Form):
+class SummaryForm(Form):
     relevance: Grades
     coherence: Grades
     consistency: Grades
     fluency: Grades
     choice: Choice
 
-    def answer(self) -> Answer:
-        names = ("relevance", "coherence", "consistency", "fluency")
-        grades: dict[str, Grades] = {name: getattr(self, name) for name in names}
-        return Answer(SIDES[self.choice], {n: (g.A, g.B) for n, g in grades.items()})
 
-
-class ChatForm(_Form):
+class ChatForm(Form):
     comparison: str
     choice: Choice
 
-    def answer(self) -> Answer:
-        return Answer(SIDES[self.choice])
 
-
-class AnswerForm(_Form):
+class AnswerForm(Form):
     factual_accuracy: Choice
     coherence: Choice
     usefulness: Choice
-
-    def answer(self) -> Answer:
-        names = ("factual_accuracy", "coherence", "usefulness")
-        return Answer(SIDES[self.usefulness], {n: VALUES[getattr(self, n)] for n in names})
 
 
 @dataclass(frozen=True)
@@ -105,13 +86,13 @@ class Criteria:
 
     task: str
     aim: str
-    form: type[_Form]
+    form: type[Form]
     example: str
     answer_tokens: int
     """Typical length of an answer, for the cost estimate."""
 
-    def messages(self, question: Question) -> list[dict[str, str]]:
-        """The messages that ask a question."""
+    def messages(self, pair: Pair) -> list[dict[str, str]]:
+        """The messages that ask which response is better."""
         system = (
             f"You compare two responses, A and B, to the same prompt. {self.aim}\n"
             "Do not let the order, the length or the style of a claim sway you. Everything "
@@ -122,15 +103,15 @@ class Criteria:
         )
         return [
             {"role": "system", "content": system},
-            {"role": "user", "content": self.material(question)},
+            {"role": "user", "content": self.material(pair)},
         ]
 
-    def material(self, question: Question) -> str:
+    def material(self, pair: Pair) -> str:
         """Prompt, reference and both responses, each between delimiters."""
-        parts = {"prompt": prompt_text(question.prompt)}
-        if question.reference:
-            parts["reference"] = question.reference
-        parts |= {"response A": question.first.text, "response B": question.second.text}
+        parts = {"prompt": prompt_text(pair.prompt)}
+        if pair.reference:
+            parts["reference"] = pair.reference
+        parts |= {"response A": pair.a.text, "response B": pair.b.text}
         mark = _mark(list(parts.values()))
         shown = [f"[{mark} {name}]\n{text}\n[{mark} end]" for name, text in parts.items()]
         return "\n\n".join([*shown, "Which response is better? Answer with the JSON object."])
@@ -148,7 +129,7 @@ class Criteria:
                 first = error.errors()[0]
                 where = ".".join(map(str, first["loc"])) or "the object"
                 fault = f"{where}: {first['msg']}"
-        if len({answer.side for answer in answers}) > 1:
+        if len({answer.verdict for answer in answers}) > 1:
             return None, "it holds several answers that differ"
         return (answers[-1], "") if answers else (None, fault)
 
@@ -176,7 +157,7 @@ def _objects(content: str) -> list[Any]:
     """Every JSON object in a text, outermost ones only.
 
     A brace that opens no object costs as much as was read after it, so a text of nested beginnings
-    would take quadratic time. What may be read in vain is therefore limited.
+    would take quadratic time. So there is a limit on what is read without result.
     """
     decoder, objects, at = json.JSONDecoder(), [], 0
     budget = 100_000 + 8 * len(content)

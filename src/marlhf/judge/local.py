@@ -10,8 +10,9 @@ import torch
 from marlhf.data.collate import SingleProcess
 from marlhf.data.encode import encode_prompts, encode_response
 from marlhf.data.rows import Text
-from marlhf.judge.criteria import Answer, Criteria, Question, Side
-from marlhf.judge.pairs import JudgeError, Response
+from marlhf.judge.criteria import LETTERS, Answer, Criteria
+from marlhf.judge.pairs import JudgeError, Pair, Response
+from marlhf.judge.verdicts import Verdict
 from marlhf.models.base import autocast, pick_device
 from marlhf.models.forward import token_stats
 from marlhf.models.load import is_scalar, load_policy, load_scalar, load_tokenizer
@@ -19,7 +20,6 @@ from marlhf.models.sequences import Sequences
 from marlhf.reward.model import RewardModel
 from marlhf.runs.layout import model_folder
 
-LABELS: tuple[tuple[str, Side], ...] = (("A", "first"), ("B", "second"), ("E", "tie"))
 CHUNK = 64
 TOKEN_BUDGET = 1 << 13
 
@@ -32,8 +32,8 @@ class ScoreJudge:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def answer(self, questions: Sequence[Question], progress: Progress) -> list[Answer | None]:
-        sides = [(self._score(q.first), self._score(q.second)) for q in questions]
+    def answer(self, questions: Sequence[Pair], progress: Progress) -> list[Answer | None]:
+        sides = [(self._score(q.a), self._score(q.b)) for q in questions]
         progress(len(questions), len(questions))
         return [_higher(self.name, *scores) for scores in sides]
 
@@ -61,8 +61,8 @@ class RewardJudge:
         model = load_scalar(path).to(pick_device(device)).eval()
         self.model = RewardModel(model, self.tokenizer, self.tokenizer)
 
-    def answer(self, questions: Sequence[Question], progress: Progress) -> list[Answer | None]:
-        sides = [(q.prompt, side) for q in questions for side in (q.first, q.second)]
+    def answer(self, questions: Sequence[Pair], progress: Progress) -> list[Answer | None]:
+        sides = [(q.prompt, side) for q in questions for side in (q.a, q.b)]
         scores: list[float] = []
         for start in range(0, len(sides), 2 * CHUNK):
             scores += self._scores(sides[start : start + 2 * CHUNK])
@@ -88,7 +88,7 @@ class ModelJudge:
         self.tokenizer = load_tokenizer(path)
         self.model = load_policy(path).to(pick_device(device)).eval().requires_grad_(False)
 
-    def answer(self, questions: Sequence[Question], progress: Progress) -> list[Answer | None]:
+    def answer(self, questions: Sequence[Pair], progress: Progress) -> list[Answer | None]:
         answers: list[Answer | None] = []
         for start in range(0, len(questions), CHUNK):
             answers += self._answers(questions[start : start + CHUNK])
@@ -96,9 +96,9 @@ class ModelJudge:
         return answers
 
     @torch.no_grad()
-    def _answers(self, questions: Sequence[Question]) -> list[Answer]:
+    def _answers(self, questions: Sequence[Pair]) -> list[Answer]:
         prompts = encode_prompts(self.tokenizer, [self._prompt(q) for q in questions])
-        letters = [self._letter(letter) for letter, _ in LABELS]
+        letters = [self._letter(letter) for letter in LETTERS]
         rows = [(ids, letter) for ids in prompts for letter in letters]
         device = self.model.device
         whole = Sequences.from_lists(
@@ -109,10 +109,10 @@ class ModelJudge:
             for micro in SingleProcess().batches(whole.total_lengths, TOKEN_BUDGET):
                 stats = token_stats(self.model, whole.rows(micro.rows))
                 sums[torch.tensor(micro.rows)] = stats.logprobs.sum(1).float().cpu()
-        best = sums.view(len(questions), len(LABELS)).argmax(1).tolist()
-        return [Answer(LABELS[i][1]) for i in best]
+        best = sums.view(len(questions), len(LETTERS)).argmax(1).tolist()
+        return [Answer(list(LETTERS.values())[i]) for i in best]
 
-    def _prompt(self, question: Question) -> Text:
+    def _prompt(self, question: Pair) -> Text:
         """A chat if the tokenizer has a template, plain text otherwise."""
         task = (
             f"Compare two responses, A and B, to the same prompt. {self.criteria.aim}\n"
@@ -130,8 +130,8 @@ class ModelJudge:
         return encode_response(self.tokenizer, "Answer:", spaced, eos)[:-1]
 
 
-def _higher(name: str, first: float, second: float) -> Answer | None:
-    if not (math.isfinite(first) and math.isfinite(second)):
+def _higher(name: str, a: float, b: float) -> Answer | None:
+    if not (math.isfinite(a) and math.isfinite(b)):
         return None
-    side: Side = "first" if first > second else "second" if second > first else "tie"
-    return Answer(side, {name: (first, second)})
+    verdict: Verdict = "a" if a > b else "b" if b > a else "tie"
+    return Answer(verdict, {name: (a, b)})

@@ -13,7 +13,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from marlhf.evaluate.held_out import read_scored, scores_of
+from marlhf.evaluate.results import read_scored, scores_of
 from marlhf.intervals import Curve, Floats, Interval, difference_over_seeds, wilson
 from marlhf.report.formats import bold, num, percent, signed
 from marlhf.report.groups import Group, groups_by_name, measured_alike, scored_by_functions

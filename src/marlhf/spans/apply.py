@@ -1,13 +1,19 @@
-"""Apply a segmenter, which may be the user's own code, and name it where it fails."""
+"""Apply a segmenter, and parse the constituents that it may need."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from marlhf.core import Responses, Segments
-from marlhf.core.segmenters import Segmenter, segment
+import torch
+from torch import Tensor
+
+from marlhf.core import Constituents, Responses, Segmenter, Segments, segment
 from marlhf.errors import MarlhfError
+from marlhf.models.base import Tokenizer
+from marlhf.spans.align import TokenBytes
+from marlhf.spans.token_text import vocabulary
+from marlhf.spans.workers import ParserPool
 
 
 class SegmenterError(MarlhfError, ValueError):
@@ -39,3 +45,54 @@ def explain_segmenter_errors(segmenter: Segmenter) -> Iterator[None]:
 
 def _name(segmenter: Segmenter) -> str:
     return getattr(segmenter, "__qualname__", None) or repr(segmenter)
+
+
+class Parsing:
+    """The parser of a segmenter that needs constituents.
+
+    Every rank parses all rows: parsers are deterministic, so nothing needs to be sent.
+    """
+
+    def __init__(
+        self, rule: Constituents, tokenizer: Tokenizer, workers: int | None = None
+    ) -> None:
+        self.tokens = TokenBytes.of(tokenizer)
+        self.pool = ParserPool(rule.parser, workers)
+
+    def begin(self, responses: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
+        """Start to parse; call what comes back for the spans, [B, S, 2]."""
+        aligned = self.tokens.align(responses)
+        pending = self.pool.submit(aligned.texts)
+        return lambda: torch.from_numpy(aligned.token_spans(pending()))
+
+
+def open_parsing(
+    rule: Segmenter, tokenizer: Tokenizer, workers: int | None = None
+) -> Parsing | None:
+    """The parser, where the segmenter needs one."""
+    return Parsing(rule, tokenizer, workers) if isinstance(rule, Constituents) else None
+
+
+def segment_response(
+    rule: Segmenter,
+    ids: Sequence[int],
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    ref_logprobs: Tensor | None = None,
+    logprobs: Tensor | None = None,
+    split_last: bool = False,
+) -> list[bool]:
+    """Whether each token of one response starts a macro action."""
+    parsing = open_parsing(rule, tokenizer, workers=0)
+    tokens = torch.tensor([ids])
+    responses = Responses(
+        tokens,
+        torch.ones_like(tokens).bool(),
+        ref_logprobs=ref_logprobs,
+        logprobs=logprobs,
+        spans=parsing.begin([ids])() if parsing else None,
+        vocabulary=vocabulary(tokenizer),
+        seeds=torch.tensor([seed]),
+    ).validate()
+    return apply_segmenter(rule, responses, split_last=split_last).starts[0].tolist()

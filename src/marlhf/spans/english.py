@@ -1,6 +1,6 @@
 """English text as nested phrases, without a model: tag, chunk, attach.
 
-Words get a kind from lists, endings and their neighbours (`lexicon`, `tagging`); noun, verb and
+Words get a kind from lists, endings and their neighbours (`words`); noun, verb and
 prepositional groups are then read from left to right, and each takes what follows as far as it
 belongs to it. It never fails: a word that fits nowhere stays alone. Macro actions are made of
 phrases of two to four words, so those matter most.
@@ -13,8 +13,7 @@ from functools import wraps
 from typing import Any
 
 from marlhf.spans.phrases import Phrase, nested
-from marlhf.spans.tagging import tag, verb_follows
-from marlhf.spans.words import Word, split_sentences
+from marlhf.spans.words import Word, split_sentences, tag, verb_follows
 
 BE = frozenset(["am", "is", "are", "was", "were", "'m", "'re", "'s", "be", "been", "being"])
 KEPT = frozenset(
@@ -29,7 +28,7 @@ LONGEST = 24
 
 
 def parse_english(text: str) -> list[Phrase]:
-    """Sentences, their phrases and their words, as a tree is walked.
+    """Sentences, their phrases and their words, in tree order.
 
     >>> text = "He saw it."
     >>> [text[p.begin : p.end] for p in parse_english(text)]

@@ -6,6 +6,7 @@ a GPU.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -25,13 +26,23 @@ class Phrase(NamedTuple):
 
 
 class Parser(Protocol):
-    """Phrases of each text, nested and sorted as a tree is walked: a phrase before its parts.
+    """Phrases of each text, nested and in tree order: a phrase before its parts.
 
     Those that lie in no other are its sentences, or a program's statements. Every text is
     parsed, whatever it holds; the same text always has the same phrases.
     """
 
     def __call__(self, texts: Sequence[str]) -> list[list[Phrase]]: ...
+
+
+class TextParser(ABC):
+    """A parser that takes one text at a time."""
+
+    def __call__(self, texts: Sequence[str]) -> list[list[Phrase]]:
+        return [self.parse(text) for text in texts]
+
+    @abstractmethod
+    def parse(self, text: str) -> list[Phrase]: ...
 
 
 def nested(phrases: Iterable[Phrase]) -> list[Phrase]:

@@ -7,17 +7,14 @@ from typing import cast
 
 import torch
 
-from marlhf.core import Constituents, Perplexity, Responses, Segmenter, Surprise
+from marlhf.core import Perplexity, Segmenter, Surprise
 from marlhf.data.rows import DataError
 from marlhf.models.forward import token_stats
 from marlhf.models.load import load_policy, load_tokenizer
 from marlhf.models.sequences import Sequences
-from marlhf.spans.align import TokenBytes
-from marlhf.spans.apply import apply_segmenter
+from marlhf.spans.apply import segment_response
 from marlhf.spans.parser import build_parser
 from marlhf.spans.phrases import Phrase
-from marlhf.spans.token_text import vocabulary
-from marlhf.spans.workers import parse_flat
 
 COLOURS = (44, 42, 45, 46, 43)  # ANSI backgrounds, in turn
 
@@ -35,28 +32,13 @@ def cut_text(
     ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
     if not ids:
         raise DataError("The tokenizer makes no tokens of this text: it is all white space.")
-    tokens = torch.tensor([ids])
-    spans = None
-    if isinstance(rule, Constituents):
-        aligned = TokenBytes.of(tok).align([ids])
-        phrases = parse_flat(build_parser(rule.parser), aligned.texts)
-        spans = torch.from_numpy(aligned.token_spans(phrases))
     logprobs = None
     if model is not None:
         before = tok.eos_token_id if tok.bos_token_id is None else tok.bos_token_id
         whole = Sequences.from_lists([[cast(int, before)]], [ids], 0)
         with torch.no_grad():
             logprobs = token_stats(load_policy(model), whole).logprobs
-    responses = Responses(
-        tokens,
-        torch.ones_like(tokens).bool(),
-        ref_logprobs=logprobs,
-        logprobs=logprobs,
-        spans=spans,
-        vocabulary=vocabulary(tok),
-        seeds=torch.tensor([seed]),
-    ).validate()
-    starts = apply_segmenter(rule, responses).starts[0].tolist()
+    starts = segment_response(rule, ids, tok, seed=seed, ref_logprobs=logprobs, logprobs=logprobs)
     # Each character is shown with one token: where several tokens make up a character it would
     # otherwise repeat, and white space that no token has would be lost.
     ends = [*accumulate((end for _, end in offsets[:-1]), max), len(text)]

@@ -32,7 +32,7 @@ from marlhf.runtime.model_sources import reward_items, reward_role, rl_sources
 from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.stage import Example, check_positions, each_prompt_once, load_examples
 from marlhf.spans import vocabulary
-from marlhf.spans.parsing import Parsing, open_parsing
+from marlhf.spans.apply import Parsing, open_parsing
 from marlhf.train.ahead import SharedAhead
 
 

@@ -4,8 +4,7 @@
 >>> annotate(["runs/macro", "runs/ppo"], task="tldr")  # doctest: +SKIP
 """
 
-from marlhf.judge.annotate.export import describe, export
-from marlhf.judge.annotate.session import annotate, export_votes, open_votes
+from marlhf.judge.annotate.session import annotate, describe, export, export_votes, open_votes
 from marlhf.judge.annotate.store import Store
 
 __all__ = ["Store", "annotate", "describe", "export", "export_votes", "open_votes"]

@@ -6,25 +6,32 @@ security policy forbids it; responses are sent as JSON and shown as text.
 
 from __future__ import annotations
 
-import json
 import secrets
 import socket
 import sqlite3
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import SplitResult, urlsplit
 
 import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, RedirectResponse
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException as AnyHTTPException
 
-from marlhf.judge.annotate.store import LONGEST_NOTE, NoPair, Remarks, State, Store, VoteError
+from marlhf.judge.annotate.store import (
+    LONGEST_NOTE,
+    AnnotatorProgress,
+    NoPair,
+    Remarks,
+    Store,
+    VoteError,
+)
 from marlhf.judge.pairs import JudgeError
 
 HERE = Path(__file__).parent
@@ -46,6 +53,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+Sent = TypeVar("Sent", bound="Action")
 LOCAL_NAMES = ("127.0.0.1", "localhost", "::1")
 
 
@@ -76,7 +84,8 @@ def make_app(store: Store, token: str | None = None) -> FastAPI:
         return response
 
     for path, (name, kind) in FILES.items():
-        app.add_api_route(path, _sender(HERE / name, kind), methods=["GET"])
+        send = partial(FileResponse, HERE / name, media_type=kind)
+        app.add_route(path, lambda request, send=send: send())
 
     @app.get("/api/guide")
     def guide() -> dict[str, Any]:
@@ -154,25 +163,16 @@ def serve(
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; connections wait until the server is up."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        [(family, kind, proto, _, place), *_] = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        listener = socket.socket(family, kind, proto)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(place)
-            listener.listen(64)
-        except OSError:
-            listener.close()
-            raise
+        both = host == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server((host, port), family=family, backlog=64, dualstack_ipv6=both)
     except OSError as error:
-        reason = str(error.strerror).lower()
+        reason = str(error.strerror).partition(" (")[0].lower()
         raise JudgeError(
             f"Cannot listen at {host}, port {port}: {reason}. Give another --port (0 takes a free "
             "one) or --host."
         ) from error
-    return listener
 
 
 def address(listener: socket.socket, token: str | None) -> str:
@@ -198,14 +198,14 @@ def _own_address() -> str:
 def _refusal(request: Request, token: str | None) -> Response | None:
     """An error for requests from other sites or without the token, else None."""
     host = request.headers.get("host", "")
-    if token is None and _host_name(host) not in LOCAL_NAMES:
+    if token is None and _split(f"//{host}").hostname not in LOCAL_NAMES:
         # DNS rebinding: another site's name that resolves to this machine could read and vote.
         return _error(403, "This page is for this machine only. Open it at 127.0.0.1.")
-    site = request.headers.get("sec-fetch-site")
-    origin = request.headers.get("origin")
-    foreign = (
-        site not in ("same-origin", "none") if site else bool(origin) and _place(origin) != host
-    )
+    site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
+    if site:
+        foreign = site not in ("same-origin", "none")
+    else:
+        foreign = bool(origin) and _split(origin).netloc != host
     if foreign and request.method != "GET":
         return _error(403, "Votes are accepted from this page only, not from another site.")
     if token is None:
@@ -226,18 +226,11 @@ def _same(given: str, token: str) -> bool:
     return secrets.compare_digest(given.encode(), token.encode())
 
 
-def _host_name(host: str) -> str:
+def _split(url: str) -> SplitResult:
     try:
-        return urlsplit(f"//{host}").hostname or ""
+        return urlsplit(url)
     except ValueError:
-        return ""
-
-
-def _place(origin: str | None) -> str:
-    try:
-        return urlsplit(origin or "").netloc
-    except ValueError:
-        return ""
+        return urlsplit("")
 
 
 async def _body(request: Request) -> bytes:
@@ -252,18 +245,16 @@ async def _body(request: Request) -> bytes:
     return body
 
 
-def _parsed(kind: Any, body: bytes) -> Any:
+def _parsed(kind: type[Sent], body: bytes) -> Sent:
     try:
-        return TypeAdapter(kind).validate_python(json.loads(body))
+        return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the body"
         raise VoteError(f"Cannot read `{place}` of the request: {first['msg']}.") from None
-    except (ValueError, RecursionError):
-        raise VoteError("The request is not JSON.") from None
 
 
-def _shown(store: Store, state: State) -> dict[str, Any]:
+def _shown(store: Store, state: AnnotatorProgress) -> dict[str, Any]:
     """A state with the texts to compare. Which run is on which side stays here."""
     shown = asdict(state)
     if state.pair is not None:
@@ -279,13 +270,6 @@ def _shown(store: Store, state: State) -> dict[str, Any]:
             "right": right,
         }
     return shown
-
-
-def _sender(file: Path, kind: str) -> Callable[[], Response]:
-    def send() -> Response:
-        return FileResponse(file, media_type=kind)
-
-    return send
 
 
 def _error(status: int, message: str) -> JSONResponse:

@@ -1,20 +1,31 @@
-"""An annotation session: from runs to a page, and from votes to verdicts."""
+"""An annotation session: from runs to a page, and from votes to verdicts.
+
+Votes are exported as verdict files for agreement and the report, and as a CSV with the full log.
+"""
 
 from __future__ import annotations
 
+import csv
+import hashlib
+import io
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from marlhf.judge.annotate.export import describe, export
 from marlhf.judge.annotate.store import Store
-from marlhf.judge.annotate.tasks import Item, find_guide, read_items
+from marlhf.judge.annotate.tasks import Item, RunPair, find_guide, read_items
 from marlhf.judge.criteria import slug
 from marlhf.judge.pairs import JudgeError, home
+from marlhf.judge.verdicts import Judgement, write_verdicts
+from marlhf.runs.atomic import write_text
 from marlhf.runs.layout import JUDGED
 
 PORT = 8123
 LOCAL = ("127.0.0.1", "localhost", "::1")
+
+COLUMNS = ("time", "annotator", "a", "b", "pair", "left", "choice", "verdict", "counts")
+COLUMNS += ("strength", "flag", "note")
 
 Say = Callable[[str], None]
 
@@ -35,9 +46,9 @@ def open_votes(
 
     They are in `database`, else in `judged/` of the first run's folder. For every two runs the
     first `limit` prompts that both answered are shown. `task` may be a YAML file with a question,
-    criteria and guidelines of your own; `question` and `criteria` ("Name: meaning") say it without
-    a file. With `strength` people may say how much better; with `votes` each pair is shown until so
-    many people have voted on it.
+    criteria and guidelines of your own; `question` and `criteria` ("Name: meaning") replace the
+    file. With `strength` people may say how much better a response is; with `votes` each pair is
+    shown until that many people have voted on it.
     """
     task, guide = find_guide(task, question, criteria, strength=strength)
     comparisons = read_items(paths)
@@ -72,38 +83,23 @@ def open_votes(
 def annotate(
     paths: Sequence[Path | str],
     *,
-    task: str = "hh",
-    question: str | None = None,
-    criteria: Sequence[str] = (),
-    strength: bool = False,
-    votes: int | None = None,
-    limit: int | None = None,
-    seed: int | None = None,
     host: str = LOCAL[0],
     port: int = PORT,
-    database: Path | str | None = None,
     output: Path | str | None = None,
     say: Say = lambda line: None,
+    **options: Any,
 ) -> list[dict[str, Any]]:
-    """Serve the page until Ctrl-C, then write the verdicts and return their summaries."""
+    """Serve the page until Ctrl-C, then write the verdicts and return their summaries.
+
+    `options` are those of `open_votes`.
+    """
     try:
         from marlhf.judge.annotate import server
     except ImportError as error:
         raise JudgeError(
             f"The page needs {error.name}. Install it with: pip install 'marlhf[annotate]'"
         ) from error
-    store = open_votes(
-        paths,
-        task=task,
-        question=question,
-        criteria=criteria,
-        strength=strength,
-        votes=votes,
-        limit=limit,
-        seed=seed,
-        database=database,
-    )
-    try:
+    with closing(open_votes(paths, **options)) as store:
         same = sum(item.same for item in store.items.values())
         ties = f"; {same} with equal texts are ties and not shown" if same else ""
         shared = f", votes on each: {store.votes_each}" if store.votes_each else ""
@@ -111,8 +107,6 @@ def annotate(
         say(f"Votes are stored in {store.path}")
         server.serve(store, host, port, None if host in LOCAL else store.token, say)
         return _finish(store, output, say)
-    finally:
-        store.close()
 
 
 def export_votes(
@@ -126,11 +120,9 @@ def export_votes(
 ) -> list[dict[str, Any]]:
     """Write the verdicts so far, without a page; works even if the runs have changed since."""
     task, _ = find_guide(task, question)
-    store = Store(Path(database or _default(paths[0], read_items(paths), task)))
-    try:
+    file = Path(database or _default(paths[0], read_items(paths), task))
+    with closing(Store(file)) as store:
         return _finish(store, output, say)
-    finally:
-        store.close()
 
 
 def _finish(store: Store, output: Path | str | None, say: Say) -> list[dict[str, Any]]:
@@ -147,3 +139,102 @@ def _finish(store: Store, output: Path | str | None, say: Say) -> list[dict[str,
 def _default(first: Path | str, comparisons: Sequence[Sequence[Item]], task: str) -> Path:
     names = dict.fromkeys(name for items in comparisons for name in items[0].runs)
     return home(Path(first)) / JUDGED / f"{slug('-'.join([*names, 'people', task]))}.sqlite"
+
+
+def export(store: Store, folder: Path | str | None = None) -> list[dict[str, Any]]:
+    """Write a verdict file per annotator and pair of runs, and every event as CSV.
+
+    The files go to `folder`, else beside the database. Returns the summaries, as `judge` does.
+    """
+    store.refresh()
+    folder = Path(folder or store.path.parent)
+    summaries: list[dict[str, Any]] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in store.annotators():
+            for runs in dict.fromkeys(item.runs for item in store.items.values()):
+                file = folder / f"{_file_name(runs, name, store.task)}.jsonl"
+                if judgements := _judgements(store, name, runs):
+                    about = {"judge": f"person:{name}", "task": store.task, "order": "random"}
+                    about |= {"a": runs.a, "b": runs.b}
+                    total = sum(item.runs == runs for item in store.items.values())
+                    summary = write_verdicts(file, judgements, about)
+                    more = {"path": str(file), "without_verdict": total - len(judgements)}
+                    summaries.append(summary | more)
+                else:  # every vote was undone: an earlier export is out of date
+                    file.unlink(missing_ok=True)
+                    file.with_suffix(".json").unlink(missing_ok=True)
+        write_text(folder / f"{store.path.stem}.csv", _table(store))
+    except OSError as error:
+        raise JudgeError(
+            f"Cannot write votes to {folder}: {error.strerror}. Give another -o; the votes are "
+            f"safe in {store.path}."
+        ) from error
+    return summaries
+
+
+def describe(store: Store) -> list[str]:
+    """How often each annotator voted. Not for which run: annotators must stay blind."""
+    lines: list[str] = []
+    for name in store.annotators():
+        state = store.state(name)
+        skipped = f", {state.skipped} skipped" if state.skipped else ""
+        lines.append(f"{name}: {state.done} of {state.total} pairs{skipped}")
+    return lines or ["Nobody has voted yet."]
+
+
+def _judgements(store: Store, annotator: str, runs: RunPair) -> list[Judgement]:
+    """One judgement per pair with a vote.
+
+    A pair of equal texts is a tie, but it is never shown. It counts once the annotator has passed
+    its place in the order, so that ties have the same share whether votes are few or complete.
+    """
+    last = {event.pair: event for event in store.standing(annotator)}
+    votes = {pair: event for pair, event in last.items() if event.verdict}
+    if not votes:
+        return []
+    is_done = all(pair in last for pair in store.shown)
+    # Places are hexadecimal: "g" is after all of them.
+    reached = "g" if is_done else max(store.place(annotator, pair) for pair in last)
+    judgements: list[Judgement] = []
+    for name, item in store.items.items():
+        if item.runs != runs:
+            continue
+        texts = item.prompt, item.response_a, item.response_b
+        if item.same and store.place(annotator, name) < reached:
+            judgements.append(Judgement(*texts, "tie"))
+        elif name in votes and (verdict := votes[name].verdict):
+            judgements.append(Judgement(*texts, verdict, (verdict,)))
+    return judgements if any(store.items[pair].runs == runs for pair in votes) else []
+
+
+def _file_name(runs: RunPair, annotator: str, task: str) -> str:
+    """Names that differ only in characters that file names cannot hold get a digest."""
+    plain = annotator.isascii() and annotator.isalnum()
+    mark = "" if plain else f"-{hashlib.sha256(annotator.encode()).hexdigest()[:8]}"
+    return slug(f"{runs.a}-{runs.b}-person-{annotator}{mark}-{task}")
+
+
+def _table(store: Store) -> str:
+    """Every vote, skip and undo, with whether it counts."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    standing = {
+        (event.pair, name): event.number
+        for name in store.annotators()
+        for event in store.standing(name)
+    }
+    for event in store.events():
+        runs = store.items[event.pair].runs
+        left = runs.a if event.left_run == "a" else runs.b
+        counts = event.verdict and standing.get((event.pair, event.annotator)) == event.number
+        vote = [event.kind, event.verdict or "", "yes" if counts else "no"]
+        remarks = [str(event.strength or ""), "yes" if event.flag else "", _cell(event.note or "")]
+        writer.writerow([event.time, event.annotator, *runs, event.pair, left, *vote, *remarks])
+    return out.getvalue()
+
+
+def _cell(note: str) -> str:
+    """A note that a spreadsheet does not run as a formula."""
+    return f"'{note}" if note[:1] in ("=", "+", "-", "@", "\t", "\r") else note

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from marlhf.errors import MarlhfError
-from marlhf.judge.annotate.tasks import GUIDES, Comparison, Guide, Item, a_is_left, own_order
+from marlhf.judge.annotate.tasks import Guide, Item, RunPair, a_is_left, own_order
 from marlhf.judge.pairs import JudgeError
 from marlhf.judge.verdicts import Verdict
 
@@ -42,15 +42,12 @@ CREATE TABLE events (
     left_run TEXT NOT NULL CHECK (left_run IN ('a', 'b')),
     undoes INTEGER REFERENCES events (number)
 );
-CREATE INDEX of_annotator ON events (annotator, number);
-"""
-REMARKS = """
-CREATE TABLE IF NOT EXISTS remarks (
+CREATE TABLE remarks (
     event INTEGER PRIMARY KEY REFERENCES events (number),
     strength INTEGER, flag INTEGER NOT NULL, note TEXT NOT NULL
-)
+);
+CREATE INDEX of_annotator ON events (annotator, number);
 """
-"""Added to databases of earlier versions when they are opened."""
 LONGEST_NOTE = 500
 
 
@@ -95,7 +92,7 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True)
-class State:
+class AnnotatorProgress:
     """An annotator's progress; `left`, `tie` and `right` count votes by side, not by run."""
 
     annotator: str
@@ -120,7 +117,7 @@ class Store:
                 f"There are no votes in {path}. Vote first, or give another --database."
             )
         self.path = path
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         with _explained(path):
             self._db = sqlite3.connect(
                 path, timeout=60, isolation_level=None, check_same_thread=False
@@ -129,10 +126,9 @@ class Store:
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version != VERSION:
                 raise sqlite3.DatabaseError("it is not a database of votes of this version")
-            self._db.execute(REMARKS)
             about = dict(self._db.execute("SELECT name, value FROM about"))
         self.task: str = about["task"]
-        self.guide = Guide(**json.loads(about["guide"])) if "guide" in about else GUIDES[self.task]
+        self.guide = Guide(**json.loads(about["guide"]))
         self.seed = int(about["seed"])
         self.token: str = about["token"]
         """Part of the address if the page is not only for this machine."""
@@ -141,16 +137,17 @@ class Store:
         self.items: dict[str, Item] = {}
         self._places: dict[str, int] = {}
         self.refresh()
-        self.shown = _shuffled(self.items)
-        """The ids of the pairs that are shown, in order."""
+        self.shown: list[str] = []
+        """The ids of the pairs that are shown. Everyone has the same order, so that people who stop
+        early have judged the same pairs."""
+        self._show(self.items)
 
     @classmethod
-    def create(cls, path: Path, task: str, seed: int | None, guide: Guide | None = None) -> Store:
+    def create(cls, path: Path, task: str, seed: int | None, guide: Guide) -> Store:
         """Create a new database; without a seed one is drawn."""
         seed = secrets.randbits(63) if seed is None else seed
         about = {"task": task, "seed": str(seed), "token": secrets.token_urlsafe(18)}
-        if guide is not None:
-            about["guide"] = json.dumps(asdict(guide))
+        about["guide"] = json.dumps(asdict(guide))
         with _explained(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch(mode=0o600)  # it contains the token
@@ -185,7 +182,10 @@ class Store:
                 ],
             )
         self.refresh()
-        self.shown = _shuffled(asked)
+        self._show(asked)
+
+    def _show(self, items: Mapping[str, Item]) -> None:
+        self.shown = sorted(name for name, item in items.items() if not item.same)
 
     def refresh(self) -> None:
         """Read the pairs in the order of insertion; another process may have added some."""
@@ -193,16 +193,16 @@ class Store:
             "SELECT id, a, b, prompt, reference, response_a, response_b FROM pairs ORDER BY number"
         )
         self.items = {
-            name: Item(Comparison(a, b), json.loads(prompt), *texts)
+            name: Item(RunPair(a, b), json.loads(prompt), *texts)
             for name, a, b, prompt, *texts in rows
         }
-        counts: dict[Comparison, int] = {}
+        counts: dict[RunPair, int] = {}
         for name, item in self.items.items():
             if not item.same:
                 self._places[name] = counts[item.runs] = counts.get(item.runs, -1) + 1
 
     def distribute(self, votes_each: int) -> None:
-        """Share the pairs: each is shown until so many people have voted on it."""
+        """Share the pairs: each is shown until that many people have voted on it."""
         with self._change() as db:
             db.execute("INSERT OR REPLACE INTO about VALUES ('votes_each', ?)", (str(votes_each),))
         self.votes_each = votes_each
@@ -214,7 +214,7 @@ class Store:
         choice: str,
         action: str | None = None,
         remarks: Remarks | None = None,
-    ) -> State:
+    ) -> AnnotatorProgress:
         """Store a vote (`left`, `tie`, `right`) or a `skip`; a later vote replaces an earlier one.
 
         `action` is the id of the request: sent twice, it counts once.
@@ -226,27 +226,33 @@ class Store:
         with self._change() as db:
             name = self._name(annotator)
             if not self._known(action):
-                number = _add(db, action, name, pair, choice, self._left_run(name, pair))
+                left_run = self._left_run(name, pair)
+                number = self._add(action, name, pair, choice, left_run, undoes=None)
                 if remarks and any(remarks):
                     strength = remarks.strength if choice in ("left", "right") else None
                     values = (number, strength, remarks.flag, remarks.note[:LONGEST_NOTE])
                     db.execute("INSERT INTO remarks VALUES (?, ?, ?, ?)", values)
-            return self._state(name)
+            return self.state(name)
 
-    def undo(self, annotator: str, action: str | None = None) -> State:
+    def undo(self, annotator: str, action: str | None = None) -> AnnotatorProgress:
         """Undo this annotator's last vote or skip; that pair is shown again next."""
-        with self._change() as db:
+        with self._change():
             name = self._name(annotator)
-            last = next((e for e in reversed(self._standing(name)) if e.pair in self.shown), None)
+            last = next((e for e in reversed(self.standing(name)) if e.pair in self.shown), None)
             if not self._known(action):
                 if last is None:
                     raise VoteError("There is nothing to undo.")
-                _add(db, action, name, last.pair, "undo", last.left_run, last.number)
-            return self._state(name)
+                self._add(action, name, last.pair, "undo", last.left_run, undoes=last.number)
+            return self.state(name)
 
-    def state(self, annotator: str) -> State:
-        with self._lock:
-            return self._state(self._name(annotator))
+    def _add(self, action: str | None, *event: str, undoes: int | None) -> int | None:
+        """Append an event (annotator, pair, kind, left_run), and return its number."""
+        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        return self._db.execute(
+            "INSERT INTO events (action, time, annotator, pair, kind, left_run, undoes) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (action or secrets.token_hex(16), now, *event, undoes),
+        ).lastrowid
 
     def sides(self, annotator: str, pair: str) -> tuple[str, str]:
         """Both responses, the one on the left first."""
@@ -254,20 +260,6 @@ class Store:
         if self._left_run(annotator, pair) == "a":
             return item.response_a, item.response_b
         return item.response_b, item.response_a
-
-    def events(self) -> list[Event]:
-        """The full log."""
-        with self._lock:
-            return self._events("ORDER BY number")
-
-    def annotators(self) -> list[str]:
-        with self._lock:
-            return self._annotators()
-
-    def standing(self, annotator: str) -> list[Event]:
-        """The events of this annotator that were not undone; of a pair the last counts."""
-        with self._lock:
-            return self._standing(annotator)
 
     def close(self) -> None:
         with self._lock:
@@ -284,28 +276,30 @@ class Store:
     def _shown_to(self, name: str) -> list[str]:
         """The pairs of an annotator in order, without those that enough others have voted on."""
         if not self.votes_each:
-            return list(self.shown)
+            return self.shown
         counts = dict.fromkeys(self.shown, 0)
-        for other in self._annotators():
+        for other in self.annotators():
             if other != name:
-                last = {event.pair: event for event in self._standing(other)}
+                last = {event.pair: event for event in self.standing(other)}
                 for pair, event in last.items():
                     if event.verdict and pair in counts:
                         counts[pair] += 1
-        own = {event.pair for event in self._standing(name)}
+        own = {event.pair for event in self.standing(name)}
         wanted = [pair for pair, n in counts.items() if n < self.votes_each or pair in own]
         return sorted(wanted, key=lambda pair: self.place(name, pair))
 
-    def _state(self, name: str) -> State:
-        shown = self._shown_to(name)
-        last = {e.pair: e for e in self._standing(name) if e.pair in shown}
-        skipped = sorted((e for e in last.values() if e.kind == "skip"), key=lambda e: e.number)
-        votes = {choice: sum(e.kind == choice for e in last.values()) for choice in CHOICES}
-        waiting = [p for p in shown if p not in last] + [e.pair for e in skipped]
-        events = self._events("WHERE annotator = ? ORDER BY number DESC LIMIT 1", name)
+    def state(self, annotator: str) -> AnnotatorProgress:
+        with self._lock:
+            name = self._name(annotator)
+            shown = self._shown_to(name)
+            last = {e.pair: e for e in self.standing(name) if e.pair in shown}
+            skipped = sorted((e for e in last.values() if e.kind == "skip"), key=lambda e: e.number)
+            votes = {choice: sum(e.kind == choice for e in last.values()) for choice in CHOICES}
+            waiting = [p for p in shown if p not in last] + [e.pair for e in skipped]
+            events = self.events("WHERE annotator = ? ORDER BY number DESC LIMIT 1", name)
         if events and events[0].kind == "undo" and events[0].pair in waiting:
             waiting.insert(0, events[0].pair)
-        return State(
+        return AnnotatorProgress(
             annotator=name,
             done=sum(votes.values()),
             total=len(shown),
@@ -315,30 +309,34 @@ class Store:
             **votes,
         )
 
-    def _standing(self, name: str) -> list[Event]:
-        return self._events(
+    def standing(self, name: str) -> list[Event]:
+        """The events of this annotator that were not undone; of a pair the last counts."""
+        return self.events(
             "WHERE annotator = ? AND kind != 'undo' AND number NOT IN (SELECT undoes FROM events "
             "WHERE annotator = ? AND undoes IS NOT NULL) ORDER BY number",
             name,
             name,
         )
 
-    def _events(self, where: str, *values: str) -> list[Event]:
+    def events(self, where: str = "ORDER BY number", *values: str) -> list[Event]:
+        """The full log, or a part of it."""
         columns = ", ".join(Event._fields)
         table = "events LEFT JOIN remarks ON remarks.event = events.number"
-        rows = self._db.execute(f"SELECT {columns} FROM {table} {where}", values)
+        with self._lock:
+            rows = self._db.execute(f"SELECT {columns} FROM {table} {where}", values).fetchall()
         return [Event(*row) for row in rows]
 
-    def _annotators(self) -> list[str]:
-        rows = self._db.execute(
-            "SELECT annotator FROM events GROUP BY annotator ORDER BY min(number)"
-        )
+    def annotators(self) -> list[str]:
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT annotator FROM events GROUP BY annotator ORDER BY min(number)"
+            ).fetchall()
         return [name for (name,) in rows]
 
     def _name(self, annotator: str) -> str:
         """The name as it was first written: Ann and ann are one person."""
         name = clean_name(annotator)
-        known = {each.casefold(): each for each in self._annotators()}
+        known = {each.casefold(): each for each in self.annotators()}
         return known.get(name.casefold(), name)
 
     def _known(self, action: str | None) -> bool:
@@ -363,11 +361,6 @@ class Store:
                 raise
 
 
-def _shuffled(items: Mapping[str, Item]) -> dict[str, None]:
-    """The same order for everyone, so that people who stop early have judged the same pairs."""
-    return dict.fromkeys(sorted(name for name, item in items.items() if not item.same))
-
-
 def clean_name(name: str) -> str:
     """A name with normalised spaces; names that do not fit a file or table are refused."""
     clean = " ".join(unicodedata.normalize("NFC", name).split())
@@ -386,25 +379,6 @@ def clean_name(name: str) -> str:
             "a letter or a digit."
         )
     return clean
-
-
-def _add(
-    db: sqlite3.Connection,
-    action: str | None,
-    annotator: str,
-    pair: str,
-    kind: str,
-    left_run: str,
-    undoes: int | None = None,
-) -> int | None:
-    """Append an event and return its number."""
-    now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-    added = db.execute(
-        "INSERT INTO events (action, time, annotator, pair, kind, left_run, undoes) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?)",
-        (action or secrets.token_hex(16), now, annotator, pair, kind, left_run, undoes),
-    )
-    return added.lastrowid
 
 
 @contextmanager

@@ -38,35 +38,23 @@ class Guide:
     """Whether people may also say how much better: slightly, clearly or much."""
 
 
-GUIDES = {
-    "tldr": Guide(
-        "Which summary of the post is better?",
-        {
-            "Relevance": "the important points and nothing else",
-            "Coherence": "sentences that make a whole",
-            "Consistency": "nothing that the post does not say",
-            "Fluency": "grammar and wording",
-        },
-    ),
-    "hh": Guide(
-        "Which reply is more helpful?",
-        {
-            "Helpful": "does what was asked",
-            "Honest": "correct and clear, and does not pretend",
-            "Harmless": "harms nobody",
-        },
-        from_end=True,
-    ),
-    "webgpt": Guide(
-        "Which answer is more useful to the person who asked?",
-        {
-            "Factual accuracy": "claims that are true, and that the reference supports, "
-            "where there is one",
-            "Coherence": "easy to follow, without contradiction",
-            "Usefulness": "the answer as a whole; this decides",
-        },
-    ),
-}
+def read_guide(file: Path) -> Guide:
+    """A guide in YAML: one that comes along, or a user's own."""
+    try:
+        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+        known = [each.name for each in fields(Guide)]
+        if not isinstance(raw, dict) or not raw.keys() <= set(known):
+            raise ValueError(f"it must have the keys {', '.join(known)} and no others")
+        return TypeAdapter(Guide).validate_python(raw)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise JudgeError(
+            f"Cannot read {file}: {error}. Write a `question`, `criteria` (a name and a meaning "
+            "each) and `guidelines`."
+        ) from error
+
+
+TASKS = ("tldr", "hh", "webgpt")
+GUIDES = {task: read_guide(Path(__file__).parent / "guides" / f"{task}.yaml") for task in TASKS}
 """For people; `marlhf judge` has the same criteria worded for models."""
 
 
@@ -82,38 +70,24 @@ def find_guide(
     `criteria` go with a question, each as "Name: meaning". With `strength` people may also say how
     much better a response is.
     """
-    name, guide = _read_guide(task, question, criteria)
-    return name, replace(guide, strength=strength or guide.strength)
-
-
-def _read_guide(task: str, question: str | None, criteria: Sequence[str]) -> tuple[str, Guide]:
     if question is not None:
         named = [criterion.partition(":") for criterion in criteria]
-        return "own", Guide(question, {name.strip(): words.strip() for name, _, words in named})
-    if criteria:
+        meanings = {name.strip(): meaning.strip() for name, _, meaning in named}
+        name, guide = "own", Guide(question, meanings)
+    elif criteria:
         raise JudgeError("Criteria of your own go with a question: give --question as well.")
-    if task in GUIDES:
-        return task, GUIDES[task]
-    file = Path(task)
-    if file.suffix not in (".yaml", ".yml"):
+    elif task in GUIDES:
+        name, guide = task, GUIDES[task]
+    elif (file := Path(task)).suffix in (".yaml", ".yml"):
+        name, guide = slug(file.stem), read_guide(file)
+    else:
         raise JudgeError(
             f"There is no task {task!r}. Choose one of {', '.join(GUIDES)}, or give a YAML file."
         )
-    try:
-        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
-        known = [each.name for each in fields(Guide)]
-        if not isinstance(raw, dict) or not raw.keys() <= set(known):
-            raise ValueError(f"it must have the keys {', '.join(known)} and no others")
-        guide = TypeAdapter(Guide).validate_python(raw)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise JudgeError(
-            f"Cannot read {file}: {error}. Write a `question`, `criteria` (a name and a meaning "
-            "each) and `guidelines`."
-        ) from error
-    return slug(file.stem), guide
+    return name, replace(guide, strength=strength or guide.strength)
 
 
-class Comparison(NamedTuple):
+class RunPair(NamedTuple):
     """Two runs, by name."""
 
     a: str
@@ -124,7 +98,7 @@ class Comparison(NamedTuple):
 class Item:
     """A prompt with the responses of two runs."""
 
-    runs: Comparison
+    runs: RunPair
     prompt: Text
     reference: str
     response_a: str
@@ -147,7 +121,7 @@ def read_items(paths: Sequence[Path | str]) -> list[list[Item]]:
         raise JudgeError("There is nothing to compare. Give two or more runs.")
     by_runs: list[list[Item]] = []
     for (a, name_a), (b, name_b) in combinations(zip(paths, short_names(paths)), 2):
-        runs = Comparison(name_a, name_b)
+        runs = RunPair(name_a, name_b)
         pairs = read_pairs(a, b).pairs
         by_runs.append([Item(runs, p.prompt, p.reference, p.a.text, p.b.text) for p in pairs])
     if all(item.same for items in by_runs for item in items):
@@ -158,7 +132,7 @@ def read_items(paths: Sequence[Path | str]) -> list[list[Item]]:
     return by_runs
 
 
-def a_is_left(seed: int, annotator: str, runs: Comparison, place: int) -> bool:
+def a_is_left(seed: int, annotator: str, runs: RunPair, place: int) -> bool:
     """Whether this annotator sees the first run on the left.
 
     Of every two consecutive pairs (by `place` among those of these runs) one has it on the left

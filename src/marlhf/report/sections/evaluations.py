@@ -7,10 +7,19 @@ from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup
 
-from marlhf.evaluate.best_of_n_grid import Grid, kl_bound, read_grids
-from marlhf.evaluate.blocks_frontier import Point, read_frontiers
-from marlhf.evaluate.held_out import MEASURES, read_scored, scores_of, summarise
-from marlhf.evaluate.pass_rates import ALL, read_summary
+from marlhf.evaluate.results import (
+    ALL,
+    MEASURES,
+    FrontierPoint,
+    Grid,
+    kl_bound,
+    read_frontiers,
+    read_grids,
+    read_scored,
+    read_summary,
+    scores_of,
+    summarise,
+)
 from marlhf.intervals import NO_INTERVAL, Interval
 from marlhf.report.charts import Series, legend_of, line_chart
 from marlhf.report.dots import Dot, Trail, dots_figure, heat_map, sweep_chart
@@ -182,7 +191,7 @@ def _heat_figure(title: str, samples: Grid) -> Markup:
     )
 
 
-def _frontier_figures(title: str, ways: Mapping[str, Sequence[Point]]) -> list[Markup]:
+def _frontier_figures(title: str, ways: Mapping[str, Sequence[FrontierPoint]]) -> list[Markup]:
     header = ["chosen", "k or n", "score", "low", "high", "kl bound", "tokens sampled", "length"]
     rows: list[list[Cell]] = [
         [name, p.candidates, *p.score[:3], p.kl_bound, p.tokens, p.length]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from marlhf.evaluate.best_of_n_grid import expected_best, read_grids
+from marlhf.evaluate.results import expected_best, read_grids
 from marlhf.intervals import mean, thin, win_rate
 from marlhf.report.charts import distribution, histogram, scatter
 from marlhf.report.formats import percent
