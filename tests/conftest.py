@@ -37,7 +37,7 @@ _unexpected_skips: dict[str, str] = {}
 def pytest_configure(config: pytest.Config) -> None:
     """The process that only hands tests to others does not import torch, which takes seconds."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-        for name in ("lean_start", "models_for_tests", "small_runs"):
+        for name in ("models_for_tests", "small_runs"):
             config.pluginmanager.import_plugin(name)
 
 

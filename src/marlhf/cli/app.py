@@ -17,12 +17,11 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from marlhf.cli.lean_imports import keep_compiled_modules, keep_what_transformers_reads
 from marlhf.errors import MarlhfError
 
 
-class WholeHelp(typer.core.TyperGroup):
-    """Commands with all of their first sentence, wrapped: click would cut it at the line's end."""
+class FullHelpGroup(typer.core.TyperGroup):
+    """List commands with their whole first sentence, which click would cut at the line's end."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = [(name, self.commands[name]) for name in self.list_commands(ctx)]
@@ -33,7 +32,7 @@ class WholeHelp(typer.core.TyperGroup):
 
 app = typer.Typer(
     name="marlhf",
-    cls=WholeHelp,
+    cls=FullHelpGroup,
     help="Reinforcement learning from human feedback with macro actions.",
     no_args_is_help=True,
     add_completion=False,
@@ -47,20 +46,27 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change.")
 ]
 StageName = Annotated[
-    str | None, typer.Option("--stage", help="Which stage, where the recipe has several.")
+    str | None, typer.Option("--stage", help="Which stage, if the recipe has several.")
 ]
 
-MaxNewTokens = Annotated[int | None, typer.Option(help="The run's unless given.")]
-Source = Annotated[str | None, typer.Option(help="Other data: tldr, hh, cnn_dailymail, mbpp, ...")]
-DataPath = Annotated[str | None, typer.Option(help="Other data: a file or folder.")]
-Split = Annotated[str | None, typer.Option(help="All of a split, such as test.")]
-Like = Annotated[str | None, typer.Option(help="A run to take from what RUN lacks.")]
-SampleSeed = Annotated[int, typer.Option(help="Of the samples.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="Sampling temperature (default: the run's).")
+]
+MaxNewTokens = Annotated[
+    int | None, typer.Option(help="Most tokens per response (default: the run's).")
+]
+Source = Annotated[
+    str | None, typer.Option(help="Use another data source: tldr, hh, cnn_dailymail, mbpp, ...")
+]
+DataPath = Annotated[str | None, typer.Option(help="Use the rows of another file or folder.")]
+Split = Annotated[str | None, typer.Option(help="Use all rows of a split, such as test.")]
+Like = Annotated[str | None, typer.Option(help="Take missing settings from this run.")]
+SampleSeed = Annotated[int, typer.Option(help="Sampling seed.")]
 TrustCode = Annotated[
     bool,
     typer.Option("--trust-code", help="Run Python code that RUN names or that comes with models."),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda ...")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]
 
 RANK_DELAY = 2.0
 """Seconds that ranks other than 0 wait before they print an error."""
@@ -74,8 +80,8 @@ class Interrupted(KeyboardInterrupt):
     """
 
 
-class Several(typer.core.TyperCommand):
-    """A command whose repeatable options also take several values at once: `--n 4 8 16`."""
+class MultiValueCommand(typer.core.TyperCommand):
+    """Lets repeatable options take several values at once: `--n 4 8 16`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         several = {flag for p in self.params if getattr(p, "multiple", False) for flag in p.opts}
@@ -106,8 +112,6 @@ def main() -> None:
     # On ARM torch's allocator returns freed memory after 10 ms, and a training step on a CPU then
     # spends a tenth of its time on getting it back. Torch reads this when it is imported.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")
-    keep_compiled_modules()
-    keep_what_transformers_reads()
     try:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored
             signal.signal(signal.SIGINT, stop)
@@ -184,8 +188,8 @@ def watch_report_of(runs: list[Path], output: Path, every: float) -> None:
         for number, written in enumerate(watch_report(runs, output, every=every)):
             if number == 0:
                 typer.secho(f"report: {written}", bold=True, err=True)
-                tell(f"Written again every {every:g} s until the runs end. Ctrl-C ends it, too.")
-    tell("No run is being trained any more.")
+                tell(f"Updated every {every:g} s until the runs end, or until Ctrl-C.")
+    tell("All runs have ended.")
 
 
 @contextlib.contextmanager

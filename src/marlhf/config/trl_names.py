@@ -1,9 +1,12 @@
-"""Settings of TRL and of transformers' TrainingArguments, and what they are called here.
+"""Names of settings in TRL and transformers' TrainingArguments, and what to write instead.
 
 docs/migrate.md has the same as tables, with the defaults.
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 RENAMED = {
     "lr_scheduler_type": "schedule",
@@ -118,72 +121,41 @@ REMOVED = {
     "model_adapter_name": "marlhf names adapters itself",
     "ref_adapter_name": "the reference is the policy with the adapter off",
 }
+PREFIXES = ("dataloader_", "ddp_", "entropy_", "f_", "log_", "sapo_", "use_", "vespo_", "vllm_")
 ABSENT = {
-    "world_size",
-    "num_total_batches",
-    "router_aux_loss_coef",
-    "cast_lm_head_to_fp32",
-    "pad_to_multiple_of",
-    "chat_template_kwargs",
-    "cache_implementation",
-    "vllm_mode",
-    "vllm_model_impl",
-    "vllm_enable_sleep_mode",
-    "vllm_structured_outputs_regex",
-    "vllm_server_timeout",
-    "vllm_group_port",
-    "vllm_max_model_length",
-    "vllm_tensor_parallel_size",
-    "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode",
-    "vllm_importance_sampling_clip_min",
-    "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_cap",
-    "sapo_temperature_neg",
-    "sapo_temperature_pos",
-    "vespo_k_pos",
-    "vespo_lambda_pos",
-    "vespo_k_neg",
-    "vespo_lambda_neg",
-    "multi_objective_aggregation",
-    "top_entropy_quantile",
-    "entropy_coef",
-    "use_adaptive_entropy",
-    "entropy_coef_min",
-    "entropy_coef_max",
-    "entropy_coef_delta",
-    "entropy_target",
-    "max_tool_calling_iterations",
-    "off_policy_mask_threshold",
-    "use_bias_correction_kl",
-    "log_multimodal",
-    "log_unique_prompts",
-    "log_completions_hub_repo",
-    "use_transformers_continuous_batching",
-    "transformers_continuous_batching_config",
-    "use_transformers_paged",
-    "loss_weights",
-    "ld_alpha",
-    "f_divergence_type",
-    "f_alpha_divergence_coef",
-    "use_weighting",
-    "discopop_tau",
     "activation_offloading",
+    "cache_implementation",
+    "cast_lm_head_to_fp32",
+    "chat_template_kwargs",
     "dataset_kwargs",
+    "discopop_tau",
+    "ld_alpha",
+    "loss_weights",
+    "max_tool_calling_iterations",
+    "multi_objective_aggregation",
+    "num_total_batches",
+    "off_policy_mask_threshold",
+    "pad_to_multiple_of",
+    "router_aux_loss_coef",
+    "top_entropy_quantile",
+    "transformers_continuous_batching_config",
+    "world_size",
 }
 """Settings of TRL's configs with nothing like them here."""
 
 
-def hint_for(name: str) -> str:
-    """What to write in place of one of their settings; empty for names that they do not have.
+def hint_for(name: str, known: Iterable[str] = ()) -> str:
+    """What to write in place of an unknown setting; empty where nothing comes near.
 
-    >>> hint_for("cliprange"), hint_for("optim"), hint_for("clip")
-    ('In marlhf it is clip.', 'Leave it out: it is AdamW.', '')
+    >>> hint_for("cliprange"), hint_for("optim"), hint_for("kl_cof", ["kl_coef", "clip"])
+    ('In marlhf it is clip.', 'Leave it out: it is AdamW.', 'Did you mean kl_coef?')
     """
     if name in RENAMED:
         return f"In marlhf it is {RENAMED[name]}."
     if name in REMOVED:
         return f"Leave it out: {REMOVED[name]}."
-    if name in ABSENT or name.startswith(("dataloader_", "ddp_")):
+    if near := difflib.get_close_matches(name, sorted(known), n=1):
+        return f"Did you mean {near[0]}?"
+    if name in ABSENT or name.startswith(PREFIXES):
         return "Leave it out: marlhf has nothing like it."
     return ""

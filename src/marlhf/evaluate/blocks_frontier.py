@@ -69,7 +69,7 @@ def whole_points(grid: Grid, temperature: float) -> list[Point]:
 
 
 def frontier_table(points: Sequence[Point]) -> str:
-    """What `marlhf best-of-n --blocks` and `marlhf distil` print."""
+    """What `marlhf best-of-n --blocks` prints."""
     rows = [
         [p.label, p.score.text(), f"{p.kl_bound:.2f}", f"{p.tokens:.0f}", f"{p.length:.1f}"]
         for p in points

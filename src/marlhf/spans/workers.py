@@ -68,15 +68,16 @@ class ParserPool:
         if self._workers:
             return
         quiet = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        # The same modules as here: `-m` alone would import those of the current folder first.
+        serve_here = f"import sys; sys.path[:] = {sys.path}; from {__name__} import serve; "
         for _ in range(self.count):
             worker = subprocess.Popen(
-                [sys.executable, "-m", "marlhf.spans.workers", self.name],
+                [sys.executable, "-c", f"{serve_here}serve({self.name!r})"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
                 encoding="utf-8",
-                env={**os.environ, **quiet, "PYTHONPATH": paths},
+                env={**os.environ, **quiet},
                 start_new_session=True,  # Ctrl-C is for the main program, which then closes them
             )
             self._workers.append(worker)

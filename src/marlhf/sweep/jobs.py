@@ -17,11 +17,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import yaml
 
-from marlhf.config.settings import to_raw
 from marlhf.runs.atomic import explain_disk_errors, write_text
 from marlhf.sweep.plan import Training
 
@@ -98,23 +97,27 @@ def tail(file: Path, most: int | None = None, start: int = 0) -> list[str]:
 
 def start_job(training: Training, slot: int, jobs: int, lock: int | None) -> Job:
     """Start a training, or resume one."""
-    folder, raw = training.folder.parent, to_raw(training.config)
+    folder, raw = training.folder.parent, training.settings
     recipe = folder / f"{training.folder.name}.yaml"
     log = folder / f"{training.folder.name}.log"
     write_text(recipe, yaml.safe_dump(raw, sort_keys=False, allow_unicode=True))
     with explain_disk_errors(folder):
         log.touch()
     offset = log.stat().st_size
-    environment = os.environ | job_environment(slot, jobs, training.config.device)
+    environment = os.environ | job_environment(slot, jobs, raw["device"])
     process = start([training.kind, str(recipe)], log, environment, lock)
     return Job(training, process, slot, log, offset, time.monotonic())
 
 
 def start(words: list[str], log: Path, environment: dict[str, str], lock: int | None) -> Process:
-    """The command line in a session of its own: Ctrl-C is the sweep's to pass on."""
+    """The command line in a session of its own: Ctrl-C is the sweep's to pass on.
+
+    Modules are found where this process finds them. `python -c` alone would import those of the
+    current folder first, such as somebody's typer.py.
+    """
     with log.open("ab") as output:
         return subprocess.Popen(
-            [sys.executable, "-c", CHILD, *words],
+            [sys.executable, "-c", f"import sys\nsys.path[:] = {sys.path}\n{CHILD}", *words],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
@@ -168,10 +171,3 @@ def stop(jobs: Sequence[Job], patience: float = math.inf) -> None:
 def free_slot(jobs: Sequence[Job]) -> int:
     taken = {job.slot for job in jobs}
     return next(i for i in range(len(jobs) + 1) if i not in taken)
-
-
-def main_numbers(summary: dict[str, Any]) -> str:
-    """The numbers of a finished run that a line has room for."""
-    keys = ("eval/score", "eval/kl", "eval/length", "eval/loss", "eval/accuracy")
-    numbers = [(key[5:], summary[key]) for key in keys if isinstance(summary.get(key), float)]
-    return "  ".join(f"{name} {value:.4g}" for name, value in numbers)

@@ -80,10 +80,6 @@ class SweepState:
     def note(self, training: Training) -> str:
         return self.runs[self.short(training.folder)].get("note", "")
 
-    def seconds(self, training: Training) -> float | None:
-        """How long its processes have run, in this call and in earlier ones."""
-        return self.runs[self.short(training.folder)].get("seconds")
-
     def write(self) -> None:
         points = [point | {"state": self._state_of(point)} for point in self.points.values()]
         whole = {
