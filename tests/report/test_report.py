@@ -260,6 +260,7 @@ def test_best_of_eight_stands_beside_what_training_did(report, make_run):
     (folder / "best_of_n").mkdir()
     # of 8 samples 0 .. 7 the mean is 3.5 and the best of 8 is 7
     line = {"setting": "s", "key": "k", "scores": [*range(8)], "lengths": [1] * 8}
+    line["sampling"] = {"temperature": 1.0, "max_new_tokens": 8, "seed": 0, "rewards": "rm"}
     (folder / "best_of_n" / "t1-m8-s0-rm.jsonl").write_text(json.dumps(line) + "\n")
     html = report(folder)
     check(html)
@@ -370,7 +371,7 @@ def test_baselines_stand_beside_ppo(make_run, tmp_path):
 
     scores = {"ppo": 0.25, "rloo": 0.75}
     for stage, score in scores.items():
-        metrics = [line(i, **{f"{stage}/score": score, f"{stage}/kl": 1.0}) for i in (1, 2)]
+        metrics = [line(i, **{"rl/score": score, "rl/kl": 1.0}) for i in (1, 2)]
         make_run(stage, stage=stage, metrics=metrics, config={"segmenter": {"type": "ngram"}})
     make_run("dpo", stage="dpo", metrics=[line(1, **{"dpo/loss": 0.5})], config={"beta": 0.1})
     folders = [tmp_path / name for name in ("ppo", "rloo", "dpo")]

@@ -39,8 +39,8 @@ from marlhf.evaluate.sampling import (
 from marlhf.intervals import mean
 from marlhf.models.base import Tokenizer, pick_device
 from marlhf.models.load import load_tokenizer
-from marlhf.runs.evaluations import SamplingSettings, read_sampled
-from marlhf.runs.jsonl import Line, append_jsonl, write_jsonl
+from marlhf.runs.evaluations import SamplingSettings
+from marlhf.runs.jsonl import Line, append_jsonl, read_keyed, write_jsonl
 from marlhf.runs.layout import BEST_OF_N
 
 ROWS = 512
@@ -96,7 +96,7 @@ def best_of_n(
         setting = setting_of(policy, plan, options.seed, [(r.digest, r.weight) for r in rewards])
         settings = sampling_settings(plan, options.seed, task.reward_names)
         file = policy.folder / BEST_OF_N / settings.file_name
-        known = read_sampled(file, setting, settings)
+        known = read_keyed(file, setting)
         left = [p for p in prompts if _count(known, p) < max(ns)]
         done = len(prompts) - len(left)
         notice(f"temperature {temperature:g}: {done} of {len(prompts)} prompts")

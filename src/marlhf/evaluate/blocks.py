@@ -39,8 +39,7 @@ from marlhf.models.load import load_scalar
 from marlhf.models.sequences import Sequences
 from marlhf.rollout.engine import Rollout
 from marlhf.runs.digests import weights_digest
-from marlhf.runs.evaluations import read_sampled
-from marlhf.runs.jsonl import Line, append_jsonl, write_jsonl
+from marlhf.runs.jsonl import Line, append_jsonl, read_keyed, write_jsonl
 from marlhf.runs.layout import BLOCKS, CRITIC, is_run, read_score_scale
 from marlhf.spans import vocabulary
 
@@ -121,7 +120,7 @@ def decide_blocks(
         )
         way = re.sub(r"[^\w.]+", "_", f"{blocks.label} k{k} {blocks.value}")
         file = task.policy.folder / BLOCKS / f"{way}-{settings.file_name}"
-        known = read_sampled(file, setting, settings)
+        known = read_keyed(file, setting)
         left = [p for p in task.prompts if key_of(p.row) not in known]
         notice(f"k = {k}: {len(task.prompts) - len(left)} of {len(task.prompts)} prompts")
         if left:

@@ -41,8 +41,8 @@ from marlhf.models.base import Model, Tokenizer, pick_device
 from marlhf.models.load import load_tokenizer
 from marlhf.rollout.repetition import repetition
 from marlhf.runs.digests import weights_digest
-from marlhf.runs.evaluations import SamplingSettings, read_sampled
-from marlhf.runs.jsonl import Line, append_jsonl, write_jsonl
+from marlhf.runs.evaluations import SamplingSettings
+from marlhf.runs.jsonl import Line, append_jsonl, read_keyed, write_jsonl
 from marlhf.runs.layout import EVALUATION
 
 CHUNK = 256
@@ -97,7 +97,7 @@ def _evaluate(
     setting = setting_of(policy, plan, options.seed, reference_id)
     settings = sampling_settings(plan, options.seed)
     file = policy.folder / EVALUATION / settings.file_name
-    known = read_sampled(file, setting, settings)
+    known = read_keyed(file, setting)
     left = [p for p in prompts if not _complete(known.get(key_of(p.row)), rewards)]
     notice(f"{policy.name}: {len(prompts) - len(left)} of {len(prompts)} prompts are done")
     if left:

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import yaml
 
-from marlhf.runs.atomic import explain_disk_errors, write_text
+from marlhf.runs.atomic import explain_disk_errors, open_to_append, write_text
 from marlhf.sweep.plan import Training
 
 CHILD = """
@@ -101,9 +101,8 @@ def start_job(training: Training, slot: int, jobs: int, lock: int | None) -> Job
     recipe = folder / f"{training.folder.name}.yaml"
     log = folder / f"{training.folder.name}.log"
     write_text(recipe, yaml.safe_dump(raw, sort_keys=False, allow_unicode=True))
-    with explain_disk_errors(folder):
-        log.touch()
-    offset = log.stat().st_size
+    with explain_disk_errors(folder), open_to_append(log) as output:
+        offset = output.seek(0, os.SEEK_END)
     environment = os.environ | job_environment(slot, jobs, raw["device"])
     process = start([training.kind, str(recipe)], log, environment, lock)
     return Job(training, process, slot, log, offset, time.monotonic())
@@ -115,7 +114,7 @@ def start(words: list[str], log: Path, environment: dict[str, str], lock: int | 
     Modules are found where this process finds them. `python -c` alone would import those of the
     current folder first, such as somebody's typer.py.
     """
-    with log.open("ab") as output:
+    with open_to_append(log) as output:
         return subprocess.Popen(
             [sys.executable, "-c", f"import sys\nsys.path[:] = {sys.path}\n{CHILD}", *words],
             stdin=subprocess.PIPE,

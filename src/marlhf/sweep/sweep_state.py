@@ -16,9 +16,8 @@ from typing import Any
 import yaml
 
 from marlhf.config.settings import default_settings
-from marlhf.runs.atomic import explain_disk_errors, write_json
+from marlhf.runs.atomic import FolderInUse, explain_disk_errors, lock_folder, write_json
 from marlhf.runs.layout import RunError, read_object
-from marlhf.runs.lock import FolderInUse, lock_folder
 from marlhf.runs.write import is_finished
 from marlhf.sweep.plan import MAY_CHANGE, Plan, Training
 from marlhf.train.stages import METHODS
