@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from marlhf.evaluate.held_out import read_scored, scores_of
-from marlhf.intervals import Curve, Floats, Interval, difference_over_seeds, wilson
+from marlhf.intervals import Curve, Floats, Interval, difference_over_seeds, few_seeds, wilson
 from marlhf.report.comparison import Comparison, at_kl, common_kl
 from marlhf.report.groups import Group, groups_by_name, measured_alike, scored_by_functions
 from marlhf.report.measures import change, difference, final_score, over_what, wins_over
@@ -107,10 +107,8 @@ def _intervals_over(groups: Sequence[Group]) -> str:
     over = over_what(groups[0])
     if not over:
         return "where prompts were recorded."
-    words = f"with 95% intervals over {over}."
-    if min(group.num_seeds for group in groups) == 1:
-        words += " One seed says nothing about how another training would end."
-    return words
+    warning = few_seeds(min(group.num_seeds for group in groups))
+    return f"with 95% intervals over {over}. {warning}".rstrip()
 
 
 def criteria_between(base: Group, group: Group) -> list[Criterion]:
