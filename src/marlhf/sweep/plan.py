@@ -31,7 +31,7 @@ from marlhf.runs.layout import CONFIG, MODEL, read_config, read_state
 from marlhf.runs.write import is_finished
 from marlhf.train.recipe import ConfigError, Stage, check_points, check_recipe
 
-MAY_CHANGE = settings_with(RLConfig, "may_change")
+MAY_CHANGE = frozenset(settings_with(RLConfig, "may_change"))
 MAX_LABEL = 48
 """Longest name of a value in a folder's name; a longer one is cut and told apart by its digest."""
 

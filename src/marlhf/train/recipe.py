@@ -138,14 +138,8 @@ def _stages_with(
     path: Path, raw: Raw, overrides: list[str], built: dict[str, Stage]
 ) -> list[Stage]:
     """The checked stages. Those in `built`, by their settings, are taken from there."""
-    raw = {**raw, "stages": dict(raw["stages"])}  # overrides change both, the caller's stay
     problems: list[str] = []
-    names = _stage_names(raw, path)
-    general = _override_stages(raw, names, overrides)
-    for key, value in general:
-        if key == "output_dir":
-            raw["output_dir"] = value
-    stages, root = _stages(raw, path, problems)
+    stages, root, general = _resolve(path, raw, overrides, problems)
     for key, value in general:
         if key == "output_dir":
             continue
@@ -156,16 +150,19 @@ def _stages_with(
             problems.append(unknown(key, first, {*every, *stages}))
         for name in known:
             assign(stages[name], key, value)
+    root = dict(general).get("output_dir", root)
+    if not isinstance(root, str) or not root:
+        raise ConfigError(f"output_dir must be the name of a folder; {path} has {root!r}.")
     _check_references(stages, problems)
+    keys: list[str] = []
     for name, stage in stages.items():
-        stage["output_dir"] = str(root / name)
-    keys = {name: repr((name, stage)) for name, stage in stages.items()}
-    for name, stage in stages.items():
-        if keys[name] not in built:
+        stage["output_dir"] = str(Path(root) / name)
+        keys.append(repr((name, stage)))
+        if keys[-1] not in built:
             one = _build_stage(name, stage, f"stages.{name}", problems)
-            built |= {keys[name]: one} if one else {}
+            built |= {keys[-1]: one} if one else {}
     raise_problems(problems, path)
-    return [built[key] for key in keys.values()]
+    return [built[key] for key in keys]
 
 
 def check_stage(
@@ -173,30 +170,27 @@ def check_stage(
 ) -> Stage:
     """One stage, validated: see `load_stage`."""
     path = find_recipe(recipe)
-    raw = read_recipe(path)
+    stage = read_recipe(path)
     problems: list[str] = []
-    where = ""
+    where, name = "", name or kind
+    general = list(map(read_override, overrides or []))
     stages: dict[str, Raw] = {}
-    if "stages" in raw:
-        general = _override_stages(raw, _stage_names(raw, path), overrides)
-        stages, root = _stages(raw, path, problems)
-        name = name or kind
+    if "stages" in stage:
+        raw = stage
+        stages, root, general = _resolve(path, raw, overrides or [], problems)
         if name not in stages:
             raise ConfigError(f"{path} has no stage {name!r}. It has: {', '.join(stages)}.")
-        stage = stages[name] | {"output_dir": str(root / name)}
+        stage = stages[name]
+        stage["output_dir"] = str(Path(root) / name)
         actual = stage.get("kind", name)
         if actual != kind:
             raise ConfigError(f"Stage {name!r} of {path} is of kind {actual!r}, not {kind!r}.")
         _refuse_other_stages(raw, name, overrides or [])
         where = f"stages.{name}"
-    else:
-        name, stage = name or kind, raw
-        general = list(map(read_override, overrides or []))
     stage["kind"] = kind
     for key, value in general:
         assign(stage, key, value)
-    if stages:
-        _check_references(stages | {name: stage}, problems)
+    _check_references(stages, problems)
     built = _build_stage(name, stage, where, problems)
     raise_problems(problems, path)
     assert built
@@ -242,24 +236,6 @@ def _stage_names(raw: Raw, path: Path) -> list[str]:
     return [str(name) for name in stages]
 
 
-def _override_stages(
-    raw: Raw, names: list[str], overrides: list[str] | None
-) -> list[tuple[str, Any]]:
-    """Put `ppo.batch_size=32` into that stage; what names no stage comes back.
-
-    This is done before `like:` is followed, so that it reaches the stages that are like it.
-    """
-    general: list[tuple[str, Any]] = []
-    for key, value in map(read_override, overrides or []):
-        first, _, rest = key.partition(".")
-        if first in names and rest:
-            raw["stages"][first] = dict(raw["stages"][first] or {})
-            assign(raw["stages"][first], rest, value)
-        else:
-            general.append((key, value))
-    return general
-
-
 def _refuse_other_stages(raw: Raw, name: str, overrides: list[str]) -> None:
     """An override of a stage that is not run, and that this one is not `like`, would do nothing."""
     reached = [name]
@@ -274,30 +250,39 @@ def _refuse_other_stages(raw: Raw, name: str, overrides: list[str]) -> None:
             )
 
 
-def _stages(raw: Raw, path: Path, problems: list[str]) -> tuple[dict[str, Raw], Path]:
-    """Each stage's own mapping over the defaults and what it is `like`."""
+def _resolve(
+    path: Path, raw: Raw, overrides: list[str], problems: list[str]
+) -> tuple[dict[str, Raw], str, list[tuple[str, Any]]]:
+    """Each stage's own mapping over the defaults and what it is `like`, the folder of all stages,
+    and the overrides that name no stage."""
     known = {"output_dir", "defaults", "stages"}
     problems += [unknown(key, key, known) for key in raw if key not in known]
-    stages = {str(name): stage for name, stage in raw["stages"].items()}
+    stages = {name: dict(raw["stages"][name] or {}) for name in _stage_names(raw, path)}
+    general: list[tuple[str, Any]] = []
+    for key, value in map(read_override, overrides):
+        first, _, rest = key.partition(".")
+        if first in stages and rest:  # before `like:` is followed, so that it reaches those as well
+            assign(stages[first], rest, value)
+        else:
+            general.append((key, value))
 
     def resolve(name: str, seen: tuple[str, ...] = ()) -> Raw:
         if name in seen:
             raise ConfigError(f"stages.{name} of {path} is `like` itself.")
-        stage = stages[name] or {}
-        like = stage.get("like")
-        if like is not None and not isinstance(like, str):
-            raise ConfigError(f"stages.{name}.like: must be a name (got {quoted(like)})")
+        own = dict(stages[name])
+        like = own.pop("like", None)
         if like is None:
-            return {"kind": name, **merge(raw.get("defaults") or {}, stage)}
+            return {"kind": name, **merge(raw.get("defaults") or {}, own)}
+        if not isinstance(like, str):
+            raise ConfigError(f"stages.{name}.like: must be a name (got {quoted(like)})")
         if like not in stages:
-            raise ConfigError(unknown(f"stages.{name}.like", str(like), stages))
-        own = {k: v for k, v in stage.items() if k != "like"}
+            raise ConfigError(unknown(f"stages.{name}.like", like, stages))
         return merge(resolve(like, (*seen, name)), own)
 
     root = raw.get("output_dir", "runs")
     if not isinstance(root, str) or not root:
         raise ConfigError(f"output_dir must be the name of a folder; {path} has {root!r}.")
-    return {name: resolve(name) for name in stages}, Path(root)
+    return {name: resolve(name) for name in stages}, root, general
 
 
 def _check_references(stages: dict[str, Raw], problems: list[str]) -> None:
