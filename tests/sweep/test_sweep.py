@@ -565,7 +565,7 @@ def test_at_the_deadline_trainings_save_and_the_same_command_resumes(
             self.deadline = 0.0
 
     with monkeypatch.context() as patched:
-        patched.setattr(scheduling.Schedule, "_show", end_in_the_first)
+        patched.setattr(scheduling.Scheduler, "_show", end_in_the_first)
         found = sweep(file, words, deadline=10)
     assert not found.failed
     assert sorted(each.state for each in found.left) == ["stopped", "waiting"]

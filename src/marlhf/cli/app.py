@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -176,48 +174,13 @@ def _wrapped(line: str) -> str:
 def write_report_of(runs: list[Path], output: Path) -> None:
     from marlhf.report.write import write_report
 
-    with _explained(output):
-        written = write_report(runs, output)
-    typer.secho(f"report: {written}", bold=True, err=True)
-
-
-def watch_report_of(runs: list[Path], output: Path, every: float) -> None:
-    from marlhf.report.write import watch_report
-
-    with _explained(output):
-        for number, written in enumerate(watch_report(runs, output, every=every)):
-            if number == 0:
-                typer.secho(f"report: {written}", bold=True, err=True)
-                tell(f"Updated every {every:g} s until the runs end, or until Ctrl-C.")
-    tell("All runs have ended.")
-
-
-@contextlib.contextmanager
-def _explained(output: Path) -> Iterator[None]:
-    """Name the file and the remedy where a report cannot be written."""
-    from marlhf.runs.layout import RunError
-    from marlhf.train.recipe import ConfigError
-
-    try:
-        yield
-    except RunError as error:
-        if not isinstance(error.__cause__, OSError):
-            raise
-        reason = error.__cause__.strerror
-        raise ConfigError(f"Cannot write {output}: {reason}. Give another -o.") from error
+    typer.secho(f"report: {write_report(runs, output)}", bold=True, err=True)
 
 
 def read_segmenter(words: str, option: str) -> Any:
     """The rule in an option such as `--segmenter 'ngram n=3'`."""
-    import yaml
+    from marlhf.config.build import build_segmenter
+    from marlhf.config.candidates import parse_rule
 
-    from marlhf.train.recipe import ConfigError, build_segmenter
-
-    name, *settings = words.split() or [""]
-    raw: dict[str, object] = {"type": name}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise ConfigError(f"Cannot read {setting!r}. Write {option} 'ngram n=3'.")
-        raw[key] = yaml.safe_load(value)
-    return build_segmenter(raw)
+    name, settings = parse_rule(words, f"{option} 'ngram n=3'")
+    return build_segmenter({"type": name, **settings})

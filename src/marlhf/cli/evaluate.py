@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -23,11 +23,11 @@ from marlhf.cli.app import (
     app,
     read_segmenter,
     tell,
-    watch_report_of,
     write_report_of,
 )
 
 if TYPE_CHECKING:
+    from marlhf.evaluate.blocks import BlockOptions
     from marlhf.evaluate.eval_plan import EvaluationOptions
 
 HELD_OUT_DATA = "These are held-out prompts: a model trained on them cannot be evaluated on them."
@@ -249,10 +249,11 @@ def best_of_n(
         if export or len(temperature or ()) > 1:
             raise EvaluationError("With --blocks, give one --temperature, and --write FILE.")
         options = replace(options, temperature=temperature[0] if temperature else None)
-        rule = read_segmenter(blocks, "--blocks")
-        _best_of_blocks(
-            run, options, rule, blocks, n, k or [4], value or "reward", continuations, write
-        )
+        from marlhf.evaluate.blocks import BlockOptions
+
+        rule, chosen_by = read_segmenter(blocks, "--blocks"), cast(Any, value or "reward")
+        deciding = BlockOptions(rule, blocks, tuple(k or [4]), chosen_by, continuations)
+        _best_of_blocks(run, options, deciding, n or [1, 4, 16], write)
         if write and held_out:
             tell(HELD_OUT_DATA)
         return
@@ -269,25 +270,16 @@ def best_of_n(
 
 
 def _best_of_blocks(
-    run: Path,
-    options: EvaluationOptions,
-    rule: Any,
-    label: str,
-    ns: list[int] | None,
-    ks: list[int],
-    value: Any,
-    continuations: int,
-    write: Path | None,
+    run: Path, options: EvaluationOptions, blocks: BlockOptions, ns: list[int], write: Path | None
 ) -> None:
     """Select block by block, and compare with best-of-n over whole responses."""
     from marlhf.evaluate.best_of_n import best_of_n as sample_whole
-    from marlhf.evaluate.blocks import BlockOptions, best_of_blocks, write_responses
+    from marlhf.evaluate.blocks import best_of_blocks, write_responses
     from marlhf.evaluate.blocks_frontier import frontier_table, whole_points
 
-    chosen = BlockOptions(rule, label, tuple(ks), value, continuations)
-    results = best_of_blocks(run, options, chosen, tell)
+    results = best_of_blocks(run, options, blocks, tell)
     temperature = results[0].settings.temperature
-    grid = sample_whole(run, options, ns or (1, 4, 16), [temperature], tell)
+    grid = sample_whole(run, options, ns, [temperature], tell)
     points = [each.point() for each in results] + whole_points(grid, temperature)
     typer.echo(frontier_table(sorted(points, key=lambda point: point.kl_bound)))
     if write is not None:
@@ -422,10 +414,16 @@ def report(
     every: Annotated[float, typer.Option(min=1, help="Seconds between updates.")] = 30.0,
 ) -> None:
     """Write one HTML page that compares runs."""
-    if watch:
-        watch_report_of(runs, output, every)
-    else:
+    if not watch:
         write_report_of(runs, output)
+        return
+    from marlhf.report.write import watch_report
+
+    for number, written in enumerate(watch_report(runs, output, every=every)):
+        if number == 0:
+            typer.secho(f"report: {written}", bold=True, err=True)
+            tell(f"Updated every {every:g} s until the runs end, or until Ctrl-C.")
+    tell("All runs have ended.")
 
 
 @app.command()

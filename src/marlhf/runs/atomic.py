@@ -150,7 +150,7 @@ def explain_disk_errors(where: Path, temporary: Path | None = None) -> Iterator[
         if isinstance(error, OSError):
             raise RunError(
                 f"Cannot write to {where}: {error}. Make it a folder that can be written to, or "
-                "choose another folder (output_dir, for a training)."
+                "choose another folder: output_dir of a training, -o of a report."
             ) from error
         raise
 

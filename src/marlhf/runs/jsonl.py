@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -16,7 +15,7 @@ from marlhf.runs.layout import RunError, leads_out
 Line = dict[str, Any]
 
 
-class Lines(NamedTuple):
+class JsonLines(NamedTuple):
     """The objects of a file, and what in it could not be read."""
 
     rows: list[Line]
@@ -30,28 +29,24 @@ class Lines(NamedTuple):
         return len(self.broken) + self.torn
 
 
-def read_jsonl(file: Path, last_bytes: int | None = None) -> Lines:
-    """Every object in a file, or in its last bytes; none where there is no file."""
+def read_jsonl(file: Path) -> JsonLines:
+    """Every object in a file; none where there is no file."""
     rows: list[Line] = []
     broken: dict[int, str] = {}
     if not file.is_file() or leads_out(file):
-        return Lines(rows, broken, torn=False)
-    with file.open("rb") as data:
-        if last_bytes is not None and file.stat().st_size > last_bytes:
-            data.seek(-last_bytes, os.SEEK_END)
-            data.readline()  # most likely a part of a line
-        lines = io.TextIOWrapper(data, encoding="utf-8", errors="replace")
+        return JsonLines(rows, broken, torn=False)
+    with file.open(encoding="utf-8", errors="replace") as lines:
         for number, text in enumerate(lines, start=1):
             try:
                 row = json.loads(text) if text.strip() else None
             except (ValueError, RecursionError) as error:
                 if not text.endswith("\n"):
-                    return Lines(rows, broken, torn=True)
+                    return JsonLines(rows, broken, torn=True)
                 broken[number] = str(error)
                 continue
             if isinstance(row, dict):
                 rows.append(row)
-    return Lines(rows, broken, torn=False)
+    return JsonLines(rows, broken, torn=False)
 
 
 def read_keyed(file: Path, setting: str | None = None) -> dict[str, Line]:

@@ -50,7 +50,7 @@ class Process(Protocol):
 
 
 @dataclass
-class Job:
+class TrainingJob:
     """A training that is running."""
 
     training: Training
@@ -69,7 +69,7 @@ class Job:
     def last_line(self) -> str:
         return (tail(self.log, TAIL, self.log_start) or [""])[-1]
 
-    def complaint(self) -> str:
+    def failure_reason(self) -> str:
         """Why it ended, from what it said last: a sentence with its indented list, if any."""
         status, lines = self.process.poll() or 0, tail(self.log, start=self.log_start)
         if status < 0:
@@ -95,7 +95,7 @@ def tail(file: Path, most: int | None = None, start: int = 0) -> list[str]:
     return [line.rstrip() for line in text.splitlines() if line.strip()]
 
 
-def start_job(training: Training, slot: int, jobs: int, lock: int | None) -> Job:
+def start_job(training: Training, slot: int, jobs: int, lock: int | None) -> TrainingJob:
     """Start a training, or resume one."""
     folder, raw = training.folder.parent, training.settings
     recipe = folder / f"{training.folder.name}.yaml"
@@ -105,7 +105,7 @@ def start_job(training: Training, slot: int, jobs: int, lock: int | None) -> Job
         offset = output.seek(0, os.SEEK_END)
     environment = os.environ | job_environment(slot, jobs, raw["device"])
     process = start([training.kind, str(recipe)], log, environment, lock)
-    return Job(training, process, slot, log, offset, time.monotonic())
+    return TrainingJob(training, process, slot, log, offset, time.monotonic())
 
 
 def start(words: list[str], log: Path, environment: dict[str, str], lock: int | None) -> Process:
@@ -146,7 +146,7 @@ def visible_gpus() -> list[str]:
     return [str(i) for i in range(torch.cuda.device_count())]
 
 
-def stop(jobs: Sequence[Job], patience: float = math.inf) -> None:
+def stop(jobs: Sequence[TrainingJob], patience: float = math.inf) -> None:
     """Ask all to save and end, and wait; what is not over after `patience` seconds is killed.
 
     Ctrl-C while waiting ends them at once: a training takes a second signal as such.
@@ -167,6 +167,6 @@ def stop(jobs: Sequence[Job], patience: float = math.inf) -> None:
             continue
 
 
-def free_slot(jobs: Sequence[Job]) -> int:
+def free_slot(jobs: Sequence[TrainingJob]) -> int:
     taken = {job.slot for job in jobs}
     return next(i for i in range(len(jobs) + 1) if i not in taken)

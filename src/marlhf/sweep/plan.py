@@ -40,7 +40,7 @@ Place = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Axis:
+class SweepAxis:
     """A setting with several values, each as it was written."""
 
     key: str
@@ -106,7 +106,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """One combination of the axes' values."""
 
     name: str
@@ -121,8 +121,8 @@ class Plan:
 
     recipe: str
     root: Path
-    axes: tuple[Axis, ...]
-    points: tuple[Point, ...]
+    axes: tuple[SweepAxis, ...]
+    points: tuple[SweepPoint, ...]
     runs: tuple[Training, ...]
     settings: dict[str, dict[str, Any]]
     """Of each stage, as of the first point."""
@@ -163,7 +163,7 @@ def make_plan(recipe: Path | str, overrides: Sequence[str] = (), only: Sequence[
     runs = _only(runs, only)
     kept, parsed = {run.folder for run in runs}, [axis.parsed for axis in axes]
     points = tuple(
-        Point(
+        SweepPoint(
             name or "the recipe as it is",
             {axis.key: values[i] for axis, values, i in zip(axes, parsed, place)},
             tuple(folder for folder in dict.fromkeys(folders[place]) if folder in kept),
@@ -214,15 +214,15 @@ def _split(word: str) -> tuple[str, list[str]]:
 
 
 def _overrides(
-    words: Sequence[tuple[str, list[str]]], axes: Sequence[Axis], place: Place
+    words: Sequence[tuple[str, list[str]]], axes: Sequence[SweepAxis], place: Place
 ) -> list[str]:
     """The settings of one point, in the order in which they were given."""
     chosen = {axis.key: axis.values[i] for axis, i in zip(axes, place)}
     return [f"{k}={chosen.get(k, v[0])}" for k, v in words if k != "output_dir"]
 
 
-def _axes(words: Iterable[tuple[str, list[str]]]) -> list[Axis]:
-    axes: list[Axis] = []
+def _axes(words: Iterable[tuple[str, list[str]]]) -> list[SweepAxis]:
+    axes: list[SweepAxis] = []
     words = list(words)
     for key, values in words:
         if len(values) < 2:
@@ -235,7 +235,7 @@ def _axes(words: Iterable[tuple[str, list[str]]]) -> list[Axis]:
             raise ConfigError(
                 f"{key}={','.join(values)} has a value that is empty. Write null for none."
             )
-        axis = Axis(key, tuple(values))
+        axis = SweepAxis(key, tuple(values))
         seen = [json.dumps(value, default=str) for value in axis.parsed]
         for text, value in zip(values, seen):
             if seen.count(value) > 1:
@@ -252,7 +252,7 @@ def _check_hub(stages: Sequence[Stage]) -> None:
         )
 
 
-def _named(axes: Sequence[Axis], stages: Sequence[str]) -> tuple[Axis, ...]:
+def _named(axes: Sequence[SweepAxis], stages: Sequence[str]) -> tuple[SweepAxis, ...]:
     """Axes under the last part of their keys, where no other is called so."""
     seeds = {"seed", *(f"{stage}.seed" for stage in stages)}
     short = {a.key: a.key.rpartition(".")[2] for a in axes}
@@ -290,7 +290,7 @@ def _safe(text: str) -> str:
 
 def _runs(
     stages: Mapping[Place, Sequence[Stage]],
-    axes: Sequence[Axis],
+    axes: Sequence[SweepAxis],
     labels: Sequence[Sequence[str]],
     root: Path,
 ) -> tuple[dict[Place, list[Path]], list[Training]]:
@@ -359,7 +359,7 @@ def _only(runs: list[Training], patterns: Sequence[str]) -> list[Training]:
 
 def _reach(
     stages: Mapping[Place, Sequence[Stage]],
-    axes: Sequence[Axis],
+    axes: Sequence[SweepAxis],
     identities: Mapping[int, str],
     references: Mapping[int, Sequence[str]],
 ) -> dict[str, set[int]]:

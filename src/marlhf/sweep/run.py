@@ -21,7 +21,7 @@ from marlhf.runs.read import NoRuns, read_run
 from marlhf.runs.write import is_finished
 from marlhf.runtime.progress import console, say
 from marlhf.sweep import jobs as processes
-from marlhf.sweep.jobs import Job
+from marlhf.sweep.jobs import TrainingJob
 from marlhf.sweep.plan import Plan, Training, make_plan
 from marlhf.sweep.sweep_state import SweepState, locked
 from marlhf.train.recipe import ConfigError, Stage
@@ -35,7 +35,7 @@ WITH_RANGE = ("score", "loss")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingOutcome:
     """How one training of a sweep stands."""
 
     name: str
@@ -54,25 +54,25 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SweepResult:
     """What a sweep has come to: all trainings of its folder, those of earlier calls included."""
 
     plan: Plan
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[TrainingOutcome, ...]
     report: Path | None
 
     @property
-    def failed(self) -> list[Outcome]:
+    def failed(self) -> list[TrainingOutcome]:
         """Those that this call tried in vain."""
         return [each for each in self._mine if each.state == "failed"]
 
     @property
-    def left(self) -> list[Outcome]:
+    def left(self) -> list[TrainingOutcome]:
         """Those that this call stopped or did not begin, because of its deadline."""
         return [each for each in self._mine if each.state in ("stopped", "waiting")]
 
     @property
-    def _mine(self) -> list[Outcome]:
+    def _mine(self) -> list[TrainingOutcome]:
         mine = {run.folder for run in self.plan.runs}
         return [each for each in self.outcomes if each.folder in mine]
 
@@ -85,7 +85,7 @@ def sweep(
     deadline: float | None = None,
     only: Sequence[str] = (),
     notice: Callable[[str], None] = say,
-) -> Sweep:
+) -> SweepResult:
     """Train every point of a recipe that is not finished, then write the report over all of them.
 
     `overrides` are those of the command line: one with several values (`"seed=0,1,2"`) is an axis.
@@ -109,13 +109,13 @@ def sweep(
         plan = make_plan(recipe, overrides, only)  # now that nobody else changes what is there
         state = SweepState(plan)
         state.write()
-        Schedule(plan, state, jobs, end, lock, notice).run()
+        Scheduler(plan, state, jobs, end, lock, notice).run()
         outcomes = tuple(_outcome(plan, name, entry) for name, entry in state.runs.items())
         try:
             report = write_report([plan.root], plan.root / "report.html")
         except NoRuns:  # nothing got as far as a first number
             report = None
-    return Sweep(plan, outcomes, report)
+    return SweepResult(plan, outcomes, report)
 
 
 def _as_stage(training: Training, root: Path) -> Stage:
@@ -124,28 +124,20 @@ def _as_stage(training: Training, root: Path) -> Stage:
     return Stage(name, training.kind, training.config, name)
 
 
-def _outcome(plan: Plan, name: str, entry: dict[str, Any]) -> Outcome:
-    folder = plan.root / name
+def _outcome(plan: Plan, name: str, entry: dict[str, Any]) -> TrainingOutcome:
+    folder, numbers = plan.root / name, dict[str, float]()
     try:
         run = read_run(folder)
-    except NoRuns:
-        return Outcome(name, folder, entry["stage"], entry["state"], entry.get("note", ""))
-    return Outcome(
-        name,
-        folder,
-        entry["stage"],
-        entry["state"],
-        entry.get("note", ""),
-        score=run.final("eval/score"),
-        kl=run.final("eval/kl"),
-        length=run.final("eval/length"),
-        loss=run.final("eval/loss"),
-        seconds=math.nan if run.seconds is None else run.seconds,
-    )
+        numbers = {key: run.final(f"eval/{key}") for key in ("score", "kl", "length", "loss")}
+        numbers["seconds"] = math.nan if run.seconds is None else run.seconds
+    except NoRuns:  # it has not begun
+        pass
+    note = entry.get("note", "")
+    return TrainingOutcome(name, folder, entry["stage"], entry["state"], note, **numbers)
 
 
 @dataclass
-class Schedule:
+class Scheduler:
     """What waits and what runs: each training starts once the models it needs are there."""
 
     plan: Plan
@@ -156,7 +148,7 @@ class Schedule:
     lock: int | None
     notice: Callable[[str], None]
     waiting: list[Training] = field(default_factory=list)
-    running: list[Job] = field(default_factory=list)
+    running: list[TrainingJob] = field(default_factory=list)
     failed: set[Path] = field(default_factory=set)
 
     def run(self) -> None:
@@ -213,7 +205,7 @@ class Schedule:
         self.running.append(processes.start_job(training, slot, self.num_jobs, self.lock))
         self.state.mark(training, "running")
 
-    def _settle(self, job: Job) -> None:
+    def _settle(self, job: TrainingJob) -> None:
         """Note how a process has ended."""
         self.running.remove(job)
         training, name = job.training, self.state.short(job.training.folder)
@@ -223,7 +215,7 @@ class Schedule:
             said = f"finished in {job.seconds:.0f} s  {numbers}".rstrip()
         else:
             self.failed.add(training.folder)
-            self.state.mark(training, "failed", job.complaint(), seconds=job.seconds)
+            self.state.mark(training, "failed", job.failure_reason(), seconds=job.seconds)
             said = f"failed: {self.state.note(training)}"
         total = len(self.plan.runs)
         done = total - len(self.waiting) - len(self.running)
@@ -253,7 +245,7 @@ def _main_numbers(summary: dict[str, Any]) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in numbers)
 
 
-def describe(result: Sweep) -> list[str]:
+def describe(result: SweepResult) -> list[str]:
     """The table of a sweep: a row per training of the stages that no other starts from.
 
     A second one has the means of settings that were trained with several seeds.
@@ -279,9 +271,9 @@ def describe(result: Sweep) -> list[str]:
     return lines
 
 
-def _means_over_seeds(rows: Sequence[Outcome], columns: Sequence[str]) -> list[list[str]]:
+def _means_over_seeds(rows: Sequence[TrainingOutcome], columns: Sequence[str]) -> list[list[str]]:
     """One row per setting, named by its folder: seeds are folders above. Empty without seeds."""
-    settings: dict[str, list[Outcome]] = {}
+    settings: dict[str, list[TrainingOutcome]] = {}
     for row in rows:
         if row.state == "finished":
             settings.setdefault(row.folder.name, []).append(row)
