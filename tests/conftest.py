@@ -13,7 +13,8 @@ import pytest
 gc.disable()  # until all is imported: see pytest_collection_finish
 os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start; models here are minuscule
 os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")  # as the command line has it
-os.fsync = os.fstat  # the crash of a machine is no test here, and a run waits for the disk 40 times
+REAL_FSYNC = os.fsync
+os.fsync = os.fstat  # a run waits for the disk 40 times; tests of durability have `disk_events`
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # run in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)  # and so in processes of tests
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # run under nohup
@@ -37,7 +38,7 @@ _unexpected_skips: dict[str, str] = {}
 def pytest_configure(config: pytest.Config) -> None:
     """The process that only hands tests to others does not import torch, which takes seconds."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-        for name in ("lean_start", "models_for_tests", "small_runs"):
+        for name in ("models_for_tests", "small_runs"):
             config.pluginmanager.import_plugin(name)
 
 
@@ -133,3 +134,22 @@ def same_signals() -> Iterator[None]:
     for number, handler in before.items():
         if handler is not None:  # one that was not installed from Python
             signal.signal(number, handler)
+
+
+@pytest.fixture
+def disk_events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Syncs, by the real `fsync`, and renames in order: ("sync", path), ("rename", target)."""
+    events: list[tuple[str, str]] = []
+    rename = os.replace
+
+    def sync(descriptor: int) -> None:
+        REAL_FSYNC(descriptor)
+        events.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    def replace(source: Any, target: Any, **options: Any) -> None:
+        rename(source, target, **options)
+        events.append(("rename", str(target)))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", replace)
+    return events

@@ -220,7 +220,6 @@ PRELOADED = ("peft", "transformers.models.llama.modeling_llama", "marlhf.cli", "
 if __name__ == "__main__":
     os.fsync = os.fstat  # as in conftest.py
     gc.disable()
-    importlib.import_module("lean_start")
     for name in PRELOADED:
         importlib.import_module(name)
     gc.freeze()  # no fork searches, and so copies, what was imported

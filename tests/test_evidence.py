@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "bench"))
 
 import evidence_data
-import evidence_distil
 import evidence_pack
 import evidence_report
 from evidence.data import prepare
@@ -220,53 +219,3 @@ def test_the_page_is_made_from_the_committed_archive(tmp_path, monkeypatch):
         marks = re.findall("<title>.*?</title>", drawn)  # the style may change, numbers may not
         assert len(marks) > 15
         assert marks == re.findall("<title>.*?</title>", committed)
-
-
-def evaluated_model(folder: Path, gold: float, cut: float) -> str:
-    """A model that was evaluated with two seeds; the response to the first prompt was cut off."""
-    for seed in (0, 1):
-        rows = [
-            {
-                "setting": "same",
-                "sampling": {"temperature": 1.0, "max_new_tokens": 8, "seed": seed},
-                "key": str(i),
-                "prompt": "Post",
-                "response": "a hat",
-                "scores": {"reward": 1.0, "gold": gold if i else cut},
-                "kl": 2.0,
-                "length": 8,
-                "ended": bool(i),
-            }
-            for i in range(3)
-        ]
-        write_lines(folder / "evaluation" / f"t1-m8-s{seed}.jsonl", rows)
-    return str(folder)
-
-
-def test_distilled_models_are_compared_where_both_ended(tmp_path, monkeypatch, capsys):
-    models = [
-        evaluated_model(tmp_path / "sft", gold=0.0, cut=5.0),
-        evaluated_model(tmp_path / "blocks", gold=0.25, cut=8.25),
-    ]
-    archive = tmp_path / "distil.jsonl.xz"
-    told = []
-    for source in ([*models, "--pack", str(archive)], [str(archive)]):
-        words = ["evidence_distil.py", *source, "--pairs", "blocks=sft"]
-        monkeypatch.setattr(sys, "argv", words)
-        evidence_distil.main()
-        told.append(capsys.readouterr().out)
-    assert told[0] == told[1]  # the archive has all that counts
-    assert "| sft | 1.00 | 1.67 | 0.00 | 5.00 | 2.0 | 8 | 67% |" in told[0]
-    assert "| blocks over sft | +0.00 [+0.00, +0.00] | +1.25 [" in told[0]
-    assert "] | +0.25 [+0.25, +0.25] | +0.0 [+0.0, +0.0] |" in told[0]
-    assert b"hat" not in evidence_distil.lzma.open(archive).read()
-
-
-def test_the_table_of_distilled_models_is_that_of_the_archive(monkeypatch, capsys):
-    archive = ARCHIVE.with_name("distil.jsonl.xz")
-    monkeypatch.setattr(sys, "argv", ["evidence_distil.py", str(archive)])
-    evidence_distil.main()
-    page = (ROOT / "docs" / "results.md").read_text("utf-8").replace(MINUS, "-")
-    for line in capsys.readouterr().out.splitlines()[2:]:
-        _, *cells = line.strip("| ").split(" | ")  # the page has other names
-        assert " | ".join(cells[:4]) in page

@@ -24,7 +24,7 @@ _WHERE = {
     "marlhf.train.ppo_config": ("PPOConfig",),
     "marlhf.train.rloo_config": ("GRPOConfig", "RLOOConfig"),
     "marlhf.train.dpo_config": ("DPOConfig",),
-    "marlhf.config.guards": ("Guards",),
+    "marlhf.config.rl": ("Guards",),
     "marlhf.data": ("DataConfig",),
     "marlhf.rollout": ("Sampling",),
     "marlhf.config.model": ("LoRA",),
@@ -40,8 +40,8 @@ _HOME = {name: module for module, names in _WHERE.items() for name in names}
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from marlhf.config.guards import Guards
     from marlhf.config.model import LoRA
+    from marlhf.config.rl import Guards
     from marlhf.core import (
         Constituents,
         Lines,
@@ -73,6 +73,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name.endswith("Trainer"):  # also that of a method which is only in the table of methods
+        return getattr(importlib.import_module("marlhf.trainers"), name)
     if name not in _HOME:
         raise AttributeError(f"module 'marlhf' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

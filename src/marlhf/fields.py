@@ -24,7 +24,7 @@ def setting(
     least: float | None = None,
     most: float | None = None,
     may_change: bool = False,
-    tells_apart: bool | None = None,
+    affects_identity: bool | None = None,
     on_card: bool = False,
     private: bool = False,
     defines_score: bool = False,
@@ -33,7 +33,8 @@ def setting(
 
     `above`, `least` and `most` bound a number. A setting that `may_change` may differ when a run
     resumes: it changes nothing that is learnt, but for the last bits of rounding. Two runs that
-    differ in a setting are different trainings, unless it may change or `tells_apart` is False.
+    differ in a setting are different trainings, unless it may change or `affects_identity` is
+    False.
     `on_card` gives it a line of its own on the model card, `private` leaves it out there.
     `defines_score`: scores of runs that differ in it cannot be compared.
     """
@@ -42,7 +43,7 @@ def setting(
         "least": least,
         "most": most,
         "may_change": may_change,
-        "idle": not tells_apart if tells_apart is not None else may_change,
+        "outside_identity": may_change if affects_identity is None else not affects_identity,
         "on_card": on_card,
         "private": private,
         "defines_score": defines_score,
@@ -69,31 +70,39 @@ def _facts(cls: type, name: str) -> dict[str, Any]:
 
 def check_settings(config: Any, prefix: str = "") -> None:
     """Refuse unknown choices, and numbers of the wrong kind, out of bounds, infinite or NaN."""
-    hints = type_hints(type(config))
-    for field in dataclasses.fields(config):
-        value, kinds = getattr(config, field.name), type_options(hints[field.name])
-        choices = typing.get_args(hints[field.name])
-        if typing.get_origin(hints[field.name]) is typing.Literal and value not in choices:
-            listed = ", ".join(map(str, choices))
-            raise SettingError(f"{prefix}{field.name} must be one of {listed}; got {value!r}.")
-        if value is None or not {int, float} & set(kinds) or set(kinds) & {str, tuple}:
+    for name, choices, is_number, is_whole, facts in _checked_fields(type(config)):
+        value = getattr(config, name)
+        if value in choices or (value is None and is_number):
             continue
-        words = [x for kind in kinds for x in typing.get_args(kind)]  # such as "auto"
-        if value in words:
-            continue
-        wanted = _wanted(value, float in kinds, _facts(type(config), field.name))
+        wanted = _wanted(value, is_whole, facts) if is_number else f"one of {', '.join(choices)}"
         if wanted:
-            wanted = " or ".join([wanted, *words])
-            raise SettingError(f"{prefix}{field.name} must be {wanted}; got {value!r}.")
+            wanted = " or ".join([wanted, *choices]) if is_number else wanted
+            raise SettingError(f"{prefix}{name} must be {wanted}; got {value!r}.")
 
 
-def _wanted(value: Any, fractions: bool, facts: dict[str, Any]) -> str:
+@functools.cache
+def _checked_fields(cls: type) -> list[tuple[str, tuple[str, ...], bool, bool, dict[str, Any]]]:
+    """Of each setting that is a choice or a number: its name, the words it takes, whether it is
+    a number, whether a whole one, and its facts."""
+    checked = []
+    for field in dataclasses.fields(cls):
+        kinds = type_options(type_hints(cls)[field.name])
+        choices = tuple(x for kind in kinds for x in typing.get_args(kind) if isinstance(x, str))
+        is_choice = all(typing.get_origin(kind) is typing.Literal for kind in kinds)
+        is_number = bool({int, float} & set(kinds)) and not {str, tuple} & set(kinds)
+        if is_choice or is_number:
+            whole = float not in kinds
+            checked.append((field.name, choices, is_number, whole, _facts(cls, field.name)))
+    return checked
+
+
+def _wanted(value: Any, is_whole: bool, facts: dict[str, Any]) -> str:
     """What a number must be, where it is not."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        return "a number" if fractions else "a whole number"
+        return "a whole number" if is_whole else "a number"
     if not math.isfinite(value):
         return "finite"
-    if not fractions and not isinstance(value, numbers.Integral):
+    if is_whole and not isinstance(value, numbers.Integral):
         return "a whole number"
     above, least, most = (facts.get(name) for name in ("above", "least", "most"))
     inside = (

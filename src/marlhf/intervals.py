@@ -4,7 +4,8 @@ Numbers that are independent, such as scores of prompts, have `interval`. Number
 on several prompts have `mean_over_seeds` and `CurveBootstrap`: both the seeds and the prompts are
 resampled with replacement. All settings share the resampled prompts, so that how hard a prompt is
 cancels out of their differences. With one seed the interval is over prompts alone; with fewer than
-five it is too narrow, and the report says so.
+five it is too narrow, and the report says so. The difference between two settings has
+`difference_over_seeds`, which holds for few seeds, too.
 """
 
 from __future__ import annotations
@@ -220,18 +221,38 @@ def difference_over_seeds(
 ) -> Interval:
     """How much the mean of `after` exceeds that of `before`, over seeds and prompts.
 
-    One row per seed, all of the same prompts in the same order: these are paired.
+    One row per seed, all of the same prompts in the same order: these are paired. The spread of
+    seeds is pooled over both sides, and Student's t accounts for how few they are: two or three
+    seeds drawn with replacement would give an interval that is far too narrow. Of a single seed on
+    each side only the prompts are known (see `few_seeds`).
     """
     sides = [_known_seeds(rows) for rows in (before, after)]
     if not all(sides):
         return NO_INTERVAL
-    if max(map(len, sides)) == 1:
-        return interval(sides[1][0] - sides[0][0])
-    middles = [mean([mean(row) for row in seeds]) for seeds in sides]
-    draws = _num_draws(max(len(row) for seeds in sides for row in seeds))
-    drawn = [_resampled_means(seeds, draws, stream) for stream, seeds in enumerate(sides, start=1)]
-    low, high = quantiles(drawn[1] - drawn[0])
-    return Interval(middles[1] - middles[0], low, high, len(sides[0][0]))
+    middles = [_weighted_mean(np.stack(seeds), np.ones((len(seeds), 1))) for seeds in sides]
+    by_prompt = interval(middles[1] - middles[0])
+    means = [np.array([mean(row) for row in seeds]) for seeds in sides]
+    difference = float(means[1].mean() - means[0].mean())
+    df = sum(map(len, means)) - 2
+    if df == 0:
+        return by_prompt
+    variance = sum(((x - x.mean()) ** 2).sum() for x in means) / df
+    half = t_quantile(df) * math.sqrt(variance * sum(1 / len(x) for x in means))
+    if math.isfinite(by_prompt.high):
+        half = math.hypot(half, by_prompt.high - by_prompt.mean)
+    return Interval(difference, difference - half, difference + half, len(sides[0][0]))
+
+
+def few_seeds(fewest: int) -> str:
+    """A warning about a comparison in which a setting has fewer than three seeds.
+
+    >>> few_seeds(2), few_seeds(3)
+    ('Two seeds say little about how another training would end.', '')
+    """
+    if fewest >= 3:
+        return ""
+    amount = "One seed says nothing" if fewest == 1 else "Two seeds say little"
+    return f"{amount} about how another training would end."
 
 
 def _known_seeds(rows: Sequence[Sequence[float]]) -> list[Floats]:

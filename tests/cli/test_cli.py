@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
 from marlhf.cli import main
 
@@ -99,6 +100,10 @@ def test_segment_by_perplexity_asks_the_model(marlhf):
         (["sft", "toy", "device=gpu", "output_dir={}/a"], "There is no device 'gpu'"),
         (["sft", "toy", "model={}/x/model", "output_dir={}/b"], "run that stage first"),
         (["ppo", "toy", "model=tiny", "reward_model=@rewrad"], "Did you mean reward"),
+        (
+            ["distil", "runs/toy/sft", "toy", "--k", "4"],
+            "Best-of-k blocks remain as `marlhf best-of",
+        ),
     ],
 )
 def test_mistakes_get_a_sentence_and_status_1(marlhf, args, message, tmp_path):
@@ -132,7 +137,7 @@ def test_help_is_not_cut_off(marlhf, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     out = marlhf("--help").stdout
     assert not [line for line in out.splitlines()[1:] if line.endswith("...")]
-    assert "skipping finished ones, then the report" in " ".join(out.split())
+    assert "in order, skip finished ones, and write the report" in " ".join(out.split())
     assert max(map(len, out.splitlines())) <= max(width, 80)
 
 
@@ -255,7 +260,8 @@ def test_a_report_that_cannot_be_written_is_a_sentence(marlhf, tmp_path):
     (tmp_path / "run" / "metrics.jsonl").write_text(line)
     out = marlhf("report", str(tmp_path / "run"), "-o", "/dev/null/report.html")
     assert out.returncode == 1
-    assert "Cannot write /dev/null/report.html" in out.stderr
+    assert "Cannot write to /dev/null: " in out.stderr
+    assert "-o of a report" in out.stderr
 
 
 def test_an_import_that_a_signal_garbles_is_a_stop(monkeypatch, capsys):
@@ -336,7 +342,7 @@ LATER = [
     ("ppo.segmenter={type: constituents, parser: 'stanza:en'}", "stanza"),
     ("ppo.engine=vllm", "marlhf[vllm]"),
     ("ppo.reward_model=@sft", "The stage sft trains a language model, which cannot score"),
-    ("ppo.ref_model=./nowhere", "There is no model ./nowhere"),
+    ("ppo.ref_model=./nowhere", "There is no folder ./nowhere"),
 ]
 
 
@@ -371,3 +377,44 @@ def test_settings_of_a_stage_are_given_alike_to_run_and_to_its_command(marlhf, t
     out = marlhf("config", "ppo", "toy", "ppo.batch_siz=32")
     assert "Did you mean batch_size?" in out.stderr
     assert len(out.stderr) < 200
+
+
+@pytest.fixture
+def recipe_with_code(tmp_path, monkeypatch):
+    """A recipe whose segmenter and reward are modules that leave a file when they are imported."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "open('imported', 'w').close()\n"
+        "class Rule:\n"
+        "    def __call__(self, responses): return responses.mask\n"
+        "def score(completions, **_): return [0.0 for _ in completions]\n"
+    )
+    settings = {
+        "model": "tiny",
+        "reward_funcs": ["mine:score"],
+        "segmenter": {"type": "mine:Rule"},
+        "data": {"source": "toy", "limit": 60},
+    }
+    raw = {"output_dir": "runs/x", "stages": {"ppo": settings}}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(raw))
+    return "r.yaml"
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (["config", "ppo", "RECIPE"], 0),
+        (["sweep", "RECIPE", "seed=0,1", "--dry-run"], 0),
+        (["run", "RECIPE", "model=./nowhere"], 1),
+        (["ppo", "RECIPE", "data={path: nowhere.jsonl}"], 1),
+        (["sweep", "RECIPE", "seed=0,1", "device=cuda:99"], 1),
+    ],
+)
+def test_looking_at_a_recipe_or_refusing_it_runs_none_of_its_code(
+    marlhf, recipe_with_code, words, status
+):
+    out = marlhf(*(recipe_with_code if word == "RECIPE" else word for word in words))
+    assert out.returncode == status, out.stderr
+    assert not Path("imported").exists()
+    if words[0] == "config":
+        assert "type: mine:Rule" in out.stdout

@@ -156,6 +156,7 @@ def test_the_report_has_a_heat_map(finished, tmp_path):
 def test_damaged_lines_are_left_out_of_the_report(tmp_path):
     file = tmp_path / "best_of_n" / "t0.5-m8-s0-reward.jsonl"
     good = {"setting": "s", "key": "1", "scores": [1.0, 2.0], "lengths": [3, 4]}
+    good["sampling"] = {"temperature": 0.5, "max_new_tokens": 8, "seed": 0, "rewards": "reward"}
     bad = [{"scores": "x"}, {"scores": [1.0]}, {"scores": [None, 1.0]}, {"lengths": [1]}]
     append_jsonl(file, [good | each | {"key": str(i)} for i, each in enumerate([*bad, {}])])
     assert [line["key"] for line in read_grids(tmp_path)["8 tokens, reward"].lines[0.5]] == ["4"]

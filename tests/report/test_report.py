@@ -261,6 +261,7 @@ def test_best_of_eight_stands_beside_what_training_did(report, make_run):
     (folder / "best_of_n").mkdir()
     # of 8 samples 0 .. 7 the mean is 3.5 and the best of 8 is 7
     line = {"setting": "s", "key": "k", "scores": [*range(8)], "lengths": [1] * 8}
+    line["sampling"] = {"temperature": 1.0, "max_new_tokens": 8, "seed": 0, "rewards": "rm"}
     (folder / "best_of_n" / "t1-m8-s0-rm.jsonl").write_text(json.dumps(line) + "\n")
     html = report(folder)
     check(html)

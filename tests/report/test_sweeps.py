@@ -240,7 +240,8 @@ def test_temperatures_come_from_the_files_of_evaluate(make_run):
     folder = make_run("ppo", metrics=_evals(1.0))
     (folder / "evaluation").mkdir()
     for temperature, score in ((0.2, 2.0), (1.0, 1.0), (0.6, 1.5)):
-        lines = [_line(f"{i}", score + i) for i in range(2)]
+        sampling = {"temperature": temperature, "max_new_tokens": 64, "seed": 0}
+        lines = [_line(f"{i}", score + i) | {"sampling": sampling} for i in range(2)]
         file = folder / "evaluation" / f"t{temperature:g}-m64-s0.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     html = temperatures(group_runs([read_run(folder)]))
@@ -258,6 +259,12 @@ def test_best_of_n_samples_stand_in_where_nothing_was_evaluated(make_run):
             "key": "k",
             "scores": [temperature, temperature + 2],
             "lengths": [3, 3],
+            "sampling": {
+                "temperature": temperature,
+                "max_new_tokens": 64,
+                "seed": 0,
+                "rewards": "rm",
+            },
         }
         (folder / "best_of_n" / f"t{temperature:g}-m64-s0-rm.jsonl").write_text(
             json.dumps(line) + "\n"

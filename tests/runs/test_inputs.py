@@ -121,17 +121,6 @@ def test_lost_or_garbled_metrics_are_said(config, capsys):
     )
 
 
-def test_a_folder_of_version_0_1_counts_as_it_did(later, tmp_path):
-    for name in ("sft", "reward"):
-        file = tmp_path / name / "run.json"
-        state = json.loads(file.read_text())
-        del state["inputs"], state["model_files"]
-        file.write_text(json.dumps(state))
-    shutil.rmtree(tmp_path / "sft")
-    assert is_finished(tmp_path / "reward")
-    assert reward.train(later) == tmp_path / "reward" / "model"
-
-
 def test_digests_are_of_contents_not_places(tmp_path, save_model):
     one, two = save_model(tmp_path / "one"), save_model(tmp_path / "two")
     other = save_model(tmp_path / "other", noise=0.1)

@@ -74,12 +74,12 @@ def test_a_run_without_run_json_still_has_a_name_and_a_stage(make_run):
     assert (run.name, run.stage, run.status) == ("mine", "sft", "unknown")
 
 
-def test_methods_of_rl_share_their_metrics_also_in_folders_of_version_0_1(make_run):
-    for prefix, stage in (("rl", "rloo"), ("rloo", "rloo"), ("rl", "ppo"), ("ppo", "ppo")):
-        line = {"kind": "train", "step": 1, "seconds": 1.0, f"{prefix}/score": 0.5}
+def test_methods_of_rl_share_their_metrics(make_run):
+    for stage in ("rloo", "ppo"):
+        line = {"kind": "train", "step": 1, "seconds": 1.0, "rl/score": 0.5}
         if stage == "rloo":
-            line[f"{prefix}/group_std"] = 0.25
-        run = read_run(make_run(f"{prefix}-{stage}", stage=stage, metrics=[line]))
+            line["rl/group_std"] = 0.25
+        run = read_run(make_run(stage, stage=stage, metrics=[line]))
         assert run.is_policy
         assert run.final("rl/score") == 0.5
         (run.path / "run.json").unlink()

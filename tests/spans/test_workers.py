@@ -116,3 +116,13 @@ def test_processes_share_the_processors(monkeypatch):
     assert workers.spare_processors() == 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert workers.spare_processors() == 1
+
+
+def test_workers_do_not_import_modules_of_the_current_folder(tmp_path, monkeypatch):
+    """`python -m` puts the current folder first: a json.py there was run by every worker."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "json.py").write_text("open('planted', 'w').close()")
+    pool = ParserPool("english", workers=1)
+    assert pool.submit(["A dog barks at the cat. " * 1000])()
+    pool.close()
+    assert not (tmp_path / "planted").exists()

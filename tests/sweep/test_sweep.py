@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -16,12 +17,12 @@ import pytest
 import torch
 import yaml
 
-from marlhf import cli
+from marlhf import __version__, cli
 from marlhf.report.groups import group_runs
 from marlhf.runs.layout import RunError
 from marlhf.runs.read import find_runs
-from marlhf.sweep import describe, describe_plan, jobs, make_plan, schedule, sweep, sweep_state
-from marlhf.sweep.durations import expected_seconds
+from marlhf.sweep import describe, describe_plan, jobs, make_plan, sweep, sweep_state
+from marlhf.sweep import run as scheduling
 from marlhf.sweep.plan import split_values
 from marlhf.train import recipe as recipes
 from marlhf.train import sft
@@ -109,7 +110,7 @@ def can_fork() -> bool:
 def started(monkeypatch) -> list[str]:
     """Which trainings were begun, in order; they are forks of this process where that can be."""
     Forked.started = begun = []
-    monkeypatch.setattr(schedule, "POLL", 0.01)
+    monkeypatch.setattr(scheduling, "POLL", 0.01)
     if can_fork():
         monkeypatch.setattr(jobs, "start", Forked)
         return begun
@@ -168,7 +169,7 @@ def test_stages_that_no_axis_reaches_are_trained_once(recipe):
     policies = [f"seed={s}/ppo,n={n}" for n in ("1", "3", "inf") for s in (0, 1)]
     assert sorted(folders(plan)) == sorted(["sft", "reward", *policies])
     [run] = [run for run in plan.runs if run.folder.name == "ppo,n=inf" and run.config.seed == 1]
-    assert run.config.segmenter.n == float("inf")
+    assert run.settings["segmenter"] == {"type": "ngram", "n": float("inf")}
     assert run.config.batch_size == 8
     assert run.config.model == "runs/my-sweep/sft/model"
     assert run.config.reward_model == "runs/my-sweep/reward/model"
@@ -250,7 +251,8 @@ def test_a_data_seed_is_a_setting_and_no_seed(recipe):
         (["seed=0,"], "a value that is empty"),
         (["output_dir=a,b"], "give it one value"),
         (["sede=0,1"], "Did you mean seed"),
-        (["segmenter.n=3,0"], "At the point n=0"),
+        (["segmenter.n=3,0"], "ppo,n=0.segmenter: n must be a whole number from 1"),
+        (["ppo.lam=0.9,2"], "At the point lam=2"),
         (["kl_coef"], "Write key=value"),
         (["push_to_hub=true", "seed=0,1"], "push_to_hub"),
     ],
@@ -364,8 +366,12 @@ def test_mistakes_of_any_point_are_reported_before_the_first_training(recipe, st
         sweep(recipe(), words)
     message = str(refused.value)
     assert "sft: " in message
-    assert "ppo,reward_funcs=nowhere-score,batch_size=4: There is no module 'nowhere'" in message
     assert "ppo,reward_funcs=none,batch_size=4000: There are " in message
+    # Code is imported once all else is found right.
+    with pytest.raises(ConfigError) as refused:
+        sweep(recipe(), words[:1])
+    message = str(refused.value)
+    assert "ppo,reward_funcs=nowhere-score: There is no module 'nowhere'" in message
     assert not started
     assert not Path("runs").exists()
 
@@ -503,15 +509,15 @@ def test_the_command_lists_trains_and_fails_by_its_status(recipe, started, monke
     words = [file, "model=tiny,./nowhere", "num_steps=1"]
     status, _, err = marlhf(*words)
     assert status == 1
-    assert "sft,model=nowhere: There is no model ./nowhere. Correct the path." in err
+    assert "sft,model=nowhere: There is no folder ./nowhere." in err
     Path("nowhere").mkdir()
     status, out, _ = marlhf(*words, "--dry-run")
     assert status == 0
-    assert out.splitlines()[0] == "2 points in runs/my-sweep: 2 trainings, 2 of them left"
+    assert out.splitlines()[0] == "2 points in runs/my-sweep: 2 runs, 2 left"
     assert not Path("runs").exists()
     status, out, err = marlhf(*words)
     assert status == 1
-    assert "1 failed; the same command tries again." in err
+    assert "1 failed. Run the same command to try again." in err
     assert "sft,model=tiny     finished" in out
     assert "Cannot load the tokenizer ./nowhere" in out
     assert "report: runs/my-sweep/report.html" in err
@@ -533,19 +539,18 @@ def test_sweeps_of_the_documentation_can_be_planned(tmp_path, monkeypatch):
 
 def test_stages_of_one_recipe_are_a_sweep_too(recipe):
     more = {"n3": {"like": "ppo", "segmenter": {"type": "ngram", "n": 3}}}
-    more["first"] = {"like": "ppo", "seed": 1, "priority": 1}
+    more["seed1"] = {"like": "ppo", "seed": 1}
     more["other-reward"] = {"like": "reward", "seed": 1}
-    more["other"] = {"like": "ppo", "reward_model": "@other-reward", "priority": 2}
+    more["other"] = {"like": "ppo", "reward_model": "@other-reward"}
     file = recipe({**SMALL, "stages": SMALL["stages"] | more})
     plan = make_plan(file)
-    # What others start from is as urgent as they are.
-    assert folders(plan) == ["sft", "other-reward", "other", "reward", "first", "ppo", "n3"]
+    assert folders(plan) == ["sft", "reward", "ppo", "n3", "seed1", "other-reward", "other"]
     assert [point.name for point in plan.points] == ["the recipe as it is"]
     assert folders(make_plan(file, only=["n*"])) == ["sft", "reward", "n3"]
     with pytest.raises(ConfigError, match=r"No stage is called dpo\. There are: sft"):
         make_plan(file, only=["n3", "dpo"])
-    more["first"]["priority"] = "high"
-    with pytest.raises(ConfigError, match=r"stages\.first\.priority: must be a number"):
+    more["seed1"]["priority"] = 1
+    with pytest.raises(ConfigError, match=r"stages\.seed1\.priority: was removed"):
         make_plan(recipe({**SMALL, "stages": SMALL["stages"] | more}))
 
 
@@ -560,7 +565,7 @@ def test_at_the_deadline_trainings_save_and_the_same_command_resumes(
             self.deadline = 0.0
 
     with monkeypatch.context() as patched:
-        patched.setattr(schedule.Schedule, "_show", end_in_the_first)
+        patched.setattr(scheduling.Scheduler, "_show", end_in_the_first)
         found = sweep(file, words, deadline=10)
     assert not found.failed
     assert sorted(each.state for each in found.left) == ["stopped", "waiting"]
@@ -571,49 +576,40 @@ def test_at_the_deadline_trainings_save_and_the_same_command_resumes(
     assert "resuming from step" in Path("runs/my-sweep/seed=0/sft.log").read_text()
 
 
-def test_nothing_begins_that_would_not_finish(recipe, started, capfd):
-    file = recipe(LONE)
-    sweep(file, ["seed=0,1"])
-    state = sweep_state.SweepState(make_plan(file, ["seed=0,1,2"]))
-    for entry in state.runs.values():
-        entry["seconds"] = 1000.0
-    state.write()
-    started.clear()
-    found = sweep(file, ["seed=0,1,2"], deadline=10)
-    assert started == []
-    assert [each.name for each in found.left] == ["seed=2/sft"]
-    assert "seed=2/sft waits: 1000 s expected" in capfd.readouterr().err
-    assert not sweep(file, ["seed=0,1,2"], deadline=20).left
-
-
-def test_time_is_expected_from_steps_where_nothing_is_finished(recipe, monkeypatch):
-    plan = make_plan(recipe(LONE), ["seed=0,1", "num_steps=100"])
-    first, second = plan.runs
-    state = sweep_state.SweepState(plan)
-    assert expected_seconds(second, plan.runs, state, []) is None
-    first.folder.mkdir(parents=True)
-    rows = [{"kind": "train", "step": step, "seconds": step * 0.8} for step in (5, 25)]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (first.folder / "metrics.jsonl").write_text(text + '{"kind": "tra')
-    job = jobs.Job(first, Forked.__new__(Forked), 0, Path("log"), 0, time.monotonic() - 30)
-    # 10 seconds to load, 0.8 for each of 100 steps
-    assert expected_seconds(second, plan.runs, state, [job]) == pytest.approx(90, abs=1)
-    state.runs["seed=1/sft"] |= {"state": "finished", "seconds": 60.0}
-    # three quarters of the first are left
-    assert expected_seconds(first, plan.runs, state, []) == pytest.approx(45)
-
-
-def test_time_is_expected_from_those_most_alike(recipe):
-    """One slow kind of training among others says nothing about them."""
-    plan = make_plan(recipe(LONE), ["seed=0,1", "learning_rate=1e-3,2e-3", "num_steps=100"])
-    state = sweep_state.SweepState(plan)
-    for name, entry in state.runs.items():
-        if "seed=0" in name:
-            seconds = 600.0 if "learning_rate=1e-3" in name else 60.0
-            entry |= {"state": "finished", "seconds": seconds}
-    expected = {
-        training.config.learning_rate: expected_seconds(training, plan.runs, state, [])
-        for training in plan.runs
-        if training.config.seed == 1
+def test_planning_imports_neither_torch_nor_code_of_the_user(recipe):
+    Path("rules.py").write_text("raise SystemExit('imported')")
+    stages = SMALL["stages"] | {
+        "own": {"like": "ppo", "segmenter": {"type": "rules:Mine", "size": 3}}
     }
-    assert expected == {1e-3: 600.0, 2e-3: 60.0}
+    file = recipe({**SMALL, "stages": stages})
+    script = (
+        "import sys; from marlhf.sweep import describe_plan, make_plan\n"
+        f"plan = make_plan({file!r}, ['own.segmenter.size=1,2', 'ppo.segmenter.n=1,2'])\n"
+        "print(len(describe_plan(plan)), 'torch' in sys.modules)"
+    )
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert shown.stdout == "5 False\n", shown.stderr
+
+
+def test_children_do_not_import_modules_of_the_current_folder(tmp_path, monkeypatch):
+    """`python -c` puts the current folder first: a typer.py there was run by every training."""
+    monkeypatch.chdir(tmp_path)
+    Path("typer.py").write_text("open('planted', 'w').close()")
+    log = Path("log")
+    log.touch()
+    process = jobs.start(["version"], log, dict(os.environ), None)
+    while process.poll() is None:
+        time.sleep(0.05)
+    assert not Path("planted").exists()
+    assert log.read_text().strip() == __version__
+
+
+def test_ten_thousand_points_are_planned_in_linear_time(recipe):
+    def seconds(count: int) -> float:
+        values = ",".join(f"{i}e-6" for i in range(1, count + 1))
+        begin = time.perf_counter()
+        make_plan(recipe(), [f"ppo.learning_rate={values}", "ppo.seed=0,1"])
+        return time.perf_counter() - begin
+
+    few = min(seconds(50) for _ in range(3))
+    assert seconds(500) < 40 * few

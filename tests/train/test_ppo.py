@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from marlhf.config.guards import Guards
+from marlhf.config.rl import Guards
 from marlhf.core import Lines, NGram, Perplexity, RandomNGram, Responses, Sentences, Words, gae
 from marlhf.models.forward import Sequences, token_values
 from marlhf.models.tiny import tiny_tokenizer

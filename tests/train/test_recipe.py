@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+import marlhf
+from marlhf import core
 from marlhf.config.recipe_files import shipped_recipes
 from marlhf.config.rl import RLConfig
-from marlhf.config.settings import describe, to_raw
+from marlhf.config.settings import SEGMENTERS, describe, rule_defaults, to_raw
 from marlhf.core import NGram, Perplexity, RandomNGram, Words, advantages, losses, segments
 from marlhf.core import rewards as core_rewards
 from marlhf.data import load
@@ -106,8 +108,13 @@ def test_all_mistakes_come_at_once_with_path_and_nearest_name(write):
         in text
     )
     assert "stages.ppo.segmenter.m: unknown name 'm'" in text
-    assert "stages.macro.segmenter: max_length must be at least 1" in text
     assert "stages.reward.sede: unknown name 'sede'. Did you mean seed?" in text
+    # What a rule itself refuses is known once it is made, of all stages at once.
+    bad = PIPELINE.replace("n: 1}", "n: 0}").replace("max_length: 20", "max_length: 0")
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(write(bad))
+    assert "stages.ppo.segmenter: n must be a whole number from 1" in str(caught.value)
+    assert "stages.macro.segmenter: max_length must be at least 1" in str(caught.value)
 
 
 def test_wrong_types_name_their_place(write):
@@ -385,6 +392,11 @@ def test_mistakes_between_stages(write, old, new, message):
     assert "'source': 'toy'" not in str(caught.value)  # not the whole mapping: it may hold secrets
 
 
+def test_settings_of_rules_are_known_without_torch():
+    for name, rule in SEGMENTERS.items():
+        assert {"type": name, **rule_defaults(name)} == to_raw(getattr(core, rule)())
+
+
 def test_configs_load_without_torch():
     code = (
         "import sys\n"
@@ -425,6 +437,9 @@ def test_a_new_rl_method_is_its_loop_its_config_and_one_line(write, monkeypatch)
     assert facts_of("reinforce").samples
     assert facts_of("reinforce").label == "REINFORCE"
     assert "baseline_decay" in settings_with(ReinforceConfig, "on_card")
+    args = ReinforceConfig(output_dir="runs/x")
+    trainer = marlhf.ReinforceTrainer(model="tiny", reward_funcs=len, args=args)
+    assert (trainer.stage, trainer.args.reward_funcs) == ("reinforce", ("len",))
     with pytest.raises(ConfigError, match="baseline_decay must be at least 0 and at most 1"):
         load_recipe(recipe, ["reinforce.baseline_decay=2"])
 
@@ -504,15 +519,16 @@ def test_a_setting_of_the_wrong_kind_is_named_in_python_too(settings, message):
 
 
 def test_a_setting_of_several_types_is_one_mistake():
-    wrong = ["segmenter.n=five", "data.eval_size=all", "seed=x", "token_budget=lots"]
+    wrong = ["data.eval_size=all", "seed=x", "token_budget=lots"]
     with pytest.raises(ConfigError) as caught:
         load_stage("toy", "ppo", wrong, "ppo")
     lines = str(caught.value).splitlines()
-    assert lines[0].endswith("4 mistakes")
+    assert lines[0].endswith("3 mistakes")
     assert sum("token_budget: must be int or 'auto' (got 'lots')" in line for line in lines) == 1
     assert sum("data.eval_size: must be int or float (got 'all')" in line for line in lines) == 1
-    assert sum("segmenter.n: must be int or float (got 'five')" in line for line in lines) == 1
     assert sum("seed: must be a whole number" in line for line in lines) == 1
+    with pytest.raises(ConfigError, match=r"1 mistake\n.*segmenter\.n: must be int or float \(got"):
+        load_stage("toy", "ppo", ["segmenter.n=five"], "ppo")
 
 
 def test_a_check_keeps_the_rows_of_the_next_stage_and_no_others(tmp_path, monkeypatch):

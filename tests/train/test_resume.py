@@ -15,7 +15,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from marlhf.config.guards import Guards
+from marlhf.config.rl import Guards
 from marlhf.core import RandomNGram
 from marlhf.models.base import ModelError
 from marlhf.reward import RewardModel

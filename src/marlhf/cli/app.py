@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -17,12 +15,11 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from marlhf.cli.lean_imports import keep_compiled_modules, keep_what_transformers_reads
 from marlhf.errors import MarlhfError
 
 
-class WholeHelp(typer.core.TyperGroup):
-    """Commands with all of their first sentence, wrapped: click would cut it at the line's end."""
+class FullHelpGroup(typer.core.TyperGroup):
+    """List commands with their whole first sentence, which click would cut at the line's end."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = [(name, self.commands[name]) for name in self.list_commands(ctx)]
@@ -33,7 +30,7 @@ class WholeHelp(typer.core.TyperGroup):
 
 app = typer.Typer(
     name="marlhf",
-    cls=WholeHelp,
+    cls=FullHelpGroup,
     help="Reinforcement learning from human feedback with macro actions.",
     no_args_is_help=True,
     add_completion=False,
@@ -47,20 +44,27 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change.")
 ]
 StageName = Annotated[
-    str | None, typer.Option("--stage", help="Which stage, where the recipe has several.")
+    str | None, typer.Option("--stage", help="Which stage, if the recipe has several.")
 ]
 
-MaxNewTokens = Annotated[int | None, typer.Option(help="The run's unless given.")]
-Source = Annotated[str | None, typer.Option(help="Other data: tldr, hh, cnn_dailymail, mbpp, ...")]
-DataPath = Annotated[str | None, typer.Option(help="Other data: a file or folder.")]
-Split = Annotated[str | None, typer.Option(help="All of a split, such as test.")]
-Like = Annotated[str | None, typer.Option(help="A run to take from what RUN lacks.")]
-SampleSeed = Annotated[int, typer.Option(help="Of the samples.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="Sampling temperature (default: the run's).")
+]
+MaxNewTokens = Annotated[
+    int | None, typer.Option(help="Most tokens per response (default: the run's).")
+]
+Source = Annotated[
+    str | None, typer.Option(help="Use another data source: tldr, hh, cnn_dailymail, mbpp, ...")
+]
+DataPath = Annotated[str | None, typer.Option(help="Use the rows of another file or folder.")]
+Split = Annotated[str | None, typer.Option(help="Use all rows of a split, such as test.")]
+Like = Annotated[str | None, typer.Option(help="Take missing settings from this run.")]
+SampleSeed = Annotated[int, typer.Option(help="Sampling seed.")]
 TrustCode = Annotated[
     bool,
     typer.Option("--trust-code", help="Run Python code that RUN names or that comes with models."),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda ...")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")]
 
 RANK_DELAY = 2.0
 """Seconds that ranks other than 0 wait before they print an error."""
@@ -74,8 +78,8 @@ class Interrupted(KeyboardInterrupt):
     """
 
 
-class Several(typer.core.TyperCommand):
-    """A command whose repeatable options also take several values at once: `--n 4 8 16`."""
+class MultiValueCommand(typer.core.TyperCommand):
+    """Lets repeatable options take several values at once: `--n 4 8 16`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         several = {flag for p in self.params if getattr(p, "multiple", False) for flag in p.opts}
@@ -106,8 +110,6 @@ def main() -> None:
     # On ARM torch's allocator returns freed memory after 10 ms, and a training step on a CPU then
     # spends a tenth of its time on getting it back. Torch reads this when it is imported.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")
-    keep_compiled_modules()
-    keep_what_transformers_reads()
     try:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored
             signal.signal(signal.SIGINT, stop)
@@ -172,48 +174,13 @@ def _wrapped(line: str) -> str:
 def write_report_of(runs: list[Path], output: Path) -> None:
     from marlhf.report.write import write_report
 
-    with _explained(output):
-        written = write_report(runs, output)
-    typer.secho(f"report: {written}", bold=True, err=True)
-
-
-def watch_report_of(runs: list[Path], output: Path, every: float) -> None:
-    from marlhf.report.write import watch_report
-
-    with _explained(output):
-        for number, written in enumerate(watch_report(runs, output, every=every)):
-            if number == 0:
-                typer.secho(f"report: {written}", bold=True, err=True)
-                tell(f"Written again every {every:g} s until the runs end. Ctrl-C ends it, too.")
-    tell("No run is being trained any more.")
-
-
-@contextlib.contextmanager
-def _explained(output: Path) -> Iterator[None]:
-    """Name the file and the remedy where a report cannot be written."""
-    from marlhf.runs.layout import RunError
-    from marlhf.train.recipe import ConfigError
-
-    try:
-        yield
-    except RunError as error:
-        if not isinstance(error.__cause__, OSError):
-            raise
-        reason = error.__cause__.strerror
-        raise ConfigError(f"Cannot write {output}: {reason}. Give another -o.") from error
+    typer.secho(f"report: {write_report(runs, output)}", bold=True, err=True)
 
 
 def read_segmenter(words: str, option: str) -> Any:
     """The rule in an option such as `--segmenter 'ngram n=3'`."""
-    import yaml
+    from marlhf.config.build import build_segmenter
+    from marlhf.config.candidates import parse_rule
 
-    from marlhf.train.recipe import ConfigError, build_segmenter
-
-    name, *settings = words.split() or [""]
-    raw: dict[str, object] = {"type": name}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals:
-            raise ConfigError(f"Cannot read {setting!r}. Write {option} 'ngram n=3'.")
-        raw[key] = yaml.safe_load(value)
-    return build_segmenter(raw)
+    name, settings = parse_rule(words, f"{option} 'ngram n=3'")
+    return build_segmenter({"type": name, **settings})

@@ -7,7 +7,6 @@ Nothing that a recipe names is imported while it is being checked: a segmenter s
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import numbers
 import typing
 from collections.abc import Iterable
@@ -16,17 +15,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from marlhf.config.recipe_files import ConfigError
-from marlhf.config.settings import SEGMENTERS, SegmenterSpec, dataclass_in
+from marlhf.config.settings import SEGMENTERS, SegmenterSpec, dataclass_in, rule_defaults
 from marlhf.config.trl_names import hint_for
 from marlhf.config.user_code import UserCodeError, check_name, import_named
 from marlhf.errors import quoted
 from marlhf.fields import type_hints, type_options
 
 T = TypeVar("T")
-DEFAULT = SegmenterSpec("default", {})
-"""The segmenter of a config that names none: making a rule takes torch, so it is made later."""
-
-
 EXPECTED = {
     "missing": "must be given",
     "int_type": "must be a whole number",
@@ -41,15 +36,12 @@ EXPECTED = {
 """Pydantic's errors by their type, in words of a recipe."""
 
 
-def build(cls: type[T], raw: Any, where: str, problems: list[str], *, rules: bool = False) -> T:
-    """Validate with pydantic, after naming unknown keys ourselves with the nearest known one.
-
-    With `rules` marlhf's own segmenters are made, and checked, at once, which takes torch.
-    """
+def build(cls: type[T], raw: Any, where: str, problems: list[str]) -> T:
+    """Validate with pydantic, after naming unknown keys ourselves with the nearest known one."""
     from pydantic import ValidationError
 
     before = len(problems)
-    raw = _check_names(cls, raw, where, problems, rules)
+    raw = _check_names(cls, raw, where, problems)
     built = None
     try:
         built = _adapter(cls).validate_python(raw)
@@ -67,25 +59,23 @@ def build(cls: type[T], raw: Any, where: str, problems: list[str], *, rules: boo
 
 def _by_setting(cls: type, errors: list[Any]) -> list[dict[str, Any]]:
     """One error per setting: where several types are allowed, pydantic reports each of them."""
-    problems: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for one in errors:
-        loc, inner = one["loc"], cls
-        depth = 0
-        while depth < len(loc) and inner is not None and loc[depth] in field_names(inner):
-            inner = dataclass_in(type_hints(inner)[loc[depth]])
-            depth += 1
-        wrong_type = one["type"].endswith(("_type", "_parsing")) or one["type"] == "literal_error"
-        is_option = 0 < depth == len(loc) - 1 and inner is None and isinstance(loc[depth], str)
-        is_option = is_option and wrong_type
-        if not is_option:
-            problems[loc, len(problems)] = one
+    problems: dict[Any, dict[str, Any]] = {}
+    for number, error in enumerate(errors):
+        place, inner = error["loc"], cls
+        while place and inner is not None and place[0] in field_names(inner):
+            inner = dataclass_in(type_hints(inner)[place[0]])
+            place = place[1:]
+        # What is left of the place names one of several types, such as `int` of `int | "auto"`.
+        wrong_type = error["type"].endswith(("_type", "_parsing")) or "literal" in error["type"]
+        setting = error["loc"][:-1]
+        if not (setting and inner is None and wrong_type and len(place) == 1 and place[0] != 0):
+            problems[number] = error
             continue
-        option = one["ctx"]["expected"] if one["type"] == "literal_error" else loc[depth]
-        if loc[:depth] in problems:
-            problems[loc[:depth]]["msg"] += f" or {option}"
+        option = error["ctx"]["expected"] if "literal" in error["type"] else place[0]
+        if setting in problems:
+            problems[setting]["msg"] += f" or {option}"
         else:
-            said = {"type": "several", "loc": loc[:depth], "msg": f"must be {option}"}
-            problems[loc[:depth]] = {**one, **said}
+            problems[setting] = error | {"type": "", "loc": setting, "msg": f"must be {option}"}
     return list(problems.values())
 
 
@@ -99,14 +89,11 @@ def _adapter(cls: type) -> Any:
 
 def make_segmenter(config: T, where: str, problems: list[str]) -> T:
     """The config with the rule itself in place of the segmenter's name and settings."""
-    for field in dataclasses.fields(typing.cast(Any, config)):
-        spec = getattr(config, field.name)
-        if isinstance(spec, SegmenterSpec):
-            default = typing.cast(Any, field.default_factory)
-            rule = default() if spec is DEFAULT else _from_spec(spec, where, problems)
-            changed = {} if rule is None else {field.name: rule}
-            return dataclasses.replace(typing.cast(Any, config), **changed)
-    return config
+    spec = getattr(config, "segmenter", None)
+    if not isinstance(spec, SegmenterSpec):
+        return config
+    rule = _from_spec(spec, where, problems)
+    return config if rule is None else dataclasses.replace(typing.cast(Any, config), segmenter=rule)
 
 
 def build_segmenter(raw: Any, where: str = "segmenter") -> Any:
@@ -119,7 +106,7 @@ def build_segmenter(raw: Any, where: str = "segmenter") -> Any:
 
 
 def _from_spec(spec: SegmenterSpec, where: str, problems: list[str]) -> Any:
-    if ":" not in spec.type:
+    if not spec.is_user_code:
         import marlhf.core  # torch loads only when a rule is made
 
         cls = getattr(marlhf.core, SEGMENTERS[spec.type])
@@ -145,44 +132,46 @@ def _segmenter_spec(raw: Any, where: str, problems: list[str]) -> Any:
         problems.append(f"{where}: write {{type: ngram, n: 5}} or the like (got {quoted(raw)})")
         return None
     name = str(raw.get("type", "ngram"))
-    if ":" not in name and name not in SEGMENTERS:
+    settings = {str(k): v for k, v in raw.items() if k != "type"}
+    if ":" in name:
+        try:
+            check_name(name)
+        except UserCodeError as error:
+            problems.append(f"{where}.type: {error}")
+        return SegmenterSpec(name, settings)
+    if name not in SEGMENTERS:
         problems.append(unknown(f"{where}.type", name, SEGMENTERS))
         return None
-    try:
-        if ":" in name:
-            check_name(name)
-    except UserCodeError as error:
-        problems.append(f"{where}.type: {error}")
-        return None
-    return SegmenterSpec(name, {k: v for k, v in raw.items() if k != "type"})
+    known = rule_defaults(name)
+    problems += [unknown(at(where, key), key, known) for key in settings if key not in known]
+    return SegmenterSpec(name, known | settings)
 
 
-def _check_names(cls: type, raw: Any, where: str, problems: list[str], rules: bool = False) -> Any:
+def _check_names(cls: type, raw: Any, where: str, problems: list[str]) -> Any:
     """Report unknown keys at every level; segmenters, which have a `type`, become specs."""
     if not isinstance(raw, dict):
         return raw
-    hints = type_hints(cls)
-    known = field_names(cls)
-    checked = {}
+    hints, known = type_hints(cls), field_names(cls)
+    checked: dict[str, Any] = {}
     for key, value in raw.items():
         place = at(where, key)
         if key not in known:
             problems.append(unknown(place, key, known))
-            continue
-        inner = dataclass_in(hints[key])
-        if key == "segmenter":
-            value = _segmenter_spec(value, place, problems)
-            if rules and isinstance(value, SegmenterSpec) and ":" not in value.type:
-                value = _from_spec(value, place, problems)
-            if value is None:
-                continue  # said already; the default stands in
-        elif inner is not None and isinstance(value, dict):
-            value = _check_names(inner, value, place, problems)
+        elif key == "segmenter":
+            checked[key] = _segmenter_spec(value, place, problems)
         elif isinstance(value, bool) and _is_number(hints[key]):
             problems.append(f"{place}: must be a number (got {quoted(value)})")
-            continue
-        checked[key] = value
-    return {"segmenter": DEFAULT, **checked} if "segmenter" in known else checked
+        elif (inner := dataclass_in(hints[key])) is not None:
+            checked[key] = _check_names(inner, value, place, problems)
+        else:
+            checked[key] = value
+    for field in dataclasses.fields(cls):
+        default = field.default_factory
+        if field.name == "segmenter" and checked.get("segmenter") is None:
+            checked.pop("segmenter", None)
+            if isinstance(default, partial):  # of `ngram`, which would import torch
+                checked["segmenter"] = SegmenterSpec("ngram", default.keywords)
+    return checked
 
 
 def _is_number(hint: Any) -> bool:
@@ -190,6 +179,7 @@ def _is_number(hint: Any) -> bool:
     return bool not in kinds and any(issubclass(kind, numbers.Real) for kind in kinds)
 
 
+@cache
 def field_names(cls: type) -> set[str]:
     return {f.name for f in dataclasses.fields(cls)}
 
@@ -197,10 +187,8 @@ def field_names(cls: type) -> set[str]:
 def unknown(place: str, name: str, known: Iterable[str]) -> str:
     """A sentence about a name that is not there, with the nearest that are."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     few = f"Known: {', '.join(names)}." if len(names) <= 12 else "`marlhf config` lists all."
-    hint = hint_for(name) or (f"Did you mean {near[0]}?" if near else few)
-    return f"{place}: unknown name {name!r}. {hint}"
+    return f"{place}: unknown name {name!r}. {hint_for(name, names) or few}"
 
 
 def at(where: str, key: str) -> str:

@@ -46,17 +46,7 @@ class Candidate:
     @classmethod
     def parse(cls, text: str) -> Candidate:
         """Read `RULE key=value ...`: lam, sigma and credit, the rest are the rule's settings."""
-        words = text.split()
-        if not words:
-            raise SettingError("An empty candidate. Write one like 'ngram n=5 lam=0.95'.")
-        rule, given = words[0], dict[str, Any]()
-        for word in words[1:]:
-            key, equals, value = word.partition("=")
-            if not equals:
-                raise SettingError(f"Cannot read {word!r} of {text!r}. Write 'ngram n=5 lam=0.95'.")
-            import yaml  # not needed to list commands
-
-            given[key] = yaml.safe_load(value)
+        rule, given = parse_rule(text, "'ngram n=5 lam=0.95'")
         if rule == "token":
             rule, given = "ngram", {"n": 1} | given
         if rule not in SEGMENTERS:
@@ -105,3 +95,23 @@ class Candidate:
 def parse_candidates(texts: tuple[str, ...]) -> list[Candidate]:
     """Each once, in order."""
     return list({c.name: c for c in map(Candidate.parse, texts)}.values())
+
+
+def parse_rule(text: str, example: str) -> tuple[str, dict[str, Any]]:
+    """A name and its settings, which are YAML: `ngram n=3`.
+
+    >>> parse_rule("random lengths=[2,3]", "'ngram n=3'")
+    ('random', {'lengths': [2, 3]})
+    """
+    import yaml  # not needed to list commands
+
+    name, *words = text.split() or [""]
+    if not name:
+        raise SettingError(f"The name of a rule is missing. Write {example}.")
+    settings: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise SettingError(f"Cannot read {word!r} of {text!r}. Write {example}.")
+        settings[key] = yaml.safe_load(value)
+    return name, settings

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
-from marlhf.config.guards import Guards
 from marlhf.config.sampling import Sampling, check_url
 from marlhf.config.stage import StageConfig
 from marlhf.errors import SettingError
-from marlhf.fields import setting
+from marlhf.fields import check_settings, setting
 
 # The same as in marlhf.core, which needs torch; a test keeps them equal.
 Ratio = Literal["token", "macro", "macro_mean"]
@@ -25,6 +25,63 @@ def ngram(**settings: Any) -> Segmenter:
     from marlhf.core import NGram
 
     return NGram(**settings)
+
+
+@dataclass(frozen=True)
+class Guards:
+    """Limits, on held-out responses except for the gap. Past `warn_*` there is a warning, past
+    `max_*` the run stops.
+
+    >>> start = {"eval/kl": 0, "eval/repetition": 0.1, "eval/length": 40, "eval/ended": 0.9}
+    >>> warnings, verdict = Guards(max_kl=20).judge(start | {"eval/kl": 25.0}, start)
+    >>> verdict
+    'Stopped early: the KL to the reference is 25, past the limit of 20.'
+    """
+
+    warn_kl: float = setting(50.0, least=0)
+    """KL of a response to the reference, in nats."""
+    max_kl: float | None = setting(None, above=0)
+    """Stop beyond this KL."""
+    warn_repetition: float = setting(0.2, least=0)
+    """Share of repeated 4-grams, above that of the starting policy."""
+    max_repetition: float | None = setting(None, least=0)
+    """Stop beyond this share, above that of the starting policy."""
+    warn_length: float = setting(2.0, least=1)
+    """Mean length over that of the starting policy, or the other way round."""
+    max_length: float | None = setting(None, least=1)
+    """Stop beyond this ratio of lengths."""
+    warn_cut: float = setting(0.3, least=0)
+    """Share of responses that run to `max_new_tokens`, above that of the starting policy."""
+    max_cut: float | None = setting(None, least=0)
+    """Stop beyond this share, above that of the starting policy."""
+    warn_logprob_gap: float = 0.1
+    """Nats per token between log-probs while sampling and while training, at every step: both are
+    of one policy, so more than rounding is a fault."""
+    max_logprob_gap: float | None = 1.0
+    """Stop beyond this gap; None never stops."""
+
+    def __post_init__(self) -> None:
+        check_settings(self, "guards.")
+
+    def judge(self, now: dict[str, float], start: dict[str, float]) -> tuple[list[str], str]:
+        """Warnings, and why to stop: empty while nothing is past its limit."""
+        repeated = now["eval/repetition"] - start["eval/repetition"]
+        ratio = max(now["eval/length"], 1.0) / max(start["eval/length"], 1.0)
+        drift = max(ratio, 1 / ratio)
+        cut = start["eval/ended"] - now["eval/ended"]
+        signs = (
+            ("the KL to the reference is", now["eval/kl"], self.warn_kl, self.max_kl),
+            ("repetition has risen by", repeated, self.warn_repetition, self.max_repetition),
+            ("mean length has changed by a factor of", drift, self.warn_length, self.max_length),
+            ("the share of responses cut off has risen by", cut, self.warn_cut, self.max_cut),
+        )
+        warnings = []
+        for what, value, noticed, limit in signs:
+            if limit is not None and value > limit:
+                return warnings, f"Stopped early: {what} {value:.3g}, past the limit of {limit:g}."
+            if value > noticed:
+                warnings.append(f"{what} {value:.3g}: the policy may be gaming the reward model.")
+        return warnings, ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +125,7 @@ class RLConfig(StageConfig):
     """With `async_steps: 1`: the most that a response of older weights counts, relative to what
     the policy gives it now. 1 never weighs one up."""
 
-    segmenter: Segmenter = field(default_factory=ngram)
+    segmenter: Segmenter = field(default_factory=partial(ngram, n=5))
     """The termination rule of macro actions: `{type: ngram, n: 5}`; n: 1 is ordinary PPO."""
     ratio: Ratio = setting("token", on_card=True)
     """PPO's ratio by token (the paper's listing) or by macro action (its equation)."""
@@ -113,7 +170,7 @@ class RLConfig(StageConfig):
     """Held-out prompts whose responses are kept at each evaluation."""
     keep_best: bool = setting(True, may_change=True)
     """Keep the policy with the best held-out score in `best/`, beside the last in `model/`."""
-    guards: Guards = setting(factory=Guards, may_change=True, tells_apart=True)
+    guards: Guards = setting(factory=Guards, may_change=True, affects_identity=True)
     """When to warn of reward hacking, and when to stop."""
 
     columns = ("prompt",)

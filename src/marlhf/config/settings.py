@@ -32,14 +32,43 @@ SEGMENTERS = {
 """Rules by the name that recipes call them by; classes of `marlhf.core`."""
 
 
+RULE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "ngram": {"n": 5},
+    "random": {"lengths": [2, 3, 5, 10], "repeats": 3},
+    "perplexity": {"kind": "macro", "max_length": None},
+    "constituents": {
+        "cutoff": 5,
+        "inclusive": False,
+        "max_length": None,
+        "sentences": False,
+        "parser": "english",
+    },
+    "surprise": {"probability": 0.2, "max_length": None},
+}
+"""Settings of those rules, by which recipes are compared without torch; a test keeps them equal.
+Rules that are not listed have `max_length` alone."""
+
+
+@dataclasses.dataclass(frozen=True)
 class SegmenterSpec:
     """A segmenter by its name and settings, before the rule itself is made or imported."""
 
-    def __init__(self, type: str, settings: dict[str, Any]) -> None:
-        self.type, self.settings = type, settings
+    type: str
+    settings: dict[str, Any]
 
     def __call__(self, *_: Any) -> Any:
         raise AssertionError(f"the segmenter {self.type} has not been made yet")
+
+    @property
+    def is_user_code(self) -> bool:
+        return ":" in self.type
+
+
+def rule_defaults(name: str) -> dict[str, Any]:
+    return RULE_DEFAULTS.get(name, {"max_length": None})
+
+
+SECRET = re.compile(r"(^|_)(token|api_key|key|secret|password)$")
 
 
 def flatten(raw: Any, where: str = "") -> dict[str, Any]:
@@ -63,6 +92,8 @@ def default_settings(cls: type) -> dict[str, Any]:
 
 def to_raw(config: Any) -> Any:
     """A config as plain data for YAML and JSON; secrets are left out by name."""
+    if config is None or isinstance(config, (str, int, float)):  # most are, and sweeps ask often
+        return config
     if isinstance(config, SegmenterSpec):
         return {"type": config.type, **config.settings}
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
@@ -133,8 +164,7 @@ def _type_name(segmenter: Any) -> str:
 def _hide(key: str, value: Any) -> Any:
     if not isinstance(value, str) or not value:
         return value
-    secret = re.search(r"(^|_)(token|api_key|key|secret|password)$", key.lower())
-    return "(hidden)" if secret else value
+    return "(hidden)" if SECRET.search(key.lower()) else value
 
 
 def _written(cls: type) -> dict[str, tuple[str, str]]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
 from marlhf.config.model import LoRA, Precision
-from marlhf.config.schedule import Schedule, learning_rate_at
 from marlhf.config.trl_names import hint_for
 from marlhf.data import DataConfig
 from marlhf.errors import SettingError, UnknownNameError
 from marlhf.fields import check_settings, setting
 
 Parallel = Literal["data", "fsdp"]
+Schedule = Literal["constant", "linear", "cosine"]
 
 Config = TypeVar("Config", bound="StageConfig")
 DEFAULT_DATA = DataConfig(source="toy")
@@ -32,7 +32,7 @@ class StageConfig:
     """The run folder. The same command resumes an unfinished run there."""
     data: DataConfig = field(default_factory=lambda: DEFAULT_DATA)
     """Which rows, from where, and how they are split."""
-    seed: int = setting(0, tells_apart=False)
+    seed: int = setting(0, affects_identity=False)
     """Decides every random choice of the run but the data split (`data.seed`)."""
     batch_size: int = setting(64, above=0, on_card=True)
     """Rows in an update."""
@@ -99,7 +99,9 @@ class StageConfig:
     """Settings by a name, which recipes give as `preset:`."""
 
     def __new__(cls: type[Config], **settings: Any) -> Config:
-        _refuse_unknown(cls.__name__, settings, [f.name for f in fields(cls)])
+        known = {f.name for f in fields(cls)}
+        hints = {name: hint_for(name, known) for name in settings if name not in known}
+        refuse_unknown(cls.__name__, "setting", hints)
         return object.__new__(cls)
 
     @classmethod
@@ -132,15 +134,28 @@ class StageConfig:
         )
 
 
-def _refuse_unknown(owner: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Name all unknown settings at once, each with what to write instead."""
-    lines: list[str] = []
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = hint_for(name) or (f"Did you mean {near[0]}?" if near else "")
-            lines.append(f"{name}. {hint}".rstrip())
+def refuse_unknown(owner: str, thing: str, hints: Mapping[str, str]) -> None:
+    """Name all unknown settings or arguments at once, each with what to write instead."""
+    lines = [f"{name}. {hint}".rstrip() for name, hint in hints.items()]
     if len(lines) == 1:
-        raise UnknownNameError(f"{owner} has no setting {lines[0]}")
+        raise UnknownNameError(f"{owner} has no {thing} {lines[0]}")
     if lines:
-        raise UnknownNameError("\n  ".join([f"{owner} has no settings", *lines]))
+        raise UnknownNameError("\n  ".join([f"{owner} has no {thing}s", *lines]))
+
+
+def learning_rate_at(
+    step: int, peak: float, *, total: int, warmup: int, schedule: Schedule
+) -> float:
+    """The rate of update number `step`, counted from 0: linear warm-up, then the schedule.
+
+    >>> [learning_rate_at(s, 1.0, total=4, warmup=2, schedule="constant") for s in range(3)]
+    [0.5, 1.0, 1.0]
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if schedule == "constant":
+        return peak
+    done = (step - warmup) / max(1, total - warmup)
+    if schedule == "linear":
+        return peak * max(0.0, 1 - done)
+    return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))

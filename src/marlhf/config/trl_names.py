@@ -1,9 +1,12 @@
-"""Settings of TRL and of transformers' TrainingArguments, and what they are called here.
+"""Names of settings in TRL and transformers' TrainingArguments, and what to write instead.
 
 docs/migrate.md has the same as tables, with the defaults.
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 RENAMED = {
     "lr_scheduler_type": "schedule",
@@ -14,8 +17,8 @@ RENAMED = {
     "save_total_limit": "keep_checkpoints",
     "hub_private_repo": "hub_private",
     "cliprange": "clip",
-    "cliprange_value": "value_clip",
     "epsilon": "clip",
+    "cliprange_value": "value_clip",
     "delta": "dual_clip",
     "num_generations": "num_samples",
     "rloo_k": "num_samples",
@@ -29,6 +32,7 @@ RENAMED = {
     "top_p": "sampling=Sampling(top_p=...)",
     "max_prompt_length": "data=DataConfig(max_prompt_tokens=...)",
     "max_length": "max_response_tokens, and data=DataConfig(max_prompt_tokens=...)",
+    "max_seq_length": "max_response_tokens, and data=DataConfig(max_prompt_tokens=...)",
     "center_rewards_coefficient": "center_coef",
     "scale_rewards": "scale_group",
     "num_sample_generations": "eval_every and log_samples",
@@ -40,12 +44,7 @@ RENAMED = {
     "bf16": 'precision="bfloat16"',
     "fp16": 'precision="auto"; float16 is not used',
     "tf32": "precision",
-    "fsdp": 'parallel="fsdp"',
-    "deepspeed": 'parallel="fsdp"',
     "use_vllm": 'engine="vllm"',
-    "vllm_server_base_url": "vllm_url",
-    "vllm_server_host": "vllm_url",
-    "vllm_server_port": "vllm_url",
     "vllm_gpu_memory_utilization": "vllm_memory",
     "beta": "kl_coef",
     "steps_per_generation": "num_mini_batches",
@@ -55,12 +54,12 @@ RENAMED = {
     "log_completions": "log_samples",
     "num_completions_to_print": "log_samples",
     "truncation_mode": 'data=DataConfig(too_long="truncate")',
-    "max_seq_length": "max_response_tokens, and data=DataConfig(max_prompt_tokens=...)",
     "dataset_text_field": "data=DataConfig(columns={...})",
     "data_seed": "data=DataConfig(seed=...)",
     "use_cpu": 'device="cpu"',
-    "fsdp_config": 'parallel="fsdp"',
     "load_best_model_at_end": "keep_best, for ppo and rloo",
+    **dict.fromkeys(("fsdp", "deepspeed", "fsdp_config"), 'parallel="fsdp"'),
+    **dict.fromkeys(("vllm_server_base_url", "vllm_server_host", "vllm_server_port"), "vllm_url"),
 }
 REMOVED = {
     "logging_steps": "every step is logged",
@@ -77,16 +76,8 @@ REMOVED = {
     "lr_scheduler_kwargs": "schedules have none",
     "dataset_num_proc": "fast tokenizers use all cores",
     "remove_unused_columns": "reward functions get the columns that they name",
-    "padding_free": "micro-batches are cut by token_budget",
-    "packing": "micro-batches are cut by token_budget",
-    "eval_packing": "micro-batches are cut by token_budget",
-    "packing_strategy": "micro-batches are cut by token_budget",
-    "micro_batch_size": "micro-batches are cut by token_budget",
-    "local_batch_size": "micro-batches are cut by token_budget",
-    "local_mini_batch_size": "micro-batches are cut by token_budget",
     "mini_batch_size": "it is batch_size / num_mini_batches",
     "generation_batch_size": "it is batch_size times num_samples",
-    "precompute_ref_batch_size": "micro-batches are cut by token_budget",
     "precompute_ref_log_probs": "they always are, and a resumed run keeps them",
     "auto_find_batch_size": 'token_budget="auto" does so',
     "disable_dropout": "dropout is off",
@@ -97,16 +88,10 @@ REMOVED = {
     "epsilon_high": "the range of clip is symmetric",
     "completion_only_loss": "the loss is over the response alone",
     "assistant_only_loss": "the loss is over the response alone",
-    "chat_template_path": "set it on the tokenizer",
-    "eos_token": "set it on the tokenizer",
-    "pad_token": "set it on the tokenizer",
     "model_init_kwargs": "load the model and pass it to the trainer",
     "min_p": "it would bias the ratio",
     "repetition_penalty": "it would bias the ratio",
     "generation_kwargs": "they would bias the ratio",
-    "sync_ref_model": "the reference is fixed: ref_model",
-    "ref_model_mixup_alpha": "the reference is fixed: ref_model",
-    "ref_model_sync_steps": "the reference is fixed: ref_model",
     "num_generations_eval": "one response per prompt is evaluated",
     "resume_from_checkpoint": "train() resumes an unfinished run",
     "metric_for_best_model": "it is the held-out score",
@@ -117,73 +102,60 @@ REMOVED = {
     "ds3_gather_for_generation": "with fsdp weights are gathered for sampling",
     "model_adapter_name": "marlhf names adapters itself",
     "ref_adapter_name": "the reference is the policy with the adapter off",
+    **dict.fromkeys(
+        (
+            "padding_free",
+            "packing",
+            "eval_packing",
+            "packing_strategy",
+            "micro_batch_size",
+            "local_batch_size",
+            "local_mini_batch_size",
+            "precompute_ref_batch_size",
+        ),
+        "micro-batches are cut by token_budget",
+    ),
+    **dict.fromkeys(("chat_template_path", "eos_token", "pad_token"), "set it on the tokenizer"),
+    **dict.fromkeys(
+        ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),
+        "the reference is fixed: ref_model",
+    ),
 }
+PREFIXES = ("dataloader_", "ddp_", "entropy_", "f_", "log_", "sapo_", "use_", "vespo_", "vllm_")
 ABSENT = {
-    "world_size",
-    "num_total_batches",
-    "router_aux_loss_coef",
-    "cast_lm_head_to_fp32",
-    "pad_to_multiple_of",
-    "chat_template_kwargs",
-    "cache_implementation",
-    "vllm_mode",
-    "vllm_model_impl",
-    "vllm_enable_sleep_mode",
-    "vllm_structured_outputs_regex",
-    "vllm_server_timeout",
-    "vllm_group_port",
-    "vllm_max_model_length",
-    "vllm_tensor_parallel_size",
-    "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode",
-    "vllm_importance_sampling_clip_min",
-    "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_cap",
-    "sapo_temperature_neg",
-    "sapo_temperature_pos",
-    "vespo_k_pos",
-    "vespo_lambda_pos",
-    "vespo_k_neg",
-    "vespo_lambda_neg",
-    "multi_objective_aggregation",
-    "top_entropy_quantile",
-    "entropy_coef",
-    "use_adaptive_entropy",
-    "entropy_coef_min",
-    "entropy_coef_max",
-    "entropy_coef_delta",
-    "entropy_target",
-    "max_tool_calling_iterations",
-    "off_policy_mask_threshold",
-    "use_bias_correction_kl",
-    "log_multimodal",
-    "log_unique_prompts",
-    "log_completions_hub_repo",
-    "use_transformers_continuous_batching",
-    "transformers_continuous_batching_config",
-    "use_transformers_paged",
-    "loss_weights",
-    "ld_alpha",
-    "f_divergence_type",
-    "f_alpha_divergence_coef",
-    "use_weighting",
-    "discopop_tau",
     "activation_offloading",
+    "cache_implementation",
+    "cast_lm_head_to_fp32",
+    "chat_template_kwargs",
     "dataset_kwargs",
+    "discopop_tau",
+    "ld_alpha",
+    "loss_weights",
+    "max_tool_calling_iterations",
+    "multi_objective_aggregation",
+    "num_total_batches",
+    "off_policy_mask_threshold",
+    "pad_to_multiple_of",
+    "router_aux_loss_coef",
+    "top_entropy_quantile",
+    "transformers_continuous_batching_config",
+    "world_size",
 }
 """Settings of TRL's configs with nothing like them here."""
 
 
-def hint_for(name: str) -> str:
-    """What to write in place of one of their settings; empty for names that they do not have.
+def hint_for(name: str, known: Iterable[str] = ()) -> str:
+    """What to write in place of an unknown setting; empty where nothing comes near.
 
-    >>> hint_for("cliprange"), hint_for("optim"), hint_for("clip")
-    ('In marlhf it is clip.', 'Leave it out: it is AdamW.', '')
+    >>> hint_for("cliprange"), hint_for("optim"), hint_for("kl_cof", ["kl_coef", "clip"])
+    ('In marlhf it is clip.', 'Leave it out: it is AdamW.', 'Did you mean kl_coef?')
     """
     if name in RENAMED:
         return f"In marlhf it is {RENAMED[name]}."
     if name in REMOVED:
         return f"Leave it out: {REMOVED[name]}."
-    if name in ABSENT or name.startswith(("dataloader_", "ddp_")):
+    if near := difflib.get_close_matches(name, sorted(known), n=1):
+        return f"Did you mean {near[0]}?"
+    if name in ABSENT or name.startswith(PREFIXES):
         return "Leave it out: marlhf has nothing like it."
     return ""

@@ -119,10 +119,10 @@ def _config(run: Run, trust_code: bool) -> PPOConfig:
     raw |= {"engine": "native", "vllm_url": "", "compile": False, "parallel": "data"}
     raw |= {"gold_model": None, "trust_remote_code": trust_code and raw.get("trust_remote_code")}
     problems: list[str] = []
-    config = build(PPOConfig, raw, str(run.path), problems, rules=True)
+    config = build(PPOConfig, raw, str(run.path), problems)
     raise_problems(problems)
     rule: Any = config.segmenter
-    if isinstance(rule, SegmenterSpec) and ":" in rule.type and not trust_code:
+    if isinstance(rule, SegmenterSpec) and rule.is_user_code and not trust_code:
         raise CreditError(
             f"{run.path} names {rule.type} as its segmenter, which is code. Add --trust-code if "
             "you trust the folder."

@@ -79,7 +79,7 @@ def read_settings(raw: Mapping[str, Any] | None, where: str) -> MacroSettings:
       algorithm.macro.sigmaa: unknown name 'sigmaa'. Did you mean sigma?
     """
     problems: list[str] = []
-    settings = build(MacroSettings, dict(raw or {}), where, problems, rules=True)
+    settings = build(MacroSettings, dict(raw or {}), where, problems)
     if not problems:
         settings = make_segmenter(settings, f"{where}.segmenter", problems)
     raise_problems(problems)

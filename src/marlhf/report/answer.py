@@ -14,7 +14,7 @@ from typing import Any
 from markupsafe import Markup
 
 from marlhf.evaluate.results import read_scored, scores_of
-from marlhf.intervals import Curve, Floats, Interval, difference_over_seeds, wilson
+from marlhf.intervals import Curve, Floats, Interval, difference_over_seeds, few_seeds, wilson
 from marlhf.report.formats import bold, num, percent, signed
 from marlhf.report.groups import Group, groups_by_name, measured_alike, scored_by_functions
 from marlhf.report.measures import (
@@ -94,8 +94,8 @@ def answer(policies: Sequence[Group]) -> Markup:
         compared = [
             (criteria_between(groups[0], each), each.label, groups[0].label) for each in groups[1:]
         ]
-    where = ""  # one seed does not tell how another training would end
-    if min((group.num_seeds for group in groups), default=0) == 1:
+    where, fewest = "", min((group.num_seeds for group in groups), default=0)
+    if fewest == 1:  # one seed does not tell how another training would end
         where = "In this run" if len(groups) == 1 else "In these runs"
     blocks = [
         (first.sentence(name, other, where), [criterion.item() for criterion in rest])
@@ -104,7 +104,7 @@ def answer(policies: Sequence[Group]) -> Markup:
     if not blocks:
         return Markup()
     changes = _changes(groups) if len(groups) > 1 else []
-    return part("answers", changes, blocks, over_what(groups[0]), bool(where))
+    return part("answers", changes, blocks, over_what(groups[0]), few_seeds(fewest))
 
 
 def _changes(groups: Sequence[Group]) -> list[tuple[Sequence[str], ...]]:

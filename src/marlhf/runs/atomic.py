@@ -1,4 +1,5 @@
-"""Files and folders that are either complete or not there, whenever the process is killed."""
+"""Files and folders that are complete or not there, whenever the process is killed; and the lock
+by which one process at a time works in a folder."""
 
 from __future__ import annotations
 
@@ -6,12 +7,16 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import shutil
+import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from marlhf.runs.layout import RunError
+from marlhf.errors import MarlhfError
+from marlhf.runs.layout import RunError, check_inside
 
 UNFINISHED = ".new"
 """How the name of a file ends until it is complete."""
@@ -23,17 +28,52 @@ DISK_FULL = ("No space left", "unexpected pos", "PytorchStreamWriter failed")
 def replacing(file: Path) -> Iterator[Path]:
     """A temporary file to write to; it takes the place of `file` when the block ends well.
 
-    Its bytes are on disk before its name is, so a crash leaves the old file or the new one. The
-    process id is in its name: two processes may replace the same file, and the later one wins.
+    Its bytes are on disk before its name is, so a crash leaves the old file or the new one. Its
+    name is random: nobody can put a link there beforehand, and when two processes replace the same
+    file, the later one wins.
     """
-    temporary = file.with_name(f".{file.name}.{os.getpid()}{UNFINISHED}")
+    check_inside(file.parent / f".{file.name}{UNFINISHED}")
+    descriptor, name = tempfile.mkstemp(UNFINISHED, f".{file.name}.", file.parent)
+    os.close(descriptor)
+    temporary = Path(name)
     try:
         yield temporary
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
+        temporary.chmod(0o666 & ~_umask())
+        _sync(temporary)
         temporary.replace(file)
+        _sync(file.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def replacing_folder(final: Path) -> Iterator[Path]:
+    """A temporary folder to fill, which takes the place of `final` when the block ends well."""
+    check_inside(final.parent / f".{final.name}{UNFINISHED}")
+    temporary = Path(tempfile.mkdtemp(UNFINISHED, f".{final.name}.", final.parent))
+    try:
+        yield temporary
+        replace_folder(temporary, final)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def open_to_append(file: Path) -> BinaryIO:
+    """Open a file for adding to its end, and for reading, without following links."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    check_inside(file)
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # not on Windows
+    try:
+        descriptor = os.open(file, flags, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise RunError(f"{file} is a symbolic link, which is not written to. Remove it.") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise RunError(f"{file} is not a file. Remove it.")
+    return os.fdopen(descriptor, "ab+")
 
 
 def write_bytes(file: Path, data: bytes) -> None:
@@ -59,28 +99,35 @@ def encode_json(value: Any, indent: int | None = None) -> bytes:
         return json.dumps(value, indent=indent).encode()
 
 
-def replace_folder(temporary: Path, final: Path) -> None:
-    """Move a complete folder to its place, with everything on disk before its name is."""
+def _umask() -> int:
     umask = os.umask(0)
     os.umask(umask)
-    for file in temporary.rglob("*"):
-        if file.is_file():
-            # safetensors makes files that only their owner can read, whatever the umask.
-            file.chmod(0o666 & ~umask)
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
-    # A folder cannot replace one that is not empty: the old one steps aside first.
-    old = final.with_name(f".{final.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
-        final.replace(old)
-    temporary.replace(final)
-    shutil.rmtree(old, ignore_errors=True)
-    descriptor = os.open(final.parent, os.O_RDONLY)
+    return umask
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_folder(temporary: Path, final: Path) -> None:
+    """Move a complete folder to its place, with everything on disk before its name is."""
+    umask = _umask()
+    for path in [*temporary.rglob("*"), temporary]:
+        # safetensors makes files that only their owner can read, whatever the umask.
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
+        _sync(path)
+    # A folder cannot replace one that is not empty: the old one steps aside first.
+    old = final.with_name(f".{final.name}.{secrets.token_hex(4)}{UNFINISHED}")
+    if final.exists():
+        final.replace(old)
+    temporary.replace(final)
+    shutil.rmtree(old, ignore_errors=True)
+    _sync(final.parent)
 
 
 @contextlib.contextmanager
@@ -103,6 +150,32 @@ def explain_disk_errors(where: Path, temporary: Path | None = None) -> Iterator[
         if isinstance(error, OSError):
             raise RunError(
                 f"Cannot write to {where}: {error}. Make it a folder that can be written to, or "
-                "choose another folder (output_dir, for a training)."
+                "choose another folder: output_dir of a training, -o of a report."
             ) from error
         raise
+
+
+class FolderInUse(MarlhfError, RuntimeError):
+    """Another process holds the lock."""
+
+
+def lock_folder(folder: Path) -> int | None:
+    """Take the lock of a folder without waiting.
+
+    Returns the descriptor that holds it until it is closed, here and in every process that
+    inherits it; None where there are no locks (Windows, some network file systems).
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise FolderInUse(f"Another process works in {folder}.") from None
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor

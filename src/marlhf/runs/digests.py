@@ -53,7 +53,7 @@ def input_digests(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def changed_inputs(settings: Mapping[str, Any], recorded: Mapping[str, str]) -> list[str]:
     """A phrase for each input that is no longer what it was: `model: /runs/sft/model is gone`."""
-    if not recorded:  # a run of version 0.1, or one that began with nothing on this disk
+    if not recorded:
         return []
     now, paths = input_digests(settings), dict(_paths(settings))
     return [

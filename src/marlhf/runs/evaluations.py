@@ -1,13 +1,11 @@
 """Files of sampled responses in a run folder, and the settings they were sampled with.
 
-Every line says its settings under `sampling`. The file's name repeats them for people; only files
-of version 0.1, whose lines do not have them, are read by their names.
+Every line says its settings under `sampling`. The file's name repeats them for people.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from marlhf.runs.jsonl import Line, read_keyed
@@ -48,7 +46,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class EvaluationFile:
-    """The last line of each prompt; no settings where neither lines nor name have any."""
+    """The last line of each prompt; no settings where the lines have none."""
 
     name: str
     settings: SamplingSettings | None
@@ -65,36 +63,16 @@ def read_evaluations(folder: Path) -> list[EvaluationFile]:
     for file in sorted(folder.glob("*.jsonl")):
         lines = list(read_keyed(file).values())
         if lines:
-            settings = _from_line(lines[-1]) or from_name(file.stem)
-            files.append(EvaluationFile(file.stem, settings, lines))
+            files.append(EvaluationFile(file.stem, _settings_of(lines[-1]), lines))
     return files
 
 
-def read_sampled(file: Path, setting: str, settings: SamplingSettings) -> dict[str, Line]:
-    """What was sampled before under a setting, by prompt; lines of version 0.1 get the settings."""
-    lines = read_keyed(file, setting)
-    return {key: line | {"sampling": asdict(settings)} for key, line in lines.items()}
-
-
-def _from_line(line: Line) -> SamplingSettings | None:
+def _settings_of(line: Line) -> SamplingSettings | None:
     written = line.get("sampling")
-    if not isinstance(written, dict):  # version 0.1 wrote none
+    if not isinstance(written, dict):
         return None
     names = {field.name for field in fields(SamplingSettings)}
     try:
         return SamplingSettings(**{k: v for k, v in written.items() if k in names})
     except TypeError:  # edited by hand
         return None
-
-
-def from_name(name: str) -> SamplingSettings | None:
-    """The settings in the name of a file that version 0.1 wrote; None if it has another name.
-
-    >>> from_name("t0.8-m64-s0-test").label, from_name("mine")
-    ('temperature 0.8, 64 tokens, test', None)
-    """
-    match = re.fullmatch(r"t(\d+(?:\.\d+)?(?:e-\d+)?)-m(\d+)-s(\d+)(?:-(.+))?", name)
-    if match is None:
-        return None
-    temperature, tokens, seed, data = match.groups()
-    return SamplingSettings(float(temperature), int(tokens), int(seed), data or "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -10,12 +9,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from marlhf.runs.atomic import encode_json, explain_disk_errors, write_bytes
+from marlhf.runs.atomic import encode_json, explain_disk_errors, open_to_append, write_bytes
+from marlhf.runs.layout import RunError, leads_out
 
 Line = dict[str, Any]
 
 
-class Lines(NamedTuple):
+class JsonLines(NamedTuple):
     """The objects of a file, and what in it could not be read."""
 
     rows: list[Line]
@@ -29,28 +29,24 @@ class Lines(NamedTuple):
         return len(self.broken) + self.torn
 
 
-def read_jsonl(file: Path, last_bytes: int | None = None) -> Lines:
-    """Every object in a file, or in its last bytes; none where there is no file."""
+def read_jsonl(file: Path) -> JsonLines:
+    """Every object in a file; none where there is no file."""
     rows: list[Line] = []
     broken: dict[int, str] = {}
-    if not file.is_file():
-        return Lines(rows, broken, torn=False)
-    with file.open("rb") as data:
-        if last_bytes is not None and file.stat().st_size > last_bytes:
-            data.seek(-last_bytes, os.SEEK_END)
-            data.readline()  # most likely a part of a line
-        lines = io.TextIOWrapper(data, encoding="utf-8", errors="replace")
+    if not file.is_file() or leads_out(file):
+        return JsonLines(rows, broken, torn=False)
+    with file.open(encoding="utf-8", errors="replace") as lines:
         for number, text in enumerate(lines, start=1):
             try:
                 row = json.loads(text) if text.strip() else None
             except (ValueError, RecursionError) as error:
                 if not text.endswith("\n"):
-                    return Lines(rows, broken, torn=True)
+                    return JsonLines(rows, broken, torn=True)
                 broken[number] = str(error)
                 continue
             if isinstance(row, dict):
                 rows.append(row)
-    return Lines(rows, broken, torn=False)
+    return JsonLines(rows, broken, torn=False)
 
 
 def read_keyed(file: Path, setting: str | None = None) -> dict[str, Line]:
@@ -63,14 +59,12 @@ def read_keyed(file: Path, setting: str | None = None) -> dict[str, Line]:
 
 def append_jsonl(file: Path, rows: Iterable[Line]) -> None:
     """Add lines at the end; a line that a kill tore stays a line of its own."""
-    with explain_disk_errors(file.parent):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("ab+") as out:
-            torn = False
-            if out.tell():
-                out.seek(-1, os.SEEK_END)
-                torn = out.read(1) != b"\n"
-            out.write((b"\n" if torn else b"") + _encode(rows))
+    with explain_disk_errors(file.parent), open_to_append(file) as out:
+        torn = False
+        if out.tell():
+            out.seek(-1, os.SEEK_END)
+            torn = out.read(1) != b"\n"
+        out.write((b"\n" if torn else b"") + _encode(rows))
 
 
 def write_jsonl(file: Path, rows: Iterable[Line]) -> None:
@@ -88,4 +82,7 @@ def finite(value: Any) -> Any:
 
 
 def _encode(rows: Iterable[Line]) -> bytes:
-    return b"".join(encode_json(finite(row)) + b"\n" for row in rows)
+    try:
+        return b"".join(encode_json(finite(row)) + b"\n" for row in rows)
+    except RecursionError:
+        raise RunError("A line is nested too deeply to be written. Remove it.") from None

@@ -63,6 +63,27 @@ def is_run(folder: Path) -> bool:
     return (folder / STATE).is_file() or (folder / METRICS).is_file()
 
 
+def leads_out(path: Path) -> bool:
+    """Whether symbolic links take a path out of the run or model folder that it lies in.
+
+    A folder may come from somebody else: a link in it could have us read a private file into a
+    report, or write to one.
+    """
+    for folder in path.parents:
+        if is_run(folder) or (folder / "config.json").is_file():
+            return not path.resolve().is_relative_to(folder.resolve())
+    return False
+
+
+def check_inside(path: Path) -> None:
+    """Refuse a path that leads out of its run folder."""
+    if leads_out(path):
+        raise RunError(
+            f"{path} leads out of its run folder, to {path.resolve()}, by a symbolic link. Nothing "
+            "is written there. Remove the link; a run folder as a whole may be one."
+        )
+
+
 def model_folder(path: str) -> str:
     """The model of a run, where the run's folder is given; else the path itself."""
     inner = Path(path) / MODEL
@@ -71,7 +92,7 @@ def model_folder(path: str) -> str:
 
 def has_model(folder: Path, state: Mapping[str, Any]) -> bool:
     """Whether the model of a finished run is there, none of its files missing or cut short."""
-    files = state.get("model_files") or {}  # version 0.1 recorded none
+    files = state.get("model_files") or {}
     model = folder / MODEL
     return model.is_dir() and all(
         (model / name).is_file() and (model / name).stat().st_size == size
@@ -87,11 +108,6 @@ def read_state(folder: Path) -> dict[str, Any]:
 def read_score_scale(folder: Path) -> tuple[float, float] | None:
     """Mean and deviation by which a run normalises scores, where its folder says so."""
     scale = read_state(folder).get(SCORE_SCALE)
-    if not scale:  # version 0.1 had it in checkpoints alone
-        probes = (
-            read_object(p).get("probe") for p in folder.glob(f"{CHECKPOINTS}/*/{CHECKPOINT_STATE}")
-        )
-        scale = next(([p["mean"], p["std"]] for p in probes if p), None)
     return (float(scale[0]), float(scale[1])) if scale else None
 
 
@@ -102,7 +118,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     nested too deep for the stack, so that a file long enough for that is left to Python.
     """
     try:
-        text = (folder / CONFIG).read_text(encoding="utf-8", errors="replace")
+        text = _read_inside(folder / CONFIG)
         short = len(text) < 10_000
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader) if short else yaml.SafeLoader
         config = yaml.load(text, loader)
@@ -120,7 +136,13 @@ def to_yaml(value: Any) -> str:
 def read_object(file: Path) -> dict[str, Any]:
     """The object in a JSON file; an empty one where the file is missing or damaged."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8", errors="replace"))
+        value = json.loads(_read_inside(file))
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _read_inside(file: Path) -> str:
+    if leads_out(file):
+        raise FileNotFoundError(file)
+    return file.read_text(encoding="utf-8", errors="replace")

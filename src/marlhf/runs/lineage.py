@@ -21,7 +21,7 @@ from marlhf.fields import settings_with
 from marlhf.runs.layout import CONFIG, MODEL, is_run, read_config, read_state
 from marlhf.runs.read import Run
 
-IDLE_KEYS = settings_with(RLConfig, "idle")
+OUTSIDE_IDENTITY = settings_with(RLConfig, "outside_identity")
 """Settings by which two trainings of the same thing may differ."""
 MAX_HEADER = 100_000_000
 
@@ -41,7 +41,7 @@ def _chosen(config: dict[str, Any], folder: Path, seen: set[Path]) -> Iterator[t
     output = config.get("output_dir")
     beside = output.rstrip("/").rpartition("/")[0] + "/" if isinstance(output, str) else "/"
     for key, value in flatten(config).items():
-        if key.split(".")[0] in IDLE_KEYS:
+        if key.split(".")[0] in OUTSIDE_IDENTITY:
             continue
         origin = origin_of(config, folder, value) if isinstance(value, str) else None
         if origin is not None:

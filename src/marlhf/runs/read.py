@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from marlhf.runs.layout import (
     SAMPLES,
     STATE,
     is_run,
+    leads_out,
     read_config,
     read_state,
 )
@@ -165,12 +164,13 @@ def read_run(path: Path | str) -> Run:
             f"{path} is not a run: it has neither run.json nor metrics.jsonl. "
             "Give the `output_dir` of a training."
         )
-    problems: list[str] = []
+    links = [name for name in (STATE, CONFIG, METRICS, EVAL, SAMPLES) if leads_out(path / name)]
+    problems = [f"{name} is a link out of the folder and was left out" for name in links]
     about, config = read_state(path), read_config(path)
     for name, content in ((STATE, about), (CONFIG, config)):
-        if not content and (path / name).is_file():
+        if not content and (path / name).is_file() and name not in links:
             problems.append(f"{name} is damaged and was left out")
-    metrics = [_current_names(row) for row in _read_rows(path / METRICS, problems)]
+    metrics = _read_rows(path / METRICS, problems)
     if not metrics and about.get("status") == "finished":
         problems.append(f"{METRICS} is missing or empty: there are no curves")
     train = _by_step(row for row in metrics if row.get("kind", "train") == "train")
@@ -232,16 +232,6 @@ def _read_rows(file: Path, problems: list[str]) -> list[Row]:
         plural = "line" if lines.num_unread == 1 else "lines"
         problems.append(f"{lines.num_unread} broken {plural} of {file.name} left out")
     return lines.rows
-
-
-def _current_names(row: Row) -> Row:
-    """Metrics of PPO and RLOO begin with `rl/`; version 0.1 wrote `ppo/` and `rloo/`."""
-    return {_current_name(key): value for key, value in row.items()}
-
-
-@lru_cache(maxsize=1024)
-def _current_name(key: str) -> str:
-    return re.sub("^(ppo|rloo)/", "rl/", key)
 
 
 def _by_step(rows: Iterator[Row] | list[Row]) -> list[Row]:

@@ -17,8 +17,10 @@ from marlhf.config.stage import StageConfig
 from marlhf.fields import settings_with
 from marlhf.runs.atomic import (
     UNFINISHED,
+    FolderInUse,
     explain_disk_errors,
-    replace_folder,
+    lock_folder,
+    replacing_folder,
     write_json,
     write_text,
 )
@@ -33,12 +35,12 @@ from marlhf.runs.layout import (
     SAMPLES,
     STATE,
     RunError,
+    check_inside,
     has_model,
     read_config,
     read_state,
     to_yaml,
 )
-from marlhf.runs.lock import FolderInUse, lock_folder
 
 LOGS = (METRICS, EVAL, SAMPLES)
 LOCKS: dict[Path, int] = {}
@@ -93,6 +95,8 @@ class RunFolder:
             before, old = read_state(self.path), read_config(self.path)
             if self.has_progress or "marlhf" not in before:
                 self._check_settings(old)
+                for path in self.path.rglob("*"):
+                    check_inside(path)
                 self.state |= before
                 if not self.finished:
                     self.lock()
@@ -133,7 +137,10 @@ class RunFolder:
         if descriptor is not None:
             LOCKS[self.path.resolve()] = descriptor
         for leftover in self.path.glob(f".*{UNFINISHED}"):  # of a process that was killed
-            leftover.unlink(missing_ok=True)
+            if leftover.is_dir() and not leftover.is_symlink():
+                shutil.rmtree(leftover, ignore_errors=True)
+            else:
+                leftover.unlink(missing_ok=True)
 
     def release(self) -> None:
         held = LOCKS.pop(self.path.resolve(), None)
@@ -248,11 +255,8 @@ class RunFolder:
 
     def save_model(self, save: Callable[[Path], None], name: str = MODEL) -> None:
         """Keep a model complete or not at all; `save` writes its files into a folder."""
-        temporary = self.path / f".{name}"
-        shutil.rmtree(temporary, ignore_errors=True)
-        with explain_disk_errors(self.path, temporary):
+        with explain_disk_errors(self.path), replacing_folder(self.path / name) as temporary:
             save(temporary)
-            replace_folder(temporary, self.path / name)
 
 
 class ReadOnlyRunFolder(RunFolder):

@@ -17,12 +17,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import yaml
 
-from marlhf.config.settings import to_raw
-from marlhf.runs.atomic import explain_disk_errors, write_text
+from marlhf.runs.atomic import explain_disk_errors, open_to_append, write_text
 from marlhf.sweep.plan import Training
 
 CHILD = """
@@ -51,7 +50,7 @@ class Process(Protocol):
 
 
 @dataclass
-class Job:
+class TrainingJob:
     """A training that is running."""
 
     training: Training
@@ -70,7 +69,7 @@ class Job:
     def last_line(self) -> str:
         return (tail(self.log, TAIL, self.log_start) or [""])[-1]
 
-    def complaint(self) -> str:
+    def failure_reason(self) -> str:
         """Why it ended, from what it said last: a sentence with its indented list, if any."""
         status, lines = self.process.poll() or 0, tail(self.log, start=self.log_start)
         if status < 0:
@@ -96,25 +95,28 @@ def tail(file: Path, most: int | None = None, start: int = 0) -> list[str]:
     return [line.rstrip() for line in text.splitlines() if line.strip()]
 
 
-def start_job(training: Training, slot: int, jobs: int, lock: int | None) -> Job:
+def start_job(training: Training, slot: int, jobs: int, lock: int | None) -> TrainingJob:
     """Start a training, or resume one."""
-    folder, raw = training.folder.parent, to_raw(training.config)
+    folder, raw = training.folder.parent, training.settings
     recipe = folder / f"{training.folder.name}.yaml"
     log = folder / f"{training.folder.name}.log"
     write_text(recipe, yaml.safe_dump(raw, sort_keys=False, allow_unicode=True))
-    with explain_disk_errors(folder):
-        log.touch()
-    offset = log.stat().st_size
-    environment = os.environ | job_environment(slot, jobs, training.config.device)
+    with explain_disk_errors(folder), open_to_append(log) as output:
+        offset = output.seek(0, os.SEEK_END)
+    environment = os.environ | job_environment(slot, jobs, raw["device"])
     process = start([training.kind, str(recipe)], log, environment, lock)
-    return Job(training, process, slot, log, offset, time.monotonic())
+    return TrainingJob(training, process, slot, log, offset, time.monotonic())
 
 
 def start(words: list[str], log: Path, environment: dict[str, str], lock: int | None) -> Process:
-    """The command line in a session of its own: Ctrl-C is the sweep's to pass on."""
-    with log.open("ab") as output:
+    """The command line in a session of its own: Ctrl-C is the sweep's to pass on.
+
+    Modules are found where this process finds them. `python -c` alone would import those of the
+    current folder first, such as somebody's typer.py.
+    """
+    with open_to_append(log) as output:
         return subprocess.Popen(
-            [sys.executable, "-c", CHILD, *words],
+            [sys.executable, "-c", f"import sys\nsys.path[:] = {sys.path}\n{CHILD}", *words],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
@@ -144,7 +146,7 @@ def visible_gpus() -> list[str]:
     return [str(i) for i in range(torch.cuda.device_count())]
 
 
-def stop(jobs: Sequence[Job], patience: float = math.inf) -> None:
+def stop(jobs: Sequence[TrainingJob], patience: float = math.inf) -> None:
     """Ask all to save and end, and wait; what is not over after `patience` seconds is killed.
 
     Ctrl-C while waiting ends them at once: a training takes a second signal as such.
@@ -165,13 +167,6 @@ def stop(jobs: Sequence[Job], patience: float = math.inf) -> None:
             continue
 
 
-def free_slot(jobs: Sequence[Job]) -> int:
+def free_slot(jobs: Sequence[TrainingJob]) -> int:
     taken = {job.slot for job in jobs}
     return next(i for i in range(len(jobs) + 1) if i not in taken)
-
-
-def main_numbers(summary: dict[str, Any]) -> str:
-    """The numbers of a finished run that a line has room for."""
-    keys = ("eval/score", "eval/kl", "eval/length", "eval/loss", "eval/accuracy")
-    numbers = [(key[5:], summary[key]) for key in keys if isinstance(summary.get(key), float)]
-    return "  ".join(f"{name} {value:.4g}" for name, value in numbers)

@@ -15,10 +15,10 @@ import fnmatch
 import hashlib
 import itertools
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,10 @@ from marlhf.config.rl import RLConfig
 from marlhf.config.settings import flatten, to_raw
 from marlhf.fields import settings_with
 from marlhf.runs.layout import CONFIG, MODEL, read_config, read_state
-from marlhf.train.recipe import ConfigError, Stage, load_points, load_recipe
+from marlhf.runs.write import is_finished
+from marlhf.train.recipe import ConfigError, Stage, check_points, check_recipe
 
-MAY_CHANGE = settings_with(RLConfig, "may_change")
+MAY_CHANGE = frozenset(settings_with(RLConfig, "may_change"))
 MAX_LABEL = 48
 """Longest name of a value in a folder's name; a longer one is cut and told apart by its digest."""
 
@@ -39,7 +40,7 @@ Place = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Axis:
+class SweepAxis:
     """A setting with several values, each as it was written."""
 
     key: str
@@ -68,17 +69,44 @@ class Training:
     """One run folder to fill. Points share it where its settings are the same."""
 
     folder: Path
-    stage: str
-    kind: str
-    config: Any
+    recipe_stage: Stage
+    """The stage as the recipe has it at one of the points, its models in the recipe's folder."""
+    raw: dict[str, Any]
+    """The settings of that stage as plain data."""
+    models: dict[str, str]
+    """Models it starts from: their paths in the recipe's folder, and in this sweep."""
     needs: tuple[Path, ...] = ()
     """Folders of the trainings whose models it starts from."""
-    priority: float = 0.0
-    """Those of a higher one begin first; never below that of a training which needs it."""
+
+    @property
+    def stage(self) -> str:
+        return self.recipe_stage.name
+
+    @property
+    def kind(self) -> str:
+        return self.recipe_stage.kind
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its settings as plain data, with its own folder and the models of this sweep."""
+        moved = {key: _moved(value, self.models) for key, value in self.raw.items()}
+        return moved | {"output_dir": str(self.folder)}
+
+    @property
+    def config(self) -> Any:
+        """Its settings, typed. Only trainings that are about to run need them."""
+        config = self.recipe_stage.config
+        moved = {key: _moved(value, self.models) for key, value in vars(config).items()}
+        changes = {key: value for key, value in moved.items() if value != getattr(config, key)}
+        return replace(config, **changes | {"output_dir": str(self.folder)})
+
+    @cached_property
+    def identity(self) -> str:
+        return identity(self.kind, self.settings)
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """One combination of the axes' values."""
 
     name: str
@@ -89,12 +117,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Plan:
-    """A sweep before it is run. `runs` are in the order in which they begin, after their needs."""
+    """A sweep before it is run. `runs` are in the order of the recipe, each after its needs."""
 
     recipe: str
     root: Path
-    axes: tuple[Axis, ...]
-    points: tuple[Point, ...]
+    axes: tuple[SweepAxis, ...]
+    points: tuple[SweepPoint, ...]
     runs: tuple[Training, ...]
     settings: dict[str, dict[str, Any]]
     """Of each stage, as of the first point."""
@@ -113,7 +141,7 @@ def make_plan(recipe: Path | str, overrides: Sequence[str] = (), only: Sequence[
     """
     words = [_split(word) for word in overrides]
     axes = _axes(words)
-    first = load_recipe(recipe, [f"{k}={v[0]}" if k else v[0] for k, v in words])
+    first = check_recipe(recipe, [f"{k}={v[0]}" if k else v[0] for k, v in words])
     root = Path(first[0].config.output_dir).parent
     if not any(key == "output_dir" for key, _ in words):
         root = root.with_name(f"{root.name}-sweep")
@@ -124,7 +152,7 @@ def make_plan(recipe: Path | str, overrides: Sequence[str] = (), only: Sequence[
     stages: dict[Place, list[Stage]] = {}
     folder_override = f"output_dir={json.dumps(str(root))}"
     overrides_of_points = [[*_overrides(words, axes, place), folder_override] for place in places]
-    loaded = load_points(recipe, overrides_of_points)
+    loaded = check_points(recipe, overrides_of_points)
     for place, name in zip(places, names):
         try:
             stages[place] = next(loaded)
@@ -135,14 +163,18 @@ def make_plan(recipe: Path | str, overrides: Sequence[str] = (), only: Sequence[
     runs = _only(runs, only)
     kept, parsed = {run.folder for run in runs}, [axis.parsed for axis in axes]
     points = tuple(
-        Point(
+        SweepPoint(
             name or "the recipe as it is",
             {axis.key: values[i] for axis, values, i in zip(axes, parsed, place)},
             tuple(folder for folder in dict.fromkeys(folders[place]) if folder in kept),
         )
         for place, name in zip(places, names)
     )
-    settings = {stage.name: flatten(_raw(stage)) for stage in stages[places[0]]}
+    settings: dict[str, dict[str, Any]] = {}
+    for stage in stages[places[0]]:
+        raw = to_raw(stage.config)
+        del raw["output_dir"]
+        settings[stage.name] = flatten(raw)
     return Plan(str(recipe), root, axes, points, tuple(runs), settings)
 
 
@@ -182,15 +214,15 @@ def _split(word: str) -> tuple[str, list[str]]:
 
 
 def _overrides(
-    words: Sequence[tuple[str, list[str]]], axes: Sequence[Axis], place: Place
+    words: Sequence[tuple[str, list[str]]], axes: Sequence[SweepAxis], place: Place
 ) -> list[str]:
     """The settings of one point, in the order in which they were given."""
     chosen = {axis.key: axis.values[i] for axis, i in zip(axes, place)}
     return [f"{k}={chosen.get(k, v[0])}" for k, v in words if k != "output_dir"]
 
 
-def _axes(words: Iterable[tuple[str, list[str]]]) -> list[Axis]:
-    axes: list[Axis] = []
+def _axes(words: Iterable[tuple[str, list[str]]]) -> list[SweepAxis]:
+    axes: list[SweepAxis] = []
     words = list(words)
     for key, values in words:
         if len(values) < 2:
@@ -203,7 +235,7 @@ def _axes(words: Iterable[tuple[str, list[str]]]) -> list[Axis]:
             raise ConfigError(
                 f"{key}={','.join(values)} has a value that is empty. Write null for none."
             )
-        axis = Axis(key, tuple(values))
+        axis = SweepAxis(key, tuple(values))
         seen = [json.dumps(value, default=str) for value in axis.parsed]
         for text, value in zip(values, seen):
             if seen.count(value) > 1:
@@ -220,7 +252,7 @@ def _check_hub(stages: Sequence[Stage]) -> None:
         )
 
 
-def _named(axes: Sequence[Axis], stages: Sequence[str]) -> tuple[Axis, ...]:
+def _named(axes: Sequence[SweepAxis], stages: Sequence[str]) -> tuple[SweepAxis, ...]:
     """Axes under the last part of their keys, where no other is called so."""
     seeds = {"seed", *(f"{stage}.seed" for stage in stages)}
     short = {a.key: a.key.rpartition(".")[2] for a in axes}
@@ -258,15 +290,17 @@ def _safe(text: str) -> str:
 
 def _runs(
     stages: Mapping[Place, Sequence[Stage]],
-    axes: Sequence[Axis],
+    axes: Sequence[SweepAxis],
     labels: Sequence[Sequence[str]],
     root: Path,
 ) -> tuple[dict[Place, list[Path]], list[Training]]:
     """The folders of each point's stages, and every training once."""
     # Points share the stages that no axis reaches, so each is looked at once.
     distinct = {id(stage): stage for own in stages.values() for stage in own}
-    references = {key: _references(stage, root) for key, stage in distinct.items()}
-    reach = _reach(stages, axes, distinct, references)
+    raw = {key: to_raw(stage.config) for key, stage in distinct.items()}
+    references = {key: _references(settings, root) for key, settings in raw.items()}
+    identities = {key: identity(stage.kind, raw[key]) for key, stage in distinct.items()}
+    reach = _reach(stages, axes, identities, references)
     wanted: dict[Path, tuple[Stage, dict[str, Path]]] = {}
     homes: dict[Place, dict[str, Path]] = {}
     for place, own in stages.items():
@@ -280,7 +314,13 @@ def _runs(
             needed = {name: homes[place][name] for name in references[id(stage)]}
             homes[place][stage.name] = folder
             wanted.setdefault(folder, (stage, needed))
-    built = {folder: _build(*each, root, folder) for folder, each in wanted.items()}
+
+    def training(stage: Stage, needed: Mapping[str, Path], folder: Path) -> Training:
+        models = {_model(root, name): str(path / MODEL) for name, path in needed.items()}
+        needs = tuple(dict.fromkeys(needed.values()))
+        return Training(folder, stage, raw[id(stage)], models, needs)
+
+    built = {folder: training(*each, folder) for folder, each in wanted.items()}
     stand_in = _same(built, reach)
     known = _known(root)
     runs: dict[Path, Training] = {}
@@ -292,18 +332,16 @@ def _runs(
             (stage, needed), run = wanted[folder], built[folder]
             settled = {name: settle(path) for name, path in needed.items()}
             if settled != needed:
-                run = _build(stage, settled, root, folder)
+                run = training(stage, settled, folder)
             # The same training may have begun under another name, before an axis came or went.
-            home = known.get(_identity_of(run), folder) if known else folder
-            if home != folder:
-                run = replace(run, folder=home, config=replace(run.config, output_dir=str(home)))
-            runs[folder] = run
+            home = known.get(run.identity, folder) if known else folder
+            runs[folder] = run if home == folder else replace(run, folder=home)
         return runs[folder].folder
 
     by_point = {
         place: [settle(homes[place][stage.name]) for stage in own] for place, own in stages.items()
     }
-    return by_point, _ordered({run.folder: run for run in runs.values()}.values())
+    return by_point, list({run.folder: run for run in runs.values()}.values())
 
 
 def _only(runs: list[Training], patterns: Sequence[str]) -> list[Training]:
@@ -319,26 +357,13 @@ def _only(runs: list[Training], patterns: Sequence[str]) -> list[Training]:
     return [run for run in runs if run.folder in kept]
 
 
-def _ordered(runs: Iterable[Training]) -> list[Training]:
-    """By priority, else in the order of the recipe. What others need is as urgent as they are."""
-    runs = list(runs)
-    urgent: dict[Path, float] = {}
-    for run in reversed(runs):  # those that need it come later in the list
-        urgent[run.folder] = max(run.priority, urgent.get(run.folder, run.priority))
-        for need in run.needs:
-            urgent[need] = max(urgent[run.folder], urgent.get(need, -math.inf))
-    runs = [replace(run, priority=urgent[run.folder]) for run in runs]
-    return sorted(runs, key=lambda run: -run.priority)
-
-
 def _reach(
     stages: Mapping[Place, Sequence[Stage]],
-    axes: Sequence[Axis],
-    distinct: Mapping[int, Stage],
+    axes: Sequence[SweepAxis],
+    identities: Mapping[int, str],
     references: Mapping[int, Sequence[str]],
 ) -> dict[str, set[int]]:
     """The axes on which each stage depends, itself or through the models it starts from."""
-    identities = {key: identity(stage.kind, _raw(stage)) for key, stage in distinct.items()}
     reach: dict[str, set[int]] = {}
     for number, name in enumerate(stage.name for stage in next(iter(stages.values()))):
         reach[name] = set()
@@ -362,7 +387,7 @@ def _same(built: Mapping[Path, Training], reach: Mapping[str, set[int]]) -> dict
     """
     equal: dict[str, list[Path]] = {}
     for folder, run in built.items():
-        equal.setdefault(_identity_of(run), []).append(folder)
+        equal.setdefault(run.identity, []).append(folder)
     final: dict[Path, Path] = {}
     for folders in equal.values():
         best = max(folders, key=lambda folder: len(reach[built[folder].stage]))
@@ -380,29 +405,10 @@ def _known(root: Path) -> dict[str, Path]:
     return known
 
 
-def _identity_of(run: Training) -> str:
-    return identity(run.kind, to_raw(run.config))
-
-
-def _build(stage: Stage, needed: Mapping[str, Path], root: Path, folder: Path) -> Training:
-    """The stage in its folder, with the models that it starts from where this sweep has them."""
-    paths = {_model(root, name): str(folder / MODEL) for name, folder in needed.items()}
-    changes: dict[str, Any] = {"output_dir": str(folder)}
-    for key, value in vars(stage.config).items():
-        if isinstance(value, str) and value in paths:
-            changes[key] = paths[value]
-        elif isinstance(value, tuple) and any(x in paths for x in value if isinstance(x, str)):
-            changes[key] = tuple(paths.get(x, x) for x in value)
-    needs = tuple(dict.fromkeys(needed.values()))
-    config = replace(stage.config, **changes)
-    return Training(folder, stage.name, stage.kind, config, needs, stage.priority)
-
-
-def _references(stage: Stage, root: Path) -> list[str]:
+def _references(raw: Mapping[str, Any], root: Path) -> list[str]:
     """The stages whose models a stage starts from."""
-    values = [v for v in vars(stage.config).values() if isinstance(v, (str, tuple))]
-    texts = [x for v in values for x in (v if isinstance(v, tuple) else [v]) if isinstance(x, str)]
-    models = [x for x in texts if x.endswith("model")]  # few are: paths are slow to take apart
+    values = [x for v in raw.values() for x in (v if isinstance(v, list) else [v])]
+    models = [x for x in values if isinstance(x, str) and x.endswith(MODEL)]  # few are
     names = [Path(x).parent.name for x in models if x == _model(root, Path(x).parent.name)]
     return list(dict.fromkeys(names))
 
@@ -412,5 +418,26 @@ def _model(root: Path, stage: str) -> str:
     return str(root / stage / MODEL)
 
 
-def _raw(stage: Stage) -> dict[str, Any]:
-    return {k: v for k, v in to_raw(stage.config).items() if k != "output_dir"}
+def _moved(value: Any, paths: Mapping[str, str]) -> Any:
+    """A setting, or each item of a list of them, with paths replaced."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(each, paths) for each in value)
+    return paths.get(value, value) if isinstance(value, str) else value
+
+
+def describe_plan(plan: Plan) -> list[str]:
+    """What `--dry-run` prints: the points, and what is left to train for each."""
+    width = max(len(point.name) for point in plan.points)
+    finished = {run.folder for run in plan.runs if is_finished(run.folder)}
+    left = len(plan.runs) - len(finished)
+    lines = [f"{len(plan.points)} points in {plan.root}: {len(plan.runs)} runs, {left} left"]
+    printed: set[Path] = set()
+    for point in plan.points:
+        shown = [
+            f"{folder.relative_to(plan.root)}{' (finished)' if folder in finished else ''}"
+            for folder in point.runs
+            if folder not in printed
+        ]
+        printed |= set(point.runs)
+        lines.append(f"{point.name:{width}}  {'  '.join(shown)}".rstrip())
+    return lines

@@ -16,9 +16,8 @@ from typing import Any
 import yaml
 
 from marlhf.config.settings import default_settings
-from marlhf.runs.atomic import explain_disk_errors, write_json
+from marlhf.runs.atomic import FolderInUse, explain_disk_errors, lock_folder, write_json
 from marlhf.runs.layout import RunError, read_object
-from marlhf.runs.lock import FolderInUse, lock_folder
 from marlhf.runs.write import is_finished
 from marlhf.sweep.plan import MAY_CHANGE, Plan, Training
 from marlhf.train.stages import METHODS
@@ -79,10 +78,6 @@ class SweepState:
 
     def note(self, training: Training) -> str:
         return self.runs[self.short(training.folder)].get("note", "")
-
-    def seconds(self, training: Training) -> float | None:
-        """How long its processes have run, in this call and in earlier ones."""
-        return self.runs[self.short(training.folder)].get("seconds")
 
     def write(self) -> None:
         points = [point | {"state": self._state_of(point)} for point in self.points.values()]
@@ -160,20 +155,19 @@ def _is_complete(state: dict[str, Any]) -> bool:
 
 def _compare(before: dict[str, Any], plan: Plan) -> None:
     """Refuse to mix two sweeps: but for the axes, old and new, all settings must be the same."""
-    axes = [*before.get("axes", {}), *(axis.key for axis in plan.axes)]
+    axes = {*before.get("axes", {}), *(axis.key for axis in plan.axes)}
     changed: list[str] = []
-    defaults = [default_settings(method.config) for method in METHODS.values()]
     for stage, old in before.get("settings", {}).items():
-        new = plan.settings.get(stage)
-        if new is None:
+        if stage not in plan.settings:
             changed.append(f"{stage}: a stage there, none now")
             continue
+        new = _plain(plan.settings[stage])
         for key in sorted({*old, *new}):
             was, now = old.get(key, "(not there)"), new.get(key, "(not there)")
-            same = _plain(now) == was
             if key not in old:  # it came with a later version, and had its default
-                same = any(now == known[key] for known in defaults if key in known)
-            if not (same or key.split(".")[0] in MAY_CHANGE or _free(key, axes, plan)):
+                was = now if now in _defaults(key) else was
+            free = key.split(".")[0] in MAY_CHANGE or any(_decides(a, key, plan) for a in axes)
+            if was != now and not free:
                 changed.append(f"{stage}.{key}: {was!r} there, {now!r} now")
     if changed:
         raise RunError(
@@ -183,18 +177,16 @@ def _compare(before: dict[str, Any], plan: Plan) -> None:
         )
 
 
-def _free(setting: str, axes: list[str], plan: Plan) -> bool:
-    """Whether a setting of a stage is one that an axis decides."""
-    for axis in axes:
-        first, _, rest = axis.partition(".")
-        key = rest if first in plan.settings and rest else axis
-        key = key.removesuffix(".type") if key.endswith(".type") else key  # which clears the rest
-        if key == "kind" or setting == key or setting.startswith(f"{key}."):
-            return True
-        presets = [each for m in METHODS.values() for each in m.config.presets.values()]
-        if key == "preset" and any(setting in preset for preset in presets):
-            return True
-    return False
+def _defaults(key: str) -> list[Any]:
+    every = [default_settings(method.config) for method in METHODS.values()]
+    return [_plain(settings[key]) for settings in every if key in settings]
+
+
+def _decides(axis: str, setting: str, plan: Plan) -> bool:
+    """Whether an axis decides a setting of a stage. A kind or a preset decides any."""
+    first, _, rest = axis.partition(".")
+    key = (rest if first in plan.settings and rest else axis).removesuffix(".type")
+    return key in ("kind", "preset") or f"{setting}.".startswith(f"{key}.")
 
 
 def _plain(value: Any) -> Any:

@@ -6,17 +6,19 @@ Each check calls what the stage itself will call, so that the sentences are the 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from marlhf.config.build import field_names
 from marlhf.config.rl import RLConfig
+from marlhf.config.user_code import check_name
 from marlhf.core import Constituents
 from marlhf.data import Loaded, load_data
 from marlhf.errors import MarlhfError, SettingError
 from marlhf.models.adapter_config import import_peft, quantization
 from marlhf.models.base import pick_device
+from marlhf.models.locate import locate
 from marlhf.models.tiny import MAX_POSITIONS
 from marlhf.reward import RewardFunction, import_function
 from marlhf.runs.layout import read_object
@@ -26,26 +28,35 @@ from marlhf.runtime.model_sources import reward_items
 from marlhf.runtime.objects import NO_OBJECTS
 from marlhf.runtime.trackers import check_installed
 from marlhf.spans.parser import build_parser
-from marlhf.train.recipe import ConfigError, Stage
+from marlhf.train.recipe import ConfigError, Stage, make_segmenters
 
 
-def check_stages(stages: Sequence[Stage]) -> None:
-    """Refuse a recipe of which a stage could not run, with every reason at once."""
-    problems: list[str] = []
+def check_stages(stages: Sequence[Stage]) -> list[Stage]:
+    """Refuse a recipe of which a stage could not run, with every reason at once.
+
+    Returns the stages with their segmenters. The user's own code, rewards and segmenters, is
+    imported last: a recipe that is refused for another reason runs none of it.
+    """
+    stages = make_segmenters(stages, user_code=False)
+    to_run = [stage for stage in stages if not is_finished(Path(stage.config.output_dir))]
     read: dict[str, Loaded] = {}  # stages often share their rows
     made_by = {f"{stage.config.output_dir}/model": stage for stage in stages}
-    for stage in stages:
-        if is_finished(Path(stage.config.output_dir)):
-            continue
-        for check in _checks(stage, made_by, read):
-            try:
-                check()
-            except MarlhfError as error:
-                problems.append(f"{stage.name}: {error}")
+    _raise_problems((s, check) for s in to_run for check in _checks(s, made_by, read))
+    _raise_problems((s, check) for s in to_run for check in _checks_of_user_code(s, read))
+    return make_segmenters(stages)
+
+
+def _raise_problems(checks: Iterable[tuple[Stage, Callable[[], object]]]) -> None:
+    problems: list[str] = []
+    for stage, check in checks:
+        try:
+            check()
+        except MarlhfError as error:
+            problems.append(f"{stage.name}: {error}")
     if problems:
-        several = "1 stage could not run" if len(problems) == 1 else "Some stages could not run"
+        stages = "1 stage" if len(problems) == 1 else "Some stages"
         lines = "\n  ".join(dict.fromkeys(problems))
-        raise ConfigError(f"{several}; nothing has been trained yet.\n  {lines}")
+        raise ConfigError(f"{stages} could not run; nothing has been trained yet.\n  {lines}")
 
 
 def _checks(
@@ -61,37 +72,53 @@ def _checks(
     if config.lora is not None:
         yield import_peft
         yield lambda: quantization(config.lora)
-    loaded: list[Loaded] = []
-    yield lambda: loaded.append(_check_data(stage, read))
+    yield lambda: _check_data(stage, read)
     if isinstance(config, RLConfig):
-        yield lambda: _check_rewards(config, made_by, loaded)
+        yield lambda: _check_rewards(config, made_by)
         yield lambda: _check_engine(config)
         if isinstance(config.segmenter, Constituents):
             parser = config.segmenter.parser
             yield lambda: build_parser(parser)
 
 
-def _check_data(stage: Stage, read: dict[str, Loaded]) -> Loaded:
-    """The rows can be read, have the columns that the stage needs, and fill a batch."""
+def _checks_of_user_code(stage: Stage, read: dict[str, Loaded]) -> Iterator[Callable[[], object]]:
     config = stage.config
-    part = getattr(config, "part", facts_of(stage.kind).part)  # a setting of DPO's
-    key = f"{config.data} {part} {config.columns}"
+    names = [*map(str, getattr(config, "reward_funcs", ())), getattr(config, "reward_model", "")]
+    for name in names:
+        if ":" in name:
+            yield lambda name=name: _check_function(name, read[_data_key(stage)])
+
+
+def _check_function(name: str, rows: Loaded) -> None:
+    function = RewardFunction(import_function(name), cast(Any, None), name=name)
+    function.check([*rows.train, *rows.eval])
+
+
+def _data_key(stage: Stage) -> str:
+    return f"{stage.config.data} {_part(stage)} {stage.config.columns}"
+
+
+def _part(stage: Stage) -> str:
+    return getattr(stage.config, "part", facts_of(stage.kind).part)  # a setting of DPO's
+
+
+def _check_data(stage: Stage, read: dict[str, Loaded]) -> None:
+    """The rows can be read, have the columns that the stage needs, and fill a batch."""
+    config, key = stage.config, _data_key(stage)
     if key not in read:  # the first stage is next to need its rows; others would hold memory
-        read[key] = load_data(config.data, part, needs=config.columns, keep=not read)
-    loaded = read[key]
-    if len(loaded.train) < config.batch_size:
+        read[key] = load_data(config.data, _part(stage), needs=config.columns, keep=not read)
+    if len(read[key].train) < config.batch_size:
         raise SettingError(
-            f"There are {len(loaded.train)} rows for a batch of {config.batch_size}. Lower "
+            f"There are {len(read[key].train)} rows for a batch of {config.batch_size}. Lower "
             "batch_size, or give more data."
         )
-    return loaded
 
 
 def _check_model(name: str, made_by: Mapping[str, Stage]) -> None:
     """A folder or file that is named is there, or another stage will leave it behind."""
     is_path = name.startswith(("/", "./", "../", "~")) or name.endswith(".gguf")
     if name not in made_by and is_path and not Path(name).expanduser().exists():
-        raise SettingError(f"There is no model {name}. Correct the path.")
+        locate(name)  # which says so
 
 
 def _check_length(config: Any, made_by: Mapping[str, Stage]) -> None:
@@ -114,12 +141,11 @@ def _check_length(config: Any, made_by: Mapping[str, Stage]) -> None:
         )
 
 
-def _check_rewards(config: RLConfig, made_by: Mapping[str, Stage], loaded: list[Loaded]) -> None:
+def _check_rewards(config: RLConfig, made_by: Mapping[str, Stage]) -> None:
     for item in reward_items(config, NO_OBJECTS):
         name = str(item.item)
-        if ":" in name:
-            function = RewardFunction(import_function(name), cast(Any, None), name=name)
-            function.check([row for rows in loaded for row in rows.train + rows.eval])
+        if ":" in name:  # the user's own, which is imported last
+            check_name(name)
         elif name not in made_by and "/" not in name and not Path(name).exists() and name != "tiny":
             raise SettingError(
                 f"{name!r} is neither a folder nor a hub name (owner/name). A function of yours "

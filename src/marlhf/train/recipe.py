@@ -11,14 +11,16 @@ A recipe is either the settings of one stage, or several named stages:
       ppo: {model: "@sft", reward_model: "@reward", ...}
       macro-ppo: {like: ppo, segmenter: {type: ngram, n: 5}}
 
-A stage's kind is its name or its `kind:`; `like:` starts from another stage. `priority: 1` lets a
-sweep train it before others.
+A stage's kind is its name or its `kind:`; `like:` starts from another stage.
+
+`check_recipe` and `check_stage` import neither torch nor code that a recipe names: a segmenter is
+then a `SegmenterSpec`. `load_recipe` and `load_stage` make the rules, too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +43,7 @@ from marlhf.config.recipe_files import (
     read_override,
     read_recipe,
 )
+from marlhf.config.settings import SegmenterSpec
 from marlhf.config.stage import StageConfig
 from marlhf.data.rows import DataError
 from marlhf.errors import quoted
@@ -51,11 +54,11 @@ __all__ = [
     "ConfigError",
     "Stage",
     "build_segmenter",
+    "check_points",
     "check_recipe",
     "check_stage",
     "kind_class",
     "load_config",
-    "load_points",
     "load_recipe",
     "load_stage",
     "make_segmenters",
@@ -71,62 +74,52 @@ class Stage:
     name: str
     kind: str
     config: Any
-    priority: float = 0.0
-    """Where several are trained at a time, those of a higher one begin first."""
     where: str = ""
     """Its place in the recipe."""
 
 
 def load_recipe(recipe: Path | str, overrides: list[str] | None = None) -> list[Stage]:
     """All stages of a recipe, in order. `ppo.kl_coef=0.1` overrides one stage, `seed=1` all."""
-    return next(load_points(recipe, [overrides or []]))
-
-
-def load_points(recipe: Path | str, points: Iterable[list[str]]) -> Iterator[list[Stage]]:
-    """All stages of a recipe with each of several lists of overrides.
-
-    The file is read once, and stages that come out the same are built once, so that a sweep of
-    a thousand points is planned in seconds.
-    """
-    path, raw = _read_with_stages(recipe)
-    built: dict[str, Stage] = {}
-    made: dict[int, Stage] = {}
-    for overrides in points:
-        stages = _stages_with(path, raw, overrides, rules=True, built=built)
-        new = [stage for stage in stages if id(stage) not in made]
-        made |= {id(stage): ready for stage, ready in zip(new, make_segmenters(new))}
-        yield [made[id(stage)] for stage in stages]
+    return make_segmenters(check_recipe(recipe, overrides))
 
 
 def load_stage(
     recipe: Path | str, kind: str, overrides: list[str] | None = None, name: str | None = None
 ) -> Stage:
     """One stage: a flat recipe of that kind, or the stage called `name` (or the kind) in it."""
-    return make_segmenters([_read_stage(recipe, kind, overrides, name, rules=True)])[0]
+    return make_segmenters([check_stage(recipe, kind, overrides, name)])[0]
 
 
-def make_segmenters(stages: list[Stage]) -> list[Stage]:
-    """Checked stages with their rules, which takes torch and may import the user's own modules."""
+def make_segmenters(stages: Sequence[Stage], *, user_code: bool = True) -> list[Stage]:
+    """Checked stages with their rules, which takes torch.
+
+    Without `user_code` rules that are the user's own stay specs, and nothing of theirs is imported.
+    """
     problems: list[str] = []
     made: list[Stage] = []
     for stage in stages:
-        config = make_segmenter(stage.config, at(stage.where, "segmenter"), problems)
+        spec, config = getattr(stage.config, "segmenter", None), stage.config
+        if user_code or not (isinstance(spec, SegmenterSpec) and spec.is_user_code):
+            config = make_segmenter(config, at(stage.where, "segmenter"), problems)
         made.append(replace(stage, config=config))
     raise_problems(problems)
     return made
 
 
 def check_recipe(recipe: Path | str, overrides: list[str] | None = None) -> list[Stage]:
-    """All stages of a recipe, validated. Neither torch nor what the recipe names is imported."""
+    """All stages of a recipe, validated."""
+    return next(check_points(recipe, [overrides or []]))
+
+
+def check_points(recipe: Path | str, points: Iterable[list[str]]) -> Iterator[list[Stage]]:
+    """All stages of a recipe with each of several lists of overrides.
+
+    The file is read once, and stages that come out the same are built once and are one object.
+    """
     path, raw = _read_with_stages(recipe)
-    return _stages_with(path, raw, overrides or [], rules=False, built={})
-
-
-def check_stage(
-    recipe: Path | str, kind: str, overrides: list[str] | None = None, name: str | None = None
-) -> Stage:
-    """One stage, validated as `check_recipe` does."""
-    return _read_stage(recipe, kind, overrides, name, rules=False)
+    built: dict[str, Stage] = {}
+    for overrides in points:
+        yield _stages_with(path, raw, overrides, built)
 
 
 def _read_with_stages(recipe: Path | str) -> tuple[Path, Raw]:
@@ -142,17 +135,11 @@ def _read_with_stages(recipe: Path | str) -> tuple[Path, Raw]:
 
 
 def _stages_with(
-    path: Path, raw: Raw, overrides: list[str], *, rules: bool, built: dict[str, Stage]
+    path: Path, raw: Raw, overrides: list[str], built: dict[str, Stage]
 ) -> list[Stage]:
     """The checked stages. Those in `built`, by their settings, are taken from there."""
-    raw = {**raw, "stages": dict(raw["stages"])}  # overrides change both, the caller's stay
     problems: list[str] = []
-    names = _stage_names(raw, path)
-    general = _override_stages(raw, names, overrides)
-    for key, value in general:
-        if key == "output_dir":
-            raw["output_dir"] = value
-    stages, root = _stages(raw, path, problems)
+    stages, root, general = _resolve(path, raw, overrides, problems)
     for key, value in general:
         if key == "output_dir":
             continue
@@ -163,47 +150,48 @@ def _stages_with(
             problems.append(unknown(key, first, {*every, *stages}))
         for name in known:
             assign(stages[name], key, value)
+    root = dict(general).get("output_dir", root)
+    if not isinstance(root, str) or not root:
+        raise ConfigError(f"output_dir must be the name of a folder; {path} has {root!r}.")
     _check_references(stages, problems)
+    keys: list[str] = []
     for name, stage in stages.items():
-        stage["output_dir"] = str(root / name)
-    keys = {name: repr((name, stage)) for name, stage in stages.items()}
-    for name, stage in stages.items():
-        if keys[name] not in built:
-            one = _build_stage(name, stage, f"stages.{name}", problems, rules)
-            built |= {keys[name]: one} if one else {}
+        stage["output_dir"] = str(Path(root) / name)
+        keys.append(repr((name, stage)))
+        if keys[-1] not in built:
+            one = _build_stage(name, stage, f"stages.{name}", problems)
+            built |= {keys[-1]: one} if one else {}
     raise_problems(problems, path)
-    return [built[key] for key in keys.values()]
+    return [built[key] for key in keys]
 
 
-def _read_stage(
-    recipe: Path | str, kind: str, overrides: list[str] | None, name: str | None, rules: bool
+def check_stage(
+    recipe: Path | str, kind: str, overrides: list[str] | None = None, name: str | None = None
 ) -> Stage:
+    """One stage, validated: see `load_stage`."""
     path = find_recipe(recipe)
-    raw = read_recipe(path)
+    stage = read_recipe(path)
     problems: list[str] = []
-    where = ""
+    where, name = "", name or kind
+    general = list(map(read_override, overrides or []))
     stages: dict[str, Raw] = {}
-    if "stages" in raw:
-        general = _override_stages(raw, _stage_names(raw, path), overrides)
-        stages, root = _stages(raw, path, problems)
-        name = name or kind
+    if "stages" in stage:
+        raw = stage
+        stages, root, general = _resolve(path, raw, overrides or [], problems)
         if name not in stages:
             raise ConfigError(f"{path} has no stage {name!r}. It has: {', '.join(stages)}.")
-        stage = stages[name] | {"output_dir": str(root / name)}
+        stage = stages[name]
+        stage["output_dir"] = str(Path(root) / name)
         actual = stage.get("kind", name)
         if actual != kind:
             raise ConfigError(f"Stage {name!r} of {path} is of kind {actual!r}, not {kind!r}.")
         _refuse_other_stages(raw, name, overrides or [])
         where = f"stages.{name}"
-    else:
-        name, stage = name or kind, raw
-        general = list(map(read_override, overrides or []))
     stage["kind"] = kind
     for key, value in general:
         assign(stage, key, value)
-    if stages:
-        _check_references(stages | {name: stage}, problems)
-    built = _build_stage(name, stage, where, problems, rules)
+    _check_references(stages, problems)
+    built = _build_stage(name, stage, where, problems)
     raise_problems(problems, path)
     assert built
     return built
@@ -216,7 +204,7 @@ def load_config(cls: type[T], recipe: Path | str, overrides: list[str] | None = 
     for key, value in map(read_override, overrides or []):
         assign(raw, key, value)
     problems: list[str] = []
-    config = build(cls, raw, "", problems, rules=True)
+    config = build(cls, raw, "", problems)
     raise_problems(problems, path)
     config = make_segmenter(config, "segmenter", problems)
     raise_problems(problems, path)
@@ -248,24 +236,6 @@ def _stage_names(raw: Raw, path: Path) -> list[str]:
     return [str(name) for name in stages]
 
 
-def _override_stages(
-    raw: Raw, names: list[str], overrides: list[str] | None
-) -> list[tuple[str, Any]]:
-    """Put `ppo.batch_size=32` into that stage; what names no stage comes back.
-
-    This is done before `like:` is followed, so that it reaches the stages that are like it.
-    """
-    general: list[tuple[str, Any]] = []
-    for key, value in map(read_override, overrides or []):
-        first, _, rest = key.partition(".")
-        if first in names and rest:
-            raw["stages"][first] = dict(raw["stages"][first] or {})
-            assign(raw["stages"][first], rest, value)
-        else:
-            general.append((key, value))
-    return general
-
-
 def _refuse_other_stages(raw: Raw, name: str, overrides: list[str]) -> None:
     """An override of a stage that is not run, and that this one is not `like`, would do nothing."""
     reached = [name]
@@ -280,30 +250,39 @@ def _refuse_other_stages(raw: Raw, name: str, overrides: list[str]) -> None:
             )
 
 
-def _stages(raw: Raw, path: Path, problems: list[str]) -> tuple[dict[str, Raw], Path]:
-    """Each stage's own mapping over the defaults and what it is `like`."""
+def _resolve(
+    path: Path, raw: Raw, overrides: list[str], problems: list[str]
+) -> tuple[dict[str, Raw], str, list[tuple[str, Any]]]:
+    """Each stage's own mapping over the defaults and what it is `like`, the folder of all stages,
+    and the overrides that name no stage."""
     known = {"output_dir", "defaults", "stages"}
     problems += [unknown(key, key, known) for key in raw if key not in known]
-    stages = {str(name): stage for name, stage in raw["stages"].items()}
+    stages = {name: dict(raw["stages"][name] or {}) for name in _stage_names(raw, path)}
+    general: list[tuple[str, Any]] = []
+    for key, value in map(read_override, overrides):
+        first, _, rest = key.partition(".")
+        if first in stages and rest:  # before `like:` is followed, so that it reaches those as well
+            assign(stages[first], rest, value)
+        else:
+            general.append((key, value))
 
     def resolve(name: str, seen: tuple[str, ...] = ()) -> Raw:
         if name in seen:
             raise ConfigError(f"stages.{name} of {path} is `like` itself.")
-        stage = stages[name] or {}
-        like = stage.get("like")
-        if like is not None and not isinstance(like, str):
-            raise ConfigError(f"stages.{name}.like: must be a name (got {quoted(like)})")
+        own = dict(stages[name])
+        like = own.pop("like", None)
         if like is None:
-            return {"kind": name, **merge(raw.get("defaults") or {}, stage)}
+            return {"kind": name, **merge(raw.get("defaults") or {}, own)}
+        if not isinstance(like, str):
+            raise ConfigError(f"stages.{name}.like: must be a name (got {quoted(like)})")
         if like not in stages:
-            raise ConfigError(unknown(f"stages.{name}.like", str(like), stages))
-        own = {k: v for k, v in stage.items() if k != "like"}
+            raise ConfigError(unknown(f"stages.{name}.like", like, stages))
         return merge(resolve(like, (*seen, name)), own)
 
     root = raw.get("output_dir", "runs")
     if not isinstance(root, str) or not root:
         raise ConfigError(f"output_dir must be the name of a folder; {path} has {root!r}.")
-    return {name: resolve(name) for name in stages}, Path(root)
+    return {name: resolve(name) for name in stages}, root, general
 
 
 def _check_references(stages: dict[str, Raw], problems: list[str]) -> None:
@@ -321,13 +300,14 @@ def _check_references(stages: dict[str, Raw], problems: list[str]) -> None:
                     problems.append(f"{place}: stage {value[1:]!r} does not come before {name!r}.")
 
 
-def _build_stage(name: str, raw: Raw, where: str, problems: list[str], rules: bool) -> Stage | None:
+def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage | None:
     raw = dict(raw)
     kind = raw.pop("kind", name)
     preset = raw.pop("preset", None)
-    priority = raw.pop("priority", 0.0)
-    if isinstance(priority, bool) or not isinstance(priority, (int, float)):
-        problems.append(f"{at(where, 'priority')}: must be a number (got {quoted(priority)})")
+    if "priority" in raw:
+        problems.append(
+            f"{at(where, 'priority')}: was removed. Sweeps train stages in the recipe's order."
+        )
         return None
     for key, value in (("kind", kind), ("preset", preset or "")):
         if not isinstance(value, str):
@@ -354,13 +334,13 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str], rules: bo
     missing = [key for key in config_class.required(raw) if not raw.get(key)]
     problems += [f"{at(where, key)}: must be given" for key in missing]
     raw = merge(presets.get(preset or "", {}), raw)
-    config = build(config_class, raw, where, problems, rules=rules)
+    config = build(config_class, raw, where, problems)
     try:
         if config is not None:
             config.data.check_named()
     except DataError as error:
         problems.append(f"{at(where, 'data')}: {error}")
-    return None if config is None else Stage(name, kind, config, priority, where)
+    return None if config is None else Stage(name, kind, config, where)
 
 
 def _stage_keys(name: str, stage: Raw) -> set[str]:

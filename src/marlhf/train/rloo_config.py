@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from marlhf.config.rl import Ratio, RLConfig, Segmenter, ngram
+from marlhf.config.settings import to_raw
 from marlhf.errors import SettingError
 from marlhf.fields import setting
 
@@ -34,7 +36,7 @@ class RLOOConfig(RLConfig):
     kl_in: Literal["reward", "loss"] = "reward"
     """Where kl_coef acts: a penalty on the reward (RLOO), or a term of the loss, by the estimator
     k3 (GRPO)."""
-    segmenter: Segmenter = field(default_factory=lambda: ngram(n=math.inf))
+    segmenter: Segmenter = field(default_factory=partial(ngram, n=math.inf))
     """The termination rule of macro actions. One action per response is RLOO; shorter ones are
     credited with the reward still to come: `{type: ngram, n: 5}`."""
     ratio: Ratio = "macro"
@@ -78,7 +80,7 @@ class RLOOConfig(RLConfig):
                 f"A response of at most {self.sampling.max_new_tokens} tokens has no room for the "
                 f"{len(tree)} levels of tree: {list(tree)}. Raise sampling.max_new_tokens."
             )
-        if len(tree) > 1 and self.segmenter == ngram(n=math.inf):
+        if len(tree) > 1 and to_raw(self.segmenter) == {"type": "ngram", "n": math.inf}:
             raise SettingError(
                 f"tree: {list(tree)} branches at macro boundaries, and one action per response has "
                 "none. Set segmenter: {type: ngram, n: 5}, or another rule."

@@ -5,20 +5,20 @@ from __future__ import annotations
 import difflib
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from transformers.trainer_utils import TrainOutput
 
 from marlhf.config.build import field_names
-from marlhf.config.stage import DEFAULT_DATA, StageConfig
+from marlhf.config.stage import DEFAULT_DATA, StageConfig, refuse_unknown
 from marlhf.config.trl_names import hint_for
 from marlhf.data import DataConfig, Row, rows_from_records
 from marlhf.data.splits import held_out
-from marlhf.errors import SettingError, UnknownNameError
+from marlhf.errors import SettingError
 from marlhf.models.adapter_config import import_peft
 from marlhf.models.adapter_files import adapter_base, find_adapter
 from marlhf.models.base import Model, Tokenizer
@@ -67,31 +67,12 @@ class Trainer:
         processing_class: Tokenizer | str | None = None,
         peft_config: Any = None,
         callbacks: Sequence[Any] | None = None,
-        **unknown: NoReturn,
+        **own: Any,
     ) -> None:
-        self._refuse(unknown)
-        self._set_up(
-            model,
-            self._arguments(args, model),
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            peft_config,
-            callbacks,
-        )
-
-    def _set_up(
-        self,
-        model: str | Path | Model | None,
-        args: Any,
-        train_dataset: Dataset | None,
-        eval_dataset: Dataset | None,
-        processing_class: Tokenizer | str | None,
-        peft_config: Any,
-        callbacks: Sequence[Any] | None,
-        **more: Any,
-    ) -> None:
+        known = {*Trainer.__init__.__annotations__, *type(self).__init__.__annotations__}
+        self._refuse(own, known - {"return", "own", "unknown"})
         path, self._given = path_or_model(model, "model")
+        args, objects = self._own_objects(self._arguments(args, model), **own)
         if self._given is not None and not self.scalar:
             check_writes(self._given, "model")
         if not path and self._given is None and not args.model:
@@ -111,9 +92,7 @@ class Trainer:
             args = replace(args, data=DataConfig(source="local", path=name, **data))
         elif eval_dataset is not None:
             raise SettingError("eval_dataset is given without train_dataset. Pass both.")
-        if path:
-            args = replace(args, model=path)
-        self.args = args
+        self.args = replace(args, model=path) if path else args
         self._trained_model: Model | None = None
         self.objects = GivenObjects(
             model=self._given,
@@ -122,8 +101,12 @@ class Trainer:
             eval_rows=eval_rows,
             peft_config=peft_config,
             callbacks=tuple(callbacks or ()),
-            **more,
+            **objects,
         )
+
+    def _own_objects(self, args: Any) -> tuple[Any, dict[str, Any]]:
+        """Arguments that only this trainer has: those that are names go into `args`."""
+        return args, {}
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Train to the end; an unfinished run in output_dir resumes where it was.
@@ -234,20 +217,17 @@ class Trainer:
             return args
         return replace(args, output_dir=f"runs/{short_name(model or args.model)}-{self.stage}")
 
-    def _refuse(self, unknown: Mapping[str, Any], known: Iterable[str] = ()) -> None:
-        names = {*known, *Trainer.__init__.__annotations__} - {"return", "unknown"}
-        lines: list[str] = []
-        for name in unknown:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"Did you mean {near[0]}?" if near else f"It has {', '.join(sorted(names))}."
-            if name in field_names(self._config_class) or hint_for(name):
-                renamed = hint_for(name)
-                hint = f"Settings go into args. {renamed}".rstrip()
-            lines.append(f"{name}. {ELSEWHERE.get(name, hint)}")
-        if len(lines) == 1:
-            raise UnknownNameError(f"{type(self).__name__} has no argument {lines[0]}")
-        if lines:
-            raise UnknownNameError("\n  ".join([f"{type(self).__name__} has no arguments", *lines]))
+    def _refuse(self, given: Iterable[str], known: Iterable[str]) -> None:
+        settings, hints = field_names(self._config_class), dict[str, str]()
+        for name in given:
+            if name in known:
+                continue
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"It has {', '.join(sorted(known))}."
+            if name in settings or hint_for(name):
+                hint = f"Settings go into args. {hint_for(name)}".rstrip()
+            hints[name] = ELSEWHERE.get(name, hint)
+        refuse_unknown(type(self).__name__, "argument", hints)
 
     def _rows(
         self, train: Dataset, evaluation: Dataset | None, tokenizer: Tokenizer | None, args: Any

@@ -1,10 +1,11 @@
-"""Commands that measure and compare what was trained."""
+"""Commands on finished runs: pass-at-k, credit, evaluate, best-of-n, judge, annotate, agreement,
+report, chat."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -13,41 +14,42 @@ from marlhf.cli.app import (
     Device,
     Like,
     MaxNewTokens,
+    MultiValueCommand,
     SampleSeed,
-    Several,
     Source,
     Split,
+    Temperature,
     TrustCode,
     app,
     read_segmenter,
     tell,
-    watch_report_of,
     write_report_of,
 )
 
 if TYPE_CHECKING:
+    from marlhf.evaluate.blocks import BlockOptions
     from marlhf.evaluate.eval_plan import EvaluationOptions
 
-HELD_OUT_DATA = "These are held-out prompts: what learns from them cannot be evaluated on them."
+HELD_OUT_DATA = "These are held-out prompts: a model trained on them cannot be evaluated on them."
 
 
-@app.command("pass-at-k", cls=Several)
+@app.command("pass-at-k", cls=MultiValueCommand)
 def pass_at_k(
     run: Annotated[Path, typer.Argument(help="A run folder with a finished model.")],
-    k: Annotated[list[int] | None, typer.Option(help="One or more, as in --k 1 5.")] = None,
-    samples: Annotated[int | None, typer.Option(help="A problem; 10 unless given.")] = None,
-    prompts: Annotated[int | None, typer.Option(min=1, help="Only so many problems.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="The run's unless given.")] = None,
+    k: Annotated[list[int] | None, typer.Option(help="As in --k 1 5 (the default).")] = None,
+    samples: Annotated[int | None, typer.Option(help="Samples per problem (default 10).")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Number of problems.")] = None,
+    temperature: Temperature = None,
     max_new_tokens: MaxNewTokens = None,
     source: Source = None,
     path: DataPath = None,
     split: Split = None,
-    seconds: Annotated[float, typer.Option(help="For a program on one test.")] = 4.0,
+    seconds: Annotated[float, typer.Option(help="Time limit of a program on one test.")] = 4.0,
     seed: SampleSeed = 0,
     device: Device = "auto",
     trust_code: TrustCode = False,
 ) -> None:
-    """Share of programming problems that k samples solve, by unit tests."""
+    """Measure pass@k: the share of programming problems solved by one of k samples."""
     from marlhf.evaluate.pass_at_k import PassAtKOptions, measure
     from marlhf.evaluate.results import read_row
     from marlhf.reward.code import UnitTests
@@ -81,26 +83,27 @@ def pass_at_k(
         tell(f"{result['without_verdict']} problems have no verdict: see the log")
 
 
-@app.command("credit", cls=Several)
+@app.command("credit", cls=MultiValueCommand)
 def credit(
     run: Annotated[Path, typer.Argument(help="The folder of a PPO run, finished or not.")],
     rules: Annotated[
         list[str] | None,
-        typer.Option("--rule", help="One or more, as in --rule 'ngram n=5 lam=0.95'."),
+        typer.Option("--rule", help="Rules to compare, as in 'ngram n=5 lam=0.95'."),
     ] = None,
-    batches: Annotated[int, typer.Option(help="Batches to compare on.")] = 24,
+    batches: Annotated[int, typer.Option(help="Number of batches to measure on.")] = 24,
     where: Annotated[
-        bool, typer.Option("--where", help="Continue responses to see where credit falls.")
+        bool,
+        typer.Option("--where", help="Resample continuations to see where credit falls."),
     ] = False,
-    responses: Annotated[int, typer.Option(help="With --where: responses to look at.")] = 12,
-    continuations: Annotated[int, typer.Option(help="With --where: from each action.")] = 8,
-    step: Annotated[int | None, typer.Option(help="A step that was saved; the last.")] = None,
+    responses: Annotated[int, typer.Option(help="Responses to examine (--where).")] = 12,
+    continuations: Annotated[int, typer.Option(help="Continuations per action (--where).")] = 8,
+    step: Annotated[int | None, typer.Option(help="Checkpoint step (default: the last).")] = None,
     seed: SampleSeed = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
     device: Device = "auto",
     trust_code: TrustCode = False,
 ) -> None:
-    """How good a run's credit is, and which rule and lambda would be better."""
+    """Measure a run's credit assignment, and which rule and lambda would do better."""
     import json
 
     from marlhf.config.candidates import parse_candidates
@@ -135,19 +138,21 @@ def credit(
     tell(f"{run / CREDIT}; marlhf report shows it")
 
 
-@app.command("evaluate", cls=Several)
+@app.command("evaluate", cls=MultiValueCommand)
 def evaluate(
     runs: Annotated[list[Path], typer.Argument(help="Runs, folders of them, or model folders.")],
-    prompts: Annotated[int, typer.Option(help="Held-out prompts to ask.")] = 2000,
+    prompts: Annotated[int, typer.Option(help="Number of held-out prompts.")] = 2000,
     reward: Annotated[
         list[str] | None,
-        typer.Option(help="One or more: a model's folder, a run, module:function. The run's own."),
+        typer.Option(
+            help="Model folders, runs or module:function; may be repeated (default: the run's)."
+        ),
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="The run's unless given.")] = None,
+    temperature: Temperature = None,
     max_new_tokens: MaxNewTokens = None,
     seed: SampleSeed = 0,
     reference: Annotated[
-        str | None, typer.Option(help="What KL is measured to, or none. The run's own.")
+        str | None, typer.Option(help="Model for KL, or none (default: the run's).")
     ] = None,
     like: Like = None,
     source: Source = None,
@@ -156,7 +161,7 @@ def evaluate(
     device: Device = "auto",
     trust_code: TrustCode = False,
 ) -> None:
-    """Score responses to held-out prompts, of any model by any reward models."""
+    """Score responses to held-out prompts, with any model and any reward models."""
     from marlhf.evaluate.eval_plan import EvaluationOptions
     from marlhf.evaluate.results import data_tables, summary_table
     from marlhf.evaluate.score import evaluate
@@ -183,34 +188,35 @@ def evaluate(
         tell(str(each.file))
 
 
-@app.command("best-of-n", cls=Several)
+@app.command("best-of-n", cls=MultiValueCommand)
 def best_of_n(
     run: Annotated[Path, typer.Argument(help="A run, or a model folder.")],
-    n: Annotated[list[int] | None, typer.Option(help="As in --n 4 8 16 32.")] = None,
+    n: Annotated[list[int] | None, typer.Option(help="Default: --n 4 8 16 32.")] = None,
     temperature: Annotated[
-        list[float] | None, typer.Option(help="As in --temperature 0.4 0.8. The run's own.")
+        list[float] | None, typer.Option(help="As in --temperature 0.4 0.8 (default: the run's).")
     ] = None,
-    prompts: Annotated[int, typer.Option(help="Held-out prompts to ask.")] = 200,
+    prompts: Annotated[int, typer.Option(help="Number of held-out prompts.")] = 200,
     reward: Annotated[
-        str | None, typer.Option(help="What chooses, as for evaluate. The run's own.")
+        str | None, typer.Option(help="What selects, as for evaluate (default: the run's).")
     ] = None,
     export: Annotated[
-        Path | None, typer.Option(help="Write the best responses here, as data for SFT.")
+        Path | None, typer.Option(help="Save the best responses here, as data for SFT.")
     ] = None,
     blocks: Annotated[
-        str | None, typer.Option(help="Decide block by block: 'ngram n=12', lines, words ...")
+        str | None, typer.Option(help="Select block by block: 'ngram n=12', lines, words ...")
     ] = None,
-    k: Annotated[list[int] | None, typer.Option(help="Candidates for each block; 4.")] = None,
+    k: Annotated[list[int] | None, typer.Option(help="Candidates per block (default: 4).")] = None,
     value: Annotated[
-        str | None, typer.Option(help="What chooses a block: reward, critic or monte_carlo.")
+        str | None,
+        typer.Option(help="Value of a block: reward (default), critic, monte_carlo."),
     ] = None,
     continuations: Annotated[
-        int, typer.Option(help="Of each candidate, for --value monte_carlo.")
+        int, typer.Option(help="Continuations per candidate with --value monte_carlo.")
     ] = 4,
     write: Annotated[
-        Path | None, typer.Option(help="Write the responses of --blocks here, as data for SFT.")
+        Path | None, typer.Option(help="Save the responses of --blocks here, as data for SFT.")
     ] = None,
-    train: Annotated[bool, typer.Option("--train", help="Ask training prompts instead.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="Use training prompts.")] = False,
     max_new_tokens: MaxNewTokens = None,
     seed: SampleSeed = 0,
     like: Like = None,
@@ -220,7 +226,7 @@ def best_of_n(
     device: Device = "auto",
     trust_code: TrustCode = False,
 ) -> None:
-    """What the best of n samples scores, or the best of k at every block of a response."""
+    """Score the best of n samples, or the best of k at each block of a response."""
     from marlhf.evaluate import best_of_n as sampler
     from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions
     from marlhf.evaluate.results import grid_table
@@ -243,10 +249,11 @@ def best_of_n(
         if export or len(temperature or ()) > 1:
             raise EvaluationError("With --blocks, give one --temperature, and --write FILE.")
         options = replace(options, temperature=temperature[0] if temperature else None)
-        rule = read_segmenter(blocks, "--blocks")
-        _best_of_blocks(
-            run, options, rule, blocks, n, k or [4], value or "reward", continuations, write
-        )
+        from marlhf.evaluate.blocks import BlockOptions
+
+        rule, chosen_by = read_segmenter(blocks, "--blocks"), cast(Any, value or "reward")
+        deciding = BlockOptions(rule, blocks, tuple(k or [4]), chosen_by, continuations)
+        _best_of_blocks(run, options, deciding, n or [1, 4, 16], write)
         if write and held_out:
             tell(HELD_OUT_DATA)
         return
@@ -263,25 +270,16 @@ def best_of_n(
 
 
 def _best_of_blocks(
-    run: Path,
-    options: EvaluationOptions,
-    rule: Any,
-    label: str,
-    ns: list[int] | None,
-    ks: list[int],
-    value: Any,
-    continuations: int,
-    write: Path | None,
+    run: Path, options: EvaluationOptions, blocks: BlockOptions, ns: list[int], write: Path | None
 ) -> None:
-    """Decide block by block, and show the frontier beside that of whole responses."""
+    """Select block by block, and compare with best-of-n over whole responses."""
     from marlhf.evaluate.best_of_n import best_of_n as sample_whole
-    from marlhf.evaluate.blocks import BlockOptions, best_of_blocks, write_responses
+    from marlhf.evaluate.blocks import best_of_blocks, write_responses
     from marlhf.evaluate.results import frontier_table, whole_points
 
-    chosen = BlockOptions(rule, label, tuple(ks), value, continuations)
-    results = best_of_blocks(run, options, chosen, tell)
+    results = best_of_blocks(run, options, blocks, tell)
     temperature = results[0].settings.temperature
-    grid = sample_whole(run, options, ns or (1, 4, 16), [temperature], tell)
+    grid = sample_whole(run, options, ns, [temperature], tell)
     points = [each.point() for each in results] + whole_points(grid, temperature)
     typer.echo(frontier_table(sorted(points, key=lambda point: point.kl_bound)))
     if write is not None:
@@ -292,25 +290,25 @@ def _best_of_blocks(
 @app.command("judge")
 def judge(
     a: Annotated[Path, typer.Argument(help="A run, or a JSON-lines file of responses.")],
-    b: Annotated[Path, typer.Argument(help="What it is compared with.")],
+    b: Annotated[Path, typer.Argument(help="What to compare it with.")],
     by: Annotated[
         str, typer.Option("--judge", help="openai:MODEL, reward:PATH, model:PATH, scores:NAME.")
     ],
-    task: Annotated[str, typer.Option(help="Whose criteria: tldr, hh or webgpt.")] = "hh",
-    base_url: Annotated[str | None, typer.Option(help="Another server, ending in /v1.")] = None,
-    order: Annotated[str, typer.Option(help="both (to disagree is a tie) or random.")] = "both",
-    limit: Annotated[int | None, typer.Option(min=1, help="Only so many prompts.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Estimate tokens and cost.")] = False,
-    concurrency: Annotated[int, typer.Option(min=1, help="Questions at a time.")] = 8,
+    task: Annotated[str, typer.Option(help="Judging criteria: tldr, hh or webgpt.")] = "hh",
+    base_url: Annotated[str | None, typer.Option(help="API server, ending in /v1.")] = None,
+    order: Annotated[str, typer.Option(help="both (disagreement is a tie) or random.")] = "both",
+    limit: Annotated[int | None, typer.Option(min=1, help="Number of prompts.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only estimate the cost.")] = False,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 8,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a reply.")] = 120.0,
-    price_in: Annotated[float | None, typer.Option(help="Per million tokens sent.")] = None,
-    price_out: Annotated[float | None, typer.Option(help="Per million tokens received.")] = None,
-    seed: Annotated[int, typer.Option(help="Of random orders.")] = 0,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Verdicts.")] = None,
-    cache: Annotated[Path | None, typer.Option(help="Where replies are kept.")] = None,
+    price_in: Annotated[float | None, typer.Option(help="Per million input tokens.")] = None,
+    price_out: Annotated[float | None, typer.Option(help="Per million output tokens.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the random order.")] = 0,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Verdict file.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="File that caches replies.")] = None,
     device: Device = "auto",
 ) -> None:
-    """Which of two models answers better, prompt by prompt; the key is in OPENAI_API_KEY."""
+    """Judge which of two models answers better. API judges read OPENAI_API_KEY."""
     from marlhf.judge import compare as judging
 
     def progress(done: int, total: int) -> None:
@@ -347,27 +345,25 @@ def annotate(
         list[Path], typer.Argument(help="Two or more: runs, or JSON-lines files of responses.")
     ],
     task: Annotated[str, typer.Option(help="Criteria: tldr, hh, webgpt, or a YAML file.")] = "hh",
-    question: Annotated[str | None, typer.Option(help="A question of your own.")] = None,
+    question: Annotated[str | None, typer.Option(help="Your own question for voters.")] = None,
     criterion: Annotated[
-        list[str] | None, typer.Option(help="With --question: `Name: meaning`; may be repeated.")
+        list[str] | None, typer.Option(help="`Name: meaning`, with --question; may be repeated.")
     ] = None,
-    strength: Annotated[
-        bool, typer.Option("--strength", help="People may say how much better.")
-    ] = False,
+    strength: Annotated[bool, typer.Option("--strength", help="Ask how much better, too.")] = False,
     votes: Annotated[
-        int | None, typer.Option(min=0, help="People on each pair; 0 for everyone on all.")
+        int | None, typer.Option(min=0, help="Votes per pair; 0 shows all pairs to everyone.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only so many prompts.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Number of prompts.")] = None,
     host: Annotated[
-        str, typer.Option(help="Where to listen; with a token unless it is this machine.")
+        str, typer.Option(help="Address to listen on; others than this machine need a token.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8123,
-    seed: Annotated[int | None, typer.Option(help="Of order and sides; drawn if left out.")] = None,
-    database: Annotated[Path | None, typer.Option(help="Where votes are kept.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder.")] = None,
-    export: Annotated[bool, typer.Option("--export", help="Write verdicts, no page.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 8123,
+    seed: Annotated[int | None, typer.Option(help="Seed of order and sides.")] = None,
+    database: Annotated[Path | None, typer.Option(help="File that stores votes.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Verdict folder.")] = None,
+    export: Annotated[bool, typer.Option("--export", help="Only write verdicts.")] = False,
 ) -> None:
-    """A local web page on which people compare responses, blind."""
+    """Serve a local web page where people compare responses blindly."""
     from marlhf.judge import annotate as people
     from marlhf.judge.compare import describe
 
@@ -398,9 +394,9 @@ def annotate(
 @app.command("agreement")
 def agreement(
     files: Annotated[list[Path], typer.Argument(help="Verdict files, or runs that were judged.")],
-    seed: Annotated[int, typer.Option(help="Of the intervals.")] = 0,
+    seed: Annotated[int, typer.Option(help="Bootstrap seed.")] = 0,
 ) -> None:
-    """How far judges agree on the same pairs, beyond chance."""
+    """Measure how far judges agree on the same pairs, beyond chance."""
     from marlhf.judge import agreement as agreeing
 
     typer.echo("\n".join(agreeing.describe(agreeing.agreement(files, seed=seed))))
@@ -409,16 +405,56 @@ def agreement(
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of them.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where to write.")] = Path(
+    output: Annotated[Path, typer.Option("-o", "--output", help="File to write.")] = Path(
         "report.html"
     ),
     watch: Annotated[
-        bool, typer.Option("--watch", help="Write it again until the runs end; the page reloads.")
+        bool, typer.Option("--watch", help="Update the page until the runs end.")
     ] = False,
-    every: Annotated[float, typer.Option(min=1, help="Seconds between two, with --watch.")] = 30.0,
+    every: Annotated[float, typer.Option(min=1, help="Seconds between updates.")] = 30.0,
 ) -> None:
-    """One HTML file that compares runs."""
-    if watch:
-        watch_report_of(runs, output, every)
-    else:
+    """Write one HTML page that compares runs."""
+    if not watch:
         write_report_of(runs, output)
+        return
+    from marlhf.report.write import watch_report
+
+    for number, written in enumerate(watch_report(runs, output, every=every)):
+        if number == 0:
+            typer.secho(f"report: {written}", bold=True, err=True)
+            tell(f"Updated every {every:g} s until the runs end, or until Ctrl-C.")
+    tell("All runs have ended.")
+
+
+@app.command()
+def chat(
+    runs: Annotated[
+        list[str], typer.Argument(help="Runs, folders of them, model folders, or hub names.")
+    ],
+    form: Annotated[
+        str, typer.Option(help="Prompt format: chat, hh, webgpt, tldr, apps, text.")
+    ] = "auto",
+    temperature: Temperature = None,
+    max_new_tokens: MaxNewTokens = None,
+    seed: SampleSeed = 0,
+    device: Device = "auto",
+    trust_code: TrustCode = False,
+) -> None:
+    """Chat with one or more models side by side; prompts may be piped in."""
+    import signal
+
+    from marlhf.chat.models import load_chat_models
+    from marlhf.chat.terminal import converse
+    from marlhf.models.base import pick_device
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ctrl-C only interrupts a response here
+    chat_models = load_chat_models(
+        runs,
+        pick_device(device),
+        form=form,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        trust_code=trust_code,
+    )
+    if converse(chat_models, seed=seed):
+        raise typer.Exit(1)
