@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from marlhf.engines.settings import EngineError, MacroSettings, needs_reference, read_settings
+from marlhf.engines.advantages import EngineError, MacroSettings, needs_reference, read_settings
 
 TESTED = ("0.9.1",)
 """Versions of verl that the tests run. Its trainer's internals change between releases."""
