@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 
 from marlhf.config.build import build_segmenter
 from marlhf.core import Constituents, Perplexity, Responses
-from marlhf.data import DataConfig, DataError, apps, decode, load_data, tldr, webgpt
+from marlhf.data import DataConfig, DataError, apps, decode, dialogues, load_data, summaries
 from marlhf.data.encode import encode_prompt
 from marlhf.data.rows import Message, Text, after_colon
 from marlhf.evaluate.eval_plan import (
@@ -128,9 +128,9 @@ class ChatModel:
             )
             return f"{earlier}Human: {question}\n\nAssistant:"
         if self.form == "webgpt":
-            return webgpt.write_prompt(question)
+            return dialogues.write_prompt(question)
         if self.form == "tldr":
-            return tldr.write_prompt(question)
+            return summaries.write_prompt(question)
         if self.form == "apps":
             return apps.write_prompt(question)
         return question

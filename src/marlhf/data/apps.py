@@ -24,14 +24,9 @@ from typing import Any
 
 from marlhf.data.code import code_row
 from marlhf.data.files import Records
-from marlhf.data.rows import DataError, Parsed
+from marlhf.data.rows import DataError, Parsed, Source
 
-HUB_NAME, HUB_CONFIG = "codeparrot/apps", "all"
 PROBLEM = "*/*/question.txt"
-
-
-def recognises(record: Mapping[str, Any]) -> bool:
-    return {"question", "input_output", "difficulty"} <= record.keys()
 
 
 def is_folder(path: Path) -> bool:
@@ -73,7 +68,7 @@ def to_row(record: Mapping[str, Any]) -> Parsed:
         return None, "`question` is not text"
     try:
         given, solutions = (_json(record.get(name)) for name in ("input_output", "solutions"))
-    except ValueError:  # also numbers with more digits than Python converts
+    except (ValueError, RecursionError):  # also numbers with more digits than Python converts
         return None, "`input_output` or `solutions` is not JSON"
     if not given or not given.get("inputs"):
         return None, "the problem has no tests"
@@ -127,3 +122,12 @@ def _numbered(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {int(k) if k.lstrip("-").isdecimal() else k: v for k, v in value.items()}
+
+
+APPS = Source(
+    "apps",
+    to_row=to_row,
+    forms=("question input_output difficulty",),
+    hub_name="codeparrot/apps",
+    hub_config="all",
+)

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from marlhf.data.counts import Counts
-from marlhf.data.rows import DataError, Message, Row, Text
+from marlhf.data.rows import Counts, DataError, Message, Row, Text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer

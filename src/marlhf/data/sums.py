@@ -26,7 +26,7 @@ from functools import lru_cache
 from itertools import product
 from string import ascii_lowercase
 
-from marlhf.data.rows import Row
+from marlhf.data.rows import Row, Source
 
 CYCLE = 4
 """How many digits are added in turn."""
@@ -132,3 +132,6 @@ def _write_lines(prompt: str, slips: dict[int, int]) -> str:
 
 def _write_line(number: int, value: int, step: int, slip: int = 0) -> str:
     return f"{ascii_lowercase[number]}{value}+{step}={(value + step + slip) % 10}"
+
+
+SUMS = Source("sums", generate=rows)

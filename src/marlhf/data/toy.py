@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import TypeVar
 
-from marlhf.data.rows import Row, collapse_spaces
+from marlhf.data.rows import Row, Source, collapse_spaces
 
 T = TypeVar("T")
 
@@ -286,3 +286,6 @@ def _num_repeats(words: Sequence[str], run: int) -> int:
 @cache
 def _any_of(options: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(rf"\b(?:{'|'.join(options)})\b".replace("{friend}", r"\w+"))
+
+
+TOY = Source("toy", generate=rows)

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from marlhf.config.stage import StageConfig
-from marlhf.data import DataError, Loaded, Row, encode_responses, fit_prompts, load_data
-from marlhf.data.counts import Counts
+from marlhf.data import Counts, DataError, Loaded, Row, encode_responses, fit_prompts, load_data
 from marlhf.errors import MarlhfError
 from marlhf.models.base import Model, Tokenizer
 from marlhf.models.graphs import graph_bytes

@@ -76,8 +76,8 @@ def _check_data(stage: Stage, read: dict[str, Loaded]) -> Loaded:
     config = stage.config
     part = getattr(config, "part", facts_of(stage.kind).part)  # a setting of DPO's
     key = f"{config.data} {part} {config.columns}"
-    if key not in read:  # the first stage is next to need its rows; others would hold memory
-        read[key] = load_data(config.data, part, needs=config.columns, keep=not read)
+    if key not in read:
+        read[key] = load_data(config.data, part, needs=config.columns)
     loaded = read[key]
     if len(loaded.train) < config.batch_size:
         raise SettingError(
