@@ -330,6 +330,7 @@ LATER = [
     ("ppo.sampling.temperature=0", "The policy must explore"),
     ("ppo.sampling.max_new_tokens=100000", "leave no room for a prompt"),
     ("ppo.batch_size=100000", "rows for a batch of 100000"),
+    ("ppo.batch_size=1000", "of 1000 that were read. Each stage has only its share"),
     ("ppo.device=cuda:99", "There is no device 'cuda:99'"),
     ("ppo.report_to=wandb", "pip install 'marlhf[wandb]'"),
     ("ppo.data={path: nowhere.jsonl}", "nowhere.jsonl"),

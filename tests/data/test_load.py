@@ -233,6 +233,14 @@ def test_toy_rows_need_no_file():
     assert loaded.train
 
 
+def test_too_few_rows_say_which_share_a_stage_has(pairs):
+    told = DataConfig(path=pairs).explain_shares()
+    assert "sft 20%, reward 40%, ppo 40%" in told
+    assert "set `data.parts: {}` to give every stage all rows" in told
+    assert DataConfig(path=pairs, parts={}).explain_shares() == ""
+    assert DataConfig().explain_shares() == ""  # rows that a trainer was given
+
+
 def test_nothing_left_shows_why(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": ""}, {"prompt": 3}])
     with pytest.raises(DataError, match=r"No row of .*a.jsonl can be used: read 2 rows, kept 0"):

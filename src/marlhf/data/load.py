@@ -114,6 +114,16 @@ class DataConfig:
         """Whether the rows for evaluation are named, rather than held out from the others."""
         return self.eval_split is not None or self.eval_path is not None
 
+    def explain_shares(self) -> str:
+        """Where a stage's few rows come from, for messages; empty if it has all that there are."""
+        if not self.parts or (self.path is None and self.source in ("auto", "local")):
+            return ""
+        shares = ", ".join(f"{part} {share:.0%}" for part, share in self.parts.items())
+        return (
+            f" Each stage has only its share of the rows by data.parts ({shares}): set "
+            "`data.parts: {}` to give every stage all rows."
+        )
+
     def check_named(self) -> None:
         """Refuse settings that name no rows, as beside rows that a trainer was given."""
         if self.path is None and self.source in ("auto", "local"):

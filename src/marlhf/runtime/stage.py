@@ -158,8 +158,8 @@ def count_steps(config: StageConfig, num_rows: int) -> int:
     steps_per_epoch = num_rows // config.batch_size
     if not steps_per_epoch:
         raise RunError(
-            f"There are {num_rows} rows for a batch of {config.batch_size}. "
-            "Lower batch_size, or give more data."
+            f"There are {num_rows} rows for a batch of {config.batch_size}."
+            f"{config.data.explain_shares()} Lower batch_size, or give more data."
         )
     steps = steps_per_epoch * config.num_epochs
     if config.num_steps is not None and config.num_steps > steps:

@@ -81,7 +81,8 @@ def _check_data(stage: Stage, read: dict[str, Loaded]) -> Loaded:
     loaded = read[key]
     if len(loaded.train) < config.batch_size:
         raise SettingError(
-            f"There are {len(loaded.train)} rows for a batch of {config.batch_size}. Lower "
+            f"There are {len(loaded.train)} rows for a batch of {config.batch_size}, of "
+            f"{loaded.counts.read} that were read.{config.data.explain_shares()} Lower "
             "batch_size, or give more data."
         )
     return loaded
