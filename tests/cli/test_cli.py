@@ -325,6 +325,7 @@ LATER = [
     ("ppo.reward_funcs=[no_such_module:f]", "There is no module 'no_such_module'"),
     ("ppo.reward_funcs=[unparsable_rewards:f]", "Cannot import unparsable_rewards: SyntaxError"),
     ("ppo.reward_funcs=[brevity]", "as in my_rewards:brevity"),
+    ("ppo.reward_funcs=['torch.utils.collect_env:run']", "is not marked as a reward"),
     ("ppo.reward_weights=[1.0, 2.0, 3.0]", "reward_weights. Give one each"),
     ("ppo.reward_weights=[.nan]", "reward_weights must be finite"),
     ("ppo.sampling.temperature=0", "The policy must explore"),

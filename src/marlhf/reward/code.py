@@ -32,6 +32,7 @@ from marlhf.reward.answers import (
     with_body,
     within_function,
 )
+from marlhf.reward.functions import reward_function
 from marlhf.reward.sandbox import Call, Case, Opaque, Outcome, Program, Sandbox, Suite
 
 log = logging.getLogger(__name__)
@@ -109,6 +110,7 @@ class Verdict:
         return LEAST + RANGE * self.passed / self.total
 
 
+@reward_function
 class UnitTests:
     """A reward function with settings: create an object and name it in `reward_funcs`.
 

@@ -16,14 +16,16 @@ import contextvars
 import difflib
 import inspect
 import numbers
+import site
+import sys
 import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -35,6 +37,7 @@ from marlhf.data import Row
 from marlhf.data.encode import decode
 from marlhf.errors import MarlhfError
 
+T = TypeVar("T")
 RESERVED = ("prompts", "completions", "completion_ids")
 """Arguments that come from the rollout; columns of these names are ignored."""
 SEARCH_SECONDS = 10.0
@@ -296,16 +299,36 @@ class RewardFunction:
         return torch.tensor(scores, dtype=torch.float32, device=self.device)
 
 
-def import_function(name: str) -> Callable[..., Any]:
+def reward_function(function: T) -> T:
+    """Mark a function, or a class whose objects score, as a reward that recipes may name.
+
+    >>> @reward_function
+    ... def brevity(completions, **columns):
+    ...     return [-len(completion) / 100 for completion in completions]
+    >>> brevity(["four"])
+    [-0.04]
+    """
+    function.__marlhf_reward__ = True  # pyright: ignore
+    return function
+
+
+def import_function(name: str, code: Collection[str] | None = None) -> Callable[..., Any]:
     """A reward named `module:name`; of a class an object, so that a reward may keep state.
 
-    >>> type(import_function("marlhf.reward.code:unit_tests")).__name__
+    `code` has the modules of the user's own that a recipe declares. Whatever is neither in one of
+    them nor marked as a reward is refused: many functions of installed packages run programs, and
+    would be called with the columns of the data. None takes any function, for names that the user
+    has typed or trusts.
+
+    >>> type(import_function("marlhf.reward.code:unit_tests", code=())).__name__
     'UnitTests'
     """
     try:
         function = import_named(name)
     except UserCodeError as error:
         raise RewardError(str(error)) from error
+    if code is not None and getattr(function, "__marlhf_reward__", None) is not True:
+        _check_declared(name, code)
     try:
         return function() if isinstance(function, type) else function
     except Exception as error:
@@ -313,6 +336,26 @@ def import_function(name: str) -> Callable[..., Any]:
             f"{name} is a class that cannot be created without arguments ({error}). Name an "
             "object or a function instead."
         ) from error
+
+
+def _check_declared(name: str, code: Collection[str]) -> None:
+    """Refuse a function whose module is not the user's own, or not among the recipe's `code`."""
+    module = name.partition(":")[0]
+    file = getattr(sys.modules[module], "__file__", None) or ""
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders = {*paths, *site.getsitepackages(), site.getusersitepackages()}
+    installed = any(Path(file).is_relative_to(folder) for folder in folders)
+    if installed or module.partition(".")[0] == "marlhf":
+        raise RewardError(
+            f"{name} is a function of an installed package that is not marked as a reward, so it "
+            "is not called. Write a function of your own that calls it, or mark it there with "
+            "@marlhf.reward.reward_function."
+        )
+    if not any(f"{module}.".startswith(f"{declared}.") for declared in code):
+        raise RewardError(
+            f"The recipe names {name}, but does not declare the code it runs. Add `code: "
+            f"[{module}]` to it, or mark the function with @marlhf.reward.reward_function."
+        )
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from marlhf.runs.stage_facts import facts_of
 from marlhf.runs.write import is_finished
 from marlhf.runtime.model_sources import reward_items
 from marlhf.runtime.objects import NO_OBJECTS
+from marlhf.runtime.progress import say
 from marlhf.runtime.trackers import check_installed
 from marlhf.spans.parser import build_parser
 from marlhf.train.recipe import ConfigError, Stage
@@ -34,6 +35,9 @@ def check_stages(stages: Sequence[Stage]) -> None:
     problems: list[str] = []
     read: dict[str, Loaded] = {}  # stages often share their rows
     made_by = {f"{stage.config.output_dir}/model": stage for stage in stages}
+    code = {name: None for stage in stages for name in getattr(stage.config, "code", ())}
+    if code:
+        say(f"This recipe runs code of yours: {', '.join(code)}")
     for stage in stages:
         if is_finished(Path(stage.config.output_dir)):
             continue
@@ -119,7 +123,9 @@ def _check_rewards(config: RLConfig, made_by: Mapping[str, Stage], loaded: list[
     for item in reward_items(config, NO_OBJECTS):
         name = str(item.item)
         if ":" in name:
-            function = RewardFunction(import_function(name), cast(Any, None), name=name)
+            function = RewardFunction(
+                import_function(name, config.code), cast(Any, None), name=name
+            )
             function.check([row for rows in loaded for row in rows.train + rows.eval])
         elif name not in made_by and "/" not in name and not Path(name).exists() and name != "tiny":
             raise SettingError(
