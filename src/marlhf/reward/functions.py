@@ -16,7 +16,6 @@ import contextvars
 import difflib
 import inspect
 import numbers
-import site
 import sys
 import sysconfig
 import threading
@@ -342,9 +341,7 @@ def _check_declared(name: str, code: Collection[str]) -> None:
     """Refuse a function whose module is not the user's own, or not among the recipe's `code`."""
     module = name.partition(":")[0]
     file = getattr(sys.modules[module], "__file__", None) or ""
-    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    folders = {*paths, *site.getsitepackages(), site.getusersitepackages()}
-    installed = any(Path(file).is_relative_to(folder) for folder in folders)
+    installed = {"site-packages", "dist-packages"} & {*Path(file).parts}
     if installed or module.partition(".")[0] == "marlhf":
         raise RewardError(
             f"{name} is a function of an installed package that is not marked as a reward, so it "
