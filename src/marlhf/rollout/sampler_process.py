@@ -40,13 +40,6 @@ class SamplerError(MarlhfError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Request:
-    prompts: list[list[int]]
-    sampling: Sampling
-    seeds: list[int]
-
-
-@dataclass(frozen=True)
 class Failure:
     """An error of the other process, as its text."""
 
@@ -79,9 +72,8 @@ class SamplerProcess:
         if self.process is None:
             self._start()
         self._copy_weights()
-        request = Request([list(p) for p in prompts], sampling, list(seeds))
         with self._explain_death():
-            self.connection.send(request)
+            self.connection.send(([list(p) for p in prompts], sampling, list(seeds)))
         return self._receive
 
     def close(self) -> None:
@@ -158,13 +150,14 @@ def serve(
     engine = NativeEngine(model, end_tokens, pad_id, token_budget=token_budget, precision=precision)
     with contextlib.suppress(EOFError, OSError):
         while True:
-            request: Request = connection.recv()
-            connection.send(_answer(engine, request))
+            connection.send(_answer(engine, *connection.recv()))
 
 
-def _answer(engine: NativeEngine, request: Request) -> Any:
+def _answer(
+    engine: NativeEngine, prompts: list[list[int]], sampling: Sampling, seeds: list[int]
+) -> Any:
     try:
-        rollout = engine.generate(request.prompts, request.sampling, request.seeds)
+        rollout = engine.generate(prompts, sampling, seeds)
     except torch.OutOfMemoryError as error:
         return Failure(
             f"Out of memory while sampling ahead: {error} Lower rollout_tokens, or leave out "
