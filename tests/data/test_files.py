@@ -121,12 +121,6 @@ def test_a_saved_data_set_without_the_library(tmp_path, monkeypatch):
     assert "pip install 'marlhf[hub]'" in refused(tmp_path)
 
 
-def test_parquet_without_pyarrow(tmp_path, monkeypatch):
-    (tmp_path / "a.parquet").write_bytes(b"x")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert "pip install pyarrow" in refused(tmp_path / "a.parquet")
-
-
 def test_a_missing_file_names_its_neighbour(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"a": 1}\n')
     assert f"Did you mean {tmp_path}/train.jsonl?" in refused(tmp_path / "trian.jsonl")

@@ -20,7 +20,7 @@ from marlhf.reward.sandbox import (
     SandboxUnavailable,
     Suite,
 )
-from marlhf.reward.sandbox.wire_format import decode, encode
+from marlhf.reward.sandbox.protocol import decode, encode
 
 
 @pytest.fixture(scope="module")

@@ -67,17 +67,19 @@ def to_row(record: Mapping[str, Any]) -> Parsed:
     if not isinstance(question, str):
         return None, "`question` is not text"
     try:
-        given, solutions = (_json(record.get(name)) for name in ("input_output", "solutions"))
+        given, solutions = (
+            json.loads(value) if isinstance(value, str) and value.strip() else value
+            for value in (record.get("input_output"), record.get("solutions"))
+        )
     except (ValueError, RecursionError):  # also numbers with more digits than Python converts
         return None, "`input_output` or `solutions` is not JSON"
     if not given or not given.get("inputs"):
         return None, "the problem has no tests"
     if len(given["inputs"]) != len(given.get("outputs", [])):
         return None, "not as many outputs as inputs"
-    called = given.get("fn_name")
-    inputs, outputs = given["inputs"], given["outputs"]
+    called, inputs, outputs = given.get("fn_name"), given["inputs"], given["outputs"]
     if called:
-        tests = {"kind": "call", "name": called, "inputs": [_arguments(each) for each in inputs]}
+        tests = {"kind": "call", "name": called, "inputs": [*map(_arguments, inputs)]}
         tests["outputs"] = outputs
     else:
         tests = {"kind": "stdin", "inputs": [*map(_lines, inputs)]}
@@ -103,10 +105,6 @@ def write_prompt(question: str, starter_code: str = "", *, called: bool = False)
     return f"QUESTION:\n{question.strip()}\n{starter}{way}\n\nANSWER:\n"
 
 
-def _json(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) and value.strip() else value
-
-
 def _lines(value: Any) -> str:
     """A text, which some problems have as a list of lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -114,14 +112,12 @@ def _lines(value: Any) -> str:
 
 def _arguments(value: Any) -> list[Any]:
     """JSON turns a dictionary's keys into text; those that are numbers become numbers again."""
-    arguments = value if isinstance(value, list) else [value]
-    return [_numbered(each) for each in arguments]
-
-
-def _numbered(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {int(k) if k.lstrip("-").isdecimal() else k: v for k, v in value.items()}
+    return [
+        {int(k) if k.lstrip("-").isdecimal() else k: v for k, v in each.items()}
+        if isinstance(each, dict)
+        else each
+        for each in (value if isinstance(value, list) else [value])
+    ]
 
 
 APPS = Source(

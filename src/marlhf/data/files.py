@@ -9,12 +9,13 @@ import contextlib
 import csv
 import difflib
 import gzip
+import itertools
 import json
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 from marlhf.data.rows import DataError
 
@@ -113,24 +114,19 @@ def _read_file(path: Path) -> Records:
             f"{path} has an unknown ending. Data is read from {', '.join(ENDINGS)}, "
             "and, except for .parquet, from these with .gz."
         )
-    empty = True
-    for item in readers[kind](path):
-        empty = False
-        yield item
-    if empty:
+    records = readers[kind](path)
+    first = next(records, None)
+    if first is None:
         raise DataError(f"{path} is empty: it holds no records. Write it again, or remove it.")
-
-
-def _open(path: Path) -> BinaryIO:
-    packed = path.suffix.lower() == ".gz"
-    return cast(BinaryIO, gzip.open(path, "rb")) if packed else path.open("rb")
+    yield from itertools.chain([first], records)
 
 
 def _lines(path: Path) -> Iterator[str]:
     """The lines of a text file, decoded one by one so that a huge file streams."""
     offset = 0
+    open_file = gzip.open if path.suffix.lower() == ".gz" else Path.open
     try:
-        with _open(path) as file:
+        with open_file(path, "rb") as file:
             for raw in file:
                 yield raw.decode("utf-8-sig" if offset == 0 else "utf-8")
                 offset += len(raw)
@@ -221,18 +217,14 @@ def _read_table(path: Path) -> Records:
 
 
 def _read_parquet(path: Path) -> Records:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise DataError(f"{path} needs pyarrow to be read. Run `pip install pyarrow`.") from error
-    number = 0
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
     try:
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield record, f"{path}:{number}"
+            batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=1024))
+            for number, record in enumerate(itertools.chain.from_iterable(batches), start=1):
+                yield record, f"{path}:{number}"
     except PermissionError:
         raise
     except (pa.ArrowException, OSError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from marlhf.data.rows import (
     DataError,
     Parsed,
     Row,
+    Source,
     as_chat,
     prompt_fault,
     prompt_key,
@@ -264,8 +266,7 @@ def _check_part(config: DataConfig, part: str) -> None:
 def _read_rows(config: DataConfig, needs: Collection[str]) -> Iterator[Positioned]:
     source = SOURCES.get(config.source)
     if source is not None and source.generate is not None:
-        size = {} if config.limit is None else {"num_rows": config.limit}
-        for number, row in enumerate(source.generate(seed=config.seed, **size), start=1):
+        for number, row in enumerate(_generate(source, config.seed, config.limit), start=1):
             yield row, "", f"{config.source}:{number}"
         return
     records = itertools.islice(_read_source(config), config.limit)
@@ -276,6 +277,12 @@ def _read_rows(config: DataConfig, needs: Collection[str]) -> Iterator[Positione
     for record, position in itertools.chain([first], records):
         row, remark = parse(record)
         yield as_chat(row) if row and config.chat else row, remark, position
+
+
+@functools.lru_cache(maxsize=2)  # all stages of a recipe ask for the same rows
+def _generate(source: Source, seed: int, limit: int | None) -> tuple[Row, ...]:
+    assert source.generate is not None
+    return tuple(source.generate(seed=seed, **({} if limit is None else {"num_rows": limit})))
 
 
 def _read_source(config: DataConfig) -> Records:

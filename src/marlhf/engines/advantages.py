@@ -8,6 +8,7 @@ Axes: B rows, T response tokens, M macro actions.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -154,20 +155,19 @@ class TokenText:
         """The tables, long enough for every token: models may embed more than tokenizers have."""
         if self.vocabulary is None:
             return None
-        known = len(self.vocabulary.begins_word)
         most = int(tokens.max()) + 1 if tokens.numel() else 0
-        fields = {name: table for name, table in vars(self.vocabulary).items() if table is not None}
-        missing = max(0, most - known)
-        if missing:
-            fields = {name: pad(table, (0, missing)) for name, table in fields.items()}
-            self.vocabulary = Vocabulary(**fields)
-        return Vocabulary(**{name: table.to(tokens.device) for name, table in fields.items()})
+        missing = max(0, most - len(self.vocabulary.begins_word))
+        tables = {name: table for name, table in vars(self.vocabulary).items() if table is not None}
+        tables = {name: pad(table, (0, missing)) for name, table in tables.items()}
+        self.vocabulary = Vocabulary(**tables)
+        return Vocabulary(**{name: table.to(tokens.device) for name, table in tables.items()})
 
     def spans(self, tokens: Tensor, mask: Tensor) -> Tensor | None:
         """Constituents of each response, [B, S, 2], parsed now."""
         if self.parsing is None:
             return None
-        rows = [row[: _length(keep)].tolist() for row, keep in zip(tokens, mask)]
+        lengths = [max(keep.nonzero().flatten().tolist(), default=-1) + 1 for keep in mask]
+        rows = [row[:length].tolist() for row, length in zip(tokens, lengths)]
         return self.parsing.begin(rows)().to(mask.device)
 
 
@@ -238,24 +238,18 @@ def credit_segments(
             "Advantages over macro actions need a critic, and this batch has no values. Give the "
             "engine a critic, as for its own GAE."
         )
-    rewards, values, lam_value = batch.rewards, batch.values, settings.lam_value
-    discounts = {"gamma": gamma, "lam": lam}
+    estimate = boundary_gae
     if settings.credit == "macro":
-        advantages, returns = macro_gae(
-            rewards,
-            values,
-            segments,
-            **discounts,
-            rho=settings.rho,
-            sigma=settings.sigma,
-            pooling=settings.pooling,
-            lam_value=lam_value,
-        )
-    else:
-        advantages, returns = boundary_gae(
-            rewards, values, segments, **discounts, lam_value=lam_value
-        )
-    return _whitened(advantages, segments, settings), returns
+        pooled = {"rho": settings.rho, "sigma": settings.sigma, "pooling": settings.pooling}
+        estimate = functools.partial(macro_gae, **pooled)
+    discounts = {"gamma": gamma, "lam": lam, "lam_value": settings.lam_value}
+    advantages, returns = estimate(batch.rewards, batch.values, segments, **discounts)
+    if settings.whiten == "none":
+        return advantages, returns
+    stats = None
+    if settings.whiten == "macros":
+        stats = moments(segments.first(advantages), segments.macro_mask)
+    return whiten(advantages, segments.mask, stats=stats), returns
 
 
 def segment_metrics(segments: Segments) -> dict[str, float]:
@@ -271,15 +265,6 @@ def segment_metrics(segments: Segments) -> dict[str, float]:
     }
 
 
-def _whitened(advantages: Tensor, segments: Segments, settings: MacroSettings) -> Tensor:
-    if settings.whiten == "none":
-        return advantages
-    stats = None
-    if settings.whiten == "macros":
-        stats = moments(segments.first(advantages), segments.macro_mask)
-    return whiten(advantages, segments.mask, stats=stats)
-
-
 def _row_seeds(tokens: Tensor, mask: Tensor) -> Tensor:
     """A seed per response that depends on its tokens alone, [B] int64.
 
@@ -288,9 +273,3 @@ def _row_seeds(tokens: Tensor, mask: Tensor) -> Tensor:
     """
     position = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     return mix(torch.where(mask, mix((tokens + 1) * position), 0).sum(dim=1))
-
-
-def _length(mask: Tensor) -> int:
-    """Tokens up to the last one that counts."""
-    counted = mask.nonzero()
-    return int(counted[-1]) + 1 if len(counted) else 0

@@ -27,7 +27,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 from marlhf.reward.sandbox import kernel, landlock, namespaces, seccomp
-from marlhf.reward.sandbox.wire_format import decode, encode
+from marlhf.reward.sandbox.protocol import decode, encode
 
 SOURCE, STATUS, REPORT, CODE, CONTROL = 3, 4, 5, 6, 7
 FILE_NAME = "program.py"

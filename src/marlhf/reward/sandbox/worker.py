@@ -19,8 +19,7 @@ from typing import Any
 
 from marlhf.errors import MarlhfError
 from marlhf.reward.sandbox import kernel
-from marlhf.reward.sandbox.protocol import Case, Outcome, Suite
-from marlhf.reward.sandbox.wire_format import decode
+from marlhf.reward.sandbox.protocol import Case, Outcome, Suite, decode
 
 START_SECONDS = 60.0
 COMPILE_SECONDS = 5.0
