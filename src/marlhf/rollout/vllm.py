@@ -171,7 +171,9 @@ class VLLM(ABC):
         try:
             self._send_weights()
         except RefusedError:
-            tied = _tied_names(self.policy)
+            module = _module(self.policy)
+            names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+            tied = names - {name for name, _ in module.named_parameters()}  # the second names
             if self.skipped or not tied:
                 raise
             self.skipped = tied
@@ -360,16 +362,13 @@ def _import_vllm() -> Any:
         ) from None
 
 
-def _tied_names(policy: Model) -> set[str]:
-    """The second names of tied weights."""
-    module = policy.module if isinstance(policy, AdaptedModel) else policy
-    all_names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    return all_names - {name for name, _ in module.named_parameters()}
+def _module(policy: Model) -> Any:
+    return policy.module if isinstance(policy, AdaptedModel) else policy
 
 
 def _write_config(policy: Model, folder: str) -> None:
     """Write what vLLM needs to build the model before it gets the weights."""
-    module = policy.module if isinstance(policy, AdaptedModel) else policy
+    module = _module(policy)
     config = copy.deepcopy(module.config)
     config.architectures = [type(module).__name__]
     config.__dict__.pop("quantization_config", None)  # adapters are sent merged
