@@ -67,10 +67,7 @@ def to_row(record: Mapping[str, Any]) -> Parsed:
     if not isinstance(question, str):
         return None, "`question` is not text"
     try:
-        given, solutions = (
-            json.loads(value) if isinstance(value, str) and value.strip() else value
-            for value in (record.get("input_output"), record.get("solutions"))
-        )
+        given, solutions = (_json(record.get(name)) for name in ("input_output", "solutions"))
     except (ValueError, RecursionError):  # also numbers with more digits than Python converts
         return None, "`input_output` or `solutions` is not JSON"
     if not given or not given.get("inputs"):
@@ -103,6 +100,10 @@ def write_prompt(question: str, starter_code: str = "", *, called: bool = False)
     way = "Use Call-Based format" if called else "Use Standard Input format"
     starter = f"{starter_code.rstrip()}\n" if starter_code.strip() else ""
     return f"QUESTION:\n{question.strip()}\n{starter}{way}\n\nANSWER:\n"
+
+
+def _json(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) and value.strip() else value
 
 
 def _lines(value: Any) -> str:

@@ -80,8 +80,8 @@ def webgpt_row(record: Mapping[str, Any]) -> Parsed:
             return None, "the two texts do not answer one question"
         answers, rest = [part[2] for part in parts], without(record, "text", "score")
     else:
-        question, scores = record["question"], [record["score_0"], record["score_1"]]
-        question = question.get("full_text") if isinstance(question, Mapping) else question
+        asked, scores = record["question"], [record["score_0"], record["score_1"]]
+        question: Any = asked.get("full_text") if isinstance(asked, Mapping) else asked
         answers = [record["answer_0"], record["answer_1"]]
         quotes = {"quotes": [record.get("quotes_0"), record.get("quotes_1")]}
         used = [f"{name}_{i}" for name in ("answer", "quotes", "score") for i in (0, 1)]

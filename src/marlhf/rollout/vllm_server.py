@@ -101,10 +101,10 @@ class VLLMServer(VLLM):
         self.model: str = models[0]["id"]
         self.max_length = models[0].get("max_model_len") or 1 << 62
 
-    def _prepare(self, *asked: Any) -> SamplingRequest:
+    def _prepare(self, *asked: Any, **options: Any) -> SamplingRequest:
         if self.ahead is not None:
             self.ahead.exception()  # waits for it: it needs the weights that the server has now
-        return super()._prepare(*asked)
+        return super()._prepare(*asked, **options)
 
     @torch.no_grad()
     def begin(

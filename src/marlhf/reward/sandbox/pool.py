@@ -14,7 +14,7 @@ from typing import Any
 from marlhf.errors import MarlhfError
 from marlhf.reward.sandbox import kernel
 from marlhf.reward.sandbox.protocol import Call, Case, Outcome, Program, Suite
-from marlhf.reward.sandbox.worker import Execution, Job, Worker, WorkerDied
+from marlhf.reward.sandbox.worker import Execution, SuiteRun, Worker, WorkerDied
 
 PRELOAD = (
     *("array", "bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools"),
@@ -173,7 +173,7 @@ class Sandbox:
         with self._lock:
             if not self._workers:
                 raise RuntimeError("This sandbox is closed. Create a new one.")
-            jobs = [Job(suite) for suite in suites]
+            jobs = [SuiteRun(suite) for suite in suites]
             waiting = iter([job for job in jobs if job.suite.cases])  # shared by the threads
             stop, errors = threading.Event(), list[BaseException]()
             threads = [
@@ -198,7 +198,7 @@ class Sandbox:
     def _work(
         self,
         place: int,
-        waiting: Iterator[Job],
+        waiting: Iterator[SuiteRun],
         stop: threading.Event,
         errors: list[BaseException],
     ) -> None:
@@ -212,7 +212,7 @@ class Sandbox:
             errors.append(error)
             stop.set()
 
-    def _run_case(self, place: int, job: Job, stop: threading.Event) -> None:
+    def _run_case(self, place: int, job: SuiteRun, stop: threading.Event) -> None:
         """Run the next case of a job. A program under which its server dies is tried once more."""
         worker, seconds = self._workers[place], job.suite.seconds or self.seconds
         execution = Execution(worker, job, seconds, self.output_bytes)

@@ -112,7 +112,7 @@ class Worker:
 
 
 @dataclass
-class Job:
+class SuiteRun:
     """A suite in progress: its outcomes so far, and the code its first case compiled."""
 
     suite: Suite
@@ -139,7 +139,7 @@ class Job:
 class Execution:
     """One process of one program, from the request to its outcome."""
 
-    def __init__(self, worker: Worker, job: Job, seconds: float, output_bytes: int) -> None:
+    def __init__(self, worker: Worker, job: SuiteRun, seconds: float, output_bytes: int) -> None:
         self.worker, self.job = worker, job
         self.seconds, self.output_bytes = seconds, output_bytes
         self.began = time.monotonic()
