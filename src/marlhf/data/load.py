@@ -68,7 +68,7 @@ class DataConfig:
 
     parts: dict[str, float] = field(default_factory=lambda: dict(STAGE_PARTS))
     """Each stage's share of the rows; no prompt is in two. Empty (`{}`) gives every stage all
-    rows, for those who have a file per stage."""
+    rows: use it with a file per stage."""
 
     eval_size: int | float = setting(0.05, least=0)
     """Rows held out for evaluation, by prompt: a number (200) or a share (0.05). The same rows

@@ -16,8 +16,7 @@ Axes: B rows, T response tokens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,7 +142,10 @@ def macro_policy_loss(
     weights = None
     if rollout_is_weights is not None:
         weights = segments.spread(segments.mean(rollout_is_weights))
-    with _counting_actions(config, count):
+    # Let means of verl's divide by macro actions; entropy and KL still divide by tokens.
+    info = config.global_batch_info
+    num_tokens, info["batch_num_tokens"] = info["batch_num_tokens"], count
+    try:
         return core_algos.compute_policy_loss_vanilla(
             old_log_prob=torch.zeros_like(log_ratio),
             log_prob=log_ratio,
@@ -153,6 +155,8 @@ def macro_policy_loss(
             config=config,
             rollout_is_weights=weights,
         )
+    finally:
+        info["batch_num_tokens"] = num_tokens
 
 
 def macro_value_loss(
@@ -180,18 +184,6 @@ def macro_value_loss(
         "critic/vf_clipfrac": clip_fraction.detach().item(),
         "critic/vpred_mean": mean_value.detach().item(),
     }
-
-
-@contextmanager
-def _counting_actions(config: Any, count: int) -> Iterator[None]:
-    """Let means of verl's divide by macro actions; entropy and KL still divide by tokens."""
-    info = config.global_batch_info
-    num_tokens = info["batch_num_tokens"]
-    info["batch_num_tokens"] = count
-    try:
-        yield
-    finally:
-        info["batch_num_tokens"] = num_tokens
 
 
 def _counted(train_batch: Callable[..., Any]) -> Callable[..., Any]:

@@ -165,9 +165,8 @@ class UnitTests:
         self._sandbox = None
 
     def _open(self) -> Sandbox:
-        if (
-            self._sandbox is None or self._owner != os.getpid()
-        ):  # a fork cannot use its parent's sandbox
+        # A fork cannot use its parent's sandbox.
+        if self._sandbox is None or self._owner != os.getpid():
             self._sandbox = Sandbox(
                 workers=self.workers or _processors_per_rank(),
                 memory_mb=self.memory_mb,

@@ -278,7 +278,7 @@ class VLLMEngine(VLLM):
             "max_model_len": -1,  # as long as the model's positions and the memory allow
             "disable_log_stats": True,
         }
-        # vLLM seeds torch's generators; training goes on with its own.
+        # vLLM seeds torch's generators; training keeps its own random state.
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices), tempfile.TemporaryDirectory() as folder:
             if policy is not None:

@@ -105,7 +105,7 @@ class WeightSender:
                         oldest.close()
                     continue
                 data = b""
-                with suppress(OSError):  # somebody else, or a worker that is gone
+                with suppress(OSError):  # a stranger, or a worker that died
                     data = connection.recv(len(self.token) - len(shown[connection]))
                 shown[connection] += data
                 if data and len(shown[connection]) < len(self.token):

@@ -125,8 +125,7 @@ def _set_limits(confinement: Confinement, seconds: float) -> None:
     processors = len(os.sched_getaffinity(0))
     limits = {
         resource.RLIMIT_AS: confinement.address_space,
-        resource.RLIMIT_CPU: int((seconds + 1) * processors)
-        + 1,  # the host's clock ends it earlier
+        resource.RLIMIT_CPU: int((seconds + 1) * processors) + 1,  # the host's clock is earlier
         resource.RLIMIT_FSIZE: confinement.tmp_bytes,
         resource.RLIMIT_NOFILE: FILES,
         resource.RLIMIT_CORE: 0,
