@@ -19,7 +19,6 @@ NEED_OTHERS = (
     "triton_products",
     "triton_shared",
     "engines.verl",
-    "verl_losses",
 )
 """Modules that import what the tests' environment does not have."""
 ENDS_A_RUN = "Stopped"  # asked for by the user, so it has no other parent

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from marlhf.data import DataConfig, Row, load_data, read_hub, read_records, split_rows
-from marlhf.data.load import HUB_CONFIGS, is_hub_name
+from marlhf.data.load import hub_config, is_hub_name
 from marlhf.data.rows import prompt_key
 
 SHARES = {
@@ -100,7 +100,7 @@ def _mbpp(files: Sequence[str], limit: int | None) -> dict[str, Records]:
     for path in files:
         if is_hub_name(path) and not Path(path).exists():
             splits = ("train", "validation", "test")
-            sources = [read_hub(path, split, HUB_CONFIGS.get(path)) for split in splits]
+            sources = [read_hub(path, split, hub_config(path)) for split in splits]
         else:
             sources = [read_records(path)]
         for record, _ in (each for source in sources for each in source):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from marlhf.data import DataConfig, DataError, apps, humaneval, load_data, mbpp, toy_code
+from marlhf.data import DataConfig, DataError, apps, code, load_data
 from marlhf.data.code import KINDS, check_tests
 
 STDIN = {
@@ -104,7 +104,7 @@ def test_apps_folder_of_problems(tmp_path):
 
 
 def test_mbpp_shows_its_asserts_and_keeps_values_apart():
-    row, _ = mbpp.to_row(MBPP)
+    row, _ = code.mbpp_row(MBPP)
     assert row.prompt.endswith("assert (swap('a', 'b')) == ('b', 'a')\n\nANSWER:\n")
     assert row.chosen == "def swap(a, b):\n  return b, a"
     assert row.columns["tests"] == {
@@ -116,15 +116,15 @@ def test_mbpp_shows_its_asserts_and_keeps_values_apart():
 
 
 def test_mbpp_asserts_of_other_forms_are_a_check():
-    tests = mbpp.to_tests(["assert close(1) == 1.0", "assert abs(close(2) - 2) < 1e-3"])
+    tests = code.to_tests(["assert close(1) == 1.0", "assert abs(close(2) - 2) < 1e-3"])
     assert tests["kind"] == "check"
     assert tests["name"] == "close"
-    assert mbpp.to_tests(["assert True"]) is None
-    assert mbpp.to_row(MBPP | {"test_list": ["assert ("]})[1] == "a test is not Python"
+    assert code.to_tests(["assert True"]) is None
+    assert code.mbpp_row(MBPP | {"test_list": ["assert ("]})[1] == "a test is not Python"
 
 
 def test_humaneval_goes_on_with_its_prompt():
-    row, _ = humaneval.to_row(HUMANEVAL)
+    row, _ = code.humaneval_row(HUMANEVAL)
     assert row.prompt == HUMANEVAL["prompt"]
     assert row.chosen == "    return 1"
     assert row.columns["tests"]["name"] == "one"
@@ -154,9 +154,9 @@ def test_malformed_tests_are_explained(tests, message):
 
 
 def test_toy_problems_are_the_same_for_a_seed():
-    rows = toy_code.rows(200, seed=1)
-    assert rows == toy_code.rows(200, seed=1)
-    assert rows != toy_code.rows(200, seed=2)
+    rows = code.toy_rows(200, seed=1)
+    assert rows == code.toy_rows(200, seed=1)
+    assert rows != code.toy_rows(200, seed=2)
     split = load_data(DataConfig(source="toy-code", parts={"sft": 0.2, "ppo": 0.8}), "ppo")
     assert split.train
     assert not {r.prompt for r in split.train} & {r.prompt for r in split.eval}

@@ -121,12 +121,6 @@ def test_a_saved_data_set_without_the_library(tmp_path, monkeypatch):
     assert "pip install 'marlhf[hub]'" in refused(tmp_path)
 
 
-def test_parquet_without_pyarrow(tmp_path, monkeypatch):
-    (tmp_path / "a.parquet").write_bytes(b"x")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert "pip install pyarrow" in refused(tmp_path / "a.parquet")
-
-
 def test_a_missing_file_names_its_neighbour(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"a": 1}\n')
     assert f"Did you mean {tmp_path}/train.jsonl?" in refused(tmp_path / "trian.jsonl")
@@ -142,6 +136,20 @@ def test_an_empty_file(tmp_path):
     (tmp_path / "b.json").write_text("[]")
     assert "holds no records" in refused(tmp_path / "b.csv")
     assert "holds no records" in refused(tmp_path / "b.json")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_deeply_nested_json_is_a_sentence(tmp_path, name):
+    record = '{"prompt": "a", "x": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    good = '{"prompt": "b"}'
+    text = f"{good}\n{record}\n" if name == "a.jsonl" else f"[{good},\n{record}]"
+    (tmp_path / name).write_text(text)
+    assert "its lists or objects are nested too deep" in refused(tmp_path / name)
+
+
+def test_a_number_with_too_many_digits_is_a_sentence(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"x": ' + "1" * 5000 + "}")
+    assert f"{tmp_path}/a.jsonl:2 cannot be read" in refused(tmp_path / "a.jsonl")
 
 
 def test_broken_json_names_the_line(tmp_path):

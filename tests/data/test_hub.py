@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from marlhf.data import DataError, hub, read_hub
+from marlhf.data import DataError, files, read_hub
 
 datasets = pytest.importorskip("datasets")
 
@@ -17,7 +17,7 @@ def load_instead(monkeypatch, answer):
         return answer(*args, **options)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(hub, "_reachable", lambda _: True)
+    monkeypatch.setattr(files, "_reachable", lambda _: True)
     return calls
 
 
@@ -116,5 +116,5 @@ def test_a_cached_data_set_is_read_without_the_hub(monkeypatch):
         return [{"prompt": "a"}]
 
     load_instead(monkeypatch, answer)
-    monkeypatch.setattr(hub, "_reachable", lambda _: False)
+    monkeypatch.setattr(files, "_reachable", lambda _: False)
     assert list(read_hub("owner/name")) == [({"prompt": "a"}, "owner/name[train]:1")]

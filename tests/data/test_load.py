@@ -1,10 +1,12 @@
 import json
-from pathlib import Path
+import typing
 
 import pytest
 
 from marlhf.data import DataConfig, DataError, Row, load, load_data, prompt_key
 from marlhf.data.load import is_hub_name
+from marlhf.data.rows import Source
+from marlhf.data.sources import SOURCES
 
 PAIR = {"prompt", "chosen", "rejected"}
 
@@ -48,17 +50,6 @@ def test_stages_share_the_evaluation_and_nothing_else(pairs):
 def test_loading_twice_gives_the_same_rows_in_the_same_order(pairs):
     config = DataConfig(path=pairs)
     assert load_data(config, "ppo") == load_data(config, "ppo")
-
-
-def test_rows_that_were_kept_are_given_once_and_only_while_their_file_is_the_same(pairs):
-    config, path = DataConfig(path=pairs), Path(pairs)
-    kept = load_data(config, "ppo", keep=True)
-    assert load_data(config, "sft").train[0] is not kept.train[0]  # another part
-    assert load_data(config, "ppo") is kept
-    assert load_data(config, "ppo") is not kept
-    kept = load_data(config, "ppo", keep=True)
-    path.write_text(path.read_text().replace("p0", "another prompt"))
-    assert load_data(config, "ppo") != kept
 
 
 def test_without_parts_every_stage_has_all_rows(pairs):
@@ -166,6 +157,21 @@ def test_text_prompts_in_a_chat(tmp_path):
     assert "the prompt is empty" in str(loaded.counts)
 
 
+def test_a_source_is_a_file_and_a_line(tmp_path, monkeypatch):
+    """What a new file brings is a `Source`; the table in data/sources.py is all that knows it."""
+
+    def to_row(record):
+        return Row(record["riddle"], chosen=record["solution"]), ""
+
+    riddles = Source("riddles", to_row=to_row, forms=("riddle solution",), hub_name="a/b")
+    monkeypatch.setitem(load.PUBLISHED, "riddles", riddles)
+    path = write(tmp_path / "a.jsonl", [{"riddle": "What has keys?", "solution": "A piano."}])
+    loaded = load_data(DataConfig(path=path, parts={}, eval_size=0))
+    assert loaded.train == [Row("What has keys?", "A piano.")]
+    names = typing.get_type_hints(DataConfig)["source"]
+    assert typing.get_args(names) == ("auto", "local", *SOURCES)
+
+
 def test_a_file_wins_over_the_hub(tmp_path, monkeypatch):
     (tmp_path / "owner" / "name").mkdir(parents=True)
     write(tmp_path / "owner" / "name" / "a.jsonl", [{"prompt": "x"}])
@@ -222,10 +228,17 @@ def test_a_file_that_would_not_be_read_is_refused():
 
 
 def test_toy_rows_need_no_file():
-    pytest.importorskip("marlhf.data.toy")
     loaded = load_data(DataConfig(source="toy", limit=50), "ppo", needs={"prompt"})
     assert loaded.counts.read == 50
     assert loaded.train
+
+
+def test_too_few_rows_say_which_share_a_stage_has(pairs):
+    told = DataConfig(path=pairs).explain_shares()
+    assert "sft 20%, reward 40%, ppo 40%" in told
+    assert "set `data.parts: {}` to give every stage all rows" in told
+    assert DataConfig(path=pairs, parts={}).explain_shares() == ""
+    assert DataConfig().explain_shares() == ""  # rows that a trainer was given
 
 
 def test_nothing_left_shows_why(tmp_path):

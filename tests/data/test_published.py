@@ -1,6 +1,7 @@
 """The data sets in the form their authors published them in."""
 
-from marlhf.data import Row, cnn_dailymail, gsm8k, hh, tldr, webgpt
+from marlhf.data import Row, dialogues, gsm8k, summaries
+from marlhf.data.sources import CNN_DAILYMAIL, GSM8K, HH, SOURCES, TLDR, WEBGPT
 
 COMPARISON = {
     "info": {"id": "t3", "post": " I lost my cat.\n", "title": "Cat", "subreddit": "cats"},
@@ -15,7 +16,7 @@ COMPARISON = {
 
 
 def test_tldr_comparison():
-    row, remark = tldr.to_row(COMPARISON)
+    row, remark = TLDR.to_row(COMPARISON)
     assert remark == ""
     assert row == Row(
         prompt="POST Subreddit: r/cats\nI lost my cat.\nTL;DR:",
@@ -29,29 +30,29 @@ def test_tldr_comparison():
 
 def test_tldr_news_and_broken_comparisons_are_skipped():
     news = COMPARISON | {"info": {"id": "x", "post": None, "article": "News."}}
-    assert tldr.to_row(news) == (None, "a news article (CNN/DM), not a Reddit post")
+    assert TLDR.to_row(news) == (None, "a news article (CNN/DM), not a Reddit post")
     for broken in ({"choice": 2}, {"choice": None}, {"summaries": [{"text": "one"}]}):
-        assert tldr.to_row(COMPARISON | broken)[1] == "not two summaries with a choice of 0 or 1"
+        assert TLDR.to_row(COMPARISON | broken)[1] == "not two summaries with a choice of 0 or 1"
 
 
 def test_tldr_pairs_with_and_without_subreddit():
     pair = {"post": "Long.", "chosen": "Short.", "rejected": " No. "}
-    row, _ = tldr.to_row(pair)
+    row, _ = TLDR.to_row(pair)
     assert row == Row("POST\nLong.\nTL;DR:", " Short.", " No.", {"post": "Long."})
-    row, _ = tldr.to_row(pair | {"subreddit": "aww", "title": "T"})
+    row, _ = TLDR.to_row(pair | {"subreddit": "aww", "title": "T"})
     assert row is not None
     assert row.prompt == "POST Subreddit: r/aww\nLong.\nTL;DR:"
     assert row.columns["title"] == "T"
-    assert tldr.to_row(pair | {"post": 3})[1] == "`post`, `chosen` or `rejected` is not text"
-    assert tldr.write_prompt(" ") == ""
+    assert TLDR.to_row(pair | {"post": 3})[1] == "`post`, `chosen` or `rejected` is not text"
+    assert summaries.write_prompt(" ") == ""
 
 
-def dialogues(chosen: str, rejected: str, start="\n\nHuman: hi\n\nAssistant:"):
-    return hh.to_row({"chosen": start + chosen, "rejected": start + rejected})
+def hh_row(chosen: str, rejected: str, start="\n\nHuman: hi\n\nAssistant:"):
+    return HH.to_row({"chosen": start + chosen, "rejected": start + rejected})
 
 
 def test_hh_prompt_is_what_both_dialogues_share():
-    assert dialogues(" Hello.", "  Hello, you. ") == (
+    assert hh_row(" Hello.", "  Hello, you. ") == (
         Row("Human: hi\n\nAssistant:", " Hello.", " Hello, you."),
         "",
     )
@@ -59,24 +60,24 @@ def test_hh_prompt_is_what_both_dialogues_share():
 
 def test_hh_last_shared_turn_counts():
     start = "\n\nHuman: hi\n\nAssistant: yes\n\nHuman: and?\n\nAssistant:"
-    row, _ = dialogues(" A", " B", start)
+    row, _ = hh_row(" A", " B", start)
     assert row == Row(start.strip(), " A", " B")
 
 
 def test_hh_identical_dialogues_give_identical_replies():
-    assert dialogues(" same", " same")[0] == Row("Human: hi\n\nAssistant:", " same", " same")
+    assert hh_row(" same", " same")[0] == Row("Human: hi\n\nAssistant:", " same", " same")
 
 
 def test_hh_two_assistants_turns_are_one_reply():
-    row, remark = dialogues(" Wait.\n\nAssistant: Here.", " No.")
+    row, remark = hh_row(" Wait.\n\nAssistant: Here.", " No.")
     assert row == Row("Human: hi\n\nAssistant:", " Wait.\n\nHere.", " No.")
-    assert remark == hh.JOINED
+    assert remark == dialogues.JOINED
 
 
 def test_hh_dialogues_that_part_early_are_skipped():
-    assert dialogues(" A\n\nHuman: more\n\nAssistant: C", " B") == (None, hh.DIVERGED)
-    assert dialogues(" A\n\nAssistant: Human: what?", " B") == (None, hh.DIVERGED)
-    nothing = hh.to_row({"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: b"})
+    assert hh_row(" A\n\nHuman: more\n\nAssistant: C", " B") == (None, dialogues.DIVERGED)
+    assert hh_row(" A\n\nAssistant: Human: what?", " B") == (None, dialogues.DIVERGED)
+    nothing = HH.to_row({"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: b"})
     assert nothing == (None, "the two dialogues share no assistant's turn")
 
 
@@ -87,12 +88,12 @@ def test_hh_from_the_hub():
         "chosen": " A",
         "rejected": "B",
     }
-    assert hh.recognises(record)
-    assert hh.to_row(record) == (
+    assert HH.recognise(record)
+    assert HH.to_row(record) == (
         Row("Human: hi\n\nAssistant:", " A", " B", {"response": " A"}),
         "",
     )
-    assert hh.to_row(record | {"chosen": None})[0] is None
+    assert HH.to_row(record | {"chosen": None})[0] is None
 
 
 def answers(score_0: float, score_1: float):
@@ -109,7 +110,7 @@ def answers(score_0: float, score_1: float):
 
 
 def test_webgpt_from_the_hub():
-    row, _ = webgpt.to_row(answers(-0.5, 0.5))
+    row, _ = WEBGPT.to_row(answers(-0.5, 0.5))
     assert row is not None
     assert (row.prompt, row.chosen, row.rejected) == (
         "Human: Why?\n\nAssistant:",
@@ -122,21 +123,21 @@ def test_webgpt_from_the_hub():
 
 
 def test_webgpt_ties_and_broken_records_are_skipped():
-    assert webgpt.to_row(answers(0.0, 0.0)) == (None, webgpt.TIE)
-    assert webgpt.to_row(answers(0, 1) | {"answer_0": None})[1].endswith("is not text")
-    assert webgpt.to_row(answers(0, 1) | {"score_0": None})[1] == "a score is not a number"
+    assert WEBGPT.to_row(answers(0.0, 0.0)) == (None, dialogues.TIE)
+    assert WEBGPT.to_row(answers(0, 1) | {"answer_0": None})[1].endswith("is not text")
+    assert WEBGPT.to_row(answers(0, 1) | {"score_0": None})[1] == "a score is not a number"
 
 
 def test_webgpt_whole_texts():
     texts = ["## Human:\nWhy?\n\n\n\n## Assistant:\n A", "## Human:\nWhy?\n\n## Assistant:\nB"]
     record = {"text": texts, "score": [0.5, 1.5]}
-    assert webgpt.recognises(record)
-    row, _ = webgpt.to_row(record)
+    assert WEBGPT.recognise(record)
+    row, _ = WEBGPT.to_row(record)
     assert row is not None
     assert (row.prompt, row.chosen, row.rejected) == ("Human: Why?\n\nAssistant:", " B", " A")
     other = {"text": [texts[0], "## Human:\nHow?\n\n## Assistant:\nB"], "score": [0, 1]}
-    assert webgpt.to_row(other) == (None, "the two texts do not answer one question")
-    assert webgpt.to_row({"text": texts[:1], "score": [1]})[0] is None
+    assert WEBGPT.to_row(other) == (None, "the two texts do not answer one question")
+    assert WEBGPT.to_row({"text": texts[:1], "score": [1]})[0] is None
 
 
 def test_each_form_is_recognised_by_its_own_source_alone():
@@ -146,28 +147,29 @@ def test_each_form_is_recognised_by_its_own_source_alone():
         "webgpt": answers(0, 1),
         None: {"prompt": "Human: a", "chosen": "b", "rejected": "c"},
     }
-    sources = {"tldr": tldr, "hh": hh, "webgpt": webgpt}
+    published = [each for each in SOURCES.values() if each.generate is None]
     for name, record in records.items():
-        assert [n for n, s in sources.items() if s.recognises(record)] == ([name] if name else [])
+        best = max(published, key=lambda each: each.recognise(record))
+        assert (best.name if best.recognise(record) else None) == name
 
 
 def test_news_has_the_prompt_of_a_post_and_its_highlights_as_the_summary():
     record = {"article": " (CNN) A cat. ", "highlights": "Cat found.", "id": "7"}
-    assert cnn_dailymail.recognises(record)
-    row, remark = cnn_dailymail.to_row(record)
+    assert CNN_DAILYMAIL.recognise(record)
+    row, remark = CNN_DAILYMAIL.to_row(record)
     assert (row, remark) == (
         Row("POST\n(CNN) A cat.\nTL;DR:", " Cat found.", None, {"id": "7"}),
         "",
     )
-    assert cnn_dailymail.to_row(record | {"article": 3})[1] == "`article` is not text"
+    assert CNN_DAILYMAIL.to_row(record | {"article": 3})[1] == "`article` is not text"
 
 
 def test_of_openais_comparisons_the_news_are_taken_and_the_posts_left():
     news = COMPARISON | {"info": {"id": "x", "post": None, "article": "News."}}
-    row, _ = cnn_dailymail.to_row(news)
+    row, _ = CNN_DAILYMAIL.to_row(news)
     assert row is not None
     assert row.prompt == "POST\nNews.\nTL;DR:"
-    assert cnn_dailymail.to_row(COMPARISON)[1] == "a Reddit post, not a news article"
+    assert CNN_DAILYMAIL.to_row(COMPARISON)[1] == "a Reddit post, not a news article"
 
 
 def test_gsm8k_solution_without_the_calculator():
@@ -175,8 +177,8 @@ def test_gsm8k_solution_without_the_calculator():
         "question": "Tom has 48 figs and sells half. How many are left? ",
         "answer": "He sells 48/2 = <<48/2=24>>24.\nSo 48-24 = <<48-24=24>>24 < 48.\n#### 1,024",
     }
-    assert gsm8k.recognises(record)
-    row, remark = gsm8k.to_row(record)
+    assert GSM8K.recognise(record)
+    row, remark = GSM8K.to_row(record)
     assert remark == ""
     assert row == Row(
         "Tom has 48 figs and sells half. How many are left?\n"
@@ -187,6 +189,6 @@ def test_gsm8k_solution_without_the_calculator():
 
 
 def test_gsm8k_other_questions_are_not_taken_for_it():
-    assert not gsm8k.recognises({"question": "Why?", "answer": "Because."})
-    assert gsm8k.to_row({"question": 3, "answer": "#### 3"})[0] is None
+    assert not GSM8K.recognise({"question": "Why?", "answer": "Because."})
+    assert GSM8K.to_row({"question": 3, "answer": "#### 3"})[0] is None
     assert gsm8k.write_prompt(" ") == ""

@@ -1,5 +1,4 @@
-from marlhf.data.counts import Counts
-from marlhf.data.rows import Row, after_colon, prompt_fault, prompt_key, response_fault
+from marlhf.data.rows import Counts, Row, after_colon, prompt_fault, prompt_key, response_fault
 
 
 def test_white_space_does_not_make_another_prompt():

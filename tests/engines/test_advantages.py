@@ -25,12 +25,14 @@ from marlhf.core import (
 )
 from marlhf.engines.advantages import (
     EngineBatch,
+    EngineError,
+    MacroSettings,
     TokenText,
     macro_advantages,
+    read_settings,
     segment_batch,
     segment_metrics,
 )
-from marlhf.engines.settings import EngineError, MacroSettings, read_settings
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.spans import vocabulary
 from marlhf.spans.apply import Parsing, SegmenterError

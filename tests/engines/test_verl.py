@@ -22,8 +22,7 @@ from marlhf.core import (
     segment,
     whiten,
 )
-from marlhf.engines.advantages import TokenText
-from marlhf.engines.settings import EngineError, MacroSettings
+from marlhf.engines.advantages import EngineError, MacroSettings, TokenText
 
 pytestmark = pytest.mark.engines
 pytest.importorskip("verl", reason="needs verl: make test-engines")
@@ -37,7 +36,6 @@ from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.workers.config import FSDPActorConfig, FSDPCriticConfig
 
 from marlhf.engines import verl as plugin
-from marlhf.engines import verl_losses
 
 B, T = 6, 20
 
@@ -157,7 +155,7 @@ def policy_loss(batch, update, segments, mode, agg="token-mean", weights=None, *
     config.global_batch_info.update(
         dp_size=1, batch_num_tokens=int(batch["response_mask"].sum()), global_batch_size=B
     )
-    token = verl_losses._micro_batch.set((segments, int(segments.macro_mask.sum())))
+    token = plugin._micro_batch.set((segments, int(segments.macro_mask.sum())))
     try:
         loss, _ = core_algos.get_policy_loss_fn(mode)(
             old_log_prob=batch["old_log_probs"],
@@ -169,7 +167,7 @@ def policy_loss(batch, update, segments, mode, agg="token-mean", weights=None, *
             rollout_is_weights=weights,
         )
     finally:
-        verl_losses._micro_batch.reset(token)
+        plugin._micro_batch.reset(token)
     assert config.global_batch_info["batch_num_tokens"] == batch["response_mask"].sum()
     return loss
 
@@ -196,7 +194,7 @@ def test_a_macro_ratio_is_that_of_the_core(batch, update, mode):
         update["advantages"],
         segments.mask,
         dual_clip=3.0,
-        ratio=verl_losses.RATIOS[mode],
+        ratio=plugin.RATIOS[mode],
         segments=segments,
     )
     torch.testing.assert_close(ours, expected)
@@ -240,14 +238,14 @@ def value_loss(batch, update, segments, sigma, rows=slice(None), count=None):
         [torch.zeros(2).long()] * size, layout=torch.jagged
     )
     count = int(segments.macro_mask.sum()) if count is None else count
-    verl_losses.tensordict_utils.assign_non_tensor(
-        data, dp_size=1, batch_num_tokens=1, global_batch_size=B, **{verl_losses.COUNT: count}
+    plugin.tensordict_utils.assign_non_tensor(
+        data, dp_size=1, batch_num_tokens=1, global_batch_size=B, **{plugin.COUNT: count}
     )
     config = FSDPCriticConfig(
         strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1, cliprange_value=0.2
     )
     output = {"values": torch.nested.as_nested_tensor(whole, layout=torch.jagged)}
-    return verl_losses.macro_value_loss(config, output, data, sigma=sigma)[0]
+    return plugin.macro_value_loss(config, output, data, sigma=sigma)[0]
 
 
 @pytest.mark.parametrize("sigma", ["equal", "start"])
@@ -272,7 +270,7 @@ def test_macro_actions_are_read_from_a_batch_of_verls(batch, update):
     lengths = (batch["response_mask"].cumsum(1).argmax(1) + 1).tolist()
     fields = {"macro_ids": update["segments"].ids, "response_mask": batch["response_mask"]}
     data = TensorDict({k: nested(x, lengths) for k, x in fields.items()}, batch_size=B)
-    found = verl_losses.read_segments(data)
+    found = plugin.read_segments(data)
     assert isinstance(found, Segments)
     assert torch.equal(found.macro_mask.sum(1), update["segments"].macro_mask.sum(1))
     assert torch.equal(found.starts, update["segments"].starts[:, : found.mask.shape[1]])
@@ -335,11 +333,11 @@ def test_a_trainer_shows_the_estimator_its_batch_and_the_workers_its_macro_actio
 
 
 def test_workers_count_the_macro_actions_of_a_mini_batch(batch, update, tmp_path, monkeypatch):
-    monkeypatch.setattr(verl_losses.engine_workers, "get_device_name", lambda: "cpu")
+    monkeypatch.setattr(plugin.engine_workers, "get_device_name", lambda: "cpu")
     lengths = (batch["response_mask"].cumsum(1).argmax(1) + 1).tolist()
     fields = {"macro_ids": update["segments"].ids, "response_mask": batch["response_mask"]}
     data = TensorDict({k: nested(x, lengths) for k, x in fields.items()}, batch_size=B)
-    counted = verl_losses._counted(lambda worker, data: data[verl_losses.COUNT])
+    counted = plugin._counted(lambda worker, data: data[plugin.COUNT])
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from marlhf.data import DataConfig, Row, load_data, mbpp
+from marlhf.data import DataConfig, Row, code, load_data
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.reward import RewardFunction, import_function
 from marlhf.reward import code as module
@@ -133,7 +133,7 @@ def test_expected_answers_never_go_into_the_sandbox(monkeypatch):
     run_suites = sandbox.run_suites
     monkeypatch.setattr(sandbox, "run_suites", lambda s: sent.append(s) or run_suites(s))
     check = "def check(candidate):\n    assert candidate(1) == 8675309\n"
-    row, _ = mbpp.to_row({"text": "t", "code": "c", "test_list": ["assert f(1) == 8675309"]})
+    row, _ = code.mbpp_row({"text": "t", "code": "c", "test_list": ["assert f(1) == 8675309"]})
     tests = [
         {"kind": "stdin", "inputs": ["1"], "outputs": ["8675309"]},
         {"kind": "call", "name": "f", "inputs": [[1]], "outputs": [8675309]},

@@ -427,3 +427,29 @@ def test_what_cannot_be_imported_is_explained(here, name, said):
     with pytest.raises(RewardError) as caught:
         import_function(name)
     assert said in str(caught.value)
+
+
+def test_functions_of_installed_packages_are_no_rewards(here):
+    """`torch.utils.collect_env:run` runs the program that a column `command` names."""
+    for code in ((), ["torch.utils.collect_env"], ["torch"]):
+        with pytest.raises(RewardError, match="is a function of an installed package"):
+            import_function("torch.utils.collect_env:run", code)
+    with pytest.raises(RewardError, match="is a function of an installed package"):
+        import_function("marlhf.reward.answers:extract_code", ["marlhf.reward.answers"])
+
+
+def test_a_recipe_declares_its_own_code(here):
+    assert import_function("own_rewards:brevity", ["own_rewards"])(["abc"]) == [-3.0]
+    assert import_function("own_rewards:Brevity", ["other", "own_rewards"])(["abc"]) == [-3.0]
+    for code in ((), ["own"], ["own_rewards.other"]):
+        with pytest.raises(RewardError, match=r"Add `code: \[own_rewards\]` to it"):
+            import_function("own_rewards:brevity", code)
+
+
+def test_marked_functions_need_no_declaration(here):
+    marked = "from marlhf.reward import reward_function\n" + MODULE
+    marked = marked.replace("def brevity", "@reward_function\ndef brevity")
+    (here / "own_rewards.py").write_text(marked)
+    assert import_function("own_rewards:brevity", ())(["abc"]) == [-3.0]
+    for name in ("code:unit_tests", "gsm8k:right_answer", "sums:solved", "sums:share_right"):
+        assert callable(import_function(f"marlhf.reward.{name}", ()))

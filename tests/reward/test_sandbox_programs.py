@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,7 @@ from marlhf.reward.sandbox import (
     SandboxUnavailable,
     Suite,
 )
-from marlhf.reward.sandbox.wire_format import decode, encode
+from marlhf.reward.sandbox.protocol import decode, encode
 
 
 @pytest.fixture(scope="module")
@@ -287,10 +288,26 @@ def test_a_suite_compiles_once_and_starts_afresh(sandbox):
 def test_one_program_leaves_nothing_for_the_next(sandbox):
     if not sandbox.layers["tmpfs"]:
         pytest.skip("without namespaces there is no folder to write to")
-    spoil = "import os, math, builtins\nmath.pi = 3\nbuiltins.x = 1\nopen('left', 'w')\nos.umask(0)"
-    look = "import os, math\nprint(math.pi > 3.1, 'x' in dir(__builtins__), os.listdir('/tmp'))"
+    # Python's own folders are shown, read-only, where it is installed in /tmp, as in a clone there.
+    parts = [Path(os.path.realpath(path)).parts for path in sandbox._settings["readable"]]
+    python = {names[2] for names in parts if names[:2] == ("/", "tmp")}
+    spoil = (
+        "import os, math, builtins\nmath.pi = 3\nbuiltins.x = 1\nopen('left', 'w')\nos.umask(0)\n"
+        f"for folder in {sorted(python)}:\n"
+        "    try:\n"
+        "        open(f'/tmp/{folder}/left', 'w')\n"
+        "    except OSError:\n"
+        "        continue\n"
+        "    raise SystemExit('a folder of Python can be written')"
+    )
+    look = (
+        "import os, math\n"
+        "print(math.pi > 3.1, 'x' in dir(__builtins__), sorted(os.listdir('/tmp')))"
+    )
     outcomes = sandbox.run([Program(p) for p in [spoil, look] * 4])
-    assert {o.stdout for o in outcomes[1::2]} == {"True False ['.stdin']\n"}
+    assert {o.status for o in outcomes} == {"ok"}
+    left = sorted({".stdin", *python})
+    assert {o.stdout for o in outcomes[1::2]} == {f"True False {left}\n"}
 
 
 def test_order_is_kept_and_the_clock_is_each_programs_own(sandbox):

@@ -562,6 +562,54 @@ def test_only_the_token_opens_and_only_one_update_long():
         assert done.result() == 8
 
 
+def drip(address, stop):
+    """A stranger who sends a byte now and then, and never a token."""
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(tuple(address.values())) as stranger,
+    ):
+        while not stop.wait(0.2):
+            stranger.sendall(b"0")
+
+
+def test_strangers_keep_no_worker_waiting():
+    sender = WeightSender("127.0.0.1", 2, timeout=20)
+    stop = threading.Event()
+    with ThreadPoolExecutor(8) as threads:
+        strangers = [threads.submit(drip, sender.address, stop) for _ in range(4)]
+        began = time.monotonic()
+        time.sleep(0.3)  # they are first
+        done = threads.submit(sender.send, [("x", torch.ones(2))], lambda: False)
+        workers = [connect(**sender.address, token=sender.token) for _ in range(2)]
+        for worker in workers:
+            with worker:
+                assert [name for name, _ in receive(worker, [])] == ["x"]
+        assert done.result() == 8
+        assert time.monotonic() - began < 5
+        stop.set()
+        for stranger in strangers:
+            stranger.result()
+
+
+def test_one_deadline_holds_for_all_workers_together():
+    sender = WeightSender("127.0.0.1", 2, timeout=1.5)
+    stop = threading.Event()
+    with ThreadPoolExecutor(4) as threads:
+        stranger = threads.submit(drip, sender.address, stop)
+        time.sleep(0.3)
+        began = time.monotonic()
+        done = threads.submit(sender.send, [("x", torch.ones(2))], lambda: False)
+        with connect(**sender.address, token=sender.token):
+            said = (
+                r"1 of its 2 workers connected within 1\.5 seconds; 1 connections showed no token"
+            )
+            with pytest.raises(ConnectionError, match=said):
+                done.result()
+        assert time.monotonic() - began < 4
+        stop.set()
+        stranger.result()
+
+
 def test_a_trainer_that_dies_half_way_is_a_sentence():
     def dies():
         yield "first", torch.ones(2)

@@ -1,4 +1,3 @@
-import json
 import math
 import subprocess
 import sys
@@ -16,10 +15,8 @@ from marlhf.config.rl import RLConfig
 from marlhf.config.settings import SEGMENTERS, describe, rule_defaults, to_raw
 from marlhf.core import NGram, Perplexity, RandomNGram, Words, advantages, losses, segments
 from marlhf.core import rewards as core_rewards
-from marlhf.data import load
 from marlhf.fields import setting, settings_with
 from marlhf.runs.stage_facts import facts_of
-from marlhf.train import preflight
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.recipe import (
     ConfigError,
@@ -529,18 +526,3 @@ def test_a_setting_of_several_types_is_one_mistake():
     assert sum("seed: must be a whole number" in line for line in lines) == 1
     with pytest.raises(ConfigError, match=r"1 mistake\n.*segmenter\.n: must be int or float \(got"):
         load_stage("toy", "ppo", ["segmenter.n=five"], "ppo")
-
-
-def test_a_check_keeps_the_rows_of_the_next_stage_and_no_others(tmp_path, monkeypatch):
-    """A file is read once for the check and the stage; more would only hold memory."""
-    monkeypatch.chdir(tmp_path)
-    rows = [{"prompt": f"Why {n}?", "chosen": "a", "rejected": "b"} for n in range(300)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    changes = ["data={path: rows.jsonl}", "output_dir=runs", "batch_size=4"]
-    stages = load_recipe("toy", changes)
-    monkeypatch.setattr(load, "_KEPT", {})
-    preflight.check_stages(stages)
-    [kept] = load._KEPT.values()
-    first = stages[0].config
-    assert load.load_data(first.data, "sft", needs=first.columns) is kept
-    assert not load._KEPT

@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 
 from marlhf.config.build import build_segmenter
 from marlhf.core import Perplexity
-from marlhf.data import DataConfig, DataError, apps, decode, load_data, tldr, webgpt
+from marlhf.data import DataConfig, DataError, apps, decode, load_data
 from marlhf.data.encode import encode_prompt
 from marlhf.data.rows import Message, Text, after_colon
 from marlhf.evaluate.eval_plan import EvaluationError, PolicySource, find_policies, located
@@ -40,7 +40,11 @@ FORMS = {
     "text": "as typed, each on its own",
 }
 """Prompt formats by name, each with a description for the user."""
-WRITERS = {"webgpt": webgpt.write_prompt, "tldr": tldr.write_prompt, "apps": apps.write_prompt}
+WRITERS = {
+    "webgpt": dialogues.write_prompt,
+    "tldr": summaries.write_prompt,
+    "apps": apps.write_prompt,
+}
 REMEMBER = ("chat", "hh")
 """Formats in which earlier turns are part of the prompt, as in their data."""
 SINGLE = ("toy", "toy-code", "sums", "mbpp", "humaneval", "gsm8k")

@@ -92,6 +92,9 @@ class RLConfig(StageConfig):
     """What scores responses: a reward model's folder or hub name, or `@stage`."""
     reward_funcs: tuple[str, ...] = setting((), on_card=True, defines_score=True)
     """More that score: functions of yours as `module:name`, or further reward models."""
+    code: tuple[str, ...] = setting((), may_change=True)
+    """Modules of your own whose functions `reward_funcs` may name. Functions that are marked with
+    `@marlhf.reward.reward_function`, as marlhf's own are, need no entry."""
     reward_weights: tuple[float, ...] | None = setting(None, on_card=True, defines_score=True)
     """Weights of the reward model and of reward_funcs, in that order; 1 each unless given."""
     random_reward_head: bool = False

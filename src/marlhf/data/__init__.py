@@ -1,7 +1,6 @@
 """Rows of prompts and preferences: read, checked, split by prompt, encoded, padded."""
 
 from marlhf.data.collate import pad_left, pad_right, token_budget_batches
-from marlhf.data.counts import Counts
 from marlhf.data.encode import (
     Encoded,
     decode,
@@ -11,10 +10,9 @@ from marlhf.data.encode import (
     encode_responses,
     fit_prompts,
 )
-from marlhf.data.files import read_records
-from marlhf.data.hub import read_hub
+from marlhf.data.files import read_hub, read_records
 from marlhf.data.load import DataConfig, Loaded, load_data, rows_from_records
-from marlhf.data.rows import DataError, Message, Row, Text, prompt_key
+from marlhf.data.rows import Counts, DataError, Message, Row, Text, prompt_key
 from marlhf.data.splits import held_out, split_rows
 
 __all__ = [

@@ -24,14 +24,9 @@ from typing import Any
 
 from marlhf.data.code import code_row
 from marlhf.data.files import Records
-from marlhf.data.rows import DataError, Parsed
+from marlhf.data.rows import DataError, Parsed, Source
 
-HUB_NAME, HUB_CONFIG = "codeparrot/apps", "all"
 PROBLEM = "*/*/question.txt"
-
-
-def recognises(record: Mapping[str, Any]) -> bool:
-    return {"question", "input_output", "difficulty"} <= record.keys()
 
 
 def is_folder(path: Path) -> bool:
@@ -73,16 +68,15 @@ def to_row(record: Mapping[str, Any]) -> Parsed:
         return None, "`question` is not text"
     try:
         given, solutions = (_json(record.get(name)) for name in ("input_output", "solutions"))
-    except ValueError:  # also numbers with more digits than Python converts
+    except (ValueError, RecursionError):  # also numbers with more digits than Python converts
         return None, "`input_output` or `solutions` is not JSON"
     if not given or not given.get("inputs"):
         return None, "the problem has no tests"
     if len(given["inputs"]) != len(given.get("outputs", [])):
         return None, "not as many outputs as inputs"
-    called = given.get("fn_name")
-    inputs, outputs = given["inputs"], given["outputs"]
+    called, inputs, outputs = given.get("fn_name"), given["inputs"], given["outputs"]
     if called:
-        tests = {"kind": "call", "name": called, "inputs": [_arguments(each) for each in inputs]}
+        tests = {"kind": "call", "name": called, "inputs": [*map(_arguments, inputs)]}
         tests["outputs"] = outputs
     else:
         tests = {"kind": "stdin", "inputs": [*map(_lines, inputs)]}
@@ -119,11 +113,18 @@ def _lines(value: Any) -> str:
 
 def _arguments(value: Any) -> list[Any]:
     """JSON turns a dictionary's keys into text; those that are numbers become numbers again."""
-    arguments = value if isinstance(value, list) else [value]
-    return [_numbered(each) for each in arguments]
+    return [
+        {int(k) if k.lstrip("-").isdecimal() else k: v for k, v in each.items()}
+        if isinstance(each, dict)
+        else each
+        for each in (value if isinstance(value, list) else [value])
+    ]
 
 
-def _numbered(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {int(k) if k.lstrip("-").isdecimal() else k: v for k, v in value.items()}
+APPS = Source(
+    "apps",
+    to_row=to_row,
+    forms=("question input_output difficulty",),
+    hub_name="codeparrot/apps",
+    hub_config="all",
+)

@@ -1,4 +1,4 @@
-"""Programming problems: one form for the tests of APPS, MBPP, HumanEval and your own files.
+"""Programming problems: one form for their tests; MBPP, HumanEval, and a task without a download.
 
 A row of code has these columns: `tests`, `difficulty`, `starter_code`, `solutions`. `tests` is a
 mapping that JSON can hold, of one of four kinds:
@@ -11,14 +11,42 @@ mapping that JSON can hold, of one of four kinds:
 A program reads a text and prints one; or a function, or a method of `Solution`, is called; or
 expressions are evaluated after the program and compared with Python literals; or a function full
 of asserts gets the program's function `name`, as in HumanEval.
+
+MBPP has short functions, each with one sentence and three asserts. It is read as published (text,
+code, test_list), and in its sanitised form (prompt, code, test_list, test_imports). As in its
+paper, the prompt shows the asserts, which tell a function's name and arguments:
+
+    QUESTION:
+    Write a function to find the similar elements from the given two tuple lists.
+    Your code should pass these tests:
+    assert similar_elements((3, 4, 5, 6),(5, 7, 4, 10)) == (4, 5)
+    ...
+
+    ANSWER:
+
+HumanEval has 164 functions to complete, for evaluation. It is read as published (prompt,
+canonical_solution, test, entry_point). The prompt is the beginning of the program, and the response
+continues it; it may also write the whole function again. On the hub they are the split `test`.
+
+`toy-code` makes one-line programs, for a very small model:
+
+    Read a number and add 3.
+    print(int(input())+3)
+
+Its solutions to imitate are right two times in five. The others use another number or sign, forget
+`int`, or do not compile, so that the unit tests have something to reward.
 """
 
 from __future__ import annotations
 
+import ast
+import builtins
+import random
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from marlhf.data.rows import DataError, Row
+from marlhf.data.rows import DataError, Parsed, Row, Source, all_text
 
 KINDS = {
     "stdin": ("inputs", "outputs"),
@@ -70,3 +98,129 @@ def code_row(
         **rest,
     }
     return Row(prompt, chosen=solutions[0] if solutions else None, columns=columns)
+
+
+def mbpp_row(record: Mapping[str, Any]) -> Parsed:
+    text, asserts = record.get("text") or record.get("prompt"), record["test_list"]
+    if not isinstance(text, str) or not all_text(record, "code"):
+        return None, "the task or its code is not text"
+    setup = record.get("test_setup_code") or "\n".join(record.get("test_imports") or [])
+    try:
+        tests = to_tests(asserts, setup.replace("\r\n", "\n"))
+    except SyntaxError:
+        return None, "a test is not Python"
+    if not asserts or tests is None:
+        return None, "there is no test that calls a function"
+    shown = "\n".join([text.strip(), "Your code should pass these tests:", *asserts])
+    prompt = f"QUESTION:\n{shown}\n\nANSWER:\n" if text.strip() else ""
+    code = record["code"].replace("\r\n", "\n").strip()
+    return code_row(prompt, tests, solutions=[code], task_id=record.get("task_id")), ""
+
+
+def to_tests(asserts: list[str], setup: str = "") -> dict[str, Any] | None:
+    """Expressions with their values where each assert is `f(...) == literal`, else a check.
+
+    >>> to_tests(["assert add(1, 2) == 3"])["inputs"]
+    ['add(1, 2)']
+    """
+    inputs, outputs = [], []
+    for text in asserts:
+        equations = [_equation(statement) for statement in ast.parse(text).body]
+        inputs += [each[0] for each in equations if each]
+        outputs += [each[1] for each in equations if each]
+        if not all(equations):
+            break
+    else:
+        return {"kind": "expression", "setup": setup, "inputs": inputs, "outputs": outputs}
+    name = _called("\n".join(asserts))
+    if name is None:
+        return None
+    check = "def check(candidate):\n" + textwrap.indent("\n".join(asserts), "    ")
+    return {"kind": "check", "name": name, "prompt": setup, "check": check}
+
+
+def _equation(statement: ast.stmt) -> tuple[str, str] | None:
+    test = statement.test if isinstance(statement, ast.Assert) else None
+    if not isinstance(test, ast.Compare) or [type(op) for op in test.ops] != [ast.Eq]:
+        return None
+    try:
+        ast.literal_eval(test.comparators[0])
+    except ValueError:
+        return None
+    return ast.unparse(test.left), ast.unparse(test.comparators[0])
+
+
+def _called(code: str) -> str | None:
+    """The first function in the asserts that Python itself does not have."""
+    calls = [node.func for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    names = [f.id for f in calls if isinstance(f, ast.Name) and not hasattr(builtins, f.id)]
+    return names[0] if names else None
+
+
+def humaneval_row(record: Mapping[str, Any]) -> Parsed:
+    if not all_text(record, "prompt", "canonical_solution", "test", "entry_point"):
+        return None, "`prompt`, `canonical_solution`, `test` or `entry_point` is not text"
+    prompt, name = record["prompt"], record["entry_point"]
+    tests = {"kind": "check", "name": name, "prompt": prompt, "check": record["test"]}
+    row = code_row(
+        prompt,
+        tests,
+        solutions=[record["canonical_solution"].rstrip()],
+        starter_code=prompt,
+        task_id=record.get("task_id"),
+    )
+    return row, ""
+
+
+TOY_SIGNS = {"+": "add", "-": "subtract", "*": "multiply by"}
+TOY_REQUESTS = (
+    "Read a number and {what} {n}.",
+    "Please read a number, then {what} {n}.",
+    "Take the number, {what} {n}, and print.",
+    "Input: a number. Output: {what} {n}.",
+)
+TOY_INPUTS = (2, 7)
+
+
+def toy_rows(num_rows: int = 2000, seed: int = 0) -> list[Row]:
+    """Some tasks with a solution each, right or wrong; the same for the same seed."""
+    draw = random.Random(f"toy code {seed}")
+    return [_toy_row(draw) for _ in range(num_rows)]
+
+
+def _toy_row(draw: random.Random) -> Row:
+    sign, n = draw.choice(list(TOY_SIGNS)), draw.randint(1, 9)
+    prompt = draw.choice(TOY_REQUESTS).format(what=TOY_SIGNS[sign], n=n) + "\n"
+    outputs = [str({"+": x + n, "-": x - n, "*": x * n}[sign]) for x in TOY_INPUTS]
+    tests = {"kind": "stdin", "inputs": [f"{x}\n" for x in TOY_INPUTS], "outputs": outputs}
+    program = _toy_solution(draw, sign, n)
+    return code_row(prompt, tests, solutions=[program], difficulty=TOY_SIGNS[sign])
+
+
+def _toy_solution(draw: random.Random, sign: str, n: int) -> str:
+    chance = draw.random()
+    if chance < 0.4:
+        return f"print(int(input()){sign}{n})"
+    if chance < 0.55:
+        return f"print(int(input()){sign}{draw.randint(1, 9)})"
+    if chance < 0.7:
+        return f"print(int(input()){draw.choice(list(TOY_SIGNS))}{n})"
+    if chance < 0.85:
+        return f"print(input(){sign}{n}.0)"
+    return f"print(int(input(){sign}{n})"
+
+
+MBPP = Source(
+    "mbpp",
+    to_row=mbpp_row,
+    forms=("code test_list text", "code test_list prompt"),
+    hub_name="google-research-datasets/mbpp",
+    hub_config="full",
+)
+HUMANEVAL = Source(
+    "humaneval",
+    to_row=humaneval_row,
+    forms=("prompt canonical_solution test entry_point",),
+    hub_name="openai/openai_humaneval",
+)
+TOY_CODE = Source("toy-code", generate=toy_rows)

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from marlhf.data.counts import Counts
-from marlhf.data.rows import DataError, Message, Row, Text
+from marlhf.data.rows import Counts, DataError, Message, Row, Text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -112,20 +111,19 @@ def encode_responses(
     end = cast(str, tokenizer.decode([eos_token_id]))
     encoded: list[list[int]] = []
     for start in range(0, len(pairs), CHUNK):
-        follows: list[str] = []  # responses as text
-        turns: list[str] = []  # responses as turns of a chat
-        for prompt, response in pairs[start : start + CHUNK]:
+        texts: dict[int, str] = {}  # responses as text, by row
+        turns: dict[int, str] = {}  # responses as turns of a chat
+        for row, (prompt, response) in enumerate(pairs[start : start + CHUNK]):
             if isinstance(response, str) and isinstance(prompt, str):
-                follows.append(_ends(tokenizer, response.removesuffix(end), max_tokens))
+                texts[row] = _ends(tokenizer, response.removesuffix(end), max_tokens)
             else:
                 turn = _as_messages(response, "assistant")
                 text = render_turn(tokenizer, _as_messages(prompt, "user"), turn)
-                turns.append(_ends(tokenizer, text, max_tokens))
-        after_text = iter(_tokenize_after_text(tokenizer, follows))
-        in_chat = iter(_tokenize(tokenizer, turns) if turns else [])
-        for prompt, response in pairs[start : start + CHUNK]:
-            plain = isinstance(response, str) and isinstance(prompt, str)
-            encoded.append(next(after_text if plain else in_chat))
+                turns[row] = _ends(tokenizer, text, max_tokens)
+        ids = dict(zip(texts, _tokenize_after_text(tokenizer, [*texts.values()])))
+        if turns:
+            ids |= zip(turns, _tokenize(tokenizer, [*turns.values()]))
+        encoded += [ids[row] for row in sorted(ids)]
     return [
         [*(ids[: ids.index(eos_token_id)] if eos_token_id in ids else ids), eos_token_id]
         for ids in encoded

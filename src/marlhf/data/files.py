@@ -1,16 +1,21 @@
-"""Records of files on disk. Every way in which a file can be broken is a clear error."""
+"""Records of files on disk and of data sets on the Hugging Face hub.
+
+Every way in which a file can be broken is a clear error. No code from the hub is ever run.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import difflib
 import gzip
+import itertools
 import json
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 from marlhf.data.rows import DataError
 
@@ -21,6 +26,8 @@ Records = Iterator[tuple[Record, str]]
 ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 COMPANIONS = (".md", ".txt", ".yaml", ".yml", "")
 """Endings of files beside the data that are ignored (README.md, LICENSE)."""
+CONVERTED = "refs%2Fconvert%2Fparquet"
+"""The branch on which the hub itself keeps parquet copies of older data sets."""
 
 
 def read_records(path: str | Path, split: str | None = None) -> Records:
@@ -107,24 +114,19 @@ def _read_file(path: Path) -> Records:
             f"{path} has an unknown ending. Data is read from {', '.join(ENDINGS)}, "
             "and, except for .parquet, from these with .gz."
         )
-    empty = True
-    for item in readers[kind](path):
-        empty = False
-        yield item
-    if empty:
+    records = readers[kind](path)
+    first = next(records, None)
+    if first is None:
         raise DataError(f"{path} is empty: it holds no records. Write it again, or remove it.")
-
-
-def _open(path: Path) -> BinaryIO:
-    packed = path.suffix.lower() == ".gz"
-    return cast(BinaryIO, gzip.open(path, "rb")) if packed else path.open("rb")
+    yield from itertools.chain([first], records)
 
 
 def _lines(path: Path) -> Iterator[str]:
     """The lines of a text file, decoded one by one so that a huge file streams."""
     offset = 0
+    open_file = gzip.open if path.suffix.lower() == ".gz" else Path.open
     try:
-        with _open(path) as file:
+        with open_file(path, "rb") as file:
             for raw in file:
                 yield raw.decode("utf-8-sig" if offset == 0 else "utf-8")
                 offset += len(raw)
@@ -142,17 +144,11 @@ def _lines(path: Path) -> Iterator[str]:
 
 def _read_jsonl(path: Path) -> Records:
     for number, line in enumerate(_lines(path), start=1):
-        if not line.strip():
-            continue
-        position = f"{path}:{number}"
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{position} is not JSON: {error.msg} at column {error.colno}. "
-                "Each line must be one whole JSON object."
-            ) from error
-        yield _object(value, position), position
+        if line.strip():
+            value = _parse_json(
+                line.rstrip(), path, number, "Each line must be one whole JSON object."
+            )
+            yield _object(value, f"{path}:{number}"), f"{path}:{number}"
 
 
 def _read_json(path: Path) -> Records:
@@ -161,16 +157,26 @@ def _read_json(path: Path) -> Records:
     if not first.lstrip().startswith("["):
         yield from _read_jsonl(path)
         return
+    form = "The file must be a list of objects, or have one object per line."
+    for number, value in enumerate(_parse_json("".join(_lines(path)), path, 1, form), start=1):
+        yield _object(value, f"{path}:{number}"), f"{path}:{number}"
+
+
+def _parse_json(text: str, path: Path, line: int, form: str) -> Any:
     try:
-        values = json.loads("".join(_lines(path)))
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{path}:{error.lineno} is not JSON: {error.msg} at column {error.colno}. "
-            "The file must be a list of objects, or have one object per line."
+            f"{path}:{line + error.lineno - 1} is not JSON: {error.msg} at column {error.colno}. "
+            f"{form}"
         ) from error
-    for number, value in enumerate(values, start=1):
-        position = f"{path}:{number}"
-        yield _object(value, position), position
+    except (ValueError, RecursionError) as error:
+        reason = "its lists or objects are nested too deep"
+        if isinstance(error, ValueError):
+            reason = "it has a number with more digits than Python converts"
+        raise DataError(
+            f"{path}:{line} cannot be read: {reason}. Correct that record, or leave it out."
+        ) from error
 
 
 def _object(value: Any, position: str) -> Record:
@@ -211,18 +217,14 @@ def _read_table(path: Path) -> Records:
 
 
 def _read_parquet(path: Path) -> Records:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise DataError(f"{path} needs pyarrow to be read. Run `pip install pyarrow`.") from error
-    number = 0
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
     try:
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield record, f"{path}:{number}"
+            batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=1024))
+            for number, record in enumerate(itertools.chain.from_iterable(batches), start=1):
+                yield record, f"{path}:{number}"
     except PermissionError:
         raise
     except (pa.ArrowException, OSError) as error:
@@ -249,3 +251,89 @@ def _read_saved(path: Path, split: str | None) -> Records:
         saved = saved[split]
     for number, record in enumerate(saved, start=1):
         yield dict(record), f"{path}:{number}"
+
+
+def read_hub(name: str, split: str = "train", config: str | None = None) -> Records:
+    """Every record of one split of a hub data set, with "name[split]:row" as its position.
+
+    >>> for record, position in read_hub("trl-lib/tldr", "train"):  # doctest: +SKIP
+    ...     print(record["prompt"])
+    """
+    try:
+        import datasets
+        import datasets.exceptions
+    except ImportError as error:
+        raise DataError(
+            f"`{name}` is not a file or folder here, and to fetch it from the hub the datasets "
+            "library is needed. Correct the path, or run `pip install 'marlhf[hub]'`."
+        ) from error
+    reachable = _reachable(name)
+    try:
+        with contextlib.nullcontext() if reachable else _offline():
+            loaded = _load(name, split, config)
+    except (datasets.exceptions.DatasetNotFoundError, ConnectionError, TimeoutError) as error:
+        cause = _first_line(error) if reachable else "it does not answer, and the cache lacks it"
+        raise DataError(
+            f"`{name}` is not a file or folder here, and could not be fetched from the hub "
+            f"({cause}). Correct the name; log in with `hf auth login` if the data "
+            "set is private; or, without a network, download it first and give its folder."
+        ) from error
+    except FileNotFoundError as error:
+        raise DataError(
+            f"The hub's `{name}` has no data for config `{config or 'default'}`, split `{split}` "
+            f"({_first_line(error)}). Look up both on https://huggingface.co/datasets/{name}."
+        ) from error
+    except ValueError as error:
+        raise DataError(
+            f"The hub's `{name}` cannot give split `{split}` of config `{config or 'default'}`: "
+            f"{' '.join(str(error).split())} Set `split` and `config` to one of those it has."
+        ) from error
+    for number, record in enumerate(loaded, start=1):
+        yield dict(cast(Mapping[str, Any], record)), f"{name}[{split}]:{number}"
+
+
+def _reachable(name: str) -> bool:
+    """Whether the hub answers, by one request. `datasets` itself would retry for half a minute."""
+    import huggingface_hub.errors
+
+    try:
+        huggingface_hub.HfApi().dataset_info(name, timeout=10)
+    except huggingface_hub.errors.HfHubHTTPError:
+        return True  # it answered, if only that there is no such data set
+    except Exception:  # no network, no answer in time, offline mode: the type varies by version
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Read the cache alone, for a while."""
+    import datasets.config
+    import huggingface_hub
+
+    settings: list[Any] = [datasets.config, huggingface_hub.constants]
+    before = [each.HF_HUB_OFFLINE for each in settings]
+    try:
+        for each in settings:
+            each.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for each, value in zip(settings, before):
+            each.HF_HUB_OFFLINE = value
+
+
+def _load(name: str, split: str, config: str | None) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, config, split=split)
+    except RuntimeError as error:
+        if "scripts are no longer supported" not in str(error):
+            raise
+    # The data set is published as a program; take the hub's own conversion instead.
+    folder = f"hf://datasets/{name}@{CONVERTED}/{config or 'default'}/{split}"
+    return datasets.load_dataset("parquet", data_files={split: f"{folder}/*.parquet"}, split=split)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -13,20 +13,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from marlhf.data.rows import Parsed, Row
+from marlhf.data.rows import Parsed, Row, Source, all_text
 
-HUB_NAME, HUB_CONFIG = "openai/gsm8k", "main"
 MARK = "####"
 REQUEST = f"Think step by step. End with the answer as a number after {MARK}."
 
 
-def recognises(record: Mapping[str, Any]) -> bool:
-    return {"question", "answer"} <= record.keys() and MARK in str(record["answer"])
-
-
 def to_row(record: Mapping[str, Any]) -> Parsed:
     question, answer = record["question"], record["answer"]
-    if not isinstance(question, str) or not isinstance(answer, str):
+    if not all_text(record, "question", "answer"):
         return None, "`question` or `answer` is not text"
     solution, _, number = answer.rpartition(MARK)
     solution = re.sub(r"<<[^<>\n]*>>", "", solution).strip()
@@ -36,3 +31,13 @@ def to_row(record: Mapping[str, Any]) -> Parsed:
 
 def write_prompt(question: str) -> str:
     return f"{question.strip()}\n{REQUEST}\n" if question.strip() else ""
+
+
+GSM8K = Source(
+    "gsm8k",
+    to_row=to_row,
+    forms=("question answer",),
+    fits=lambda record: MARK in str(record["answer"]),
+    hub_name="openai/gsm8k",
+    hub_config="main",
+)

@@ -3,60 +3,35 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from marlhf.data import (
-    apps,
-    cnn_dailymail,
-    gsm8k,
-    hh,
-    humaneval,
-    local,
-    mbpp,
-    sums,
-    tldr,
-    toy,
-    toy_code,
-    webgpt,
-)
-from marlhf.data.counts import Counts
-from marlhf.data.files import ENDINGS, Records, read_records
-from marlhf.data.hub import read_hub
+from marlhf.data import apps, local
+from marlhf.data.files import ENDINGS, Records, read_hub, read_records
 from marlhf.data.rows import (
+    Counts,
     DataError,
     Parsed,
     Row,
+    Source,
     as_chat,
     prompt_fault,
     prompt_key,
     response_fault,
 )
+from marlhf.data.sources import PUBLISHED, SOURCES
 from marlhf.data.splits import STAGE_PARTS, check_fractions, held_out, split_rows
 from marlhf.fields import check_settings, setting
 
-PUBLISHED = {
-    "tldr": tldr,
-    "hh": hh,
-    "webgpt": webgpt,
-    "cnn_dailymail": cnn_dailymail,
-    "apps": apps,
-    "mbpp": mbpp,
-    "humaneval": humaneval,
-    "gsm8k": gsm8k,
-}
-"""Data sets in the form in which their authors published them."""
-GENERATED = {"toy": toy, "toy-code": toy_code, "sums": sums}
-"""Tasks that make their own rows, without a file or a network."""
-HUB_CONFIGS = {
-    module.HUB_NAME: module.HUB_CONFIG for module in (tldr, cnn_dailymail, apps, mbpp, gsm8k)
-}
-"""Which configuration to read of data sets with several."""
-
+if TYPE_CHECKING:
+    SourceName = str
+else:
+    SourceName = Literal[("auto", "local", *SOURCES)]
 
 Positioned = tuple[Row | None, str, str]
 """A record as its source read it (see `Parsed`), and the record's position."""
@@ -70,21 +45,7 @@ class DataConfig:
     'auto'
     """
 
-    source: Literal[
-        "auto",
-        "local",
-        "tldr",
-        "hh",
-        "webgpt",
-        "cnn_dailymail",
-        "apps",
-        "mbpp",
-        "humaneval",
-        "gsm8k",
-        "toy",
-        "toy-code",
-        "sums",
-    ] = "auto"
+    source: SourceName = "auto"
     """What the rows look like. `auto` tells from the first record; `local` is your own file with
     prompt, chosen, rejected; `toy`, `toy-code` and `sums` need no file and no network."""
 
@@ -107,7 +68,7 @@ class DataConfig:
 
     parts: dict[str, float] = field(default_factory=lambda: dict(STAGE_PARTS))
     """Each stage's share of the rows; no prompt is in two. Empty (`{}`) gives every stage all
-    rows, for those who have a file per stage."""
+    rows: use it with a file per stage."""
 
     eval_size: int | float = setting(0.05, least=0)
     """Rows held out for evaluation, by prompt: a number (200) or a share (0.05). The same rows
@@ -138,12 +99,13 @@ class DataConfig:
             raise DataError(f"`limit: {self.limit}` reads nothing. Set it to 1 or more.")
         if self.max_prompt_tokens < 1:
             raise DataError(f"`max_prompt_tokens: {self.max_prompt_tokens}` fits no prompt.")
-        if self.path is not None and self.source in GENERATED:
+        generated = self.source in SOURCES and SOURCES[self.source].generate is not None
+        if self.path is not None and generated:
             raise DataError(
                 f"`source: {self.source}` makes its own rows and reads no file, but `path: "
                 f"{self.path}` is given. Set `source: auto` to read it."
             )
-        if (self.has_eval_rows or self.chat) and self.source in GENERATED:
+        if (self.has_eval_rows or self.chat) and generated:
             raise DataError(
                 f"`source: {self.source}` makes its own rows, as text and without splits. Leave "
                 "out chat, eval_split and eval_path; `eval_size` says how many rows are held out."
@@ -153,6 +115,16 @@ class DataConfig:
     def has_eval_rows(self) -> bool:
         """Whether the rows for evaluation are named, rather than held out from the others."""
         return self.eval_split is not None or self.eval_path is not None
+
+    def explain_shares(self) -> str:
+        """Where a stage's few rows come from, for messages; empty if it has all that there are."""
+        if not self.parts or (self.path is None and self.source in ("auto", "local")):
+            return ""
+        shares = ", ".join(f"{part} {share:.0%}" for part, share in self.parts.items())
+        return (
+            f" Each stage has only its share of the rows by data.parts ({shares}): set "
+            "`data.parts: {}` to give every stage all rows."
+        )
 
     def check_named(self) -> None:
         """Refuse settings that name no rows, as beside rows that a trainer was given."""
@@ -178,59 +150,34 @@ class Loaded:
     """Over the whole of what was read, not this stage's part alone."""
 
 
-_KEPT: dict[str, Loaded] = {}
-"""What `load_data` was asked to keep, by what it was asked for and the state of its files."""
-
-
 def load_data(
-    config: DataConfig,
-    part: str = "ppo",
-    *,
-    needs: Collection[str] = ("prompt",),
-    keep: bool = False,
+    config: DataConfig, part: str = "ppo", *, needs: Collection[str] = ("prompt",)
 ) -> Loaded:
     """The rows for one stage: `part` names its share, `needs` what each row must have.
 
     Rows are split before those that the stage cannot use are taken out, so
-    that every stage sees the same parts whatever it needs. With `keep` the next who asks for them
-    gets the same rows, unless their file has changed: a recipe is checked before it runs.
+    that every stage sees the same parts whatever it needs.
 
     >>> loaded = load_data(DataConfig(source="toy", limit=100, eval_size=10), "sft")
     >>> len(loaded.train), len(loaded.eval)
     (18, 10)
     """
-    names = (config.path, config.eval_path)
-    files = [Path(name).expanduser() for name in names if name is not None]
-    key = f"{config} {part} {sorted(needs)} {[_state(file) for file in files]}"
-    loaded = _KEPT.pop(key, None) or _load_data(config, part, needs)
-    if keep and files and all(file.is_file() for file in files):
-        _KEPT[key] = loaded
-    return loaded
-
-
-def _state(file: Path) -> tuple[int, ...]:
-    """Changes with the file."""
-    if not file.is_file():
-        return ()
-    found = file.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _load_data(config: DataConfig, part: str, needs: Collection[str]) -> Loaded:
     config.check_named()
     _check_part(config, part)
-    rows, unusable, counts = _sort_out(
-        _read_rows(config, needs), needs, config.path or config.source
-    )
+    name = config.path or config.source
+    rows, unusable, counts = _sort_out(_read_rows(config, needs), needs, name)
     if config.has_eval_rows:
-        evaluation, unfit = _eval_rows(config, needs)
+        path, split = config.eval_path or config.path, config.eval_split or config.split
+        named = replace(config, path=path, split=split, eval_path=None, eval_split=None)
+        evaluation, unfit, _ = _sort_out(_read_rows(named, needs), needs, path or config.source)
         unusable |= unfit
-        rest = _without_prompts(rows, evaluation)
+        evaluated = {prompt_key(row) for row in evaluation}
+        rest = [row for row in rows if prompt_key(row) not in evaluated]
         if not rest:
             raise DataError(
-                f"Every prompt of {config.path or config.source} is also among the rows for "
-                "evaluation, so none is left to train on. A file has no splits: where the test "
-                "rows have a file of their own, name it with `eval_path`."
+                f"Every prompt of {name} is also among the rows for evaluation, so none is left to "
+                "train on. A file has no splits: where the test rows have a file of their own, "
+                "name it with `eval_path`."
             )
     else:
         rest, evaluation = held_out(rows, config.eval_size, config.seed)
@@ -243,20 +190,6 @@ def _load_data(config: DataConfig, part: str, needs: Collection[str]) -> Loaded:
             "to let every stage use them all."
         )
     return Loaded(train, [row for row in evaluation if id(row) not in unusable], counts)
-
-
-def _eval_rows(config: DataConfig, needs: Collection[str]) -> tuple[list[Row], set[int]]:
-    """All rows of the file or split that the recipe names for evaluation."""
-    path, split = config.eval_path or config.path, config.eval_split or config.split
-    named = replace(config, path=path, split=split, eval_path=None, eval_split=None)
-    rows, unusable, _ = _sort_out(_read_rows(named, needs), needs, path or config.source)
-    return rows, unusable
-
-
-def _without_prompts(rows: list[Row], others: list[Row]) -> list[Row]:
-    """Those rows whose prompts are not among the others: nothing is evaluated that was learnt."""
-    taken = {prompt_key(row) for row in others}
-    return [row for row in rows if prompt_key(row) not in taken]
 
 
 def rows_from_records(
@@ -275,9 +208,8 @@ def rows_from_records(
     >>> rows[0].prompt, counts.kept
     ('Why?', 1)
     """
-    rows, unusable, counts = _sort_out(
-        _parse_local(records, needs, columns or {}, name), needs, name
-    )
+    parsed = _parse_local(records, needs, columns or {}, name)
+    rows, unusable, counts = _sort_out(parsed, needs, name)
     return [row for row in rows if id(row) not in unusable], counts
 
 
@@ -332,10 +264,9 @@ def _check_part(config: DataConfig, part: str) -> None:
 
 
 def _read_rows(config: DataConfig, needs: Collection[str]) -> Iterator[Positioned]:
-    if config.source in GENERATED:
-        generated = GENERATED[config.source]
-        size = {} if config.limit is None else {"num_rows": config.limit}
-        for number, row in enumerate(generated.rows(seed=config.seed, **size), start=1):
+    source = SOURCES.get(config.source)
+    if source is not None and source.generate is not None:
+        for number, row in enumerate(_generate(source, config.seed, config.limit), start=1):
             yield row, "", f"{config.source}:{number}"
         return
     records = itertools.islice(_read_source(config), config.limit)
@@ -348,17 +279,28 @@ def _read_rows(config: DataConfig, needs: Collection[str]) -> Iterator[Positione
         yield as_chat(row) if row and config.chat else row, remark, position
 
 
+@functools.lru_cache(maxsize=2)  # all stages of a recipe ask for the same rows
+def _generate(source: Source, seed: int, limit: int | None) -> tuple[Row, ...]:
+    assert source.generate is not None
+    return tuple(source.generate(seed=seed, **({} if limit is None else {"num_rows": limit})))
+
+
 def _read_source(config: DataConfig) -> Records:
-    module = PUBLISHED.get(config.source)
+    path = Path(config.path or "").expanduser()
     if config.path is None:
-        assert module is not None, "DataConfig asks for a path where there is no default"
-        default = HUB_CONFIGS.get(module.HUB_NAME)
-        return read_hub(module.HUB_NAME, config.split, config.config or default)
-    if config.source in ("auto", "apps") and apps.is_folder(Path(config.path).expanduser()):
-        return apps.read_folder(Path(config.path).expanduser(), config.split)
-    if Path(config.path).expanduser().exists() or not is_hub_name(config.path):
-        return read_records(config.path, config.split)
-    return read_hub(config.path, config.split, config.config or HUB_CONFIGS.get(config.path))
+        name = PUBLISHED[config.source].hub_name
+    elif config.source in ("auto", "apps") and apps.is_folder(path):
+        return apps.read_folder(path, config.split)
+    elif path.exists() or not is_hub_name(config.path):
+        return read_records(path, config.split)
+    else:
+        name = config.path
+    return read_hub(name, config.split, config.config or hub_config(name))
+
+
+def hub_config(name: str) -> str | None:
+    """Which configuration of a hub data set holds the rows, where we know it."""
+    return next((each.hub_config for each in PUBLISHED.values() if each.hub_name == name), None)
 
 
 def is_hub_name(path: str) -> bool:
@@ -373,13 +315,14 @@ def _choose_parser(
     """The function that makes rows of records, from the first of them."""
     source = config.source
     if source == "auto":
-        known = (name for name, module in PUBLISHED.items() if module.recognises(first))
-        source = "local" if config.columns else next(known, "local")
+        best = max(PUBLISHED.values(), key=lambda each: each.recognise(first))
+        known = best.recognise(first) and not config.columns
+        source = best.name if known else "local"
     if source == "local":
         local.check_columns(first, position, config.columns, needs)
         return lambda record: local.to_row(record, config.columns)
-    module = PUBLISHED[source]
-    if not module.recognises(first):
+    published = PUBLISHED[source]
+    if not published.recognise(first):
         raise DataError(
             f"{position} is not in the form of `source: {source}`: it has "
             f"{', '.join(f'`{name}`' for name in first)}. Set `source: auto`, or `source: local` "
@@ -387,8 +330,8 @@ def _choose_parser(
         )
 
     def parse(record: Mapping[str, Any]) -> Parsed:
-        if module.recognises(record):
-            return module.to_row(record)
+        if published.recognise(record):
+            return published.to_row(record)
         return None, f"not in the form of `source: {source}`"
 
     return parse

@@ -12,7 +12,7 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from marlhf.data.rows import DataError, Message, Parsed, Row, Text
+from marlhf.data.rows import DataError, Message, Parsed, Row, Text, all_text, without
 
 NAMES = ("prompt", "chosen", "rejected", "messages", "completion")
 
@@ -20,7 +20,7 @@ NAMES = ("prompt", "chosen", "rejected", "messages", "completion")
 def to_row(record: Mapping[str, Any], columns: Mapping[str, str] | None = None) -> Parsed:
     """One row from one record; `columns` maps our names to those in the file."""
     fields = rename(record, columns or {})
-    rest = {name: value for name, value in fields.items() if name not in NAMES}
+    rest = without(fields, *NAMES)
     prompt, chosen, rejected = (fields.get(name) for name in ("prompt", "chosen", "rejected"))
     chosen = fields.get("completion") if chosen is None else chosen
     if prompt is None and fields.get("messages") is not None:
@@ -42,9 +42,8 @@ def to_row(record: Mapping[str, Any], columns: Mapping[str, str] | None = None) 
 
 def rename(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     """The record under our names."""
-    moved = set(columns.values())
-    kept = {name: value for name, value in record.items() if name not in moved}
-    return kept | {ours: record.get(theirs) for ours, theirs in columns.items()}
+    renamed = {ours: record.get(theirs) for ours, theirs in columns.items()}
+    return without(record, *columns.values()) | renamed
 
 
 def as_text(value: Any) -> Text | None:
@@ -63,18 +62,11 @@ def _as_message(value: Any) -> Message | None:
     # parquet gives each message the keys of all others, with None as their value
     message = {key: each for key, each in value.items() if isinstance(each, str)}
     content = value.get("content")
-    if isinstance(content, list) and all(_is_text_part(part) for part in content):
-        message["content"] = "".join(part["text"] for part in content)
+    if isinstance(content, list):  # as multimodal chats write a text
+        parts = [part if isinstance(part, Mapping) else {} for part in content]
+        if all(part.get("type") == "text" and all_text(part, "text") for part in parts):
+            message["content"] = "".join(part["text"] for part in parts)
     return message if {"role", "content"} <= message.keys() else None
-
-
-def _is_text_part(value: Any) -> bool:
-    """Whether this is `{"type": "text", "text": "..."}`, as multimodal chats write a text."""
-    return (
-        isinstance(value, Mapping)
-        and value.get("type") == "text"
-        and isinstance(value.get("text"), str)
-    )
 
 
 def _as_response(value: Any, prompt: Text) -> tuple[Text | None, str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,6 +53,40 @@ class Row:
 Parsed = tuple[Row | None, str]
 """One record as a source reads it: a row and "", None and the reason why there is no row in it, or
 a row and a remark on what had to be repaired."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A published data set, or a task that makes its own rows without a file or a network."""
+
+    name: str
+    """As in `data.source`."""
+    to_row: Callable[[Mapping[str, Any]], Parsed] = lambda record: (None, "")
+    """A row from a record in one of the forms."""
+    forms: tuple[str, ...] = ()
+    """The columns that a record has, by which it is recognised; for each form their names."""
+    fits: Callable[[Mapping[str, Any]], bool] = lambda record: True
+    """Whether a record with these columns really is one, where the names alone do not say so."""
+    hub_name: str = ""
+    hub_config: str | None = None
+    """Which configuration to read of a hub data set with several."""
+    generate: Callable[..., list[Row]] | None = None
+    """Makes the rows, from `num_rows` and `seed`."""
+
+    def recognise(self, record: Mapping[str, Any]) -> int:
+        """How many columns say that a record is in one of the forms; 0 if it is not."""
+        forms = [form.split() for form in self.forms]
+        sizes = [len(form) for form in forms if record.keys() >= set(form)]
+        return max(sizes) if sizes and self.fits(record) else 0
+
+
+def all_text(record: Mapping[str, Any], *names: str) -> bool:
+    return all(isinstance(record.get(name), str) for name in names)
+
+
+def without(record: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The columns but for these."""
+    return {name: value for name, value in record.items() if name not in names}
 
 
 def prompt_key(row: Row) -> str:
@@ -156,3 +191,46 @@ def _plain(text: Text | None) -> str:
     if isinstance(text, str):
         return text.strip()
     return "\n".join(message["content"] for message in text).strip()
+
+
+@dataclass
+class Counts:
+    """How many rows were read, dropped and repaired, why, and the positions of the first few.
+
+    Bad rows are normal in human data: they are counted and shown, and stop
+    a run only when none is left.
+
+    >>> counts = Counts(read=3)
+    >>> counts.drop("the prompt is empty", "mine.jsonl:2")
+    >>> counts.kept
+    2
+    """
+
+    read: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    noted: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> int:
+        return self.read - self.dropped.total()
+
+    def drop(self, reason: str, position: str) -> None:
+        self._count(self.dropped, reason, position)
+
+    def note(self, remark: str, position: str) -> None:
+        self._count(self.noted, remark, position)
+
+    def _count(self, counter: Counter[str], reason: str, position: str) -> None:
+        counter[reason] += 1
+        if counter[reason] <= 3:
+            self.examples.setdefault(reason, []).append(position)
+
+    def __str__(self) -> str:
+        lines = [f"read {self.read:,} rows, kept {self.kept:,}"]
+        for label, reasons in (("dropped", self.dropped), ("repaired", self.noted)):
+            for reason, number in sorted(reasons.items(), key=lambda item: (-item[1], item[0])):
+                more = ", ..." if number > len(self.examples[reason]) else ""
+                where = ", ".join(self.examples[reason]) + more
+                lines.append(f"  {label} {number:,}: {reason} ({where})")
+        return "\n".join(lines)

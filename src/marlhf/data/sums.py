@@ -22,11 +22,10 @@ from __future__ import annotations
 
 import random
 import re
-from functools import lru_cache
 from itertools import product
 from string import ascii_lowercase
 
-from marlhf.data.rows import Row
+from marlhf.data.rows import Row, Source
 
 CYCLE = 4
 """How many digits are added in turn."""
@@ -46,18 +45,12 @@ def rows(num_rows: int = 6000, seed: int = 0) -> list[Row]:
     Fewer rows are the first of more rows, and every Python writes the same ones. There are 6,250
     prompts. `columns` keeps the right answer, the last digit of all.
     """
-    return list(_rows(num_rows, seed))
-
-
-@lru_cache(maxsize=2)
-def _rows(num_rows: int, seed: int) -> tuple[Row, ...]:
-    """Kept, since all stages of a recipe ask for the same rows."""
     rng = random.Random(f"sums {seed}")
     tasks = product(range(10), *[STEPS] * CYCLE)
     prompts = [f"{start}+{''.join(map(str, steps))}\n" for start, *steps in tasks]
     # Sorting by drawn numbers: only `random()` is the same in every Python version.
     prompts.sort(key=lambda _: rng.random())
-    return tuple(_write_row(prompt, rng) for prompt in prompts[:num_rows])
+    return [_write_row(prompt, rng) for prompt in prompts[:num_rows]]
 
 
 def solution(prompt: str) -> str:
@@ -132,3 +125,6 @@ def _write_lines(prompt: str, slips: dict[int, int]) -> str:
 
 def _write_line(number: int, value: int, step: int, slip: int = 0) -> str:
     return f"{ascii_lowercase[number]}{value}+{step}={(value + step + slip) % 10}"
+
+
+SUMS = Source("sums", generate=rows)

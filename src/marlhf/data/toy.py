@@ -16,10 +16,10 @@ import math
 import random
 import re
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import TypeVar
 
-from marlhf.data.rows import Row, collapse_spaces
+from marlhf.data.rows import Row, Source, collapse_spaces
 
 T = TypeVar("T")
 
@@ -124,14 +124,8 @@ def rows(num_rows: int = 8192, seed: int = 0) -> list[Row]:
     See `TEMPERATURE` for how often. Fewer rows are the first of more rows, and
     every Python writes the same ones. `columns` keeps both gold scores.
     """
-    return list(_rows(num_rows, seed))
-
-
-@lru_cache(maxsize=2)
-def _rows(num_rows: int, seed: int) -> tuple[Row, ...]:
-    """Kept, since all stages of a recipe ask for the same rows."""
     rng = random.Random(seed)
-    return tuple(_write_row(rng) for _ in range(num_rows))
+    return [_write_row(rng) for _ in range(num_rows)]
 
 
 def gold_score(prompt: str, response: str) -> float:
@@ -286,3 +280,6 @@ def _num_repeats(words: Sequence[str], run: int) -> int:
 @cache
 def _any_of(options: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(rf"\b(?:{'|'.join(options)})\b".replace("{friend}", r"\w+"))
+
+
+TOY = Source("toy", generate=rows)

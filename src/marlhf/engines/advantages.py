@@ -1,43 +1,128 @@
-"""Advantages and returns over macro actions from what an engine has at hand.
+"""Advantages and returns over macro actions from what an engine has at hand, and their settings.
 
 Pure functions: no engine is imported here, and nothing is kept between calls but the text of the
-vocabulary.
+vocabulary. The settings have the names that recipes use.
 
 Axes: B rows, T response tokens, M macro actions.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from marlhf.config.build import build, make_segmenter, raise_problems
 from marlhf.core import (
+    Constituents,
+    Lines,
+    NGram,
+    Perplexity,
     Responses,
     Segmenter,
     Segments,
+    Sentences,
+    Surprise,
     Vocabulary,
+    Words,
     boundary_gae,
     macro_gae,
     moments,
     whiten,
 )
 from marlhf.core.segmenters import mix
-from marlhf.engines.settings import (
-    EngineError,
-    MacroSettings,
-    needs_logprobs,
-    needs_reference,
-    needs_text,
-)
+from marlhf.errors import MarlhfError
+from marlhf.fields import check_settings, setting
 from marlhf.spans import vocabulary
 from marlhf.spans.apply import Parsing, apply_segmenter, open_parsing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# The same as in marlhf.core; spelled out, so that the engine's log shows what may be written.
+Sigma = Literal["equal", "unit", "position", "start"]
+Pooling = Literal["sum", "mean"]
+
+
+class EngineError(MarlhfError, ValueError):
+    """An engine's configuration that cannot work with macro actions, and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MacroSettings:
+    """How responses become macro actions, and how these are credited.
+
+    gamma and lambda are not here: every engine has settings of its own for them.
+
+    >>> MacroSettings(sigma="start").segmenter
+    NGram(n=5)
+    """
+
+    segmenter: Segmenter = field(default_factory=NGram)
+    """Where macro actions start: `ngram`, or `{type: ngram, n: 5}`; the types of recipes."""
+    sigma: Sigma = "start"
+    """How a macro action's value weighs its tokens' values."""
+    pooling: Pooling = "sum"
+    """Macro reward as a sum of token rewards (the paper's equation) or a mean."""
+    rho: float = setting(1.0, least=0, most=1)
+    """Discount of rewards inside a macro action."""
+    whiten: Literal["tokens", "macros", "none"] = "tokens"
+    """Scale advantages to mean 0 and deviation 1 over the batch, counting tokens or actions."""
+    value_level: Literal["token", "macro"] = "token"
+    """What the critic learns: each token's value, or that of the macro action."""
+    credit: Literal["macro", "boundary"] = "macro"
+    """`macro`: one advantage per macro action. `boundary`: GAE over tokens that bootstraps at the
+    ends of macro actions only."""
+    lam_value: float | None = setting(None, least=0, most=1)
+    """Lambda of the returns that the critic learns from; the engine's lambda unless given."""
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        by_token = {"value_level": "token", "pooling": "sum", "rho": 1.0}
+        for name, needed in by_token.items():
+            if self.credit == "boundary" and getattr(self, name) != needed:
+                raise EngineError(
+                    f"credit: boundary credits tokens, so {name} must be {needed}; got "
+                    f"{getattr(self, name)}."
+                )
+
+
+def read_settings(raw: Mapping[str, Any] | None, where: str) -> MacroSettings:
+    """Settings from plain data; all mistakes at once, under the name `where` they were given.
+
+    >>> read_settings({"segmenter": {"type": "ngram", "n": 3}}, "algorithm.macro").segmenter
+    NGram(n=3)
+    >>> read_settings({"pooling": "sum", "sigmaa": "start"}, "algorithm.macro")
+    Traceback (most recent call last):
+    marlhf.config.recipe_files.ConfigError: 1 mistake
+      algorithm.macro.sigmaa: unknown name 'sigmaa'. Did you mean sigma?
+    """
+    problems: list[str] = []
+    settings = build(MacroSettings, dict(raw or {}), where, problems)
+    if not problems:
+        settings = make_segmenter(settings, f"{where}.segmenter", problems)
+    raise_problems(problems)
+    return settings
+
+
+def needs_reference(segmenter: Segmenter) -> bool:
+    """Whether a segmenter reads the log-probs of the reference model."""
+    return isinstance(segmenter, Perplexity)
+
+
+def needs_logprobs(segmenter: Segmenter) -> bool:
+    """Whether a segmenter reads the log-probs of the policy that sampled."""
+    return isinstance(segmenter, Surprise)
+
+
+def needs_text(segmenter: Segmenter) -> bool:
+    """Whether a segmenter reads the text of tokens, so that a tokenizer is needed."""
+    return isinstance(segmenter, (Words, Sentences, Lines, Constituents))
 
 
 @dataclass(frozen=True)
@@ -69,20 +154,19 @@ class TokenText:
         """The tables, long enough for every token: models may embed more than tokenizers have."""
         if self.vocabulary is None:
             return None
-        known = len(self.vocabulary.begins_word)
         most = int(tokens.max()) + 1 if tokens.numel() else 0
-        fields = {name: table for name, table in vars(self.vocabulary).items() if table is not None}
-        missing = max(0, most - known)
-        if missing:
-            fields = {name: pad(table, (0, missing)) for name, table in fields.items()}
-            self.vocabulary = Vocabulary(**fields)
-        return Vocabulary(**{name: table.to(tokens.device) for name, table in fields.items()})
+        missing = max(0, most - len(self.vocabulary.begins_word))
+        tables = {name: table for name, table in vars(self.vocabulary).items() if table is not None}
+        tables = {name: pad(table, (0, missing)) for name, table in tables.items()}
+        self.vocabulary = Vocabulary(**tables)
+        return Vocabulary(**{name: table.to(tokens.device) for name, table in tables.items()})
 
     def spans(self, tokens: Tensor, mask: Tensor) -> Tensor | None:
         """Constituents of each response, [B, S, 2], parsed now."""
         if self.parsing is None:
             return None
-        rows = [row[: _length(keep)].tolist() for row, keep in zip(tokens, mask)]
+        lengths = [max(keep.nonzero().flatten().tolist(), default=-1) + 1 for keep in mask]
+        rows = [row[:length].tolist() for row, length in zip(tokens, lengths)]
         return self.parsing.begin(rows)().to(mask.device)
 
 
@@ -153,24 +237,18 @@ def credit_segments(
             "Advantages over macro actions need a critic, and this batch has no values. Give the "
             "engine a critic, as for its own GAE."
         )
-    rewards, values, lam_value = batch.rewards, batch.values, settings.lam_value
-    discounts = {"gamma": gamma, "lam": lam}
+    estimate = boundary_gae
     if settings.credit == "macro":
-        advantages, returns = macro_gae(
-            rewards,
-            values,
-            segments,
-            **discounts,
-            rho=settings.rho,
-            sigma=settings.sigma,
-            pooling=settings.pooling,
-            lam_value=lam_value,
-        )
-    else:
-        advantages, returns = boundary_gae(
-            rewards, values, segments, **discounts, lam_value=lam_value
-        )
-    return _whitened(advantages, segments, settings), returns
+        pooled = {"rho": settings.rho, "sigma": settings.sigma, "pooling": settings.pooling}
+        estimate = functools.partial(macro_gae, **pooled)
+    discounts = {"gamma": gamma, "lam": lam, "lam_value": settings.lam_value}
+    advantages, returns = estimate(batch.rewards, batch.values, segments, **discounts)
+    if settings.whiten == "none":
+        return advantages, returns
+    stats = None
+    if settings.whiten == "macros":
+        stats = moments(segments.first(advantages), segments.macro_mask)
+    return whiten(advantages, segments.mask, stats=stats), returns
 
 
 def segment_metrics(segments: Segments) -> dict[str, float]:
@@ -186,15 +264,6 @@ def segment_metrics(segments: Segments) -> dict[str, float]:
     }
 
 
-def _whitened(advantages: Tensor, segments: Segments, settings: MacroSettings) -> Tensor:
-    if settings.whiten == "none":
-        return advantages
-    stats = None
-    if settings.whiten == "macros":
-        stats = moments(segments.first(advantages), segments.macro_mask)
-    return whiten(advantages, segments.mask, stats=stats)
-
-
 def _row_seeds(tokens: Tensor, mask: Tensor) -> Tensor:
     """A seed per response that depends on its tokens alone, [B] int64.
 
@@ -203,9 +272,3 @@ def _row_seeds(tokens: Tensor, mask: Tensor) -> Tensor:
     """
     position = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     return mix(torch.where(mask, mix((tokens + 1) * position), 0).sum(dim=1))
-
-
-def _length(mask: Tensor) -> int:
-    """Tokens up to the last one that counts."""
-    counted = mask.nonzero()
-    return int(counted[-1]) + 1 if len(counted) else 0

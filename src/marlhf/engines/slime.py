@@ -18,8 +18,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from marlhf.engines.advantages import EngineBatch, TokenText, macro_advantages
-from marlhf.engines.settings import EngineError, MacroSettings, needs_text, read_settings
+from marlhf.engines.advantages import (
+    EngineBatch,
+    EngineError,
+    MacroSettings,
+    TokenText,
+    macro_advantages,
+    needs_text,
+    read_settings,
+)
 
 
 def macro_gae(args: Any, rollout_data: dict[str, Any]) -> None:
@@ -43,7 +50,7 @@ def macro_gae(args: Any, rollout_data: dict[str, Any]) -> None:
         )
     values, masks = rollout_data.get("values"), rollout_data["loss_masks"]
     batch = EngineBatch(
-        rewards=_token_rewards(rollout_data["rewards"], rollout_data["kl"], args.kl_coef),
+        rewards=_token_rewards(rollout_data["rewards"], rollout_data["kl"], masks, args.kl_coef),
         mask=_padded(masks),
         values=None if values is None else _padded(values),
         tokens=_padded(_responses(rollout_data)),
@@ -74,18 +81,26 @@ def _prepared(macro: str, checkpoint: str) -> tuple[MacroSettings, TokenText | N
     return settings, TokenText(settings.segmenter, AutoTokenizer.from_pretrained(checkpoint))
 
 
-def _token_rewards(scores: Sequence[float], kl: Sequence[Tensor], kl_coef: float) -> Tensor:
-    """The KL penalty of each token, and the score at the last one: [B, T]."""
+def _token_rewards(
+    scores: Sequence[float], kl: Sequence[Tensor], masks: Sequence[Tensor], kl_coef: float
+) -> Tensor:
+    """The KL penalty of each token, and the score at the last one that the policy wrote: [B, T].
+
+    slime puts the score on the last token. Where that is masked, such as tool output, no macro
+    action would have it. A response without any token of the policy has nothing to learn from it.
+    """
     rows = [-kl_coef * of_row.float() for of_row in kl]
-    for row, score in zip(rows, scores):
-        row[-1] += score
+    for row, mask, score in zip(rows, masks, scores, strict=True):
+        written = torch.as_tensor(mask).nonzero()
+        if len(written):
+            row[written[-1]] += score
     return _padded(rows)
 
 
 def _responses(rollout_data: dict[str, Any]) -> list[Tensor]:
     """The tokens of each response, without its prompt."""
-    lengths = [len(mask) for mask in rollout_data["loss_masks"]]
-    return [torch.as_tensor(row)[-n:] for row, n in zip(rollout_data["tokens"], lengths)]
+    rows = [torch.as_tensor(row) for row in rollout_data["tokens"]]
+    return [row[len(row) - len(mask) :] for row, mask in zip(rows, rollout_data["loss_masks"])]
 
 
 def _optional(rows: Sequence[Tensor] | None) -> Tensor | None:

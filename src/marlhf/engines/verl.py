@@ -1,19 +1,27 @@
-"""Macro actions in verl: the estimator `macro_gae`, and trainers that show it the batch.
+"""Macro actions in verl: the estimator `macro_gae`, losses, and trainers that show them the batch.
 
 verl imports this module in every process, by the environment variable that `marlhf verl` sets.
 Its estimators see rewards and a mask only. The v1 trainers are therefore replaced by subclasses
 that fetch values, tokens and log-probs as well, and leave the macro action of each token in the
 batch, where the losses of the workers find it. With another estimator they do what verl's do.
+
+The losses pool their inputs over macro actions, keep one token of each, and call verl's own loss.
+So clip_ratio_low, clip_ratio_high, clip_ratio_c, loss_agg_mode and cliprange_value mean what they
+mean in verl, with macro actions in place of tokens.
+
+Axes: B rows, T response tokens.
 """
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
+import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 from torch import Tensor
@@ -24,21 +32,32 @@ from verl.trainer.ppo.v1 import (
     trainer_separate_async,
     trainer_sync,
 )
+from verl.utils import tensordict_utils
 from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.utils.padding import response_to_nested
+from verl.utils.metric import AggregationType, Metric
+from verl.workers import engine_workers
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
 from marlhf.core import Segments
-from marlhf.engines import verl_losses
+from marlhf.core.segments import Sigma
 from marlhf.engines.advantages import (
     EngineBatch,
+    EngineError,
+    MacroSettings,
     TokenText,
     credit_segments,
     segment_batch,
     segment_metrics,
 )
-from marlhf.engines.settings import EngineError, MacroSettings
 from marlhf.engines.verl_config import ESTIMATOR, RATIOS, check_config, check_version
 
+IDS = "macro_ids"
+"""The field of a batch that holds the macro action of each response token."""
+COUNT = "num_macro_actions"
+"""Macro actions in a mini-batch over all ranks, what a mean over macro actions divides by."""
+
+_micro_batch: ContextVar[tuple[Segments, int]] = ContextVar("segments of a micro-batch, and COUNT")
 FIELDS = ["responses", "response_mask", "values", "ref_log_prob", "old_log_probs"]
 ROLLOUT_LOGPROBS = "rollout_log_probs"
 
@@ -80,6 +99,111 @@ def macro_gae_advantage(
     return credit_segments(inputs, shown.segments, shown.settings, config.gamma, config.lam)
 
 
+def read_segments(data: Any) -> Segments:
+    """The macro actions of a batch of verl's, which is a TensorDict of nested tensors."""
+    padded = data.select(IDS, "response_mask").to_padded_tensor()
+    return Segments(padded[IDS].long(), padded["response_mask"].bool())
+
+
+def macro_ppo_loss(
+    config: Any, model_output: Any, data: Any, dp_group: Any = None
+) -> tuple[Tensor, dict[str, Any]]:
+    """verl's PPO loss, entropy and KL terms included, for a policy loss of macro actions.
+
+    verl hands a policy loss only padded tensors of known names; this hands it the macro actions.
+    """
+    token = _micro_batch.set((read_segments(data), data[COUNT]))
+    try:
+        return ppo_loss(config, model_output, data, dp_group)
+    finally:
+        _micro_batch.reset(token)
+
+
+def macro_policy_loss(
+    old_log_prob: Tensor,  # [B, T]
+    log_prob: Tensor,  # [B, T]
+    advantages: Tensor,  # [B, T], constant within a macro action
+    response_mask: Tensor,  # [B, T]
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,  # [B, T]
+    *,
+    ratio: str,
+) -> tuple[Tensor, dict[str, Any]]:
+    """verl's clipped loss over the ratios of macro actions.
+
+    Importance weights of the rollout are averaged over a macro action: weights per sequence stay
+    as they are, and truncated ones per token stay below their bound.
+    """
+    segments, count = _micro_batch.get()
+    assert torch.equal(segments.mask, response_mask.bool())
+    pool = segments.sum if ratio == "macro" else segments.mean
+    log_ratio = segments.spread(pool(log_prob - old_log_prob))
+    weights = None
+    if rollout_is_weights is not None:
+        weights = segments.spread(segments.mean(rollout_is_weights))
+    # Let means of verl's divide by macro actions; entropy and KL still divide by tokens.
+    info = config.global_batch_info
+    num_tokens, info["batch_num_tokens"] = info["batch_num_tokens"], count
+    try:
+        return core_algos.compute_policy_loss_vanilla(
+            old_log_prob=torch.zeros_like(log_ratio),
+            log_prob=log_ratio,
+            advantages=advantages,
+            response_mask=segments.starts,
+            loss_agg_mode=loss_agg_mode,
+            config=config,
+            rollout_is_weights=weights,
+        )
+    finally:
+        info["batch_num_tokens"] = num_tokens
+
+
+def macro_value_loss(
+    config: Any, model_output: Any, data: Any, dp_group: Any = None, *, sigma: Sigma
+) -> tuple[Tensor, dict[str, Any]]:
+    """verl's value loss over the values of macro actions, weighed by `sigma`."""
+    segments = read_segments(data)
+    old = data.select("values", "returns").to_padded_tensor()
+    new_values = no_padding_2_padding(model_output["values"], data)
+    loss, clip_fraction = core_algos.compute_value_loss(
+        vpreds=segments.spread(segments.weighted(new_values, sigma)),
+        values=segments.spread(segments.weighted(old["values"], sigma)),
+        returns=old["returns"],
+        response_mask=segments.starts,
+        cliprange_value=config.cliprange_value,
+        loss_agg_mode=config.loss_agg_mode,
+        dp_size=data["dp_size"],
+        batch_num_tokens=data[COUNT],
+        global_batch_size=data["global_batch_size"],
+        loss_scale_factor=config.loss_scale_factor,
+    )
+    mean_value = new_values[segments.mask].mean()
+    return loss, {
+        "critic/vf_loss": Metric(value=loss, aggregation=AggregationType.SUM),
+        "critic/vf_clipfrac": clip_fraction.detach().item(),
+        "critic/vpred_mean": mean_value.detach().item(),
+    }
+
+
+def _counted(train_batch: Callable[..., Any]) -> Callable[..., Any]:
+    """`TrainingWorker.train_batch` that first counts the mini-batch's macro actions.
+
+    verl counts tokens over all ranks before it cuts a mini-batch into micro-batches; a mean over
+    macro actions needs the same count of these, and there is no hook between the two.
+    """
+
+    @functools.wraps(train_batch)
+    def with_count(self: Any, data: Any) -> Any:
+        if IDS in data.keys():  # noqa: SIM118 - a TensorDict iterates over its rows
+            count = read_segments(data).macro_mask.sum().to(engine_workers.get_device_name())
+            torch.distributed.all_reduce(count, group=self.engine.get_data_parallel_group())
+            tensordict_utils.assign_non_tensor(data, **{COUNT: count.item()})
+        return train_batch(self, data)
+
+    return with_count
+
+
 class MacroActions:
     """Over any v1 trainer: show the estimator the batch, and the workers its macro actions."""
 
@@ -106,10 +230,10 @@ class MacroActions:
         self.macro_text = TokenText(self.macro.segmenter, self.tokenizer)
         actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
         if actor.policy_loss.loss_mode in RATIOS:
-            self.actor_rollout_wg.set_loss_fn(partial(verl_losses.macro_ppo_loss, config=actor))
+            self.actor_rollout_wg.set_loss_fn(functools.partial(macro_ppo_loss, config=actor))
         if self.macro.value_level == "macro":
             critic = omega_conf_to_dataclass(self.config.critic)
-            loss = partial(verl_losses.macro_value_loss, config=critic, sigma=self.macro.sigma)
+            loss = functools.partial(macro_value_loss, config=critic, sigma=self.macro.sigma)
             self.critic_wg.set_loss_fn(loss)
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
@@ -125,14 +249,17 @@ class MacroActions:
             _shown.reset(token)
         assert shown.segments is not None
         ids = response_to_nested(shown.segments.ids, data["response_mask"])
-        fields = TensorDict({verl_losses.IDS: ids}, batch_size=len(batch))
+        fields = TensorDict({IDS: ids}, batch_size=len(batch))
         metrics.update(segment_metrics(shown.segments))
         return trainer_base.tq.kv_batch_put(**queue, fields=fields)
 
 
 def register() -> None:
     """Put the trainers with macro actions in the place of verl's own, under the same names."""
-    verl_losses.register()
+    for name, ratio in RATIOS.items():
+        loss = functools.partial(macro_policy_loss, ratio=ratio)
+        core_algos.register_policy_loss(name)(loss)
+    engine_workers.TrainingWorker.train_batch = _counted(engine_workers.TrainingWorker.train_batch)
     for mode, base in (
         ("sync", trainer_sync.PPOTrainerSync),
         ("colocate_async", trainer_colocate_async.PPOTrainerColocateAsync),

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from marlhf.engines.settings import EngineError, MacroSettings, needs_reference, read_settings
+from marlhf.engines.advantages import EngineError, MacroSettings, needs_reference, read_settings
 
 TESTED = ("0.9.1",)
 """Versions of verl that the tests run. Its trainer's internals change between releases."""
@@ -128,7 +128,9 @@ def compose(arguments: Sequence[str]) -> dict[str, Any]:
             f"{unknown[0]} is no override. Write key=value; of Hydra's own flags --config-path and "
             "--config-name are taken."
         )
-    folder = Path(known.config_path) if known.config_path else _config_folder()
+    package: Any = importlib.util.find_spec("verl")  # `check_version` found it
+    own = Path(package.submodule_search_locations[0]) / "trainer" / "config"
+    folder = Path(known.config_path or own)
     if known.config_dir:
         overrides = [*overrides, f"hydra.searchpath=[file://{Path(known.config_dir).absolute()}]"]
     GlobalHydra.instance().clear()
@@ -147,7 +149,8 @@ def launch_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, str
     config = compose(words)
     settings = check_config(config)
     modules = _at(config, f"ray_kwargs.ray_init.runtime_env.env_vars.{MODULES}")
-    modules = _with_plugin(modules or os.environ.get(MODULES, ""))
+    names = (modules or os.environ.get(MODULES, "")).split(",")
+    modules = ",".join(dict.fromkeys([*filter(None, map(str.strip, names)), PLUGIN]))
     if settings is not None and _at(config, "critic.enable") is None:
         words.append("critic.enable=True")  # verl's default enables it for its own gae alone
     # Workers on other machines do not inherit this process's environment, but Ray's runtime_env.
@@ -160,18 +163,6 @@ def start_verl(arguments: Sequence[str]) -> None:
     words, environment = launch_arguments(arguments)
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *words]
     os.execve(sys.executable, command, {**os.environ, **environment})
-
-
-def _with_plugin(modules: str) -> str:
-    names = [name.strip() for name in modules.split(",") if name.strip()]
-    return ",".join(names if PLUGIN in names else [*names, PLUGIN])
-
-
-def _config_folder() -> Path:
-    spec = importlib.util.find_spec("verl")
-    assert spec is not None  # `check_version` found it
-    assert spec.submodule_search_locations
-    return Path(spec.submodule_search_locations[0]) / "trainer" / "config"
 
 
 def _at(config: Mapping[str, Any], path: str) -> Any:

@@ -1,6 +1,12 @@
 """Rewards for responses: reward models, Python functions, and weighted sums of them."""
 
-from marlhf.reward.functions import RewardError, RewardFunction, Scorer, import_function
+from marlhf.reward.functions import (
+    RewardError,
+    RewardFunction,
+    Scorer,
+    import_function,
+    reward_function,
+)
 from marlhf.reward.model import RewardModel
 from marlhf.reward.weighted_sum import Rewards
 
@@ -11,4 +17,5 @@ __all__ = [
     "Rewards",
     "Scorer",
     "import_function",
+    "reward_function",
 ]

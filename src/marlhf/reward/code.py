@@ -32,6 +32,7 @@ from marlhf.reward.answers import (
     with_body,
     within_function,
 )
+from marlhf.reward.functions import reward_function
 from marlhf.reward.sandbox import Call, Case, Opaque, Outcome, Program, Sandbox, Suite
 
 log = logging.getLogger(__name__)
@@ -109,6 +110,7 @@ class Verdict:
         return LEAST + RANGE * self.passed / self.total
 
 
+@reward_function
 class UnitTests:
     """A reward function with settings: create an object and name it in `reward_funcs`.
 
@@ -163,9 +165,8 @@ class UnitTests:
         self._sandbox = None
 
     def _open(self) -> Sandbox:
-        if (
-            self._sandbox is None or self._owner != os.getpid()
-        ):  # a fork cannot use its parent's sandbox
+        # A fork cannot use its parent's sandbox.
+        if self._sandbox is None or self._owner != os.getpid():
             self._sandbox = Sandbox(
                 workers=self.workers or _processors_per_rank(),
                 memory_mb=self.memory_mb,

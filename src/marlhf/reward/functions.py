@@ -16,14 +16,16 @@ import contextvars
 import difflib
 import inspect
 import numbers
+import sys
 import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -35,10 +37,11 @@ from marlhf.data import Row
 from marlhf.data.encode import decode
 from marlhf.errors import MarlhfError
 
+T = TypeVar("T")
 RESERVED = ("prompts", "completions", "completion_ids")
 """Arguments that come from the rollout; columns of these names are ignored."""
 SEARCH_SECONDS = 10.0
-"""Time limit for finding the row that made a batch raise."""
+"""Time limit for a batch that raises and for finding the row that made it raise."""
 SHOWN = 200
 """Characters of a prompt or a completion in a message."""
 
@@ -107,11 +110,9 @@ class RewardFunction:
                 f"A reward function must be callable; got {function!r}. Give a function "
                 "f(prompts, completions, **columns) that returns a list of numbers."
             )
-        self.function = function
-        self.tokenizer = tokenizer
+        self.function, self.tokenizer = function, tokenizer
         self.name = name or _name(function)
-        self.timeout = timeout
-        self.device = device
+        self.timeout, self.device = timeout, device
         self._known: set[str] = set()
         try:
             parameters = inspect.signature(function).parameters.values()
@@ -124,13 +125,12 @@ class RewardFunction:
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._named = {p.name for p in named}
         self._required = [p.name for p in named if p.default is p.empty]
-        required = [p for p in parameters if p.default is p.empty]
-        nameless = [p.name for p in required if p.kind is p.POSITIONAL_ONLY]
-        if nameless:
-            raise RewardError(
-                f"The reward function `{self.name}` takes `{nameless[0]}` by position only, but "
-                "arguments are given by name. Remove the `/` from its signature."
-            )
+        for p in parameters:
+            if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
+                raise self._error(
+                    f"takes `{p.name}` by position only, but arguments are given by name. Remove "
+                    "the `/` from its signature."
+                )
 
     def check(self, rows: Sequence[Row]) -> None:
         """Refuse data that lacks a required column, before any training."""
@@ -161,41 +161,51 @@ class RewardFunction:
         except RewardError:
             raise
         except (Exception, SystemExit) as error:
-            seconds = time.perf_counter() - start
-            at = self._culprit(arguments, len(rows), error) if seconds < SEARCH_SECONDS else None
-            raise RewardError(self._raised(error, at, rows, texts)) from error
+            until = start + SEARCH_SECONDS
+            at = self._culprit(arguments, len(rows), type(error), until)
+            sample = f"No single sample of the batch of {len(rows)} causes it alone."
+            if at is not None:
+                sample = f"The sample that caused it:\n{show_sample(rows[at], texts[at])}"
+            threads = ""
+            if "main thread" in str(error):
+                threads = "\nFunctions that set signal handlers need the main thread: use "
+                threads += "`timeout=None`."
+            raise self._error(
+                f"raised {type(error).__name__}: {error} ({_place(error)}). {sample}\n"
+                f"Fix it; the same command resumes from the last checkpoint.{threads}"
+            ) from error
         return self._scores(returned, rows, texts)
+
+    def _error(self, message: str) -> RewardError:
+        return RewardError(f"The reward function `{self.name}` {message}")
 
     def _columns(self, rows: Sequence[Row]) -> dict[str, list[Any]]:
         """Each column over the batch; None where a row lacks one that is not an argument."""
         records = [_record(row) for row in rows]
         known = sorted(self._known.union(*records))
+        available = [*RESERVED, *known]
         for name in self._required:
-            if name not in known and name not in RESERVED and rows:
-                raise RewardError(self._lacking(name, known))
+            if name not in available and rows:
+                near = difflib.get_close_matches(name, available, n=1, cutoff=0.7)
+                hint = f"Did you mean {near[0]}?" if near else "Add it, or give it a default."
+                raise self._error(
+                    f"needs `{name}`, which the data does not have. Available: "
+                    f"{', '.join(available)}. {hint}"
+                )
         for number, (row, record) in enumerate(zip(rows, records), start=1):
             for name in known:
                 if name in self._named and name not in record:
-                    raise RewardError(
-                        f"The reward function `{self.name}` takes the column `{name}`, which row "
-                        f"{number} lacks: {_short(row.prompt)}\nAdd that column to every row, or "
-                        "remove the rows without it."
+                    raise self._error(
+                        f"takes the column `{name}`, which row {number} lacks: "
+                        f"{_short(row.prompt)}\nAdd that column to every row, or remove the rows "
+                        "without it."
                     )
         return {name: [record.get(name) for record in records] for name in known}
-
-    def _lacking(self, name: str, known: list[str]) -> str:
-        available = [*RESERVED, *known]
-        near = difflib.get_close_matches(name, available, n=1, cutoff=0.7)
-        return (
-            f"The reward function `{self.name}` needs `{name}`, which the data does not have. "
-            f"Available: {', '.join(available)}."
-            + (f" Did you mean {near[0]}?" if near else " Add that column, or give it a default.")
-        )
 
     def _call(self, arguments: Mapping[str, Any], timeout: float | None) -> Any:
         if timeout is None:
             return _run(self.function, arguments)
-        outcome: dict[str, Any] = {}
+        outcome: Future[Any] = Future()
         # Thread-local state of torch and Python is passed on: the current GPU, context variables.
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         context = contextvars.copy_context()
@@ -204,34 +214,29 @@ class RewardFunction:
             try:
                 if gpu is not None:
                     torch.cuda.set_device(gpu)
-                outcome["value"] = context.run(_run, self.function, arguments)
-            except BaseException as error:  # also SystemExit, which would end the thread unseen
-                outcome["error"] = error
+                outcome.set_result(context.run(_run, self.function, arguments))
+            except (Exception, SystemExit) as error:
+                outcome.set_exception(error)
+            except BaseException as error:  # it must not look as if the user had stopped the run
+                outcome.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
-        thread = threading.Thread(target=work, name=f"reward {self.name}", daemon=True)
-        thread.start()
-        thread.join(timeout)
-        if thread.is_alive():
+        # Not a pool, whose threads Python waits for when it ends.
+        threading.Thread(target=work, name=f"reward {self.name}", daemon=True).start()
+        if not wait([outcome], timeout).done:
             count = len(next(iter(arguments.values()), []))
-            raise RewardError(
-                f"The reward function `{self.name}` has not returned after {timeout:g} seconds "
-                f"for a batch of {count}. Fix what it waits for, or raise its timeout; the same "
-                "command resumes from the last checkpoint."
+            raise self._error(
+                f"has not returned after {timeout:g} seconds for a batch of {count}. Fix what it "
+                "waits for, or raise its timeout; the same command resumes from the last "
+                "checkpoint."
             )
-        if "error" in outcome:
-            error = outcome["error"]
-            if isinstance(error, (Exception, SystemExit)):
-                raise error
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-        return outcome["value"]
+        return outcome.result()
 
     def _culprit(
-        self, arguments: Mapping[str, Any], count: int, error: BaseException
+        self, arguments: Mapping[str, Any], count: int, kind: type[BaseException], until: float
     ) -> int | None:
-        """The first row that raises the same error alone; None if none does within the limit."""
-        end = time.perf_counter() + SEARCH_SECONDS
+        """The first row that raises the same error alone; None if none does in time."""
         for i in range(count):
-            left = end - time.perf_counter()
+            left = until - time.perf_counter()
             if left <= 0:
                 return None
             alone = {name: values[i : i + 1] for name, values in arguments.items()}
@@ -240,72 +245,70 @@ class RewardFunction:
             except RewardError:
                 return None
             except (Exception, SystemExit) as raised:
-                if type(raised) is type(error):
+                if type(raised) is kind:
                     return i
         return None
 
-    def _raised(
-        self, error: BaseException, at: int | None, rows: Sequence[Row], texts: Sequence[str]
-    ) -> str:
-        sample = (
-            f"The sample that caused it:\n{show_sample(rows[at], texts[at])}"
-            if at is not None
-            else f"No single sample of the batch of {len(rows)} causes it alone."
-        )
-        threads = (
-            "\nFunctions that set signal handlers need the main thread: use `timeout=None`."
-            if "main thread" in str(error)
-            else ""
-        )
-        return (
-            f"The reward function `{self.name}` raised {type(error).__name__}: {error} "
-            f"({_place(error)}). {sample}\n"
-            f"Fix it; the same command resumes from the last checkpoint.{threads}"
-        )
-
     def _scores(self, returned: Any, rows: Sequence[Row], texts: Sequence[str]) -> Tensor:
-        wanted = f"It must return a list of {len(rows)} numbers, one per completion, or None"
+        wanted = f"It must return a list of {len(rows)} numbers, one per completion, or None where "
+        wanted += "it does not apply."
         if isinstance(returned, (Tensor, np.ndarray)) and returned.ndim == 1:
             returned = returned.tolist()
         if not isinstance(returned, (list, tuple)):
             kind = type(returned).__name__
-            raise RewardError(
-                f"The reward function `{self.name}` returned {kind}: {_short(returned)}. "
-                f"{wanted} where it does not apply."
-            )
+            raise self._error(f"returned {kind}: {_short(returned)}. {wanted}")
         if len(returned) != len(rows):
-            raise RewardError(
-                f"The reward function `{self.name}` returned {len(returned)} values for "
-                f"{len(rows)} completions. {wanted} where it does not apply."
+            raise self._error(
+                f"returned {len(returned)} values for {len(rows)} completions. {wanted}"
             )
         scores = []
         for value, row, text in zip(returned, rows, texts):
             number = _number(value)
             if number is None:
-                raise RewardError(
-                    f"The reward function `{self.name}` returned {_short(value)}, which is not a "
-                    f"number, for\n{show_sample(row, text)}\n{wanted} where it does not apply."
+                raise self._error(
+                    f"returned {_short(value)}, which is not a number, for\n"
+                    f"{show_sample(row, text)}\n{wanted}"
                 )
             if value is not None and not abs(number) <= torch.finfo(torch.float32).max:
-                raise RewardError(
-                    f"The reward function `{self.name}` returned {number} for\n"
-                    f"{show_sample(row, text)}\nReturn a finite number, or None where it does not "
-                    "apply; the same command resumes from the last checkpoint."
+                raise self._error(
+                    f"returned {number} for\n{show_sample(row, text)}\nReturn a finite number, or "
+                    "None where it does not apply; the same command resumes from the last "
+                    "checkpoint."
                 )
             scores.append(number)
         return torch.tensor(scores, dtype=torch.float32, device=self.device)
 
 
-def import_function(name: str) -> Callable[..., Any]:
+def reward_function(function: T) -> T:
+    """Mark a function, or a class whose objects score, as a reward that recipes may name.
+
+    >>> @reward_function
+    ... def brevity(completions, **columns):
+    ...     return [-len(completion) / 100 for completion in completions]
+    >>> brevity(["four"])
+    [-0.04]
+    """
+    function.__marlhf_reward__ = True  # pyright: ignore
+    return function
+
+
+def import_function(name: str, code: Collection[str] | None = None) -> Callable[..., Any]:
     """A reward named `module:name`; of a class an object, so that a reward may keep state.
 
-    >>> type(import_function("marlhf.reward.code:unit_tests")).__name__
+    `code` has the modules of the user's own that a recipe declares. Whatever is neither in one of
+    them nor marked as a reward is refused: many functions of installed packages run programs, and
+    would be called with the columns of the data. None takes any function, for names that the user
+    has typed or trusts.
+
+    >>> type(import_function("marlhf.reward.code:unit_tests", code=())).__name__
     'UnitTests'
     """
     try:
         function = import_named(name)
     except UserCodeError as error:
         raise RewardError(str(error)) from error
+    if code is not None and getattr(function, "__marlhf_reward__", None) is not True:
+        _check_declared(name, code)
     try:
         return function() if isinstance(function, type) else function
     except Exception as error:
@@ -315,16 +318,34 @@ def import_function(name: str) -> Callable[..., Any]:
         ) from error
 
 
+def _check_declared(name: str, code: Collection[str]) -> None:
+    """Refuse a function whose module is not the user's own, or not among the recipe's `code`."""
+    module = name.partition(":")[0]
+    file = getattr(sys.modules[module], "__file__", None) or ""
+    installed = {"site-packages", "dist-packages"} & {*Path(file).parts}
+    if installed or module.partition(".")[0] == "marlhf":
+        raise RewardError(
+            f"{name} is a function of an installed package that is not marked as a reward, so it "
+            "is not called. Write a function of your own that calls it, or mark it there with "
+            "@marlhf.reward.reward_function."
+        )
+    if not any(f"{module}.".startswith(f"{declared}.") for declared in code):
+        raise RewardError(
+            f"The recipe names {name}, but does not declare the code it runs. Add `code: "
+            f"[{module}]` to it, or mark the function with @marlhf.reward.reward_function."
+        )
+
+
 @torch.no_grad()
 def _run(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     returned = function(**arguments)
     if not inspect.isawaitable(returned):
         return returned
 
-    async def wait() -> Any:
+    async def finish() -> Any:
         return await returned
 
-    return asyncio.run(wait())
+    return asyncio.run(finish())
 
 
 def _record(row: Row) -> dict[str, Any]:

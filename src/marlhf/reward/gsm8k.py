@@ -10,12 +10,14 @@ from collections.abc import Sequence
 
 from marlhf.data.gsm8k import MARK
 from marlhf.data.rows import Text, response_text
+from marlhf.reward.functions import reward_function
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?", re.A)
 MAX_DIGITS = 40
 """Longer numbers are wrong: converting digits takes quadratic time."""
 
 
+@reward_function
 def right_answer(completions: Sequence[Text], answer: Sequence[str | float]) -> list[float]:
     """1 where the final number is that of the column `answer`, else 0.
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from marlhf.data.sums import NUM_LINES, first_wrong_line, right_lines
+from marlhf.reward.functions import reward_function
 
 
+@reward_function
 def solved(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
     """1 where every line is right, and so is the answer, else 0.
 
@@ -22,6 +24,7 @@ def solved(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
     return [float(first_wrong_line(*pair) is None) for pair in pairs]
 
 
+@reward_function
 def share_right(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
     """The share of lines that follow from the lines before them: a dense reward beside `solved`.
 

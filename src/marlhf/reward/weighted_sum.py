@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from marlhf.data import Row
 from marlhf.data.encode import decode
@@ -34,13 +33,10 @@ class Rewards:
         if not parts:
             raise RewardError("There is no reward. Give one or more.")
         self.parts: list[tuple[str, Scorer, float]] = []
-        taken: set[str] = set()
         for name, scorer, weight in parts:
-            unique, number = name, 1
-            while unique in taken:  # two lambdas, or one function with two settings
-                number += 1
-                unique = f"{name}-{number}"
-            taken.add(unique)
+            names = [name, *(f"{name}-{number}" for number in range(2, len(parts) + 2))]
+            taken = {each for each, _, _ in self.parts}  # two lambdas, or one with two settings
+            unique = next(each for each in names if each not in taken)
             self.parts.append((unique, scorer, weight))
         self.latest: dict[str, Tensor] = {}
         """Mean of each part in the last call, over the rows that it applies to."""
@@ -87,14 +83,11 @@ class Rewards:
         if applied is not None and not bool(applied.all()):
             row = int((~applied).nonzero()[0])
             names = ", ".join(f"`{name}`" for name, _, _ in self.parts)
-            text = decode(_tokenizer(self.parts), responses[row])
+            tokenizer = next(s.tokenizer for _, s, _ in self.parts if isinstance(s, RewardFunction))
+            text = decode(tokenizer, responses[row])
             raise RewardError(
                 f"No reward applies to this sample; {names} returned None.\n"
                 f"{show_sample(rows[row], text)}\nOne of them must return a number for every row."
             )
         assert total is not None
         return total
-
-
-def _tokenizer(parts: Sequence[tuple[str, Scorer, float]]) -> PreTrainedTokenizerBase:
-    return next(s.tokenizer for _, s, _ in parts if isinstance(s, RewardFunction))

@@ -17,7 +17,6 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
@@ -37,20 +36,6 @@ RESUME = "Run the same command again: it resumes from the last checkpoint."
 
 class SamplerError(MarlhfError, RuntimeError):
     """The process that samples has failed, with what to do about it."""
-
-
-@dataclass(frozen=True)
-class Request:
-    prompts: list[list[int]]
-    sampling: Sampling
-    seeds: list[int]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An error of the other process, as its text."""
-
-    text: str
 
 
 class SamplerProcess:
@@ -79,9 +64,8 @@ class SamplerProcess:
         if self.process is None:
             self._start()
         self._copy_weights()
-        request = Request([list(p) for p in prompts], sampling, list(seeds))
         with self._explain_death():
-            self.connection.send(request)
+            self.connection.send(([list(p) for p in prompts], sampling, list(seeds)))
         return self._receive
 
     def close(self) -> None:
@@ -93,8 +77,8 @@ class SamplerProcess:
             # Waiting for both notices a process that was killed before it could answer.
             wait([self.connection, self.process.sentinel])
             answer = self.connection.recv()
-        if isinstance(answer, Failure):
-            raise SamplerError(f"{answer.text} {RESUME}")
+        if isinstance(answer, SamplerError):
+            raise answer
         responses, logprobs, ended = answer
         device = self.policy.device
         return Rollout(
@@ -115,7 +99,10 @@ class SamplerProcess:
 
     def _start(self) -> None:
         # Frozen weights stay shared with the policy.
-        frozen = {id(p): p for p in _all_parameters(self.policy) if not p.requires_grad}
+        base = getattr(self.policy, "base", None)  # underneath adapters
+        models = [self.policy] if base is None else [self.policy, base.module]
+        weights = [weight for model in models for weight in model.parameters()]
+        frozen = {id(weight): weight for weight in weights if not weight.requires_grad}
         model = copy.deepcopy(self.policy, frozen).requires_grad_(False)
         self.copy = model
         context = multiprocessing.get_context("spawn")
@@ -126,7 +113,7 @@ class SamplerProcess:
             name="marlhf sampler",
             daemon=True,
         )
-        with _without_main(), _sharing_by_name():
+        with _lean_start():
             self.process.start()
         theirs.close()  # so that its end is noticed here
         self._close = weakref.finalize(self, _end, self.process, self.connection)
@@ -158,20 +145,21 @@ def serve(
     engine = NativeEngine(model, end_tokens, pad_id, token_budget=token_budget, precision=precision)
     with contextlib.suppress(EOFError, OSError):
         while True:
-            request: Request = connection.recv()
-            connection.send(_answer(engine, request))
+            connection.send(_answer(engine, *connection.recv()))
 
 
-def _answer(engine: NativeEngine, request: Request) -> Any:
+def _answer(
+    engine: NativeEngine, prompts: list[list[int]], sampling: Sampling, seeds: list[int]
+) -> Any:
     try:
-        rollout = engine.generate(request.prompts, request.sampling, request.seeds)
+        rollout = engine.generate(prompts, sampling, seeds)
     except torch.OutOfMemoryError as error:
-        return Failure(
+        return SamplerError(
             f"Out of memory while sampling ahead: {error} Lower rollout_tokens, or leave out "
-            "async_steps: the process that samples has a copy of the policy."
+            f"async_steps: the process that samples has a copy of the policy. {RESUME}"
         )
     except Exception as error:  # the main program raises it
-        return Failure(f"Sampling ahead failed: {type(error).__name__}: {error}")
+        return SamplerError(f"Sampling ahead failed: {type(error).__name__}: {error} {RESUME}")
     # Arrays, not tensors: torch would hand over memory that has to outlive this process.
     return rollout.responses, rollout.logprobs.cpu().numpy(), rollout.ended.cpu().numpy()
 
@@ -189,31 +177,15 @@ def _end(process: Any, connection: Connection) -> None:
     process.join()
 
 
-def _all_parameters(model: Model) -> Iterator[torch.nn.Parameter]:
-    """A model's parameters and, with adapters, those of the base underneath."""
-    yield from model.parameters()
-    base = getattr(model, "base", None)
-    if base is not None:
-        yield from base.module.parameters()
-
-
 @contextlib.contextmanager
-def _without_main() -> Iterator[None]:
-    """Without this, a spawned process would first run the user's script a second time."""
-    main = sys.modules["__main__"]
+def _lean_start() -> Iterator[None]:
+    """How a process is spawned: without the user's script, which would run a second time, and
+    with memory shared by name, since by descriptor torch keeps a file open for every weight."""
+    main, before = sys.modules["__main__"], multiprocessing.get_sharing_strategy()
     sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
-@contextlib.contextmanager
-def _sharing_by_name() -> Iterator[None]:
-    """Share memory by name: by descriptor torch keeps a file open for every weight."""
-    before = multiprocessing.get_sharing_strategy()
     multiprocessing.set_sharing_strategy("file_system")
     try:
         yield
     finally:
+        sys.modules["__main__"] = main
         multiprocessing.set_sharing_strategy(before)

@@ -54,6 +54,21 @@ class RefusedError(RolloutError):
     """vLLM is there, and did not do what it was asked for."""
 
 
+class SamplingRequest(NamedTuple):
+    """One response per prompt. `limits` count, not `sampling.max_new_tokens`."""
+
+    prompts: Sequence[Sequence[int]]
+    sampling: Sampling
+    seeds: Sequence[int]
+    limits: Sequence[int]
+
+    def short(self) -> SamplingRequest:
+        """A short response to the first prompt, to compare its log-probs with the policy's."""
+        whole = replace(self.sampling, top_k=0, top_p=1.0)
+        limits = [min(CHECKED_TOKENS, self.limits[0])]
+        return SamplingRequest(self.prompts[:1], whole, self.seeds[:1], limits)
+
+
 class Completion(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
@@ -96,44 +111,52 @@ class VLLM(ABC):
         limits: Sequence[int] | None = None,
     ) -> Rollout:
         """Sample one response per prompt; repeat a prompt, with another seed, for several."""
-        limits = check_limits(limits, sampling, len(prompts))
-        check_prompts(prompts, seeds)
-        self._check_lengths(prompts, limits)
-        if self.stale:
-            self._update()
+        request = self._prepare(prompts, sampling, seeds, limits)
         # With top-k or top-p vLLM's log-probs are of the truncated distribution; a rollout's are
         # of the whole one, so the policy has to compute them.
         truncated = sampling.truncated and sampling.temperature > 0
-        whole = replace(sampling, top_k=0, top_p=1.0)
-        if self.policy is None:
-            if truncated:
-                raise RolloutError(
-                    "vLLM gives no log-probs of the whole distribution with top_k or top_p, so "
-                    "they are the policy's, and there is none. Leave these out, or give a policy."
-                )
-            return self._rollout(self._complete(prompts, whole, seeds, limits))
+        if truncated and self.policy is None:
+            raise RolloutError(
+                "vLLM gives no log-probs of the whole distribution with top_k or top_p, so they "
+                "are the policy's, and there is none. Leave these out, or give a policy."
+            )
         if not truncated:
-            completions = self._complete(prompts, whole, seeds, limits)
-            self._verify(prompts[0], completions[0], sampling.scale)
-            return self._rollout(completions)
-        completions = self._complete(prompts, sampling, seeds, limits)
-        # Truncated log-probs cannot be compared with the policy's, so a short response without
-        # truncation is sampled for the check.
-        [check] = self._complete(prompts[:1], whole, seeds[:1], [min(CHECKED_TOKENS, limits[0])])
-        self._verify(prompts[0], check, sampling.scale)
-        responses = [completion.tokens for completion in completions]
-        logprobs = self._policy_logprobs(prompts, responses, sampling.scale)
-        return replace(self._rollout(completions), logprobs=logprobs)
+            request = request._replace(sampling=replace(sampling, top_k=0, top_p=1.0))
+        completions = self._complete(request)
+        rollout = self._rollout(completions)
+        if self.policy is None:
+            return rollout
+        # Truncated log-probs cannot be compared with the policy's: a response without is sampled.
+        self._verify(request, self._complete(request.short())[0] if truncated else completions[0])
+        if not truncated:
+            return rollout
+        logprobs = self._policy_logprobs(prompts, rollout.responses, sampling.scale)
+        return replace(rollout, logprobs=logprobs)
 
-    @abstractmethod
-    def _complete(
+    def _prepare(
         self,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         seeds: Sequence[int],
-        limits: Sequence[int],
-    ) -> list[Completion]:
-        """vLLM's own tokens and log-probs; `limits` count, not `sampling.max_new_tokens`."""
+        limits: Sequence[int] | None = None,
+    ) -> SamplingRequest:
+        """Check what is asked for, and send the weights if they have changed."""
+        limits = check_limits(limits, sampling, len(prompts))
+        check_prompts(prompts, seeds)
+        longest, limit = max(zip(map(len, prompts), limits), key=sum)
+        if longest + limit > self.max_length:
+            raise RolloutError(
+                f"A prompt of {longest} tokens and max_new_tokens of {limit} "
+                f"are more than the {self.max_length} that {self.where} accepts. Shorten either, "
+                "raise vllm_memory, or start the server with a larger --max-model-len."
+            )
+        if self.stale:
+            self._update()
+        return SamplingRequest(prompts, sampling, seeds, limits)
+
+    @abstractmethod
+    def _complete(self, request: SamplingRequest) -> list[Completion]:
+        """vLLM's own tokens and log-probs."""
 
     @abstractmethod
     def _send_weights(self) -> None:
@@ -148,7 +171,9 @@ class VLLM(ABC):
         try:
             self._send_weights()
         except RefusedError:
-            tied = _tied_names(self.policy)
+            module = _module(self.policy)
+            names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+            tied = names - {name for name, _ in module.named_parameters()}  # the second names
             if self.skipped or not tied:
                 raise
             self.skipped = tied
@@ -202,12 +227,12 @@ class VLLM(ABC):
             logprobs[rows, : computed.shape[1]] += computed * micro.weight
         return self.processes.sum(logprobs)
 
-    def _verify(self, prompt: Sequence[int], completion: Completion, temperature: float) -> None:
+    def _verify(self, request: SamplingRequest, completion: Completion) -> None:
         """Refuse vLLM if it has other weights, another model, or other log-probs."""
-        theirs = torch.tensor(completion.logprobs)
+        theirs, temperature = torch.tensor(completion.logprobs), request.sampling.scale
 
         def mean_gap(at: float) -> float:
-            ours = self._policy_logprobs([prompt], [completion.tokens], at)[0].cpu()
+            ours = self._policy_logprobs(request.prompts[:1], [completion.tokens], at)[0].cpu()
             return float((ours - theirs).abs().mean())
 
         gap = mean_gap(temperature)
@@ -222,15 +247,6 @@ class VLLM(ABC):
                 f"{gap:.2g} per token. Is it the same model, from the same folder? Restart it "
                 "from there; if that does not help, vLLM computes this model in another way, so "
                 "set engine: native."
-            )
-
-    def _check_lengths(self, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
-        longest, limit = max(zip(map(len, prompts), limits), key=sum)
-        if longest + limit > self.max_length:
-            raise RolloutError(
-                f"A prompt of {longest} tokens and max_new_tokens of {limit} "
-                f"are more than the {self.max_length} that {self.where} accepts. Shorten either, "
-                "raise vllm_memory, or start the server with a larger --max-model-len."
             )
 
 
@@ -262,7 +278,7 @@ class VLLMEngine(VLLM):
             "max_model_len": -1,  # as long as the model's positions and the memory allow
             "disable_log_stats": True,
         }
-        # vLLM seeds torch's generators; training goes on with its own.
+        # vLLM seeds torch's generators; training keeps its own random state.
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices), tempfile.TemporaryDirectory() as folder:
             if policy is not None:
@@ -285,23 +301,20 @@ class VLLMEngine(VLLM):
             )
         self.max_length = self.llm.model_config.max_model_len
 
-    def _complete(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        seeds: Sequence[int],
-        limits: Sequence[int],
-    ) -> list[Completion]:
-        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    def _complete(self, request: SamplingRequest) -> list[Completion]:
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in request.prompts]
         params = [
             self.vllm.SamplingParams(
-                **fields(sampling, self.end_tokens, limit), seed=seed, logprobs=0, detokenize=False
+                **fields(request.sampling, self.end_tokens, limit),
+                seed=seed,
+                logprobs=0,
+                detokenize=False,
             )
-            for seed, limit in zip(seeds, limits)
+            for seed, limit in zip(request.seeds, request.limits)
         ]
         completions = []
-        for request in self.llm.generate(inputs, params, use_tqdm=False):
-            output = request.outputs[0]
+        for answer in self.llm.generate(inputs, params, use_tqdm=False):
+            output = answer.outputs[0]
             tokens = list(output.token_ids)
             # Each position maps tokens to log-probs.
             positions = zip(output.logprobs, tokens, strict=True)
@@ -349,16 +362,13 @@ def _import_vllm() -> Any:
         ) from None
 
 
-def _tied_names(policy: Model) -> set[str]:
-    """The second names of tied weights."""
-    module = policy.module if isinstance(policy, AdaptedModel) else policy
-    all_names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    return all_names - {name for name, _ in module.named_parameters()}
+def _module(policy: Model) -> Any:
+    return policy.module if isinstance(policy, AdaptedModel) else policy
 
 
 def _write_config(policy: Model, folder: str) -> None:
     """Write what vLLM needs to build the model before it gets the weights."""
-    module = policy.module if isinstance(policy, AdaptedModel) else policy
+    module = _module(policy)
     config = copy.deepcopy(module.config)
     config.architectures = [type(module).__name__]
     config.__dict__.pop("quantization_config", None)  # adapters are sent merged

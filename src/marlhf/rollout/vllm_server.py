@@ -25,13 +25,12 @@ from marlhf.config.sampling import Sampling, check_url
 from marlhf.data.collate import SingleProcess
 from marlhf.models.base import Model, Precision
 from marlhf.rollout.engine import Rollout
-from marlhf.rollout.plain import check_limits, check_prompts
 from marlhf.rollout.vllm import (
-    CHECKED_TOKENS,
     VLLM,
     Completion,
     RefusedError,
     RolloutError,
+    SamplingRequest,
     fields,
     short,
 )
@@ -102,17 +101,10 @@ class VLLMServer(VLLM):
         self.model: str = models[0]["id"]
         self.max_length = models[0].get("max_model_len") or 1 << 62
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        seeds: Sequence[int],
-        limits: Sequence[int] | None = None,
-    ) -> Rollout:
-        """Sample one response per prompt; repeat a prompt, with another seed, for several."""
+    def _prepare(self, *asked: Any, **options: Any) -> SamplingRequest:
         if self.ahead is not None:
             self.ahead.exception()  # waits for it: it needs the weights that the server has now
-        return super().generate(prompts, sampling, seeds, limits)
+        return super()._prepare(*asked, **options)
 
     @torch.no_grad()
     def begin(
@@ -121,17 +113,12 @@ class VLLMServer(VLLM):
         """Start to sample with the weights that the policy has now."""
         assert self.policy is not None
         assert not sampling.truncated, "log-probs would be of the truncated distribution"
-        check_prompts(prompts, seeds)
-        limits = check_limits(None, sampling, len(prompts))
-        self._check_lengths(prompts, limits)
-        if self.stale:
-            self._update()
+        request = self._prepare(prompts, sampling, seeds)
         # Checked now by a short response: when the others are there, the policy has changed.
-        [check] = self._complete(prompts[:1], sampling, seeds[:1], [min(CHECKED_TOKENS, limits[0])])
-        self._verify(prompts[0], check, sampling.scale)
+        self._verify(request, self._complete(request.short())[0])
         if self.processes.main:
             thread = ThreadPoolExecutor(1, thread_name_prefix="sampling ahead")
-            self.ahead = thread.submit(self._complete_ahead, prompts, sampling, seeds, limits)
+            self.ahead = thread.submit(self._complete_ahead, request)
             thread.shutdown(wait=False)
         pending = self.ahead
 
@@ -144,14 +131,8 @@ class VLLMServer(VLLM):
     def close(self) -> None:
         """The server is the user's, and stays."""
 
-    def _complete_ahead(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        seeds: Sequence[int],
-        limits: Sequence[int],
-    ) -> list[Completion]:
-        completions = self._request_all(prompts, sampling, seeds, limits)
+    def _complete_ahead(self, request: SamplingRequest) -> list[Completion]:
+        completions = self._request_all(request)
         if self.lost:
             raise RolloutError(
                 f"{self.where} went away while it sampled ahead, and may be back with the weights "
@@ -159,32 +140,18 @@ class VLLMServer(VLLM):
             )
         return completions
 
-    def _request_all(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        seeds: Sequence[int],
-        limits: Sequence[int],
-    ) -> list[Completion]:
+    def _request_all(self, request: SamplingRequest) -> list[Completion]:
         self.lost = False
-        pool = ThreadPoolExecutor(min(len(prompts), CONNECTIONS))
-        request = partial(self._request, sampling)
+        pool = ThreadPoolExecutor(min(len(request.prompts), CONNECTIONS))
+        ask = partial(self._request, request.sampling)
         try:
-            return list(pool.map(request, prompts, seeds, limits))
+            return list(pool.map(ask, request.prompts, request.seeds, request.limits))
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _complete(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        seeds: Sequence[int],
-        limits: Sequence[int],
-    ) -> list[Completion]:
+    def _complete(self, request: SamplingRequest) -> list[Completion]:
         for _ in range(3):
-            completions, lost = self._on_main(
-                lambda: (self._request_all(prompts, sampling, seeds, limits), self.lost)
-            )
+            completions, lost = self._on_main(lambda: (self._request_all(request), self.lost))
             if not lost or self.policy is None:
                 return completions
             # It may have been restarted, with the weights of its files: send ours, sample again.

@@ -13,12 +13,13 @@ import hmac
 import json
 import math
 import secrets
+import selectors
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from typing import Any
+from contextlib import ExitStack, suppress
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +30,8 @@ EXTENSION = "marlhf.rollout.weight_transfer.WeightReceiver"
 """What `--worker-extension-cls` of the server has to be."""
 WELCOME = b"+"
 LENGTH = struct.Struct(">I")
-HANDSHAKE_SECONDS = 10.0
+MAX_UNKNOWN = 256
+"""Open connections that have not shown the token yet; beyond that the oldest is closed."""
 CONNECT_SECONDS = 30.0
 IDLE_SECONDS = 600.0
 """How long a worker waits for the next bytes."""
@@ -42,7 +44,7 @@ class WeightSender:
         self.num_workers, self.timeout = num_workers, timeout
         self.token = secrets.token_hex(32)
         self.listener = socket.create_server((host, 0), backlog=num_workers + 8)
-        self.listener.settimeout(0.1)
+        self.listener.setblocking(False)
         self.address: dict[str, Any] = {"host": host, "port": self.listener.getsockname()[1]}
 
     def send(self, weights: Iterable[tuple[str, Tensor]], gave_up: Callable[[], bool]) -> int:
@@ -52,9 +54,7 @@ class WeightSender:
         """
         with ExitStack() as stack:
             with self.listener:
-                workers = [
-                    stack.enter_context(self._accept(gave_up)) for _ in range(self.num_workers)
-                ]
+                workers = self._accept(stack, gave_up)
             num_bytes = 0
             for name, tensor in weights:
                 header = {
@@ -72,25 +72,54 @@ class WeightSender:
                 worker.sendall(LENGTH.pack(0))
         return num_bytes
 
-    def _accept(self, gave_up: Callable[[], bool]) -> socket.socket:
-        """The next connection that shows the token; all others are closed."""
-        until = time.monotonic() + self.timeout
-        while time.monotonic() < until and not gave_up():
-            try:
-                worker, _ = self.listener.accept()
-            except TimeoutError:
-                continue
-            try:
-                worker.settimeout(HANDSHAKE_SECONDS)
-                shown = _read(worker, len(self.token))
-                if hmac.compare_digest(shown, self.token.encode()):
-                    worker.settimeout(self.timeout)
-                    worker.sendall(WELCOME)
-                    return worker
-            except OSError:
-                pass  # somebody else, or a worker that is gone: its call says why
-            worker.close()
-        raise ConnectionError("not all of its workers connected")
+    def _accept(self, stack: ExitStack, gave_up: Callable[[], bool]) -> list[socket.socket]:
+        """One connection per worker, which has shown the token; all others are closed.
+
+        All connections are read at once, until one deadline: a stranger who connects and sends
+        nothing, or a byte now and then, keeps no worker waiting.
+        """
+        deadline = time.monotonic() + self.timeout
+        workers: list[socket.socket] = []
+        shown: dict[socket.socket, bytes] = {}  # what those that are not known yet have sent
+        selector = stack.enter_context(selectors.DefaultSelector())
+        selector.register(self.listener, selectors.EVENT_READ)
+        while len(workers) < self.num_workers:
+            if time.monotonic() >= deadline or gave_up():
+                others = f"; {len(shown)} connections showed no token" if shown else ""
+                raise ConnectionError(
+                    f"{len(workers)} of its {self.num_workers} workers connected within "
+                    f"{self.timeout:g} seconds{others}"
+                )
+            for key, _ in selector.select(0.1):
+                connection = cast(socket.socket, key.fileobj)
+                if connection is self.listener:
+                    with suppress(OSError):  # it is gone again
+                        connection = stack.enter_context(self.listener.accept()[0])
+                        connection.setblocking(False)
+                        shown[connection] = b""
+                        selector.register(connection, selectors.EVENT_READ)
+                    if len(shown) > MAX_UNKNOWN:
+                        oldest = next(iter(shown))
+                        del shown[oldest]
+                        selector.unregister(oldest)
+                        oldest.close()
+                    continue
+                data = b""
+                with suppress(OSError):  # a stranger, or a worker that died
+                    data = connection.recv(len(self.token) - len(shown[connection]))
+                shown[connection] += data
+                if data and len(shown[connection]) < len(self.token):
+                    continue
+                selector.unregister(connection)
+                if hmac.compare_digest(shown.pop(connection), self.token.encode()):
+                    connection.settimeout(self.timeout)
+                    connection.sendall(WELCOME)
+                    workers.append(connection)
+                else:
+                    connection.close()
+        for connection in shown:
+            connection.close()
+        return workers
 
 
 class WeightReceiver:
@@ -127,13 +156,14 @@ def connect(host: str, port: int, token: str) -> socket.socket:
             f"A worker cannot reach the trainer at {host}:{port} ({error})."
         ) from None
     try:
-        trainer.settimeout(HANDSHAKE_SECONDS + CONNECT_SECONDS)
         trainer.sendall(token.encode())
+        trainer.settimeout(IDLE_SECONDS)
         _read(trainer, len(WELCOME))
-    except OSError:
+    except OSError as error:
         trainer.close()
-        raise ConnectionError(f"The trainer at {host}:{port} refused a worker's token.") from None
-    trainer.settimeout(IDLE_SECONDS)
+        late = isinstance(error, TimeoutError)
+        what = "did not answer a worker in time" if late else "refused a worker's token"
+        raise ConnectionError(f"The trainer at {host}:{port} {what}.") from None
     return trainer
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 from marlhf._version import __version__
-from marlhf.data.load import PUBLISHED, is_hub_name
+from marlhf.data.load import is_hub_name
+from marlhf.data.sources import PUBLISHED
 from marlhf.fields import settings_with
 from marlhf.models.heads import SCALAR
 from marlhf.runs.atomic import write_text
@@ -312,7 +313,7 @@ def _dataset(data: Mapping[str, Any]) -> str:
     path, source = data.get("path"), str(data.get("source") or "")
     if path:
         return str(path)
-    return PUBLISHED[source].HUB_NAME if source in PUBLISHED else source
+    return PUBLISHED[source].hub_name if source in PUBLISHED else source
 
 
 def _before(run: RunFolder) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from marlhf.config.stage import StageConfig
-from marlhf.data import DataError, Loaded, Row, encode_responses, fit_prompts, load_data
-from marlhf.data.counts import Counts
+from marlhf.data import Counts, DataError, Loaded, Row, encode_responses, fit_prompts, load_data
 from marlhf.errors import MarlhfError
 from marlhf.models.base import Model, Tokenizer
 from marlhf.models.load import check_vocabulary, load_tokenizer
@@ -158,8 +157,8 @@ def count_steps(config: StageConfig, num_rows: int) -> int:
     steps_per_epoch = num_rows // config.batch_size
     if not steps_per_epoch:
         raise RunError(
-            f"There are {num_rows} rows for a batch of {config.batch_size}. "
-            "Lower batch_size, or give more data."
+            f"There are {num_rows} rows for a batch of {config.batch_size}."
+            f"{config.data.explain_shares()} Lower batch_size, or give more data."
         )
     steps = steps_per_epoch * config.num_epochs
     if config.num_steps is not None and config.num_steps > steps:

@@ -26,6 +26,7 @@ from marlhf.runs.stage_facts import facts_of
 from marlhf.runs.write import is_finished
 from marlhf.runtime.model_sources import reward_items
 from marlhf.runtime.objects import NO_OBJECTS
+from marlhf.runtime.progress import say
 from marlhf.runtime.trackers import check_installed
 from marlhf.spans.parser import build_parser
 from marlhf.train.recipe import ConfigError, Stage, make_segmenters
@@ -42,6 +43,9 @@ def check_stages(stages: Sequence[Stage]) -> list[Stage]:
     read: dict[str, Loaded] = {}  # stages often share their rows
     made_by = {f"{stage.config.output_dir}/model": stage for stage in stages}
     _raise_problems((s, check) for s in to_run for check in _checks(s, made_by, read))
+    code = {name: None for stage in stages for name in getattr(stage.config, "code", ())}
+    if code:
+        say(f"This recipe runs code of yours: {', '.join(code)}")
     _raise_problems((s, check) for s in to_run for check in _checks_of_user_code(s, read))
     return make_segmenters(stages)
 
@@ -86,11 +90,11 @@ def _checks_of_user_code(stage: Stage, read: dict[str, Loaded]) -> Iterator[Call
     names = [*map(str, getattr(config, "reward_funcs", ())), getattr(config, "reward_model", "")]
     for name in names:
         if ":" in name:
-            yield lambda name=name: _check_function(name, read[_data_key(stage)])
+            yield lambda name=name: _check_function(name, config.code, read[_data_key(stage)])
 
 
-def _check_function(name: str, rows: Loaded) -> None:
-    function = RewardFunction(import_function(name), cast(Any, None), name=name)
+def _check_function(name: str, code: Sequence[str], rows: Loaded) -> None:
+    function = RewardFunction(import_function(name, code), cast(Any, None), name=name)
     function.check([*rows.train, *rows.eval])
 
 
@@ -105,11 +109,13 @@ def _part(stage: Stage) -> str:
 def _check_data(stage: Stage, read: dict[str, Loaded]) -> None:
     """The rows can be read, have the columns that the stage needs, and fill a batch."""
     config, key = stage.config, _data_key(stage)
-    if key not in read:  # the first stage is next to need its rows; others would hold memory
-        read[key] = load_data(config.data, _part(stage), needs=config.columns, keep=not read)
-    if len(read[key].train) < config.batch_size:
+    if key not in read:
+        read[key] = load_data(config.data, _part(stage), needs=config.columns)
+    loaded = read[key]
+    if len(loaded.train) < config.batch_size:
         raise SettingError(
-            f"There are {len(read[key].train)} rows for a batch of {config.batch_size}. Lower "
+            f"There are {len(loaded.train)} rows for a batch of {config.batch_size}, of "
+            f"{loaded.counts.read} that were read.{config.data.explain_shares()} Lower "
             "batch_size, or give more data."
         )
 

@@ -30,6 +30,7 @@ from marlhf.runtime.distributed import World
 from marlhf.runtime.model_loader import load_sources
 from marlhf.runtime.model_sources import reward_items, reward_role, rl_sources
 from marlhf.runtime.objects import GivenObjects
+from marlhf.runtime.progress import say
 from marlhf.runtime.stage import Example, check_positions, each_prompt_once, load_examples
 from marlhf.spans import vocabulary
 from marlhf.spans.apply import Parsing, open_parsing
@@ -172,6 +173,8 @@ def _rewards(
     world: World,
 ) -> Rewards:
     """Reward models and functions with their weights."""
+    if config.code and world.main:
+        say(f"rewards: functions of {', '.join(config.code)}")
     scorers: list[tuple[str, Any, float]] = []
     for number, reward in enumerate(reward_items(config, objects)):
         item = reward.item
@@ -181,7 +184,7 @@ def _rewards(
             path = item.rstrip("/").removesuffix("/model") if isinstance(item, str) else "model"
             scorers.append((path.rpartition("/")[2], scorer, reward.weight))
         else:
-            function = import_function(item) if isinstance(item, str) else item
+            function = import_function(item, config.code) if isinstance(item, str) else item
             wrapped = SharedFunction(function, tokenizer, world, timeout=config.reward_timeout)
             scorers.append((wrapped.name, wrapped, reward.weight))
     return Rewards(scorers)

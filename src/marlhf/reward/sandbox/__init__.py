@@ -27,8 +27,7 @@ What it does not cover:
 """
 
 from marlhf.reward.sandbox.pool import PRELOAD, Sandbox, SandboxUnavailable, SandboxWarning
-from marlhf.reward.sandbox.protocol import Call, Case, Outcome, Program, Status, Suite
-from marlhf.reward.sandbox.wire_format import Opaque
+from marlhf.reward.sandbox.protocol import Call, Case, Opaque, Outcome, Program, Status, Suite
 
 __all__ = [
     "PRELOAD",

@@ -1,23 +1,20 @@
-"""The pool of fork servers, and the loop that schedules programs on them."""
+"""The pool of fork servers. Each has a thread of the host that gives it programs one by one."""
 
 from __future__ import annotations
 
 import os
-import selectors
 import site
 import sys
 import sysconfig
 import threading
-import time
 import warnings
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from marlhf.errors import MarlhfError
 from marlhf.reward.sandbox import kernel
 from marlhf.reward.sandbox.protocol import Call, Case, Outcome, Program, Suite
-from marlhf.reward.sandbox.worker import Execution, Job, Worker, WorkerDied
+from marlhf.reward.sandbox.worker import Execution, SuiteRun, Worker, WorkerDied
 
 PRELOAD = (
     *("array", "bisect", "collections", "copy", "datetime", "decimal", "fractions", "functools"),
@@ -159,12 +156,12 @@ class Sandbox:
                 )
 
     def run(self, programs: Sequence[Program]) -> list[Outcome]:
-        """Execution each program once, distributed over the workers; outcomes keep the order."""
+        """Run each program once, distributed over the workers; outcomes keep the order."""
         suites = [Suite(p.source, [Case(p.stdin, p.calls)], p.seconds) for p in programs]
         return [outcome for [outcome] in self.run_suites(suites)]
 
     def run_suites(self, suites: Sequence[Suite]) -> list[list[Outcome]]:
-        """Execution each source with its cases, distributed over the workers by source.
+        """Run each source with its cases, distributed over the workers by source.
 
         If a source does not compile, every case gets that outcome.
         """
@@ -176,13 +173,65 @@ class Sandbox:
         with self._lock:
             if not self._workers:
                 raise RuntimeError("This sandbox is closed. Create a new one.")
-            jobs = [Job(suite) for suite in suites]
+            jobs = [SuiteRun(suite) for suite in suites]
+            waiting = iter([job for job in jobs if job.suite.cases])  # shared by the threads
+            stop, errors = threading.Event(), list[BaseException]()
+            threads = [
+                threading.Thread(target=self._work, args=(i, waiting, stop, errors), daemon=True)
+                for i in range(len(self._workers))
+            ]
             try:
-                _Scheduler(self, [job for job in jobs if job.suite.cases]).run()
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
             finally:
+                stop.set()  # after Ctrl-C: end the programs and leave a usable pool
+                for thread in threads:
+                    thread.join()
                 for job in jobs:
                     job.close()
+            if errors:
+                raise errors[0]
             return [job.outcomes for job in jobs]
+
+    def _work(
+        self,
+        place: int,
+        waiting: Iterator[SuiteRun],
+        stop: threading.Event,
+        errors: list[BaseException],
+    ) -> None:
+        """Run jobs on one worker, in a thread of its own, until none is left."""
+        try:
+            for job in waiting:
+                while not job.done and not stop.is_set():
+                    self._run_case(place, job, stop)
+                job.close()  # frees a descriptor: a batch may have thousands of sources
+        except BaseException as error:  # the caller's thread raises it
+            errors.append(error)
+            stop.set()
+
+    def _run_case(self, place: int, job: SuiteRun, stop: threading.Event) -> None:
+        """Run the next case of a job. A program under which its server dies is tried once more."""
+        worker, seconds = self._workers[place], job.suite.seconds or self.seconds
+        execution = Execution(worker, job, seconds, self.output_bytes)
+        try:
+            outcome = execution.follow(stop)
+        except (WorkerDied, ConnectionError):
+            execution.close()
+            worker.close()
+            self._workers[place] = new = Worker(self._settings)
+            self._wait_until_ready(new)
+            job.deaths += 1
+            if job.deaths == 1:
+                return
+            job.deaths = 0
+            message = "The fork server died twice under this program, perhaps for lack of memory."
+            outcome = Outcome("sandbox_error", stderr=message)
+        job.outcomes.append(outcome)
+        if outcome.status == "compile_error" and not job.suite.stop_early:
+            job.outcomes += [outcome] * (len(job.suite.cases) - len(job.outcomes))
 
     def close(self) -> None:
         """Stop the workers. None of their processes is left when this returns."""
@@ -200,14 +249,6 @@ class Sandbox:
         if self.__dict__.get("_workers"):
             self.close()
 
-    def _replace(self, worker: Worker) -> Worker:
-        """Start a new server in place of one that died, with the same layers."""
-        worker.close()
-        new = Worker(self._settings)
-        self._workers[self._workers.index(worker)] = new
-        self._wait_until_ready(new)
-        return new
-
     def _wait_until_ready(self, worker: Worker) -> None:
         try:
             layers = worker.layers()
@@ -217,105 +258,6 @@ class Sandbox:
             raise SandboxUnavailable(
                 f"A fork server has other layers than the first: {layers}, not {self.layers}."
             )
-
-
-class _Scheduler:
-    """One call of `run_suites`: assigns jobs to idle workers and watches deadlines and pipes."""
-
-    def __init__(self, sandbox: Sandbox, jobs: list[Job]) -> None:
-        self.sandbox, self.waiting = sandbox, deque(jobs)
-        self.selector = selectors.DefaultSelector()
-        self.running: set[Execution] = set()
-
-    def run(self) -> None:
-        workers = list(self.sandbox._workers)
-        try:
-            for worker in workers:
-                self._start_next(worker)
-            while self.running:
-                now = time.monotonic()
-                for run in [run for run in self.running if run.deadline <= now]:
-                    self._overdue(run)
-                wait = min((run.deadline for run in self.running), default=now) - now
-                for key, _ in self.selector.select(max(wait, 0.0)):
-                    self._handle_event(*key.data)
-        except BaseException:  # mostly Ctrl-C: end the programs and leave a usable pool
-            for run in list(self.running):
-                self._stop_watching(run)
-                run.close()
-                self.sandbox._replace(run.worker)
-            raise
-        finally:
-            self.selector.close()
-
-    def _start_next(self, worker: Worker, job: Job | None = None) -> None:
-        while job or self.waiting:
-            job = job or self.waiting.popleft()
-            seconds = job.suite.seconds or self.sandbox.seconds
-            run = Execution(worker, job, seconds, self.sandbox.output_bytes)
-            if run.started:
-                break
-            run.close()
-            worker = self._replace_dead(worker, job)
-            job = None if job.done else job
-        else:
-            return
-        self.running.add(run)
-        self.selector.register(worker.socket, selectors.EVENT_READ, (run, None))
-        for fd in run.pipes:
-            self.selector.register(fd, selectors.EVENT_READ, (run, fd))
-
-    def _handle_event(self, run: Execution, fd: int | None) -> None:
-        if run not in self.running:
-            return  # it ended earlier in this round of events
-        if fd is not None:
-            if not run.read(fd):
-                self.selector.unregister(fd)
-            return
-        try:
-            if run.handle_message():
-                self._ended(run)
-        except (WorkerDied, ConnectionError):
-            self._died(run)
-
-    def _ended(self, run: Execution) -> None:
-        self._stop_watching(run)
-        outcome, job = run.finish(), run.job
-        job.outcomes.append(outcome)
-        if outcome.status == "compile_error" and not job.suite.stop_early:
-            job.outcomes += [outcome] * (len(job.suite.cases) - len(job.outcomes))
-        if job.done:
-            job.close()  # frees a descriptor: a batch may have thousands of sources
-        self._start_next(run.worker, None if job.done else job)
-
-    def _overdue(self, run: Execution) -> None:
-        if run.killed:  # killed and still alive: only the end of its server can end it
-            self._died(run)
-        else:
-            run.kill("timeout")
-
-    def _died(self, run: Execution) -> None:
-        self._stop_watching(run)
-        run.close()
-        job = run.job
-        worker = self._replace_dead(run.worker, job)
-        self._start_next(worker, None if job.done else job)
-
-    def _replace_dead(self, worker: Worker, job: Job) -> Worker:
-        """Replace a dead worker; its program is tried once more, then given up."""
-        job.deaths += 1
-        if job.deaths > 1:
-            message = "The fork server died twice under this program, perhaps for lack of memory."
-            job.outcomes.append(Outcome("sandbox_error", stderr=message))
-            job.deaths = 0
-        return self.sandbox._replace(worker)
-
-    def _stop_watching(self, run: Execution) -> None:
-        self.running.discard(run)
-        watched = self.selector.get_map()
-        for file in (run.worker.socket, *run.pipes):
-            if file in watched:
-                self.selector.unregister(file)
 
 
 def _packages() -> list[str]:

@@ -27,7 +27,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 from marlhf.reward.sandbox import kernel, landlock, namespaces, seccomp
-from marlhf.reward.sandbox.wire_format import decode, encode
+from marlhf.reward.sandbox.protocol import decode, encode
 
 SOURCE, STATUS, REPORT, CODE, CONTROL = 3, 4, 5, 6, 7
 FILE_NAME = "program.py"
@@ -125,8 +125,7 @@ def _set_limits(confinement: Confinement, seconds: float) -> None:
     processors = len(os.sched_getaffinity(0))
     limits = {
         resource.RLIMIT_AS: confinement.address_space,
-        resource.RLIMIT_CPU: int((seconds + 1) * processors)
-        + 1,  # the host's clock ends it earlier
+        resource.RLIMIT_CPU: int((seconds + 1) * processors) + 1,  # the host's clock is earlier
         resource.RLIMIT_FSIZE: confinement.tmp_bytes,
         resource.RLIMIT_NOFILE: FILES,
         resource.RLIMIT_CORE: 0,

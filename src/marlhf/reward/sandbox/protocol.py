@@ -1,12 +1,17 @@
-"""Requests to the sandbox and its results."""
+"""Requests to the sandbox, its results, and values as JSON on their way between the two.
+
+Pickle would let a program run code in the host. JSON has neither tuples nor sets nor keys other
+than text, and tests distinguish them, so they are sent as `{"$": type, "v": parts}`. Decoded values
+have plain types only, so comparing them runs no code of the program.
+
+The sandbox's own processes import this module, so it needs only the standard library.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-from marlhf.reward.sandbox.wire_format import encode
 
 Status = Literal[
     "ok",
@@ -98,3 +103,89 @@ class Outcome:
     """Values of the calls that returned, in order; None if there were no calls."""
     seconds: float = 0.0
     """Running time, without compilation."""
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """Stands for a returned value of any other type; it equals no expected value."""
+
+    text: str
+
+
+_PARTS = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_DEPTH, _MAX_EQUAL_HASHES = 200, 1000
+
+
+def encode(value: Any, *, strict: bool = False, depth: int = 0) -> Any:
+    """Convert a value to JSON types. Subclasses become their base type.
+
+    Other types become opaque, or raise a TypeError if `strict`.
+    """
+
+    def inner(parts: Iterable[Any]) -> list[Any]:
+        return [encode(part, strict=strict, depth=depth + 1) for part in parts]
+
+    if depth > _DEPTH:
+        raise ValueError(f"a value is nested more than {_DEPTH} deep")
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, int):
+        return int(value) if abs(value) < 2**63 else {"$": "int", "v": hex(value)}
+    if isinstance(value, complex):
+        return {"$": "complex", "v": [value.real, value.imag]}
+    if isinstance(value, (bytes, bytearray)):
+        return {"$": "bytes", "v": bytes(value).hex()}
+    if isinstance(value, list):
+        return inner(value)
+    if isinstance(value, dict):
+        return {"$": "dict", "v": [inner(pair) for pair in value.items()]}
+    for name, kind in _PARTS.items():
+        if isinstance(value, kind):
+            return {"$": name, "v": inner(value)}
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return encode(value.tolist(), strict=strict, depth=depth + 1)
+    if strict:
+        raise TypeError(f"a {type(value).__name__} cannot be sent into the sandbox: {value!r}")
+    return {"$": "opaque", "v": repr(value)[:1000]}
+
+
+def decode(value: Any, depth: int = 0) -> Any:
+    """The reverse of `encode`; ValueError, TypeError or KeyError if malformed.
+
+    A program can write to the pipe itself, so its limits are checked again here.
+    """
+
+    def inner(parts: Iterable[Any]) -> list[Any]:
+        return [decode(part, depth + 1) for part in parts]
+
+    if depth > _DEPTH:
+        raise ValueError(f"a value is nested more than {_DEPTH} deep")
+    if isinstance(value, list):
+        return inner(value)
+    if not isinstance(value, dict):
+        return value
+    kind, parts = value["$"], value["v"]
+    if kind == "int":
+        return int(parts, 16)
+    if kind == "complex":
+        return complex(*parts)
+    if kind == "bytes":
+        return bytes.fromhex(parts)
+    if kind == "opaque":
+        return Opaque(str(parts))
+    if kind == "dict":
+        keys = _checked_hashes(inner(key for key, _ in parts))
+        return dict(zip(keys, inner(item for _, item in parts), strict=True))
+    decoded = inner(parts)
+    return _PARTS[kind](decoded if kind == "tuple" else _checked_hashes(decoded))
+
+
+def _checked_hashes(keys: list[Any]) -> list[Any]:
+    """Refuse keys with deliberately equal hashes: inserting them takes quadratic time."""
+    if len(keys) - len({hash(key) for key in keys}) > _MAX_EQUAL_HASHES:
+        raise ValueError(f"more than {_MAX_EQUAL_HASHES} keys with the same hash")
+    return keys

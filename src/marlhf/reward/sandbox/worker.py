@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,14 +20,15 @@ from typing import Any
 
 from marlhf.errors import MarlhfError
 from marlhf.reward.sandbox import kernel
-from marlhf.reward.sandbox.protocol import Case, Outcome, Suite
-from marlhf.reward.sandbox.wire_format import decode
+from marlhf.reward.sandbox.protocol import Case, Outcome, Suite, decode
 
 START_SECONDS = 60.0
 COMPILE_SECONDS = 5.0
 """Extra time until a program has compiled; covers the fork and a busy machine."""
 GRACE_SECONDS = 10.0
 """How long a killed program may take to end before its server is replaced."""
+STOP_SECONDS = 0.2
+"""How often a program that runs is checked for whether the host has been stopped."""
 ERROR_BYTES = 8192
 
 # Registers the packages without running their __init__ files, which would import torch.
@@ -110,7 +112,7 @@ class Worker:
 
 
 @dataclass
-class Job:
+class SuiteRun:
     """A suite in progress: its outcomes so far, and the code its first case compiled."""
 
     suite: Suite
@@ -137,7 +139,7 @@ class Job:
 class Execution:
     """One process of one program, from the request to its outcome."""
 
-    def __init__(self, worker: Worker, job: Job, seconds: float, output_bytes: int) -> None:
+    def __init__(self, worker: Worker, job: SuiteRun, seconds: float, output_bytes: int) -> None:
         self.worker, self.job = worker, job
         self.seconds, self.output_bytes = seconds, output_bytes
         self.began = time.monotonic()
@@ -165,6 +167,28 @@ class Execution:
         os.set_blocking(mine, False)
         self.pipes[mine] = buffer
         return theirs
+
+    def follow(self, stop: threading.Event) -> Outcome:
+        """Wait for the program's end; WorkerDied if its server ends first, or must be ended."""
+        if not self.started:
+            raise WorkerDied
+        poll = select.poll()  # not `select`, which fails for descriptors above 1023
+        for fd in (self.worker.socket.fileno(), *self.pipes):
+            poll.register(fd, select.POLLIN)
+        while not stop.is_set():
+            left = self.deadline - time.monotonic()
+            if left <= 0 and self.killed:  # and still alive: only the end of its server can end it
+                break
+            if left <= 0:
+                self.kill("timeout")
+                continue
+            for fd, _ in poll.poll(1000 * min(left, STOP_SECONDS)):
+                if fd in self.pipes:
+                    if not self.read(fd):
+                        poll.unregister(fd)
+                elif self.handle_message():
+                    return self.finish()
+        raise WorkerDied
 
     def read(self, fd: int) -> bool:
         """Read what a pipe holds; False at its end."""
