@@ -27,7 +27,6 @@ from marlhf.cli.app import (
 )
 from marlhf.cli.lean_imports import skip_unused_packages
 from marlhf.runs.stage_facts import facts_of
-from marlhf.runtime.collector import collector_paused
 from marlhf.train.stages import METHODS
 
 if TYPE_CHECKING:
@@ -81,8 +80,7 @@ def _quick_start(stages: list[Stage]) -> Iterator[None]:
     # Code of others may be about images as well, and use transformers for that.
     if not any(c.trust_remote_code or getattr(c, "reward_funcs", ()) for c in configs):
         skip_unused_packages()
-    with collector_paused():
-        yield
+    yield
 
 
 def _train_all(stages: list[Stage]) -> None:

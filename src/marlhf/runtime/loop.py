@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -26,20 +26,16 @@ from marlhf.models.adapters import AdaptedModel
 from marlhf.models.base import Model, Tokenizer, quiet_transformers
 from marlhf.runs.layout import MODEL, RunError
 from marlhf.runs.write import ReadOnlyRunFolder, RunFolder
+from marlhf.runtime.callbacks import Callbacks
 from marlhf.runtime.checkpoint import load_latest, save_checkpoint
-from marlhf.runtime.collector import keep_imported, resume_collector
 from marlhf.runtime.distributed import World
 from marlhf.runtime.interrupts import Stopped
 from marlhf.runtime.memory import WATCHED_STEPS, seek_token_budget, settle_token_budget
 from marlhf.runtime.model_card import push, write_card
-from marlhf.runtime.no_callbacks import NoCallbacks
 from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.progress import Steps, format_numbers, say, warn
 from marlhf.runtime.stage import due, finish, record_outcome
 from marlhf.runtime.trackers import Trackers
-
-if TYPE_CHECKING:
-    from marlhf.runtime.callbacks import Callbacks
 
 
 def open_run(config: StageConfig, stage: str, world: World) -> RunFolder:
@@ -47,7 +43,6 @@ def open_run(config: StageConfig, stage: str, world: World) -> RunFolder:
 
     Rank 0 comes first: it may have to create the folder, or refuse what is in it.
     """
-    keep_imported()
     run: RunFolder | None = None
     with world.raise_on_all_ranks():
         if world.main:
@@ -85,21 +80,17 @@ class Loop:
         self.step = self.done = 0
         self.verdict = ""
         """Why to stop before the last step, if a guard or a callback says so."""
-        self.callbacks: Callbacks | NoCallbacks = NoCallbacks()
-        if objects.callbacks:
-            from marlhf.runtime.callbacks import Callbacks  # takes seconds: see no_callbacks.py
-
-            self.callbacks = Callbacks(
-                objects.callbacks,
-                config,
-                total_steps=total,
-                steps_per_epoch=rows[0] // config.batch_size,
-                metric=metric,
-                model=next(iter(models.values())),
-                processing_class=tokenizer,
-                optimizer=next(iter(optimizers.values())),
-                main=world.main,
-            )
+        self.callbacks = Callbacks(
+            objects.callbacks,
+            config,
+            total_steps=total,
+            steps_per_epoch=rows[0] // config.batch_size,
+            metric=metric,
+            model=next(iter(models.values())),
+            processing_class=tokenizer,
+            optimizer=next(iter(optimizers.values())),
+            world=world,
+        )
         self.rows = {"training": rows[0], "held-out": rows[1]}
         seek_token_budget(config, world, run)
         self._stack = contextlib.ExitStack()
@@ -190,7 +181,6 @@ class Loop:
 
     def log(self, numbers: dict[str, float], show: Sequence[str] = ()) -> None:
         """The metrics of a step that is done: to the folder, the bar, trackers and callbacks."""
-        resume_collector()
         if self.step - self.done >= WATCHED_STEPS:
             settle_token_budget(self.config, self.world, self.run)
         self.callbacks.step_end(self.step)
