@@ -24,21 +24,27 @@ from transformers import AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
 from marlhf.config.model import Precision
-from marlhf.models.adapter_config import Task, import_peft, to_peft
-from marlhf.models.adapter_files import digest, is_scalar_adapter, read_adapter, write_adapter
-from marlhf.models.base import Model, ModelError, autocast
+from marlhf.models.adapter_files import (
+    digest,
+    import_peft,
+    is_scalar_adapter,
+    read_adapter,
+    to_peft,
+    write_adapter,
+)
+from marlhf.models.base import Head, Model, ModelError, computes_in_bfloat16
 from marlhf.models.heads import backbone, fresh_scalar_head, hidden_scale, scalar_config
 
 NO_ADAPTER = "off"
 """A name that no adapter has: while it is active, every layer computes as the plain base does."""
 AdapterInit: TypeAlias = Any
-"""What an adapter starts from: `LoRA`, a `peft.LoraConfig`, or the `Path` of a saved adapter."""
+"""What an adapter starts from: `LoRA`, a `peft.LoraConfig`, the `Path` of a saved adapter, or None
+for the base without one."""
 
 
 def frozen_dtype(device: torch.device, precision: Precision) -> torch.dtype | None:
     """The dtype to store frozen linear layers in, for passes under `autocast`."""
-    with autocast(device, precision):
-        return torch.bfloat16 if torch.is_autocast_enabled(device.type) else None
+    return torch.bfloat16 if computes_in_bfloat16(device, precision) else None
 
 
 def cast_linear_layers(module: nn.Module, dtype: torch.dtype) -> None:
@@ -71,7 +77,7 @@ class FrozenBaseModel:
     >>> from marlhf.models.load import load_policy
     >>> base = FrozenBaseModel(load_policy("tiny"), "tiny")
     >>> policy, critic = base.language_model(LoRA(r=4)), base.scalar_model(LoRA())
-    >>> reference = base.plain_language_model()
+    >>> reference = base.language_model(None)
     >>> [sum(p.numel() for p in model.parameters()) for model in (policy, reference, critic)]
     [12288, 0, 49248]
     """
@@ -106,18 +112,12 @@ class FrozenBaseModel:
                 {"use_reentrant": False, "context_fn": self._checkpoint_contexts}
             )
 
-    def plain_language_model(self) -> AdaptedLanguageModel:
-        """The base without an adapter: a reference. Nothing in it trains."""
-        return AdaptedLanguageModel(self, NO_ADAPTER, None)
-
-    def plain_scalar_model(self) -> AdaptedScalarModel:
-        """The base without an adapter, where it has a scalar head: a reward model."""
-        return AdaptedScalarModel(self, NO_ADAPTER, None, self.module.score)
-
     def language_model(
         self, init: AdapterInit, name: str = "policy", *, seed: int = 0, trainable: bool = True
     ) -> AdaptedLanguageModel:
-        """The base with an adapter. A fresh adapter changes nothing at first."""
+        """The base with an adapter, which at first changes nothing; without one, a reference."""
+        if init is None:
+            return AdaptedLanguageModel(self, NO_ADAPTER, None)
         config, tensors = self._read(init, "language")
         self._insert(name, config, seed)
         model = AdaptedLanguageModel(self, name, config)
@@ -127,10 +127,12 @@ class FrozenBaseModel:
     def scalar_model(
         self, init: AdapterInit, name: str = "critic", *, seed: int = 0, trainable: bool = True
     ) -> AdaptedScalarModel:
-        """The base with an adapter and a scalar head.
+        """The base with an adapter and a scalar head, or without an adapter: a reward model.
 
         The head is the saved adapter's, else a copy of the base's, else a fresh one.
         """
+        if init is None:
+            return AdaptedScalarModel(self, NO_ADAPTER, None, self.module.score)
         config, tensors = self._read(init, "scalar")
         self._insert(name, config, seed)
         base_head = getattr(self.module, "score", None)  # a language model has none
@@ -170,11 +172,11 @@ class FrozenBaseModel:
         """Contexts of a checkpoint's first run and of its second."""
         return contextlib.nullcontext(), self.applied(self._active[0])
 
-    def _read(self, init: AdapterInit, task: Task) -> tuple[Any, dict[str, Tensor] | None]:
+    def _read(self, init: AdapterInit, head: Head) -> tuple[Any, dict[str, Tensor] | None]:
         """peft's config of an adapter, and its weights where it is a saved one."""
         if not isinstance(init, Path):
-            return to_peft(init, task), None
-        if task == "language" and is_scalar_adapter(init):
+            return to_peft(init, head), None
+        if head == "language" and is_scalar_adapter(init):
             raise ModelError(
                 f"{init} is the adapter of a reward model, which scores text and cannot write. "
                 "Take the language model that it was made from, such as the SFT model."
@@ -182,7 +184,7 @@ class FrozenBaseModel:
         config, tensors = read_adapter(init, self.source, self.digest)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about dropout, which was for its own training
-            return to_peft(config, task), tensors
+            return to_peft(config, head), tensors
 
     def _insert(self, name: str, config: Any, seed: int) -> None:
         """Put an adapter into the layers, and let them read the shared active name."""

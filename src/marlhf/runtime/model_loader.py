@@ -1,25 +1,37 @@
-"""Load what `model_sources.py` has decided: whole models, and adapters on frozen bases."""
+"""The models of a run: where each role's weights come from, and loading them.
+
+A run has roles: policy, reference, critic, reward models. `rl_sources` decides where each role's
+weights come from, by the config and the objects given in Python, before any weights are read.
+`load_sources` then loads them: whole models, and adapters on frozen bases.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from marlhf.config.model import LoRA
+from marlhf.config.rl import RLConfig
 from marlhf.config.stage import StageConfig
-from marlhf.models.adapter_config import Task, import_peft, quantization
-from marlhf.models.adapters import FrozenBaseModel, cast_linear_layers, frozen_dtype
-from marlhf.models.base import Model
+from marlhf.models.adapter_files import (
+    find_adapter,
+    import_peft,
+    is_scalar_adapter,
+    quantization,
+    split_adapter,
+)
+from marlhf.models.adapters import AdapterInit, FrozenBaseModel, cast_linear_layers, frozen_dtype
+from marlhf.models.base import Head, Model, Tokenizer
 from marlhf.models.heads import with_scalar_head
-from marlhf.models.load import load_policy, load_scalar
+from marlhf.models.load import has_same_tokenizer, is_scalar, load_model
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World
-from marlhf.runtime.model_sources import OnBase, Source, WholeModel, policy_source, scalar_source
 from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.progress import say, warn
 
@@ -27,14 +39,283 @@ NOT_COMPILED = {"gold"}
 """Roles with so few passes that compiling would take longer than it saves."""
 
 
-def load_trained_policy(config: StageConfig, objects: GivenObjects, world: World) -> Model:
-    """The language model of a stage that trains one, not yet on its device."""
-    return ModelLoader(config, world).read("policy", policy_source(config, objects), trains=True)
+@dataclass(frozen=True)
+class WholeModel:
+    """A model with all its weights."""
+
+    origin: str | Model  # a path or hub name, or an object given in Python
+    head: Head
+    copied: bool = False  # a copy of that object: another role has the object itself
+    seed: int = 0  # of a fresh scalar head, and of `tiny`
+    setting: str = field(default="model", compare=False)  # what named it, for errors
 
 
-def load_trained_scalar(config: StageConfig, objects: GivenObjects, world: World) -> Model:
-    """The scalar model of a stage that trains one, not yet on its device."""
-    return ModelLoader(config, world).read("reward", scalar_source(config, objects), trains=True)
+@dataclass(frozen=True)
+class OnBase:
+    """A frozen base with an adapter. Roles whose bases are equal share one in memory."""
+
+    base: WholeModel
+    head: Head
+    adapter: AdapterInit  # settings of a fresh one, the folder of a saved one, or None
+
+    @property
+    def copied(self) -> bool:
+        return self.base.copied
+
+
+Source = WholeModel | OnBase
+SameTokenizer = Callable[..., bool]
+"""`has_same_tokenizer` with the policy's tokenizer: takes the path of a model, and a setting."""
+
+
+@dataclass(frozen=True)
+class RewardItem:
+    """One of the things that score: a model or a function, with its weight."""
+
+    item: str | Model | Callable[..., Any]
+    tokenizer: Tokenizer | None  # the reward model's own, where it was given
+    weight: float
+
+    @property
+    def is_model(self) -> bool:
+        named = isinstance(self.item, str) and ":" not in self.item
+        return named or isinstance(self.item, nn.Module)
+
+
+def reward_items(config: RLConfig, objects: GivenObjects) -> list[RewardItem]:
+    """What scores the responses, in the order of `reward_weights`."""
+    items = objects.reward_funcs
+    if items is None:
+        items = [*([config.reward_model] if config.reward_model else []), *config.reward_funcs]
+    if not items:
+        raise RunError(
+            "Nothing scores the responses. Set reward_model to a reward model, or reward_funcs to "
+            "functions of yours, such as [my_rewards:brevity]."
+        )
+    weights = config.reward_weights or (1.0,) * len(items)
+    if len(weights) != len(items):
+        raise RunError(
+            f"There are {len(items)} rewards but {len(weights)} reward_weights. Give one each."
+        )
+    tokenizers = objects.reward_tokenizers or [None] * len(items)
+    return [RewardItem(*fields) for fields in zip(items, tokenizers, weights, strict=True)]
+
+
+def reward_role(number: int) -> str:
+    return f"reward-{number}"
+
+
+def trained_source(head: Head, config: StageConfig, objects: GivenObjects) -> Source:
+    """The model that a stage starts from: a policy, or a scalar model for a reward stage."""
+    origin = config.model if objects.model is None else objects.model
+    settings = objects.peft_config or config.lora
+    if settings is None:
+        return WholeModel(origin, head, seed=config.seed)
+    if isinstance(origin, str):
+        has_head = head == "scalar" and is_scalar(
+            origin, trust_remote_code=config.trust_remote_code, setting="model"
+        )
+    else:
+        has_head = head == "scalar" and hasattr(origin, "score")
+    # A language model stays one beneath the adapter, so that a policy can share it later.
+    base_head: Head = "scalar" if has_head else "language"
+    base, saved = split_adapter(origin)
+    return OnBase(WholeModel(base, base_head, seed=config.seed), head, saved or settings)
+
+
+def rl_sources(
+    config: RLConfig, objects: GivenObjects, tokenizer: Tokenizer, *, critic: bool
+) -> dict[str, Source]:
+    """Sources by role: policy, reference, critic, reward-0, reward-1, ... and gold."""
+    policy = trained_source("language", config, objects)
+    same_tokenizer = partial(
+        has_same_tokenizer, tokenizer=tokenizer, trust_remote_code=config.trust_remote_code
+    )
+    rewards = reward_items(config, objects)
+    reference = _reference(config, objects, policy, same_tokenizer)
+    sources = {"policy": policy, "reference": reference}
+    if critic and isinstance(policy, OnBase) and _shares_base(config):
+        adapter = _shared_critic_adapter(config, objects, same_tokenizer)
+        sources["critic"] = OnBase(policy.base, "scalar", adapter or policy.adapter)
+    elif critic:
+        sources["critic"] = _critic(config, objects, policy, rewards, same_tokenizer)
+    for number, reward in enumerate(rewards):
+        if reward.is_model:
+            role = reward_role(number)
+            sources[role] = _reward(reward.item, config, policy, sources.get("critic"))
+    if config.gold_model:
+        _check_scores(config.gold_model, config, "gold_model")
+        sources["gold"] = WholeModel(config.gold_model, "scalar", setting="gold_model")
+    return sources
+
+
+def _shares_base(config: StageConfig) -> bool:
+    return config.lora is not None and config.lora.shared_base
+
+
+def _reference(
+    config: RLConfig, objects: GivenObjects, policy: Source, same_tokenizer: SameTokenizer
+) -> Source:
+    """What is named or given, else the policy as it is before the first step."""
+    if objects.ref_model is not None:
+        if objects.ref_model is objects.model:
+            raise RunError(
+                "The reference is the policy itself, so it would learn as well. Leave ref_model "
+                "out, or load it a second time."
+            )
+        return WholeModel(objects.ref_model, "language")
+    if config.ref_model is None and isinstance(policy, OnBase):
+        # A fresh adapter changes nothing, so the plain base is the reference. A policy that
+        # starts from a saved adapter needs a second, frozen copy of that adapter.
+        saved = policy.adapter if isinstance(policy.adapter, Path) else None
+        return OnBase(policy.base, "language", saved)
+    if config.ref_model is None and objects.model is not None:
+        return WholeModel(objects.model, "language", copied=True)
+    path = config.ref_model or config.model
+    if path != config.model or objects.tokenizer is not None:  # else it is read from there
+        check_reference_tokenizer(path, config.model, same_tokenizer)
+    return WholeModel(path, "language", seed=config.seed, setting="ref_model")
+
+
+def check_reference_tokenizer(path: str, policy: str, same_tokenizer: SameTokenizer) -> None:
+    if not same_tokenizer(path, setting="ref_model"):
+        raise RunError(
+            f"The tokenizer of the reference {path} is not that of {policy}: its log-probs would "
+            "be of other tokens. Set ref_model to a model with the policy's tokenizer, or leave "
+            "it out."
+        )
+
+
+def _critic(
+    config: Any,
+    objects: GivenObjects,
+    policy: Source,
+    rewards: list[RewardItem],
+    same_tokenizer: SameTokenizer,
+) -> Source:
+    """The critic: whole, or with LoRA an adapter and a head on a frozen base.
+
+    It starts from what is given or named, else from the reward model, else from the policy with a
+    fresh head. Where that is the policy's own base, it shares it.
+    """
+    named = config.critic_model or config.reward_model
+    if objects.critic_model is not None:
+        start = WholeModel(objects.critic_model, "scalar")
+    elif named and named != config.model:
+        setting = "critic_model" if config.critic_model else "reward_model"
+        start = WholeModel(named, "scalar", seed=config.seed, setting=setting)
+    else:
+        start = None if named else _reward_start(config, policy, rewards, same_tokenizer)
+    if start is None and isinstance(policy, OnBase):
+        return OnBase(policy.base, "scalar", policy.adapter)
+    if start is None:
+        given = objects.model is not None and not named
+        origin = objects.model if given else config.model
+        return WholeModel(origin, "scalar", copied=given, seed=config.seed)
+    if isinstance(start.origin, str):
+        _check_critic_tokenizer(start.origin, start.setting, config.model, same_tokenizer)
+    if isinstance(policy, WholeModel):
+        return start
+    base, saved = split_adapter(start.origin)
+    return OnBase(
+        replace(start, origin=base), "scalar", saved or objects.peft_config or config.lora
+    )
+
+
+def _reward_start(
+    config: RLConfig, policy: Source, rewards: list[RewardItem], same_tokenizer: SameTokenizer
+) -> WholeModel | None:
+    """A reward model among `reward_funcs` that reads the policy's tokens, if there is one."""
+    for reward in rewards:
+        given = isinstance(reward.item, nn.Module)
+        # A second base for a reward model that is only named would cost memory.
+        if not reward.is_model or (isinstance(policy, OnBase) and not given):
+            continue
+        own = reward.tokenizer or (None if given else reward.item)
+        if own is None or same_tokenizer(own, setting="reward_funcs"):
+            seed = 0 if given else config.seed
+            return WholeModel(reward.item, "scalar", given, seed, setting="reward_funcs")
+    return None
+
+
+def _shared_critic_adapter(
+    config: Any, objects: GivenObjects, same_tokenizer: SameTokenizer
+) -> Path | None:
+    """The saved adapter that a critic on the policy's base starts from; None for the policy's."""
+    if objects.critic_model is not None:
+        raise RunError(
+            "With lora.shared_base the critic shares the policy's base, but a critic of its own "
+            "is given. Leave it out, or set lora.shared_base: false."
+        )
+    named = config.critic_model or config.reward_model
+    adapter = find_adapter(named) if named else None
+    # The adapter beside a merged language model is no start for a critic; one that was named is.
+    if adapter is not None and (is_scalar_adapter(adapter) or adapter == Path(named)):
+        _check_critic_tokenizer(named, "critic_model", config.model, same_tokenizer)
+        return adapter
+    if config.critic_model not in (None, config.model):
+        raise RunError(
+            f"critic_model {named} is a whole model, which cannot share the policy's base. "
+            "Train it with `lora` on the model that this run starts from, leave it out, or set "
+            "lora.shared_base: false."
+        )
+    if config.reward_model:
+        warn(
+            f"the reward model {named} is not an adapter, so it takes memory of its own beside "
+            "the shared base, and the critic starts from the policy with a fresh head. Train the "
+            "reward model with `lora` on the model that this run starts from to share all."
+        )
+    return None
+
+
+def _check_critic_tokenizer(
+    path: str, setting: str, policy: str, same_tokenizer: SameTokenizer
+) -> None:
+    if not same_tokenizer(path, setting=setting):
+        raise RunError(
+            f"The critic starts from {path}, whose tokenizer is not that of {policy}: "
+            "it would read other tokens. Set critic_model to a model with the policy's tokenizer, "
+            "such as the SFT model."
+        )
+
+
+def _reward(item: str | Model, config: RLConfig, policy: Source, critic: Source | None) -> Source:
+    """A reward model: whole, or on a base that another role has loaded anyway."""
+    if not isinstance(item, str):
+        return WholeModel(item, "scalar")
+    setting = "reward_model" if item == config.reward_model else "reward_funcs"
+    _check_scores(item, config, setting)
+    if isinstance(policy, OnBase) and _shares_base(config):
+        adapter = find_adapter(item)
+        if adapter is not None and is_scalar_adapter(adapter):
+            return OnBase(policy.base, "scalar", adapter)
+    base, saved = split_adapter(item)
+    own_base = WholeModel(base, "scalar", seed=config.seed)
+    if isinstance(critic, OnBase) and critic.base == own_base:
+        return OnBase(own_base, "scalar", saved)
+    return WholeModel(item, "scalar", setting=setting)
+
+
+def _check_scores(path: str, config: RLConfig, setting: str) -> None:
+    """A language model has no scalar head, and a random one would score at random."""
+    remote = config.trust_remote_code
+    if config.random_reward_head or is_scalar(path, trust_remote_code=remote, setting=setting):
+        return
+    raise RunError(
+        f"`{setting}`: {path} is a language model without a scalar head, so its scores would come "
+        "from random weights. Train a reward model from it with `marlhf reward`, or set "
+        "random_reward_head: true where scores do not matter."
+    )
+
+
+def load_trained(head: Head, config: StageConfig, objects: GivenObjects, world: World) -> Model:
+    """The model of a stage that trains one, not yet on its device."""
+    role = "policy" if head == "language" else "reward"
+    return ModelLoader(config, world).read(role, trained_source(head, config, objects), trains=True)
+
+
+load_trained_policy = partial(load_trained, "language")
+load_trained_scalar = partial(load_trained, "scalar")
 
 
 def load_sources(
@@ -43,17 +324,17 @@ def load_sources(
     """All roles' models, on their devices; those not in `trained` are frozen.
 
     Each goes to its device before the next is read, so the host need not hold them all. Copies of
-    a given object come first: compiling or sharding the object would change what is copied.
+    a given object come first: compiling or sharding the object would change what is copied. With
+    sharded weights adapted models are placed last: no adapter fits into a base in shards.
     """
-    loader = ModelLoader(config, world, sources.values())
+    loader = ModelLoader(config, world)
     models: dict[str, Model] = {}
 
     def place(role: str) -> None:
-        compiled = config.compile and role not in NOT_COMPILED
         placed = world.place(
             models[role],
             config.precision,
-            compiled=compiled,
+            compiled=config.compile and role not in NOT_COMPILED,
             packed=config.packed,
             unpadded=config.lora is None,  # adapted models are padded, and the others match them
         )
@@ -61,12 +342,9 @@ def load_sources(
 
     late: list[str] = []
     for role in sorted(sources, key=lambda role: not sources[role].copied):
-        source, trains = sources[role], role in trained
-        models[role] = loader.read(role, source, trains=trains)
-        if not trains:
-            loader.shrink(models[role], source)
-        if world.sharded and isinstance(source, OnBase):
-            late.append(role)  # no adapter can be put into a base that is sharded already
+        models[role] = loader.read(role, sources[role], trains=role in trained)
+        if world.sharded and isinstance(sources[role], OnBase):
+            late.append(role)
         else:
             place(role)
     for role in late:
@@ -75,126 +353,69 @@ def load_sources(
 
 
 class ModelLoader:
-    """Reads sources, and keeps what several of them share.
+    """Reads sources, and keeps the frozen bases that several of them share."""
 
-    That is frozen bases, and on a CPU the weights that more than one role starts from: these are
-    read once and copied. With a GPU or in shards the copy would be one more model on the host.
-    """
-
-    def __init__(self, config: StageConfig, world: World, sources: Iterable[Source] = ()) -> None:
-        self.config = config
+    def __init__(self, config: StageConfig, world: World) -> None:
         self.world = world
         self.lora = config.lora or LoRA()
+        self.checkpointing = config.gradient_checkpointing
+        self.remote, self.seed = config.trust_remote_code, config.seed
+        # What autocast would cast frozen matrices to at every pass. FSDP casts what it gathers.
+        self.dtype = None if world.sharded else frozen_dtype(world.device, config.precision)
         self._bases: dict[WholeModel, FrozenBaseModel] = {}
-        self._read: dict[WholeModel, Model] = {}
-        named = [s for s in sources if isinstance(s, WholeModel) and isinstance(s.origin, str)]
-        copies = world.device.type == "cpu" and not world.sharded
-        self._roles = Counter(s for s in named if copies and named.count(s) > 1)
 
     def read(self, role: str, source: Source, *, trains: bool) -> Model:
         """A role's model, as it is before the first step."""
         if isinstance(source, WholeModel):
-            checkpointing = trains and self.config.gradient_checkpointing
-            return self._read_whole(source, checkpointing=checkpointing)
-        # The first adapter's warnings are about settings that all adapters of the run share.
-        with _printed_warnings() if not self._bases else _no_warnings():
-            base = self._base(source.base)
-            if trains and isinstance(source.adapter, Path):
-                say(f"{role}: starts from the adapter {source.adapter}, with its rank and layers")
-            if source.head == "language":
-                if source.adapter is None:
-                    return base.plain_language_model()
-                build = base.language_model
-            elif source.adapter is None:
-                return base.plain_scalar_model()
-            else:
-                build = base.scalar_model
-            return build(source.adapter, role, seed=self.config.seed, trainable=trains)
-
-    def shrink(self, model: Model, source: Source) -> None:
-        """Store a frozen model's matrices in the dtype that they are used in anyway.
-
-        Under autocast that changes no bit of its output, and halves its memory. A user's own
-        object keeps its weights, and bases are stored so already.
-        """
-        if isinstance(source, OnBase) or self.world.sharded:
-            return
-        dtype = frozen_dtype(self.world.device, self.config.precision)
-        if dtype is not None and (isinstance(source.origin, str) or source.copied):
-            cast_linear_layers(model, dtype)
+            model = self._read_whole(source, checkpointing=trains and self.checkpointing)
+            # In half the memory, with the same bits. A user's own object keeps its weights.
+            ours = isinstance(source.origin, str) or source.copied
+            if self.dtype is not None and ours and not trains:
+                cast_linear_layers(model, self.dtype)
+            return model
+        if source.base not in self._bases:
+            self._bases[source.base] = self._read_base(source.base)
+        base = self._bases[source.base]
+        if trains and isinstance(source.adapter, Path):
+            say(f"{role}: starts from the adapter {source.adapter}, with its rank and layers")
+        build = base.scalar_model if source.head == "scalar" else base.language_model
+        return build(source.adapter, role, seed=self.seed, trainable=trains)
 
     def _read_whole(self, source: WholeModel, **options: Any) -> Model:
-        origin = source.origin
-        if source.copied:
-            origin = _copy(origin, source.head, source.seed)
-        elif source in self._roles:
-            origin = self._read_once(source)
-        return self._load(source, origin, **options)
+        origin: Any = source.origin
+        if source.copied and source.head == "scalar" and not hasattr(origin, "score"):
+            origin = with_scalar_head(origin, source.seed)
+        elif source.copied:
+            origin = copy.deepcopy(origin).requires_grad_(True)
+        return load_model(
+            source.head,
+            origin,
+            seed=source.seed,
+            setting=source.setting,
+            trust_remote_code=self.remote,
+            **options,
+        )
 
-    def _read_once(self, source: WholeModel) -> Model:
-        """A copy for each role but the last, which gets the model that was read."""
-        if source not in self._read:
-            self._read[source] = self._load(source, source.origin)
-        self._roles[source] -= 1
-        return copy.deepcopy(self._read[source]) if self._roles[source] else self._read.pop(source)
-
-    def _load(self, source: WholeModel, origin: str | Model, **options: Any) -> Model:
-        load = load_scalar if source.head == "scalar" else load_policy
-        options["trust_remote_code"] = self.config.trust_remote_code
-        return load(origin, seed=source.seed, setting=source.setting, **options)
-
-    def _base(self, source: WholeModel) -> FrozenBaseModel:
-        if source not in self._bases:
-            self._bases[source] = self._open_base(source)
-        return self._bases[source]
-
-    def _open_base(self, source: WholeModel) -> FrozenBaseModel:
+    def _read_base(self, source: WholeModel) -> FrozenBaseModel:
         import_peft()  # before anything slow
-        if self.world.sharded and self.lora.quantize != "none":
+        quantize = self.lora.quantize
+        if self.world.sharded and quantize != "none":
             raise RunError(
                 "lora.quantize does not work with parallel: fsdp, which shards weights in float32. "
                 "Leave out quantize, or use parallel: data."
             )
         module = self._read_whole(
             source,
-            checkpointing=self.config.gradient_checkpointing,
+            checkpointing=self.checkpointing,
             quantization=quantization(self.lora),
             device=self.world.device,
         )
         # Where an object came from: its weights are checked against that by their digest.
         name = source.origin if isinstance(source.origin, str) else source.origin.name_or_path
-        dtype = frozen_dtype(self.world.device, self.config.precision)
-        if self.world.sharded:
-            dtype = None  # FSDP casts what it gathers, and shards one dtype at a time
-        base = FrozenBaseModel(module, name, linear_dtype=dtype, merge=self.lora.merge)
-        if self.lora.quantize != "none" and not base.quantized:
+        base = FrozenBaseModel(module, name, linear_dtype=self.dtype, merge=self.lora.merge)
+        if quantize != "none" and not base.quantized:
             raise RunError(
-                f"lora.quantize: {self.lora.quantize} works for models that load from a folder or "
+                f"lora.quantize: {quantize} works for models that load from a folder or "
                 f"from the hub, and {name or 'the model given here'} does not. Leave out quantize."
             )
         return base
-
-
-def _copy(model: Model, head: Task, seed: int) -> Model:
-    """A copy of a given object; a language model as a scalar one gets a fresh head."""
-    if head == "scalar" and not hasattr(model, "score"):
-        return with_scalar_head(model, seed)
-    return copy.deepcopy(model).requires_grad_(True)
-
-
-@contextlib.contextmanager
-def _printed_warnings() -> Iterator[None]:
-    """Python warnings of the models' side as lines of our own."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        yield
-    for warning in caught:
-        if issubclass(warning.category, UserWarning):
-            warn(str(warning.message))
-
-
-@contextlib.contextmanager
-def _no_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield

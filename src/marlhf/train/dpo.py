@@ -24,7 +24,7 @@ from marlhf.core import dpo_loss
 from marlhf.models.adapters import AdaptedModel
 from marlhf.models.base import Model, Tokenizer, autocast
 from marlhf.models.forward import token_stats
-from marlhf.models.load import check_vocabulary, load_policy
+from marlhf.models.load import check_vocabulary, has_same_tokenizer, load_policy
 from marlhf.models.sequences import Sequences
 from marlhf.runs.atomic import explain_disk_errors, replacing
 from marlhf.runs.layout import RunError
@@ -33,8 +33,7 @@ from marlhf.runtime.checkpoint import list_checkpoints
 from marlhf.runtime.distributed import World, start
 from marlhf.runtime.loop import Loop, open_run
 from marlhf.runtime.memory import fit_memory
-from marlhf.runtime.model_loader import load_trained_policy
-from marlhf.runtime.model_sources import check_reference_tokenizer
+from marlhf.runtime.model_loader import check_reference_tokenizer, load_trained_policy
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
 from marlhf.runtime.optim import Update, apply_updates, check_finite, make_optimizer
 from marlhf.runtime.progress import say
@@ -229,8 +228,9 @@ def load_reference(
     elif config.ref_model is None:
         return model
     else:
-        check_reference_tokenizer(config, config.ref_model, tokenizer)
         remote = config.trust_remote_code
+        same = partial(has_same_tokenizer, tokenizer=tokenizer, trust_remote_code=remote)
+        check_reference_tokenizer(config.ref_model, config.model, same)
         reference = load_policy(config.ref_model, seed=config.seed, trust_remote_code=remote)
     check_vocabulary(reference, tokenizer, "the reference")
     return reference

@@ -15,14 +15,14 @@ from marlhf.config.rl import RLConfig
 from marlhf.core import Constituents
 from marlhf.data import Loaded, load_data
 from marlhf.errors import MarlhfError, SettingError
-from marlhf.models.adapter_config import import_peft, quantization
+from marlhf.models.adapter_files import import_peft, quantization
 from marlhf.models.base import pick_device
 from marlhf.models.tiny import MAX_POSITIONS
 from marlhf.reward import RewardFunction, import_function
 from marlhf.runs.layout import read_object
 from marlhf.runs.stage_facts import facts_of
 from marlhf.runs.write import is_finished
-from marlhf.runtime.model_sources import reward_items
+from marlhf.runtime.model_loader import reward_items
 from marlhf.runtime.objects import NO_OBJECTS
 from marlhf.runtime.trackers import check_installed
 from marlhf.spans.parser import build_parser
