@@ -68,7 +68,7 @@ def test_a_card_states_data_settings_results_and_how_to_cite(make):
     assert "`{type: ngram, n: 5}`" in text
     assert "| `kl_coef` | `0.05` |" in text
     assert "| score | 0.25 | 1.5 |" in text
-    assert "| KL to the reference (nats a response) | 0 | 8.25 |" in text
+    assert "| KL to the reference (nats per response) | 0 | 8.25 |" in text
     assert "| length (tokens) | 30 | 41 |" in text
     assert re.search(r"120 steps, \d+ seconds, one run with seed 3", text)
     assert 'AutoModelForCausalLM.from_pretrained("ppo")' in text
