@@ -101,10 +101,17 @@ class Loop:
         """Call this when the loop has ended, however it ends."""
         self._stack.callback(close)
 
-    def resume(self) -> dict[str, Any] | None:
-        """Resume from the last complete checkpoint, if there is one; returns its state."""
+    def resume(self, *needs: str) -> dict[str, Any] | None:
+        """Resume from the last complete checkpoint, if there is one; returns its state.
+
+        `needs` names what the stage adds to a state and reads again.
+        """
         state, damaged = load_latest(
-            self.run, world=self.world, models=self.models, optimizers=self.optimizers
+            self.run,
+            world=self.world,
+            models=self.models,
+            optimizers=self.optimizers,
+            needs=needs,
         )
         for line in damaged:
             warn(line)

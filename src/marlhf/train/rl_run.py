@@ -72,7 +72,7 @@ class RLRun:
         self.sampler = torch.Generator().manual_seed(config.seed)  # a seed for each response
         self.shuffler = torch.Generator().manual_seed(config.seed + 1)  # mini-batches, segments
         self.kl = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
-        self.saved = self.loop.resume() or {}
+        self.saved = self.loop.resume("sampler", "shuffler", "kl_coef", "probe") or {}
         """The checkpoint's state, for what only one method has."""
         self.ahead: SampledAhead | None = None
         if engine := self.models.ahead:
