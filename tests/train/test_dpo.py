@@ -19,9 +19,8 @@ from marlhf.models.tiny import tiny_tokenizer
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.distributed import World
-from marlhf.runtime.interrupts import Stopped
 from marlhf.runtime.objects import GivenObjects
-from marlhf.runtime.stage import Example, load_examples
+from marlhf.runtime.stage import Example, Stopped, load_examples
 from marlhf.train import dpo
 from small_runs import TOY, assert_close, read_lines
 

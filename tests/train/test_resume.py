@@ -24,7 +24,7 @@ from marlhf.rollout import Sampling
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
 from marlhf.runtime import checkpoint
-from marlhf.runtime.interrupts import Stopped
+from marlhf.runtime.stage import Stopped
 from marlhf.train import ppo, reward, rloo, sft
 from marlhf.train.held_out import HeldOutEvaluation
 from small_runs import TOY, everything, read_lines, small_ppo, stop_after, wait_for_step, weights

@@ -29,12 +29,11 @@ from marlhf.runs.write import ReadOnlyRunFolder, RunFolder
 from marlhf.runtime.callbacks import Callbacks
 from marlhf.runtime.checkpoint import load_latest, save_checkpoint
 from marlhf.runtime.distributed import World
-from marlhf.runtime.interrupts import Stopped
 from marlhf.runtime.memory import WATCHED_STEPS, seek_token_budget, settle_token_budget
 from marlhf.runtime.model_card import push, write_card
 from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.progress import Steps, format_numbers, say, warn
-from marlhf.runtime.stage import due, finish, record_outcome
+from marlhf.runtime.stage import Stopped, due, finish, record_outcome
 from marlhf.runtime.trackers import Trackers
 
 

@@ -37,8 +37,14 @@ from marlhf.runtime.model_loader import check_reference_tokenizer, load_trained_
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
 from marlhf.runtime.optim import Update, apply_updates, check_finite, make_optimizer
 from marlhf.runtime.progress import say
-from marlhf.runtime.seeding import seed_run
-from marlhf.runtime.stage import Example, batch_rows, check_positions, count_steps, load_supervised
+from marlhf.runtime.stage import (
+    Example,
+    batch_rows,
+    check_positions,
+    count_steps,
+    load_supervised,
+    seed_run,
+)
 from marlhf.train.dpo_config import DPOConfig
 from marlhf.train.reward import MAX_HELD_OUT, accuracy, pair_batches
 

@@ -18,8 +18,7 @@ from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import Loop
 from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.optim import make_optimizer
-from marlhf.runtime.seeding import seed_run
-from marlhf.runtime.stage import Example, batch_rows, count_steps
+from marlhf.runtime.stage import Example, batch_rows, count_steps, seed_run
 from marlhf.train.ahead import SampledAhead
 from marlhf.train.experience import Credit, sample_responses
 from marlhf.train.held_out import HeldOutEvaluation
