@@ -20,8 +20,6 @@ from marlhf.models.adapters import (
     FrozenBaseModel,
     frozen_dtype,
     merged_tensors,
-    save_adapter,
-    save_merged,
 )
 from marlhf.models.base import ModelError
 from marlhf.models.forward import Sequences, final_scores, token_stats, token_values
@@ -68,6 +66,12 @@ def saved(tmp_path, small):
     for name, view in views.items():
         view.save_pretrained(tmp_path / name)
     return base, views, tmp_path
+
+
+def save_adapter(view, folder):
+    """The adapter alone."""
+    view.base.merge = False
+    view.save_pretrained(folder)
 
 
 def in_peft(view, plain, folder):
@@ -212,8 +216,8 @@ def test_a_merged_model_needs_no_peft(tmp_path, small, name):
     policy, critic = base.language_model(LoRA(r=4)), base.scalar_model(LoRA(r=4, use_rslora=True))
     randomise(policy, critic)
     before = bits(base.module)
-    save_merged(policy, tmp_path / "policy")
-    save_merged(critic, tmp_path / "critic")
+    policy.save_pretrained(tmp_path / "policy")
+    critic.save_pretrained(tmp_path / "critic")
     assert same_bits(before, bits(base.module))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     torch.testing.assert_close(logprobs(plain), logprobs(policy), rtol=1e-4, atol=1e-5)
@@ -457,7 +461,7 @@ def test_what_is_merged_into_bfloat16_keeps_small_changes(tmp_path, small):
     randomise(policy)
     for parameter in policy.parameters():
         parameter *= 0.01
-    save_merged(policy, tmp_path)
+    policy.save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert plain.dtype == torch.float32
     path, layer = next(base.adapted_layers())
