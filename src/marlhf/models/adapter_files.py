@@ -54,12 +54,6 @@ def adapter_base(path: str | Path) -> str | None:
     return source
 
 
-def split_adapter(origin: str | Model) -> tuple[str | Model, Path | None]:
-    """What new adapters are put on, and the saved adapter that `origin` is, if it is one."""
-    base = adapter_base(origin) if isinstance(origin, str) else None
-    return (origin, None) if base is None else (base, Path(origin))
-
-
 def find_adapter(path: str | Path) -> Path | None:
     """The adapter in a folder: the folder itself, or `adapter/` beside a merged model."""
     folders = (Path(path), Path(path) / "adapter")

@@ -19,17 +19,11 @@ from torch import nn
 from marlhf.config.model import LoRA
 from marlhf.config.rl import RLConfig
 from marlhf.config.stage import StageConfig
-from marlhf.models.adapter_files import (
-    find_adapter,
-    import_peft,
-    is_scalar_adapter,
-    quantization,
-    split_adapter,
-)
+from marlhf.models.adapter_files import import_peft, quantization
 from marlhf.models.adapters import AdapterInit, FrozenBaseModel, cast_linear_layers, frozen_dtype
 from marlhf.models.base import Head, Model, Tokenizer
 from marlhf.models.heads import with_scalar_head
-from marlhf.models.load import has_same_tokenizer, is_scalar, load_model
+from marlhf.models.load import ModelFacts, has_same_tokenizer, load_policy, load_scalar, look_at
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World
 from marlhf.runtime.objects import GivenObjects
@@ -111,33 +105,24 @@ def trained_source(head: Head, config: StageConfig, objects: GivenObjects) -> So
     settings = objects.peft_config or config.lora
     if settings is None:
         return WholeModel(origin, head, seed=config.seed)
-    if isinstance(origin, str):
-        has_head = head == "scalar" and is_scalar(
-            origin, trust_remote_code=config.trust_remote_code, setting="model"
-        )
-    else:
-        has_head = head == "scalar" and hasattr(origin, "score")
+    facts = look_at(origin, trust_remote_code=config.trust_remote_code, setting="model")
     # A language model stays one beneath the adapter, so that a policy can share it later.
-    base_head: Head = "scalar" if has_head else "language"
-    base, saved = split_adapter(origin)
-    return OnBase(WholeModel(base, base_head, seed=config.seed), head, saved or settings)
+    base_head: Head = "scalar" if head == "scalar" and facts.has_head else "language"
+    base = WholeModel(facts.base, base_head, seed=config.seed)
+    return OnBase(base, head, facts.saved or settings)
 
 
 def rl_sources(
     config: RLConfig, objects: GivenObjects, tokenizer: Tokenizer, *, critic: bool
 ) -> dict[str, Source]:
     """Sources by role: policy, reference, critic, reward-0, reward-1, ... and gold."""
+    remote = config.trust_remote_code
+    same_tokenizer = partial(has_same_tokenizer, tokenizer=tokenizer, trust_remote_code=remote)
     policy = trained_source("language", config, objects)
-    same_tokenizer = partial(
-        has_same_tokenizer, tokenizer=tokenizer, trust_remote_code=config.trust_remote_code
-    )
     rewards = reward_items(config, objects)
     reference = _reference(config, objects, policy, same_tokenizer)
     sources = {"policy": policy, "reference": reference}
-    if critic and isinstance(policy, OnBase) and _shares_base(config):
-        adapter = _shared_critic_adapter(config, objects, same_tokenizer)
-        sources["critic"] = OnBase(policy.base, "scalar", adapter or policy.adapter)
-    elif critic:
+    if critic:
         sources["critic"] = _critic(config, objects, policy, rewards, same_tokenizer)
     for number, reward in enumerate(rewards):
         if reward.is_model:
@@ -149,8 +134,16 @@ def rl_sources(
     return sources
 
 
-def _shares_base(config: StageConfig) -> bool:
-    return config.lora is not None and config.lora.shared_base
+def check_tokenizer(
+    role: str, path: str, policy: str, same_tokenizer: SameTokenizer, setting: str = ""
+) -> None:
+    """Models that read the policy's tokens must have its tokenizer."""
+    if not same_tokenizer(path, setting=setting):
+        raise RunError(
+            f"The {role} {path} does not have the tokenizer of {policy}: it would read other "
+            f"tokens. Set {setting or role} to a model with the policy's tokenizer, such as the "
+            "SFT model, or leave it out."
+        )
 
 
 def _reference(
@@ -173,17 +166,8 @@ def _reference(
         return WholeModel(objects.model, "language", copied=True)
     path = config.ref_model or config.model
     if path != config.model or objects.tokenizer is not None:  # else it is read from there
-        check_reference_tokenizer(path, config.model, same_tokenizer)
+        check_tokenizer("reference", path, config.model, same_tokenizer, "ref_model")
     return WholeModel(path, "language", seed=config.seed, setting="ref_model")
-
-
-def check_reference_tokenizer(path: str, policy: str, same_tokenizer: SameTokenizer) -> None:
-    if not same_tokenizer(path, setting="ref_model"):
-        raise RunError(
-            f"The tokenizer of the reference {path} is not that of {policy}: its log-probs would "
-            "be of other tokens. Set ref_model to a model with the policy's tokenizer, or leave "
-            "it out."
-        )
 
 
 def _critic(
@@ -195,38 +179,40 @@ def _critic(
 ) -> Source:
     """The critic: whole, or with LoRA an adapter and a head on a frozen base.
 
-    It starts from what is given or named, else from the reward model, else from the policy with a
-    fresh head. Where that is the policy's own base, it shares it.
+    That base is the policy's where the critic starts from the policy, or where `lora.shared_base`
+    asks for it. Otherwise the critic has a base of its own.
     """
-    named = config.critic_model or config.reward_model
-    if objects.critic_model is not None:
-        start = WholeModel(objects.critic_model, "scalar")
-    elif named and named != config.model:
-        setting = "critic_model" if config.critic_model else "reward_model"
-        start = WholeModel(named, "scalar", seed=config.seed, setting=setting)
-    else:
-        start = None if named else _reward_start(config, policy, rewards, same_tokenizer)
-    if start is None and isinstance(policy, OnBase):
-        return OnBase(policy.base, "scalar", policy.adapter)
-    if start is None:
-        given = objects.model is not None and not named
-        origin = objects.model if given else config.model
-        return WholeModel(origin, "scalar", copied=given, seed=config.seed)
+    if isinstance(policy, OnBase) and _shares_base(config):
+        adapter = _shared_critic_adapter(config, objects, same_tokenizer)
+        return OnBase(policy.base, "scalar", adapter or policy.adapter)
+    start = _critic_start(config, objects, policy, rewards, same_tokenizer)
+    if isinstance(start, OnBase):
+        return start
     if isinstance(start.origin, str):
-        _check_critic_tokenizer(start.origin, start.setting, config.model, same_tokenizer)
+        check_tokenizer("critic", start.origin, config.model, same_tokenizer, start.setting)
     if isinstance(policy, WholeModel):
         return start
-    base, saved = split_adapter(start.origin)
-    return OnBase(
-        replace(start, origin=base), "scalar", saved or objects.peft_config or config.lora
-    )
+    remote = config.trust_remote_code
+    facts = look_at(start.origin, trust_remote_code=remote, setting=start.setting)
+    adapter = facts.saved or objects.peft_config or config.lora
+    return OnBase(replace(start, origin=facts.base), "scalar", adapter)
 
 
-def _reward_start(
-    config: RLConfig, policy: Source, rewards: list[RewardItem], same_tokenizer: SameTokenizer
-) -> WholeModel | None:
-    """A reward model among `reward_funcs` that reads the policy's tokens, if there is one."""
-    for reward in rewards:
+def _critic_start(
+    config: Any,
+    objects: GivenObjects,
+    policy: Source,
+    rewards: list[RewardItem],
+    same_tokenizer: SameTokenizer,
+) -> Source:
+    """Given or named, else a reward model that reads the same tokens, else the policy."""
+    if objects.critic_model is not None:
+        return WholeModel(objects.critic_model, "scalar")
+    named = config.critic_model or config.reward_model
+    if named and named != config.model:
+        setting = "critic_model" if config.critic_model else "reward_model"
+        return WholeModel(named, "scalar", seed=config.seed, setting=setting)
+    for reward in rewards if not named else ():
         given = isinstance(reward.item, nn.Module)
         # A second base for a reward model that is only named would cost memory.
         if not reward.is_model or (isinstance(policy, OnBase) and not given):
@@ -235,7 +221,9 @@ def _reward_start(
         if own is None or same_tokenizer(own, setting="reward_funcs"):
             seed = 0 if given else config.seed
             return WholeModel(reward.item, "scalar", given, seed, setting="reward_funcs")
-    return None
+    if isinstance(policy, OnBase):
+        return OnBase(policy.base, "scalar", policy.adapter)
+    return replace(policy, head="scalar", copied=not isinstance(policy.origin, str))
 
 
 def _shared_critic_adapter(
@@ -248,10 +236,13 @@ def _shared_critic_adapter(
             "is given. Leave it out, or set lora.shared_base: false."
         )
     named = config.critic_model or config.reward_model
-    adapter = find_adapter(named) if named else None
+    if not named:
+        return None
+    setting = "critic_model" if config.critic_model else "reward_model"
+    facts = look_at(named, trust_remote_code=config.trust_remote_code, setting=setting)
     # The adapter beside a merged language model is no start for a critic; one that was named is.
-    if adapter is not None and (is_scalar_adapter(adapter) or adapter == Path(named)):
-        _check_critic_tokenizer(named, "critic_model", config.model, same_tokenizer)
+    if adapter := facts.scalar_adapter or facts.saved:
+        check_tokenizer("critic", named, config.model, same_tokenizer, setting)
         return adapter
     if config.critic_model not in (None, config.model):
         raise RunError(
@@ -268,44 +259,34 @@ def _shared_critic_adapter(
     return None
 
 
-def _check_critic_tokenizer(
-    path: str, setting: str, policy: str, same_tokenizer: SameTokenizer
-) -> None:
-    if not same_tokenizer(path, setting=setting):
-        raise RunError(
-            f"The critic starts from {path}, whose tokenizer is not that of {policy}: "
-            "it would read other tokens. Set critic_model to a model with the policy's tokenizer, "
-            "such as the SFT model."
-        )
-
-
 def _reward(item: str | Model, config: RLConfig, policy: Source, critic: Source | None) -> Source:
     """A reward model: whole, or on a base that another role has loaded anyway."""
     if not isinstance(item, str):
         return WholeModel(item, "scalar")
     setting = "reward_model" if item == config.reward_model else "reward_funcs"
-    _check_scores(item, config, setting)
-    if isinstance(policy, OnBase) and _shares_base(config):
-        adapter = find_adapter(item)
-        if adapter is not None and is_scalar_adapter(adapter):
-            return OnBase(policy.base, "scalar", adapter)
-    base, saved = split_adapter(item)
-    own_base = WholeModel(base, "scalar", seed=config.seed)
+    facts = _check_scores(item, config, setting)
+    if isinstance(policy, OnBase) and _shares_base(config) and facts.scalar_adapter:
+        return OnBase(policy.base, "scalar", facts.scalar_adapter)
+    own_base = WholeModel(facts.base, "scalar", seed=config.seed)
     if isinstance(critic, OnBase) and critic.base == own_base:
-        return OnBase(own_base, "scalar", saved)
+        return OnBase(own_base, "scalar", facts.saved)
     return WholeModel(item, "scalar", setting=setting)
 
 
-def _check_scores(path: str, config: RLConfig, setting: str) -> None:
+def _check_scores(path: str, config: RLConfig, setting: str) -> ModelFacts:
     """A language model has no scalar head, and a random one would score at random."""
-    remote = config.trust_remote_code
-    if config.random_reward_head or is_scalar(path, trust_remote_code=remote, setting=setting):
-        return
-    raise RunError(
-        f"`{setting}`: {path} is a language model without a scalar head, so its scores would come "
-        "from random weights. Train a reward model from it with `marlhf reward`, or set "
-        "random_reward_head: true where scores do not matter."
-    )
+    facts = look_at(path, trust_remote_code=config.trust_remote_code, setting=setting)
+    if not facts.has_head and not config.random_reward_head:
+        raise RunError(
+            f"`{setting}`: {path} is a language model without a scalar head, so its scores would "
+            "come from random weights. Train a reward model from it with `marlhf reward`, or set "
+            "random_reward_head: true where scores do not matter."
+        )
+    return facts
+
+
+def _shares_base(config: StageConfig) -> bool:
+    return config.lora is not None and config.lora.shared_base
 
 
 def load_trained(head: Head, config: StageConfig, objects: GivenObjects, world: World) -> Model:
@@ -387,8 +368,8 @@ class ModelLoader:
             origin = with_scalar_head(origin, source.seed)
         elif source.copied:
             origin = copy.deepcopy(origin).requires_grad_(True)
-        return load_model(
-            source.head,
+        load = load_scalar if source.head == "scalar" else load_policy
+        return load(
             origin,
             seed=source.seed,
             setting=source.setting,

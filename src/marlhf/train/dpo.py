@@ -33,7 +33,7 @@ from marlhf.runtime.checkpoint import list_checkpoints
 from marlhf.runtime.distributed import World, start
 from marlhf.runtime.loop import Loop, open_run
 from marlhf.runtime.memory import fit_memory
-from marlhf.runtime.model_loader import check_reference_tokenizer, load_trained_policy
+from marlhf.runtime.model_loader import check_tokenizer, load_trained_policy
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
 from marlhf.runtime.optim import Update, apply_updates, check_finite, make_optimizer
 from marlhf.runtime.progress import say
@@ -236,7 +236,7 @@ def load_reference(
     else:
         remote = config.trust_remote_code
         same = partial(has_same_tokenizer, tokenizer=tokenizer, trust_remote_code=remote)
-        check_reference_tokenizer(config.ref_model, config.model, same)
+        check_tokenizer("reference", config.ref_model, config.model, same, "ref_model")
         reference = load_policy(config.ref_model, seed=config.seed, trust_remote_code=remote)
     check_vocabulary(reference, tokenizer, "the reference")
     return reference
