@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
@@ -11,7 +12,10 @@ from marlhf.core import NGram, Words
 from marlhf.data import DataConfig
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
+from marlhf.runtime.distributed import World
+from marlhf.runtime.loop import open_run
 from marlhf.runtime.model_card import push, write_card
+from marlhf.train.sft_config import SFTConfig
 
 
 @dataclass
@@ -247,3 +251,17 @@ def test_what_keeps_a_model_from_the_hub_is_a_sentence(hub, tmp_path, monkeypatc
         push(tmp_path, "me/model")
     assert said in str(caught.value)
     assert f"hf upload me/model {tmp_path}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(refusal(401), "hf auth login"), (HFValidationError("bad"), "no name for a repository")],
+)
+def test_a_model_that_cannot_be_pushed_is_not_trained(hub, tmp_path, monkeypatch, error, said):
+    config = SFTConfig(model="tiny", output_dir=str(tmp_path / "sft"), push_to_hub=True)
+    monkeypatch.setattr(hub, "error", error)
+    with pytest.raises(RunError, match=f"push_to_hub cannot work: .*{said}"):
+        open_run(config, "sft", World(torch.device("cpu")))
+    monkeypatch.setattr(hub, "error", None)
+    open_run(config, "sft", World(torch.device("cpu"))).release()
+    assert hub.calls[1][:2] == ("create", "sft")

@@ -247,7 +247,7 @@ def test_a_reference_with_another_tokenizer_is_refused(dpo_config, parents, tmp_
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = "<|user|>"
     tokenizer.save_pretrained(tmp_path / "other")
-    with pytest.raises(RunError, match="The reference .* does not have the tokenizer"):
+    with pytest.raises(RunError, match=r"The reference .* does not have the tokenizer"):
         dpo.train(dpo_config(ref_model=str(tmp_path / "other")))
 
 

@@ -211,7 +211,10 @@ def is_scalar(path: str, *, trust_remote_code: bool = False, setting: str = "") 
 
 def check_vocabulary(model: Model, tokenizer: Tokenizer, name: str) -> None:
     """A tokenizer with more tokens than the model has embeddings fails deep inside otherwise."""
-    rows = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
+    check_embeddings(model.get_input_embeddings().weight.shape[0], tokenizer, name)
+
+
+def check_embeddings(rows: int, tokenizer: Tokenizer, name: str) -> None:
     tokens = max(tokenizer.get_vocab().values()) + 1  # more than len() where ids leave gaps
     if tokens > rows:
         raise ModelError(

@@ -30,7 +30,7 @@ from marlhf.runtime.callbacks import Callbacks
 from marlhf.runtime.checkpoint import load_latest, save_checkpoint
 from marlhf.runtime.distributed import World
 from marlhf.runtime.memory import WATCHED_STEPS, seek_token_budget, settle_token_budget
-from marlhf.runtime.model_card import push, write_card
+from marlhf.runtime.model_card import check_push, hub_name, push, write_card
 from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.progress import Steps, format_numbers, say, warn
 from marlhf.runtime.stage import Stopped, due, finish, record_outcome
@@ -46,6 +46,8 @@ def open_run(config: StageConfig, stage: str, world: World) -> RunFolder:
     with world.raise_on_all_ranks():
         if world.main:
             run = RunFolder(config.output_dir, stage, config)
+            if config.push_to_hub and not run.finished:
+                check_push(hub_name(config), private=config.hub_private)
     with world.raise_on_all_ranks():
         if run is None:
             run = ReadOnlyRunFolder(config.output_dir, stage, config)
@@ -277,7 +279,7 @@ class Loop:
 
 def publish(run: RunFolder, config: StageConfig, rows: Mapping[str, int] | None = None) -> None:
     """Write the model's card, and upload both with `push_to_hub`."""
-    name = config.hub_model_id or run.path.name
+    name = hub_name(config)
     write_card(run, rows=rows, repo_id=name if config.push_to_hub else "")
     if config.push_to_hub:
         say(f"  hub     {push(run.model, name, private=config.hub_private)}")

@@ -14,10 +14,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import yaml
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+)
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from marlhf._version import __version__
+from marlhf.config.stage import StageConfig
 from marlhf.data.load import PUBLISHED, is_hub_name
 from marlhf.fields import settings_with
 from marlhf.models.heads import SCALAR
@@ -136,6 +144,19 @@ def _template() -> Template:
     return environment.get_template("model_card.md.jinja")
 
 
+def hub_name(config: StageConfig) -> str:
+    """What `push_to_hub` calls the model."""
+    return config.hub_model_id or Path(config.output_dir).name
+
+
+def check_push(repo_id: str, *, private: bool = False) -> None:
+    """Make the repository before training: a name or a login that will not do shows at once."""
+    with _explained(repo_id, "push_to_hub cannot work", "Nothing has been trained yet."):
+        huggingface_hub.HfApi().create_repo(
+            repo_id, private=private, repo_type="model", exist_ok=True
+        )
+
+
 def push(
     folder: Path | str,
     repo_id: str,
@@ -145,20 +166,21 @@ def push(
     message: str = "Upload a model trained with marlhf",
 ) -> str:
     """Upload a folder to the hub as a model repository, made if it is not there; its address."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalTokenNotFoundError,
-        OfflineModeIsEnabled,
-    )
-
-    api = HfApi(token=token)
-    try:
+    remedy = f"The model itself is whole; upload it with `hf upload {repo_id} {folder}`."
+    with _explained(repo_id, f"{folder} is not on the hub", remedy):
+        api = huggingface_hub.HfApi(token=token)
         made = api.create_repo(repo_id, private=private, repo_type="model", exist_ok=True)
         api.upload_folder(
             repo_id=made.repo_id, folder_path=str(folder), commit_message=message, repo_type="model"
         )
+    return str(made)
+
+
+@contextlib.contextmanager
+def _explained(repo_id: str, problem: str, remedy: str) -> Iterator[None]:
+    """The hub's refusals as sentences."""
+    try:
+        yield
     except Exception as error:
         response = error.response if isinstance(error, HfHubHTTPError) else None
         status = None if response is None else response.status_code
@@ -173,11 +195,7 @@ def push(
         else:
             first = (str(error).splitlines() or [""])[0]
             why = f"the hub could not be reached ({type(error).__name__}: {first})."
-        raise RunError(
-            f"{folder} is not on the hub: {why} The model itself is whole; upload it with "
-            f"`hf upload {repo_id} {folder}`."
-        ) from error
-    return str(made)
+        raise RunError(f"{problem}: {why} {remedy}") from error
 
 
 def _versions(adapter: bool) -> Iterator[tuple[str, str]]:
