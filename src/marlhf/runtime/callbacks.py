@@ -90,37 +90,27 @@ class Callbacks:
         total_steps: int,
         steps_per_epoch: int | None = None,
         metric: str = "score",
-        model: Any = None,
-        processing_class: Any = None,
-        optimizer: Any = None,
         world: World | None = None,
+        **given: Any,
     ) -> None:
+        """`given` is what callbacks get as keywords: model, processing_class, optimizer."""
         world = world or World(torch.device("cpu"))
         self.callbacks = [_instance(callback) for callback in callbacks]
         self.control = TrainerControl()
         self.metric = metric.removeprefix("eval/").removeprefix("eval_")
         self.args = _arguments(config, total_steps, self.metric)
         self.args.set_world(world)
+        shared = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps")
         self.trainer_state = TrainerState(
-            max_steps=total_steps,
-            num_train_epochs=config.num_epochs,
-            logging_steps=1,
-            eval_steps=config.eval_every or total_steps,
-            save_steps=config.save_every,
+            **{name: getattr(self.args, name) for name in shared},
             train_batch_size=config.batch_size,
             is_local_process_zero=world.main,
             is_world_process_zero=world.main,
         )
         self._epoch = steps_per_epoch or max(1, math.ceil(total_steps / config.num_epochs))
         self._begun = False
-        self._given = {
-            "model": model,
-            "processing_class": processing_class,
-            "optimizer": optimizer,
-            "lr_scheduler": None,
-            "train_dataloader": None,
-            "eval_dataloader": None,
-        }
+        expected = ("model", "processing_class", "optimizer", "lr_scheduler")
+        self._given = dict.fromkeys((*expected, "train_dataloader", "eval_dataloader")) | given
         self._call("on_init_end")
 
     @property

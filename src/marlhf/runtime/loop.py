@@ -93,7 +93,8 @@ class Loop:
             world=world,
         )
         self.rows = {"training": rows[0], "held-out": rows[1]}
-        seek_token_budget(config, world, run)
+        if config.token_budget == "auto" and not config.deterministic:
+            seek_token_budget(world, run)
         self._stack = contextlib.ExitStack()
         self._stopping = False  # a signal has reached some rank
         self._last_evaluation: tuple[int, dict[str, float]] | None = None  # its step, and metrics
@@ -190,7 +191,7 @@ class Loop:
     def log(self, numbers: dict[str, float], show: Sequence[str] = ()) -> None:
         """The metrics of a step that is done: to the folder, the bar, trackers and callbacks."""
         if self.step - self.done >= WATCHED_STEPS:
-            settle_token_budget(self.config, self.world, self.run)
+            settle_token_budget(self.config.pass_tokens, self.world, self.run)
         self.callbacks.step_end(self.step)
         self.run.log("train", self.step, numbers)
         self._bar.advance(self.step, {key: numbers[key] for key in show})

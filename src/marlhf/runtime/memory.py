@@ -75,17 +75,15 @@ def fit_memory(
         )
 
 
-def seek_token_budget(config: StageConfig, world: World, run: RunFolder) -> None:
-    """With `token_budget: auto` on a GPU, measure from here on, or take what the run has found."""
-    # Several processes would find different numbers, and so would a run that is to be repeated.
-    alone = world.size == 1 and not config.deterministic
-    if config.token_budget == "auto" and world.device.type == "cuda" and alone:
+def seek_token_budget(world: World, run: RunFolder) -> None:
+    """On a GPU, measure memory from here on, or take the budget that the run has found."""
+    if world.size == 1 and world.device.type == "cuda":  # several would find different numbers
         world.pass_limit.auto_tokens = run.state.get(BUDGET)
         world.pass_limit.watching = world.pass_limit.auto_tokens is None
 
 
-def settle_token_budget(config: StageConfig, world: World, run: RunFolder) -> None:
-    """Turn what was measured into the tokens of a pass for the rest of the run.
+def settle_token_budget(least: int, world: World, run: RunFolder) -> None:
+    """Turn what was measured into the tokens of a pass for the rest of the run, at least `least`.
 
     A power of two, so that a little more or less free memory gives the same passes.
     """
@@ -94,7 +92,7 @@ def settle_token_budget(config: StageConfig, world: World, run: RunFolder) -> No
         return
     limit.watching = False
     fits = int(SHARE * free_bytes(world.device) / limit.bytes_per_token)
-    limit.auto_tokens = max(config.pass_tokens, 1 << int(math.log2(max(1, fits))))
+    limit.auto_tokens = max(least, 1 << int(math.log2(max(1, fits))))
     run.state[BUDGET] = limit.auto_tokens
     run.write_state()
 

@@ -58,8 +58,6 @@ class OnBase:
 
 
 Source = WholeModel | OnBase
-SameTokenizer = Callable[..., bool]
-"""`has_same_tokenizer` with the policy's tokenizer: takes the path of a model, and a setting."""
 
 
 @dataclass(frozen=True)
@@ -116,177 +114,184 @@ def rl_sources(
     config: RLConfig, objects: GivenObjects, tokenizer: Tokenizer, *, critic: bool
 ) -> dict[str, Source]:
     """Sources by role: policy, reference, critic, reward-0, reward-1, ... and gold."""
-    remote = config.trust_remote_code
-    same_tokenizer = partial(has_same_tokenizer, tokenizer=tokenizer, trust_remote_code=remote)
-    policy = trained_source("language", config, objects)
+    rules = _Rules(config, objects, tokenizer, trained_source("language", config, objects))
     rewards = reward_items(config, objects)
-    reference = _reference(config, objects, policy, same_tokenizer)
-    sources = {"policy": policy, "reference": reference}
+    sources = {"policy": rules.policy, "reference": rules.reference()}
     if critic:
-        sources["critic"] = _critic(config, objects, policy, rewards, same_tokenizer)
+        sources["critic"] = rules.critic(rewards)
     for number, reward in enumerate(rewards):
         if reward.is_model:
-            role = reward_role(number)
-            sources[role] = _reward(reward.item, config, policy, sources.get("critic"))
+            sources[reward_role(number)] = rules.reward(reward.item, sources.get("critic"))
     if config.gold_model:
-        _check_scores(config.gold_model, config, "gold_model")
+        rules.check_scores(config.gold_model, "gold_model")
         sources["gold"] = WholeModel(config.gold_model, "scalar", setting="gold_model")
     return sources
 
 
 def check_tokenizer(
-    role: str, path: str, policy: str, same_tokenizer: SameTokenizer, setting: str = ""
+    role: str,
+    path: str,
+    policy: str,
+    tokenizer: Tokenizer,
+    *,
+    trust_remote_code: bool,
+    setting: str,
 ) -> None:
     """Models that read the policy's tokens must have its tokenizer."""
-    if not same_tokenizer(path, setting=setting):
+    if not has_same_tokenizer(
+        path, tokenizer, trust_remote_code=trust_remote_code, setting=setting
+    ):
         raise RunError(
             f"The {role} {path} does not have the tokenizer of {policy}: it would read other "
-            f"tokens. Set {setting or role} to a model with the policy's tokenizer, such as the "
-            "SFT model, or leave it out."
+            f"tokens. Set {setting} to a model with the policy's tokenizer, such as the SFT model, "
+            "or leave it out."
         )
 
 
-def _reference(
-    config: RLConfig, objects: GivenObjects, policy: Source, same_tokenizer: SameTokenizer
-) -> Source:
-    """What is named or given, else the policy as it is before the first step."""
-    if objects.ref_model is not None:
-        if objects.ref_model is objects.model:
+@dataclass(frozen=True)
+class _Rules:
+    """Where reference, critic and reward models come from, given the policy's source."""
+
+    config: Any  # RLConfig, with the settings of a critic where the method has one
+    objects: GivenObjects
+    tokenizer: Tokenizer
+    policy: Source
+
+    def reference(self) -> Source:
+        """What is named or given, else the policy as it is before the first step."""
+        config, objects, policy = self.config, self.objects, self.policy
+        if objects.ref_model is not None:
+            if objects.ref_model is objects.model:
+                raise RunError(
+                    "The reference is the policy itself, so it would learn as well. Leave "
+                    "ref_model out, or load it a second time."
+                )
+            return WholeModel(objects.ref_model, "language")
+        if config.ref_model is None and isinstance(policy, OnBase):
+            # A fresh adapter changes nothing, so the plain base is the reference. A policy that
+            # starts from a saved adapter needs a second, frozen copy of that adapter.
+            saved = policy.adapter if isinstance(policy.adapter, Path) else None
+            return OnBase(policy.base, "language", saved)
+        if config.ref_model is None and objects.model is not None:
+            return WholeModel(objects.model, "language", copied=True)
+        path = config.ref_model or config.model
+        if path != config.model or objects.tokenizer is not None:  # else it is read from there
+            self._check_tokenizer("reference", path, "ref_model")
+        return WholeModel(path, "language", seed=config.seed, setting="ref_model")
+
+    def critic(self, rewards: list[RewardItem]) -> Source:
+        """The critic: whole, or with LoRA an adapter and a head on a frozen base.
+
+        That base is the policy's where the critic starts from the policy, or where
+        `lora.shared_base` asks for it. Otherwise the critic has a base of its own.
+        """
+        policy = self.policy
+        if isinstance(policy, OnBase) and self._shares_base:
+            return OnBase(policy.base, "scalar", self._shared_critic_adapter() or policy.adapter)
+        start = self._critic_start(rewards)
+        if isinstance(start, OnBase):
+            return start
+        if isinstance(start.origin, str):
+            self._check_tokenizer("critic", start.origin, start.setting)
+        if isinstance(policy, WholeModel):
+            return start
+        facts = self._look(start.origin, start.setting)
+        adapter = facts.saved or self.objects.peft_config or self.config.lora
+        return OnBase(replace(start, origin=facts.base), "scalar", adapter)
+
+    def reward(self, item: str | Model, critic: Source | None) -> Source:
+        """A reward model: whole, or on a base that another role has loaded anyway."""
+        if not isinstance(item, str):
+            return WholeModel(item, "scalar")
+        setting = "reward_model" if item == self.config.reward_model else "reward_funcs"
+        facts = self.check_scores(item, setting)
+        if isinstance(self.policy, OnBase) and self._shares_base and facts.scalar_adapter:
+            return OnBase(self.policy.base, "scalar", facts.scalar_adapter)
+        own_base = WholeModel(facts.base, "scalar", seed=self.config.seed)
+        if isinstance(critic, OnBase) and critic.base == own_base:
+            return OnBase(own_base, "scalar", facts.saved)
+        return WholeModel(item, "scalar", setting=setting)
+
+    def check_scores(self, path: str, setting: str) -> ModelFacts:
+        """A language model has no scalar head, and a random one would score at random."""
+        facts = self._look(path, setting)
+        if not facts.has_head and not self.config.random_reward_head:
             raise RunError(
-                "The reference is the policy itself, so it would learn as well. Leave ref_model "
-                "out, or load it a second time."
+                f"`{setting}`: {path} is a language model without a scalar head, so its scores "
+                "would come from random weights. Train a reward model from it with `marlhf "
+                "reward`, or set random_reward_head: true where scores do not matter."
             )
-        return WholeModel(objects.ref_model, "language")
-    if config.ref_model is None and isinstance(policy, OnBase):
-        # A fresh adapter changes nothing, so the plain base is the reference. A policy that
-        # starts from a saved adapter needs a second, frozen copy of that adapter.
-        saved = policy.adapter if isinstance(policy.adapter, Path) else None
-        return OnBase(policy.base, "language", saved)
-    if config.ref_model is None and objects.model is not None:
-        return WholeModel(objects.model, "language", copied=True)
-    path = config.ref_model or config.model
-    if path != config.model or objects.tokenizer is not None:  # else it is read from there
-        check_tokenizer("reference", path, config.model, same_tokenizer, "ref_model")
-    return WholeModel(path, "language", seed=config.seed, setting="ref_model")
+        return facts
 
+    def _critic_start(self, rewards: list[RewardItem]) -> Source:
+        """Given or named, else a reward model that reads the same tokens, else the policy."""
+        config, policy = self.config, self.policy
+        if self.objects.critic_model is not None:
+            return WholeModel(self.objects.critic_model, "scalar")
+        named = config.critic_model or config.reward_model
+        if named and named != config.model:
+            return WholeModel(named, "scalar", seed=config.seed, setting=self._critic_setting)
+        for reward in rewards if not named else ():
+            given = isinstance(reward.item, nn.Module)
+            # A second base for a reward model that is only named would cost memory.
+            if not reward.is_model or (isinstance(policy, OnBase) and not given):
+                continue
+            own = reward.tokenizer or (self.tokenizer if given else reward.item)
+            remote, setting = config.trust_remote_code, "reward_funcs"
+            if has_same_tokenizer(own, self.tokenizer, trust_remote_code=remote, setting=setting):
+                seed = 0 if given else config.seed
+                return WholeModel(reward.item, "scalar", given, seed, setting)
+        if isinstance(policy, OnBase):
+            return OnBase(policy.base, "scalar", policy.adapter)
+        return replace(policy, head="scalar", copied=not isinstance(policy.origin, str))
 
-def _critic(
-    config: Any,
-    objects: GivenObjects,
-    policy: Source,
-    rewards: list[RewardItem],
-    same_tokenizer: SameTokenizer,
-) -> Source:
-    """The critic: whole, or with LoRA an adapter and a head on a frozen base.
-
-    That base is the policy's where the critic starts from the policy, or where `lora.shared_base`
-    asks for it. Otherwise the critic has a base of its own.
-    """
-    if isinstance(policy, OnBase) and _shares_base(config):
-        adapter = _shared_critic_adapter(config, objects, same_tokenizer)
-        return OnBase(policy.base, "scalar", adapter or policy.adapter)
-    start = _critic_start(config, objects, policy, rewards, same_tokenizer)
-    if isinstance(start, OnBase):
-        return start
-    if isinstance(start.origin, str):
-        check_tokenizer("critic", start.origin, config.model, same_tokenizer, start.setting)
-    if isinstance(policy, WholeModel):
-        return start
-    remote = config.trust_remote_code
-    facts = look_at(start.origin, trust_remote_code=remote, setting=start.setting)
-    adapter = facts.saved or objects.peft_config or config.lora
-    return OnBase(replace(start, origin=facts.base), "scalar", adapter)
-
-
-def _critic_start(
-    config: Any,
-    objects: GivenObjects,
-    policy: Source,
-    rewards: list[RewardItem],
-    same_tokenizer: SameTokenizer,
-) -> Source:
-    """Given or named, else a reward model that reads the same tokens, else the policy."""
-    if objects.critic_model is not None:
-        return WholeModel(objects.critic_model, "scalar")
-    named = config.critic_model or config.reward_model
-    if named and named != config.model:
-        setting = "critic_model" if config.critic_model else "reward_model"
-        return WholeModel(named, "scalar", seed=config.seed, setting=setting)
-    for reward in rewards if not named else ():
-        given = isinstance(reward.item, nn.Module)
-        # A second base for a reward model that is only named would cost memory.
-        if not reward.is_model or (isinstance(policy, OnBase) and not given):
-            continue
-        own = reward.tokenizer or (None if given else reward.item)
-        if own is None or same_tokenizer(own, setting="reward_funcs"):
-            seed = 0 if given else config.seed
-            return WholeModel(reward.item, "scalar", given, seed, setting="reward_funcs")
-    if isinstance(policy, OnBase):
-        return OnBase(policy.base, "scalar", policy.adapter)
-    return replace(policy, head="scalar", copied=not isinstance(policy.origin, str))
-
-
-def _shared_critic_adapter(
-    config: Any, objects: GivenObjects, same_tokenizer: SameTokenizer
-) -> Path | None:
-    """The saved adapter that a critic on the policy's base starts from; None for the policy's."""
-    if objects.critic_model is not None:
-        raise RunError(
-            "With lora.shared_base the critic shares the policy's base, but a critic of its own "
-            "is given. Leave it out, or set lora.shared_base: false."
-        )
-    named = config.critic_model or config.reward_model
-    if not named:
+    def _shared_critic_adapter(self) -> Path | None:
+        """The saved adapter that a critic on the policy's base starts from, if there is one."""
+        config = self.config
+        if self.objects.critic_model is not None:
+            raise RunError(
+                "With lora.shared_base the critic shares the policy's base, but a critic of its "
+                "own is given. Leave it out, or set lora.shared_base: false."
+            )
+        named = config.critic_model or config.reward_model
+        if not named:
+            return None
+        facts = self._look(named, self._critic_setting)
+        # The adapter beside a merged language model is no start for a critic; one named is.
+        if adapter := facts.scalar_adapter or facts.saved:
+            self._check_tokenizer("critic", named, self._critic_setting)
+            return adapter
+        if config.critic_model not in (None, config.model):
+            raise RunError(
+                f"critic_model {named} is a whole model, which cannot share the policy's base. "
+                "Train it with `lora` on the model that this run starts from, leave it out, or "
+                "set lora.shared_base: false."
+            )
+        if config.reward_model:
+            warn(
+                f"the reward model {named} is not an adapter, so it takes memory of its own beside "
+                "the shared base, and the critic starts from the policy with a fresh head. Train "
+                "the reward model with `lora` on the model that this run starts from to share all."
+            )
         return None
-    setting = "critic_model" if config.critic_model else "reward_model"
-    facts = look_at(named, trust_remote_code=config.trust_remote_code, setting=setting)
-    # The adapter beside a merged language model is no start for a critic; one that was named is.
-    if adapter := facts.scalar_adapter or facts.saved:
-        check_tokenizer("critic", named, config.model, same_tokenizer, setting)
-        return adapter
-    if config.critic_model not in (None, config.model):
-        raise RunError(
-            f"critic_model {named} is a whole model, which cannot share the policy's base. "
-            "Train it with `lora` on the model that this run starts from, leave it out, or set "
-            "lora.shared_base: false."
+
+    @property
+    def _shares_base(self) -> bool:
+        return self.config.lora is not None and self.config.lora.shared_base
+
+    @property
+    def _critic_setting(self) -> str:
+        return "critic_model" if self.config.critic_model else "reward_model"
+
+    def _look(self, model: str | Model, setting: str) -> ModelFacts:
+        remote = self.config.trust_remote_code
+        return look_at(model, trust_remote_code=remote, setting=setting)
+
+    def _check_tokenizer(self, role: str, path: str, setting: str) -> None:
+        remote, policy = self.config.trust_remote_code, self.config.model
+        check_tokenizer(
+            role, path, policy, self.tokenizer, trust_remote_code=remote, setting=setting
         )
-    if config.reward_model:
-        warn(
-            f"the reward model {named} is not an adapter, so it takes memory of its own beside "
-            "the shared base, and the critic starts from the policy with a fresh head. Train the "
-            "reward model with `lora` on the model that this run starts from to share all."
-        )
-    return None
-
-
-def _reward(item: str | Model, config: RLConfig, policy: Source, critic: Source | None) -> Source:
-    """A reward model: whole, or on a base that another role has loaded anyway."""
-    if not isinstance(item, str):
-        return WholeModel(item, "scalar")
-    setting = "reward_model" if item == config.reward_model else "reward_funcs"
-    facts = _check_scores(item, config, setting)
-    if isinstance(policy, OnBase) and _shares_base(config) and facts.scalar_adapter:
-        return OnBase(policy.base, "scalar", facts.scalar_adapter)
-    own_base = WholeModel(facts.base, "scalar", seed=config.seed)
-    if isinstance(critic, OnBase) and critic.base == own_base:
-        return OnBase(own_base, "scalar", facts.saved)
-    return WholeModel(item, "scalar", setting=setting)
-
-
-def _check_scores(path: str, config: RLConfig, setting: str) -> ModelFacts:
-    """A language model has no scalar head, and a random one would score at random."""
-    facts = look_at(path, trust_remote_code=config.trust_remote_code, setting=setting)
-    if not facts.has_head and not config.random_reward_head:
-        raise RunError(
-            f"`{setting}`: {path} is a language model without a scalar head, so its scores would "
-            "come from random weights. Train a reward model from it with `marlhf reward`, or set "
-            "random_reward_head: true where scores do not matter."
-        )
-    return facts
-
-
-def _shares_base(config: StageConfig) -> bool:
-    return config.lora is not None and config.lora.shared_base
 
 
 def load_trained(head: Head, config: StageConfig, objects: GivenObjects, world: World) -> Model:

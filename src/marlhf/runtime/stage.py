@@ -29,7 +29,6 @@ from marlhf.runs.layout import METRICS, RunError
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.checkpoint import list_checkpoints
 from marlhf.runtime.distributed import World, describe_lost_rank
-from marlhf.runtime.memory import BUDGET
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
 from marlhf.runtime.optim import Diverged
 from marlhf.runtime.progress import console, say, stages_ahead, warn
@@ -311,30 +310,17 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def memory_words(peak: float, gpu: float | None, *, searched: bool = False) -> str:
-    """Peak memory in words, and whether there was room to go faster, unless it was searched for.
-
-    >>> memory_words(12.8, 139.8)
-    "12.8 of the GPU's 140 GiB at most: a larger token_budget would fit, and may be faster"
-    """
-    if gpu is None:
-        return f"{peak:.1f} GiB at most, of RAM"
-    room = ": a larger token_budget would fit, and may be faster"
-    room = room if peak < gpu / 4 and not searched else ""
-    return f"{peak:.1f} of the GPU's {gpu:.0f} GiB at most{room}"
-
-
 def finish(run: RunFolder, summary: dict[str, Any], next_step: str = "") -> Path:
     """Close the run and say where things are."""
     run.state["peak_memory_gib"] = peak = peak_memory()
     run.finish("finished", summary)
     say(f"{run.path.name} finished in {run.state['seconds']:.0f} s", style="bold green")
     say(f"  model   {run.model}\n  metrics {run.path / METRICS}")
-    gpu = None
+    limit = "of RAM"
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        gpu = device.total_memory / 2**30
-    say(f"  memory  {memory_words(peak, gpu, searched=BUDGET in run.state)}")
+        limit = f"of the GPU's {device.total_memory / 2**30:.0f} GiB"
+    say(f"  memory  {peak:.1f} GiB at most, {limit}")
     if next_step and not stages_ahead.method:  # `marlhf run` begins it by itself
         say(f"  next    {next_step}")
     return run.model

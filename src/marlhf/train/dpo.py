@@ -24,7 +24,7 @@ from marlhf.core import dpo_loss
 from marlhf.models.adapters import AdaptedModel
 from marlhf.models.base import Model, Tokenizer, autocast
 from marlhf.models.forward import token_stats
-from marlhf.models.load import check_vocabulary, has_same_tokenizer, load_policy
+from marlhf.models.load import check_vocabulary, load_policy
 from marlhf.models.sequences import Sequences
 from marlhf.runs.atomic import explain_disk_errors, replacing
 from marlhf.runs.layout import RunError
@@ -235,8 +235,14 @@ def load_reference(
         return model
     else:
         remote = config.trust_remote_code
-        same = partial(has_same_tokenizer, tokenizer=tokenizer, trust_remote_code=remote)
-        check_tokenizer("reference", config.ref_model, config.model, same, "ref_model")
+        check_tokenizer(
+            "reference",
+            config.ref_model,
+            config.model,
+            tokenizer,
+            trust_remote_code=remote,
+            setting="ref_model",
+        )
         reference = load_policy(config.ref_model, seed=config.seed, trust_remote_code=remote)
     check_vocabulary(reference, tokenizer, "the reference")
     return reference

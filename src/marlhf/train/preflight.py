@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +17,7 @@ from marlhf.data import Loaded, load_data
 from marlhf.errors import MarlhfError, SettingError
 from marlhf.models.adapter_files import import_peft, quantization
 from marlhf.models.base import ModelError, pick_device
-from marlhf.models.load import check_embeddings, has_same_tokenizer, load_tokenizer, locate
+from marlhf.models.load import check_embeddings, load_tokenizer, locate
 from marlhf.models.tiny import MAX_POSITIONS
 from marlhf.reward import RewardFunction, import_function
 from marlhf.runs.layout import read_object
@@ -129,8 +128,7 @@ def _check_tokenizers(config: Any, made_by: Mapping[str, Stage]) -> None:
             continue
         remote = config.trust_remote_code
         tokenizer = load_tokenizer(policy, trust_remote_code=remote, setting="model")
-        same = partial(has_same_tokenizer, tokenizer=tokenizer, trust_remote_code=remote)
-        check_tokenizer(role, name, policy, same, setting)
+        check_tokenizer(role, name, policy, tokenizer, trust_remote_code=remote, setting=setting)
         if rows := read_object(Path(name) / "config.json").get("vocab_size"):
             check_embeddings(rows, tokenizer, f"the {role}")
 
