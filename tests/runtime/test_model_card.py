@@ -228,10 +228,8 @@ def test_push_makes_the_repository_and_uploads_the_folder(hub, tmp_path):
 
 
 def refusal(status):
-    error = HfHubHTTPError.__new__(HfHubHTTPError)
-    Exception.__init__(error, f"{status} Client Error")
-    error.response = SimpleNamespace(status_code=status)
-    return error
+    response = SimpleNamespace(status_code=status, headers={}, request=None)
+    return HfHubHTTPError(f"{status} Client Error", response=response)
 
 
 @pytest.mark.parametrize(

@@ -273,14 +273,9 @@ class Loop:
         self.callbacks.train_end()
         path = finish(self.run, summary, next_step)
         if self.world.main:
-            publish(self.run, self.config, self.rows)
+            push_to_hub, name = self.config.push_to_hub, hub_name(self.config)
+            write_card(self.run, rows=self.rows, repo_id=name if push_to_hub else "")
+            if push_to_hub:
+                say(f"  hub     {push(path, name, private=self.config.hub_private)}")
         self.world.wait()
         return path
-
-
-def publish(run: RunFolder, config: StageConfig, rows: Mapping[str, int] | None = None) -> None:
-    """Write the model's card, and upload both with `push_to_hub`."""
-    name = hub_name(config)
-    write_card(run, rows=rows, repo_id=name if config.push_to_hub else "")
-    if config.push_to_hub:
-        say(f"  hub     {push(run.model, name, private=config.hub_private)}")

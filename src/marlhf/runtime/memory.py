@@ -1,4 +1,4 @@
-"""How large a pass may be: as large as memory allows, smaller where it runs out, else a sentence.
+"""Fit passes into memory: grow the token budget to what is free, halve passes on out-of-memory.
 
 Losses and gradients are sums over micro-batches, so the number of passes changes nothing but
 rounding. With `token_budget: auto` the first two steps measure what a token takes of a GPU's
@@ -143,8 +143,8 @@ def _remedies(config: StageConfig) -> Iterator[str]:
     if isinstance(config, RLConfig):
         limits = f"sampling.max_new_tokens ({config.sampling.max_new_tokens})"
         tokens = config.rollout_tokens
-        told = f"auto, at least {AUTO_TOKENS}" if tokens == "auto" else tokens
-        yield f"While sampling, lower rollout_tokens ({told}) or {limits}."
+        tokens = f"auto, at least {AUTO_TOKENS}" if tokens == "auto" else tokens
+        yield f"While sampling, lower rollout_tokens ({tokens}) or {limits}."
     if not config.gradient_checkpointing:
         yield "gradient_checkpointing: true saves most of the activations."
     if config.lora is None:
