@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import json
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,27 @@ def adapter_base(path: str | Path) -> str | None:
             f"base_model_name_or_path in its {CONFIG}."
         )
     return source
+
+
+@dataclass(frozen=True)
+class AdapterFacts:
+    """What the files of a model say about adapters; an object has none."""
+
+    base: str | Model  # what new adapters are put on: the model, or the base of a saved adapter
+    saved: Path | None = None  # the saved adapter that the model is
+    scalar: Path | None = None  # an adapter with a scalar head: the model, or the one beside it
+
+
+def adapter_facts(model: str | Model) -> AdapterFacts:
+    if not isinstance(model, str):
+        return AdapterFacts(model)
+    base, adapter = adapter_base(model), find_adapter(model)
+    scalar = adapter if adapter is not None and is_scalar_adapter(adapter) else None
+    return (
+        AdapterFacts(model, None, scalar)
+        if base is None
+        else AdapterFacts(base, Path(model), scalar)
+    )
 
 
 def find_adapter(path: str | Path) -> Path | None:

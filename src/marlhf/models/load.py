@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -35,7 +34,6 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from marlhf.models.adapter_files import (
     adapter_base,
-    find_adapter,
     is_scalar_adapter,
     merge_adapter,
 )
@@ -173,30 +171,6 @@ load_scalar = partial(load_model, "scalar")
 This is transformers' own sequence classifier with one label, so it saves and loads without
 marlhf. From a language model the head starts fresh, its scale such that scores are about 1.
 """
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What a model is, by its files or as an object, before weights are read."""
-
-    base: str | Model  # what new adapters are put on: the model, or the base of a saved adapter
-    saved: Path | None  # the saved adapter that it is
-    scalar_adapter: Path | None  # an adapter with a scalar head: itself, or the one beside it
-    has_head: bool  # a scalar one, that a reward model needs
-
-
-def look_at(
-    model: str | Model, *, trust_remote_code: bool = False, setting: str = ""
-) -> ModelFacts:
-    if not isinstance(model, str):
-        return ModelFacts(model, None, None, hasattr(model, "score"))
-    base, adapter = adapter_base(model), find_adapter(model)
-    return ModelFacts(
-        model if base is None else base,
-        None if base is None else Path(model),
-        adapter if adapter is not None and is_scalar_adapter(adapter) else None,
-        is_scalar(model, trust_remote_code=trust_remote_code, setting=setting),
-    )
 
 
 def is_scalar(path: str, *, trust_remote_code: bool = False, setting: str = "") -> bool:

@@ -19,11 +19,11 @@ from torch import nn
 from marlhf.config.model import LoRA
 from marlhf.config.rl import RLConfig
 from marlhf.config.stage import StageConfig
-from marlhf.models.adapter_files import import_peft, quantization
+from marlhf.models.adapter_files import adapter_facts, import_peft, quantization
 from marlhf.models.adapters import AdapterInit, FrozenBaseModel, cast_linear_layers, frozen_dtype
 from marlhf.models.base import Head, Model, Tokenizer
 from marlhf.models.heads import with_scalar_head
-from marlhf.models.load import ModelFacts, has_same_tokenizer, load_policy, load_scalar, look_at
+from marlhf.models.load import has_same_tokenizer, is_scalar, load_policy, load_scalar
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World
 from marlhf.runtime.objects import GivenObjects
@@ -103,9 +103,9 @@ def trained_source(head: Head, config: StageConfig, objects: GivenObjects) -> So
     settings = objects.peft_config or config.lora
     if settings is None:
         return WholeModel(origin, head, seed=config.seed)
-    facts = look_at(origin, trust_remote_code=config.trust_remote_code, setting="model")
-    # A language model stays one beneath the adapter, so that a policy can share it later.
-    base_head: Head = "scalar" if head == "scalar" and facts.has_head else "language"
+    facts, base_head = adapter_facts(origin), head
+    if head == "scalar" and not _has_scalar_head(origin, "model", config.trust_remote_code):
+        base_head = "language"  # it stays one beneath the adapter, so that a policy can share it
     base = WholeModel(facts.base, base_head, seed=config.seed)
     return OnBase(base, head, facts.saved or settings)
 
@@ -126,6 +126,12 @@ def rl_sources(
         rules.check_scores(config.gold_model, "gold_model")
         sources["gold"] = WholeModel(config.gold_model, "scalar", setting="gold_model")
     return sources
+
+
+def _has_scalar_head(model: str | Model, setting: str, trust_remote_code: bool) -> bool:
+    if not isinstance(model, str):
+        return hasattr(model, "score")
+    return is_scalar(model, trust_remote_code=trust_remote_code, setting=setting)
 
 
 def check_tokenizer(
@@ -195,7 +201,7 @@ class _Rules:
             self._check_tokenizer("critic", start.origin, start.setting)
         if isinstance(policy, WholeModel):
             return start
-        facts = self._look(start.origin, start.setting)
+        facts = adapter_facts(start.origin)
         adapter = facts.saved or self.objects.peft_config or self.config.lora
         return OnBase(replace(start, origin=facts.base), "scalar", adapter)
 
@@ -204,24 +210,24 @@ class _Rules:
         if not isinstance(item, str):
             return WholeModel(item, "scalar")
         setting = "reward_model" if item == self.config.reward_model else "reward_funcs"
-        facts = self.check_scores(item, setting)
-        if isinstance(self.policy, OnBase) and self._shares_base and facts.scalar_adapter:
-            return OnBase(self.policy.base, "scalar", facts.scalar_adapter)
+        self.check_scores(item, setting)
+        facts = adapter_facts(item)
+        if isinstance(self.policy, OnBase) and self._shares_base and facts.scalar:
+            return OnBase(self.policy.base, "scalar", facts.scalar)
         own_base = WholeModel(facts.base, "scalar", seed=self.config.seed)
         if isinstance(critic, OnBase) and critic.base == own_base:
             return OnBase(own_base, "scalar", facts.saved)
         return WholeModel(item, "scalar", setting=setting)
 
-    def check_scores(self, path: str, setting: str) -> ModelFacts:
+    def check_scores(self, path: str, setting: str) -> None:
         """A language model has no scalar head, and a random one would score at random."""
-        facts = self._look(path, setting)
-        if not facts.has_head and not self.config.random_reward_head:
+        scores = _has_scalar_head(path, setting, self.config.trust_remote_code)
+        if not scores and not self.config.random_reward_head:
             raise RunError(
                 f"`{setting}`: {path} is a language model without a scalar head, so its scores "
                 "would come from random weights. Train a reward model from it with `marlhf "
                 "reward`, or set random_reward_head: true where scores do not matter."
             )
-        return facts
 
     def _critic_start(self, rewards: list[RewardItem]) -> Source:
         """Given or named, else a reward model that reads the same tokens, else the policy."""
@@ -256,9 +262,9 @@ class _Rules:
         named = config.critic_model or config.reward_model
         if not named:
             return None
-        facts = self._look(named, self._critic_setting)
+        facts = adapter_facts(named)
         # The adapter beside a merged language model is no start for a critic; one named is.
-        if adapter := facts.scalar_adapter or facts.saved:
+        if adapter := facts.scalar or facts.saved:
             self._check_tokenizer("critic", named, self._critic_setting)
             return adapter
         if config.critic_model not in (None, config.model):
@@ -282,10 +288,6 @@ class _Rules:
     @property
     def _critic_setting(self) -> str:
         return "critic_model" if self.config.critic_model else "reward_model"
-
-    def _look(self, model: str | Model, setting: str) -> ModelFacts:
-        remote = self.config.trust_remote_code
-        return look_at(model, trust_remote_code=remote, setting=setting)
 
     def _check_tokenizer(self, role: str, path: str, setting: str) -> None:
         remote, policy = self.config.trust_remote_code, self.config.model
