@@ -134,9 +134,9 @@ def separate(args: argparse.Namespace, device: torch.device) -> Four:
     two = FrozenBaseModel(scalar(args, device), linear_dtype=matrices)
     views = (
         one.language_model(lora),
-        one.plain_language_model(),
+        one.language_model(None),
         two.scalar_model(lora),
-        two.plain_scalar_model(),
+        two.scalar_model(None),
     )
     return tuple(view.to(device) for view in views)  # pyright: ignore[reportReturnType]
 
@@ -145,7 +145,7 @@ def shared(args: argparse.Namespace, device: torch.device) -> Four:
     lora = LoRA(r=args.r, shared_base=True)
     base = FrozenBaseModel(language(args, device), linear_dtype=frozen_dtype(device, "bfloat16"))
     reward = base.scalar_model(lora, "reward", trainable=False)
-    views = base.language_model(lora), base.plain_language_model(), base.scalar_model(lora), reward
+    views = base.language_model(lora), base.language_model(None), base.scalar_model(lora), reward
     return tuple(view.to(device) for view in views)  # pyright: ignore[reportReturnType]
 
 

@@ -267,7 +267,7 @@ def build_four(
         reward = base.scalar_model(lora, "reward", trainable=False)
         views = (
             base.language_model(lora),
-            base.plain_language_model(),
+            base.language_model(None),
             base.scalar_model(lora),
             reward,
         )

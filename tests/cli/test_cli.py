@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from marlhf.cli import main
+from marlhf.models.tiny import tiny_tokenizer
 
 
 class Result(NamedTuple):
@@ -345,14 +346,21 @@ LATER = [
     ("ppo.engine=vllm", "marlhf[vllm]"),
     ("ppo.reward_model=@sft", "The stage sft trains a language model, which cannot score"),
     ("ppo.ref_model=./nowhere", "There is no folder ./nowhere"),
+    ("ppo.critic_model=no/where", "`critic_model`: There is no folder no/where here, and the hub"),
+    ("ppo.ref_model=other", "The reference other does not have the tokenizer of tiny"),
+    ("ppo.ref_model=small", "tokens but the reference embeds only 10"),
+    ("ppo.push_to_hub=true", "push_to_hub cannot work"),
 ]
 
 
 @pytest.mark.parametrize(("override", "message"), LATER)
 def test_mistakes_of_a_later_stage_are_reported_before_the_first_trains(
-    marlhf, tmp_path, monkeypatch, override, message
+    marlhf, tmp_path, monkeypatch, trained, override, message
 ):
     monkeypatch.chdir(tmp_path)
+    trained("byte-level").save_pretrained("other")
+    tiny_tokenizer().save_pretrained("small")
+    (tmp_path / "small" / "config.json").write_text('{"vocab_size": 10}')
     (tmp_path / "unparsable_rewards.py").write_text("def f(:\n")
     out = marlhf("run", "toy", "output_dir=runs/toy", "data.limit=1000", override)
     assert out.returncode == 1

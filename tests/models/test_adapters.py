@@ -8,14 +8,18 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from marlhf.config.model import LoRA
-from marlhf.models.adapter_config import quantization, to_peft
-from marlhf.models.adapter_files import adapter_base, find_adapter, is_scalar_adapter, merge_adapter
+from marlhf.models.adapter_files import (
+    adapter_base,
+    find_adapter,
+    is_scalar_adapter,
+    merge_adapter,
+    quantization,
+    to_peft,
+)
 from marlhf.models.adapters import (
     FrozenBaseModel,
     frozen_dtype,
     merged_tensors,
-    save_adapter,
-    save_merged,
 )
 from marlhf.models.base import ModelError
 from marlhf.models.forward import Sequences, final_scores, token_stats, token_values
@@ -64,6 +68,12 @@ def saved(tmp_path, small):
     return base, views, tmp_path
 
 
+def save_adapter(view, folder):
+    """The adapter alone."""
+    view.base.merge = False
+    view.save_pretrained(folder)
+
+
 def in_peft(view, plain, folder):
     """The same model by peft alone, on a base of its own."""
     save_adapter(view, folder)
@@ -81,7 +91,7 @@ def test_views_of_one_base_equal_separate_models(tmp_path, small, name, checkpoi
     if checkpointing:
         module.gradient_checkpointing_enable()
     base = FrozenBaseModel(module)
-    policy, reference = base.language_model(LoRA(r=4), seed=1), base.plain_language_model()
+    policy, reference = base.language_model(LoRA(r=4), seed=1), base.language_model(None)
     critic, reward = base.scalar_model(LoRA(r=4), "critic"), base.scalar_model(LoRA(r=3), "reward")
     randomise(policy, critic, reward)
     policy.train()
@@ -169,7 +179,7 @@ def test_a_view_lists_what_it_trains_and_no_more(small):
     layers = 2 * 7
     assert len(list(policy.named_parameters())) == 2 * layers
     assert len(list(critic.named_parameters())) == 2 * layers + 1
-    assert not list(base.plain_language_model().parameters())
+    assert not list(base.language_model(None).parameters())
     assert all(p.requires_grad for v in (policy, critic) for p in v.parameters())
     assert not any(p.requires_grad for p in reward.parameters())
     mine = {*policy.parameters(), *critic.parameters()} - {*critic.score.parameters()}
@@ -178,7 +188,7 @@ def test_a_view_lists_what_it_trains_and_no_more(small):
 
 def test_an_error_inside_a_pass_leaves_the_base_as_it_was(small):
     base = FrozenBaseModel(small("llama"))
-    policy, reference = base.language_model(LoRA(r=2)), base.plain_language_model()
+    policy, reference = base.language_model(LoRA(r=2)), base.language_model(None)
     randomise(policy)
     before = logprobs(reference)
     with pytest.raises(IndexError):
@@ -206,8 +216,8 @@ def test_a_merged_model_needs_no_peft(tmp_path, small, name):
     policy, critic = base.language_model(LoRA(r=4)), base.scalar_model(LoRA(r=4, use_rslora=True))
     randomise(policy, critic)
     before = bits(base.module)
-    save_merged(policy, tmp_path / "policy")
-    save_merged(critic, tmp_path / "critic")
+    policy.save_pretrained(tmp_path / "policy")
+    critic.save_pretrained(tmp_path / "critic")
     assert same_bits(before, bits(base.module))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     torch.testing.assert_close(logprobs(plain), logprobs(policy), rtol=1e-4, atol=1e-5)
@@ -232,9 +242,7 @@ def test_one_adapter_on_a_classifier_trains_its_head_and_comes_back(tmp_path, sm
     randomise(model)
     assert model.score.weight.requires_grad
     untrained = load_scalar(str(tmp_path / "base"), seed=2)
-    assert torch.equal(
-        final_scores(base.plain_scalar_model(), BATCH), final_scores(untrained, BATCH)
-    )
+    assert torch.equal(final_scores(base.scalar_model(None), BATCH), final_scores(untrained, BATCH))
     model.save_pretrained(tmp_path / "reward")
     scores = final_scores(model, BATCH)
     merged = load_scalar(str(tmp_path / "reward"))
@@ -453,7 +461,7 @@ def test_what_is_merged_into_bfloat16_keeps_small_changes(tmp_path, small):
     randomise(policy)
     for parameter in policy.parameters():
         parameter *= 0.01
-    save_merged(policy, tmp_path)
+    policy.save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert plain.dtype == torch.float32
     path, layer = next(base.adapted_layers())
@@ -478,7 +486,7 @@ def test_a_quantised_base_is_trained_on_and_merged_in_floats(tmp_path, small, ki
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     assert plain.dtype == torch.float32
     assert (logprobs(plain) - before).abs().max() < 0.2
-    assert (logprobs(base.plain_language_model()) - before).abs().max() > 0.2
+    assert (logprobs(base.language_model(None)) - before).abs().max() > 0.2
     again = base.language_model(
         tmp_path / "policy" / "adapter", "again"
     )  # no digest: the name decides

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from marlhf.models.dropout import disable_dropout
+from marlhf.models.base import disable_dropout
 from marlhf.models.heads import with_scalar_head
 from marlhf.models.load import load_policy, load_scalar
 from tiny_families import random_config

@@ -21,10 +21,9 @@ from marlhf.models.load import (
     load_policy,
     load_scalar,
     load_tokenizer,
-    load_tokenizer_like,
+    locate,
     same_tokenizer,
 )
-from marlhf.models.locate import locate
 
 IDS = torch.arange(2, 20)[None]
 
@@ -146,26 +145,6 @@ def test_tokenizers_are_the_same_when_their_ids_mean_the_same(tmp_path, trained)
     tokenizer.save_pretrained(tmp_path)
     assert same_tokenizer(tokenizer, load_tokenizer(str(tmp_path)))
     assert not same_tokenizer(tokenizer, trained("byte-level", ["Some other words."], size=270))
-
-
-def test_copies_of_one_tokenizer_are_loaded_once(tmp_path, trained):
-    """But never taken for one where a file, or the tokenizer itself, was changed."""
-    tokenizer, (first, copy) = trained("byte-level"), (tmp_path / "first", tmp_path / "copy")
-    tokenizer.eos_token = tokenizer.pad_token = "<|endoftext|>"
-    for folder in (first, copy):
-        tokenizer.save_pretrained(folder)
-    loaded = load_tokenizer(str(first))
-    assert load_tokenizer_like(loaded, str(copy)) is loaded
-    assert load_tokenizer_like(tokenizer, str(copy)) is not tokenizer  # who knows what it is now
-    config = json.loads((copy / "tokenizer_config.json").read_text())
-    (copy / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "a"}))
-    other = load_tokenizer_like(loaded, str(copy))
-    assert other.eos_token == "a"
-    assert loaded.eos_token != "a"
-    (copy / "tokenizer_config.json").unlink()
-    assert load_tokenizer_like(loaded, str(first)) is loaded
-    with pytest.raises(ModelError):  # as `load_tokenizer` would
-        load_tokenizer_like(loaded, str(tmp_path / "nowhere"))
 
 
 def test_a_tokenizer_larger_than_the_embeddings_is_refused(small, trained):

@@ -14,7 +14,6 @@ from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
 from marlhf.runs.layout import RunError
 from marlhf.runtime.callbacks import Callbacks
-from marlhf.runtime.no_callbacks import NoCallbacks
 from marlhf.train.sft import SFTConfig
 
 EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
@@ -240,18 +239,10 @@ def test_what_is_no_callback_is_refused(config):
             Callbacks([odd], config, total_steps=6)
 
 
-@pytest.mark.parametrize("make", [lambda: Callbacks([], None, total_steps=6), NoCallbacks])
-def test_no_callbacks_need_nothing(make):
-    callbacks = make()
+def test_a_run_without_callbacks_keeps_no_state(config):
+    callbacks = Callbacks([], config, total_steps=6)
     assert run(callbacks, {1: 0.1}) == [1, 2, 3, 4, 5, 6]
     assert callbacks.state() == {}
-
-
-def test_the_stand_in_for_callbacks_has_their_names():
-    ours, theirs = (
-        {name for name in vars(kind) if name[0] != "_"} for kind in (NoCallbacks, Callbacks)
-    )
-    assert ours == theirs
 
 
 def test_epochs_cannot_be_cut_short_and_that_is_said(config, capsys):

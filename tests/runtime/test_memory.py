@@ -8,12 +8,14 @@ import torch
 
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.distributed import World
+from marlhf.runtime.loop import Loop
 from marlhf.runtime.memory import (
     OutOfMemory,
     fit_memory,
     seek_token_budget,
     settle_token_budget,
 )
+from marlhf.runtime.objects import NO_OBJECTS
 from marlhf.train import dpo, experience, ppo, reward, rloo, sft
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.stages import METHODS
@@ -166,7 +168,7 @@ class FakeGPU:
 def auto_run(world: World, tmp_path) -> tuple[PPOConfig, RunFolder]:
     config = PPOConfig(model="tiny", reward_model="x", output_dir=str(tmp_path))
     run = RunFolder(config.output_dir, "ppo", config)
-    seek_token_budget(config, world, run)
+    seek_token_budget(world, run)
     return config, run
 
 
@@ -183,7 +185,7 @@ def test_the_token_budget_grows_to_what_memory_holds(monkeypatch, tmp_path):
         return len(micros)
 
     assert fit_memory(world, compute) == 3  # of 16384 tokens
-    settle_token_budget(config, world, run)
+    settle_token_budget(config.pass_tokens, world, run)
     # Half of the memory at 1 MiB a token, give or take the gradients, as a power of two.
     assert world.pass_limit.auto_tokens == 1 << 18
     assert fit_memory(world, compute) == 1
@@ -205,23 +207,33 @@ def test_a_model_that_leaves_little_room_keeps_its_passes(monkeypatch, tmp_path)
         gpu.take(1 << 33)
 
     fit_memory(world, compute)
-    settle_token_budget(config, world, run)
+    settle_token_budget(config.pass_tokens, world, run)
     assert world.pass_limit.auto_tokens == config.pass_tokens
 
 
 @pytest.mark.parametrize(
-    ("world", "change"),
+    ("device", "size", "change"),
     [
-        (World(torch.device("cpu")), {}),
-        (World(torch.device("cuda"), size=2), {}),
-        (World(torch.device("cuda")), {"token_budget": 4096}),
-        (World(torch.device("cuda")), {"deterministic": True}),
+        ("cpu", 1, {}),
+        ("cuda", 2, {}),
+        ("cuda", 1, {"token_budget": 4096}),
+        ("cuda", 1, {"deterministic": True}),
     ],
 )
-def test_nothing_is_measured_on_a_cpu_by_several_or_with_a_number(world, change, tmp_path):
+def test_nothing_is_measured_on_a_cpu_by_several_or_with_a_number(device, size, change, tmp_path):
+    world, layer = World(torch.device(device), size=size), torch.nn.Linear(1, 1)
     config = PPOConfig(model="tiny", reward_model="x", output_dir=str(tmp_path), **change)
-    run = RunFolder(config.output_dir, "ppo", config)
-    seek_token_budget(config, world, run)
+    Loop(
+        RunFolder(config.output_dir, "ppo", config),
+        config,
+        world,
+        total=10,
+        models={"policy": layer},
+        optimizers={"policy": torch.optim.AdamW(layer.parameters())},
+        tokenizer=None,
+        objects=NO_OBJECTS,
+        rows=(64, 0),
+        metric="score",
+    )
     assert not world.pass_limit.watching
-    settle_token_budget(config, world, run)
     assert world.pass_limit.auto_tokens is None

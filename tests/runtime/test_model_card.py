@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
@@ -11,7 +12,10 @@ from marlhf.core import NGram, Words
 from marlhf.data import DataConfig
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
+from marlhf.runtime.distributed import World
+from marlhf.runtime.loop import open_run
 from marlhf.runtime.model_card import push, write_card
+from marlhf.train.sft_config import SFTConfig
 
 
 @dataclass
@@ -68,7 +72,7 @@ def test_a_card_states_data_settings_results_and_how_to_cite(make):
     assert "`{type: ngram, n: 5}`" in text
     assert "| `kl_coef` | `0.05` |" in text
     assert "| score | 0.25 | 1.5 |" in text
-    assert "| KL to the reference (nats a response) | 0 | 8.25 |" in text
+    assert "| KL to the reference (nats per response) | 0 | 8.25 |" in text
     assert "| length (tokens) | 30 | 41 |" in text
     assert re.search(r"120 steps, \d+ seconds, one run with seed 3", text)
     assert 'AutoModelForCausalLM.from_pretrained("ppo")' in text
@@ -224,10 +228,8 @@ def test_push_makes_the_repository_and_uploads_the_folder(hub, tmp_path):
 
 
 def refusal(status):
-    error = HfHubHTTPError.__new__(HfHubHTTPError)
-    Exception.__init__(error, f"{status} Client Error")
-    error.response = SimpleNamespace(status_code=status)
-    return error
+    response = SimpleNamespace(status_code=status, headers={}, request=None)
+    return HfHubHTTPError(f"{status} Client Error", response=response)
 
 
 @pytest.mark.parametrize(
@@ -247,3 +249,17 @@ def test_what_keeps_a_model_from_the_hub_is_a_sentence(hub, tmp_path, monkeypatc
         push(tmp_path, "me/model")
     assert said in str(caught.value)
     assert f"hf upload me/model {tmp_path}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(refusal(401), "hf auth login"), (HFValidationError("bad"), "no name for a repository")],
+)
+def test_a_model_that_cannot_be_pushed_is_not_trained(hub, tmp_path, monkeypatch, error, said):
+    config = SFTConfig(model="tiny", output_dir=str(tmp_path / "sft"), push_to_hub=True)
+    monkeypatch.setattr(hub, "error", error)
+    with pytest.raises(RunError, match=f"push_to_hub cannot work: .*{said}"):
+        open_run(config, "sft", World(torch.device("cpu")))
+    monkeypatch.setattr(hub, "error", None)
+    open_run(config, "sft", World(torch.device("cpu"))).release()
+    assert hub.calls[1][:2] == ("create", "sft")

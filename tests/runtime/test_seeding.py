@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from marlhf.runtime.seeding import seed_run
+from marlhf.runtime.stage import seed_run
 from marlhf.train import ppo
 from marlhf.train.ppo_config import PPOConfig
 from small_runs import read_lines
@@ -11,7 +11,7 @@ from small_runs import read_lines
 SEEDED = """
 import os, torch, torch._inductor.config as inductor
 from marlhf.train.ppo_config import PPOConfig
-from marlhf.runtime.seeding import seed_run
+from marlhf.runtime.stage import seed_run
 seed_run(PPOConfig(model="x", reward_model="x", output_dir="x", deterministic={deterministic}))
 print(
     torch.are_deterministic_algorithms_enabled(),

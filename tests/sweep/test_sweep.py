@@ -509,7 +509,7 @@ def test_the_command_lists_trains_and_fails_by_its_status(recipe, started, monke
     words = [file, "model=tiny,./nowhere", "num_steps=1"]
     status, _, err = marlhf(*words)
     assert status == 1
-    assert "sft,model=nowhere: There is no folder ./nowhere." in err
+    assert "sft,model=nowhere: `model`: There is no folder ./nowhere." in err
     Path("nowhere").mkdir()
     status, out, _ = marlhf(*words, "--dry-run")
     assert status == 0

@@ -371,7 +371,7 @@ def test_adapters_alone_also_serve_whole_models_and_rewards(alone, tmp_path):
     assert (run.model / "model.safetensors").is_file()
 
 
-def test_python_objects_take_adapters(tmp_path, capsys):
+def test_python_objects_take_adapters(tmp_path):
     rows = [Row(f"Tell me of fox {i}.") for i in range(16)]
 
     def brevity(completions, **_):
@@ -388,8 +388,8 @@ def test_python_objects_take_adapters(tmp_path, capsys):
         peft_config=peft.LoraConfig(r=2, lora_dropout=0.1),
     )
     run = train("ppo", settings("ppo", tmp_path / "run", model="(given)"), objects)
+    assert any("lora_dropout 0.1 is taken as 0" in line for line in run.warnings)
     assert run.all.critic.base is run.all.policy.base  # both start from the model given
-    assert capsys.readouterr().err.count("lora_dropout 0.1 is taken as 0") == 1
     assert all(torch.equal(before[name], x) for name, x in bits(model).items())
     torch.testing.assert_close(
         logprobs(load_policy(str(run.model))), logprobs(run.all.policy), rtol=1e-4, atol=1e-4

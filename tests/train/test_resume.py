@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import time
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from marlhf.rollout import Sampling
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
 from marlhf.runtime import checkpoint
-from marlhf.runtime.interrupts import Stopped
+from marlhf.runtime.stage import Stopped
 from marlhf.train import ppo, reward, rloo, sft
 from marlhf.train.held_out import HeldOutEvaluation
 from small_runs import TOY, everything, read_lines, small_ppo, stop_after, wait_for_step, weights
@@ -183,6 +184,56 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
     assert "resuming from step-000002 instead." in errors
     assert "resuming from step 2" in errors
     assert everything(never_stopped) == everything(config.output_dir)
+
+
+@pytest.mark.parametrize(
+    "manifest", ["[]", "null", "{}", '{"state.json": 3}', '{"state.json": []}']
+)
+def test_a_manifest_that_lists_nothing_is_damage(stopped, manifest, capfd):
+    config = stopped(3)
+    newest = checkpoint.list_checkpoints(_folder(config))[-1]
+    (newest / "manifest.json").write_text(manifest)
+    resumed_from_the_one_before(config, capfd, "manifest.json does not list")
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "null", '{"step": "3"}'])
+def test_a_state_that_says_nothing_is_damage_whatever_its_checksum(stopped, content, capfd):
+    config = stopped(3)
+    newest = checkpoint.list_checkpoints(_folder(config))[-1]
+    (newest / "state.json").write_text(content)
+    manifest = json.loads((newest / "manifest.json").read_text())
+    manifest["state.json"] = [len(content), zlib.crc32(content.encode())]
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    resumed_from_the_one_before(config, capfd, "state.json does not say step")
+
+
+@pytest.mark.parametrize("name", ["", "policy.safetensors"])
+def test_a_checkpoint_elsewhere_is_not_followed(stopped, name, tmp_path, capfd):
+    """Not even when it is old enough to be dropped."""
+    config = stopped(3)
+    linked = checkpoint.list_checkpoints(_folder(config))[-1] / name
+    elsewhere = linked.rename(tmp_path / "elsewhere")
+    linked.symlink_to(elsewhere)
+    resumed_from_the_one_before(config, capfd, "link")
+    assert elsewhere.exists()
+
+
+def test_a_linked_checkpoint_is_dropped_without_what_it_points_to(stopped, tmp_path):
+    config = stopped(3)
+    oldest = checkpoint.list_checkpoints(_folder(config))[0]
+    oldest.symlink_to(oldest.rename(tmp_path / "elsewhere"))
+    ppo.train(config)
+    assert not oldest.is_symlink()
+    assert (tmp_path / "elsewhere" / "state.json").is_file()
+
+
+def resumed_from_the_one_before(config, capfd, reason: str) -> None:
+    capfd.readouterr()
+    ppo.train(config)
+    errors = " ".join(capfd.readouterr().err.split())
+    assert "step-000003 is damaged" in errors
+    assert reason in errors
+    assert "resuming from step-000002 instead." in errors
 
 
 def test_without_any_whole_checkpoint_the_warnings_say_that_training_starts_again(stopped, capfd):

@@ -18,8 +18,8 @@ from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.distributed import World
-from marlhf.runtime.interrupts import Stopped
 from marlhf.runtime.objects import GivenObjects
+from marlhf.runtime.stage import Stopped
 from marlhf.train import rloo
 from marlhf.train.experience import Credit, Experience
 from small_runs import TOY, assert_close, read_lines

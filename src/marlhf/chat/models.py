@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 
 from marlhf.config.build import build_segmenter
 from marlhf.core import Perplexity
-from marlhf.data import DataConfig, DataError, apps, decode, load_data
+from marlhf.data import DataConfig, DataError, apps, decode, dialogues, load_data, summaries
 from marlhf.data.encode import encode_prompt
 from marlhf.data.rows import Message, Text, after_colon
 from marlhf.evaluate.eval_plan import EvaluationError, PolicySource, find_policies, located

@@ -1,4 +1,4 @@
-"""Adapters on disk, in peft's own format.
+"""LoRA adapters on disk and their settings, in peft's own format.
 
 A folder with `adapter_config.json` is an adapter. marlhf also keeps one as `adapter/` inside the
 folder of a merged model: the same folder then serves readers of plain models, and runs that put
@@ -8,23 +8,39 @@ the adapter on a shared base.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
+import importlib.util
 import json
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from marlhf.models.adapter_config import import_peft
-from marlhf.models.base import Model, ModelError
+from marlhf.config.model import LoRA
+from marlhf.models.base import Head, Model, ModelError
 from marlhf.models.heads import backbone
 
 CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "base.json"
 PREFIX = "base_model.model."
 """What peft puts before the name of every weight."""
+KEPT = {
+    *("r", "lora_alpha", "target_modules", "exclude_modules", "layers_to_transform"),
+    *("layers_pattern", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "use_rslora"),
+}
+"""Settings of a user's LoraConfig that are used as they are."""
+IGNORED = {
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
+    *("revision", "inference_mode", "modules_to_save", "lora_dropout", "init_lora_weights"),
+    *("loftq_config", "runtime_config", "megatron_core", "qalora_group_size"),
+}
+"""Settings that are checked one by one below, or that mean nothing on their own."""
 
 
 def adapter_base(path: str | Path) -> str | None:
@@ -39,10 +55,25 @@ def adapter_base(path: str | Path) -> str | None:
     return source
 
 
-def split_adapter(origin: str | Model) -> tuple[str | Model, Path | None]:
-    """What new adapters are put on, and the saved adapter that `origin` is, if it is one."""
-    base = adapter_base(origin) if isinstance(origin, str) else None
-    return (origin, None) if base is None else (base, Path(origin))
+@dataclass(frozen=True)
+class AdapterFacts:
+    """What the files of a model say about adapters; an object has none."""
+
+    base: str | Model  # what new adapters are put on: the model, or the base of a saved adapter
+    saved: Path | None = None  # the saved adapter that the model is
+    scalar: Path | None = None  # an adapter with a scalar head: the model, or the one beside it
+
+
+def adapter_facts(model: str | Model) -> AdapterFacts:
+    if not isinstance(model, str):
+        return AdapterFacts(model)
+    base, adapter = adapter_base(model), find_adapter(model)
+    scalar = adapter if adapter is not None and is_scalar_adapter(adapter) else None
+    return (
+        AdapterFacts(model, None, scalar)
+        if base is None
+        else AdapterFacts(base, Path(model), scalar)
+    )
 
 
 def find_adapter(path: str | Path) -> Path | None:
@@ -210,3 +241,88 @@ def _mismatch(folder: str | Path, cause: str) -> ModelError:
         f"The adapter {folder} does not fit its base {_source(folder)} ({cause[:240]}). "
         "Was it saved whole, and is base_model_name_or_path in its adapter_config.json right?"
     )
+
+
+def to_peft(lora: LoRA | Any, head: Head) -> Any:
+    """peft's settings for an adapter, from a recipe's `LoRA` or from a user's own LoraConfig.
+
+    Settings that would change the base, or train more than the adapter and the scalar head, are
+    refused: the reference is the base without an adapter, and other models may share the base.
+
+    >>> to_peft(LoRA(r=8), "scalar").r
+    8
+    """
+    peft = import_peft()
+    kind = "SEQ_CLS" if head == "scalar" else "CAUSAL_LM"
+    if isinstance(lora, LoRA):
+        targets = lora.target_modules
+        return peft.LoraConfig(
+            task_type=kind,
+            r=lora.r,
+            lora_alpha=lora.alpha,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            use_rslora=lora.use_rslora,
+        )
+    if not isinstance(lora, peft.LoraConfig):
+        raise ModelError(
+            f"peft_config must be a peft.LoraConfig; got a {type(lora).__name__}. Other kinds of "
+            "adapters do not work here."
+        )
+    plain = peft.LoraConfig()
+    changed = [
+        field.name
+        for field in dataclasses.fields(lora)
+        if field.name not in KEPT | IGNORED
+        and getattr(lora, field.name) != getattr(plain, field.name)
+    ]
+    if set(lora.modules_to_save or ()) - {"score", "classifier"}:
+        changed.append("modules_to_save")
+    if lora.init_lora_weights not in (True, "gaussian"):
+        changed.append("init_lora_weights")
+    if changed:
+        raise ModelError(
+            f"peft_config sets {', '.join(changed)}, which would change or train the base. "
+            "Leave it out; r, lora_alpha, target_modules, use_rslora and the like are used."
+        )
+    if lora.lora_dropout:
+        warnings.warn(
+            f"lora_dropout {lora.lora_dropout} is taken as 0: PPO compares two passes over the "
+            "same tokens, and dropout would make them differ.",
+            stacklevel=2,
+        )
+    kept = {name: getattr(lora, name) for name in KEPT}
+    if kept["target_modules"] is None:
+        kept["target_modules"] = "all-linear"
+    return peft.LoraConfig(task_type=kind, init_lora_weights=lora.init_lora_weights, **kept)
+
+
+def quantization(lora: LoRA) -> Any | None:
+    """What `from_pretrained` takes as quantization_config, or None."""
+    if lora.quantize == "none":
+        return None
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ModelError(
+            f"lora.quantize: {lora.quantize} needs bitsandbytes, which is not installed. Run "
+            "`pip install 'marlhf[quant]'`, or leave out quantize."
+        )
+    heads = ["lm_head", "embed_out", "score"]
+    if lora.quantize == "8bit":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=heads)
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        llm_int8_skip_modules=heads,
+    )
+
+
+def import_peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ModelError(
+            "LoRA adapters need peft, which is not installed. Run `pip install 'marlhf[lora]'`, "
+            "or leave out `lora`."
+        ) from error
+    return peft

@@ -24,21 +24,27 @@ from transformers import AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
 from marlhf.config.model import Precision
-from marlhf.models.adapter_config import Task, import_peft, to_peft
-from marlhf.models.adapter_files import digest, is_scalar_adapter, read_adapter, write_adapter
-from marlhf.models.base import Model, ModelError, autocast
+from marlhf.models.adapter_files import (
+    digest,
+    import_peft,
+    is_scalar_adapter,
+    read_adapter,
+    to_peft,
+    write_adapter,
+)
+from marlhf.models.base import Head, Model, ModelError, computes_in_bfloat16
 from marlhf.models.heads import backbone, fresh_scalar_head, hidden_scale, scalar_config
 
 NO_ADAPTER = "off"
 """A name that no adapter has: while it is active, every layer computes as the plain base does."""
 AdapterInit: TypeAlias = Any
-"""What an adapter starts from: `LoRA`, a `peft.LoraConfig`, or the `Path` of a saved adapter."""
+"""What an adapter starts from: `LoRA`, a `peft.LoraConfig`, the `Path` of a saved adapter, or None
+for the base without one."""
 
 
 def frozen_dtype(device: torch.device, precision: Precision) -> torch.dtype | None:
     """The dtype to store frozen linear layers in, for passes under `autocast`."""
-    with autocast(device, precision):
-        return torch.bfloat16 if torch.is_autocast_enabled(device.type) else None
+    return torch.bfloat16 if computes_in_bfloat16(device, precision) else None
 
 
 def cast_linear_layers(module: nn.Module, dtype: torch.dtype) -> None:
@@ -71,7 +77,7 @@ class FrozenBaseModel:
     >>> from marlhf.models.load import load_policy
     >>> base = FrozenBaseModel(load_policy("tiny"), "tiny")
     >>> policy, critic = base.language_model(LoRA(r=4)), base.scalar_model(LoRA())
-    >>> reference = base.plain_language_model()
+    >>> reference = base.language_model(None)
     >>> [sum(p.numel() for p in model.parameters()) for model in (policy, reference, critic)]
     [12288, 0, 49248]
     """
@@ -106,45 +112,33 @@ class FrozenBaseModel:
                 {"use_reentrant": False, "context_fn": self._checkpoint_contexts}
             )
 
-    def plain_language_model(self) -> AdaptedLanguageModel:
-        """The base without an adapter: a reference. Nothing in it trains."""
-        return AdaptedLanguageModel(self, NO_ADAPTER, None)
-
-    def plain_scalar_model(self) -> AdaptedScalarModel:
-        """The base without an adapter, where it has a scalar head: a reward model."""
-        return AdaptedScalarModel(self, NO_ADAPTER, None, self.module.score)
-
     def language_model(
         self, init: AdapterInit, name: str = "policy", *, seed: int = 0, trainable: bool = True
     ) -> AdaptedLanguageModel:
-        """The base with an adapter. A fresh adapter changes nothing at first."""
-        config, tensors = self._read(init, "language")
-        self._insert(name, config, seed)
-        model = AdaptedLanguageModel(self, name, config)
+        """The base with an adapter, which at first changes nothing; without one, a reference."""
+        config, tensors = self._insert(init, "language", name, seed)
+        model = AdaptedLanguageModel(self, name if config else NO_ADAPTER, config)
         _load_adapter_tensors(model, tensors, init)
         return model.requires_grad_(trainable)
 
     def scalar_model(
         self, init: AdapterInit, name: str = "critic", *, seed: int = 0, trainable: bool = True
     ) -> AdaptedScalarModel:
-        """The base with an adapter and a scalar head.
+        """The base with an adapter and a scalar head; without an adapter, a reward model.
 
         The head is the saved adapter's, else a copy of the base's, else a fresh one.
         """
-        config, tensors = self._read(init, "scalar")
-        self._insert(name, config, seed)
-        base_head = getattr(self.module, "score", None)  # a language model has none
-        if base_head is None:
+        config, tensors = self._insert(init, "scalar", name, seed)
+        head = copy.deepcopy(getattr(self.module, "score", None))
+        if head is None:  # the base is a language model
             hidden_size = self.module.config.get_text_config().hidden_size
             head = fresh_scalar_head(hidden_size, seed, hidden_scale(self.module))
             head = head.to(self.module.device)
-        else:
-            head = copy.deepcopy(base_head)
-        model = AdaptedScalarModel(self, name, config, head)
-        if tensors is not None and "score.weight" not in tensors:
-            tensors["score.weight"] = head.weight.detach()  # a language model's adapter has none
+        model = AdaptedScalarModel(self, name if config else NO_ADAPTER, config, head)
+        if tensors is not None:  # a language model's adapter has no head
+            tensors.setdefault("score.weight", head.weight.detach())
         _load_adapter_tensors(model, tensors, init)
-        return model.requires_grad_(trainable)
+        return model.requires_grad_(trainable and config is not None)
 
     @contextlib.contextmanager
     def applied(self, adapter: str) -> Iterator[None]:
@@ -170,22 +164,16 @@ class FrozenBaseModel:
         """Contexts of a checkpoint's first run and of its second."""
         return contextlib.nullcontext(), self.applied(self._active[0])
 
-    def _read(self, init: AdapterInit, task: Task) -> tuple[Any, dict[str, Tensor] | None]:
-        """peft's config of an adapter, and its weights where it is a saved one."""
-        if not isinstance(init, Path):
-            return to_peft(init, task), None
-        if task == "language" and is_scalar_adapter(init):
-            raise ModelError(
-                f"{init} is the adapter of a reward model, which scores text and cannot write. "
-                "Take the language model that it was made from, such as the SFT model."
-            )
-        config, tensors = read_adapter(init, self.source, self.digest)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about dropout, which was for its own training
-            return to_peft(config, task), tensors
+    def _insert(
+        self, init: AdapterInit, head: Head, name: str, seed: int
+    ) -> tuple[Any, dict[str, Tensor] | None]:
+        """Put an adapter into the layers, and let them read the shared active name.
 
-    def _insert(self, name: str, config: Any, seed: int) -> None:
-        """Put an adapter into the layers, and let them read the shared active name."""
+        Returns peft's config of it, and its weights where it is a saved one.
+        """
+        if init is None:
+            return None, None
+        config, tensors = self._read(init, head)
         peft = import_peft()
         assert name not in self._names | {NO_ADAPTER}, f"there is an adapter called {name}"
         flags = [(p, p.requires_grad) for p in self.module.parameters()]
@@ -213,6 +201,20 @@ class FrozenBaseModel:
                     "between the two, or leave it out for all-linear."
                 )
             layer._active_adapter = self._active
+        return config, tensors
+
+    def _read(self, init: AdapterInit, head: Head) -> tuple[Any, dict[str, Tensor] | None]:
+        if not isinstance(init, Path):
+            return to_peft(init, head), None
+        if head == "language" and is_scalar_adapter(init):
+            raise ModelError(
+                f"{init} is the adapter of a reward model, which scores text and cannot write. "
+                "Take the language model that it was made from, such as the SFT model."
+            )
+        config, tensors = read_adapter(init, self.source, self.digest)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about dropout, which was for its own training
+            return to_peft(config, head), tensors
 
 
 class AdaptedModel(nn.Module):
@@ -288,15 +290,16 @@ class AdaptedModel(nn.Module):
 
         `state_dict` holds `full_tensors`, where they were gathered before.
         """
-        tensors = self.full_tensors() if state_dict is None else state_dict.items()
         parts: dict[str, dict[str, Tensor]] = {"adapter": {}, "merged": {}}
+        tensors = self.full_tensors() if state_dict is None else state_dict.items()
         for name, tensor in tensors:
             part, _, own_name = name.partition(".")
             parts[part][own_name] = tensor
         if self.base.merge:
-            save_merged(self, folder, parts["merged"])
+            _save_merged(self, folder, parts["merged"])
             folder = Path(folder) / "adapter"
-        save_adapter(self, folder, parts["adapter"])
+        base = self.base
+        write_adapter(folder, self.adapter_config, parts["adapter"], base.source, base.digest)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> AdaptedModel:
         """`model.to(device)` moves the base as well, with the adapters of all who share it."""
@@ -326,17 +329,7 @@ class AdaptedScalarModel(AdaptedModel):
         self.score = score.float()
 
 
-def save_adapter(
-    model: AdaptedModel, folder: str | Path, tensors: dict[str, Tensor] | None = None
-) -> None:
-    """What a model has trained, alone, in peft's own format."""
-    base, tensors = model.base, model.adapter_tensors() if tensors is None else tensors
-    write_adapter(folder, model.adapter_config, tensors, base.source, base.digest)
-
-
-def save_merged(
-    model: AdaptedModel, folder: str | Path, merged: dict[str, Tensor] | None = None
-) -> None:
+def _save_merged(model: AdaptedModel, folder: str | Path, merged: dict[str, Tensor]) -> None:
     """A plain model in float32 that needs neither marlhf nor peft; the live weights stay put."""
     module = model.base.module
     config = copy.deepcopy(module.config)
@@ -349,7 +342,7 @@ def save_merged(
     wanted = plain.state_dict().keys()
     tensors = {
         name: tensor.float().cpu() if tensor.is_floating_point() else tensor.cpu()
-        for name, tensor in (merged_tensors(model) if merged is None else merged.items())
+        for name, tensor in merged.items()
         if name in wanted  # a scalar model has no use for the language model's head
     }
     plain.load_state_dict(tensors, assign=True)

@@ -6,12 +6,22 @@ computes in. Dropout is always off: PPO compares log-probs of two passes.
 
 from __future__ import annotations
 
+import contextlib
+import textwrap
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import transformers
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HFValidationError,
+    RepositoryNotFoundError,
+)
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -22,9 +32,19 @@ from transformers import (
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from marlhf.models.adapter_files import adapter_base, is_scalar_adapter, merge_adapter
-from marlhf.models.base import Model, ModelError, Tokenizer
-from marlhf.models.dropout import disable_dropout
+from marlhf.models.adapter_files import (
+    adapter_base,
+    is_scalar_adapter,
+    merge_adapter,
+)
+from marlhf.models.base import (
+    Head,
+    Model,
+    ModelError,
+    Tokenizer,
+    disable_dropout,
+    quiet_transformers,
+)
 from marlhf.models.heads import (
     SCALAR,
     hidden_scale,
@@ -33,8 +53,11 @@ from marlhf.models.heads import (
     unknown_head,
     with_scalar_head,
 )
-from marlhf.models.locate import explained, is_gguf, locate
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
+from marlhf.runs.layout import MODEL, is_run
+
+HUB_TIMEOUT = 10.0
+"""Seconds to wait for the hub's first answer."""
 
 
 def load_tokenizer(
@@ -62,47 +85,7 @@ def load_tokenizer(
         tokenizer = loader.from_pretrained(**source, trust_remote_code=trust_remote_code)
         if is_gguf(path) and (end := _gguf_end(path)) is not None:
             tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
-    _FOLDERS[tokenizer] = path
     return _with_ends(tokenizer, f"of {path}")
-
-
-_FOLDERS: WeakKeyDictionary[Tokenizer, str] = WeakKeyDictionary()
-"""Where tokenizers were loaded from."""
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-)
-
-
-def load_tokenizer_like(
-    tokenizer: Tokenizer,
-    path: str | Tokenizer,
-    *,
-    trust_remote_code: bool = False,
-    setting: str = "",
-) -> Tokenizer:
-    """The tokenizer at a path, which is the one at hand where their files are the same.
-
-    The models of a run mostly have copies of one tokenizer, and each takes half a second to load.
-    """
-    known = _FOLDERS.get(tokenizer)
-    local = isinstance(path, str) and not trust_remote_code  # whose code may be elsewhere
-    if local and known is not None and _same_files(Path(path), Path(known)):
-        return tokenizer
-    return load_tokenizer(path, trust_remote_code=trust_remote_code, setting=setting)
-
-
-def _same_files(a: Path, b: Path) -> bool:
-    """Whether two folders have the same tokenizer, all of which is in files that are known."""
-
-    def contents(folder: Path) -> list[bytes | None]:
-        paths = [folder / name for name in TOKENIZER_FILES]
-        return [path.read_bytes() if path.is_file() else None for path in paths]
-
-    return (a / TOKENIZER_FILES[0]).is_file() and contents(a) == contents(b)
 
 
 def _with_ends(tokenizer: Tokenizer, which: str) -> Tokenizer:
@@ -118,7 +101,8 @@ def _with_ends(tokenizer: Tokenizer, which: str) -> Tokenizer:
     return tokenizer
 
 
-def load_policy(
+def load_model(
+    head: Head,
     path: str | Model,
     *,
     seed: int = 0,
@@ -128,90 +112,65 @@ def load_policy(
     device: torch.device | None = None,
     setting: str = "",
 ) -> Model:
-    """A causal language model in float32, ready to train."""
+    """A model in float32, ready to train, with the head that its role needs."""
     if not isinstance(path, str):
-        name = f"The {type(path).__name__} given"
-        _check_causal(path.float(), name)
-        return _ready(path, checkpointing, name)
+        name, model = f"The {type(path).__name__} given", path.float()
+        if head == "scalar":
+            _check_given_scalar(model, name)
+        else:
+            _check_causal(model, name)
+        return _ready(model, checkpointing, name)
     if (base := adapter_base(path)) is not None:
-        plain = load_policy(base, seed=seed, trust_remote_code=trust_remote_code, setting=setting)
-        return _merged(plain, path, checkpointing)
-    if path == "tiny":
-        model: Model = tiny_model(seed)
-    elif is_gguf(path):
+        plain = load_model(
+            head, base, seed=seed, trust_remote_code=trust_remote_code, setting=setting
+        )
+        merged = merge_adapter(plain, path).requires_grad_(True)  # peft has frozen it
+        return _ready(merged, checkpointing, path)
+    if path == "tiny" or is_gguf(path):
         with explained(path, "model"):
-            model = _load_gguf(path)
-    else:
-        with explained(path, "model"):
-            source = locate(path, setting)
-            config = _config(source, trust_remote_code)
-            for kind in config.architectures or ():
-                if kind.endswith(("ForMaskedLM", "ForPreTraining")):
-                    raise _not_causal(f"{path} ({kind})")
-                if kind.endswith(SCALAR):
-                    raise ModelError(
-                        f"{path} is a reward model ({kind}), which scores text and cannot write. "
-                        "Take the language model that it was made from, such as the SFT model."
-                    )
-            auto = AutoModelForCausalLM
-            model, missing = _load(auto, source, config, trust_remote_code, quantization, device)
-            _check_whole(path, model, missing)
+            model = tiny_model(seed) if path == "tiny" else _load_gguf(path)
+        if head == "scalar":
+            model = with_scalar_head(model, seed)
+        return _ready(model, checkpointing, path)
+    with explained(path, "model"):
+        source = locate(path, setting)
+        config = _config(source, trust_remote_code)
+        _check_architecture(head, path, config)
+        fresh_head = head == "scalar" and not _has_scalar(config)
+        if head == "scalar":
+            config = scalar_config(config)
+        auto: Any = AutoModelForSequenceClassification if head == "scalar" else AutoModelForCausalLM
+        quantized = {"quantization_config": quantization, "device_map": {"": device or "cpu"}}
+        model, info = auto.from_pretrained(
+            **source,
+            config=config,
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,  # a pickle could run anything
+            output_loading_info=True,
+            **(quantized if quantization is not None else {}),
+            **_attention(config),
+        )
+    if head == "scalar" and not isinstance(getattr(model, "score", None), nn.Linear):
+        raise unknown_head(path, model)
+    _check_whole(
+        path, model, set(info["missing_keys"]) - ({"score.weight"} if fresh_head else set())
+    )
+    if fresh_head:
+        init_scalar_head(model.score, seed, hidden_scale(model))
+    elif head == "language":
         _check_causal(model, f"{path} ({type(model).__name__})")
     return _ready(model, checkpointing, path)
 
 
-def load_scalar(
-    path: str | Model,
-    *,
-    seed: int = 0,
-    trust_remote_code: bool = False,
-    checkpointing: bool = False,
-    quantization: Any = None,
-    device: torch.device | None = None,
-    setting: str = "",
-) -> Model:
-    """A model with one number per token: a reward model or a critic.
+load_policy = partial(load_model, "language")
+"""A causal language model: a policy or a reference."""
+load_scalar = partial(load_model, "scalar")
+"""A model with one number per token: a reward model or a critic.
 
-    This is transformers' own sequence classifier with one label, so it saves and loads without
-    marlhf. From a language model the head starts fresh, its scale such that scores are about 1.
-    """
-    if not isinstance(path, str):
-        if not isinstance(getattr(path, "score", None), nn.Linear):
-            raise ModelError(
-                f"A {type(path).__name__} has no scalar head that marlhf knows. Give an "
-                "AutoModelForSequenceClassification with num_labels=1."
-            )
-        if path.score.out_features != 1:
-            raise ModelError(
-                f"The {type(path).__name__} given has {path.score.out_features} labels; a reward "
-                "model has one. Load it with num_labels=1."
-            )
-        return _ready(path.float(), checkpointing, f"The {type(path).__name__} given")
-    if (base := adapter_base(path)) is not None:
-        scalar = load_scalar(base, seed=seed, trust_remote_code=trust_remote_code, setting=setting)
-        return _merged(scalar, path, checkpointing)
-    if path == "tiny" or is_gguf(path):
-        language_model = load_policy(path, seed=seed, setting=setting)
-        return _ready(with_scalar_head(language_model, seed), checkpointing, path)
-    with explained(path, "model"):
-        source = locate(path, setting)
-        config = _config(source, trust_remote_code)
-        fresh = not _has_scalar(config)
-        if not fresh and config.num_labels != 1:
-            raise ModelError(
-                f"{path} classifies into {config.num_labels} labels; a reward model has one. "
-                "Take a reward model, or the language model that it was made from."
-            )
-        config = scalar_config(config)
-        auto = AutoModelForSequenceClassification
-        model, missing = _load(auto, source, config, trust_remote_code, quantization, device)
-    head = getattr(model, "score", None)
-    if not isinstance(head, nn.Linear):
-        raise unknown_head(path, model)
-    _check_whole(path, model, missing - {"score.weight"} if fresh else missing)
-    if fresh:
-        init_scalar_head(head, seed, hidden_scale(model))
-    return _ready(model, checkpointing, path)
+This is transformers' own sequence classifier with one label, so it saves and loads without
+marlhf. From a language model the head starts fresh, its scale such that scores are about 1.
+"""
 
 
 def is_scalar(path: str, *, trust_remote_code: bool = False, setting: str = "") -> bool:
@@ -226,7 +185,10 @@ def is_scalar(path: str, *, trust_remote_code: bool = False, setting: str = "") 
 
 def check_vocabulary(model: Model, tokenizer: Tokenizer, name: str) -> None:
     """A tokenizer with more tokens than the model has embeddings fails deep inside otherwise."""
-    rows = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
+    check_embeddings(model.get_input_embeddings().weight.shape[0], tokenizer, name)
+
+
+def check_embeddings(rows: int, tokenizer: Tokenizer, name: str) -> None:
     tokens = max(tokenizer.get_vocab().values()) + 1  # more than len() where ids leave gaps
     if tokens > rows:
         raise ModelError(
@@ -244,7 +206,7 @@ def has_same_tokenizer(
     path: str | Tokenizer, tokenizer: Tokenizer, *, trust_remote_code: bool, setting: str = ""
 ) -> bool:
     """Whether the model at a path reads the tokens of this tokenizer."""
-    own = load_tokenizer_like(tokenizer, path, trust_remote_code=trust_remote_code, setting=setting)
+    own = load_tokenizer(path, trust_remote_code=trust_remote_code, setting=setting)
     return same_tokenizer(own, tokenizer)
 
 
@@ -253,29 +215,6 @@ def end_tokens(model: Model, tokenizer: Tokenizer) -> list[int]:
     declared = model.generation_config.eos_token_id if model.generation_config else None
     declared = [declared] if isinstance(declared, int) else declared or []
     return sorted({cast(int, tokenizer.eos_token_id), *declared})
-
-
-def _load(
-    auto: Any,
-    source: dict[str, Any],
-    config: Any,
-    trust_remote_code: bool,
-    quantization: Any = None,
-    device: torch.device | None = None,
-) -> tuple[Model, set[str]]:
-    """A model, and the names of those weights that were not there and so are random."""
-    packed = {"quantization_config": quantization, "device_map": {"": device or "cpu"}}
-    model, info = auto.from_pretrained(
-        **source,
-        config=config,
-        dtype=torch.float32,
-        trust_remote_code=trust_remote_code,
-        use_safetensors=True,  # a pickle could run anything
-        output_loading_info=True,
-        **(packed if quantization is not None else {}),
-        **_attention(config),
-    )
-    return model, set(info["missing_keys"])
 
 
 def _attention(config: Any) -> dict[str, str]:
@@ -298,6 +237,38 @@ def _load_gguf(path: str) -> Model:
     model = auto.from_config(config, dtype=torch.float32)
     model.load_state_dict(loaded.state_dict())
     return model
+
+
+def _check_architecture(head: Head, path: str, config: Any) -> None:
+    """Refuse, before weights are read, models that cannot have this role."""
+    if head == "scalar":
+        if _has_scalar(config) and config.num_labels != 1:
+            raise ModelError(
+                f"{path} classifies into {config.num_labels} labels; a reward model has one. "
+                "Take a reward model, or the language model that it was made from."
+            )
+        return
+    for kind in config.architectures or ():
+        if kind.endswith(("ForMaskedLM", "ForPreTraining")):
+            raise _not_causal(f"{path} ({kind})")
+        if kind.endswith(SCALAR):
+            raise ModelError(
+                f"{path} is a reward model ({kind}), which scores text and cannot write. "
+                "Take the language model that it was made from, such as the SFT model."
+            )
+
+
+def _check_given_scalar(model: Model, name: str) -> None:
+    if not isinstance(getattr(model, "score", None), nn.Linear):
+        raise ModelError(
+            f"A {type(model).__name__} has no scalar head that marlhf knows. Give an "
+            "AutoModelForSequenceClassification with num_labels=1."
+        )
+    if model.score.out_features != 1:
+        raise ModelError(
+            f"{name} has {model.score.out_features} labels; a reward model has one. Load it with "
+            "num_labels=1."
+        )
 
 
 @torch.no_grad()
@@ -363,11 +334,6 @@ def _has_scalar(config: Any) -> bool:
     return any(SCALAR in kind for kind in config.architectures or ())
 
 
-def _merged(base: Model, path: str, checkpointing: bool) -> Model:
-    merged = merge_adapter(base, path)
-    return _ready(merged.requires_grad_(True), checkpointing, path)  # peft has frozen it
-
-
 def _ready(model: Model, checkpointing: bool, name: str) -> Model:
     _check_finite(model, name)
     disable_dropout(model)
@@ -383,3 +349,87 @@ def _gguf_end(path: str) -> int | None:
 
     field = GGUFReader(path).fields.get("tokenizer.ggml.eos_token_id")
     return None if field is None else int(field.contents())
+
+
+def is_gguf(path: str) -> bool:
+    return path.endswith(".gguf")
+
+
+def locate(path: str, setting: str = "") -> dict[str, Any]:
+    """The options by which `from_pretrained` finds a model; `setting` is where it was named."""
+    file = Path(path)
+    named = f"`{setting}`: " if setting else ""
+    if is_gguf(path):
+        if not file.is_file():
+            raise ModelError(f"{named}There is no file {path}. Check the path to the GGUF file.")
+        return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    if file.exists():
+        return {"pretrained_model_name_or_path": path}
+    if is_run(file.parent):
+        raise ModelError(
+            f"{named}There is no {path}: the run {file.parent} is not finished. Finish it first, "
+            "by the command that began it."
+        )
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ModelError(
+            f"{named}There is no folder {path}. If an earlier stage of the recipe writes it, run "
+            "that stage first; `marlhf run` does all of them in order."
+        )
+    return {"pretrained_model_name_or_path": _on_hub(path, named)}
+
+
+def _on_hub(name: str, named: str) -> str:
+    """The name of a model on the hub; without the hub, the folder where it was downloaded before.
+
+    One question with a short timeout: transformers asks for every file of a model, five times
+    each, and takes more than a minute to say that there is no network.
+    """
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT)
+    except EntryNotFoundError:
+        return name  # it exists, and may hold a tokenizer alone
+    except GatedRepoError:
+        cause = (
+            f"the hub gives it only to those who accepted its terms. Do so on "
+            f"https://huggingface.co/{name}, and log in with `hf auth login`"
+        )
+    except (RepositoryNotFoundError, HFValidationError):
+        cause = "the hub has none either, or does not show it to you. Correct the name"
+    except Exception as error:  # which class depends on the HTTP client of huggingface_hub
+        reason = textwrap.shorten(str(error) or type(error).__name__, 100)
+        cause = f"the hub cannot be reached ({reason}). Correct the name, or download it first"
+    else:
+        return name
+    for file in ("config.json", "tokenizer_config.json"):
+        if isinstance(cached := try_to_load_from_cache(name, file), str):
+            return str(Path(cached).parent)
+    raise ModelError(f"{named}There is no folder {name} here, and {cause}.")
+
+
+@contextlib.contextmanager
+def explained(path: str, what: str) -> Iterator[None]:
+    """transformers' many ways to fail, as one sentence with the cause at its end."""
+    try:
+        with quiet_transformers():  # it warns of a fresh score head, which is intended
+            yield
+    except ModelError:
+        raise
+    except Exception as error:  # safetensors, tokenizers and gguf each raise kinds of their own
+        inner = Path(path) / MODEL
+        if (inner / "config.json").is_file():
+            hint = f"It is the folder of a run; its model is {inner}."
+        elif "trust_remote_code" in str(error):
+            raise ModelError(
+                f"The {what} {path} comes with Python code of its own, which is run only if you "
+                "say so: --trust-code on the command line, trust_remote_code: true in a recipe."
+            ) from error
+        elif not Path(path).exists():
+            hint = "Is it a model on the hub that you may read?"
+        elif is_gguf(path):
+            hint = "Is it a whole GGUF file, of a family that transformers can read?"
+        elif what == "tokenizer":
+            hint = "Is it a folder written by save_pretrained, with a tokenizer.json?"
+        else:
+            hint = "Is it a folder written by save_pretrained, with safetensors weights?"
+        cause = textwrap.shorten(str(error) or repr(error), 240)
+        raise ModelError(f"Cannot load the {what} {path}. {hint} ({cause})") from error

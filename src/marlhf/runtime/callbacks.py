@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,48 +19,44 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, SchedulerType
 
 from marlhf.runs.layout import RunError
+from marlhf.runtime.distributed import World
 from marlhf.runtime.progress import warn
 
 Callback = TrainerCallback | type[TrainerCallback]
+KEPT = ("log_history", "best_metric", "best_global_step")
+"""What a checkpoint keeps of the trainer's state."""
 
 
 class Arguments(TrainingArguments):
     """Our settings under the names that callbacks read.
 
     The constructor of transformers' own class sets up devices, process groups and Accelerate,
-    which would interfere with ours; this one only holds the settings.
+    which would interfere with ours; this one only holds the settings. `distributed_state` is
+    where transformers' properties read the rank and the number of processes from.
     """
 
     def __post_init__(self) -> None:
-        self.distributed_state = None
+        self.distributed_state: Any = None
+        self._device = torch.device("cpu")
+
+    def set_world(self, world: World) -> None:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0")) if world.size > 1 else 0
+        self.distributed_state = SimpleNamespace(
+            num_processes=world.size, process_index=world.rank, local_process_index=local_rank
+        )
+        self._device = world.device
 
     @property
     def device(self) -> torch.device:
         return self._device
 
-    @device.setter
-    def device(self, device: torch.device) -> None:
-        self._device = device
-
     @property
     def n_gpu(self) -> int:
         return int(self._device.type != "cpu")
 
-    @property
-    def world_size(self) -> int:
-        return torch.distributed.get_world_size() if _distributed() else 1
-
-    @property
-    def process_index(self) -> int:
-        return torch.distributed.get_rank() if _distributed() else 0
-
-    @property
-    def local_process_index(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", "0")) if _distributed() else 0
-
 
 class Callbacks:
-    """Calls the callbacks of a run; without any, every method does nothing.
+    """Calls the callbacks of a run.
 
     `step_begin`, `step_end`, `log`, `evaluate` and `save` are called after those events, with the
     step that they belong to. What callbacks request is in `should_stop`, `should_evaluate` and
@@ -93,37 +90,27 @@ class Callbacks:
         total_steps: int,
         steps_per_epoch: int | None = None,
         metric: str = "score",
-        model: Any = None,
-        processing_class: Any = None,
-        optimizer: Any = None,
-        main: bool = True,
+        world: World | None = None,
+        **given: Any,
     ) -> None:
+        """`given` is what callbacks get as keywords: model, processing_class, optimizer."""
+        world = world or World(torch.device("cpu"))
         self.callbacks = [_instance(callback) for callback in callbacks]
         self.control = TrainerControl()
-        if not self.callbacks:
-            return
         self.metric = metric.removeprefix("eval/").removeprefix("eval_")
-        self.args = _arguments(config, total_steps, self.metric, model)
+        self.args = _arguments(config, total_steps, self.metric)
+        self.args.set_world(world)
+        shared = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps")
         self.trainer_state = TrainerState(
-            max_steps=total_steps,
-            num_train_epochs=config.num_epochs,
-            logging_steps=1,
-            eval_steps=config.eval_every or total_steps,
-            save_steps=config.save_every,
+            **{name: getattr(self.args, name) for name in shared},
             train_batch_size=config.batch_size,
-            is_local_process_zero=main,
-            is_world_process_zero=main,
+            is_local_process_zero=world.main,
+            is_world_process_zero=world.main,
         )
         self._epoch = steps_per_epoch or max(1, math.ceil(total_steps / config.num_epochs))
         self._begun = False
-        self._given = {
-            "model": model,
-            "processing_class": processing_class,
-            "optimizer": optimizer,
-            "lr_scheduler": None,
-            "train_dataloader": None,
-            "eval_dataloader": None,
-        }
+        expected = ("model", "processing_class", "optimizer", "lr_scheduler")
+        self._given = dict.fromkeys((*expected, "train_dataloader", "eval_dataloader")) | given
         self._call("on_init_end")
 
     @property
@@ -148,7 +135,7 @@ class Callbacks:
 
     def step_begin(self, step: int) -> None:
         self._set_step(step - 1)
-        if self.callbacks and (not self._begun or (step - 1) % self._epoch == 0):
+        if not self._begun or (step - 1) % self._epoch == 0:
             self._begun = True
             self.control.should_epoch_stop = False
             self._call("on_epoch_begin")
@@ -158,7 +145,7 @@ class Callbacks:
     def step_end(self, step: int) -> None:
         self._set_step(step)
         self._call("on_step_end")
-        if self.callbacks and (step % self._epoch == 0 or step == self.trainer_state.max_steps):
+        if step % self._epoch == 0 or step == self.trainer_state.max_steps:
             self._call("on_epoch_end")
         if self.control.should_epoch_stop:
             self.control.should_epoch_stop = False
@@ -169,7 +156,7 @@ class Callbacks:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of a step."""
-        if not self.callbacks:
+        if not self.callbacks:  # no one reads the history, which would only grow
             return
         self._set_step(step)
         self.control.should_log = False
@@ -179,8 +166,6 @@ class Callbacks:
 
     def evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
         """The metrics of an evaluation: ours are `eval/score`, transformers' `eval_score`."""
-        if not self.callbacks:
-            return
         renamed = {name.replace("eval/", "eval_", 1): value for name, value in metrics.items()}
         self.log(step, renamed)
         self.control.should_evaluate = False
@@ -206,11 +191,10 @@ class Callbacks:
         if not self.callbacks:
             return {}
         kept = [c.state() if isinstance(c, ExportableState) else None for c in self.callbacks]
-        names = ("log_history", "best_metric", "best_global_step")
         return {
             "callbacks": [[type(c).__name__, s] for c, s in zip(self.callbacks, kept)],
             "should_stop": self.should_stop,
-            **{name: getattr(self.trainer_state, name) for name in names},
+            **{name: getattr(self.trainer_state, name) for name in KEPT},
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -226,14 +210,13 @@ class Callbacks:
             # Only what the callback has gathered is restored: its settings may have changed.
             for name, value in (match[1] or {}).get("attributes", {}).items():
                 setattr(callback, name, value)
-        for name in ("log_history", "best_metric", "best_global_step"):
+        for name in KEPT:
             setattr(self.trainer_state, name, state[name])
         self.control.should_training_stop = state["should_stop"]
 
     def _set_step(self, step: int) -> None:
-        if self.callbacks:
-            self.trainer_state.global_step = step
-            self.trainer_state.epoch = step / self._epoch
+        self.trainer_state.global_step = step
+        self.trainer_state.epoch = step / self._epoch
 
     def _call(self, event: str, **given: Any) -> None:
         for callback in self.callbacks:
@@ -265,8 +248,8 @@ def _instance(callback: Any) -> TrainerCallback:
     return instance
 
 
-def _arguments(config: Any, total_steps: int, metric: str, model: Any) -> Arguments:
-    args = Arguments(
+def _arguments(config: Any, total_steps: int, metric: str) -> Arguments:
+    return Arguments(
         output_dir=config.output_dir,
         run_name=config.run_name or Path(config.output_dir).name,
         seed=config.seed,
@@ -290,9 +273,3 @@ def _arguments(config: Any, total_steps: int, metric: str, model: Any) -> Argume
         report_to=[],
         disable_tqdm=False,
     )
-    args.device = torch.device("cpu") if model is None else next(model.parameters()).device
-    return args
-
-
-def _distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

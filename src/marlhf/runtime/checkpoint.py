@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -37,6 +38,17 @@ from marlhf.runtime.distributed import World
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps for each parameter, besides its number of steps."""
+MANIFEST = "manifest.json"
+STATE = {
+    "step": int,
+    "seconds": (int, float),
+    "rng": dict,
+    "optimizers": dict,
+    "verdict": str,
+    "callbacks": dict,
+    "bases": dict,
+}
+"""What `state.json` has in every checkpoint; stages add to it."""
 
 
 class Damaged(MarlhfError, ValueError):
@@ -79,11 +91,14 @@ def save_checkpoint(
             (temporary / CHECKPOINT_STATE).write_text(json.dumps(full_state), encoding="utf-8")
             files = sorted(p for p in temporary.rglob("*") if p.is_file())
             sizes = {str(p.relative_to(temporary)): [p.stat().st_size, _crc(p)] for p in files}
-            (temporary / "manifest.json").write_text(json.dumps(sizes), encoding="utf-8")
+            (temporary / MANIFEST).write_text(json.dumps(sizes), encoding="utf-8")
             replace_folder(temporary, final)
     if world.main:
         for old in list_checkpoints(run)[:-keep]:
-            shutil.rmtree(old)
+            if old.is_symlink():  # not ours: what it points to is left alone
+                old.unlink()
+            else:
+                shutil.rmtree(old)
     world.wait()
     return final
 
@@ -94,10 +109,14 @@ def load_latest(
     world: World,
     models: Mapping[str, nn.Module],
     optimizers: Mapping[str, Optimizer],
+    needs: Sequence[str] = (),
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Restore the newest complete checkpoint: its state, and a warning per damaged one."""
+    """Restore the newest complete checkpoint: its state, and a warning per damaged one.
+
+    `needs` names what the stage adds to a state and reads again.
+    """
     # One rank looks, for all must load the same one.
-    folder, damaged = world.broadcast(_find_latest(run) if world.main else None)
+    folder, damaged = world.broadcast(_find_latest(run, needs) if world.main else None)
     if folder is None:
         return None, damaged
     folder = Path(folder)
@@ -106,37 +125,32 @@ def load_latest(
     with world.raise_on_all_ranks():
         for name, optimizer in optimizers.items():
             _allocate(models[name], optimizer, state["optimizers"][name])
-        wanted = _flat(models, optimizers)
-        if not (folder / "sharded").is_dir():
-            _copy_whole(folder, wanted)
-    if (folder / "sharded").is_dir():
-        _load_sharded(folder, world, wanted)
+    _restore(folder, _flat(models, optimizers), world)
     _set_rng(state["rng"])
     return state, damaged
-
-
-def read_checkpoint_state(folder: Path) -> dict[str, Any]:
-    """What a checkpoint holds besides tensors."""
-    return json.loads((folder / CHECKPOINT_STATE).read_text(encoding="utf-8"))
 
 
 def load_weights(folder: Path, models: Mapping[str, nn.Module], world: World) -> None:
     """The weights of a checkpoint alone, for models that are not trained on."""
     try:
         _verify(folder)
-    except (Damaged, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise RunError(f"{folder} is damaged ({error}).") from None
-    wanted = _flat(models, {})
-    if (folder / "sharded").is_dir():
-        reader = HuggingFaceStorageReader(str(folder / "sharded"))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that there is one process, which is fine
-            state_dict_loader.load(wanted, storage_reader=reader, no_dist=world.size == 1)
-    else:
-        _copy_whole(folder, wanted, [folder / f"{name}.safetensors" for name in models])
+    _restore(folder, _flat(models, {}), world, weights_only=True)
 
 
-def _find_latest(run: RunFolder) -> tuple[str | None, list[str]]:
+def read_checkpoint_state(folder: Path, needs: Sequence[str] = ()) -> dict[str, Any]:
+    """What a checkpoint holds besides tensors, if it has everything that a resume reads."""
+    state = json.loads((folder / CHECKPOINT_STATE).read_bytes())
+    state = state if isinstance(state, dict) else {}
+    wrong = [key for key, kind in STATE.items() if not isinstance(state.get(key), kind)]
+    wrong += [key for key in needs if key not in state]
+    if wrong:
+        raise Damaged(f"{CHECKPOINT_STATE} does not say {', '.join(wrong)}")
+    return state
+
+
+def _find_latest(run: RunFolder, needs: Sequence[str]) -> tuple[str | None, list[str]]:
     """The newest complete checkpoint, and a warning for each newer one that is damaged."""
     for unfinished in run.checkpoints.glob(".step-*"):  # of a run that was killed while writing
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -144,19 +158,16 @@ def _find_latest(run: RunFolder) -> tuple[str | None, list[str]]:
     for folder in reversed(list_checkpoints(run)):
         try:
             _verify(folder)
-            read_checkpoint_state(folder)
-        except (Damaged, OSError, ValueError) as error:
+            read_checkpoint_state(folder, needs)
+        except (OSError, ValueError) as error:
             damaged[folder] = error
             continue
-        used = folder.name
-        return str(folder), [
-            f"{bad} is damaged ({error}); resuming from {used} instead."
-            for bad, error in damaged.items()
-        ]
-    return None, [
-        f"{bad} is damaged ({error}); training starts from the beginning."
-        for bad, error in damaged.items()
-    ]
+        return str(folder), _warnings(damaged, f"resuming from {folder.name} instead")
+    return None, _warnings(damaged, "training starts from the beginning")
+
+
+def _warnings(damaged: Mapping[Path, Exception], instead: str) -> list[str]:
+    return [f"{folder} is damaged ({error}); {instead}." for folder, error in damaged.items()]
 
 
 def list_checkpoints(run: RunFolder) -> list[Path]:
@@ -243,49 +254,66 @@ def _allocate(model: nn.Module, optimizer: Optimizer, progress: dict[str, Any]) 
         }
 
 
-def _copy_whole(
-    folder: Path, wanted: dict[str, Tensor], files: Sequence[Path] | None = None
+def _restore(
+    folder: Path, wanted: dict[str, Tensor], world: World, *, weights_only: bool = False
 ) -> None:
-    """Plain files, all unless given, into the tensors of models and optimisers."""
-    saved: dict[str, Tensor] = {}
-    for file in files if files is not None else sorted(folder.glob("*.safetensors")):
-        saved |= {f"{file.stem}.{key}": x for key, x in load_file(file).items()}
-    _check_shapes({k: x.shape for k, x in saved.items()}, wanted, folder)
+    """Copy what was saved into the tensors of models and optimisers."""
+    roles = {key.partition(".")[0] for key in wanted}
+    sharded = (folder / "sharded").is_dir()
+    whole: dict[str, Tensor] = {}
+    reader = HuggingFaceStorageReader(str(folder / "sharded"))
+    with world.raise_on_all_ranks():
+        if sharded:
+            saved = reader.read_metadata().state_dict_metadata
+            shapes = {key: getattr(x, "size", None) for key, x in saved.items()}
+        else:
+            for file in sorted(folder.glob("*.safetensors")):
+                if file.stem in roles or not weights_only:
+                    whole |= {f"{file.stem}.{key}": x for key, x in load_file(file).items()}
+            shapes = {key: x.shape for key, x in whole.items()}
+        if weights_only:
+            shapes = {k: shape for k, shape in shapes.items() if k.partition(".")[0] in roles}
+        if shapes != {key: x.shape for key, x in wanted.items()}:
+            raise RunError(
+                f"{folder} was saved from a model of another shape than the one this run starts "
+                "from now. Put that model back, or choose another output_dir."
+            )
+    if sharded:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that there is one process, which is fine
+            state_dict_loader.load(wanted, storage_reader=reader, no_dist=world.size == 1)
+        return
     with torch.no_grad():
         for key, x in wanted.items():
-            full = saved[key].to(x.device)
+            full = whole[key].to(x.device)
             if isinstance(x, DTensor):
                 full = distribute_tensor(full, x.device_mesh, x.placements)
             x.copy_(full)
 
 
-def _load_sharded(folder: Path, world: World, wanted: dict[str, Tensor]) -> None:
-    reader = HuggingFaceStorageReader(str(folder / "sharded"))
-    saved = reader.read_metadata().state_dict_metadata
-    _check_shapes({key: getattr(x, "size", None) for key, x in saved.items()}, wanted, folder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that there is one process, which is fine
-        state_dict_loader.load(wanted, storage_reader=reader, no_dist=world.size == 1)
-
-
-def _check_shapes(
-    saved: Mapping[str, torch.Size | None], wanted: Mapping[str, Tensor], folder: Path
-) -> None:
-    if dict(saved) != {key: x.shape for key, x in wanted.items()}:
-        raise RunError(
-            f"{folder} was saved from a model of another shape than the one this run starts from "
-            "now. Put that model back, or choose another output_dir."
-        )
-
-
 def _verify(folder: Path) -> None:
-    manifest = folder / "manifest.json"
-    if not manifest.is_file():
-        raise Damaged("manifest.json is missing")
-    for name, (size, crc) in json.loads(manifest.read_text(encoding="utf-8")).items():
+    """Refuse a checkpoint unless all its files are those that were written."""
+    if folder.is_symlink():
+        raise Damaged("it is a symbolic link")
+    if not (folder / MANIFEST).is_file():
+        raise Damaged(f"{MANIFEST} is missing")
+    try:
+        manifest = TypeAdapter(dict[str, tuple[int, int]]).validate_json(
+            (folder / MANIFEST).read_bytes()
+        )
+    except ValidationError:
+        raise Damaged(f"{MANIFEST} does not list sizes and checksums") from None
+    tensors = {str(p.relative_to(folder)) for p in folder.rglob("*.safetensors")}
+    if unlisted := {CHECKPOINT_STATE, *tensors} - manifest.keys():
+        raise Damaged(f"{MANIFEST} does not list {min(unlisted)}")
+    if not tensors:
+        raise Damaged("it has no weights")
+    for name, (size, crc) in manifest.items():
         path = folder / name
         if not path.is_file():
             raise Damaged(f"{name} is missing")
+        if path.resolve() != folder.resolve() / name:
+            raise Damaged(f"{name} is a link, or outside of it")
         if path.stat().st_size != size:
             raise Damaged(f"{name} has {path.stat().st_size} bytes instead of {size}")
         if _crc(path) != crc:

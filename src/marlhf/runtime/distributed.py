@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from marlhf.config.stage import Parallel
-from marlhf.data.collate import Micro, SingleProcess, pad_right, token_budget_batches
+from marlhf.data.collate import Micro, SingleProcess, token_budget_batches
 from marlhf.models.adapters import AdaptedModel, AdaptedScalarModel
 from marlhf.models.base import Model, Precision, computes_in_bfloat16, pick_device
 from marlhf.models.forward import choose_passes
@@ -42,8 +42,6 @@ from marlhf.rollout.engine import Rollout
 from marlhf.runs.layout import RunError
 from marlhf.runtime import progress
 
-BUCKET = 1 << 25
-"""How many gradient values one all-reduce sums: large enough to use the network well."""
 _PIDS: list[tuple[str, int]] = []
 """Host and process id of each rank, to say which one was killed."""
 _CONNECTION_LOST = re.compile("Connection (closed|reset) by peer|Connection refused|Broken pipe")
@@ -145,6 +143,12 @@ class World(SingleProcess):
         dist.broadcast_object_list(values, device=self.device)
         return values[0]
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Each rank's value, on all ranks."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
     @contextlib.contextmanager
     def raise_on_all_ranks(self) -> Iterator[None]:
         """An error on one rank raises on all ranks.
@@ -160,8 +164,7 @@ class World(SingleProcess):
             yield
         except Exception as raised:
             error = raised
-        messages: list[Any] = [None] * self.size
-        dist.all_gather_object(messages, None if error is None else str(error) or repr(error))
+        messages = self.gather_objects(None if error is None else str(error) or repr(error))
         if error is not None:
             raise error
         for rank, message in enumerate(messages):
@@ -277,11 +280,7 @@ class World(SingleProcess):
         for p in used:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        for bucket in _buckets(used):
-            flat = torch.cat([p.grad.flatten() for p in bucket if p.grad is not None])
-            dist.all_reduce(flat)
-            for p, grad in zip(bucket, flat.split([p.numel() for p in bucket])):
-                p.grad = grad.view_as(p)
+            dist.all_reduce(p.grad)
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Tensor] | None:
         """Sharded weights as a plain state dict, on rank 0; None where weights are not sharded."""
@@ -367,44 +366,23 @@ def _dead(pid: int) -> bool:
 
 
 def gather_rollout(world: World, rollout: Rollout | None, share: list[int], rows: int) -> Rollout:
-    """The responses of all ranks, in the order of the prompts; `rollout` is None without rows.
-
-    Each rank writes its rows into tensors of zeros, which a sum over ranks then completes.
-    """
+    """The responses of all ranks, in the order of the prompts; `rollout` is None without rows."""
     if world.size == 1 and rollout is not None:
         return rollout
-    lengths = torch.zeros(rows, dtype=torch.int64, device=world.device)
-    ended = torch.zeros(rows, dtype=torch.int64, device=world.device)
-    where = torch.tensor(share, dtype=torch.int64, device=world.device)
     if rollout is not None:
-        lengths[where] = torch.tensor([len(r) for r in rollout.responses], device=world.device)
-        ended[where] = rollout.ended.long()
-    lengths = world.sum(lengths)
-    width = int(lengths.max())
-    tokens = torch.zeros(rows, width, dtype=torch.int64, device=world.device)
-    logprobs = torch.zeros(rows, width, device=world.device)
-    if rollout is not None:
-        own, _ = pad_right(rollout.responses, 0)
-        tokens[where, : own.shape[1]] = own.to(world.device)
-        logprobs[where, : rollout.logprobs.shape[1]] = rollout.logprobs
-    tokens, logprobs, ended = world.sum(tokens), world.sum(logprobs), world.sum(ended)
-    responses = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist())]
-    return Rollout(responses, logprobs, ended.bool())
+        rollout = Rollout(rollout.responses, rollout.logprobs.cpu(), rollout.ended.cpu())
+    parts = [part for part in world.gather_objects((share, rollout)) if part[1] is not None]
+    responses: list[list[int]] = [[]] * rows
+    logprobs = torch.zeros(rows, max(theirs.logprobs.shape[1] for _, theirs in parts))
+    ended = torch.zeros(rows, dtype=torch.bool)
+    for where, theirs in parts:
+        for row, response in zip(where, theirs.responses):
+            responses[row] = response
+        logprobs[where, : theirs.logprobs.shape[1]] = theirs.logprobs
+        ended[where] = theirs.ended
+    return Rollout(responses, logprobs.to(world.device), ended.to(world.device))
 
 
 def _share(lengths: Sequence[int], rank: int, size: int) -> list[int]:
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
     return sorted(order[rank::size])
-
-
-def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one dtype in groups of about `BUCKET` values, for one all-reduce each."""
-    for dtype in dict.fromkeys(p.dtype for p in parameters):
-        bucket: list[nn.Parameter] = []
-        for p in (p for p in parameters if p.dtype == dtype):
-            bucket.append(p)
-            if sum(p.numel() for p in bucket) >= BUCKET:
-                yield bucket
-                bucket = []
-        if bucket:
-            yield bucket

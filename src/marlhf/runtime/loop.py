@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -26,20 +26,15 @@ from marlhf.models.adapters import AdaptedModel
 from marlhf.models.base import Model, Tokenizer, quiet_transformers
 from marlhf.runs.layout import MODEL, RunError
 from marlhf.runs.write import ReadOnlyRunFolder, RunFolder
+from marlhf.runtime.callbacks import Callbacks
 from marlhf.runtime.checkpoint import load_latest, save_checkpoint
-from marlhf.runtime.collector import keep_imported, resume_collector
 from marlhf.runtime.distributed import World
-from marlhf.runtime.interrupts import Stopped
 from marlhf.runtime.memory import WATCHED_STEPS, seek_token_budget, settle_token_budget
-from marlhf.runtime.model_card import push, write_card
-from marlhf.runtime.no_callbacks import NoCallbacks
+from marlhf.runtime.model_card import check_push, hub_name, push, write_card
 from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.progress import Steps, format_numbers, say, warn
-from marlhf.runtime.stage import due, finish, record_outcome
+from marlhf.runtime.stage import Stopped, due, finish, record_outcome
 from marlhf.runtime.trackers import Trackers
-
-if TYPE_CHECKING:
-    from marlhf.runtime.callbacks import Callbacks
 
 
 def open_run(config: StageConfig, stage: str, world: World) -> RunFolder:
@@ -47,11 +42,12 @@ def open_run(config: StageConfig, stage: str, world: World) -> RunFolder:
 
     Rank 0 comes first: it may have to create the folder, or refuse what is in it.
     """
-    keep_imported()
     run: RunFolder | None = None
     with world.raise_on_all_ranks():
         if world.main:
             run = RunFolder(config.output_dir, stage, config)
+            if config.push_to_hub and not run.finished:
+                check_push(hub_name(config), private=config.hub_private)
     with world.raise_on_all_ranks():
         if run is None:
             run = ReadOnlyRunFolder(config.output_dir, stage, config)
@@ -85,23 +81,20 @@ class Loop:
         self.step = self.done = 0
         self.verdict = ""
         """Why to stop before the last step, if a guard or a callback says so."""
-        self.callbacks: Callbacks | NoCallbacks = NoCallbacks()
-        if objects.callbacks:
-            from marlhf.runtime.callbacks import Callbacks  # takes seconds: see no_callbacks.py
-
-            self.callbacks = Callbacks(
-                objects.callbacks,
-                config,
-                total_steps=total,
-                steps_per_epoch=rows[0] // config.batch_size,
-                metric=metric,
-                model=next(iter(models.values())),
-                processing_class=tokenizer,
-                optimizer=next(iter(optimizers.values())),
-                main=world.main,
-            )
+        self.callbacks = Callbacks(
+            objects.callbacks,
+            config,
+            total_steps=total,
+            steps_per_epoch=rows[0] // config.batch_size,
+            metric=metric,
+            model=next(iter(models.values())),
+            processing_class=tokenizer,
+            optimizer=next(iter(optimizers.values())),
+            world=world,
+        )
         self.rows = {"training": rows[0], "held-out": rows[1]}
-        seek_token_budget(config, world, run)
+        if config.token_budget == "auto" and not config.deterministic:
+            seek_token_budget(world, run)
         self._stack = contextlib.ExitStack()
         self._stopping = False  # a signal has reached some rank
         self._last_evaluation: tuple[int, dict[str, float]] | None = None  # its step, and metrics
@@ -110,10 +103,17 @@ class Loop:
         """Call this when the loop has ended, however it ends."""
         self._stack.callback(close)
 
-    def resume(self) -> dict[str, Any] | None:
-        """Resume from the last complete checkpoint, if there is one; returns its state."""
+    def resume(self, *needs: str) -> dict[str, Any] | None:
+        """Resume from the last complete checkpoint, if there is one; returns its state.
+
+        `needs` names what the stage adds to a state and reads again.
+        """
         state, damaged = load_latest(
-            self.run, world=self.world, models=self.models, optimizers=self.optimizers
+            self.run,
+            world=self.world,
+            models=self.models,
+            optimizers=self.optimizers,
+            needs=needs,
         )
         for line in damaged:
             warn(line)
@@ -190,9 +190,8 @@ class Loop:
 
     def log(self, numbers: dict[str, float], show: Sequence[str] = ()) -> None:
         """The metrics of a step that is done: to the folder, the bar, trackers and callbacks."""
-        resume_collector()
         if self.step - self.done >= WATCHED_STEPS:
-            settle_token_budget(self.config, self.world, self.run)
+            settle_token_budget(self.config.pass_tokens, self.world, self.run)
         self.callbacks.step_end(self.step)
         self.run.log("train", self.step, numbers)
         self._bar.advance(self.step, {key: numbers[key] for key in show})
@@ -274,14 +273,9 @@ class Loop:
         self.callbacks.train_end()
         path = finish(self.run, summary, next_step)
         if self.world.main:
-            publish(self.run, self.config, self.rows)
+            push_to_hub, name = self.config.push_to_hub, hub_name(self.config)
+            write_card(self.run, rows=self.rows, repo_id=name if push_to_hub else "")
+            if push_to_hub:
+                say(f"  hub     {push(path, name, private=self.config.hub_private)}")
         self.world.wait()
         return path
-
-
-def publish(run: RunFolder, config: StageConfig, rows: Mapping[str, int] | None = None) -> None:
-    """Write the model's card, and upload both with `push_to_hub`."""
-    name = config.hub_model_id or run.path.name
-    write_card(run, rows=rows, repo_id=name if config.push_to_hub else "")
-    if config.push_to_hub:
-        say(f"  hub     {push(run.model, name, private=config.hub_private)}")

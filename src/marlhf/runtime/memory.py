@@ -1,4 +1,4 @@
-"""How large a pass may be: as large as memory allows, smaller where it runs out, else a sentence.
+"""Fit passes into memory: grow the token budget to what is free, halve passes on out-of-memory.
 
 Losses and gradients are sums over micro-batches, so the number of passes changes nothing but
 rounding. With `token_budget: auto` the first two steps measure what a token takes of a GPU's
@@ -74,17 +74,15 @@ def fit_memory(
         )
 
 
-def seek_token_budget(config: StageConfig, world: World, run: RunFolder) -> None:
-    """With `token_budget: auto` on a GPU, measure from here on, or take what the run has found."""
-    # Several processes would find different numbers, and so would a run that is to be repeated.
-    alone = world.size == 1 and not config.deterministic
-    if config.token_budget == "auto" and world.device.type == "cuda" and alone:
+def seek_token_budget(world: World, run: RunFolder) -> None:
+    """On a GPU, measure memory from here on, or take the budget that the run has found."""
+    if world.size == 1 and world.device.type == "cuda":  # several would find different numbers
         world.pass_limit.auto_tokens = run.state.get(BUDGET)
         world.pass_limit.watching = world.pass_limit.auto_tokens is None
 
 
-def settle_token_budget(config: StageConfig, world: World, run: RunFolder) -> None:
-    """Turn what was measured into the tokens of a pass for the rest of the run.
+def settle_token_budget(least: int, world: World, run: RunFolder) -> None:
+    """Turn what was measured into the tokens of a pass for the rest of the run, at least `least`.
 
     A power of two, so that a little more or less free memory gives the same passes.
     """
@@ -93,7 +91,7 @@ def settle_token_budget(config: StageConfig, world: World, run: RunFolder) -> No
         return
     limit.watching = False
     fits = int(SHARE * free_bytes(world.device) / limit.bytes_per_token)
-    limit.auto_tokens = max(config.pass_tokens, 1 << int(math.log2(max(1, fits))))
+    limit.auto_tokens = max(least, 1 << int(math.log2(max(1, fits))))
     run.state[BUDGET] = limit.auto_tokens
     run.write_state()
 
@@ -144,8 +142,8 @@ def _remedies(config: StageConfig) -> Iterator[str]:
     if isinstance(config, RLConfig):
         limits = f"sampling.max_new_tokens ({config.sampling.max_new_tokens})"
         tokens = config.rollout_tokens
-        told = f"auto, at least {AUTO_TOKENS}" if tokens == "auto" else tokens
-        yield f"While sampling, lower rollout_tokens ({told}) or {limits}."
+        tokens = f"auto, at least {AUTO_TOKENS}" if tokens == "auto" else tokens
+        yield f"While sampling, lower rollout_tokens ({tokens}) or {limits}."
     if not config.gradient_checkpointing:
         yield "gradient_checkpointing: true saves most of the activations."
     if config.lora is None:

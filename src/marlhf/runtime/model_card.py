@@ -6,17 +6,26 @@ never by path, and secrets were left out of the run's config when it was written
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import yaml
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+)
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from marlhf._version import __version__
+from marlhf.config.stage import StageConfig
 from marlhf.data.load import is_hub_name
 from marlhf.data.sources import PUBLISHED
 from marlhf.fields import settings_with
@@ -27,30 +36,16 @@ from marlhf.runs.layout import BEST, METRICS, MODEL, RunError, read_config, read
 from marlhf.runs.stage_facts import facts_of
 from marlhf.runs.write import RunFolder
 
+ADAPTER = "adapter_config.json"
 LABELS = {
     "eval/score": "score",
-    "eval/kl": "KL to the reference (nats a response)",
+    "eval/kl": "KL to the reference (nats per response)",
     "eval/length": "length (tokens)",
     "eval/win_rate": "win rate against the start, by score",
     "eval/repetition": "repeated 4-grams",
     "eval/ended": "responses that end by themselves",
     "eval/gold": "true score",
 }
-PAPER = """\
-@inproceedings{chai2025marlhf,
-  title     = {{MA-RLHF}: Reinforcement Learning from Human Feedback with Macro Actions},
-  author    = {Chai, Yekun and Sun, Haoran and Fang, Huang and Wang, Shuohuan and Sun, Yu and
-               Wu, Hua},
-  booktitle = {International Conference on Learning Representations},
-  year      = {2025},
-  url       = {https://arxiv.org/abs/2410.02743}
-}"""
-SOFTWARE = """\
-@software{marlhf,
-  title   = {marlhf: reinforcement learning from human feedback with macro actions},
-  author  = {{The marlhf authors}},
-  version = {VERSION}
-}"""
 
 
 def write_card(
@@ -70,31 +65,97 @@ def write_card(
     Python objects, whose config names neither.
     """
     folder = folder or run.model
-    metrics = dict(run.state["summary"] if summary is None else summary)
-    base = base_model or _origin(str(run.config.get("model") or ""))
-    data = run.config.get("data") or {}
+    summary = dict(run.state["summary"] if summary is None else summary)
+    config, facts = run.config, facts_of(run.stage)
+    data = config.get("data") or {}
+    base = base_model or _origin(str(config.get("model") or ""))
     dataset = dataset or _dataset(data)
-    loading = _Loading.of(folder, run.stage)
+    macro = _is_macro(config.get("segmenter"))
+    loading = _how_to_load(folder, base, writes_text=facts.writes_text)
+    tags = ["marlhf", "rlhf", "reward-model" if loading["scalar"] else run.stage]
+    metadata = {
+        "library_name": "peft" if loading["adapter"] else "transformers",
+        "pipeline_tag": "text-classification" if loading["scalar"] else "text-generation",
+        "tags": [*tags, "macro-actions"] if macro else tags,
+        **({"base_model": base} if _on_hub(base) else {}),
+        **({"datasets": [dataset]} if _on_hub(dataset) else {}),
+    }
     name = repo_id.rpartition("/")[2] or run.path.name
-    parts = [
-        f"---\n{yaml.safe_dump(_metadata(run, loading, base, dataset), sort_keys=False)}---",
-        f"# {name}",
-        _what(run, loading, base, dataset),
-        "## How it was trained",
-        _training(run, base, dataset, data, rows),
-        "## Results",
-        _results(run, metrics),
-        "## How to load it",
-        loading.code(repo_id or name, base),
-        "## Limits",
-        _limits(run.stage),
-        "## How to cite",
-        f"```bibtex\n{PAPER}\n\n{SOFTWARE.replace('VERSION', __version__)}\n```",
-        "## Versions",
-        "\n".join(f"- {package} {number}" for package, number in _versions(loading.adapter)),
-    ]
-    write_text(folder / "README.md", "\n\n".join(parts) + "\n")
+    private = settings_with(run.settings, "private")
+    metrics = read_jsonl(run.path / METRICS).rows
+    evaluations = (row for row in metrics if row.get("kind") == "eval" and row.get("step") == 0)
+    text = _template().render(
+        metadata=yaml.safe_dump(metadata, sort_keys=False),
+        name=name,
+        loaded_as=repo_id or name,
+        stage=run.stage,
+        facts=facts,
+        macro=macro,
+        base=base,
+        start=str(config.get("model") or base),
+        dataset=dataset,
+        data=data,
+        rows=rows or {},
+        settings=_clean({k: v for k, v in config.items() if k not in private}),
+        shown_settings=settings_with(run.settings, "on_card"),
+        labels=LABELS,
+        metrics=[m for m in dict.fromkeys((*LABELS, *summary)) if m in summary and m != "steps"],
+        before=next(evaluations, {}),
+        summary=summary,
+        seconds=run.seconds,
+        seed=config.get("seed"),
+        note=str(run.state.get("note") or ""),
+        version=__version__,
+        versions=list(_versions(loading["adapter"])),
+        **loading,
+    )
+    write_text(folder / "README.md", text)
     return folder / "README.md"
+
+
+def _how_to_load(folder: Path, base: str, *, writes_text: bool) -> dict[str, Any]:
+    """What the template needs to know about the files of a model."""
+    adapter = (folder / ADAPTER).is_file()
+    if adapter:  # what it stands on need not be what training began with
+        base = read_object(folder / ADAPTER).get("base_model_name_or_path") or base
+    scalar = not writes_text
+    if architectures := read_object(folder / "config.json").get("architectures"):
+        scalar = any(SCALAR in str(name) for name in architectures)  # adapters have none
+    kind = "SequenceClassification" if scalar else "CausalLM"
+    return {
+        "adapter": adapter,
+        "scalar": scalar,
+        "auto": f"AutoPeftModelFor{kind}" if adapter else f"AutoModelFor{kind}",
+        "adapter_base": base,
+        "base_travels": _on_hub(base) or not re.search(r"[\\/]", base),
+    }
+
+
+def _template() -> Template:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # it is Markdown
+        undefined=StrictUndefined,
+    )
+    filters = (_link, _shown, _inline, _number, _without_paths, to_yaml)
+    environment.filters |= {filter.__name__.lstrip("_"): filter for filter in filters}
+    return environment.get_template("model_card.md.jinja")
+
+
+def hub_name(config: StageConfig) -> str:
+    """What `push_to_hub` calls the model."""
+    return config.hub_model_id or Path(config.output_dir).name
+
+
+def check_push(repo_id: str, *, private: bool = False) -> None:
+    """Make the repository before training: a name or a login that will not do shows at once."""
+    with _explained(repo_id, "push_to_hub cannot work", "Nothing has been trained yet."):
+        huggingface_hub.HfApi().create_repo(
+            repo_id, private=private, repo_type="model", exist_ok=True
+        )
 
 
 def push(
@@ -106,20 +167,21 @@ def push(
     message: str = "Upload a model trained with marlhf",
 ) -> str:
     """Upload a folder to the hub as a model repository, made if it is not there; its address."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalTokenNotFoundError,
-        OfflineModeIsEnabled,
-    )
-
-    api = HfApi(token=token)
-    try:
+    remedy = f"The model itself is whole; upload it with `hf upload {repo_id} {folder}`."
+    with _explained(repo_id, f"{folder} is not on the hub", remedy):
+        api = huggingface_hub.HfApi(token=token)
         made = api.create_repo(repo_id, private=private, repo_type="model", exist_ok=True)
         api.upload_folder(
             repo_id=made.repo_id, folder_path=str(folder), commit_message=message, repo_type="model"
         )
+    return str(made)
+
+
+@contextlib.contextmanager
+def _explained(repo_id: str, problem: str, remedy: str) -> Iterator[None]:
+    """The hub's refusals as sentences."""
+    try:
+        yield
     except Exception as error:
         response = error.response if isinstance(error, HfHubHTTPError) else None
         status = None if response is None else response.status_code
@@ -134,168 +196,14 @@ def push(
         else:
             first = (str(error).splitlines() or [""])[0]
             why = f"the hub could not be reached ({type(error).__name__}: {first})."
-        raise RunError(
-            f"{folder} is not on the hub: {why} The model itself is whole; upload it with "
-            f"`hf upload {repo_id} {folder}`."
-        ) from error
-    return str(made)
-
-
-class _Loading:
-    """How transformers or peft loads what is in a folder."""
-
-    def __init__(self, scalar: bool, adapter: bool, base: str) -> None:
-        self.scalar, self.adapter, self.base = scalar, adapter, base
-
-    @classmethod
-    def of(cls, folder: Path, stage: str) -> _Loading:
-        settings = folder / "adapter_config.json"
-        adapter, base = settings.is_file(), ""
-        if adapter:  # what it stands on need not be what training began with
-            base = read_object(settings).get("base_model_name_or_path") or ""
-        if architectures := read_object(folder / "config.json").get("architectures"):
-            scalar = any(SCALAR in str(name) for name in architectures)
-        else:  # adapters have none
-            scalar = not facts_of(stage).writes_text
-        return cls(scalar, adapter, base)
-
-    def code(self, name: str, base: str) -> str:
-        kind = "SequenceClassification" if self.scalar else "CausalLM"
-        auto = f"AutoPeftModelFor{kind}" if self.adapter else f"AutoModelFor{kind}"
-        options = ", num_labels=1" if self.scalar and self.adapter else ""
-        imports = "from transformers import AutoTokenizer"
-        if self.adapter:
-            imports = f"from peft import {auto}\n{imports}"
-        else:
-            imports = imports.replace("import ", f"import {auto}, ")
-        use = (
-            'inputs = tokenizer("a prompt" + " and a response", return_tensors="pt")\n'
-            "score = model(**inputs).logits[0, 0]"
-            if self.scalar
-            else 'inputs = tokenizer("a prompt", return_tensors="pt")\n'
-            "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))"
-        )
-        base = self.base or base
-        there = _on_hub(base) or not re.search(r"[\\/]", base)
-        over = f"\n\nIt is an adapter over `{_shown(base)}`, " + (
-            "which is loaded with it."
-            if there
-            else "a folder where it was trained. To load it elsewhere, set "
-            "`base_model_name_or_path` in adapter_config.json."
-        )
-        return (
-            f'```python\n{imports}\n\nmodel = {auto}.from_pretrained("{name}"{options})\n'
-            f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n{use}\n```'
-            + (over if self.adapter and base else "")
-        )
-
-
-def _metadata(run: RunFolder, loading: _Loading, base: str, dataset: str) -> dict[str, Any]:
-    tags = ["marlhf", "rlhf", "reward-model" if loading.scalar else run.stage]
-    metadata: dict[str, Any] = {
-        "library_name": "peft" if loading.adapter else "transformers",
-        "pipeline_tag": "text-classification" if loading.scalar else "text-generation",
-        "tags": [*tags, "macro-actions"] if _is_macro(run.config.get("segmenter")) else tags,
-    }
-    if _on_hub(base):
-        metadata["base_model"] = base
-    if _on_hub(dataset):
-        metadata["datasets"] = [dataset]
-    return metadata
-
-
-def _what(run: RunFolder, loading: _Loading, base: str, dataset: str) -> str:
-    kind = "A reward model" if loading.scalar else "A language model"
-    start = f", from {_link(base)}" if base else ""
-    on = f", on {_link(dataset, 'datasets/')}" if dataset else ""
-    macro = _is_macro(run.config.get("segmenter"))
-    method = facts_of(run.stage).label + (" over macro actions" if macro else "")
-    lines = [f"{kind}, trained by {method}{start}{on}, with marlhf {__version__}."]
-    if macro:
-        lines.append(
-            "Responses were cut into macro actions, groups of tokens that are credited as one "
-            "([MA-RLHF](https://arxiv.org/abs/2410.02743)). They exist in training only: the "
-            "model samples token by token, as any other does."
-        )
-    return "\n\n".join(lines)
-
-
-def _training(
-    run: RunFolder, base: str, dataset: str, data: Any, rows: Mapping[str, int] | None
-) -> str:
-    private = settings_with(run.settings, "private")
-    config = _clean({k: v for k, v in run.config.items() if k not in private})
-    lines = [f"- stage: {run.stage}"]
-    begun = str(run.config.get("model") or base)
-    if begun:
-        came = f", which began as {_link(base)}" if base and base != begun else ""
-        lines.append(f"- start: {_link(begun)}{came}")
-    if dataset:
-        counted = ", ".join(f"{count} {name} rows" for name, count in (rows or {}).items())
-        source = f" (form: {data['source']})" if data.get("source") and data.get("path") else ""
-        about = [f"{_link(dataset, 'datasets/')}{source}", *([counted] if counted else [])]
-        lines.append(f"- data: {', '.join(about)}")
-    if config.get("segmenter"):
-        lines.append(f"- termination rule of macro actions: `{_inline(config['segmenter'])}`")
-    table = [("setting", "value"), ("---", "---")]
-    for name in settings_with(run.settings, "on_card"):
-        value = config.get(name)
-        if value not in (None, "", [], {}):
-            table.append((f"`{name}`", f"`{_inline(value)}`".replace("|", "\\|")))
-    whole = to_yaml(config)
-    lines += ["", *(f"| {name} | {value} |" for name, value in table), ""]
-    lines += ["<details><summary>All settings</summary>", "", f"```yaml\n{whole}```", ""]
-    return "\n".join([*lines, "</details>"])
-
-
-def _results(run: RunFolder, metrics: Mapping[str, Any]) -> str:
-    before = _before(run)
-    names = [name for name in LABELS if name in metrics]
-    names += [name for name in metrics if name not in LABELS and name != "steps"]
-    lines = ["| held out | before | after |", "| --- | --- | --- |"]
-    for name in names:
-        label = LABELS.get(name, name.removeprefix("eval/"))
-        lines.append(f"| {label} | {_number(before.get(name))} | {_number(metrics[name])} |")
-    steps = f"{metrics['steps']} steps, " if "steps" in metrics else ""
-    seed = run.config.get("seed")
-    lines += ["", f"{steps}{run.seconds:.0f} seconds, one run with seed {seed}."]
-    if run.state.get("note"):
-        lines += ["", _without_paths(str(run.state["note"]))]
-    return "\n".join(lines)
-
-
-def _limits(stage: str) -> str:
-    lines = []
-    if not facts_of(stage).writes_text:
-        lines.append(
-            "Scores compare responses to the same prompt. Their zero and their unit mean nothing, "
-            "and far from the training data they are guesses."
-        )
-    elif facts_of(stage).samples:
-        lines.append(
-            "The score is what the policy was trained to raise, so it flatters. Read it together "
-            "with KL and length, and judge samples before relying on it."
-        )
-    lines += [
-        "The numbers are of one seed; small differences between models may be chance.",
-        "It has the faults and biases of its base model and its data, and their licences apply.",
-    ]
-    return "\n".join(f"- {line}" for line in lines)
+        raise RunError(f"{problem}: {why} {remedy}") from error
 
 
 def _versions(adapter: bool) -> Iterator[tuple[str, str]]:
     yield "marlhf", __version__
     for package in ("torch", "transformers", *["peft"] * adapter, "tokenizers", "datasets"):
-        if number := _installed_version(package):
-            yield package, number
-
-
-@cache  # a package's whole description is read and parsed for it
-def _installed_version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+        with contextlib.suppress(PackageNotFoundError):
+            yield package, version(package)
 
 
 def _origin(name: str) -> str:
@@ -314,12 +222,6 @@ def _dataset(data: Mapping[str, Any]) -> str:
     if path:
         return str(path)
     return PUBLISHED[source].hub_name if source in PUBLISHED else source
-
-
-def _before(run: RunFolder) -> dict[str, Any]:
-    """The evaluation before the first step."""
-    rows = read_jsonl(run.path / METRICS).rows
-    return next((row for row in rows if row.get("kind") == "eval" and row.get("step") == 0), {})
 
 
 def _is_macro(segmenter: Any) -> bool:

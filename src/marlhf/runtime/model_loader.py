@@ -1,25 +1,31 @@
-"""Load what `model_sources.py` has decided: whole models, and adapters on frozen bases."""
+"""The models of a run: where each role's weights come from, and loading them.
+
+A run has roles: policy, reference, critic, reward models. `rl_sources` decides where each role's
+weights come from, by the config and the objects given in Python, before any weights are read.
+`load_sources` then loads them: whole models, and adapters on frozen bases.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import warnings
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from marlhf.config.model import LoRA
+from marlhf.config.rl import RLConfig
 from marlhf.config.stage import StageConfig
-from marlhf.models.adapter_config import Task, import_peft, quantization
-from marlhf.models.adapters import FrozenBaseModel, cast_linear_layers, frozen_dtype
-from marlhf.models.base import Model
+from marlhf.models.adapter_files import adapter_facts, import_peft, quantization
+from marlhf.models.adapters import AdapterInit, FrozenBaseModel, cast_linear_layers, frozen_dtype
+from marlhf.models.base import Head, Model, Tokenizer
 from marlhf.models.heads import with_scalar_head
-from marlhf.models.load import load_policy, load_scalar
+from marlhf.models.load import has_same_tokenizer, is_scalar, load_policy, load_scalar
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World
-from marlhf.runtime.model_sources import OnBase, Source, WholeModel, policy_source, scalar_source
 from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.progress import say, warn
 
@@ -27,14 +33,277 @@ NOT_COMPILED = {"gold"}
 """Roles with so few passes that compiling would take longer than it saves."""
 
 
-def load_trained_policy(config: StageConfig, objects: GivenObjects, world: World) -> Model:
-    """The language model of a stage that trains one, not yet on its device."""
-    return ModelLoader(config, world).read("policy", policy_source(config, objects), trains=True)
+@dataclass(frozen=True)
+class WholeModel:
+    """A model with all its weights."""
+
+    origin: str | Model  # a path or hub name, or an object given in Python
+    head: Head
+    copied: bool = False  # a copy of that object: another role has the object itself
+    seed: int = 0  # of a fresh scalar head, and of `tiny`
+    setting: str = field(default="model", compare=False)  # what named it, for errors
 
 
-def load_trained_scalar(config: StageConfig, objects: GivenObjects, world: World) -> Model:
-    """The scalar model of a stage that trains one, not yet on its device."""
-    return ModelLoader(config, world).read("reward", scalar_source(config, objects), trains=True)
+@dataclass(frozen=True)
+class OnBase:
+    """A frozen base with an adapter. Roles whose bases are equal share one in memory."""
+
+    base: WholeModel
+    head: Head
+    adapter: AdapterInit  # settings of a fresh one, the folder of a saved one, or None
+
+    @property
+    def copied(self) -> bool:
+        return self.base.copied
+
+
+Source = WholeModel | OnBase
+
+
+@dataclass(frozen=True)
+class RewardItem:
+    """One of the things that score: a model or a function, with its weight."""
+
+    item: str | Model | Callable[..., Any]
+    tokenizer: Tokenizer | None  # the reward model's own, where it was given
+    weight: float
+
+    @property
+    def is_model(self) -> bool:
+        named = isinstance(self.item, str) and ":" not in self.item
+        return named or isinstance(self.item, nn.Module)
+
+
+def reward_items(config: RLConfig, objects: GivenObjects) -> list[RewardItem]:
+    """What scores the responses, in the order of `reward_weights`."""
+    items = objects.reward_funcs
+    if items is None:
+        items = [*([config.reward_model] if config.reward_model else []), *config.reward_funcs]
+    if not items:
+        raise RunError(
+            "Nothing scores the responses. Set reward_model to a reward model, or reward_funcs to "
+            "functions of yours, such as [my_rewards:brevity]."
+        )
+    weights = config.reward_weights or (1.0,) * len(items)
+    if len(weights) != len(items):
+        raise RunError(
+            f"There are {len(items)} rewards but {len(weights)} reward_weights. Give one each."
+        )
+    tokenizers = objects.reward_tokenizers or [None] * len(items)
+    return [RewardItem(*fields) for fields in zip(items, tokenizers, weights, strict=True)]
+
+
+def reward_role(number: int) -> str:
+    return f"reward-{number}"
+
+
+def trained_source(head: Head, config: StageConfig, objects: GivenObjects) -> Source:
+    """The model that a stage starts from: a policy, or a scalar model for a reward stage."""
+    origin = config.model if objects.model is None else objects.model
+    settings = objects.peft_config or config.lora
+    if settings is None:
+        return WholeModel(origin, head, seed=config.seed)
+    facts, base_head = adapter_facts(origin), head
+    if head == "scalar" and not _has_scalar_head(origin, "model", config.trust_remote_code):
+        base_head = "language"  # it stays one beneath the adapter, so that a policy can share it
+    base = WholeModel(facts.base, base_head, seed=config.seed)
+    return OnBase(base, head, facts.saved or settings)
+
+
+def rl_sources(
+    config: RLConfig, objects: GivenObjects, tokenizer: Tokenizer, *, critic: bool
+) -> dict[str, Source]:
+    """Sources by role: policy, reference, critic, reward-0, reward-1, ... and gold."""
+    rules = _Rules(config, objects, tokenizer, trained_source("language", config, objects))
+    rewards = reward_items(config, objects)
+    sources = {"policy": rules.policy, "reference": rules.reference()}
+    if critic:
+        sources["critic"] = rules.critic(rewards)
+    for number, reward in enumerate(rewards):
+        if reward.is_model:
+            sources[reward_role(number)] = rules.reward(reward.item, sources.get("critic"))
+    if config.gold_model:
+        rules.check_scores(config.gold_model, "gold_model")
+        sources["gold"] = WholeModel(config.gold_model, "scalar", setting="gold_model")
+    return sources
+
+
+def _has_scalar_head(model: str | Model, setting: str, trust_remote_code: bool) -> bool:
+    if not isinstance(model, str):
+        return hasattr(model, "score")
+    return is_scalar(model, trust_remote_code=trust_remote_code, setting=setting)
+
+
+def check_tokenizer(
+    role: str,
+    path: str,
+    policy: str,
+    tokenizer: Tokenizer,
+    *,
+    trust_remote_code: bool,
+    setting: str,
+) -> None:
+    """Models that read the policy's tokens must have its tokenizer."""
+    if not has_same_tokenizer(
+        path, tokenizer, trust_remote_code=trust_remote_code, setting=setting
+    ):
+        raise RunError(
+            f"The {role} {path} does not have the tokenizer of {policy}: it would read other "
+            f"tokens. Set {setting} to a model with the policy's tokenizer, such as the SFT model, "
+            "or leave it out."
+        )
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """Where reference, critic and reward models come from, given the policy's source."""
+
+    config: Any  # RLConfig, with the settings of a critic where the method has one
+    objects: GivenObjects
+    tokenizer: Tokenizer
+    policy: Source
+
+    def reference(self) -> Source:
+        """What is named or given, else the policy as it is before the first step."""
+        config, objects, policy = self.config, self.objects, self.policy
+        if objects.ref_model is not None:
+            if objects.ref_model is objects.model:
+                raise RunError(
+                    "The reference is the policy itself, so it would learn as well. Leave "
+                    "ref_model out, or load it a second time."
+                )
+            return WholeModel(objects.ref_model, "language")
+        if config.ref_model is None and isinstance(policy, OnBase):
+            # A fresh adapter changes nothing, so the plain base is the reference. A policy that
+            # starts from a saved adapter needs a second, frozen copy of that adapter.
+            saved = policy.adapter if isinstance(policy.adapter, Path) else None
+            return OnBase(policy.base, "language", saved)
+        if config.ref_model is None and objects.model is not None:
+            return WholeModel(objects.model, "language", copied=True)
+        path = config.ref_model or config.model
+        if path != config.model or objects.tokenizer is not None:  # else it is read from there
+            self._check_tokenizer("reference", path, "ref_model")
+        return WholeModel(path, "language", seed=config.seed, setting="ref_model")
+
+    def critic(self, rewards: list[RewardItem]) -> Source:
+        """The critic: whole, or with LoRA an adapter and a head on a frozen base.
+
+        That base is the policy's where the critic starts from the policy, or where
+        `lora.shared_base` asks for it. Otherwise the critic has a base of its own.
+        """
+        policy = self.policy
+        if isinstance(policy, OnBase) and self._shares_base:
+            return OnBase(policy.base, "scalar", self._shared_critic_adapter() or policy.adapter)
+        start = self._critic_start(rewards)
+        if isinstance(start, OnBase):
+            return start
+        if isinstance(start.origin, str):
+            self._check_tokenizer("critic", start.origin, start.setting)
+        if isinstance(policy, WholeModel):
+            return start
+        facts = adapter_facts(start.origin)
+        adapter = facts.saved or self.objects.peft_config or self.config.lora
+        return OnBase(replace(start, origin=facts.base), "scalar", adapter)
+
+    def reward(self, item: str | Model, critic: Source | None) -> Source:
+        """A reward model: whole, or on a base that another role has loaded anyway."""
+        if not isinstance(item, str):
+            return WholeModel(item, "scalar")
+        setting = "reward_model" if item == self.config.reward_model else "reward_funcs"
+        self.check_scores(item, setting)
+        facts = adapter_facts(item)
+        if isinstance(self.policy, OnBase) and self._shares_base and facts.scalar:
+            return OnBase(self.policy.base, "scalar", facts.scalar)
+        own_base = WholeModel(facts.base, "scalar", seed=self.config.seed)
+        if isinstance(critic, OnBase) and critic.base == own_base:
+            return OnBase(own_base, "scalar", facts.saved)
+        return WholeModel(item, "scalar", setting=setting)
+
+    def check_scores(self, path: str, setting: str) -> None:
+        """A language model has no scalar head, and a random one would score at random."""
+        scores = _has_scalar_head(path, setting, self.config.trust_remote_code)
+        if not scores and not self.config.random_reward_head:
+            raise RunError(
+                f"`{setting}`: {path} is a language model without a scalar head, so its scores "
+                "would come from random weights. Train a reward model from it with `marlhf "
+                "reward`, or set random_reward_head: true where scores do not matter."
+            )
+
+    def _critic_start(self, rewards: list[RewardItem]) -> Source:
+        """Given or named, else a reward model that reads the same tokens, else the policy."""
+        config, policy = self.config, self.policy
+        if self.objects.critic_model is not None:
+            return WholeModel(self.objects.critic_model, "scalar")
+        named = config.critic_model or config.reward_model
+        if named and named != config.model:
+            return WholeModel(named, "scalar", seed=config.seed, setting=self._critic_setting)
+        for reward in rewards if not named else ():
+            given = isinstance(reward.item, nn.Module)
+            # A second base for a reward model that is only named would cost memory.
+            if not reward.is_model or (isinstance(policy, OnBase) and not given):
+                continue
+            own = reward.tokenizer or (self.tokenizer if given else reward.item)
+            remote, setting = config.trust_remote_code, "reward_funcs"
+            if has_same_tokenizer(own, self.tokenizer, trust_remote_code=remote, setting=setting):
+                seed = 0 if given else config.seed
+                return WholeModel(reward.item, "scalar", given, seed, setting)
+        if isinstance(policy, OnBase):
+            return OnBase(policy.base, "scalar", policy.adapter)
+        return replace(policy, head="scalar", copied=not isinstance(policy.origin, str))
+
+    def _shared_critic_adapter(self) -> Path | None:
+        """The saved adapter that a critic on the policy's base starts from, if there is one."""
+        config = self.config
+        if self.objects.critic_model is not None:
+            raise RunError(
+                "With lora.shared_base the critic shares the policy's base, but a critic of its "
+                "own is given. Leave it out, or set lora.shared_base: false."
+            )
+        named = config.critic_model or config.reward_model
+        if not named:
+            return None
+        facts = adapter_facts(named)
+        # The adapter beside a merged language model is no start for a critic; one named is.
+        if adapter := facts.scalar or facts.saved:
+            self._check_tokenizer("critic", named, self._critic_setting)
+            return adapter
+        if config.critic_model not in (None, config.model):
+            raise RunError(
+                f"critic_model {named} is a whole model, which cannot share the policy's base. "
+                "Train it with `lora` on the model that this run starts from, leave it out, or "
+                "set lora.shared_base: false."
+            )
+        if config.reward_model:
+            warn(
+                f"the reward model {named} is not an adapter, so it takes memory of its own beside "
+                "the shared base, and the critic starts from the policy with a fresh head. Train "
+                "the reward model with `lora` on the model that this run starts from to share all."
+            )
+        return None
+
+    @property
+    def _shares_base(self) -> bool:
+        return self.config.lora is not None and self.config.lora.shared_base
+
+    @property
+    def _critic_setting(self) -> str:
+        return "critic_model" if self.config.critic_model else "reward_model"
+
+    def _check_tokenizer(self, role: str, path: str, setting: str) -> None:
+        remote, policy = self.config.trust_remote_code, self.config.model
+        check_tokenizer(
+            role, path, policy, self.tokenizer, trust_remote_code=remote, setting=setting
+        )
+
+
+def load_trained(head: Head, config: StageConfig, objects: GivenObjects, world: World) -> Model:
+    """The model of a stage that trains one, not yet on its device."""
+    role = "policy" if head == "language" else "reward"
+    return ModelLoader(config, world).read(role, trained_source(head, config, objects), trains=True)
+
+
+load_trained_policy = partial(load_trained, "language")
+load_trained_scalar = partial(load_trained, "scalar")
 
 
 def load_sources(
@@ -43,29 +312,26 @@ def load_sources(
     """All roles' models, on their devices; those not in `trained` are frozen.
 
     Each goes to its device before the next is read, so the host need not hold them all. Copies of
-    a given object come first: compiling or sharding the object would change what is copied.
+    a given object come first: compiling or sharding the object would change what is copied. With
+    sharded weights adapted models are placed last: no adapter fits into a base in shards.
     """
-    loader = ModelLoader(config, world, sources.values())
+    loader = ModelLoader(config, world)
     models: dict[str, Model] = {}
 
     def place(role: str) -> None:
-        compiled = config.compile and role not in NOT_COMPILED
         placed = world.place(
             models[role],
             config.precision,
-            compiled=compiled,
+            compiled=config.compile and role not in NOT_COMPILED,
             unpadded=config.lora is None,  # adapted models are padded, and the others match them
         )
         models[role] = placed if role in trained else placed.requires_grad_(False)
 
     late: list[str] = []
     for role in sorted(sources, key=lambda role: not sources[role].copied):
-        source, trains = sources[role], role in trained
-        models[role] = loader.read(role, source, trains=trains)
-        if not trains:
-            loader.shrink(models[role], source)
-        if world.sharded and isinstance(source, OnBase):
-            late.append(role)  # no adapter can be put into a base that is sharded already
+        models[role] = loader.read(role, sources[role], trains=role in trained)
+        if world.sharded and isinstance(sources[role], OnBase):
+            late.append(role)
         else:
             place(role)
     for role in late:
@@ -74,126 +340,69 @@ def load_sources(
 
 
 class ModelLoader:
-    """Reads sources, and keeps what several of them share.
+    """Reads sources, and keeps the frozen bases that several of them share."""
 
-    That is frozen bases, and on a CPU the weights that more than one role starts from: these are
-    read once and copied. With a GPU or in shards the copy would be one more model on the host.
-    """
-
-    def __init__(self, config: StageConfig, world: World, sources: Iterable[Source] = ()) -> None:
-        self.config = config
+    def __init__(self, config: StageConfig, world: World) -> None:
         self.world = world
         self.lora = config.lora or LoRA()
+        self.checkpointing = config.gradient_checkpointing
+        self.remote, self.seed = config.trust_remote_code, config.seed
+        # What autocast would cast frozen matrices to at every pass. FSDP casts what it gathers.
+        self.dtype = None if world.sharded else frozen_dtype(world.device, config.precision)
         self._bases: dict[WholeModel, FrozenBaseModel] = {}
-        self._read: dict[WholeModel, Model] = {}
-        named = [s for s in sources if isinstance(s, WholeModel) and isinstance(s.origin, str)]
-        copies = world.device.type == "cpu" and not world.sharded
-        self._roles = Counter(s for s in named if copies and named.count(s) > 1)
 
     def read(self, role: str, source: Source, *, trains: bool) -> Model:
         """A role's model, as it is before the first step."""
         if isinstance(source, WholeModel):
-            checkpointing = trains and self.config.gradient_checkpointing
-            return self._read_whole(source, checkpointing=checkpointing)
-        # The first adapter's warnings are about settings that all adapters of the run share.
-        with _printed_warnings() if not self._bases else _no_warnings():
-            base = self._base(source.base)
-            if trains and isinstance(source.adapter, Path):
-                say(f"{role}: starts from the adapter {source.adapter}, with its rank and layers")
-            if source.head == "language":
-                if source.adapter is None:
-                    return base.plain_language_model()
-                build = base.language_model
-            elif source.adapter is None:
-                return base.plain_scalar_model()
-            else:
-                build = base.scalar_model
-            return build(source.adapter, role, seed=self.config.seed, trainable=trains)
-
-    def shrink(self, model: Model, source: Source) -> None:
-        """Store a frozen model's matrices in the dtype that they are used in anyway.
-
-        Under autocast that changes no bit of its output, and halves its memory. A user's own
-        object keeps its weights, and bases are stored so already.
-        """
-        if isinstance(source, OnBase) or self.world.sharded:
-            return
-        dtype = frozen_dtype(self.world.device, self.config.precision)
-        if dtype is not None and (isinstance(source.origin, str) or source.copied):
-            cast_linear_layers(model, dtype)
+            model = self._read_whole(source, checkpointing=trains and self.checkpointing)
+            # In half the memory, with the same bits. A user's own object keeps its weights.
+            ours = isinstance(source.origin, str) or source.copied
+            if self.dtype is not None and ours and not trains:
+                cast_linear_layers(model, self.dtype)
+            return model
+        if source.base not in self._bases:
+            self._bases[source.base] = self._read_base(source.base)
+        base = self._bases[source.base]
+        if trains and isinstance(source.adapter, Path):
+            say(f"{role}: starts from the adapter {source.adapter}, with its rank and layers")
+        build = base.scalar_model if source.head == "scalar" else base.language_model
+        return build(source.adapter, role, seed=self.seed, trainable=trains)
 
     def _read_whole(self, source: WholeModel, **options: Any) -> Model:
-        origin = source.origin
-        if source.copied:
-            origin = _copy(origin, source.head, source.seed)
-        elif source in self._roles:
-            origin = self._read_once(source)
-        return self._load(source, origin, **options)
-
-    def _read_once(self, source: WholeModel) -> Model:
-        """A copy for each role but the last, which gets the model that was read."""
-        if source not in self._read:
-            self._read[source] = self._load(source, source.origin)
-        self._roles[source] -= 1
-        return copy.deepcopy(self._read[source]) if self._roles[source] else self._read.pop(source)
-
-    def _load(self, source: WholeModel, origin: str | Model, **options: Any) -> Model:
+        origin: Any = source.origin
+        if source.copied and source.head == "scalar" and not hasattr(origin, "score"):
+            origin = with_scalar_head(origin, source.seed)
+        elif source.copied:
+            origin = copy.deepcopy(origin).requires_grad_(True)
         load = load_scalar if source.head == "scalar" else load_policy
-        options["trust_remote_code"] = self.config.trust_remote_code
-        return load(origin, seed=source.seed, setting=source.setting, **options)
+        return load(
+            origin,
+            seed=source.seed,
+            setting=source.setting,
+            trust_remote_code=self.remote,
+            **options,
+        )
 
-    def _base(self, source: WholeModel) -> FrozenBaseModel:
-        if source not in self._bases:
-            self._bases[source] = self._open_base(source)
-        return self._bases[source]
-
-    def _open_base(self, source: WholeModel) -> FrozenBaseModel:
+    def _read_base(self, source: WholeModel) -> FrozenBaseModel:
         import_peft()  # before anything slow
-        if self.world.sharded and self.lora.quantize != "none":
+        quantize = self.lora.quantize
+        if self.world.sharded and quantize != "none":
             raise RunError(
                 "lora.quantize does not work with parallel: fsdp, which shards weights in float32. "
                 "Leave out quantize, or use parallel: data."
             )
         module = self._read_whole(
             source,
-            checkpointing=self.config.gradient_checkpointing,
+            checkpointing=self.checkpointing,
             quantization=quantization(self.lora),
             device=self.world.device,
         )
         # Where an object came from: its weights are checked against that by their digest.
         name = source.origin if isinstance(source.origin, str) else source.origin.name_or_path
-        dtype = frozen_dtype(self.world.device, self.config.precision)
-        if self.world.sharded:
-            dtype = None  # FSDP casts what it gathers, and shards one dtype at a time
-        base = FrozenBaseModel(module, name, linear_dtype=dtype, merge=self.lora.merge)
-        if self.lora.quantize != "none" and not base.quantized:
+        base = FrozenBaseModel(module, name, linear_dtype=self.dtype, merge=self.lora.merge)
+        if quantize != "none" and not base.quantized:
             raise RunError(
-                f"lora.quantize: {self.lora.quantize} works for models that load from a folder or "
+                f"lora.quantize: {quantize} works for models that load from a folder or "
                 f"from the hub, and {name or 'the model given here'} does not. Leave out quantize."
             )
         return base
-
-
-def _copy(model: Model, head: Task, seed: int) -> Model:
-    """A copy of a given object; a language model as a scalar one gets a fresh head."""
-    if head == "scalar" and not hasattr(model, "score"):
-        return with_scalar_head(model, seed)
-    return copy.deepcopy(model).requires_grad_(True)
-
-
-@contextlib.contextmanager
-def _printed_warnings() -> Iterator[None]:
-    """Python warnings of the models' side as lines of our own."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        yield
-    for warning in caught:
-        if issubclass(warning.category, UserWarning):
-            warn(str(warning.message))
-
-
-@contextlib.contextmanager
-def _no_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield

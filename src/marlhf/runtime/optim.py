@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,58 +56,37 @@ def apply_updates(
 ) -> list[Tensor]:
     """Sum gradients over processes, clip, step, clear. Returns the norms before clipping.
 
-    No model moves where its gradient, or one of the tensors that must be `finite`, is not. Steps
-    are launched first, and leave the weights as they are where something is wrong; only then does
-    the host wait and ask. Waiting before each would leave a GPU without work.
+    No model moves where a gradient, or one of the tensors that must be `finite`, is not.
     """
     norms: list[Tensor] = []
-    healthy = [torch.isfinite(x).all() for _, x in finite]
-    for model, optimizer, learning_rate in updates:
+    for model, _, _ in updates:
         world.sum_gradients(model)
         parameters = [p for p in model.parameters() if p.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        healthy.append(torch.isfinite(norms[-1]))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        _step_where(torch.stack(healthy).all(), optimizer)
     try:
-        if not torch.stack(healthy).all():
+        # One wait for the device, not one per tensor.
+        tensors = [*(x for _, x in finite), *norms]
+        if not torch.stack([torch.isfinite(x).all() for x in tensors]).all():
             if finite:
                 check_finite(finite)
             bad = next(i for i, norm in enumerate(norms) if not torch.isfinite(norm))
-            raise Diverged(
-                f"the gradient of {_first_bad(updates[bad].model)} is {float(norms[bad])}"
-            )
+            name = _first_bad(updates[bad].model)
+            raise Diverged(f"the gradient of {name} is {float(norms[bad])}")
+        for _, optimizer, learning_rate in updates:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            optimizer.step()
     finally:
         for _, optimizer, _ in updates:
             optimizer.zero_grad(set_to_none=True)
     return norms
 
 
-def _step_where(healthy: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """An optimiser's step, unless it would harm."""
-    sharded = any(
-        isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]
-    )
-    if isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"] and not sharded:
-        # What a gradient scaler would set: the fused step asks it on the device.
-        guarded: Any = optimizer
-        guarded.found_inf = (~healthy).float()
-        try:
-            guarded.step()
-        finally:
-            del guarded.found_inf
-    elif healthy:
-        optimizer.step()
-
-
 def _first_bad(model: nn.Module) -> str:
     """The first parameter whose gradient is not finite."""
-    gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
-    return next((name for name, grad in gradients if _bad(grad)), "?")
-
-
-def _bad(x: Tensor) -> bool:
-    x = x.full_tensor() if isinstance(x, DTensor) else x
-    return not bool(torch.isfinite(x).all())
+    for name, p in model.named_parameters():
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        if grad is not None and not torch.isfinite(grad).all():
+            return name
+    return "?"

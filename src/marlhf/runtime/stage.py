@@ -6,13 +6,17 @@ There is no base trainer: a stage is a loop of its own that calls these.
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor_config
 
 from marlhf.config.stage import StageConfig
 from marlhf.data import Counts, DataError, Loaded, Row, encode_responses, fit_prompts, load_data
@@ -23,11 +27,9 @@ from marlhf.runs.layout import METRICS, RunError
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.checkpoint import list_checkpoints
 from marlhf.runtime.distributed import World, describe_lost_rank
-from marlhf.runtime.interrupts import Interrupts, Stopped
-from marlhf.runtime.memory import BUDGET
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
 from marlhf.runtime.optim import Diverged
-from marlhf.runtime.progress import say, stages_ahead, warn
+from marlhf.runtime.progress import console, say, stages_ahead, warn
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,23 @@ class Example:
     prompt: list[int]
     chosen: list[int]
     rejected: list[int]
+
+
+def seed_run(config: StageConfig) -> None:
+    """Seed torch; with `deterministic`, keep to kernels that give the same bits every time.
+
+    On a GPU sums are added up in whatever order threads finish: in the backward pass of attention,
+    in products that are split up, in scatters. The compiler times several kernels and takes the
+    fastest, which may be another one the next day. Both stay off for the rest of the process.
+    """
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it as it starts
+        torch.use_deterministic_algorithms(True)
+        # Guards against reading what was never written, at three times the cost of a step.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+        if hasattr(inductor_config, "deterministic"):  # not before torch 2.9
+            inductor_config.deterministic = True
+    torch.manual_seed(config.seed)
 
 
 def load_supervised(
@@ -186,6 +205,66 @@ def due(step: int, every: int, total: int) -> bool:
     return step == total or (every > 0 and step % every == 0)
 
 
+SIGNALS = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
+"""Windows has no SIGHUP, which a terminal sends when it is closed."""
+
+
+class Stopped(MarlhfError):
+    """A signal asked the run to stop, and it has been saved."""
+
+    exit_status = 130
+
+
+class Interrupts:
+    """Notes the first signal, to be checked between steps; a second Ctrl-C ends at once."""
+
+    def __init__(self) -> None:
+        self.received = ""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        for number in SIGNALS:
+            if signal.getsignal(number) is signal.SIG_IGN:  # nohup, or a shell's background job
+                continue
+            with contextlib.suppress(ValueError):  # not in the main thread: leave signals alone
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def check(self, where: str) -> None:
+        """End here, where it is safe to, if a signal came."""
+        if self.received:
+            raise Stopped(f"Stopped by {self.received}, {where}. The same command resumes it.")
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if name == "SIGHUP":
+            self.received = self.received or name
+            _leave_terminal()
+            return
+        if self.received:
+            raise KeyboardInterrupt
+        self.received = name
+        if not console.quiet:
+            # Not by `say`: a handler may run in the middle of another write to the same stream.
+            words = "stopping after this step, which is saved. Ctrl-C again stops at once."
+            os.write(2, f"\n{name}: {words}\n".encode())
+
+
+def _leave_terminal() -> None:
+    """The terminal is gone: printing to it would fail, and end the run before it is saved."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream.isatty():
+            descriptor = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(descriptor, stream.fileno())
+            os.close(descriptor)
+
+
 @contextlib.contextmanager
 def record_outcome(run: RunFolder) -> Iterator[Interrupts]:
     """However the loop ends, run.json records it, and errors say how to resume."""
@@ -229,30 +308,17 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def memory_words(peak: float, gpu: float | None, *, searched: bool = False) -> str:
-    """Peak memory in words, and whether there was room to go faster, unless it was searched for.
-
-    >>> memory_words(12.8, 139.8)
-    "12.8 of the GPU's 140 GiB at most: a larger token_budget would fit, and may be faster"
-    """
-    if gpu is None:
-        return f"{peak:.1f} GiB at most, of RAM"
-    room = ": a larger token_budget would fit, and may be faster"
-    room = room if peak < gpu / 4 and not searched else ""
-    return f"{peak:.1f} of the GPU's {gpu:.0f} GiB at most{room}"
-
-
 def finish(run: RunFolder, summary: dict[str, Any], next_step: str = "") -> Path:
     """Close the run and say where things are."""
     run.state["peak_memory_gib"] = peak = peak_memory()
     run.finish("finished", summary)
     say(f"{run.path.name} finished in {run.state['seconds']:.0f} s", style="bold green")
     say(f"  model   {run.model}\n  metrics {run.path / METRICS}")
-    gpu = None
+    limit = "of RAM"
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
-        gpu = device.total_memory / 2**30
-    say(f"  memory  {memory_words(peak, gpu, searched=BUDGET in run.state)}")
+        limit = f"of the GPU's {device.total_memory / 2**30:.0f} GiB"
+    say(f"  memory  {peak:.1f} GiB at most, {limit}")
     if next_step and not stages_ahead.method:  # `marlhf run` begins it by itself
         say(f"  next    {next_step}")
     return run.model

@@ -17,7 +17,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from marlhf.errors import SettingError
 from marlhf.runs.atomic import write_text
@@ -87,7 +87,7 @@ class Trackers:
         done: int = 0,
     ) -> None:
         names = check_installed(report_to)
-        self._trackers: dict[str, Tracker] = {}
+        self._trackers: dict[str, TensorBoard | Dashboard] = {}
         if not names:
             return
         path = Path(run_path)
@@ -96,18 +96,16 @@ class Trackers:
             try:
                 if kind == "tensorboard":
                     self._trackers[kind] = TensorBoard(path, config_raw, done)
-                elif kind == "wandb":
-                    self._trackers[kind] = Wandb(path, name, identity, config_raw)
                 else:
-                    self._trackers[kind] = Trackio(identity, config_raw)
+                    self._trackers[kind] = Dashboard(kind, path, name, identity, config_raw)
             except Exception as error:
                 self.finish("failed")
-                login = (
-                    " Log in with `wandb login`, set WANDB_MODE=offline," if kind == "wandb" else ""
-                )
+                remedy = "Fix that"
+                if kind == "wandb":
+                    remedy = "Log in with `wandb login`, set WANDB_MODE=offline,"
                 raise RunError(
-                    f"{kind} cannot start: {type(error).__name__}: {error}.{login or ' Fix that'} "
-                    "or leave it out of report_to."
+                    f"{kind} cannot start: {type(error).__name__}: {error}. {remedy} or leave it "
+                    "out of report_to."
                 ) from error
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -134,14 +132,6 @@ class Trackers:
                 )
 
 
-class Tracker(Protocol):
-    """What every dashboard can do."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def finish(self, status: str) -> None: ...
-
-
 class TensorBoard:
     """Event files in the run folder: `tensorboard --logdir RUN`."""
 
@@ -162,44 +152,31 @@ class TensorBoard:
         self.writer.close()
 
 
-class Wandb:
-    """A run in the project WANDB_PROJECT, or `marlhf`."""
+class Dashboard:
+    """A run of wandb or Trackio, in the project WANDB_PROJECT or TRACKIO_PROJECT, or `marlhf`."""
 
-    def __init__(self, path: Path, name: str, identity: str, config_raw: Mapping[str, Any]) -> None:
-        wandb = importlib.import_module("wandb")
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "marlhf"),
-            name=name,
-            id=identity,
+    def __init__(
+        self, kind: str, path: Path, name: str, identity: str, config_raw: Mapping[str, Any]
+    ) -> None:
+        self.is_wandb = kind == "wandb"
+        own = {"name": identity}  # Trackio knows a run by its name alone
+        if self.is_wandb:
+            own = {"name": name, "id": identity, "dir": str(path)}
+        self.run = importlib.import_module(kind).init(
+            project=os.environ.get(f"{kind.upper()}_PROJECT", "marlhf"),
             resume="allow",
-            dir=str(path),
             config=dict(config_raw),
+            **own,
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.log(dict(metrics), step=step)
 
     def finish(self, status: str) -> None:
-        self.run.finish(exit_code=0 if status == "finished" else 1)
-
-
-class Trackio:
-    """A run in the project TRACKIO_PROJECT, or `marlhf`; it is known by its name alone."""
-
-    def __init__(self, identity: str, config_raw: Mapping[str, Any]) -> None:
-        trackio = importlib.import_module("trackio")
-        self.run = trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", "marlhf"),
-            name=identity,
-            resume="allow",
-            config=dict(config_raw),
-        )
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.run.log(dict(metrics), step=step)
-
-    def finish(self, status: str) -> None:
-        self.run.finish()
+        if self.is_wandb:
+            self.run.finish(exit_code=0 if status == "finished" else 1)
+        else:
+            self.run.finish()
 
 
 def _identity(path: Path, name: str, done: int) -> str:

@@ -33,13 +33,18 @@ from marlhf.runtime.checkpoint import list_checkpoints
 from marlhf.runtime.distributed import World, start
 from marlhf.runtime.loop import Loop, open_run
 from marlhf.runtime.memory import fit_memory
-from marlhf.runtime.model_loader import load_trained_policy
-from marlhf.runtime.model_sources import check_reference_tokenizer
+from marlhf.runtime.model_loader import check_tokenizer, load_trained_policy
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
 from marlhf.runtime.optim import Update, apply_updates, check_finite, make_optimizer
 from marlhf.runtime.progress import say
-from marlhf.runtime.seeding import seed_run
-from marlhf.runtime.stage import Example, batch_rows, check_positions, count_steps, load_supervised
+from marlhf.runtime.stage import (
+    Example,
+    batch_rows,
+    check_positions,
+    count_steps,
+    load_supervised,
+    seed_run,
+)
 from marlhf.train.dpo_config import DPOConfig
 from marlhf.train.reward import MAX_HELD_OUT, accuracy, pair_batches
 
@@ -227,8 +232,15 @@ def load_reference(
     elif config.ref_model is None:
         return model
     else:
-        check_reference_tokenizer(config, config.ref_model, tokenizer)
         remote = config.trust_remote_code
+        check_tokenizer(
+            "reference",
+            config.ref_model,
+            config.model,
+            tokenizer,
+            trust_remote_code=remote,
+            setting="ref_model",
+        )
         reference = load_policy(config.ref_model, seed=config.seed, trust_remote_code=remote)
     check_vocabulary(reference, tokenizer, "the reference")
     return reference

@@ -16,15 +16,16 @@ from marlhf.config.user_code import check_name
 from marlhf.core import Constituents
 from marlhf.data import Loaded, load_data
 from marlhf.errors import MarlhfError, SettingError
-from marlhf.models.adapter_config import import_peft, quantization
-from marlhf.models.base import pick_device
-from marlhf.models.locate import locate
+from marlhf.models.adapter_files import import_peft, quantization
+from marlhf.models.base import ModelError, pick_device
+from marlhf.models.load import check_embeddings, load_tokenizer, locate
 from marlhf.models.tiny import MAX_POSITIONS
 from marlhf.reward import RewardFunction, import_function
 from marlhf.runs.layout import read_object
 from marlhf.runs.stage_facts import facts_of
 from marlhf.runs.write import is_finished
-from marlhf.runtime.model_sources import reward_items
+from marlhf.runtime.model_card import check_push, hub_name
+from marlhf.runtime.model_loader import check_tokenizer, reward_items
 from marlhf.runtime.objects import NO_OBJECTS
 from marlhf.runtime.progress import say
 from marlhf.runtime.trackers import check_installed
@@ -41,8 +42,9 @@ def check_stages(stages: Sequence[Stage]) -> list[Stage]:
     stages = make_segmenters(stages, user_code=False)
     to_run = [stage for stage in stages if not is_finished(Path(stage.config.output_dir))]
     read: dict[str, Loaded] = {}  # stages often share their rows
+    located: dict[str, str] = {}  # models by name, and what keeps them from being loaded
     made_by = {f"{stage.config.output_dir}/model": stage for stage in stages}
-    _raise_problems((s, check) for s in to_run for check in _checks(s, made_by, read))
+    _raise_problems((s, check) for s in to_run for check in _checks(s, made_by, read, located))
     code = {name: None for stage in stages for name in getattr(stage.config, "code", ())}
     if code:
         say(f"This recipe runs code of yours: {', '.join(code)}")
@@ -64,21 +66,26 @@ def _raise_problems(checks: Iterable[tuple[Stage, Callable[[], object]]]) -> Non
 
 
 def _checks(
-    stage: Stage, made_by: Mapping[str, Stage], read: dict[str, Loaded]
+    stage: Stage, made_by: Mapping[str, Stage], read: dict[str, Loaded], located: dict[str, str]
 ) -> Iterator[Callable[[], object]]:
     config = stage.config
     yield lambda: pick_device(config.device)
     yield lambda: check_installed(config.report_to)
+    if config.push_to_hub:
+        yield lambda: check_push(hub_name(config), private=config.hub_private)
     models = [name for name in field_names(type(config)) if name.endswith("model")]
-    for name in sorted({*models} - {"reward_model"}):
-        yield lambda name=name: _check_model(getattr(config, name) or "", made_by)
+    for setting in sorted({*models} - {"reward_model"}):
+        yield lambda setting=setting: _check_model(
+            getattr(config, setting) or "", setting, made_by, located
+        )
     yield lambda: _check_length(config, made_by)
+    yield lambda: _check_tokenizers(config, made_by)
     if config.lora is not None:
         yield import_peft
         yield lambda: quantization(config.lora)
     yield lambda: _check_data(stage, read)
     if isinstance(config, RLConfig):
-        yield lambda: _check_rewards(config, made_by)
+        yield lambda: _check_rewards(config, made_by, located)
         yield lambda: _check_engine(config)
         if isinstance(config.segmenter, Constituents):
             parser = config.segmenter.parser
@@ -120,18 +127,47 @@ def _check_data(stage: Stage, read: dict[str, Loaded]) -> None:
         )
 
 
-def _check_model(name: str, made_by: Mapping[str, Stage]) -> None:
-    """A folder or file that is named is there, or another stage will leave it behind."""
-    is_path = name.startswith(("/", "./", "../", "~")) or name.endswith(".gguf")
-    if name not in made_by and is_path and not Path(name).expanduser().exists():
-        locate(name)  # which says so
+def _check_model(
+    name: str, setting: str, made_by: Mapping[str, Stage], located: dict[str, str]
+) -> None:
+    """A model that is named is here or on the hub, or another stage will leave it behind."""
+    folders = [Path(stage.config.output_dir) for stage in made_by.values()]
+    if name in ("", "tiny") or any(folder in Path(name).parents for folder in folders):
+        return
+    if name not in located:
+        located[name] = ""
+        try:
+            locate(name, setting)
+        except ModelError as error:
+            located[name] = str(error)
+    if located[name]:
+        raise SettingError(located[name])
+
+
+def _first_model(name: str, made_by: Mapping[str, Stage]) -> str:
+    """What the stages begin with that lead to a model."""
+    while name in made_by:
+        name = made_by[name].config.model
+    return name
+
+
+def _check_tokenizers(config: Any, made_by: Mapping[str, Stage]) -> None:
+    """Reference and critic read the policy's tokens, and have an embedding for each."""
+    policy = _first_model(config.model, made_by)
+    for role, setting in (("reference", "ref_model"), ("critic", "critic_model")):
+        name = _first_model(getattr(config, setting, None) or config.model, made_by)
+        if name == policy:
+            continue
+        remote = config.trust_remote_code
+        tokenizer = load_tokenizer(policy, trust_remote_code=remote, setting="model")
+        check_tokenizer(role, name, policy, tokenizer, trust_remote_code=remote, setting=setting)
+        if rows := read_object(Path(name) / "config.json").get("vocab_size"):
+            check_embeddings(rows, tokenizer, f"the {role}")
 
 
 def _check_length(config: Any, made_by: Mapping[str, Stage]) -> None:
     """A response alone fits into the positions of the model that the stages begin with."""
-    name = config.model
-    while name in made_by:
-        name = made_by[name].config.model
+    name = _first_model(config.model, made_by)
     file = Path(name).expanduser() / "config.json"
     if name == "tiny":
         limit = MAX_POSITIONS
@@ -147,7 +183,7 @@ def _check_length(config: Any, made_by: Mapping[str, Stage]) -> None:
         )
 
 
-def _check_rewards(config: RLConfig, made_by: Mapping[str, Stage]) -> None:
+def _check_rewards(config: RLConfig, made_by: Mapping[str, Stage], located: dict[str, str]) -> None:
     for item in reward_items(config, NO_OBJECTS):
         name = str(item.item)
         if ":" in name:  # the user's own, which is imported last
@@ -163,7 +199,8 @@ def _check_rewards(config: RLConfig, made_by: Mapping[str, Stage]) -> None:
                 "Name the stage that trains a reward model."
             )
         else:
-            _check_model(name, made_by)
+            setting = "reward_model" if name == config.reward_model else "reward_funcs"
+            _check_model(name, setting, made_by, located)
 
 
 def _writes_text(name: str, made_by: Mapping[str, Stage]) -> bool:

@@ -19,8 +19,7 @@ from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.model_loader import load_trained_scalar
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
 from marlhf.runtime.optim import Update, apply_updates, check_finite, make_optimizer
-from marlhf.runtime.seeding import seed_run
-from marlhf.runtime.stage import Example, batch_rows, count_steps, load_supervised
+from marlhf.runtime.stage import Example, batch_rows, count_steps, load_supervised, seed_run
 from marlhf.train.reward_config import RewardConfig
 
 MAX_HELD_OUT = 1024

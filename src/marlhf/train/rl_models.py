@@ -13,12 +13,7 @@ from marlhf.config.rl import RLConfig
 from marlhf.core import Vocabulary
 from marlhf.data import Row
 from marlhf.models.base import Model, Tokenizer
-from marlhf.models.load import (
-    check_vocabulary,
-    end_tokens,
-    load_tokenizer,
-    load_tokenizer_like,
-)
+from marlhf.models.load import check_vocabulary, end_tokens, load_tokenizer
 from marlhf.reward import RewardFunction, RewardModel, Rewards, import_function
 from marlhf.rollout.engine import AsyncEngine, Engine
 from marlhf.rollout.native import NativeEngine
@@ -27,8 +22,7 @@ from marlhf.rollout.vllm import VLLMEngine
 from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World
-from marlhf.runtime.model_loader import load_sources
-from marlhf.runtime.model_sources import reward_items, reward_role, rl_sources
+from marlhf.runtime.model_loader import load_sources, reward_items, reward_role, rl_sources
 from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.progress import say
 from marlhf.runtime.stage import Example, check_positions, each_prompt_once, load_examples
@@ -202,7 +196,7 @@ def _reward_model(
     source = own or (item if isinstance(item, str) else tokenizer)
     return RewardModel(
         model,
-        load_tokenizer_like(tokenizer, source, trust_remote_code=remote, setting="reward_model"),
+        load_tokenizer(source, trust_remote_code=remote, setting="reward_model"),
         tokenizer,
         token_budget=2 * config.pass_tokens,
         precision=config.precision,

@@ -18,8 +18,7 @@ from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import Loop
 from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.optim import make_optimizer
-from marlhf.runtime.seeding import seed_run
-from marlhf.runtime.stage import Example, batch_rows, count_steps
+from marlhf.runtime.stage import Example, batch_rows, count_steps, seed_run
 from marlhf.train.ahead import SampledAhead
 from marlhf.train.experience import Credit, sample_responses
 from marlhf.train.held_out import HeldOutEvaluation
@@ -72,7 +71,7 @@ class RLRun:
         self.sampler = torch.Generator().manual_seed(config.seed)  # a seed for each response
         self.shuffler = torch.Generator().manual_seed(config.seed + 1)  # mini-batches, segments
         self.kl = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
-        self.saved = self.loop.resume() or {}
+        self.saved = self.loop.resume("sampler", "shuffler", "kl_coef", "probe") or {}
         """The checkpoint's state, for what only one method has."""
         self.ahead: SampledAhead | None = None
         if engine := self.models.ahead:

@@ -20,8 +20,7 @@ from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.model_loader import load_trained_policy
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
 from marlhf.runtime.optim import Update, apply_updates, check_finite, make_optimizer
-from marlhf.runtime.seeding import seed_run
-from marlhf.runtime.stage import Example, batch_rows, count_steps, load_supervised
+from marlhf.runtime.stage import Example, batch_rows, count_steps, load_supervised, seed_run
 from marlhf.train.sft_config import SFTConfig
 
 MAX_HELD_OUT = 512

@@ -19,8 +19,7 @@ from marlhf.config.trl_names import hint_for
 from marlhf.data import DataConfig, Row, rows_from_records
 from marlhf.data.splits import held_out
 from marlhf.errors import SettingError
-from marlhf.models.adapter_config import import_peft
-from marlhf.models.adapter_files import adapter_base, find_adapter
+from marlhf.models.adapter_files import adapter_base, find_adapter, import_peft
 from marlhf.models.base import Model, Tokenizer
 from marlhf.models.load import load_policy, load_scalar, load_tokenizer
 from marlhf.runs.layout import RunError, read_config

@@ -2,7 +2,7 @@ import signal
 
 import pytest
 
-from marlhf.runtime.interrupts import Interrupts, Stopped
+from marlhf.runtime.stage import Interrupts, Stopped
 
 
 def test_the_first_ctrl_c_is_answered_at_once_and_the_second_ends(capfd):
