@@ -32,6 +32,7 @@ from marlhf.core.segmenters import (
     Surprise,
     Turns,
     Words,
+    needs,
     segment,
 )
 from marlhf.core.segments import Segments
@@ -62,6 +63,7 @@ __all__ = [
     "macro_gae",
     "masked_mean",
     "moments",
+    "needs",
     "pack_spans",
     "pool_rewards",
     "ppo_policy_loss",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,16 +22,31 @@ from marlhf.core.responses import Responses, Vocabulary
 from marlhf.core.segments import Segments
 
 Segmenter = Callable[[Responses], Tensor]
+Need = Literal["ref_logprobs", "logprobs", "spans", "vocabulary", "seeds"]
+"""What a rule reads of `Responses` beside tokens and mask. A class says so in `needs`."""
+
+
+def needs(segmenter: Segmenter, what: Need, *, unless_said: bool = False) -> bool:
+    """Whether a rule reads `what`; `unless_said` of a rule that does not declare its `needs`.
+
+    >>> needs(Perplexity(), "ref_logprobs"), needs(NGram(5), "ref_logprobs")
+    (True, False)
+    """
+    declared = getattr(segmenter, "needs", None)
+    return unless_said if declared is None else what in declared
 
 
 def segment(segmenter: Segmenter, responses: Responses, *, split_last: bool = False) -> Segments:
-    """Apply a rule.
+    """Apply a rule. What a user's rule returns is checked.
 
     >>> responses = Responses(torch.tensor([[7, 8, 9]]), mask=torch.ones(1, 3).bool())
     >>> segment(NGram(2), responses).ids
     tensor([[0, 0, 1]])
     """
-    return Segments.from_starts(segmenter(responses), responses.mask, split_last=split_last)
+    segments = Segments.from_starts(segmenter(responses), responses.mask, split_last=split_last)
+    if type(segmenter).__module__ != __name__:
+        segments.validate()  # waits for the device, which rules of our own need not
+    return segments
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,8 @@ class NGram:
     >>> NGram(2)(responses).int()
     tensor([[1, 0, 1, 0, 1]], dtype=torch.int32)
     """
+
+    needs: ClassVar[tuple[Need, ...]] = ()
 
     n: int | float = 5
     """Tokens in a macro action: a whole number from 1, or infinity (`.inf` in YAML)."""
@@ -70,6 +87,8 @@ class RandomNGram:
     >>> RandomNGram(lengths=(3,))(responses).int()
     tensor([[1, 0, 0, 1, 0, 0]], dtype=torch.int32)
     """
+
+    needs: ClassVar[tuple[Need, ...]] = ("seeds",)
 
     lengths: tuple[int, ...] = (2, 3, 5, 10)
     """Lengths to draw from. The authors' code has (1, 2, 3, 5, 10)."""
@@ -112,6 +131,8 @@ class Perplexity:
     tensor([[1, 0, 1, 0]], dtype=torch.int32)
     """
 
+    needs: ClassVar[tuple[Need, ...]] = ("ref_logprobs",)
+
     kind: Literal["macro", "prefix", "token"] = "macro"
     """`macro` (section 3.2.1): a token joins while it does not raise the mean negative
     log-likelihood of the macro action. `prefix` (appendix B.4): while the perplexity of the
@@ -150,6 +171,8 @@ class Constituents:
     >>> Constituents(cutoff=5)(responses).int()
     tensor([[1, 0, 1, 0, 0, 0]], dtype=torch.int32)
     """
+
+    needs: ClassVar[tuple[Need, ...]] = ("spans",)
 
     cutoff: int = 5
     """A node with fewer tokens than this is one macro action."""
@@ -200,6 +223,8 @@ class Words:
     tensor(3)
     """
 
+    needs: ClassVar[tuple[Need, ...]] = ("vocabulary",)
+
     max_length: int | None = None
     """The most tokens in a macro action. Languages without spaces need one."""
 
@@ -229,6 +254,8 @@ class Sentences:
     >>> Sentences()(responses).sum()
     tensor(2)
     """
+
+    needs: ClassVar[tuple[Need, ...]] = ("vocabulary",)
 
     max_length: int | None = None
     """The most tokens in a macro action."""
@@ -272,6 +299,8 @@ class Lines:
     tensor(2)
     """
 
+    needs: ClassVar[tuple[Need, ...]] = ("vocabulary",)
+
     max_length: int | None = None
     """The most tokens in a macro action. Text without line breaks needs one."""
 
@@ -294,6 +323,8 @@ class Turns:
     tensor([[1, 0, 0, 1]], dtype=torch.int32)
     """
 
+    needs: ClassVar[tuple[Need, ...]] = ()
+
     max_length: int | None = None
     """The most tokens in a macro action."""
 
@@ -314,6 +345,8 @@ class Surprise:
     >>> Surprise()(Responses(torch.arange(4)[None], mask, logprobs=logprobs)).int()
     tensor([[1, 0, 1, 0]], dtype=torch.int32)
     """
+
+    needs: ClassVar[tuple[Need, ...]] = ("logprobs",)
 
     probability: float = 0.2
     """A token of at most this probability starts a macro action."""

@@ -24,17 +24,20 @@ from marlhf.config.candidates import CANDIDATES, Candidate, parse_candidates
 from marlhf.core import Agreement, gradient_agreement, jackknife_error
 from marlhf.credit.state import CreditError, RunState
 from marlhf.evaluate.text_table import text_table
-from marlhf.models.base import autocast
-from marlhf.models.forward import token_stats
 from marlhf.runs.jsonl import append_jsonl, read_keyed
 from marlhf.runs.layout import CREDIT_LINES
 from marlhf.runtime.progress import Steps, say, warn
 from marlhf.runtime.stage import Example, batch_rows
-from marlhf.runtime.timing import Clock
-from marlhf.train.assign_credit import assign_credit, measure_options, shape_and_segment
-from marlhf.train.credit_choice import ERRORS, Option, better, options_of, unbiased
-from marlhf.train.critic import critic_values
-from marlhf.train.experience import Experience, micro_batches, rollout_and_score
+from marlhf.train.credit_choice import (
+    ERRORS,
+    Measurement,
+    Option,
+    better,
+    options_of,
+    unbiased,
+)
+from marlhf.train.experience import Credit, Experience, sample_responses
+from marlhf.train.ppo import assign_credit, by_each, shape_and_segment
 
 MEASURED = (
     *CANDIDATES,
@@ -138,22 +141,27 @@ def _batch(
     state: RunState, configs: list[Any], number: int, seed: int
 ) -> tuple[Experience, Tensor]:
     """One batch's gradient by each way, and by the unbiased one: [E + 1, D]."""
-    config, models = state.config, state.models
+    models = state.models
     experience, examples = sample_batch(state, number, seed)
     if number == 0:
         _check_reward(state, experience, examples)
     shuffler = torch.Generator().manual_seed(seed * 1_000_003 + number)
-    segmented = shape_and_segment(experience, models, config, state.kl_coef, shuffler)
-    credit = assign_credit(segmented, critic_values(experience, models, config), config)
-    measurement = measure_options(configs, experience, credit, models, shuffler)
-    for micro in micro_batches(experience.sequences, config.pass_tokens, models.world):
-        with autocast(models.world.device, config.precision):
-            logprobs = token_stats(
-                models.policy, micro.sequences, config.sampling.scale, scores=measurement.watch()
-            ).logprobs
+    credit = credit_of(state, experience, shuffler)
+    measurement = Measurement.of(by_each(experience, credit, models, shuffler, configs))
+    part = measurement.begin()
+    for micro in experience.micro_batches(models):
+        logprobs = models.logprobs(models.policy, micro.sequences, part.watch())
         logprobs.sum().backward()  # as far as the head's input: no weight has a gradient
-        measurement.add(micro)
+        part.add(micro)
+    part.end()
     return experience, models.world.sum(measurement.sums).cpu()
+
+
+def credit_of(state: RunState, experience: Experience, shuffler: torch.Generator) -> Credit:
+    """Credit by the run's own settings."""
+    models, config = state.models, state.config
+    rewards, segments = shape_and_segment(experience, models, config, state.kl_coef, shuffler)
+    return assign_credit(rewards, experience.critic_values(models), segments, config)
 
 
 def sample_batch(
@@ -164,16 +172,12 @@ def sample_batch(
     examples = [state.examples[i] for i in rows[:most]]
     generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
     seeds = torch.randint(2**62, (len(rows),), generator=generator).tolist()
-    clock = Clock(state.models.world.device)
-    experience = rollout_and_score(
-        examples, state.models, state.config, seeds[:most], state.normalise, clock
-    )
-    return experience, examples
+    rollout = sample_responses([e.prompt for e in examples], state.models, seeds[:most])
+    return state.score(examples, rollout), examples
 
 
 def _check_reward(state: RunState, experience: Experience, examples: list[Example]) -> None:
-    sequences = experience.sequences
-    responses = [r[:n] for r, n in zip(sequences.responses.tolist(), sequences.lengths)]
+    responses = experience.response_tokens()
     again = state.models.reward([e.prompt for e in examples], responses, [e.row for e in examples])
     if not torch.allclose(again, experience.raw_scores, rtol=1e-3, atol=1e-3):
         warn(

@@ -5,12 +5,9 @@ Weights come from a checkpoint, from the model of a finished run, or from where 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from marlhf.config.build import build, make_segmenter, raise_problems
 from marlhf.config.settings import SegmenterSpec
@@ -23,7 +20,8 @@ from marlhf.runtime.distributed import start
 from marlhf.runtime.objects import NO_OBJECTS
 from marlhf.runtime.stage import Example
 from marlhf.train.credit_choice import CreditChooser
-from marlhf.train.held_out import starting_scale
+from marlhf.train.experience import Scorer
+from marlhf.train.held_out import sample_held_out, score_scale
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models, load_models, load_prompts
 
@@ -39,10 +37,10 @@ class RunState:
     folder: Path
     config: PPOConfig
     models: Models
+    score: Scorer
     examples: list[Example]
     step: int
     kl_coef: float
-    normalise: Callable[[Tensor], Tensor]
 
 
 def open_state(
@@ -79,11 +77,13 @@ def open_state(
         raise CreditError(
             f"{folder} has {len(examples)} prompts, fewer than a batch of {config.batch_size}."
         )
-    mean, deviation = scale or starting_scale(config, models, held_out)
+    score = Scorer(models, config)
+    if scale is None:  # what a run that begins with these models will normalise its scores by
+        held_out = held_out[: config.eval_prompts]
+        scale = score_scale(score(held_out, sample_held_out(held_out, models)).raw_scores)
+    score.mean, score.std = scale
     kl_coef = float(saved.get("kl_coef", config.kl_coef))
-    return RunState(
-        folder, config, models, examples, at_step, kl_coef, lambda x: (x - mean) / deviation
-    )
+    return RunState(folder, config, models, score, examples, at_step, kl_coef)
 
 
 def _ppo_run(folder: Path) -> Run:

@@ -52,6 +52,12 @@ PUBLISHED = {
 """Data sets in the form in which their authors published them."""
 GENERATED = {"toy": toy, "toy-code": toy_code, "sums": sums}
 """Tasks that make their own rows, without a file or a network."""
+
+def true_score(source: str) -> Callable[[str, str], float] | None:
+    """How good a response to a prompt really is, for tasks that define it."""
+    return getattr(GENERATED.get(source), "gold_score", None)
+
+
 HUB_CONFIGS = {
     module.HUB_NAME: module.HUB_CONFIG for module in (tldr, cnn_dailymail, apps, mbpp, gsm8k)
 }
