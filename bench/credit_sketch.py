@@ -17,14 +17,11 @@ from scipy.stats import spearmanr
 
 from marlhf.config.candidates import parse_candidates
 from marlhf.core import gradient_agreement
-from marlhf.credit.measure import MEASURED, sample_batch
-from marlhf.credit.state import open_state
+from marlhf.credit.measure import MEASURED, credit_of, open_state, sample_batch
 from marlhf.evaluate.text_table import text_table
 from marlhf.models.forward import token_stats
-from marlhf.train.assign_credit import assign_credit, measure_options, shape_and_segment
 from marlhf.train.credit_choice import Measurement, options_of, unbiased
-from marlhf.train.critic import critic_values
-from marlhf.train.experience import micro_batches
+from marlhf.train.ppo import by_each
 
 
 def main() -> None:
@@ -43,9 +40,8 @@ def main() -> None:
     for number in range(asked.batches):
         experience, _ = sample_batch(state, number, seed=0)
         shuffler = torch.Generator().manual_seed(number)
-        segmented = shape_and_segment(experience, models, config, state.kl_coef, shuffler)
-        credit = assign_credit(segmented, critic_values(experience, models, config), config)
-        sketch = measure_options(configs, experience, credit, models, shuffler)
+        credit = credit_of(state, experience, shuffler)
+        sketch = Measurement.of(by_each(experience, credit, models, shuffler, configs))
         exact = Measurement(
             sketch.advantages,
             torch.zeros(len(configs), hidden * hidden, device=sketch.sums.device),
@@ -53,13 +49,13 @@ def main() -> None:
         )
         models.policy.requires_grad_(True)
         whole = [torch.zeros(0)] * len(configs)
-        for micro in micro_batches(experience.sequences, config.token_budget, models.world):
+        for micro in experience.micro_batches(models):
             for measurement in (sketch, exact):
-                logprobs = token_stats(
-                    models.policy, micro.sequences, scores=measurement.watch()
-                ).logprobs
+                part = measurement.begin()
+                logprobs = models.logprobs(models.policy, micro.sequences, part.watch())
                 logprobs.sum().backward()
-                measurement.add(micro)
+                part.add(micro)
+                part.end()
             for i in range(len(configs)):
                 models.policy.zero_grad()
                 logprobs = token_stats(models.policy, micro.sequences).logprobs

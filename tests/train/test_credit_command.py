@@ -15,9 +15,16 @@ from marlhf.cli import app
 from marlhf.config.candidates import parse_candidates
 from marlhf.core import Agreement, NGram, Segments, Words
 from marlhf.credit import measure as measuring
-from marlhf.credit.measure import Measured, measure, recipe_of, table, verdict
-from marlhf.credit.state import CreditError, open_state
-from marlhf.credit.where import Truth, _critic_error, _share_lowest, locate
+from marlhf.credit.measure import (
+    CreditError,
+    Measured,
+    measure,
+    open_state,
+    recipe_of,
+    table,
+    verdict,
+)
+from marlhf.credit.true_credit import Truth, _critic_error, _share_lowest, locate
 from marlhf.report.write import write_report
 from marlhf.train import ppo
 from marlhf.train.credit_choice import Option, options_of
@@ -107,7 +114,7 @@ def test_a_gradient_that_points_away_is_told(ppo_config, own, other, words):
 
 
 def test_a_wrong_rule_is_told_before_anything_is_loaded(run, monkeypatch):
-    monkeypatch.setattr("marlhf.credit.state.open_state", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("marlhf.credit.measure.open_state", lambda *_, **__: pytest.fail("loaded"))
     out = CliRunner().invoke(app, ["credit", str(run), "--rule", "tokn lam=1"])
     assert "There is no rule 'tokn'" in str(out.exception)
 

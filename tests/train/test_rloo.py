@@ -21,7 +21,8 @@ from marlhf.runtime.distributed import World
 from marlhf.runtime.interrupts import Stopped
 from marlhf.runtime.objects import GivenObjects
 from marlhf.train import rloo
-from marlhf.train.experience import Credit, Experience
+from marlhf.train.experience import Credit, Experience, Scorer
+from marlhf.train.rl_models import Models
 from small_runs import TOY, assert_close, read_lines
 
 HERE = World(torch.device("cpu"))
@@ -136,9 +137,7 @@ def equation(model, found: Experience, advantages, config, kl_coef: float) -> to
 @pytest.mark.parametrize("method", ["rloo", "grpo"])
 def test_gradients_are_those_of_the_equations(method, budget):
     grpo = {"baseline": "group", "kl_in": "loss", "ratio": "macro_mean"}
-    config = settings(
-        num_samples=4, token_budget=budget, clip=0.2, **(grpo if method == "grpo" else {})
-    )
+    config = settings(num_samples=4, clip=0.2, **(grpo if method == "grpo" else {}))
     found = experience([[7, 8, 9], [9], [7, 7, 7, 1], [8, 8]], [1.0, 2.0, 6.0, -1.0])
     model = load_policy("tiny")
     plan = credit(found, config, 0.3)
@@ -146,8 +145,8 @@ def test_gradients_are_those_of_the_equations(method, budget):
     wanted.backward()
     gradients = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    models = SimpleNamespace(policy=model, world=HERE)
-    losses = rloo.backward([0, 1, 2, 3], found, plan, models, config, 0.3)
+    models = Models(model, *[None] * 6, HERE, Sampling(), pass_tokens=budget)
+    losses = rloo.backward(found, plan, models, config, 0.3, [0, 1, 2, 3])
     if method == "grpo":
         torch.testing.assert_close(losses["rl/policy_loss"], wanted.detach())
     for p, gradient in zip(model.parameters(), gradients):
@@ -170,16 +169,16 @@ def test_metrics_are_ppos_without_the_critics(rloo_config):
 
 def test_each_prompt_has_different_responses(rloo_config, monkeypatch):
     seen = []
-    real = rloo.score_rollout
+    real = Scorer.__call__
 
-    def score_rollout(examples, *rest):
-        found = real(examples, *rest)
+    def score(self, examples, *rest):
+        found = real(self, examples, *rest)
         seen.append(([tuple(e.prompt) for e in examples], found.sequences.responses))
         return found
 
-    monkeypatch.setattr(rloo, "score_rollout", score_rollout)
-    run(rloo_config(num_steps=1))
-    prompts, responses = seen[0]
+    monkeypatch.setattr(Scorer, "__call__", score)
+    run(rloo_config(num_steps=1, eval_prompts=0))
+    [(prompts, responses)] = seen
     assert all(len(set(prompts[i : i + 3])) == 1 for i in range(0, 12, 3))
     assert len(set(prompts)) == 4
     for group in responses.view(4, 3, -1):

@@ -15,7 +15,7 @@ import torch
 from jinja2 import TemplateError
 
 from marlhf.config.build import build_segmenter
-from marlhf.core import Constituents, Perplexity, Responses
+from marlhf.core import Responses, needs, parser_of
 from marlhf.data import DataConfig, DataError, apps, decode, load_data, tldr, webgpt
 from marlhf.data.encode import encode_prompt
 from marlhf.data.rows import Message, Text, after_colon
@@ -171,14 +171,15 @@ class ChatModel:
         segmenter = build_segmenter(config["segmenter"])
         ids = turn.answer_ids
         tokens, spans = torch.tensor([ids]), None
-        if isinstance(segmenter, Constituents):
+        if parser := parser_of(segmenter):
             aligned = TokenBytes.of(self.tokenizer).align([ids])
-            phrases = parse_flat(build_parser(segmenter.parser), aligned.texts)
+            phrases = parse_flat(build_parser(parser), aligned.texts)
             spans = torch.from_numpy(aligned.token_spans(phrases))
+        reads_reference = needs(segmenter, "ref_logprobs", unless_said=True)
         responses = Responses(
             tokens,
             torch.ones_like(tokens).bool(),
-            ref_logprobs=self._ref_logprobs(turn) if _may_need_reference(segmenter) else None,
+            ref_logprobs=self._ref_logprobs(turn) if reads_reference else None,
             spans=spans,
             vocabulary=vocabulary(self.tokenizer),
             seeds=torch.tensor([turn.seed]),
@@ -307,9 +308,3 @@ def _file_or_hub(name: str) -> PolicySource:
     if Path(name).is_file() and not name.endswith(".gguf"):
         raise EvaluationError(f"{name} is a file. Give the folder of a run or of a model.")
     return PolicySource(Path(name), name, name.rstrip("/").rpartition("/")[2])
-
-
-def _may_need_reference(segmenter: object) -> bool:
-    """Whether a segmenter may read `ref_logprobs`: perplexity, and segmenters of users."""
-    own = type(segmenter).__module__.startswith("marlhf.core")
-    return isinstance(segmenter, Perplexity) or not own

@@ -33,6 +33,7 @@ from marlhf.core.segmenters import (
     Turns,
     Words,
     needs,
+    parser_of,
     segment,
 )
 from marlhf.core.segments import Segments
@@ -65,6 +66,7 @@ __all__ = [
     "moments",
     "needs",
     "pack_spans",
+    "parser_of",
     "pool_rewards",
     "ppo_policy_loss",
     "ppo_value_loss",

@@ -36,6 +36,11 @@ def needs(segmenter: Segmenter, what: Need, *, unless_said: bool = False) -> boo
     return unless_said if declared is None else what in declared
 
 
+def parser_of(segmenter: Segmenter) -> str | None:
+    """The name of the parser that gives a rule its spans; None for a rule that needs none."""
+    return getattr(segmenter, "parser", "english") if needs(segmenter, "spans") else None
+
+
 def segment(segmenter: Segmenter, responses: Responses, *, split_last: bool = False) -> Segments:
     """Apply a rule. What a user's rule returns is checked.
 

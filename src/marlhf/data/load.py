@@ -53,6 +53,7 @@ PUBLISHED = {
 GENERATED = {"toy": toy, "toy-code": toy_code, "sums": sums}
 """Tasks that make their own rows, without a file or a network."""
 
+
 def true_score(source: str) -> Callable[[str, str], float] | None:
     """How good a response to a prompt really is, for tasks that define it."""
     return getattr(GENERATED.get(source), "gold_score", None)

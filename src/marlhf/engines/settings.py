@@ -7,16 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from marlhf.config.build import build, make_segmenter, raise_problems
-from marlhf.core import (
-    Constituents,
-    Lines,
-    NGram,
-    Perplexity,
-    Segmenter,
-    Sentences,
-    Surprise,
-    Words,
-)
+from marlhf.core import NGram, Segmenter, needs
 from marlhf.errors import MarlhfError
 from marlhf.fields import check_settings, setting
 
@@ -88,14 +79,14 @@ def read_settings(raw: Mapping[str, Any] | None, where: str) -> MacroSettings:
 
 def needs_reference(segmenter: Segmenter) -> bool:
     """Whether a segmenter reads the log-probs of the reference model."""
-    return isinstance(segmenter, Perplexity)
+    return needs(segmenter, "ref_logprobs")
 
 
 def needs_logprobs(segmenter: Segmenter) -> bool:
     """Whether a segmenter reads the log-probs of the policy that sampled."""
-    return isinstance(segmenter, Surprise)
+    return needs(segmenter, "logprobs")
 
 
 def needs_text(segmenter: Segmenter) -> bool:
     """Whether a segmenter reads the text of tokens, so that a tokenizer is needed."""
-    return isinstance(segmenter, (Words, Sentences, Lines, Constituents))
+    return needs(segmenter, "vocabulary") or needs(segmenter, "spans")

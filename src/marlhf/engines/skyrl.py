@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from marlhf.core import RandomNGram
+from marlhf.core import needs
 from marlhf.engines.advantages import EngineBatch, macro_advantages
 from marlhf.engines.settings import (
     EngineError,
@@ -39,7 +39,7 @@ def macro_gae(**macro: Any) -> Estimator:
     """
     settings = read_settings(macro, "macro_gae")
     rule = settings.segmenter
-    seeded = isinstance(rule, RandomNGram)  # by the tokens, so that a resumed run draws the same
+    seeded = needs(rule, "seeds")  # by the tokens, so that a resumed run draws the same
     if seeded or needs_text(rule) or needs_reference(rule) or needs_logprobs(rule):
         raise EngineError(
             f"{rule} reads tokens or log-probs, and SkyRL shows an estimator neither. Choose "

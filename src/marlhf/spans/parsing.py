@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from marlhf.core import Constituents, Segmenter
+from marlhf.core import Segmenter, parser_of
 from marlhf.models.base import Tokenizer
 from marlhf.spans.align import TokenBytes
 from marlhf.spans.workers import ParserPool
@@ -19,11 +19,9 @@ class Parsing:
     Every rank parses all rows: parsers are deterministic, so nothing needs to be sent.
     """
 
-    def __init__(
-        self, rule: Constituents, tokenizer: Tokenizer, workers: int | None = None
-    ) -> None:
+    def __init__(self, parser: str, tokenizer: Tokenizer, workers: int | None = None) -> None:
         self.tokens = TokenBytes.of(tokenizer)
-        self.pool = ParserPool(rule.parser, workers)
+        self.pool = ParserPool(parser, workers)
 
     def begin(self, responses: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
         """Start to parse; call what comes back for the spans, [B, S, 2]."""
@@ -34,4 +32,5 @@ class Parsing:
 
 def open_parsing(rule: Segmenter, tokenizer: Tokenizer) -> Parsing | None:
     """The parser, where the segmenter needs one."""
-    return Parsing(rule, tokenizer) if isinstance(rule, Constituents) else None
+    parser = parser_of(rule)
+    return None if parser is None else Parsing(parser, tokenizer)

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from marlhf.core import Constituents, Perplexity, Responses, Segmenter, Surprise
+from marlhf.core import Responses, Segmenter, needs, parser_of
 from marlhf.data.rows import DataError
 from marlhf.models.forward import token_stats
 from marlhf.models.load import load_policy, load_tokenizer
@@ -28,7 +28,7 @@ def cut_text(
     """The text of each token of each macro action."""
     if not text:
         raise DataError("The text is empty.")
-    if isinstance(rule, Perplexity | Surprise) and model is None:
+    if (needs(rule, "ref_logprobs") or needs(rule, "logprobs")) and model is None:
         raise DataError("Perplexity and surprise are those of a model: give --model.")
     tok = load_tokenizer(model or tokenizer)
     encoded = tok(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -37,9 +37,9 @@ def cut_text(
         raise DataError("The tokenizer makes no tokens of this text: it is all white space.")
     tokens = torch.tensor([ids])
     spans = None
-    if isinstance(rule, Constituents):
+    if parser := parser_of(rule):
         aligned = TokenBytes.of(tok).align([ids])
-        phrases = parse_flat(build_parser(rule.parser), aligned.texts)
+        phrases = parse_flat(build_parser(parser), aligned.texts)
         spans = torch.from_numpy(aligned.token_spans(phrases))
     logprobs = None
     if model is not None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from marlhf.config.build import field_names
 from marlhf.config.rl import RLConfig
-from marlhf.core import Constituents
+from marlhf.core import parser_of
 from marlhf.data import Loaded, load_data
 from marlhf.errors import MarlhfError, SettingError
 from marlhf.models.adapter_config import import_peft, quantization
@@ -66,8 +66,7 @@ def _checks(
     if isinstance(config, RLConfig):
         yield lambda: _check_rewards(config, made_by, loaded)
         yield lambda: _check_engine(config)
-        if isinstance(config.segmenter, Constituents):
-            parser = config.segmenter.parser
+        if parser := parser_of(config.segmenter):
             yield lambda: build_parser(parser)
 
 
