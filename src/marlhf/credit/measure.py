@@ -10,7 +10,6 @@ Axes: E ways to assign credit, M batches, D numbers of a sketch.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import math
@@ -24,10 +23,11 @@ from torch import Tensor
 from marlhf.config.build import build, make_segmenter, raise_problems
 from marlhf.config.candidates import CANDIDATES, Candidate, parse_candidates
 from marlhf.config.settings import SegmenterSpec
-from marlhf.core import Agreement, gradient_agreement, jackknife_error
+from marlhf.core import Agreement, gradient_agreement
 from marlhf.errors import MarlhfError
 from marlhf.evaluate.eval_plan import PolicySource, check_rewards, located
 from marlhf.evaluate.text_table import text_table
+from marlhf.models.scores import BLOCKS
 from marlhf.runs.jsonl import append_jsonl, read_keyed
 from marlhf.runs.layout import (
     CHECKPOINTS,
@@ -50,6 +50,8 @@ from marlhf.train.credit_choice import (
     Measurement,
     Option,
     better,
+    decode_sketch,
+    encode_sketch,
     options_of,
     unbiased,
 )
@@ -228,11 +230,10 @@ class Measured:
 
     def rows(self) -> list[dict[str, Any]]:
         """Best first; NaN as None."""
-        cosine = self.agreement.cosine.tolist()
+        cosine = self.agreement.known_cosines().tolist()
         rows: list[dict[str, Any]] = []
         for i, option in enumerate(self.options):
-            difference = self.agreement.replicates[i] - self.agreement.replicates[0]
-            ahead = jackknife_error(difference)
+            ahead = self.agreement.difference_error(i, 0)
             # More samples of a gradient that points the other way are no progress.
             compares = cosine[0] > 0 and cosine[i] > 0
             rows.append(
@@ -275,7 +276,7 @@ def measure(state: RunState, rules: tuple[str, ...] = (), *, batches: int = 24, 
     size = state.config.batch_size
     file = state.folder / CREDIT_LINES
     setting = _setting(state, [o.name for o in options], seed)
-    done = {key: _decode(line) for key, line in read_keyed(file, setting).items()}
+    done = {key: decode_sketch(line["sketch"]) for key, line in read_keyed(file, setting).items()}
     left = [n for n in range(batches) if str(n) not in done]
     say(
         f"{state.folder.name}, step {state.step}: {len(options)} ways to assign credit on "
@@ -286,11 +287,12 @@ def measure(state: RunState, rules: tuple[str, ...] = (), *, batches: int = 24, 
         for count, number in enumerate(left, batches - len(left) + 1):
             experience, of_batch = _batch(state, configs, number, seed)
             done[str(number)] = of_batch
-            append_jsonl(file, [{"setting": setting, "key": str(number)} | _encode(of_batch)])
+            line = {"setting": setting, "key": str(number), "sketch": encode_sketch(of_batch)}
+            append_jsonl(file, [line])
             bar.advance(count, {"score": float(experience.scores.mean())})
     gradients = torch.stack([done[str(n)] for n in range(batches)], dim=1).double()
-    agreement = gradient_agreement(gradients[:-1], gradients[-1])
-    if not bool(agreement.cosine[0].isfinite()):
+    agreement = gradient_agreement(gradients[:-1], gradients[-1], blocks=BLOCKS)
+    if not bool(agreement.known_cosines()[0].isfinite()):
         warn(
             "the batches are too few, or too noisy, to tell the true gradient from noise. "
             f"Raise --batches, which is {batches}."
@@ -308,14 +310,14 @@ def _batch(
         _check_reward(state, experience, examples)
     shuffler = torch.Generator().manual_seed(seed * 1_000_003 + number)
     credit = credit_of(state, experience, shuffler)
-    measurement = Measurement.of(by_each(experience, credit, models, shuffler, configs))
+    advantages = by_each(experience, credit, models, shuffler, configs)
+    measurement = Measurement(advantages, [seed] * BLOCKS)
     part = measurement.begin()
     for micro in experience.micro_batches(models):
-        logprobs = models.logprobs(models.policy, micro.sequences, part.watch())
-        logprobs.sum().backward()  # as far as the head's input: no weight has a gradient
+        models.logprobs(models.policy, micro.sequences, part.watch())
         part.add(micro)
     part.end()
-    return experience, models.world.sum(measurement.sums).cpu()
+    return experience, measurement.over_ranks(models.world).cpu()
 
 
 def credit_of(state: RunState, experience: Experience, shuffler: torch.Generator) -> Credit:
@@ -365,7 +367,7 @@ def table(measured: Measured) -> str:
 def verdict(measured: Measured) -> str:
     """What to do about it, in a sentence."""
     own, best = measured.options[0], measured.options[measured.best]
-    cosine = measured.agreement.cosine
+    cosine = measured.agreement.known_cosines()
     own_cosine = float(cosine[0])
     if not math.isfinite(own_cosine):
         return f"The batches are too few, or too noisy, to judge {own.name}. Raise --batches."
@@ -397,15 +399,5 @@ def _finite(value: float) -> float | None:
 
 def _setting(state: RunState, names: list[str], seed: int) -> str:
     """Changes with everything that decides a batch's numbers."""
-    which = [state.step, state.config.batch_size, state.kl_coef, names, seed]
+    which = [BLOCKS, state.step, state.config.batch_size, state.kl_coef, names, seed]
     return hashlib.sha256(json.dumps(which).encode()).hexdigest()[:12]
-
-
-def _encode(sketch: Tensor) -> dict[str, Any]:
-    data = base64.b64encode(sketch.float().numpy().tobytes()).decode()
-    return {"shape": list(sketch.shape), "gradients": data}
-
-
-def _decode(line: dict[str, Any]) -> Tensor:
-    data = bytearray(base64.b64decode(line["gradients"]))
-    return torch.frombuffer(data, dtype=torch.float32).view(line["shape"])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +24,8 @@ from torch import Tensor
 from marlhf.config.build import build_segmenter
 from marlhf.config.candidates import CANDIDATES, Candidate, parse_candidates
 from marlhf.config.settings import to_raw
-from marlhf.core import Agreement, NGram, gradient_agreement, jackknife_error
-from marlhf.models.scores import SIZE, TokenScores
+from marlhf.core import Agreement, NGram, gradient_agreement
+from marlhf.models.scores import BLOCK, BLOCKS, TokenScores
 from marlhf.runtime.distributed import World
 from marlhf.runtime.progress import say, warn
 from marlhf.train.experience import Credit, MicroBatch
@@ -35,6 +35,8 @@ WINDOW = 12
 """Batches that the choice looks back on. Weights move little in so many steps."""
 FIRST = 6
 """Batches before the first choice."""
+PERIOD = 48
+"""Steps that a block of projections lasts."""
 ERRORS = 2.0
 """Standard errors by which a candidate must be ahead. With eleven candidates and a choice at every
 step, one would too often switch on noise."""
@@ -79,22 +81,32 @@ def unbiased(config: PPOConfig) -> PPOConfig:
     return replace(config, segmenter=NGram(1), rho=1.0, **changes)
 
 
+def sketch_seeds(step: int) -> list[int]:
+    """The seed of each block of projections at a step.
+
+    Gradients of different batches are compared by projections that they share. Blocks are drawn
+    anew one after the other, so that most have one seed in any window, and none lasts for long.
+    """
+    return [(step + block * PERIOD // BLOCKS) // PERIOD for block in range(BLOCKS)]
+
+
 @dataclass
 class Measurement:
     """The gradients of one batch by every option, as its micro-batches come."""
 
     advantages: Tensor  # [E + 1, B, T], whitened as in training; the unbiased ones last
-    sums: Tensor  # [E + 1, D]
-    size: int | None = SIZE
-
-    @classmethod
-    def of(cls, advantages: Tensor, size: int = SIZE) -> Measurement:
-        sums = torch.zeros(len(advantages), size * size, device=advantages.device)
-        return cls(advantages, sums, size)
+    seeds: Sequence[int] | None  # of the sketch; None for whole gradients
+    sums: Tensor | float = 0.0  # [E + 1, D]
 
     def begin(self) -> Part:
         """For the passes over some rows, which count once all of them are done."""
-        return Part(self, torch.zeros_like(self.sums))
+        return Part(self)
+
+    def over_ranks(self, world: World) -> Tensor:
+        sums = self.sums
+        if not isinstance(sums, Tensor):  # this rank had no rows
+            sums = torch.zeros(len(self.advantages), BLOCKS * BLOCK, device=self.advantages.device)
+        return world.sum(sums)
 
 
 @dataclass
@@ -102,23 +114,23 @@ class Part:
     """What some rows add to a measurement. Dropped where their passes run out of memory."""
 
     whole: Measurement
-    sums: Tensor
+    sums: Tensor | float = 0.0
 
     def watch(self) -> TokenScores:
         """For the next micro-batch's pass."""
-        self.watching = TokenScores(self.whole.size)
+        self.watching = TokenScores(self.whole.seeds)
         return self.watching
 
     def add(self, micro: MicroBatch) -> None:
-        """After that micro-batch's backward pass."""
+        """Before that micro-batch's backward pass."""
         if not sum(micro.sequences.lengths) or not micro.weight:
             return
         mask = micro.sequences.mask
         ours = self.whole.advantages[:, micro.index, : mask.shape[1]]
-        self.sums += self.watching.gradients(ours[:, mask])
+        self.sums = self.sums + self.watching.gradients(ours[:, mask])
 
     def end(self) -> None:
-        self.whole.sums += self.sums
+        self.whole.sums = self.whole.sums + self.sums
 
 
 class CreditChooser:
@@ -134,7 +146,8 @@ class CreditChooser:
             candidates = parse_candidates(config.credit_candidates or CANDIDATES)
             self.options = options_of(config, candidates)
         self.choice = 0
-        self.window: deque[Tensor] = deque(maxlen=WINDOW)  # [E + 1, D] each
+        self.window: deque[tuple[Sequence[int], Tensor]] = deque(maxlen=WINDOW)
+        """Of each batch the seeds of its sketch, and [E + 1, D]."""
         self.checkpointed = {"credit": self} if self.auto else {}
 
     @property
@@ -148,9 +161,11 @@ class CreditChooser:
         own = self.options[0].config
         return [*(option.config for option in self.options), unbiased(own)]
 
-    def measure(self, advantages: Callable[[list[PPOConfig]], Tensor]) -> Measurement | None:
+    def measure(
+        self, step: int, advantages: Callable[[list[PPOConfig]], Tensor]
+    ) -> Measurement | None:
         """To be taken in the passes of the next update: a batch's `advantages` by each config."""
-        return Measurement.of(advantages(self.configs)) if self.auto else None
+        return Measurement(advantages(self.configs), sketch_seeds(step)) if self.auto else None
 
     def update(
         self, step: int, credit: Credit, measurement: Measurement | None, world: World
@@ -160,20 +175,25 @@ class CreditChooser:
             return {}
         metrics = {"credit/reach": float(credit.reach(self.config.lam))}
         if measurement is not None:
-            metrics |= self.choose(step, world.sum(measurement.sums))
+            metrics |= self.choose(step, measurement.over_ranks(world), measurement.seeds)
         return metrics
 
-    def choose(self, step: int, measured: Tensor) -> dict[str, float]:
+    def choose(
+        self, step: int, measured: Tensor, seeds: Sequence[int] | None = None
+    ) -> dict[str, float]:
         """Take in the gradients of a batch, [E + 1, D], and choose for the next."""
         used = self.choice
-        self.window.append(measured.double().cpu())
+        self.window.append((seeds or [0], measured.double().cpu()))
         metrics: dict[str, float] = {"credit/choice": float(used)}
         if len(self.window) < FIRST:
             return metrics
-        gradients = torch.stack(list(self.window), dim=1)  # [E + 1, M, D]
-        agreement = gradient_agreement(gradients[:-1], gradients[-1])
+        all_seeds = [seeds for seeds, _ in self.window]
+        shared = [len(set(of_block)) == 1 for of_block in zip(*all_seeds)]
+        gradients = torch.stack([x for _, x in self.window], dim=1)  # [E + 1, M, D]
+        gradients = gradients.unflatten(2, (len(shared), -1))[:, :, shared].flatten(2)
+        agreement = gradient_agreement(gradients[:-1], gradients[-1], blocks=sum(shared))
         self.choice = better(agreement, used)
-        cosines, errors = agreement.cosine.tolist(), agreement.error.tolist()
+        cosines, errors = agreement.known_cosines().tolist(), agreement.error.tolist()
         for option, cosine in zip(self.options, cosines):
             if cosine == cosine:
                 metrics[f"credit/cosine/{option.name.replace(' ', '_')}"] = cosine
@@ -189,30 +209,41 @@ class CreditChooser:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        window = torch.stack(list(self.window)) if self.window else torch.zeros(0)
+        window = torch.stack([x for _, x in self.window]) if self.window else torch.zeros(0)
         return {
             "names": [option.name for option in self.options],
             "choice": self.choice,
-            "shape": list(window.shape),
-            "window": base64.b64encode(window.float().numpy().tobytes()).decode(),
+            "seeds": [list(seeds) for seeds, _ in self.window],
+            "window": encode_sketch(window),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.choice = int(state["choice"])
-        data = bytearray(base64.b64decode(state["window"]))
-        if data:
-            saved = torch.frombuffer(data, dtype=torch.float32).view(state["shape"])
-            self.window.extend(saved.double())
+        saved = decode_sketch(state["window"])
+        self.window.extend(zip(state["seeds"], saved.double()))
+
+
+def encode_sketch(sketch: Tensor) -> dict[str, Any]:
+    """float32 numbers for JSON, every bit of them."""
+    data = base64.b64encode(sketch.float().numpy().tobytes()).decode()
+    return {"shape": list(sketch.shape), "data": data}
+
+
+def decode_sketch(encoded: Mapping[str, Any]) -> Tensor:
+    data = bytearray(base64.b64decode(encoded["data"]))
+    if not data:
+        return torch.zeros(encoded["shape"])
+    return torch.frombuffer(data, dtype=torch.float32).view(encoded["shape"])
 
 
 def better(agreement: Agreement, used: int, errors: float = ERRORS) -> int:
     """The candidate with the largest cosine, if it is ahead by more than noise; else `used`."""
-    cosine = agreement.cosine.nan_to_num(nan=-1.0)
-    best = int(cosine.argmax())
-    if best == used or not bool(agreement.cosine[used].isfinite()):
+    cosine = agreement.known_cosines()
+    best = int(cosine.nan_to_num(nan=-1.0).argmax())
+    if best == used or not bool(cosine[used].isfinite()):
         return used
     gain = agreement.cosine[best] - agreement.cosine[used]
-    error = jackknife_error(agreement.replicates[best] - agreement.replicates[used])
+    error = agreement.difference_error(best, used)
     return best if bool(gain > errors * error) else used
 
 

@@ -76,7 +76,8 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             if step <= config.critic_warmup_steps:
                 del learning_rates["policy"]
             candidates = partial(by_each, experience, credit, rl.models, rl.shuffler)
-            measurement = chooser.measure(candidates) if "policy" in learning_rates else None
+            measured = "policy" in learning_rates
+            measurement = chooser.measure(step, candidates) if measured else None
             rl.clock.mark("credit")
             metrics |= update(experience, credit, rl.learner, learning_rates, config, measurement)
             rl.clock.mark("update")
@@ -213,11 +214,11 @@ def backward(
             segments=segments,
             num_tokens=counts[config.ratio],
         )
+        if measured:
+            measured.add(micro)
         # Before the critic's pass: only one graph is in memory at a time.
         if train_policy:
             (loss * micro.weight).backward()
-        if measured:
-            measured.add(micro)
         losses = {"rl/policy_loss": loss}
         if train_critic:
             values = models.values(micro.sequences)
