@@ -25,6 +25,10 @@ Segmenter = Callable[[Responses], Tensor]
 Need = Literal["ref_logprobs", "logprobs", "spans", "vocabulary", "seeds"]
 """What a rule reads of `Responses` beside tokens and mask. A class says so in `needs`."""
 
+LooksAt = Literal["prefix", "token", "response"]
+"""What decides whether a macro action starts at a token: those before it, it as well, or all. A
+class says so in `looks_at`; a rule that does not is taken to look at the token."""
+
 
 def needs(segmenter: Segmenter, what: Need, *, unless_said: bool = False) -> bool:
     """Whether a rule reads `what`; `unless_said` of a rule that does not declare its `needs`.
@@ -66,6 +70,7 @@ class NGram:
     """
 
     needs: ClassVar[tuple[Need, ...]] = ()
+    looks_at: ClassVar[LooksAt] = "prefix"
 
     n: int | float = 5
     """Tokens in a macro action: a whole number from 1, or infinity (`.inf` in YAML)."""
@@ -94,6 +99,7 @@ class RandomNGram:
     """
 
     needs: ClassVar[tuple[Need, ...]] = ("seeds",)
+    looks_at: ClassVar[LooksAt] = "prefix"
 
     lengths: tuple[int, ...] = (2, 3, 5, 10)
     """Lengths to draw from. The authors' code has (1, 2, 3, 5, 10)."""
@@ -137,6 +143,7 @@ class Perplexity:
     """
 
     needs: ClassVar[tuple[Need, ...]] = ("ref_logprobs",)
+    looks_at: ClassVar[LooksAt] = "token"
 
     kind: Literal["macro", "prefix", "token"] = "macro"
     """`macro` (section 3.2.1): a token joins while it does not raise the mean negative
@@ -178,6 +185,7 @@ class Constituents:
     """
 
     needs: ClassVar[tuple[Need, ...]] = ("spans",)
+    looks_at: ClassVar[LooksAt] = "response"
 
     cutoff: int = 5
     """A node with fewer tokens than this is one macro action."""
@@ -229,6 +237,7 @@ class Words:
     """
 
     needs: ClassVar[tuple[Need, ...]] = ("vocabulary",)
+    looks_at: ClassVar[LooksAt] = "token"
 
     max_length: int | None = None
     """The most tokens in a macro action. Languages without spaces need one."""
@@ -261,6 +270,7 @@ class Sentences:
     """
 
     needs: ClassVar[tuple[Need, ...]] = ("vocabulary",)
+    looks_at: ClassVar[LooksAt] = "token"
 
     max_length: int | None = None
     """The most tokens in a macro action."""
@@ -305,6 +315,7 @@ class Lines:
     """
 
     needs: ClassVar[tuple[Need, ...]] = ("vocabulary",)
+    looks_at: ClassVar[LooksAt] = "prefix"  # blank lines aside
 
     max_length: int | None = None
     """The most tokens in a macro action. Text without line breaks needs one."""
@@ -329,6 +340,7 @@ class Turns:
     """
 
     needs: ClassVar[tuple[Need, ...]] = ()
+    looks_at: ClassVar[LooksAt] = "prefix"
 
     max_length: int | None = None
     """The most tokens in a macro action."""
@@ -352,6 +364,7 @@ class Surprise:
     """
 
     needs: ClassVar[tuple[Need, ...]] = ("logprobs",)
+    looks_at: ClassVar[LooksAt] = "token"
 
     probability: float = 0.2
     """A token of at most this probability starts a macro action."""

@@ -6,8 +6,12 @@ is sampled from the same beginning are siblings, which are compared with each ot
 (`core.tree_advantages`).
 
 The cut is the first macro boundary at or after a share of the mean length of the batch: one half
-with two levels, thirds with three. So it depends on what comes before it and hardly on how the
-response ends, and the original continuation is a fair sample beside the new ones.
+with two levels, thirds with three. The original continuation must be a fair sample beside the new
+ones, so the cut may depend on what comes before it alone. Where a rule looks at the token that a
+macro action starts on (words, surprise), the cut comes after that token, which all siblings share.
+
+Level by level there are more branches, so more late tokens than early ones are sampled and trained:
+late tokens weigh more in the loss.
 
 Axes: B leaves, N sampled rows, T response tokens, L levels.
 """
@@ -179,14 +183,15 @@ def _find_cuts(
     rl: RLRun,
 ) -> dict[int, int | None]:
     """Where each row at a leaf branches: None where no boundary comes after the target."""
+    after = 0 if getattr(config.segmenter, "looks_at", "token") == "prefix" else 1
     numbers = list(dict.fromkeys(leaves))
     chosen = [rows[i] for i in numbers]
     starts = _macro_starts(chosen, examples, config, rl).tolist()
     cuts: dict[int, int | None] = {}
     for number, row, of_row in zip(numbers, chosen, starts):
         least = max(target, row.cuts[-1] + 1 if row.cuts else 1)
-        places = range(least, len(row.response))
-        cuts[number] = next((place for place in places if of_row[place]), None)
+        places = range(least, len(row.response) - after)
+        cuts[number] = next((place + after for place in places if of_row[place]), None)
     return cuts
 
 
@@ -212,7 +217,7 @@ def _macro_starts(
         logprobs=_padded(rows, device),
     )
     with explain_segmenter_errors(rule):  # it may be the user's own code
-        return segment(rule, seen, split_last=config.split_last).starts
+        return segment(rule, seen).starts  # not `split_last`: that a token is the last shows late
 
 
 def _continue(
