@@ -207,7 +207,8 @@ def read_segmenter(words: str, option: str) -> Any:
     """The rule in an option such as `--segmenter 'ngram n=3'`."""
     import yaml
 
-    from marlhf.train.recipe import ConfigError, build_segmenter
+    from marlhf.config.build import build_segmenter
+    from marlhf.config.recipe_files import ConfigError
 
     name, *settings = words.split() or [""]
     raw: dict[str, object] = {"type": name}

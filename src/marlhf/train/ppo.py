@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from marlhf.config.rl import RLConfig
 from marlhf.core import (
     Segments,
     boundary_gae,
@@ -91,7 +92,7 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
 def shape_and_segment(
     experience: Experience,
     models: Models,
-    config: PPOConfig,
+    config: RLConfig,
     kl_coef: float,
     shuffler: torch.Generator,
 ) -> tuple[Tensor, Segments]:
@@ -203,17 +204,8 @@ def backward(
             scores = measured and measured.watch()
             logprobs = models.logprobs(models.policy, micro.sequences, scores)
         old_logprobs = micro.old_logprobs(experience, logprobs)
-        loss = ppo_policy_loss(
-            logprobs,
-            old_logprobs,
-            micro.take(credit.advantages),
-            segments.mask,
-            clip=config.clip,
-            dual_clip=config.dual_clip,
-            ratio=config.ratio,
-            segments=segments,
-            num_tokens=counts[config.ratio],
-        )
+        advantages = micro.take(credit.advantages)
+        loss = policy_loss(logprobs, old_logprobs, advantages, segments, counts, config)
         if measured:
             measured.add(micro)
         # Before the critic's pass: only one graph is in memory at a time.
@@ -230,6 +222,28 @@ def backward(
     if measured:
         measured.end()
     return sums.over_ranks(models.world)
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    segments: Segments,
+    counts: Mapping[str, Tensor],
+    config: RLConfig,
+) -> Tensor:
+    """The policy's loss on some rows of a batch, as a part of the whole batch's mean."""
+    return ppo_policy_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        segments.mask,
+        clip=config.clip,
+        dual_clip=config.dual_clip,
+        ratio=config.ratio,
+        segments=segments,
+        num_tokens=counts[config.ratio],
+    )
 
 
 def value_loss(

@@ -21,12 +21,11 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from marlhf.config.build import (
     at,
     build,
-    build_segmenter,
     field_names,
     make_segmenter,
     raise_problems,
@@ -46,22 +45,6 @@ from marlhf.data.rows import DataError
 from marlhf.errors import quoted
 from marlhf.runs.layout import MODEL
 from marlhf.train.stages import METHODS
-
-__all__ = [
-    "ConfigError",
-    "Stage",
-    "build_segmenter",
-    "check_recipe",
-    "check_stage",
-    "kind_class",
-    "load_config",
-    "load_points",
-    "load_recipe",
-    "load_stage",
-    "make_segmenters",
-]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -207,20 +190,6 @@ def _read_stage(
     raise_problems(problems, path)
     assert built
     return built
-
-
-def load_config(cls: type[T], recipe: Path | str, overrides: list[str] | None = None) -> T:
-    """A flat recipe as any dataclass."""
-    path = find_recipe(recipe)
-    raw = read_recipe(path)
-    for key, value in map(read_override, overrides or []):
-        assign(raw, key, value)
-    problems: list[str] = []
-    config = build(cls, raw, "", problems, rules=True)
-    raise_problems(problems, path)
-    config = make_segmenter(config, "segmenter", problems)
-    raise_problems(problems, path)
-    return config
 
 
 def kind_class(kind: str) -> type[StageConfig]:

@@ -17,21 +17,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from marlhf.core import (
-    Segments,
-    group_advantages,
-    kl_estimate,
-    macro_gae,
-    ppo_policy_loss,
-    rloo_advantages,
-    segment,
-    shape_rewards,
-)
+from marlhf.core import Segments, group_advantages, kl_estimate, macro_gae, rloo_advantages
 from marlhf.runtime.distributed import start
 from marlhf.runtime.loop import open_run
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
-from marlhf.spans.apply import explain_segmenter_errors
 from marlhf.train.experience import Credit, Experience, PolicyMetrics, count_terms
+from marlhf.train.ppo import policy_loss, shape_and_segment
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import Learner, RLRun
 from marlhf.train.rloo_config import RLOOConfig
@@ -121,17 +112,8 @@ def reward_to_go(
     tree: Tree | None = None,
 ) -> Credit:
     """Rewards, macro actions and returns, without any baseline yet."""
-    responses = experience.responses(models.vocabulary, shuffler)
-    rewards = shape_rewards(
-        experience.clipped_scores,
-        experience.policy_logprobs,
-        experience.ref_logprobs,
-        experience.mask,
-        kl_coef if config.kl_in == "reward" else 0.0,
-        kl=config.kl_estimator,
-    )
-    with explain_segmenter_errors(config.segmenter):  # it may be the user's own code
-        segments = segment(config.segmenter, responses, split_last=config.split_last)
+    penalty = kl_coef if config.kl_in == "reward" else 0.0
+    rewards, segments = shape_and_segment(experience, models, config, penalty, shuffler)
     if tree is not None:
         segments = tree.split(segments)
     # With lambda 1 and values of 0, generalised advantage estimation is the reward-to-go.
@@ -170,17 +152,8 @@ def backward(
         segments = micro.segments(credit.segments)
         logprobs = models.logprobs(models.policy, micro.sequences)
         old_logprobs = micro.old_logprobs(experience, logprobs)
-        loss = ppo_policy_loss(
-            logprobs,
-            old_logprobs,
-            micro.take(credit.advantages),
-            segments.mask,
-            clip=config.clip,
-            dual_clip=config.dual_clip,
-            ratio=config.ratio,
-            segments=segments,
-            num_tokens=counts[config.ratio],
-        )
+        advantages = micro.take(credit.advantages)
+        loss = policy_loss(logprobs, old_logprobs, advantages, segments, counts, config)
         if config.kl_in == "loss":
             kl = kl_estimate(logprobs, micro.take(experience.ref_logprobs), "k3")
             loss = loss + kl_coef * sum_as_ratio(kl, segments, config) / counts[config.ratio]
