@@ -60,6 +60,7 @@ from marlhf.train.held_out import sample_held_out, score_scale
 from marlhf.train.ppo import assign_credit, by_each, shape_and_segment
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models, load_models, load_prompts
+from marlhf.train.stages import METHODS
 
 MEASURED = (
     *CANDIDATES,
@@ -137,7 +138,8 @@ def _ppo_run(folder: Path) -> Run:
     if not folder.is_dir() or not is_run(folder):
         raise CreditError(f"{folder} is not the folder of a run (its `output_dir`).")
     run = read_run(folder)
-    if run.stage != "ppo":
+    method = METHODS.get(run.stage or "")
+    if method is None or not issubclass(method.config, PPOConfig):
         raise CreditError(
             f"{folder} is a run of {run.stage or 'an unknown stage'}, which has no critic: credit "
             "is measured for PPO. Give the folder of a PPO run."
