@@ -56,7 +56,7 @@ from marlhf.runtime.optim import make_optimizer
 from marlhf.runtime.stage import Example
 from marlhf.runtime.timing import Clock, to_numbers
 from marlhf.spans import vocabulary
-from marlhf.train.experience import Scorer, batch_metrics, sample_responses
+from marlhf.train.experience import RolloutScorer, batch_metrics, sample_responses
 from marlhf.train.ppo import (
     assign_credit,
     critic_values_and_backward,
@@ -326,7 +326,7 @@ class Bench:
         start = time.perf_counter()
         rollout = sample_responses([e.prompt for e in self.examples], models, seeds)
         clock.mark("rollout")
-        experience = Scorer(models, settings)(self.examples, rollout)
+        experience = RolloutScorer(models, settings)(self.examples, rollout)
         clock.mark("score")
         rewards, segments = shape_and_segment(experience, models, settings, 0.05, self.shuffler)
         values, losses = critic_values_and_backward(experience, rewards, segments, models, settings)

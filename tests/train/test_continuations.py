@@ -10,7 +10,7 @@ from marlhf.runtime.distributed import start
 from marlhf.runtime.objects import GivenObjects
 from marlhf.train import continuations, ppo
 from marlhf.train.continuations import State, continuation_returns, states_of
-from marlhf.train.experience import Scorer
+from marlhf.train.experience import RolloutScorer
 from marlhf.train.rl_models import load_models, load_prompts
 from small_runs import read_lines
 
@@ -49,7 +49,7 @@ def test_the_mean_return_is_that_of_all_continuations(loaded):
     exact = float((logprobs.exp() * returns).sum())
     deviation = float((logprobs.exp() * (returns - exact).square()).sum().sqrt())
 
-    score = Scorer(models, config)
+    score = RolloutScorer(models, config)
     sampled = continuation_returns([state], score, 600, list(range(600)), config.kl_coef, "k1")
     assert sampled.shape == (1, 600)
     assert abs(float(sampled.mean()) - exact) < 4 * deviation / 600**0.5
@@ -59,7 +59,7 @@ def test_the_mean_return_is_that_of_all_continuations(loaded):
 def test_limits_are_of_whole_responses(loaded, monkeypatch):
     """A prefix leaves fewer tokens, and no more positions are needed than for whole responses."""
     config, models, examples = loaded
-    score = Scorer(replace(models, sampling=Sampling(max_new_tokens=8)), config)
+    score = RolloutScorer(replace(models, sampling=Sampling(max_new_tokens=8)), config)
     states = [State(0, n, examples[0], [7] * n) for n in (0, 3, 7)]
     calls = []
     sample = continuations.sample_responses

@@ -33,7 +33,7 @@ from marlhf.runtime.loop import Loop
 from marlhf.runtime.model_loader import load_trained_policy
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
 from marlhf.train import dpo, ppo, reward, rl_run, rloo, sft
-from marlhf.train.experience import Scorer
+from marlhf.train.experience import RolloutScorer
 from small_runs import assert_close, read_lines
 
 peft = pytest.importorskip("peft")
@@ -77,7 +77,7 @@ def train(stage: str, config, objects: GivenObjects = NO_OBJECTS) -> SimpleNames
     """Train a stage, and keep hold of what was inside."""
     seen = SimpleNamespace(config=config, path=Path(config.output_dir), experiences=[], plans=[])
     close, load = Loop.close, rl_run.load_models
-    score, assign_credit = Scorer.__call__, ppo.assign_credit
+    score, assign_credit = RolloutScorer.__call__, ppo.assign_credit
 
     def watched_close(loop, *args):
         seen.models = dict(loop.models)
@@ -99,7 +99,7 @@ def train(stage: str, config, objects: GivenObjects = NO_OBJECTS) -> SimpleNames
         patch.setattr(Loop, "close", watched_close)
         patch.setattr(ppo, "assign_credit", watched_credit)
         patch.setattr(rl_run, "load_models", watched_load)
-        patch.setattr(Scorer, "__call__", watched_score)
+        patch.setattr(RolloutScorer, "__call__", watched_score)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             seen.model = STAGES[stage][0].train(config, objects)

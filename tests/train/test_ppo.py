@@ -333,7 +333,7 @@ def test_the_judge_is_compared_with_the_start_of_the_run(ppo_config, monkeypatch
     seen: list[tuple[int, list[float], list[float]]] = []
     lifts = iter([0.0, 9.0, -9.0, 9.0])
 
-    score = experience.Scorer.__call__
+    score = experience.RolloutScorer.__call__
 
     def lifted(self, examples, rollout):
         scored = score(self, examples, rollout)
@@ -341,7 +341,7 @@ def test_the_judge_is_compared_with_the_start_of_the_run(ppo_config, monkeypatch
             return scored
         return replace(scored, raw_scores=scored.raw_scores + next(lifts))
 
-    monkeypatch.setattr(experience.Scorer, "__call__", lifted)
+    monkeypatch.setattr(experience.RolloutScorer, "__call__", lifted)
     monkeypatch.setattr(held_out, "warn_about_fallen_gold", lambda *args: seen.append(args))
     config = ppo_config(num_steps=3, eval_every=1)
     run(config)
@@ -487,7 +487,7 @@ def test_the_pass_that_values_trains_the_critic_as_one_of_its_own_would(ppo_conf
     shuffler = torch.Generator().manual_seed(0)
     prompts = [e.prompt for e in examples[:5]]
     rollout = experience.sample_responses(prompts, models, [1, 2, 3, 4, 5])
-    found = experience.Scorer(models, config)(examples[:5], rollout)
+    found = experience.RolloutScorer(models, config)(examples[:5], rollout)
     rewards, segments = ppo.shape_and_segment(found, models, config, 0.05, shuffler)
     values, losses = ppo.critic_values_and_backward(found, rewards, segments, models, config)
     once = [p.grad.clone() for p in models.critic.parameters()]
@@ -498,7 +498,7 @@ def test_the_pass_that_values_trains_the_critic_as_one_of_its_own_would(ppo_conf
     torch.testing.assert_close(alone, values)
     credit = ppo.assign_credit(rewards, alone, segments, config)
     again = token_values(models.critic, found.sequences)
-    counts = ppo.count_terms(credit.segments)
+    counts = found.count_terms(credit.segments)
     loss = ppo.value_loss(again, credit.values, credit.returns, credit.segments, counts, config)
     loss.backward()
     torch.testing.assert_close(losses["rl/value_loss"], loss.detach())

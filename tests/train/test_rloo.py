@@ -21,7 +21,7 @@ from marlhf.runtime.distributed import World, start
 from marlhf.runtime.interrupts import Stopped
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
 from marlhf.train import rloo
-from marlhf.train.experience import Credit, Experience, Scorer
+from marlhf.train.experience import Credit, Experience, RolloutScorer
 from marlhf.train.rl_models import Models, load_models, load_prompts
 from small_runs import TOY, assert_close, read_lines
 
@@ -169,14 +169,14 @@ def test_metrics_are_ppos_without_the_critics(rloo_config):
 
 def test_each_prompt_has_different_responses(rloo_config, monkeypatch):
     seen = []
-    real = Scorer.__call__
+    real = RolloutScorer.__call__
 
     def score(self, examples, *rest):
         found = real(self, examples, *rest)
         seen.append(([tuple(e.prompt) for e in examples], found.sequences.responses))
         return found
 
-    monkeypatch.setattr(Scorer, "__call__", score)
+    monkeypatch.setattr(RolloutScorer, "__call__", score)
     run(rloo_config(num_steps=1, eval_prompts=0))
     [(prompts, responses)] = seen
     assert all(len(set(prompts[i : i + 3])) == 1 for i in range(0, 12, 3))

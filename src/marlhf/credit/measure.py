@@ -55,7 +55,7 @@ from marlhf.train.credit_choice import (
     options_of,
     unbiased,
 )
-from marlhf.train.experience import Credit, Experience, Scorer, sample_responses
+from marlhf.train.experience import Credit, Experience, RolloutScorer, sample_responses
 from marlhf.train.held_out import sample_held_out, score_scale
 from marlhf.train.ppo import assign_credit, by_each, shape_and_segment
 from marlhf.train.ppo_config import PPOConfig
@@ -85,7 +85,7 @@ class RunState:
     folder: Path
     config: PPOConfig
     models: Models
-    score: Scorer
+    score: RolloutScorer
     examples: list[Example]
     step: int
     kl_coef: float
@@ -125,7 +125,7 @@ def open_state(
         raise CreditError(
             f"{folder} has {len(examples)} prompts, fewer than a batch of {config.batch_size}."
         )
-    score = Scorer(models, config)
+    score = RolloutScorer(models, config)
     if scale is None:  # what a run that begins with these models will normalise its scores by
         held_out = held_out[: config.eval_prompts]
         scale = score_scale(score(held_out, sample_held_out(held_out, models)).raw_scores)

@@ -18,7 +18,7 @@ from torch import Tensor
 from marlhf.config.rl import KLEstimator
 from marlhf.core import Segments, shape_rewards
 from marlhf.runtime.stage import Example
-from marlhf.train.experience import Experience, Scorer, sample_responses
+from marlhf.train.experience import Experience, RolloutScorer, sample_responses
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_run import RLRun
 
@@ -68,7 +68,7 @@ def monte_carlo_values(
 @torch.no_grad()
 def continuation_returns(
     states: Sequence[State],
-    score: Scorer,
+    score: RolloutScorer,
     count: int,
     seeds: list[int],
     kl_coef: float,

@@ -22,7 +22,7 @@ from marlhf.runtime.loop import Loop
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.progress import say, warn
 from marlhf.runtime.stage import Example
-from marlhf.train.experience import Credit, Experience, Scorer, sample_responses
+from marlhf.train.experience import Credit, Experience, RolloutScorer, sample_responses
 from marlhf.train.rl_models import Models
 
 SEED = 20241003  # the same draws at every evaluation of every run
@@ -43,7 +43,7 @@ class HeldOutEvaluation:
     def __init__(
         self,
         config: RLConfig,
-        score: Scorer,
+        score: RolloutScorer,
         rows: list[Example],
         loop: Loop,
         credit: Callable[..., Credit],

@@ -32,7 +32,7 @@ from marlhf.runtime.timing import Clock, to_numbers
 from marlhf.train.experience import (
     Credit,
     Experience,
-    Scorer,
+    RolloutScorer,
     batch_metrics,
     sample_responses,
     staleness_metrics,
@@ -152,7 +152,7 @@ class RLRun:
             rows=(len(self.examples), len(held_out)),
             metric="score",
         )
-        self.score = Scorer(self.models, config)
+        self.score = RolloutScorer(self.models, config)
         self.evaluation = HeldOutEvaluation(
             config, self.score, held_out[: config.eval_prompts], self.loop, held_out_credit
         )
