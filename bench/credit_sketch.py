@@ -17,14 +17,12 @@ from scipy.stats import spearmanr
 
 from marlhf.config.candidates import parse_candidates
 from marlhf.core import gradient_agreement
-from marlhf.credit.measure import MEASURED, sample_batch
-from marlhf.credit.state import open_state
+from marlhf.credit.measure import MEASURED, credit_of, open_state, sample_batch
 from marlhf.evaluate.text_table import text_table
 from marlhf.models.forward import token_stats
-from marlhf.train.assign_credit import assign_credit, measure_options, shape_and_segment
+from marlhf.models.scores import BLOCKS
 from marlhf.train.credit_choice import Measurement, options_of, unbiased
-from marlhf.train.critic import critic_values
-from marlhf.train.experience import micro_batches
+from marlhf.train.ppo import by_each
 
 
 def main() -> None:
@@ -38,32 +36,25 @@ def main() -> None:
     config, models = state.config, state.models
     options = options_of(config, parse_candidates(MEASURED))
     configs = [*(option.config for option in options), unbiased(config)]
-    hidden = models.policy.get_output_embeddings().weight.shape[1]
     kinds: dict[str, list[torch.Tensor]] = {"sketch": [], "exact map": [], "all weights": []}
     for number in range(asked.batches):
         experience, _ = sample_batch(state, number, seed=0)
         shuffler = torch.Generator().manual_seed(number)
-        segmented = shape_and_segment(experience, models, config, state.kl_coef, shuffler)
-        credit = assign_credit(segmented, critic_values(experience, models, config), config)
-        sketch = measure_options(configs, experience, credit, models, shuffler)
-        exact = Measurement(
-            sketch.advantages,
-            torch.zeros(len(configs), hidden * hidden, device=sketch.sums.device),
-            size=None,
-        )
+        credit = credit_of(state, experience, shuffler)
+        advantages = by_each(experience, credit, models, shuffler, configs)
+        sketch, exact = Measurement(advantages, range(BLOCKS)), Measurement(advantages, None)
         models.policy.requires_grad_(True)
         whole = [torch.zeros(0)] * len(configs)
-        for micro in micro_batches(experience.sequences, config.token_budget, models.world):
+        for micro in experience.micro_batches(models):
             for measurement in (sketch, exact):
-                logprobs = token_stats(
-                    models.policy, micro.sequences, scores=measurement.watch()
-                ).logprobs
-                logprobs.sum().backward()
-                measurement.add(micro)
+                part = measurement.begin()
+                models.logprobs(models.policy, micro.sequences, part.watch())
+                part.add(micro)
+                part.end()
             for i in range(len(configs)):
                 models.policy.zero_grad()
                 logprobs = token_stats(models.policy, micro.sequences).logprobs
-                (micro.take(sketch.advantages[i]) * logprobs).sum().backward()
+                (micro.take(advantages[i]) * logprobs).sum().backward()
                 grads = [p.grad.flatten() for p in models.policy.parameters() if p.grad is not None]
                 found = torch.cat(grads)
                 whole[i] = whole[i] + found if len(whole[i]) else found
@@ -74,7 +65,8 @@ def main() -> None:
     cosines = {}
     for kind, found in kinds.items():
         gradients = torch.stack(found, dim=1)
-        cosines[kind] = gradient_agreement(gradients[:-1], gradients[-1])
+        blocks = BLOCKS if kind == "sketch" else 1
+        cosines[kind] = gradient_agreement(gradients[:-1], gradients[-1], blocks=blocks)
     rows = [
         [option.name]
         + [f"{float(a.cosine[i]):.3f} +- {float(a.error[i]):.3f}" for a in cosines.values()]

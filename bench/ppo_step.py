@@ -57,12 +57,16 @@ from marlhf.runtime.optim import make_optimizer
 from marlhf.runtime.stage import Example
 from marlhf.runtime.timing import Clock, to_numbers
 from marlhf.spans import vocabulary
-from marlhf.train.assign_credit import assign_credit, shape_and_segment
-from marlhf.train.critic import value_metrics, values_and_critic_backward
-from marlhf.train.experience import batch_metrics, rollout_and_score
-from marlhf.train.ppo import update
+from marlhf.train.experience import RolloutScorer, batch_metrics, sample_responses
+from marlhf.train.ppo import (
+    assign_credit,
+    critic_values_and_backward,
+    shape_and_segment,
+    update,
+)
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
+from marlhf.train.rl_run import Learner
 
 
 @dataclass(frozen=True)
@@ -247,6 +251,8 @@ def build(shape: Shape, device: torch.device, args: argparse.Namespace) -> tuple
         tokenizer,
         Vocabulary(**{k: v.to(device) for k, v in vars(table).items()}),
         start(device.type),
+        config.sampling,
+        config.pass_tokens,
     )
     return models, config
 
@@ -316,19 +322,21 @@ class Bench:
         seeds = torch.randint(2**62, (self.shape.rows,), generator=self.sampler).tolist()
         clock = Clock(models.world.device)
         start = time.perf_counter()
-        experience = rollout_and_score(self.examples, models, settings, seeds, lambda x: x, clock)
-        segmented = shape_and_segment(experience, models, settings, 0.05, self.shuffler)
-        values, losses = values_and_critic_backward(experience, segmented, models, settings)
-        credit = assign_credit(segmented, values, settings)
+        rollout = sample_responses([e.prompt for e in self.examples], models, seeds)
+        clock.mark("rollout")
+        experience = RolloutScorer(models, settings)(self.examples, rollout)
+        clock.mark("score")
+        rewards, segments = shape_and_segment(experience, models, settings, 0.05, self.shuffler)
+        values, losses = critic_values_and_backward(experience, rewards, segments, models, settings)
+        credit = assign_credit(rewards, values, segments, settings)
         clock.mark("credit")
         rates = {
             "policy": settings.rate(self.steps, 10**6),
             "critic": settings.rate(self.steps, 10**6, settings.critic_learning_rate),
         }
-        metrics = losses | update(
-            experience, credit, models, self.optimizers, rates, settings, self.shuffler
-        )
-        metrics |= batch_metrics(experience, credit, models, 0.05) | value_metrics(credit)
+        learner = Learner(models, self.optimizers, 1, settings.max_grad_norm, self.shuffler)
+        metrics = losses | update(experience, credit, learner, rates, settings)
+        metrics |= batch_metrics(experience, credit, 0.05) | credit.value_metrics()
         self.numbers = to_numbers(metrics)
         clock.mark("update")
         whole = {"step": time.perf_counter() - start}

@@ -167,3 +167,46 @@ def test_too_few_batches_and_shapes_that_do_not_fit_are_sentences():
         gradient_agreement(torch.ones(1, 2, 4), torch.ones(2, 4))
     with pytest.raises(ValueError, match=r"gradients must be \[E, M, D\] .* got \[3, 4\]"):
         gradient_agreement(torch.ones(3, 4), torch.ones(3, 4))
+
+
+def batches(cosine, generator, *, size=40, count=12):
+    """Batches of an unbiased gradient whose expected cosine with the true one is `cosine`."""
+    true = torch.zeros(size, dtype=torch.float64)
+    true[0] = 1.0
+    noise = torch.randn(count, size, generator=generator, dtype=torch.float64)
+    return true + noise * math.sqrt((1 / cosine**2 - 1) / size)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_small_cosines_cannot_be_told(seed):
+    """Windows that happen to tell would read too much: at a true 0.15 nearly all say nothing."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def told(cosine):
+        windows = [batches(cosine, generator) for _ in range(200)]
+        agreements = [gradient_agreement(x[None], x) for x in windows]
+        found = torch.stack([agreement.known_cosines()[0] for agreement in agreements])
+        return found[found.isfinite()]
+
+    assert len(told(0.15)) < 0.15 * 200
+    plain = told(0.5)
+    assert len(plain) > 0.95 * 200
+    assert abs(float(plain.mean()) - 0.5) < 0.02
+
+
+def test_errors_include_that_of_the_projections():
+    """The same batches by other projections differ, and error bars of blocks say by how much."""
+    generator = torch.Generator().manual_seed(0)
+    size, count, blocks, block = 200, 12, 8, 8
+    exact = batches(0.8, generator, size=size, count=count)
+    truth = float(gradient_agreement(exact[None], exact).cosine[0])
+    off, errors = [], []
+    for _ in range(100):
+        project = torch.randn(size, blocks * block, generator=generator, dtype=torch.float64)
+        short = exact @ project
+        agreement = gradient_agreement(short[None], short, blocks=blocks)
+        off.append(float(agreement.cosine[0]) - truth)
+        errors.append(float(jackknife_error(agreement.without_block)[0]))
+        assert float(agreement.error[0]) >= errors[-1]
+    deviation = torch.tensor(off).square().mean().sqrt()
+    assert 0.5 < float(torch.tensor(errors).square().mean().sqrt() / deviation) < 2

@@ -16,15 +16,15 @@ from marlhf.runtime.memory import (
     settle_token_budget,
 )
 from marlhf.runtime.objects import NO_OBJECTS
-from marlhf.train import dpo, experience, ppo, reward, rloo, sft
+from marlhf.train import dpo, ppo, reward, rl_models, sft
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.stages import METHODS
 from small_runs import TOY, assert_close, read_lines
 
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB"
 PASSES = {
-    "token_stats": (ppo, rloo, sft, dpo, experience),
-    "token_values": (ppo,),
+    "token_stats": (sft, dpo, rl_models),
+    "token_values": (rl_models,),
     "final_scores": (reward,),
 }
 """The forward passes of training, and the modules that call them."""

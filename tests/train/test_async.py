@@ -7,6 +7,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import Loop
 from marlhf.runtime.objects import GivenObjects
 from marlhf.train import ppo, rl_models, rloo
-from marlhf.train.ahead import SampledAhead
 from marlhf.train.experience import Experience
+from marlhf.train.rl_run import RolloutPrefetcher
 from marlhf.train.rloo_config import GRPOConfig
 from small_runs import TOY, assert_close, everything, read_lines, wait_for_step, weights
 
@@ -62,10 +63,10 @@ def test_samples_are_of_the_weights_one_step_ago(ppo_config, grpo_config, module
     policies, seen = [], []
     real = module.update
 
-    def update(experience, credit, models, *args, **options):
-        policies.append(copy.deepcopy(models.policy).requires_grad_(False))
+    def update(experience, credit, learner, *args):
+        policies.append(copy.deepcopy(learner.models.policy).requires_grad_(False))
         seen.append(experience)
-        return real(experience, credit, models, *args, **options)
+        return real(experience, credit, learner, *args)
 
     monkeypatch.setattr(module, "update", update)
     make, changes = (ppo_config, {"num_mini_batches": 2}) if module is ppo else (grpo_config, {})
@@ -94,10 +95,16 @@ def test_the_kl_penalty_is_of_the_policy_that_learns():
     sequences, zeros = Sequences.from_lists([[5]], [[7, 8]], pad_id=0), torch.zeros(1)
     sampled, learning, reference = (torch.full((1, 2), x) for x in (-3.0, -2.0, -1.0))
     config = ppo.PPOConfig(model="tiny", output_dir="x", async_steps=1)
-    made = Experience(sequences, zeros, zeros, zeros == 0, sampled, reference, learning)
-    assert made.token_rewards(config, 0.1).tolist() == [[pytest.approx(0.1)] * 2]
-    fresh = replace(made, old_logprobs=None)  # continuations, which the policy itself samples
-    assert fresh.token_rewards(config, 0.1).tolist() == [[pytest.approx(0.2)] * 2]
+    made = Experience(sequences, zeros, zeros, zeros == 0, sampled, reference, learning, stale=True)
+
+    def rewards(experience):
+        models = SimpleNamespace(vocabulary=None)
+        shaped = ppo.shape_and_segment(experience, models, config, 0.1, torch.Generator())
+        return shaped[0].tolist()
+
+    assert rewards(made) == [[pytest.approx(0.1)] * 2]
+    fresh = replace(made, stale=False)  # continuations, which the policy itself samples
+    assert rewards(fresh) == [[pytest.approx(0.2)] * 2]
 
 
 def test_while_the_policy_stands_still_it_is_training_without_async(ppo_config):
@@ -137,7 +144,7 @@ def test_a_killed_run_resumes_identically(ppo_config, start, capfd):
 def test_a_dead_sampler_is_a_sentence_and_the_run_resumes(grpo_config, monkeypatch):
     unbroken, broken = grpo_config("unbroken"), grpo_config("broken")
     rloo.train(unbroken)
-    real = SampledAhead.take
+    real = RolloutPrefetcher.take
 
     def take(self, step):
         if step == 3:
@@ -147,7 +154,7 @@ def test_a_dead_sampler_is_a_sentence_and_the_run_resumes(grpo_config, monkeypat
         return real(self, step)
 
     with monkeypatch.context() as patched:
-        patched.setattr(SampledAhead, "take", take)
+        patched.setattr(RolloutPrefetcher, "take", take)
         with pytest.raises(SamplerError, match="The process that samples ahead was killed"):
             rloo.train(broken)
     rloo.train(broken)
@@ -235,4 +242,4 @@ def test_a_policy_in_shards_needs_a_server_to_sample_ahead(small, tmp_path):
     world = World(torch.device("cpu"), rank=0, size=2)
     config = ppo.PPOConfig(model="tiny", output_dir=str(tmp_path), async_steps=1, parallel="fsdp")
     with pytest.raises(RunError, match="Set engine: vllm and vllm_url"):
-        rl_models._load_ahead(config, small("llama"), [2], 0, world, None)
+        rl_models._load_engine(config, small("llama"), [2], 0, world)

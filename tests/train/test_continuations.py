@@ -10,6 +10,7 @@ from marlhf.runtime.distributed import start
 from marlhf.runtime.objects import GivenObjects
 from marlhf.train import continuations, ppo
 from marlhf.train.continuations import State, continuation_returns, states_of
+from marlhf.train.experience import RolloutScorer
 from marlhf.train.rl_models import load_models, load_prompts
 from small_runs import read_lines
 
@@ -48,9 +49,8 @@ def test_the_mean_return_is_that_of_all_continuations(loaded):
     exact = float((logprobs.exp() * returns).sum())
     deviation = float((logprobs.exp() * (returns - exact).square()).sum().sqrt())
 
-    sampled = continuation_returns(
-        [state], models, config, 600, list(range(600)), config.kl_coef, lambda x: x
-    )
+    score = RolloutScorer(models, config)
+    sampled = continuation_returns([state], score, 600, list(range(600)), config.kl_coef, "k1")
     assert sampled.shape == (1, 600)
     assert abs(float(sampled.mean()) - exact) < 4 * deviation / 600**0.5
     assert float((logprobs - ref_logprobs).abs().max()) > 0.01  # the penalty was not 0
@@ -59,20 +59,20 @@ def test_the_mean_return_is_that_of_all_continuations(loaded):
 def test_limits_are_of_whole_responses(loaded, monkeypatch):
     """A prefix leaves fewer tokens, and no more positions are needed than for whole responses."""
     config, models, examples = loaded
-    config = replace(config, sampling=Sampling(max_new_tokens=8))
+    score = RolloutScorer(replace(models, sampling=Sampling(max_new_tokens=8)), config)
     states = [State(0, n, examples[0], [7] * n) for n in (0, 3, 7)]
     calls = []
     sample = continuations.sample_responses
 
-    def watched(prompts, models, sampling, seeds, limits):
-        rollout = sample(prompts, models, sampling, seeds, limits)
+    def watched(prompts, models, seeds, limits):
+        rollout = sample(prompts, models, seeds, limits)
         calls.append((limits, [len(row) <= n for row, n in zip(rollout.responses, limits)]))
         return rollout
 
     monkeypatch.setattr(continuations, "sample_responses", watched)
     positions = len(examples[0].prompt) + 8
     monkeypatch.setattr(models.policy.config, "max_position_embeddings", positions)
-    returns = continuation_returns(states, models, config, 2, list(range(6)), 0.1, lambda x: x)
+    returns = continuation_returns(states, score, 2, list(range(6)), 0.1, "k1")
     assert calls == [([8, 8, 5, 5, 1, 1], [True] * 6)]
     assert returns.shape == (3, 2)
 
@@ -108,5 +108,5 @@ def test_lambda_zero_is_one_step_of_value_differences(ppo_config):
     mask = torch.ones(1, 3).bool()
     segments = Segments.from_starts(mask, mask)
     values = torch.tensor([[0.2, 0.5, 0.4]])
-    credit = ppo.assign_credit(ppo.SegmentedRewards(rewards, segments), values, config)
+    credit = ppo.assign_credit(rewards, values, segments, config)
     torch.testing.assert_close(credit.advantages, torch.tensor([[0.3, -0.1, 0.6]]))

@@ -86,10 +86,10 @@ def test_it_follows_when_the_critic_is_spoilt(ppo_config, capfd):
     assert [o.name for o in chooser.options] == [f"token lam={lam:g}" for lam in LAMBDAS]
     generator = torch.Generator().manual_seed(0)
     for step in range(30):
-        chooser.update(step, batch_gradients(generator, 0.0, count=256))
+        chooser.choose(step, batch_gradients(generator, 0.0, count=256))
     assert chooser.config.lam == 0.0
     for step in range(30, 60):
-        metrics = chooser.update(step, batch_gradients(generator, 1.0, count=256))
+        metrics = chooser.choose(step, batch_gradients(generator, 1.0, count=256))
     assert metrics["credit/choice"] == chooser.choice
     assert metrics["credit/cosine"] == metrics[f"credit/cosine/token_lam={chooser.config.lam:g}"]
     assert 0 < metrics["credit/error"] < 0.1
@@ -107,7 +107,7 @@ def test_it_stays_put_on_noise(ppo_config):
             signal = torch.ones(LENGTH, dtype=torch.float64)
             noise = torch.randn(len(LAMBDAS) + 1, LENGTH, generator=generator).double()
             before = chooser.choice
-            chooser.update(step, signal + 0.7 * noise)
+            chooser.choose(step, signal + 0.7 * noise)
             switches += chooser.choice != before
     assert switches <= 20 * 40 * 0.02
 
@@ -197,9 +197,9 @@ def test_the_runs_own_settings_are_not_a_candidate_too(ppo_config):
 
 def test_macro_gae_over_single_tokens_is_the_unbiased_one(ppo_config):
     chooser = CreditChooser(ppo_config(credit="auto"))
-    config = chooser.reference
+    config = chooser.configs[-1]
     rewards, values = torch.rand(3, 7), torch.rand(3, 7)
     mask = torch.ones(3, 7).bool()
     segments = Segments.from_starts(mask, mask)
-    credit = ppo.assign_credit(ppo.SegmentedRewards(rewards, segments), values, config)
+    credit = ppo.assign_credit(rewards, values, segments, config)
     torch.testing.assert_close(credit.advantages, gae(rewards, values, mask, lam=1.0)[0])

@@ -15,9 +15,16 @@ from marlhf.cli import app
 from marlhf.config.candidates import parse_candidates
 from marlhf.core import Agreement, NGram, Segments, Words
 from marlhf.credit import measure as measuring
-from marlhf.credit.measure import Measured, measure, recipe_of, table, verdict
-from marlhf.credit.state import CreditError, open_state
-from marlhf.credit.where import Truth, _critic_error, _share_lowest, locate
+from marlhf.credit.measure import (
+    CreditError,
+    Measured,
+    measure,
+    open_state,
+    recipe_of,
+    table,
+    verdict,
+)
+from marlhf.credit.true_credit import Truth, _critic_error, _share_lowest, locate
 from marlhf.report.write import write_report
 from marlhf.train import ppo
 from marlhf.train.credit_choice import Option, options_of
@@ -95,7 +102,9 @@ def test_a_gradient_that_points_away_is_told(ppo_config, own, other, words):
         replace(ppo_config(), segmenter=NGram(1), lam=0.8), parse_candidates(("token lam=1",))
     )
     cosine = torch.tensor([own, other])
-    agreement = Agreement(cosine, torch.full((2,), 0.01), cosine, cosine[:, None].expand(2, 4))
+    replicates, error = cosine[:, None].expand(2, 4), torch.full((2,), 0.01)
+    known = torch.tensor(True)
+    agreement = Agreement(cosine, error, cosine, replicates, torch.zeros(2, 1), known)
     measured = Measured(options, agreement, batches=4, responses=16)
     assert words in verdict(measured)
     samples = {row["name"]: row["samples"] for row in measured.rows()}
@@ -107,7 +116,7 @@ def test_a_gradient_that_points_away_is_told(ppo_config, own, other, words):
 
 
 def test_a_wrong_rule_is_told_before_anything_is_loaded(run, monkeypatch):
-    monkeypatch.setattr("marlhf.credit.state.open_state", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("marlhf.credit.measure.open_state", lambda *_, **__: pytest.fail("loaded"))
     out = CliRunner().invoke(app, ["credit", str(run), "--rule", "tokn lam=1"])
     assert "There is no rule 'tokn'" in str(out.exception)
 
@@ -244,13 +253,13 @@ def test_scores_are_normalised_as_the_run_does_it(parents, tmp_path):
     mean, deviation = json.loads((folder / "run.json").read_text())["score_scale"]
     scores = torch.tensor([1.0, -2.0])
     for step in (0, 1):
-        found = open_state(folder, step=step, device="cpu").normalise(scores)
+        found = open_state(folder, step=step, device="cpu").score.normalise(scores)
         torch.testing.assert_close(found, (scores - mean) / deviation)
 
     state = json.loads((folder / "run.json").read_text())
     del state["score_scale"]
     (folder / "run.json").write_text(json.dumps(state))
-    found = open_state(folder, step=0, device="cpu").normalise(scores)
+    found = open_state(folder, step=0, device="cpu").score.normalise(scores)
     torch.testing.assert_close(found, (scores - mean) / deviation)
     with pytest.raises(CreditError, match="at step 0"):
         open_state(folder, step=1, device="cpu")

@@ -5,6 +5,7 @@ import math
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from marlhf.runtime.distributed import World
 from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.stage import Example, Stopped, load_examples
 from marlhf.train import dpo
+from marlhf.train.supervised import Passes
 from small_runs import TOY, assert_close, read_lines
 
 HERE = World(torch.device("cpu"))
@@ -56,15 +58,12 @@ def test_the_loss_by_hand():
     """Two pairs: margins of 3 - 1 = 2 and -1 - 1 = -2 nats over the reference, beta 0.5."""
     logprobs = torch.tensor([[-2.0, -6.0], [-7.0, -4.0]])  # chosen, rejected
     ref = torch.tensor([[-5.0, -5.0], [-8.0, -5.0]])
-    config = dpo.DPOConfig(model="tiny", output_dir="x", beta=0.5)
     good, bad = math.log(1 + math.exp(-1.0)), math.log(1 + math.exp(1.0))
-    found = dpo.preference_loss(logprobs, ref, config, 2)
+    found = dpo.preference_loss(logprobs, ref, 2, beta=0.5, label_smoothing=0.0)
     torch.testing.assert_close(found, torch.tensor((good + bad) / 2))
-    doubtful = replace(config, label_smoothing=0.1)
     expected = (0.9 * good + 0.1 * bad + 0.9 * bad + 0.1 * good) / 2
-    torch.testing.assert_close(
-        dpo.preference_loss(logprobs, ref, doubtful, 2), torch.tensor(expected)
-    )
+    doubtful = dpo.preference_loss(logprobs, ref, 2, beta=0.5, label_smoothing=0.1)
+    torch.testing.assert_close(doubtful, torch.tensor(expected))
 
 
 @pytest.mark.parametrize("budget", [100000, 300])
@@ -73,7 +72,7 @@ def test_loss_and_gradients_are_those_of_the_equation(dpo_config, budget):
     config = dpo_config(token_budget=budget, beta=0.3)
     model, other = load_policy("tiny", seed=1), load_policy("tiny", seed=2)
     rows, pad = some_pairs(config, 5), load_tokenizer("tiny").pad_token_id
-    ref = dpo.all_logprobs(other, rows, pad, config, HERE)
+    ref = dpo.all_logprobs(Passes(other, pad, budget, "auto", HERE), rows)
 
     def logprob(of, e: Example, response: list[int]) -> torch.Tensor:
         ids = torch.tensor([e.prompt + response])
@@ -89,7 +88,8 @@ def test_loss_and_gradients_are_those_of_the_equation(dpo_config, budget):
     wanted.backward()
     gradients = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    mine, _ = dpo.backward(model, rows, ref, pad, config, HERE)
+    loss_of = partial(dpo.preference_loss, beta=0.3, label_smoothing=0.0)
+    mine, _ = dpo.backward(Passes(model, pad, budget, "auto", HERE), rows, ref, loss_of)
     torch.testing.assert_close(mine, wanted.detach(), rtol=1e-4, atol=1e-5)
     for p, gradient in zip(model.parameters(), gradients):
         torch.testing.assert_close(p.grad, gradient, rtol=1e-3, atol=1e-5)
@@ -297,7 +297,7 @@ def test_the_loss_is_trls():
     completion = attention.clone()
     for i, e in enumerate(rows + rows):
         completion[i, : len(e.prompt)] = 0
-    ref = dpo.all_logprobs(other, rows, pad, config, HERE)
+    ref = dpo.all_logprobs(Passes(other, pad, 16384, "auto", HERE), rows)
     trainer = MagicMock(
         model=model,
         ld_alpha=None,
@@ -323,5 +323,6 @@ def test_the_loss_is_trls():
         "ref_rejected_logps": ref[1],
     }
     theirs = DPOTrainer._compute_loss(trainer, model, inputs, False)
-    mine, _ = dpo.backward(model, rows, ref, pad, config, HERE)
+    loss_of = partial(dpo.preference_loss, beta=0.3, label_smoothing=0.0)
+    mine, _ = dpo.backward(Passes(model, pad, 16384, "auto", HERE), rows, ref, loss_of)
     torch.testing.assert_close(mine, theirs.detach(), rtol=1e-4, atol=1e-5)

@@ -32,7 +32,8 @@ from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import Loop
 from marlhf.runtime.model_loader import load_trained_policy
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
-from marlhf.train import dpo, experience, ppo, reward, rl_run, rloo, sft
+from marlhf.train import dpo, ppo, reward, rl_run, rloo, sft
+from marlhf.train.experience import RolloutScorer
 from small_runs import assert_close, read_lines
 
 peft = pytest.importorskip("peft")
@@ -76,7 +77,7 @@ def train(stage: str, config, objects: GivenObjects = NO_OBJECTS) -> SimpleNames
     """Train a stage, and keep hold of what was inside."""
     seen = SimpleNamespace(config=config, path=Path(config.output_dir), experiences=[], plans=[])
     close, load = Loop.close, rl_run.load_models
-    score_rollout, assign_credit = experience.score_rollout, ppo.assign_credit
+    score, assign_credit = RolloutScorer.__call__, ppo.assign_credit
 
     def watched_close(loop, *args):
         seen.models = dict(loop.models)
@@ -87,7 +88,7 @@ def train(stage: str, config, objects: GivenObjects = NO_OBJECTS) -> SimpleNames
         return seen.all
 
     def watched_score(*args):
-        seen.experiences.append(score_rollout(*args))
+        seen.experiences.append(score(*args))
         return seen.experiences[-1]
 
     def watched_credit(*args):
@@ -98,8 +99,7 @@ def train(stage: str, config, objects: GivenObjects = NO_OBJECTS) -> SimpleNames
         patch.setattr(Loop, "close", watched_close)
         patch.setattr(ppo, "assign_credit", watched_credit)
         patch.setattr(rl_run, "load_models", watched_load)
-        for module in (ppo, rloo, experience):
-            patch.setattr(module, "score_rollout", watched_score)
+        patch.setattr(RolloutScorer, "__call__", watched_score)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             seen.model = STAGES[stage][0].train(config, objects)

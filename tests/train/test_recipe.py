@@ -10,6 +10,7 @@ import yaml
 
 import marlhf
 from marlhf import core
+from marlhf.config.build import build_segmenter
 from marlhf.config.recipe_files import shipped_recipes
 from marlhf.config.rl import RLConfig
 from marlhf.config.settings import SEGMENTERS, describe, rule_defaults, to_raw
@@ -20,9 +21,7 @@ from marlhf.runs.stage_facts import facts_of
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.recipe import (
     ConfigError,
-    build_segmenter,
     kind_class,
-    load_config,
     load_recipe,
     load_stage,
 )
@@ -306,10 +305,6 @@ def test_secrets_are_not_dumped():
 def test_every_setting_says_what_it_does(kind):
     for name, _, _, text in describe(kind_class(kind)):
         assert text, f"{kind}.{name} has no help"
-
-
-def test_any_dataclass_can_be_a_config(write):
-    assert load_config(Mine, write("nats: 2")) == Mine(2.0)
 
 
 def test_an_override_of_a_stage_that_is_not_trained_is_refused():

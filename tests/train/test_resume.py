@@ -311,8 +311,8 @@ def test_a_bad_gradient_is_named_and_not_applied(ppo_config, monkeypatch):
     config = ppo_config(num_steps=2, eval_every=0)
     real = ppo.backward
 
-    def broken(mini, experience, credit, models, config, **more):
-        losses = real(mini, experience, credit, models, config, **more)
+    def broken(experience, credit, models, *more):
+        losses = real(experience, credit, models, *more)
         models.critic.score.weight.grad.fill_(float("inf"))
         return losses
 

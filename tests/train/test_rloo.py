@@ -11,17 +11,18 @@ import pytest
 import torch
 from torch.nn.functional import log_softmax
 
-from marlhf.core import NGram, Perplexity, RandomNGram, Segments, Words
+from marlhf.core import Constituents, NGram, Perplexity, RandomNGram, Segments, Surprise, Words
 from marlhf.models.forward import Sequences
 from marlhf.models.load import load_policy
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.runs.write import RunFolder
-from marlhf.runtime.distributed import World
-from marlhf.runtime.objects import GivenObjects
+from marlhf.runtime.distributed import World, start
+from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
 from marlhf.runtime.stage import Stopped
 from marlhf.train import rloo
-from marlhf.train.experience import Credit, Experience
+from marlhf.train.experience import Credit, Experience, RolloutScorer
+from marlhf.train.rl_models import Models, load_models, load_prompts
 from small_runs import TOY, assert_close, read_lines
 
 HERE = World(torch.device("cpu"))
@@ -136,9 +137,7 @@ def equation(model, found: Experience, advantages, config, kl_coef: float) -> to
 @pytest.mark.parametrize("method", ["rloo", "grpo"])
 def test_gradients_are_those_of_the_equations(method, budget):
     grpo = {"baseline": "group", "kl_in": "loss", "ratio": "macro_mean"}
-    config = settings(
-        num_samples=4, token_budget=budget, clip=0.2, **(grpo if method == "grpo" else {})
-    )
+    config = settings(num_samples=4, clip=0.2, **(grpo if method == "grpo" else {}))
     found = experience([[7, 8, 9], [9], [7, 7, 7, 1], [8, 8]], [1.0, 2.0, 6.0, -1.0])
     model = load_policy("tiny")
     plan = credit(found, config, 0.3)
@@ -146,8 +145,8 @@ def test_gradients_are_those_of_the_equations(method, budget):
     wanted.backward()
     gradients = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    models = SimpleNamespace(policy=model, world=HERE)
-    losses = rloo.backward([0, 1, 2, 3], found, plan, models, config, 0.3)
+    models = Models(model, *[None] * 6, HERE, Sampling(), pass_tokens=budget)
+    losses = rloo.backward(found, plan, models, config, 0.3, [0, 1, 2, 3])
     if method == "grpo":
         torch.testing.assert_close(losses["rl/policy_loss"], wanted.detach())
     for p, gradient in zip(model.parameters(), gradients):
@@ -170,16 +169,16 @@ def test_metrics_are_ppos_without_the_critics(rloo_config):
 
 def test_each_prompt_has_different_responses(rloo_config, monkeypatch):
     seen = []
-    real = rloo.score_rollout
+    real = RolloutScorer.__call__
 
-    def score_rollout(examples, *rest):
-        found = real(examples, *rest)
+    def score(self, examples, *rest):
+        found = real(self, examples, *rest)
         seen.append(([tuple(e.prompt) for e in examples], found.sequences.responses))
         return found
 
-    monkeypatch.setattr(rloo, "score_rollout", score_rollout)
-    run(rloo_config(num_steps=1))
-    prompts, responses = seen[0]
+    monkeypatch.setattr(RolloutScorer, "__call__", score)
+    run(rloo_config(num_steps=1, eval_prompts=0))
+    [(prompts, responses)] = seen
     assert all(len(set(prompts[i : i + 3])) == 1 for i in range(0, 12, 3))
     assert len(set(prompts)) == 4
     for group in responses.view(4, 3, -1):
@@ -293,6 +292,43 @@ def test_a_tree_of_one_level_is_rloo_bit_for_bit(rloo_config):
         plain = run(rloo_config(f"{name}-plain", **changes))
         tree = run(rloo_config(f"{name}-tree", tree=(4,), **changes))
         assert_close(plain, tree, 0)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("rule", [Surprise(0.004), Perplexity("token"), Words()], ids=str)
+def test_the_original_continuation_is_a_fair_sample_beside_the_others(rloo_config, rule, seed):
+    """Its first own token is drawn as theirs are, and not selected by the rule."""
+    config = rloo_config(
+        tree=(2, 2), num_samples=4, segmenter=rule, sampling=Sampling(max_new_tokens=12)
+    )
+    world = start(config.device)
+    models = load_models(config, NO_OBJECTS, world, critic=False)
+    examples, _ = load_prompts(config, models, NO_OBJECTS)
+    sampler, shuffler = (torch.Generator().manual_seed(seed + i) for i in (0, 9))
+    rl = SimpleNamespace(
+        models=models,
+        shuffler=shuffler,
+        response_seeds=lambda n: torch.randint(2**62, (n,), generator=sampler).tolist(),
+    )
+    old, new = [], []
+    for _ in range(6):
+        rollout, tree = rloo.grow_tree(examples[:40], config, rl)
+        for pair in range(0, len(rollout.responses), 2):  # the original is the first of two
+            cut = int(tree.cuts[pair])
+            if cut < len(rollout.responses[pair]):
+                for leaf, seen in ((pair, old), (pair + 1, new)):
+                    token = rollout.responses[leaf][cut]
+                    begins_word = models.vocabulary.begins_word[token]
+                    seen.append(begins_word if rule == Words() else rollout.logprobs[leaf, cut])
+    old, new = torch.stack(old).float(), torch.stack(new).float()
+    gaps = old - new
+    assert len(gaps) > 100
+    assert abs(float(gaps.mean())) < 4 * float(gaps.std()) / len(gaps) ** 0.5
+
+
+def test_a_tree_needs_boundaries_that_are_known_when_it_branches(rloo_config):
+    with pytest.raises(ValueError, match="looks at the whole response"):
+        rloo_config(tree=(2, 2), num_samples=4, segmenter=Constituents())
 
 
 TREES = {

@@ -21,6 +21,7 @@ from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World
 from marlhf.runtime.stage import Example, batch_rows, each_prompt_once, load_examples
 from marlhf.train import ppo, reward, sft
+from marlhf.train.supervised import Passes
 from small_runs import TOY, assert_close, read_lines
 
 SHORT = {"data": TOY, "batch_size": 16, "num_steps": 3, "eval_every": 2, "save_every": 0}
@@ -45,12 +46,9 @@ def test_sft_loss_is_transformers_own(tmp_path):
     wanted = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     for budget in (100000, 200):
-        budgeted = sft.SFTConfig(
-            model="tiny", output_dir=str(tmp_path / "a"), **SHORT, token_budget=budget
-        )
-        mine = sft.backward(
-            model, rows, tokenizer.pad_token_id, budgeted, World(torch.device("cpu"))
-        )
+        world = World(torch.device("cpu"))
+        passes = Passes(model, tokenizer.pad_token_id, budget, "auto", world)
+        [mine] = sft.backward(passes, rows)
         torch.testing.assert_close(mine, theirs.detach())
         for p, gradient in zip(model.parameters(), wanted):
             torch.testing.assert_close(p.grad, gradient, rtol=1e-4, atol=1e-6)

@@ -16,7 +16,7 @@ import torch
 from jinja2 import TemplateError
 
 from marlhf.config.build import build_segmenter
-from marlhf.core import Perplexity
+from marlhf.core import needs
 from marlhf.data import DataConfig, DataError, apps, decode, dialogues, load_data, summaries
 from marlhf.data.encode import encode_prompt
 from marlhf.data.rows import Message, Text, after_colon
@@ -159,12 +159,13 @@ class ChatModel:
             )
         segmenter = build_segmenter(config["segmenter"])
         ids = turn.answer_ids
+        reads_reference = needs(segmenter, "ref_logprobs", unless_said=True)
         starts = segment_response(
             segmenter,
             ids,
             self.tokenizer,
             seed=turn.seed,
-            ref_logprobs=self._ref_logprobs(turn) if _may_need_reference(segmenter) else None,
+            ref_logprobs=self._ref_logprobs(turn) if reads_reference else None,
             split_last=bool(config.get("split_last")),
         )
         ends = [i for i, start in enumerate(starts) if start and i] + [len(ids)]
@@ -287,9 +288,3 @@ def _find_models(path: Path | str) -> list[PolicySource]:
     ):
         return find_policies([path])
     return [PolicySource(Path(name), name, name.rstrip("/").rpartition("/")[2])]
-
-
-def _may_need_reference(segmenter: object) -> bool:
-    """Whether a segmenter may read `ref_logprobs`: perplexity, and segmenters of users."""
-    own = type(segmenter).__module__.startswith("marlhf.core")
-    return isinstance(segmenter, Perplexity) or not own

@@ -109,10 +109,9 @@ def credit(
     from marlhf.config.candidates import parse_candidates
 
     parse_candidates(tuple(rules or ()))  # a typo is reported before torch loads
-    from marlhf.credit.measure import measure, table, verdict
-    from marlhf.credit.state import open_state
-    from marlhf.credit.where import locate
-    from marlhf.credit.where import table as where_table
+    from marlhf.credit.measure import measure, open_state, table, verdict
+    from marlhf.credit.true_credit import locate
+    from marlhf.credit.true_credit import table as where_table
     from marlhf.runs.atomic import write_json
     from marlhf.runs.layout import CREDIT
 

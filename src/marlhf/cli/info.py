@@ -96,7 +96,7 @@ def segment(
     seed: Annotated[int, typer.Option(help="Seed of random rules.")] = 0,
 ) -> None:
     """Show a text with its macro actions marked, and the parse trees of constituents."""
-    from marlhf.core import Constituents
+    from marlhf.core import parser_of
     from marlhf.spans.show import cut_text, draw_trees, paint
     from marlhf.train.recipe import ConfigError
 
@@ -105,8 +105,8 @@ def segment(
     rule = read_segmenter(segmenter, "--segmenter")
     content = text if text is not None else _read(file)
     actions = cut_text(content, rule, tokenizer=tokenizer, model=model, seed=seed)
-    if isinstance(rule, Constituents):
-        typer.echo("\n".join([*draw_trees(content, rule.parser), ""]))
+    if parser := parser_of(rule):
+        typer.echo("\n".join([*draw_trees(content, parser), ""]))
     typer.echo(paint(actions, colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR")))
     tokens = sum(len(action) for action in actions)
     mean = tokens / len(actions) if actions else 0

@@ -57,12 +57,8 @@ class StageConfig:
     precision: Precision = "auto"
     """What to compute in. `auto`: bfloat16 on GPUs that have it, else float32."""
     compile: bool = setting(True, may_change=True)
-    """On a GPU, fast passes: of Llama, Mistral and Qwen 2 by kernels of our own, as CUDA graphs; of
-    other families by compiled layers, which takes half a minute at first. About twice the speed.
-    Not with LoRA or `parallel: fsdp`."""
-    packed: bool = setting(False, may_change=True)
-    """With `compile`, passes over rows packed without padding. Rows of nearly one length stay
-    padded, which is faster for them."""
+    """On a GPU, compile what layers compute between matrix products, which takes half a minute at
+    first. About twice the speed. Not with LoRA or `parallel: fsdp`."""
     deterministic: bool = setting(False, may_change=True)
     """On a GPU, only kernels that repeat bit for bit, none that add up in any order. Slower, also
     since `token_budget: auto` stays at 16384. A CPU repeats anyway."""

@@ -62,6 +62,7 @@ RENAMED = {
     **dict.fromkeys(("vllm_server_base_url", "vllm_server_host", "vllm_server_port"), "vllm_url"),
 }
 REMOVED = {
+    "packed": "it was removed, since it made no run faster",
     "logging_steps": "every step is logged",
     "vf_coef": "the critic has an optimiser of its own: set critic_learning_rate",
     "whiten_rewards": "advantages are whitened; normalize_scores scales scores",

@@ -32,6 +32,8 @@ from marlhf.core.segmenters import (
     Surprise,
     Turns,
     Words,
+    needs,
+    parser_of,
     segment,
 )
 from marlhf.core.segments import Segments
@@ -62,7 +64,9 @@ __all__ = [
     "macro_gae",
     "masked_mean",
     "moments",
+    "needs",
     "pack_spans",
+    "parser_of",
     "pool_rewards",
     "ppo_policy_loss",
     "ppo_value_loss",

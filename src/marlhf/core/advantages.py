@@ -97,8 +97,10 @@ def boundary_gae(
 
     A_t = delta_t + gamma c_t A_{t+1}, where c_t is `lam` at the last token of a macro action and 1
     within it. With gamma 1 and one update per batch its expected gradient is that of
-    `macro_gae(sigma="start")`, with less variance: TD errors of earlier tokens of the action,
-    which a token could not change, are left out. Published as segmental advantage estimation.
+    `macro_gae(sigma="start")`: TD errors of earlier tokens of the action, which a token could not
+    change, are left out. That is less variance where values inside macro actions are right; with
+    a critic whose errors there are independent it can be more, since each token's advantage then
+    starts from its own error. Published as segmental advantage estimation.
 
     >>> pairs = Segments.from_starts(torch.tensor([[True, False, True, False]]),
     ...                              mask=torch.ones(1, 4).bool())

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -22,16 +22,40 @@ from marlhf.core.responses import Responses, Vocabulary
 from marlhf.core.segments import Segments
 
 Segmenter = Callable[[Responses], Tensor]
+Need = Literal["ref_logprobs", "logprobs", "spans", "vocabulary", "seeds"]
+"""What a rule reads of `Responses` beside tokens and mask. A class says so in `needs`."""
+
+LooksAt = Literal["prefix", "token", "response"]
+"""What decides whether a macro action starts at a token: those before it, it as well, or all. A
+class says so in `looks_at`; a rule that does not is taken to look at the token."""
+
+
+def needs(segmenter: Segmenter, what: Need, *, unless_said: bool = False) -> bool:
+    """Whether a rule reads `what`; `unless_said` of a rule that does not declare its `needs`.
+
+    >>> needs(Perplexity(), "ref_logprobs"), needs(NGram(5), "ref_logprobs")
+    (True, False)
+    """
+    declared = getattr(segmenter, "needs", None)
+    return unless_said if declared is None else what in declared
+
+
+def parser_of(segmenter: Segmenter) -> str | None:
+    """The name of the parser that gives a rule its spans; None for a rule that needs none."""
+    return getattr(segmenter, "parser", "english") if needs(segmenter, "spans") else None
 
 
 def segment(segmenter: Segmenter, responses: Responses, *, split_last: bool = False) -> Segments:
-    """Apply a rule.
+    """Apply a rule. What a user's rule returns is checked.
 
     >>> responses = Responses(torch.tensor([[7, 8, 9]]), mask=torch.ones(1, 3).bool())
     >>> segment(NGram(2), responses).ids
     tensor([[0, 0, 1]])
     """
-    return Segments.from_starts(segmenter(responses), responses.mask, split_last=split_last)
+    segments = Segments.from_starts(segmenter(responses), responses.mask, split_last=split_last)
+    if type(segmenter).__module__ != __name__:
+        segments.validate()  # waits for the device, which rules of our own need not
+    return segments
 
 
 @dataclass(frozen=True)
@@ -44,6 +68,9 @@ class NGram:
     >>> NGram(2)(responses).int()
     tensor([[1, 0, 1, 0, 1]], dtype=torch.int32)
     """
+
+    needs: ClassVar[tuple[Need, ...]] = ()
+    looks_at: ClassVar[LooksAt] = "prefix"
 
     n: int | float = 5
     """Tokens in a macro action: a whole number from 1, or infinity (`.inf` in YAML)."""
@@ -70,6 +97,9 @@ class RandomNGram:
     >>> RandomNGram(lengths=(3,))(responses).int()
     tensor([[1, 0, 0, 1, 0, 0]], dtype=torch.int32)
     """
+
+    needs: ClassVar[tuple[Need, ...]] = ("seeds",)
+    looks_at: ClassVar[LooksAt] = "prefix"
 
     lengths: tuple[int, ...] = (2, 3, 5, 10)
     """Lengths to draw from. The authors' code has (1, 2, 3, 5, 10)."""
@@ -112,6 +142,9 @@ class Perplexity:
     tensor([[1, 0, 1, 0]], dtype=torch.int32)
     """
 
+    needs: ClassVar[tuple[Need, ...]] = ("ref_logprobs",)
+    looks_at: ClassVar[LooksAt] = "token"
+
     kind: Literal["macro", "prefix", "token"] = "macro"
     """`macro` (section 3.2.1): a token joins while it does not raise the mean negative
     log-likelihood of the macro action. `prefix` (appendix B.4): while the perplexity of the
@@ -150,6 +183,9 @@ class Constituents:
     >>> Constituents(cutoff=5)(responses).int()
     tensor([[1, 0, 1, 0, 0, 0]], dtype=torch.int32)
     """
+
+    needs: ClassVar[tuple[Need, ...]] = ("spans",)
+    looks_at: ClassVar[LooksAt] = "response"
 
     cutoff: int = 5
     """A node with fewer tokens than this is one macro action."""
@@ -200,6 +236,9 @@ class Words:
     tensor(3)
     """
 
+    needs: ClassVar[tuple[Need, ...]] = ("vocabulary",)
+    looks_at: ClassVar[LooksAt] = "token"
+
     max_length: int | None = None
     """The most tokens in a macro action. Languages without spaces need one."""
 
@@ -229,6 +268,9 @@ class Sentences:
     >>> Sentences()(responses).sum()
     tensor(2)
     """
+
+    needs: ClassVar[tuple[Need, ...]] = ("vocabulary",)
+    looks_at: ClassVar[LooksAt] = "token"
 
     max_length: int | None = None
     """The most tokens in a macro action."""
@@ -272,6 +314,9 @@ class Lines:
     tensor(2)
     """
 
+    needs: ClassVar[tuple[Need, ...]] = ("vocabulary",)
+    looks_at: ClassVar[LooksAt] = "prefix"  # blank lines aside
+
     max_length: int | None = None
     """The most tokens in a macro action. Text without line breaks needs one."""
 
@@ -294,6 +339,9 @@ class Turns:
     tensor([[1, 0, 0, 1]], dtype=torch.int32)
     """
 
+    needs: ClassVar[tuple[Need, ...]] = ()
+    looks_at: ClassVar[LooksAt] = "prefix"
+
     max_length: int | None = None
     """The most tokens in a macro action."""
 
@@ -314,6 +362,9 @@ class Surprise:
     >>> Surprise()(Responses(torch.arange(4)[None], mask, logprobs=logprobs)).int()
     tensor([[1, 0, 1, 0]], dtype=torch.int32)
     """
+
+    needs: ClassVar[tuple[Need, ...]] = ("logprobs",)
+    looks_at: ClassVar[LooksAt] = "token"
 
     probability: float = 0.2
     """A token of at most this probability starts a macro action."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 else:
     SourceName = Literal[("auto", "local", *SOURCES)]
 
+
 Positioned = tuple[Row | None, str, str]
 """A record as its source read it (see `Parsed`), and the record's position."""
 

@@ -72,6 +72,8 @@ class Source:
     """Which configuration to read of a hub data set with several."""
     generate: Callable[..., list[Row]] | None = None
     """Makes the rows, from `num_rows` and `seed`."""
+    true_score: Callable[[str, str], float] | None = None
+    """How good a response to a prompt really is, for tasks that define it."""
 
     def recognise(self, record: Mapping[str, Any]) -> int:
         """How many columns say that a record is in one of the forms; 0 if it is not."""

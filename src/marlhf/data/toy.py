@@ -282,4 +282,4 @@ def _any_of(options: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(rf"\b(?:{'|'.join(options)})\b".replace("{friend}", r"\w+"))
 
 
-TOY = Source("toy", generate=rows)
+TOY = Source("toy", generate=rows, true_score=gold_score)

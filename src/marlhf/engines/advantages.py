@@ -19,20 +19,15 @@ from torch.nn.functional import pad
 
 from marlhf.config.build import build, make_segmenter, raise_problems
 from marlhf.core import (
-    Constituents,
-    Lines,
     NGram,
-    Perplexity,
     Responses,
     Segmenter,
     Segments,
-    Sentences,
-    Surprise,
     Vocabulary,
-    Words,
     boundary_gae,
     macro_gae,
     moments,
+    needs,
     whiten,
 )
 from marlhf.core.segmenters import mix
@@ -112,17 +107,17 @@ def read_settings(raw: Mapping[str, Any] | None, where: str) -> MacroSettings:
 
 def needs_reference(segmenter: Segmenter) -> bool:
     """Whether a segmenter reads the log-probs of the reference model."""
-    return isinstance(segmenter, Perplexity)
+    return needs(segmenter, "ref_logprobs")
 
 
 def needs_logprobs(segmenter: Segmenter) -> bool:
     """Whether a segmenter reads the log-probs of the policy that sampled."""
-    return isinstance(segmenter, Surprise)
+    return needs(segmenter, "logprobs")
 
 
 def needs_text(segmenter: Segmenter) -> bool:
     """Whether a segmenter reads the text of tokens, so that a tokenizer is needed."""
-    return isinstance(segmenter, (Words, Sentences, Lines, Constituents))
+    return needs(segmenter, "vocabulary") or needs(segmenter, "spans")
 
 
 @dataclass(frozen=True)

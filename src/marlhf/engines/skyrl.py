@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marlhf.core import RandomNGram
+from marlhf.core import needs
 from marlhf.engines.advantages import (
     EngineBatch,
     EngineError,
@@ -93,7 +93,7 @@ def macro_gae(**macro: Any) -> MacroEstimator:
     """
     settings = read_settings(macro, "macro_gae")
     rule = settings.segmenter
-    seeded = isinstance(rule, RandomNGram)  # by the tokens, so that a resumed run draws the same
+    seeded = needs(rule, "seeds")  # by the tokens, so that a resumed run draws the same
     if seeded or needs_text(rule) or needs_reference(rule) or needs_logprobs(rule):
         raise EngineError(
             f"{rule} reads tokens or log-probs, and SkyRL shows an estimator neither. Choose "

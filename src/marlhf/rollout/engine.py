@@ -35,6 +35,7 @@ class Engine(Protocol):
     """Sampling behind one interface, so that training does not depend on what does it.
 
     >>> class Parrot:
+    ...     serves_all_ranks = False
     ...     def generate(self, prompts, sampling, seeds, limits=None):
     ...         nothing = torch.zeros(len(prompts), max(map(len, prompts)))
     ...         return Rollout([list(p) for p in prompts], nothing, nothing[:, 0] == 0)
@@ -43,6 +44,9 @@ class Engine(Protocol):
     >>> engine.generate([[3, 4]], Sampling(), seeds=[0]).responses
     [[3, 4]]
     """
+
+    serves_all_ranks: bool
+    """Whether each rank gives it the whole batch and gets all responses, as from a server."""
 
     def generate(
         self,

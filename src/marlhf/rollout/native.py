@@ -63,6 +63,8 @@ class NativeEngine:
     2
     """
 
+    serves_all_ranks = False
+
     def __init__(
         self,
         model: Model,

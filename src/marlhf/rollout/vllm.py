@@ -253,6 +253,8 @@ class VLLM(ABC):
 class VLLMEngine(VLLM):
     """vLLM in this process, with a copy of the policy, or a model of its own from a path."""
 
+    serves_all_ranks = False
+
     def __init__(
         self,
         source: str | Model,

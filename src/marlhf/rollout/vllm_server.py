@@ -64,6 +64,8 @@ class VLLMServer(VLLM):
     from `VLLM_API_KEY`, as by the server.
     """
 
+    serves_all_ranks = True
+
     def __init__(
         self,
         url: str,

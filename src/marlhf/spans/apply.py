@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from marlhf.core import Constituents, Responses, Segmenter, Segments, segment
+from marlhf.core import Responses, Segmenter, Segments, parser_of, segment
 from marlhf.errors import MarlhfError
 from marlhf.models.base import Tokenizer
 from marlhf.spans.align import TokenBytes
@@ -53,11 +53,9 @@ class Parsing:
     Every rank parses all rows: parsers are deterministic, so nothing needs to be sent.
     """
 
-    def __init__(
-        self, rule: Constituents, tokenizer: Tokenizer, workers: int | None = None
-    ) -> None:
+    def __init__(self, parser: str, tokenizer: Tokenizer, workers: int | None = None) -> None:
         self.tokens = TokenBytes.of(tokenizer)
-        self.pool = ParserPool(rule.parser, workers)
+        self.pool = ParserPool(parser, workers)
 
     def begin(self, responses: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
         """Start to parse; call what comes back for the spans, [B, S, 2]."""
@@ -70,7 +68,8 @@ def open_parsing(
     rule: Segmenter, tokenizer: Tokenizer, workers: int | None = None
 ) -> Parsing | None:
     """The parser, where the segmenter needs one."""
-    return Parsing(rule, tokenizer, workers) if isinstance(rule, Constituents) else None
+    parser = parser_of(rule)
+    return None if parser is None else Parsing(parser, tokenizer, workers)
 
 
 def segment_response(

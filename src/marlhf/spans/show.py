@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from marlhf.core import Perplexity, Segmenter, Surprise
+from marlhf.core import Segmenter, needs
 from marlhf.data.rows import DataError
 from marlhf.models.forward import token_stats
 from marlhf.models.load import load_policy, load_tokenizer
@@ -25,7 +25,7 @@ def cut_text(
     """The text of each token of each macro action."""
     if not text:
         raise DataError("The text is empty.")
-    if isinstance(rule, Perplexity | Surprise) and model is None:
+    if (needs(rule, "ref_logprobs") or needs(rule, "logprobs")) and model is None:
         raise DataError("Perplexity and surprise are those of a model: give --model.")
     tok = load_tokenizer(model or tokenizer)
     encoded = tok(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -9,24 +9,18 @@ Axes: B rows, T response tokens, S states, K continuations of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from marlhf.config.rl import RLConfig
-from marlhf.core import Segments
-from marlhf.models.sequences import Sequences
-from marlhf.runtime.memory import fit_memory
+from marlhf.config.rl import KLEstimator
+from marlhf.core import Segments, shape_rewards
 from marlhf.runtime.stage import Example
-from marlhf.train.experience import Experience, reference_logprobs, sample_responses
+from marlhf.train.experience import Experience, RolloutScorer, sample_responses
 from marlhf.train.ppo_config import PPOConfig
-from marlhf.train.rl_models import Models
-
-Normalise = Callable[[Tensor], Tensor]
-"""Raw scores to the scale that training uses."""
+from marlhf.train.rl_run import RLRun
 
 
 @dataclass(frozen=True)
@@ -55,27 +49,17 @@ def states_of(
     ]
 
 
-def count_continuations(segments: Segments, config: PPOConfig) -> int:
-    """How many responses `monte_carlo_values` samples, each with a seed of its own."""
-    return int(segments.starts.sum()) * config.continuations
-
-
-@torch.no_grad()
 def monte_carlo_values(
     examples: Sequence[Example],
-    segments: Segments,
     experience: Experience,
-    models: Models,
+    segments: Segments,
+    rl: RLRun,
     config: PPOConfig,
-    seeds: list[int],
-    kl_coef: float,
-    normalise: Normalise,
 ) -> Tensor:
     """The value of the state at the start of each macro action, 0 elsewhere: [B, T]."""
-    states = states_of(examples, segments, experience)
-    returns = continuation_returns(
-        states, models, config, config.continuations, seeds, kl_coef, normalise
-    )
+    states, count = states_of(examples, segments, experience), config.continuations
+    seeds = rl.response_seeds(len(states) * count)
+    returns = continuation_returns(states, rl.score, count, seeds, rl.kl.coef, config.kl_estimator)
     values = torch.zeros(segments.mask.shape, device=returns.device)
     values[segments.starts] = returns.mean(dim=1)  # both row by row
     return values
@@ -84,48 +68,20 @@ def monte_carlo_values(
 @torch.no_grad()
 def continuation_returns(
     states: Sequence[State],
-    models: Models,
-    config: RLConfig,
+    score: RolloutScorer,
     count: int,
     seeds: list[int],
     kl_coef: float,
-    normalise: Normalise,
+    kl: KLEstimator,
 ) -> Tensor:
     """The return of `count` continuations of each state, [S, K]: score less KL penalty."""
-    repeated = [state for state in states for _ in range(count)]
+    models, repeated = score.models, [state for state in states for _ in range(count)]
+    limits = [models.sampling.max_new_tokens - len(state.prefix) for state in repeated]
+    rollout = sample_responses([state.prompt for state in repeated], models, seeds, limits)
     of_batch = models.reward.latest
-    returns = _returns(repeated, models, config, seeds, kl_coef, normalise)
+    scored = score([s.example for s in repeated], rollout, [s.prefix for s in repeated])
     models.reward.latest = of_batch  # the metrics are of the batch, not of what continued it
-    return returns.view(len(states), count)
-
-
-def _returns(
-    states: list[State],
-    models: Models,
-    config: RLConfig,
-    seeds: list[int],
-    kl_coef: float,
-    normalise: Normalise,
-) -> Tensor:
-    limits = [config.sampling.max_new_tokens - len(state.prefix) for state in states]
-    prompts = [state.prompt for state in states]
-    rollout = sample_responses(prompts, models, config.sampling, seeds, limits)
-    whole = [[*state.prefix, *new] for state, new in zip(states, rollout.responses)]
-    examples = [state.example for state in states]
-    score = partial(models.reward, [e.prompt for e in examples], whole, [e.row for e in examples])
-    raw_scores = fit_memory(models.world, score)
-    sequences = Sequences.from_lists(
-        prompts, rollout.responses, models.tokenizer.pad_token_id, models.world.device
+    rewards = shape_rewards(
+        scored.clipped_scores, scored.logprobs, scored.ref_logprobs, scored.mask, kl_coef, kl=kl
     )
-    by_reference = partial(reference_logprobs, sequences, models, config)
-    scored = Experience(
-        sequences,
-        normalise(raw_scores),
-        raw_scores,
-        rollout.ended,
-        rollout.logprobs,
-        fit_memory(models.world, by_reference),
-        None,
-        eos_penalty=config.missing_eos_penalty * (~rollout.ended).float(),
-    )
-    return scored.token_rewards(config, kl_coef).sum(dim=1)
+    return rewards.sum(dim=1).view(len(states), count)

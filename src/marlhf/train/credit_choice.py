@@ -12,9 +12,10 @@ Axes: E candidates, B rows, T response tokens, M batches of the window, D number
 from __future__ import annotations
 
 import base64
+import statistics
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,9 +24,10 @@ from torch import Tensor
 from marlhf.config.build import build_segmenter
 from marlhf.config.candidates import CANDIDATES, Candidate, parse_candidates
 from marlhf.config.settings import to_raw
-from marlhf.core import Agreement, NGram, gradient_agreement, jackknife_error
-from marlhf.models.scores import SIZE, TokenScores
-from marlhf.runtime.progress import say
+from marlhf.core import Agreement, NGram, gradient_agreement
+from marlhf.models.scores import BLOCK, BLOCKS, TokenScores
+from marlhf.runtime.distributed import World
+from marlhf.runtime.progress import say, warn
 from marlhf.train.experience import Credit, MicroBatch
 from marlhf.train.ppo_config import PPOConfig
 
@@ -33,6 +35,8 @@ WINDOW = 12
 """Batches that the choice looks back on. Weights move little in so many steps."""
 FIRST = 6
 """Batches before the first choice."""
+PERIOD = 48
+"""Steps that a block of projections lasts."""
 ERRORS = 2.0
 """Standard errors by which a candidate must be ahead. With eleven candidates and a choice at every
 step, one would too often switch on noise."""
@@ -77,43 +81,74 @@ def unbiased(config: PPOConfig) -> PPOConfig:
     return replace(config, segmenter=NGram(1), rho=1.0, **changes)
 
 
+def sketch_seeds(step: int) -> list[int]:
+    """The seed of each block of projections at a step.
+
+    Gradients of different batches are compared by projections that they share. Blocks are drawn
+    anew one after the other, so that most have one seed in any window, and none lasts for long.
+    """
+    return [(step + block * PERIOD // BLOCKS) // PERIOD for block in range(BLOCKS)]
+
+
 @dataclass
 class Measurement:
     """The gradients of one batch by every option, as its micro-batches come."""
 
     advantages: Tensor  # [E + 1, B, T], whitened as in training; the unbiased ones last
-    sums: Tensor  # [E + 1, D]
-    size: int | None = SIZE
-    watching: TokenScores = field(default_factory=TokenScores)
+    seeds: Sequence[int] | None  # of the sketch; None for whole gradients
+    sums: Tensor | float = 0.0  # [E + 1, D]
 
-    @classmethod
-    def of(cls, advantages: Tensor, size: int = SIZE) -> Measurement:
-        sums = torch.zeros(len(advantages), size * size, device=advantages.device)
-        return cls(advantages, sums, size)
+    def begin(self) -> Part:
+        """For the passes over some rows, which count once all of them are done."""
+        return Part(self)
+
+    def over_ranks(self, world: World) -> Tensor:
+        sums = self.sums
+        if not isinstance(sums, Tensor):  # this rank had no rows
+            sums = torch.zeros(len(self.advantages), BLOCKS * BLOCK, device=self.advantages.device)
+        return world.sum(sums)
+
+
+@dataclass
+class Part:
+    """What some rows add to a measurement. Dropped where their passes run out of memory."""
+
+    whole: Measurement
+    sums: Tensor | float = 0.0
 
     def watch(self) -> TokenScores:
         """For the next micro-batch's pass."""
-        self.watching = TokenScores(self.size)
+        self.watching = TokenScores(self.whole.seeds)
         return self.watching
 
     def add(self, micro: MicroBatch) -> None:
-        """After that micro-batch's backward pass."""
+        """Before that micro-batch's backward pass."""
         if not sum(micro.sequences.lengths) or not micro.weight:
             return
         mask = micro.sequences.mask
-        ours = self.advantages[:, micro.index, : mask.shape[1]]
-        self.sums += self.watching.gradients(ours[:, mask])
+        ours = self.whole.advantages[:, micro.index, : mask.shape[1]]
+        self.sums = self.sums + self.watching.gradients(ours[:, mask])
+
+    def end(self) -> None:
+        self.whole.sums = self.whole.sums + self.sums
 
 
 class CreditChooser:
-    """Which candidate is in use, and the measurements that it was chosen by."""
+    """Which candidate is in use, and the measurements that it was chosen by.
+
+    Without `credit: auto` the config is the only option, and nothing is measured.
+    """
 
     def __init__(self, config: PPOConfig) -> None:
-        candidates = parse_candidates(config.credit_candidates or CANDIDATES)
-        self.options = options_of(config, candidates)
-        self.reference = unbiased(self.options[0].config)
+        self.auto = config.credit == "auto"
+        self.options = [Option("", config)]
+        if self.auto:
+            candidates = parse_candidates(config.credit_candidates or CANDIDATES)
+            self.options = options_of(config, candidates)
         self.choice = 0
-        self.window: deque[Tensor] = deque(maxlen=WINDOW)  # [E + 1, D] each
+        self.window: deque[tuple[Sequence[int], Tensor]] = deque(maxlen=WINDOW)
+        """Of each batch the seeds of its sketch, and [E + 1, D]."""
+        self.checkpointed = {"credit": self} if self.auto else {}
 
     @property
     def config(self) -> PPOConfig:
@@ -123,19 +158,42 @@ class CreditChooser:
     @property
     def configs(self) -> list[PPOConfig]:
         """All that are measured: the options, and the unbiased one last."""
-        return [*(option.config for option in self.options), self.reference]
+        own = self.options[0].config
+        return [*(option.config for option in self.options), unbiased(own)]
 
-    def update(self, step: int, measured: Tensor) -> dict[str, float]:
-        """Take in a batch, [E + 1, D], and choose for the next. Returns metrics."""
+    def measure(
+        self, step: int, advantages: Callable[[list[PPOConfig]], Tensor]
+    ) -> Measurement | None:
+        """To be taken in the passes of the next update: a batch's `advantages` by each config."""
+        return Measurement(advantages(self.configs), sketch_seeds(step)) if self.auto else None
+
+    def update(
+        self, step: int, credit: Credit, measurement: Measurement | None, world: World
+    ) -> dict[str, float]:
+        """Take in a batch, and choose for the next. Returns metrics."""
+        if not self.auto:
+            return {}
+        metrics = {"credit/reach": float(credit.reach(self.config.lam))}
+        if measurement is not None:
+            metrics |= self.choose(step, measurement.over_ranks(world), measurement.seeds)
+        return metrics
+
+    def choose(
+        self, step: int, measured: Tensor, seeds: Sequence[int] | None = None
+    ) -> dict[str, float]:
+        """Take in the gradients of a batch, [E + 1, D], and choose for the next."""
         used = self.choice
-        self.window.append(measured.double().cpu())
+        self.window.append((seeds or [0], measured.double().cpu()))
         metrics: dict[str, float] = {"credit/choice": float(used)}
         if len(self.window) < FIRST:
             return metrics
-        gradients = torch.stack(list(self.window), dim=1)  # [E + 1, M, D]
-        agreement = gradient_agreement(gradients[:-1], gradients[-1])
+        all_seeds = [seeds for seeds, _ in self.window]
+        shared = [len(set(of_block)) == 1 for of_block in zip(*all_seeds)]
+        gradients = torch.stack([x for _, x in self.window], dim=1)  # [E + 1, M, D]
+        gradients = gradients.unflatten(2, (len(shared), -1))[:, :, shared].flatten(2)
+        agreement = gradient_agreement(gradients[:-1], gradients[-1], blocks=sum(shared))
         self.choice = better(agreement, used)
-        cosines, errors = agreement.cosine.tolist(), agreement.error.tolist()
+        cosines, errors = agreement.known_cosines().tolist(), agreement.error.tolist()
         for option, cosine in zip(self.options, cosines):
             if cosine == cosine:
                 metrics[f"credit/cosine/{option.name.replace(' ', '_')}"] = cosine
@@ -151,36 +209,109 @@ class CreditChooser:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        window = torch.stack(list(self.window)) if self.window else torch.zeros(0)
+        window = torch.stack([x for _, x in self.window]) if self.window else torch.zeros(0)
         return {
             "names": [option.name for option in self.options],
             "choice": self.choice,
-            "shape": list(window.shape),
-            "window": base64.b64encode(window.float().numpy().tobytes()).decode(),
+            "seeds": [list(seeds) for seeds, _ in self.window],
+            "window": encode_sketch(window),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.choice = int(state["choice"])
-        data = bytearray(base64.b64decode(state["window"]))
-        if data:
-            saved = torch.frombuffer(data, dtype=torch.float32).view(state["shape"])
-            self.window.extend(saved.double())
+        saved = decode_sketch(state["window"])
+        self.window.extend(zip(state["seeds"], saved.double()))
+
+
+def encode_sketch(sketch: Tensor) -> dict[str, Any]:
+    """float32 numbers for JSON, every bit of them."""
+    data = base64.b64encode(sketch.float().numpy().tobytes()).decode()
+    return {"shape": list(sketch.shape), "data": data}
+
+
+def decode_sketch(encoded: Mapping[str, Any]) -> Tensor:
+    data = bytearray(base64.b64decode(encoded["data"]))
+    if not data:
+        return torch.zeros(encoded["shape"])
+    return torch.frombuffer(data, dtype=torch.float32).view(encoded["shape"])
 
 
 def better(agreement: Agreement, used: int, errors: float = ERRORS) -> int:
     """The candidate with the largest cosine, if it is ahead by more than noise; else `used`."""
-    cosine = agreement.cosine.nan_to_num(nan=-1.0)
-    best = int(cosine.argmax())
-    if best == used or not bool(agreement.cosine[used].isfinite()):
+    cosine = agreement.known_cosines()
+    best = int(cosine.nan_to_num(nan=-1.0).argmax())
+    if best == used or not bool(cosine[used].isfinite()):
         return used
     gain = agreement.cosine[best] - agreement.cosine[used]
-    error = jackknife_error(agreement.replicates[best] - agreement.replicates[used])
+    error = agreement.difference_error(best, used)
     return best if bool(gain > errors * error) else used
 
 
-def reach(credit: Credit, lam: float) -> Tensor:
-    """Over how many tokens credit is passed back on average, at most a whole response."""
-    mask = credit.segments.mask
-    length = mask.sum() / len(mask)
-    macro_length = mask.sum() / credit.segments.macro_mask.sum().clamp(min=1)
-    return length if lam == 1 else torch.minimum(length, macro_length / (1 - lam))
+MIN_REACH = 0.25
+"""Share of a response that credit should reach back over. With 0.12 (chained sums, lambda .95) PPO
+fell far behind; with 0.6 (the same with n = 5, TL;DR with lambda .95) nothing is lost."""
+MIN_EXPLAINED_VARIANCE = -1.0
+"""A critic below this adds more noise than the returns have. Of the runs on
+TL;DR (docs/results.md) one was below it for long; after 20 steps all others stay above -0.25."""
+FIRST_STEPS, LAST_STEPS = 40, 20
+"""Steps that a critic has to find its scale, and how many of the last steps count."""
+
+
+class CriticWatch:
+    """Warns where credit is lost: by settings, by a short reach, or by a critic that misleads."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        single_tokens = isinstance(config.segmenter, NGram) and config.segmenter.n == 1
+        splits = config.split_last or single_tokens
+        self.divides_scores = config.pooling == "mean" and not splits
+        self.has_critic, self.auto, self.lam = (
+            config.has_critic,
+            config.credit == "auto",
+            config.lam,
+        )
+        self.recent: deque[float] = deque(maxlen=LAST_STEPS)
+        self.warned = False
+        if self.divides_scores:  # now: later such a run looks as if it learnt
+            warn(
+                "pooling: mean divides the score by the length of the last macro action, which the "
+                "critic cannot foresee: on TL;DR critics hardly learnt it (docs/results.md). The "
+                "authors' code has split_last: true beside it; pooling: sum divides nothing."
+            )
+
+    def __call__(self, step: int, credit: Credit, metrics: Mapping[str, float]) -> None:
+        if not self.has_critic:
+            return
+        self.check_variance(step, metrics["rl/explained_variance"])
+        if step == 1 and not self.auto:
+            reach = float(credit.reach(self.lam))
+            warn_about_short_reach(reach, metrics["rl/length"], self.lam)
+
+    def check_variance(self, step: int, explained: float) -> None:
+        """Warn once when the critic's values have long had a negative explained variance."""
+        self.recent.append(explained)
+        if self.warned or step < FIRST_STEPS or len(self.recent) < LAST_STEPS:
+            return
+        middle = statistics.median(self.recent)
+        if middle < MIN_EXPLAINED_VARIANCE:
+            self.warned = True
+            advice = (
+                "Raise critic_learning_rate, or bring scores to unit scale by normalize_scores."
+            )
+            if self.divides_scores:
+                advice = "Set split_last: true, or pooling: sum."
+            warn(
+                f"step {step}: the critic misleads: in the last {LAST_STEPS} steps its values "
+                f"explained less than nothing of the returns (explained variance {middle:.2g}), so "
+                f"advantages are mostly its mistakes. {advice}"
+            )
+
+
+def warn_about_short_reach(reach: float, length: float, lam: float) -> None:
+    """Where credit for the score, which is on the last token, ends long before the first tokens."""
+    if reach < MIN_REACH * length:
+        warn(
+            f"credit reaches {reach:.0f} tokens back (lam: {lam:g}), and responses have "
+            f"{length:.0f}: what is written early hardly learns from the score at the end. On sums "
+            "of 168 tokens a longer reach took 2.5 times fewer steps (docs/results.md). Try lam: "
+            "0.99 or 1, longer macro actions, or credit: auto; `marlhf credit` measures which."
+        )

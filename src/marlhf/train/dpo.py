@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from torch import Tensor
 
 from marlhf.core import dpo_loss
 from marlhf.models.adapters import AdaptedModel
-from marlhf.models.base import Model, Tokenizer, autocast
+from marlhf.models.base import Model, Tokenizer
 from marlhf.models.forward import token_stats
 from marlhf.models.load import check_vocabulary, load_policy
 from marlhf.models.sequences import Sequences
@@ -30,23 +32,17 @@ from marlhf.runs.atomic import explain_disk_errors, replacing
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.checkpoint import list_checkpoints
-from marlhf.runtime.distributed import World, start
-from marlhf.runtime.loop import Loop, open_run
+from marlhf.runtime.distributed import start
+from marlhf.runtime.loop import open_run
 from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.model_loader import check_tokenizer, load_trained_policy
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
-from marlhf.runtime.optim import Update, apply_updates, check_finite, make_optimizer
+from marlhf.runtime.optim import check_finite
 from marlhf.runtime.progress import say
-from marlhf.runtime.stage import (
-    Example,
-    batch_rows,
-    check_positions,
-    count_steps,
-    load_supervised,
-    seed_run,
-)
+from marlhf.runtime.stage import Example, check_positions
 from marlhf.train.dpo_config import DPOConfig
-from marlhf.train.reward import MAX_HELD_OUT, accuracy, pair_batches
+from marlhf.train.reward import MAX_HELD_OUT, accuracy
+from marlhf.train.supervised import Passes, SupervisedRun
 
 CACHE = "reference.safetensors"
 """The reference's log-probs, in the run folder."""
@@ -60,95 +56,60 @@ def train(config: DPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     run = open_run(config, "dpo", world)
     if run.finished:
         return run.model
-    seed_run(config)
-    tokenizer, model, examples, held_out = load_supervised(
-        config, config.part, objects, world, load_trained_policy
-    )
-    held_out = held_out[:MAX_HELD_OUT]
+    dpo = SupervisedRun(config, run, world, objects, load_trained_policy, config.part)
+    held_out = dpo.held_out = dpo.held_out[:MAX_HELD_OUT]
     with world.raise_on_all_ranks():
-        reference = load_reference(config, objects, tokenizer, model)
-        check_positions(reference, examples + held_out, name="reference")
-        total = count_steps(config, len(examples))
-        used = sorted({i for s in range(total) for i in batch_rows(s, config, len(examples))})
-        pairs = [examples[i] for i in used]
+        reference = load_reference(config, objects, dpo.tokenizer, dpo.model)
+        check_positions(reference, dpo.examples + held_out, name="reference")
+        used = sorted({i for step in range(dpo.num_steps) for i in dpo.row_numbers(step + 1)})
+        pairs = [dpo.examples[i] for i in used]
         key = fingerprint(reference, pairs + held_out) if world.main else ""
     # Padded on a CPU as well: policy and reference begin with the same bits in any batch, and no
     # pair near a tie changes sides with the size of passes.
-    model = world.place(model, config.precision, compiled=config.compile, unpadded=False)
-    optimizer = make_optimizer(model, config.learning_rate, config.weight_decay)
-    pad = tokenizer.pad_token_id
+    passes = dpo.place(unpadded=False)
     # Before a checkpoint is loaded: the policy is still its own reference.
-    train_ref, held_out_ref = reference_logprobs(
-        reference, model, (pairs, held_out), key, run, pad, config, world
-    )
+    train_ref, held_out_ref = reference_logprobs(passes, reference, (pairs, held_out), key, run)
     del reference
-    ref_logprobs = torch.full((2, len(examples)), torch.nan, device=world.device)
+    ref_logprobs = torch.full((2, len(dpo.examples)), torch.nan, device=world.device)
     ref_logprobs[:, torch.tensor(used, device=world.device)] = train_ref
-    loop = Loop(
-        run,
-        config,
-        world,
-        total,
-        models={"model": model},
-        optimizers={"model": optimizer},
-        tokenizer=tokenizer,
-        objects=objects,
-        rows=(len(examples), len(held_out)),
-        metric="accuracy",
-    )
-    measure = partial(evaluate, model, held_out, held_out_ref, pad, config, world)
-    loop.resume()
-    with loop:
-        if not loop.done:
-            loop.evaluated(measure())
-        for step in loop:
-            index = batch_rows(step - 1, config, len(examples))
-            rows = [examples[i] for i in index]
+    loss_of = partial(preference_loss, beta=config.beta, label_smoothing=config.label_smoothing)
+    measure = partial(evaluate, passes, held_out, held_out_ref, loss_of, config.beta)
+    with dpo.begin(measure, metric="accuracy") as loop:
+        for step in dpo.steps():
+            index = dpo.row_numbers(step)
+            rows = [dpo.examples[i] for i in index]
             ref = ref_logprobs[:, torch.tensor(index, device=world.device)]
-            rate = config.rate(step, total)
-            loss, logprobs = fit_memory(
-                world, partial(backward, model, rows, ref, pad, config, world), model
-            )
-            finite = [("dpo/loss", loss), ("the policy's log-probs", logprobs)]
-            [norm] = apply_updates(
-                [Update(model, optimizer, rate)], config.max_grad_norm, world, finite
+            (loss, logprobs), numbers = dpo.update(
+                step,
+                partial(backward, passes, rows, ref, loss_of),
+                ["dpo/loss", "the policy's log-probs"],
             )
             chosen, rejected = config.beta * (logprobs - ref)  # implicit rewards, [B] each
             metrics = {
                 "dpo/loss": float(loss),
-                "dpo/accuracy": ranking_accuracy(chosen - rejected, config),
+                "dpo/accuracy": ranking_accuracy(chosen - rejected, config.beta),
                 "dpo/margin": float((chosen - rejected).mean()),
                 "dpo/chosen_reward": float(chosen.mean()),
                 "dpo/rejected_reward": float(rejected.mean()),
-                "dpo/grad_norm": float(norm),
-                "dpo/learning_rate": rate,
-            }
+            } | {f"dpo/{k}": x for k, x in numbers.items()}
             loop.log(metrics, show=("dpo/loss", "dpo/accuracy"))
-            if loop.must_evaluate:
-                loop.evaluated(measure())
-            if loop.must_save:
-                loop.save()
-        final = loop.final_metrics(measure)
-        next_step = f"marlhf report {run.path.parent} -o {run.path.parent / 'report.html'}"
-        return loop.close(model, {**final, "steps": loop.step}, next_step)
+        root = run.path.parent
+        return dpo.close(f"marlhf report {root} -o {root / 'report.html'}")
 
 
 def backward(
-    model: Model,
+    passes: Passes,
     rows: list[Example],
     ref_logprobs: Tensor,  # [2, B]
-    pad_id: int,
-    config: DPOConfig,
-    world: World,
+    loss_of: Callable[[Tensor, Tensor, int], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the batch's mean loss, by micro-batches: the loss, and log-probs [2, B]."""
+    world = passes.world
     total = torch.zeros((), device=world.device)
     batch_logprobs = torch.zeros(2, len(rows), device=world.device)
-    for micro in pair_batches(rows, config.pass_tokens, world):
-        pairs = [rows[i] for i in micro.rows]
-        logprobs = pair_logprobs(model, pairs, pad_id, config, world.device)
-        ref = ref_logprobs[:, micro.rows]
-        loss = preference_loss(logprobs, ref, config, len(rows)) * micro.weight
+    for micro, pairs in passes.pairs(rows):
+        logprobs = pair_logprobs(passes, pairs)
+        loss = loss_of(logprobs, ref_logprobs[:, micro.rows], len(rows)) * micro.weight
         loss.backward()
         total += loss.detach()
         batch_logprobs[:, micro.rows] += logprobs.detach() * micro.weight
@@ -156,70 +117,59 @@ def backward(
 
 
 def evaluate(
-    model: Model,
+    passes: Passes,
     rows: list[Example],
     ref_logprobs: Tensor,  # [2, B]
-    pad_id: int,
-    config: DPOConfig,
-    world: World,
+    loss_of: Callable[[Tensor, Tensor, int], Tensor],
+    beta: float,
 ) -> dict[str, float]:
     """Loss, and how the implicit rewards order held-out pairs; NaN when there are none."""
     if not rows:
         return dict.fromkeys(("eval/loss", "eval/accuracy", "eval/margin"), float("nan"))
-    compute = partial(all_logprobs, model, rows, pad_id, config, world)
-    logprobs = fit_memory(world, compute)
+    logprobs = all_logprobs(passes, rows)
     check_finite([("the held-out log-probs", logprobs)])
-    chosen, rejected = config.beta * (logprobs - ref_logprobs)
+    chosen, rejected = beta * (logprobs - ref_logprobs)
     return {
-        "eval/loss": float(preference_loss(logprobs, ref_logprobs, config, len(rows))),
-        "eval/accuracy": ranking_accuracy(chosen - rejected, config),
+        "eval/loss": float(loss_of(logprobs, ref_logprobs, len(rows))),
+        "eval/accuracy": ranking_accuracy(chosen - rejected, beta),
         "eval/margin": float((chosen - rejected).mean()),
     }
 
 
 def preference_loss(
-    logprobs: Tensor, ref_logprobs: Tensor, config: DPOConfig, num_pairs: int
+    logprobs: Tensor, ref_logprobs: Tensor, num_pairs: int, *, beta: float, label_smoothing: float
 ) -> Tensor:
     """DPO's loss of pairs, [2, B] each: chosen, then rejected."""
     return dpo_loss(
         *logprobs.unbind(),
         *ref_logprobs.unbind(),
-        beta=config.beta,
-        label_smoothing=config.label_smoothing,
+        beta=beta,
+        label_smoothing=label_smoothing,
         num_pairs=num_pairs,
     )
 
 
-def ranking_accuracy(margins: Tensor, config: DPOConfig) -> float:
+def ranking_accuracy(margins: Tensor, beta: float) -> float:
     """Share of pairs whose chosen response has the higher reward; within rounding is a tie.
 
     Before the first step margins are rounding and nothing else, which is no accuracy.
     """
-    return accuracy(torch.where(margins.abs() < config.beta * ROUNDING, 0.0, margins))
+    return accuracy(torch.where(margins.abs() < beta * ROUNDING, 0.0, margins))
 
 
 @torch.no_grad()
-def all_logprobs(
-    model: Model, rows: list[Example], pad_id: int, config: DPOConfig, world: World
-) -> Tensor:
+def all_logprobs(passes: Passes, rows: list[Example]) -> Tensor:
     """Log-probs of whole responses, by all ranks together: [2, B]."""
-    logprobs = torch.zeros(2, len(rows), device=world.device)
-    for micro in pair_batches(rows, config.pass_tokens, world) if rows else ():
-        pairs = [rows[i] for i in micro.rows]
-        part = pair_logprobs(model, pairs, pad_id, config, world.device)
-        logprobs[:, micro.rows] += part * micro.weight
-    return world.sum(logprobs)
+    logprobs = torch.zeros(2, len(rows), device=passes.world.device)
+    for micro, pairs in passes.pairs(rows):
+        logprobs[:, micro.rows] += pair_logprobs(passes, pairs) * micro.weight
+    return passes.world.sum(logprobs)
 
 
-def pair_logprobs(
-    model: Model, rows: list[Example], pad_id: int, config: DPOConfig, device: torch.device
-) -> Tensor:
+def pair_logprobs(passes: Passes, pairs: Sequences) -> Tensor:
     """Log-probs of chosen and rejected, summed over tokens, from one pass over both: [2, B]."""
-    prompts = [e.prompt for e in rows]
-    responses = [e.chosen for e in rows] + [e.rejected for e in rows]
-    both = Sequences.from_lists(prompts + prompts, responses, pad_id, device)
-    with autocast(device, config.precision):
-        logprobs = token_stats(model, both).logprobs  # [2B, T], 0 at padding
+    with passes.autocast():
+        logprobs = token_stats(passes.model, pairs).logprobs  # [2B, T], 0 at padding
     return logprobs.sum(dim=1).view(2, -1)
 
 
@@ -247,16 +197,14 @@ def load_reference(
 
 
 def reference_logprobs(
+    passes: Passes,
     reference: Model,
-    model: Model,
     sets: tuple[list[Example], list[Example]],
     key: str,
     run: RunFolder,
-    pad_id: int,
-    config: DPOConfig,
-    world: World,
 ) -> list[Tensor]:
     """Log-probs of each set's pairs, [2, B]: from the cache in the run folder, or computed."""
+    world = passes.world
     cached: list[Tensor] | None = None
     with world.raise_on_all_ranks():
         if world.main:
@@ -264,15 +212,10 @@ def reference_logprobs(
     logprobs = world.broadcast(cached)
     if logprobs is None:
         say(f"computing the reference's log-probs of {sum(map(len, sets))} pairs, once")
-        placed = (
-            model
-            if reference is model
-            else world.place(reference, config.precision, unpadded=False)
-        )
-        logprobs = [
-            fit_memory(world, partial(all_logprobs, placed, rows, pad_id, config, world))
-            for rows in sets
-        ]
+        if reference is not passes.model:
+            placed = world.place(reference, passes.precision, unpadded=False)
+            passes = replace(passes, model=placed)
+        logprobs = [fit_memory(world, partial(all_logprobs, passes, rows)) for rows in sets]
         if not all(torch.isfinite(x).all() for x in logprobs):
             raise RunError(
                 "The reference's log-probs are not all finite, so no pair can be compared with "

@@ -1,22 +1,23 @@
 """A batch of responses and its scores, and what PPO and RLOO compute alike from it.
 
 Sampling and scoring are the same for every method that learns from its own samples. The rest of a
-step, from rewards to the update, is written out in `ppo.py` and `rloo.py`; here are the pieces of
-it that both use: micro-batches, metrics, mini-batches.
+step, from rewards to losses, is written out in `ppo.py` and `rloo.py`; here are the pieces of it
+that both use: micro-batches, importance weights, metrics.
 
 Axes: B rows, b rows of a micro-batch, T response tokens, M macro actions, S spans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from marlhf.config.rl import RLConfig
+from marlhf.config.rl import Ratio, RLConfig
 from marlhf.core import (
     Responses,
     Segments,
@@ -24,19 +25,16 @@ from marlhf.core import (
     importance_weights,
     kl_estimate,
     masked_mean,
-    shape_rewards,
+    moments,
+    whiten,
 )
-from marlhf.models.base import autocast
-from marlhf.models.forward import token_stats
+from marlhf.models.base import Model
 from marlhf.models.sequences import Sequences, send
-from marlhf.rollout import Sampling
 from marlhf.rollout.engine import Rollout
-from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.runtime.distributed import World, gather_rollout
 from marlhf.runtime.memory import fit_memory
-from marlhf.runtime.optim import Named
 from marlhf.runtime.stage import Example
-from marlhf.runtime.timing import Clock
+from marlhf.runtime.timing import explained_variance
 from marlhf.train.rl_models import Models
 
 
@@ -53,167 +51,198 @@ class Experience:
     old_logprobs: Tensor | None  # [B, T], by the training pass; None where it is not needed
     spans: Tensor | None = None  # [B, S, 2], constituents, where the segmenter needs them
     eos_penalty: Tensor | float = 0.0  # [B], of responses that did not end by themselves
+    score_clip: float | None = None
+    stale: bool = False  # sampled by other weights than those that learn
+
+    @property
+    def mask(self) -> Tensor:
+        """True on response tokens, [B, T]."""
+        return self.sequences.mask
 
     @property
     def scores(self) -> Tensor:
         """Normalised scores less the penalty for a missing end, [B]."""
         return self.normalised_scores - self.eos_penalty
 
-    def clipped_scores(self, score_clip: float | None) -> Tensor:
+    @property
+    def clipped_scores(self) -> Tensor:
         """Scores as rewards, [B]. The penalty comes after clipping, which would swallow it."""
-        if score_clip is None:
+        if self.score_clip is None:
             return self.scores
-        return self.normalised_scores.clamp(-score_clip, score_clip) - self.eos_penalty
+        return self.normalised_scores.clamp(-self.score_clip, self.score_clip) - self.eos_penalty
 
-    def token_rewards(self, config: RLConfig, kl_coef: float) -> Tensor:
-        """The KL penalty of each token, and the score at the last: [B, T]."""
-        logprobs = self.logprobs
-        if config.async_steps and self.old_logprobs is not None:
-            logprobs = self.old_logprobs  # of the policy that learns, which is not what sampled
-        return shape_rewards(
-            self.clipped_scores(config.score_clip),
-            logprobs,
-            self.ref_logprobs,
-            self.sequences.mask,
-            kl_coef,
-            kl=config.kl_estimator,
-        )
+    @property
+    def policy_logprobs(self) -> Tensor:
+        """[B, T], of the policy that learns, by whose KL rewards are reduced."""
+        return self.old_logprobs if self.stale and self.old_logprobs is not None else self.logprobs
 
     def responses(self, vocabulary: Vocabulary, shuffler: torch.Generator) -> Responses:
         """What a segmenter sees. Each row has a seed, for segmenters that draw lengths."""
-        mask = self.sequences.mask
-        seeds = torch.randint(2**62, (len(mask),), generator=shuffler)
+        seeds = torch.randint(2**62, (len(self.mask),), generator=shuffler)
         return Responses(
             self.sequences.responses,
-            mask,
+            self.mask,
             ref_logprobs=self.ref_logprobs,
             spans=self.spans,
             vocabulary=vocabulary,
-            seeds=send(seeds, mask.device),
+            seeds=send(seeds, self.mask.device),
             logprobs=self.logprobs,
         )
 
+    def micro_batches(self, models: Models, rows: list[int] | None = None) -> Iterator[MicroBatch]:
+        """Parts of the batch, or of some of its rows, for passes with gradients."""
+        return micro_batches(self.sequences, models.pass_tokens, models.world, rows)
+
+    @staticmethod
+    def count_terms(segments: Segments, rows: list[int] | None = None) -> dict[str, Tensor]:
+        """What a loss is a mean over: tokens, or macro actions. Of some rows, if given."""
+        return count_terms(segments, rows)
+
+    def critic_values(self, models: Models) -> Tensor:
+        """The critic's value of the state before each token, [B, T], without gradients."""
+        return _pass_over(self.sequences, models, models.values)
+
+    def sample_weights(self, segments: Segments, ratio: Ratio, cap: float) -> Tensor | float:
+        """Truncated importance weights of responses that older weights sampled, [B, T]; else 1."""
+        if not self.stale:
+            return 1.0
+        assert self.old_logprobs is not None
+        return importance_weights(
+            self.old_logprobs, self.logprobs, self.mask, cap=cap, ratio=ratio, segments=segments
+        )
+
+    def response_tokens(self) -> list[list[int]]:
+        """The tokens of each response, without padding."""
+        rows = self.sequences.responses.tolist()
+        return [row[:length] for row, length in zip(rows, self.sequences.lengths)]
+
 
 @dataclass(frozen=True)
-class SegmentedRewards:
-    """The reward of each token, and the macro actions that tokens belong to."""
+class Credit:
+    """What each macro action is credited with."""
 
     rewards: Tensor  # [B, T]
     segments: Segments
-
-
-@dataclass(frozen=True)
-class Credit(SegmentedRewards):
-    """What each macro action is credited with."""
-
     values: Tensor  # [B, T], of the state before each token
     advantages: Tensor  # [B, T], constant within a macro action
     returns: Tensor  # [B, T]
 
+    def whitened(self, how: Literal["tokens", "macros", "none"]) -> Tensor:
+        """Advantages at unit scale, weighting tokens or macro actions equally."""
+        if how == "none":
+            return self.advantages
+        stats = None
+        if how == "macros":
+            stats = moments(self.segments.first(self.advantages), self.segments.macro_mask)
+        return whiten(self.advantages, self.segments.mask, stats=stats)
 
-@torch.no_grad()
-def rollout_and_score(
-    examples: list[Example],
-    models: Models,
-    config: RLConfig,
-    seeds: list[int],
-    normalise: Callable[[Tensor], Tensor],
-    clock: Clock,
-) -> Experience:
-    """Sample a response to each prompt; score them by the reward and by the reference."""
-    rollout = sample_responses([e.prompt for e in examples], models, config.sampling, seeds)
-    clock.mark("rollout")
-    return score_rollout(examples, rollout, models, config, normalise, clock)
+    @torch.no_grad()
+    def value_metrics(self) -> dict[str, Tensor]:
+        mask = self.segments.mask
+        return {
+            "rl/value": masked_mean(self.values, mask),
+            "rl/explained_variance": explained_variance(self.values, self.returns, mask),
+        }
 
-
-@torch.no_grad()
-def score_rollout(
-    examples: list[Example],
-    rollout: Rollout,
-    models: Models,
-    config: RLConfig,
-    normalise: Callable[[Tensor], Tensor],
-    clock: Clock,
-) -> Experience:
-    """Score sampled responses by the reward and by the reference."""
-    prompts = [e.prompt for e in examples]
-    world, device = models.world, models.world.device
-    # Parsers run in processes of their own, while the models score on this one.
-    parse = models.parsing and models.parsing.begin(rollout.responses)
-    score = partial(models.reward, prompts, rollout.responses, [e.row for e in examples])
-    raw_scores = fit_memory(world, score)
-    eos_penalty = config.missing_eos_penalty * (~rollout.ended).float()
-    pad_id = models.tokenizer.pad_token_id
-    sequences = Sequences.from_lists(prompts, rollout.responses, pad_id, device)
-    ref_logprobs, old_logprobs = fit_memory(
-        world, partial(reference_and_old_logprobs, sequences, models, config)
-    )
-    spans = send(parse(), device) if parse else None
-    clock.mark("score")
-    return Experience(
-        sequences,
-        normalise(raw_scores),
-        raw_scores,
-        rollout.ended,
-        rollout.logprobs,
-        ref_logprobs,
-        old_logprobs,
-        spans,
-        eos_penalty,
-    )
-
-
-@torch.no_grad()
-def reference_logprobs(sequences: Sequences, models: Models, config: RLConfig) -> Tensor:
-    """Log-probs of the response tokens under the reference, [B, T], by a pass of their own."""
-    logprobs = torch.zeros(sequences.mask.shape, device=sequences.mask.device)
-    for micro in micro_batches(sequences, 2 * config.pass_tokens, models.world):
-        with autocast(models.world.device, config.precision):
-            stats = token_stats(models.reference, micro.sequences, config.sampling.scale)
-        micro.add(logprobs, stats.logprobs)
-    return models.world.sum(logprobs)
-
-
-@torch.no_grad()
-def reference_and_old_logprobs(
-    sequences: Sequences, models: Models, config: RLConfig
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [B, T] of the reference, and of the policy before its updates."""
-    world, device, temperature = models.world, models.world.device, config.sampling.scale
-    ref_logprobs = torch.zeros(sequences.mask.shape, device=device)
-    # With one update the old policy is the new one, and its log-probs need no pass of their own.
-    old_logprobs = torch.zeros_like(ref_logprobs) if config.needs_old_logprobs else None
-    for micro in micro_batches(sequences, 2 * config.pass_tokens, world):
-        with autocast(device, config.precision):
-            ref = token_stats(models.reference, micro.sequences, temperature).logprobs
-            micro.add(ref_logprobs, ref)
-            if old_logprobs is not None:
-                old = token_stats(models.policy, micro.sequences, temperature).logprobs
-                micro.add(old_logprobs, old)
-    ref_logprobs = world.sum(ref_logprobs)
-    return ref_logprobs, None if old_logprobs is None else world.sum(old_logprobs)
+    def reach(self, lam: float) -> Tensor:
+        """Over how many tokens credit is passed back on average, at most a whole response."""
+        mask = self.segments.mask
+        length = mask.sum() / len(mask)
+        macro_length = mask.sum() / self.segments.macro_mask.sum().clamp(min=1)
+        return length if lam == 1 else torch.minimum(length, macro_length / (1 - lam))
 
 
 def sample_responses(
-    prompts: list[list[int]],
-    models: Models,
-    sampling: Sampling,
-    seeds: list[int],
-    limits: list[int] | None = None,
+    prompts: list[list[int]], models: Models, seeds: list[int], limits: list[int] | None = None
 ) -> Rollout:
     """A response to each prompt. Each rank samples its share and then has all of them."""
-    if isinstance(models.engine, VLLMServer):  # rank 0 asks it for all, and no weights are needed
-        return models.engine.generate(prompts, sampling, seeds, limits)
-    share, rollout = models.world.share([len(p) for p in prompts]), None
-    with models.world.gathered(models.policy):
+    engine, sampling, world = models.engine, models.sampling, models.world
+    if engine.serves_all_ranks:
+        return engine.generate(prompts, sampling, seeds, limits)
+    share, rollout = world.share([len(p) for p in prompts]), None
+    with world.gathered(models.policy):
         if share:
-            rollout = models.engine.generate(
+            rollout = engine.generate(
                 [prompts[i] for i in share],
                 sampling,
                 [seeds[i] for i in share],
                 None if limits is None else [limits[i] for i in share],
             )
-    return gather_rollout(models.world, rollout, share, len(prompts))
+    return gather_rollout(world, rollout, share, len(prompts))
+
+
+class RolloutScorer:
+    """Scores responses by the reward and by the reference."""
+
+    def __init__(self, models: Models, config: RLConfig) -> None:
+        self.models, self.score_clip = models, config.score_clip
+        self.missing_eos_penalty = config.missing_eos_penalty
+        self.needs_old_logprobs, self.stale = config.needs_old_logprobs, config.async_steps > 0
+        self.mean, self.std = 0.0, 1.0
+        """Of the starting policy's scores, with `normalize_scores`."""
+
+    def normalise(self, scores: Tensor) -> Tensor:
+        return (scores - self.mean) / self.std
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        examples: Sequence[Example],
+        rollout: Rollout,
+        prefixes: Sequence[list[int]] | None = None,
+    ) -> Experience:
+        """The experience of a batch; of what was sampled after `prefixes` of responses, if given.
+
+        The reward always sees a whole response, the log-probs are of what was sampled.
+        """
+        models, world = self.models, self.models.world
+        prompts, responses = [e.prompt for e in examples], rollout.responses
+        whole = responses if prefixes is None else _joined(prefixes, responses)
+        # Parsers run in processes of their own, while the models score on this one.
+        parse = models.parsing and prefixes is None and models.parsing.begin(responses)
+        raw = fit_memory(world, partial(models.reward, prompts, whole, [e.row for e in examples]))
+        before = prompts if prefixes is None else _joined(prompts, prefixes)
+        sequences = models.sequences(before, responses)
+        ref_logprobs = all_logprobs(models.reference, sequences, models)
+        old_logprobs = None
+        if self.needs_old_logprobs and prefixes is None:
+            old_logprobs = all_logprobs(models.policy, sequences, models)
+        return Experience(
+            sequences,
+            self.normalise(raw),
+            raw,
+            rollout.ended,
+            rollout.logprobs,
+            ref_logprobs,
+            old_logprobs,
+            send(parse(), world.device) if parse else None,
+            self.missing_eos_penalty * (~rollout.ended).float(),
+            self.score_clip,
+            self.stale and prefixes is None,
+        )
+
+
+def _joined(first: Sequence[list[int]], second: Sequence[list[int]]) -> list[list[int]]:
+    return [[*a, *b] for a, b in zip(first, second)]
+
+
+def all_logprobs(model: Model, sequences: Sequences, models: Models) -> Tensor:
+    """Log-probs of the response tokens under a model, [B, T], without gradients."""
+    return _pass_over(sequences, models, partial(models.logprobs, model))
+
+
+def _pass_over(
+    sequences: Sequences, models: Models, compute: Callable[[Sequences], Tensor]
+) -> Tensor:
+    def whole() -> Tensor:
+        result = torch.zeros(sequences.mask.shape, device=sequences.mask.device)
+        # Twice the budget: without gradients a pass needs far less memory.
+        for micro in micro_batches(sequences, 2 * models.pass_tokens, models.world):
+            micro.add(result, compute(micro.sequences))
+        return models.world.sum(result)
+
+    with torch.no_grad():
+        return fit_memory(models.world, whole)
 
 
 @dataclass(frozen=True)
@@ -235,6 +264,11 @@ class MicroBatch:
     def segments(self, segments: Segments) -> Segments:
         return Segments(self.take(segments.ids), self.sequences.mask)
 
+    def old_logprobs(self, experience: Experience, logprobs: Tensor) -> Tensor:
+        """Of the policy before its updates: those given, where there is only one update."""
+        old = experience.old_logprobs
+        return logprobs.detach() if old is None else self.take(old)
+
 
 def micro_batches(
     sequences: Sequences, token_budget: int, world: World, rows: list[int] | None = None
@@ -247,37 +281,52 @@ def micro_batches(
         yield MicroBatch(chosen.rows(micro.rows), where, micro.weight)
 
 
-def mini_batches(num_rows: int, config: RLConfig, shuffler: torch.Generator) -> list[list[int]]:
-    """The rows of each update of one pass over a batch, shuffled where there are several."""
-    if config.num_mini_batches == 1:
-        return [list(range(num_rows))]
-    order = torch.randperm(num_rows, generator=shuffler)
-    return [rows.tolist() for rows in order.chunk(config.num_mini_batches)]
-
-
 def count_terms(segments: Segments, rows: list[int] | None = None) -> dict[str, Tensor]:
     """What a loss is a mean over: tokens, or macro actions. Of some rows, if given."""
     if rows is not None:
         where = send(torch.tensor(rows), segments.mask.device)
         segments = Segments(segments.ids[where], segments.mask[where])
-    return {
-        "token": segments.mask.sum().clamp(min=1),
-        "macro": segments.macro_mask.sum().clamp(min=1),
-    }
+    macros = segments.macro_mask.sum().clamp(min=1)
+    return {"token": segments.mask.sum().clamp(min=1), "macro": macros, "macro_mean": macros}
 
 
-class MetricSums:
+class PolicyMetrics:
     """Metrics of a mini-batch, added up over micro-batches and then over ranks.
 
     All names are there from the start: a rank without any rows must sum the same tensors.
     """
 
-    def __init__(self, names: Sequence[str], device: torch.device) -> None:
-        self.sums = {name: torch.zeros((), device=device) for name in names}
+    def __init__(
+        self, experience: Experience, num_tokens: Tensor, config: RLConfig, *more: str
+    ) -> None:
+        self.experience, self.num_tokens = experience, num_tokens
+        self.ratio, self.clip = config.ratio, config.clip
+        names = ("rl/policy_loss", "rl/clip_fraction", "rl/approx_kl", "rl/logprob_gap", *more)
+        self.sums = {name: torch.zeros((), device=num_tokens.device) for name in names}
 
-    def add(self, metrics: Mapping[str, Tensor], weight: float) -> None:
-        for name, value in metrics.items():
-            self.sums[name] += value.detach() * weight
+    @torch.no_grad()
+    def add(
+        self,
+        micro: MicroBatch,
+        segments: Segments,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        losses: dict[str, Tensor],
+    ) -> None:
+        """Losses, how far the policy has moved in this step, and sampling is from training."""
+        mask, change, tokens = segments.mask, logprobs - old_logprobs, self.num_tokens
+        if self.ratio != "token":
+            pool = segments.sum if self.ratio == "macro" else segments.mean
+            change = segments.spread(pool(change))
+        outside = ((change.exp() - 1).abs() > self.clip).float()
+        gap = (logprobs - micro.take(self.experience.logprobs)).abs()
+        drift = {
+            "rl/clip_fraction": masked_mean(outside, mask, tokens),
+            "rl/approx_kl": masked_mean(kl_estimate(old_logprobs, logprobs, "k3"), mask, tokens),
+            "rl/logprob_gap": masked_mean(gap, mask, tokens),
+        }
+        for name, value in (losses | drift).items():
+            self.sums[name] += value.detach() * micro.weight
 
     def over_ranks(self, world: World) -> dict[str, Tensor]:
         return dict(zip(self.sums, world.sum(torch.stack(list(self.sums.values())))))
@@ -285,99 +334,39 @@ class MetricSums:
 
 NO_CAP = 1e30
 """A cap on importance weights that is none, but keeps their logged maximum finite."""
-POLICY_METRICS = ("rl/policy_loss", "rl/clip_fraction", "rl/approx_kl", "rl/logprob_gap")
-"""What every update of a policy measures."""
-
-
-@torch.no_grad()
-def drift_metrics(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    sampled_logprobs: Tensor,
-    segments: Segments,
-    num_tokens: Tensor,
-    config: RLConfig,
-) -> dict[str, Tensor]:
-    """How far the policy has moved in this step, and how far sampling is from training."""
-    mask, change = segments.mask, logprobs - old_logprobs
-    if config.ratio != "token":
-        pool = segments.sum if config.ratio == "macro" else segments.mean
-        change = segments.spread(pool(change))
-    outside = ((change.exp() - 1).abs() > config.clip).float()
-    return {
-        "rl/clip_fraction": masked_mean(outside, mask, num_tokens),
-        "rl/approx_kl": masked_mean(kl_estimate(old_logprobs, logprobs, "k3"), mask, num_tokens),
-        "rl/logprob_gap": masked_mean((logprobs - sampled_logprobs).abs(), mask, num_tokens),
-    }
-
-
-def weigh_samples(
-    advantages: Tensor, experience: Experience, segments: Segments, config: RLConfig
-) -> Tensor:
-    """Advantages [B, T] of responses that older weights sampled, as the policy would sample them.
-
-    Each is multiplied by its truncated importance weight. Without `async_steps` it is 1.
-    """
-    if not config.async_steps:
-        return advantages
-    return advantages * _weights(experience, segments, config, config.importance_cap)
 
 
 @torch.no_grad()
 def staleness_metrics(
-    experience: Experience, segments: Segments, config: RLConfig, age: int
+    experience: Experience, segments: Segments, ratio: Ratio, cap: float, age: int
 ) -> dict[str, Tensor]:
     """How far the weights that sampled are from the policy, and what importance weights do.
 
     The largest weight is from before truncation, the mean from after it.
     """
+    if not experience.stale:
+        return {}
     assert experience.old_logprobs is not None
-    mask = experience.sequences.mask
-    counted = mask if config.ratio == "token" else segments.starts
-    weights = _weights(experience, segments, config, NO_CAP)
-    cap = config.importance_cap
+    counted = experience.mask if ratio == "token" else segments.starts
+    weights = torch.as_tensor(experience.sample_weights(segments, ratio, NO_CAP))
     kl = kl_estimate(experience.logprobs, experience.old_logprobs, "k3")
     return {
         "async/age": torch.tensor(float(age)),
-        "async/kl": masked_mean(kl, mask),
+        "async/kl": masked_mean(kl, experience.mask),
         "async/weight_mean": masked_mean(weights.clamp(max=cap), counted),
         "async/weight_max": weights.max(),
         "async/truncated": masked_mean((weights > cap).float(), counted),
     }
 
 
-def _weights(experience: Experience, segments: Segments, config: RLConfig, cap: float) -> Tensor:
-    assert experience.old_logprobs is not None
-    return importance_weights(
-        experience.old_logprobs,
-        experience.logprobs,
-        segments.mask,
-        cap=cap,
-        ratio=config.ratio,
-        segments=segments,
-    )
-
-
-def must_be_finite(experience: Experience, credit: Credit) -> Named:
-    """What would spread NaN or infinity to the weights."""
-    return [
-        ("the scores", experience.scores),
-        ("the reference's log-probs", experience.ref_logprobs),
-        ("the critic's values", credit.values),
-        ("the rewards", credit.rewards),
-    ]
-
-
 @torch.no_grad()
-def batch_metrics(
-    experience: Experience, credit: Credit, models: Models, kl_coef: float
-) -> dict[str, Tensor]:
+def batch_metrics(experience: Experience, credit: Credit, kl_coef: float) -> dict[str, Tensor]:
     """Metrics of a batch of responses, all still on the device."""
-    mask = experience.sequences.mask
+    mask = experience.mask
     kl = torch.where(mask, experience.logprobs - experience.ref_logprobs, 0.0).sum(dim=1)
     lengths = mask.sum(dim=1).float()
     num_macros = credit.segments.macro_mask.sum().float()
-    metrics = {
+    return {
         "rl/score": experience.scores.mean(),
         "rl/score_std": experience.scores.std(correction=0),
         "rl/reward": credit.rewards.sum(dim=1).mean(),
@@ -390,12 +379,3 @@ def batch_metrics(
         "rl/advantage_norm": torch.linalg.vector_norm(credit.advantages),
         "rl/q_norm": torch.linalg.vector_norm(credit.returns),
     }
-    latest = models.reward.latest
-    if len(latest) > 1:
-        metrics |= {f"rewards/{name}": mean for name, mean in latest.items()}
-    return metrics
-
-
-def mean_metrics(updates: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean of each metric over the updates of a step."""
-    return {name: torch.stack([u[name] for u in updates]).mean() for name in updates[0]}

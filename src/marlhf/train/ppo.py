@@ -4,12 +4,12 @@ Each step of `train`: sample responses and score them, shape the rewards of thei
 them into macro actions, estimate each one's advantage, update policy and critic. With
 `segmenter: {type: ngram, n: 1}` this is ordinary PPO.
 
-Axes: B rows, T response tokens, M macro actions.
+Axes: B rows, T response tokens, M macro actions, E ways to assign credit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,57 +17,27 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from marlhf.core import ppo_policy_loss
-from marlhf.models.base import autocast
-from marlhf.models.forward import token_stats, token_values
+from marlhf.config.rl import RLConfig
+from marlhf.core import (
+    Segments,
+    boundary_gae,
+    macro_gae,
+    ppo_policy_loss,
+    ppo_value_loss,
+    segment,
+    shape_rewards,
+)
 from marlhf.runtime.distributed import start
 from marlhf.runtime.loop import open_run
 from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
-from marlhf.runtime.optim import Update, apply_updates
-from marlhf.runtime.stage import Example
-from marlhf.runtime.timing import Clock, to_numbers
-from marlhf.train.assign_credit import (
-    assign_credit,
-    measure_options,
-    shape_and_segment,
-    whitened_advantages,
-)
-from marlhf.train.continuations import count_continuations, monte_carlo_values
-from marlhf.train.credit_choice import CreditChooser, Measurement, reach
-from marlhf.train.critic import (
-    critic_values,
-    value_loss,
-    value_metrics,
-    values_and_critic_backward,
-)
-from marlhf.train.experience import (
-    POLICY_METRICS,
-    Credit,
-    Experience,
-    MetricSums,
-    SegmentedRewards,
-    batch_metrics,
-    count_terms,
-    drift_metrics,
-    mean_metrics,
-    micro_batches,
-    mini_batches,
-    must_be_finite,
-    score_rollout,
-    staleness_metrics,
-    weigh_samples,
-)
+from marlhf.spans.apply import explain_segmenter_errors
+from marlhf.train.continuations import monte_carlo_values
+from marlhf.train.credit_choice import CreditChooser, CriticWatch, Measurement
+from marlhf.train.experience import Credit, Experience, PolicyMetrics
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
-from marlhf.train.rl_run import RLRun
-from marlhf.train.rl_warnings import (
-    CriticWatch,
-    SamplingWatch,
-    warn_about_divided_scores,
-    warn_about_sampling,
-    warn_about_short_reach,
-)
+from marlhf.train.rl_run import Learner, RLRun
 
 
 def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
@@ -76,235 +46,259 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     run = open_run(config, "ppo", world)
     if run.finished:
         return run.model
-    warn_about_sampling(config)
-    warn_about_divided_scores(config)
     rates = {"policy": config.learning_rate}
     if config.has_critic:
         rates["critic"] = config.critic_learning_rate
-    chooser = CreditChooser(config) if config.credit == "auto" else None
-    credit_of_samples = partial(held_out_credit, chooser=chooser)
-    rl = RLRun(config, run, world, objects, credit_of_samples, rates)
-    models, evaluation = rl.models, rl.evaluation
-    if chooser and "credit" in rl.saved:
-        chooser.load_state(rl.saved["credit"])
-    sampling_watch, critic_watch = SamplingWatch(config), CriticWatch(config)
+    chooser, watch_critic = CreditChooser(config), CriticWatch(config)
+    credit_of_samples = partial(held_out_credit, chooser)
+    rl = RLRun(config, run, world, objects, credit_of_samples, rates, chooser.checkpointed)
 
-    with rl.loop as loop:
-        if not loop.done:
-            evaluation(0, rl.kl.coef)
-        for step in loop:
-            clock = Clock(world.device)
-            if chooser:
-                config = chooser.config
+    with rl.loop:
+        for step in rl.steps():
+            config = chooser.config  # with `credit: auto`, the candidate in use
             batch, rollout = rl.sample(step)
-            clock.mark("rollout")
-            experience = score_rollout(batch, rollout, models, config, evaluation.normalise, clock)
-            segmented = shape_and_segment(experience, models, config, rl.kl.coef, rl.shuffler)
-            values, losses = state_values(batch, experience, segmented, config, rl)
-            credit = assign_credit(segmented, values, config)
-            train_policy = step > config.critic_warmup_steps
-            measurement = None
-            if chooser and train_policy:
-                measurement = measure_options(
-                    chooser.configs, experience, credit, models, rl.shuffler
-                )
-            clock.mark("credit")
-            losses |= update(
-                experience,
-                credit,
-                models,
-                rl.optimizers,
-                rl.rates(step),
-                config,
-                rl.shuffler,
-                train_policy=train_policy,
-                measurement=measurement,
+            rl.clock.mark("rollout")
+            experience = rl.score(batch, rollout)
+            rl.clock.mark("score")
+            rewards, segments = shape_and_segment(
+                experience, rl.models, config, rl.kl.coef, rl.shuffler
             )
-            clock.mark("update")
-            metrics = losses | batch_metrics(experience, credit, models, rl.kl.coef)
-            metrics |= value_metrics(credit)
-            if config.async_steps:
-                metrics |= staleness_metrics(experience, credit.segments, config, rl.age)
-            if chooser:
-                metrics["credit/reach"] = reach(credit, config.lam)
-            numbers = to_numbers(metrics) | clock.times(len(batch))
-            if chooser and measurement is not None:
-                numbers |= chooser.update(step, world.sum(measurement.sums))
-            if rl.age == 0:  # else log-probs of sampling are of older weights
-                sampling_watch(step, experience, numbers)
-            if config.has_critic:
-                critic_watch(step, numbers["rl/explained_variance"])
-                if step == 1 and not chooser:
-                    tokens_back = float(reach(credit, config.lam))
-                    warn_about_short_reach(tokens_back, numbers["rl/length"], config.lam)
-            rl.kl.update(numbers["rl/kl"], len(batch))
-            loop.log(numbers, show=("rl/score", "rl/kl", "rl/length"))
-            if loop.must_evaluate:
-                loop.verdict = evaluation(step, rl.kl.coef)
-            if loop.must_save:
-                rl.save(**({"credit": chooser.state()} if chooser else {}))
+            metrics: dict[str, Tensor] = {}
+            if not config.has_critic:
+                values = monte_carlo_values(batch, experience, segments, rl, config)
+            elif config.one_update:
+                values, metrics = critic_values_and_backward(
+                    experience, rewards, segments, rl.models, config
+                )
+            else:
+                values = experience.critic_values(rl.models)
+            credit = assign_credit(rewards, values, segments, config)
+            learning_rates = rl.rates(step)
+            if step <= config.critic_warmup_steps:
+                del learning_rates["policy"]
+            candidates = partial(by_each, experience, credit, rl.models, rl.shuffler)
+            measured = "policy" in learning_rates
+            measurement = chooser.measure(step, candidates) if measured else None
+            rl.clock.mark("credit")
+            metrics |= update(experience, credit, rl.learner, learning_rates, config, measurement)
+            rl.clock.mark("update")
+            chosen = chooser.update(step, credit, measurement, world)
+            numbers = rl.log(experience, credit, metrics | credit.value_metrics(), chosen)
+            watch_critic(step, credit, numbers)
         return rl.close()
 
 
-def state_values(
-    batch: list[Example],
-    experience: Experience,
-    segmented: SegmentedRewards,
-    config: PPOConfig,
-    rl: RLRun,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The value of the state before each token, [B, T], and the critic's loss if it trained."""
-    models = rl.models
-    if not config.has_critic:
-        seeds = rl.response_seeds(count_continuations(segmented.segments, config))
-        values = monte_carlo_values(
-            batch,
-            segmented.segments,
-            experience,
-            models,
-            config,
-            seeds,
-            rl.kl.coef,
-            rl.evaluation.normalise,
-        )
-        return values, {}
-    if config.one_update:
-        compute = partial(values_and_critic_backward, experience, segmented, models, config)
-        return fit_memory(models.world, compute, models.critic)
-    return critic_values(experience, models, config), {}
-
-
-def held_out_credit(
+@torch.no_grad()
+def shape_and_segment(
     experience: Experience,
     models: Models,
-    config: PPOConfig,
+    config: RLConfig,
     kl_coef: float,
     shuffler: torch.Generator,
-    chooser: CreditChooser | None = None,
-) -> Credit:
-    """Credit of held-out samples, from which nothing learns, by the settings that are in use."""
-    if chooser is not None:
-        config = chooser.config
-    segmented = shape_and_segment(experience, models, config, kl_coef, shuffler)
-    if config.has_critic:
-        return assign_credit(segmented, critic_values(experience, models, config), config)
-    # Continuations of held-out responses would only be looked at: the batch's mean return is the
-    # value of every state.
-    returns = segmented.rewards.sum(dim=1).mean()
-    values = torch.where(segmented.segments.mask, returns, 0.0)
-    return assign_credit(segmented, values, replace(config, lam=1.0))
+) -> tuple[Tensor, Segments]:
+    """Token rewards [B, T], the KL penalty and the score at the end; and the macro actions."""
+    rewards = shape_rewards(
+        experience.clipped_scores,
+        experience.policy_logprobs,
+        experience.ref_logprobs,
+        experience.mask,
+        kl_coef,
+        kl=config.kl_estimator,
+    )
+    responses = experience.responses(models.vocabulary, shuffler)
+    with explain_segmenter_errors(config.segmenter):  # it may be the user's own code
+        segments = segment(config.segmenter, responses, split_last=config.split_last)
+    return rewards, segments
+
+
+def critic_values_and_backward(
+    experience: Experience, rewards: Tensor, segments: Segments, models: Models, config: PPOConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The critic's values, [B, T], and its loss, whose gradients are left for `update`.
+
+    Where a batch makes one update, the pass that computes the values can also train the critic,
+    which saves a forward pass: the returns of a row need the values of no other row.
+    """
+    counts = experience.count_terms(segments)
+
+    def compute() -> tuple[Tensor, Tensor]:
+        values, total_loss = torch.zeros_like(rewards), torch.zeros((), device=rewards.device)
+        for micro in experience.micro_batches(models):
+            new_values = models.values(micro.sequences)
+            old_values, own = new_values.detach(), micro.segments(segments)
+            micro.add(values, old_values)
+            returns = assign_credit(micro.take(rewards), old_values, own, config).returns
+            loss = value_loss(new_values, old_values, returns, own, counts, config) * micro.weight
+            loss.backward()
+            total_loss += loss.detach()
+        return values, total_loss
+
+    values, loss = fit_memory(models.world, compute, models.critic)
+    return models.world.sum(values), {"rl/value_loss": models.world.sum(loss)}
+
+
+@torch.no_grad()
+def assign_credit(rewards: Tensor, values: Tensor, segments: Segments, config: PPOConfig) -> Credit:
+    """Advantages and returns of macro actions: the method itself."""
+    lambdas = {"gamma": config.gamma, "lam": config.lam, "lam_value": config.lam_value}
+    if config.credit == "boundary":
+        advantages, returns = boundary_gae(rewards, values, segments, **lambdas)
+    else:
+        advantages, returns = macro_gae(
+            rewards,
+            values,
+            segments,
+            rho=config.rho,
+            sigma=config.sigma,
+            pooling=config.pooling,
+            **lambdas,
+        )
+    return Credit(rewards, segments, values, advantages, returns)
 
 
 def update(
     experience: Experience,
     credit: Credit,
-    models: Models,
-    optimizers: Mapping[str, torch.optim.Optimizer],
+    learner: Learner,
     learning_rates: Mapping[str, float],
     config: PPOConfig,
-    shuffler: torch.Generator,
-    *,
-    train_policy: bool = True,
     measurement: Measurement | None = None,
 ) -> dict[str, Tensor]:
-    """All updates of policy and critic that this batch of responses is used for.
+    """All updates that this batch is used for, of those models that have a learning rate.
 
     The first pass over the batch also takes the `measurement` for `credit: auto`, if there is one.
-    None is made where the batch holds NaN or infinity.
     """
-    advantages = whitened_advantages(credit, config)
-    advantages = weigh_samples(advantages, experience, credit.segments, config)
-    credit = replace(credit, advantages=advantages)
-    trained = {"policy": models.policy, "critic": models.critic}
-    learning = [name for name in optimizers if name != "policy" or train_policy]
+    weights = experience.sample_weights(credit.segments, config.ratio, config.importance_cap)
+    credit = replace(credit, advantages=credit.whitened(config.whiten) * weights)
+    train_policy = "policy" in learning_rates
+    compute = partial(backward, experience, credit, learner.models, config, train_policy)
+    passes = [partial(compute, None)] * config.num_ppo_epochs
+    passes[0] = partial(compute, measurement)
     # With one update the critic has its gradients already, and `backward` adds none.
-    in_backward = [trained[name] for name in learning if name == "policy" or not config.one_update]
-    updates: list[dict[str, Tensor]] = []
-    for epoch in range(config.num_ppo_epochs):
-        for rows in mini_batches(len(experience.scores), config, shuffler):
-            measured = measurement if epoch == 0 else None
-            compute = partial(
-                backward,
-                rows,
-                experience,
-                credit,
-                models,
-                config,
-                train_policy=train_policy,
-                measurement=measured,
-            )
-            undo = None if measured is None else partial(measured.sums.copy_, measured.sums.clone())
-            metrics = fit_memory(models.world, compute, *in_backward, undo=undo)
-            norms = apply_updates(
-                [Update(trained[x], optimizers[x], learning_rates[x]) for x in learning],
-                config.max_grad_norm,
-                models.world,
-                [*must_be_finite(experience, credit), *metrics.items()],
-            )
-            norm_names = [f"rl/{name}_grad_norm" for name in learning]
-            updates.append(metrics | dict(zip(norm_names, norms)))
-    if train_policy:
-        models.engine.update_weights(models.policy)
-    rate = learning_rates["policy"] if train_policy else 0.0
-    return mean_metrics(updates) | {"rl/learning_rate": torch.tensor(rate)}
+    done = ["critic"] if config.one_update else []
+    return learner.update(passes, experience, credit, learning_rates, with_gradients=done)
 
 
 def backward(
-    rows: list[int],
     experience: Experience,
     credit: Credit,
     models: Models,
     config: PPOConfig,
-    *,
-    train_policy: bool = True,
-    measurement: Measurement | None = None,
+    train_policy: bool,
+    measurement: Measurement | None,
+    rows: list[int],
 ) -> dict[str, Tensor]:
     """Gradients of one mini-batch, micro-batch by micro-batch, as exact parts of its mean.
 
     While only the critic trains, the policy's pass has no gradients: its metrics are logged still.
     """
-    sequences, world = experience.sequences, models.world
-    counts = count_terms(credit.segments, rows)
-    # With one update, `values_and_critic_backward` has computed the critic's gradients already.
+    counts = experience.count_terms(credit.segments, rows)
     train_critic = config.has_critic and not config.one_update
-    names = (*POLICY_METRICS, "rl/value_loss") if train_critic else POLICY_METRICS
-    sums = MetricSums(names, sequences.mask.device)
-    for micro in micro_batches(sequences, config.pass_tokens, world, rows):
+    sums = PolicyMetrics(
+        experience, counts["token"], config, *(["rl/value_loss"] if train_critic else [])
+    )
+    measured = measurement and measurement.begin()
+    for micro in experience.micro_batches(models, rows):
         segments = micro.segments(credit.segments)
-        with torch.set_grad_enabled(train_policy), autocast(world.device, config.precision):
-            scores = measurement.watch() if measurement else None
-            logprobs = token_stats(
-                models.policy, micro.sequences, config.sampling.scale, scores=scores
-            ).logprobs
-        if experience.old_logprobs is None:
-            old_logprobs = logprobs.detach()
-        else:
-            old_logprobs = micro.take(experience.old_logprobs)
-        loss = ppo_policy_loss(
-            logprobs,
-            old_logprobs,
-            micro.take(credit.advantages),
-            segments.mask,
-            clip=config.clip,
-            dual_clip=config.dual_clip,
-            ratio=config.ratio,
-            segments=segments,
-            num_tokens=counts["token" if config.ratio == "token" else "macro"],
-        )
+        with torch.set_grad_enabled(train_policy):
+            scores = measured and measured.watch()
+            logprobs = models.logprobs(models.policy, micro.sequences, scores)
+        old_logprobs = micro.old_logprobs(experience, logprobs)
+        advantages = micro.take(credit.advantages)
+        loss = policy_loss(logprobs, old_logprobs, advantages, segments, counts, config)
+        if measured:
+            measured.add(micro)
         # Before the critic's pass: only one graph is in memory at a time.
         if train_policy:
             (loss * micro.weight).backward()
-        if measurement is not None:
-            measurement.add(micro)
-        metrics = {"rl/policy_loss": loss}
+        losses = {"rl/policy_loss": loss}
         if train_critic:
-            with autocast(world.device, config.precision):
-                values = token_values(models.critic, micro.sequences)
+            values = models.values(micro.sequences)
             old_values, returns = micro.take(credit.values), micro.take(credit.returns)
             loss = value_loss(values, old_values, returns, segments, counts, config)
             (loss * micro.weight).backward()
-            metrics["rl/value_loss"] = loss
-        sampled = micro.take(experience.logprobs)
-        metrics |= drift_metrics(logprobs, old_logprobs, sampled, segments, counts["token"], config)
-        sums.add(metrics, micro.weight)
-    return sums.over_ranks(world)
+            losses["rl/value_loss"] = loss
+        sums.add(micro, segments, logprobs, old_logprobs, losses)
+    if measured:
+        measured.end()
+    return sums.over_ranks(models.world)
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    segments: Segments,
+    counts: Mapping[str, Tensor],
+    config: RLConfig,
+) -> Tensor:
+    """The policy's loss on some rows of a batch, as a part of the whole batch's mean."""
+    return ppo_policy_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        segments.mask,
+        clip=config.clip,
+        dual_clip=config.dual_clip,
+        ratio=config.ratio,
+        segments=segments,
+        num_tokens=counts[config.ratio],
+    )
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    segments: Segments,
+    counts: Mapping[str, Tensor],
+    config: PPOConfig,
+) -> Tensor:
+    """The critic's loss on some rows of a batch, as a part of the whole batch's mean."""
+    return ppo_value_loss(
+        values,
+        old_values,
+        returns,
+        segments.mask,
+        clip=config.value_clip,
+        level=config.value_level,
+        sigma=config.sigma,
+        segments=segments,
+        num_tokens=counts[config.value_level],
+    )
+
+
+def held_out_credit(
+    chooser: CreditChooser,
+    experience: Experience,
+    models: Models,
+    kl_coef: float,
+    shuffler: torch.Generator,
+) -> Credit:
+    """Credit of held-out samples, from which nothing learns, by the settings that are in use."""
+    config = chooser.config
+    rewards, segments = shape_and_segment(experience, models, config, kl_coef, shuffler)
+    if config.has_critic:
+        return assign_credit(rewards, experience.critic_values(models), segments, config)
+    # Continuations of held-out responses would only be looked at: the batch's mean return is the
+    # value of every state.
+    values = torch.where(segments.mask, rewards.sum(dim=1).mean(), 0.0)
+    return assign_credit(rewards, values, segments, replace(config, lam=1.0))
+
+
+@torch.no_grad()
+def by_each(
+    experience: Experience,
+    credit: Credit,
+    models: Models,
+    shuffler: torch.Generator,
+    configs: Sequence[PPOConfig],
+) -> Tensor:
+    """A batch's advantages by every way to assign credit that is compared: [E, B, T]."""
+    responses = experience.responses(models.vocabulary, shuffler)
+    advantages: list[Tensor] = []
+    for config in configs:
+        segments = segment(config.segmenter, responses, split_last=config.split_last)
+        assigned = assign_credit(credit.rewards, credit.values, segments, config)
+        advantages.append(assigned.whitened(config.whiten))
+    return torch.stack(advantages) / credit.segments.mask.sum().clamp(min=1)

@@ -13,7 +13,7 @@ from typing import Any, cast
 from marlhf.config.build import field_names
 from marlhf.config.rl import RLConfig
 from marlhf.config.user_code import check_name
-from marlhf.core import Constituents
+from marlhf.core import parser_of
 from marlhf.data import Loaded, load_data
 from marlhf.errors import MarlhfError, SettingError
 from marlhf.models.adapter_files import import_peft, quantization
@@ -87,8 +87,7 @@ def _checks(
     if isinstance(config, RLConfig):
         yield lambda: _check_rewards(config, made_by, located)
         yield lambda: _check_engine(config)
-        if isinstance(config.segmenter, Constituents):
-            parser = config.segmenter.parser
+        if parser := parser_of(config.segmenter):
             yield lambda: build_parser(parser)
 
 

@@ -23,12 +23,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from marlhf.config.build import (
     at,
     build,
-    build_segmenter,
     field_names,
     make_segmenter,
     raise_problems,
@@ -49,22 +48,6 @@ from marlhf.data.rows import DataError
 from marlhf.errors import quoted
 from marlhf.runs.layout import MODEL
 from marlhf.train.stages import METHODS
-
-__all__ = [
-    "ConfigError",
-    "Stage",
-    "build_segmenter",
-    "check_points",
-    "check_recipe",
-    "check_stage",
-    "kind_class",
-    "load_config",
-    "load_recipe",
-    "load_stage",
-    "make_segmenters",
-]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -195,20 +178,6 @@ def check_stage(
     raise_problems(problems, path)
     assert built
     return built
-
-
-def load_config(cls: type[T], recipe: Path | str, overrides: list[str] | None = None) -> T:
-    """A flat recipe as any dataclass."""
-    path = find_recipe(recipe)
-    raw = read_recipe(path)
-    for key, value in map(read_override, overrides or []):
-        assign(raw, key, value)
-    problems: list[str] = []
-    config = build(cls, raw, "", problems)
-    raise_problems(problems, path)
-    config = make_segmenter(config, "segmenter", problems)
-    raise_problems(problems, path)
-    return config
 
 
 def kind_class(kind: str) -> type[StageConfig]:

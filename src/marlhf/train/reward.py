@@ -9,18 +9,15 @@ import torch
 from torch import Tensor
 
 from marlhf.core import reward_loss
-from marlhf.data.collate import Micro
-from marlhf.models.base import Model, autocast
 from marlhf.models.forward import final_scores
-from marlhf.models.sequences import Sequences
-from marlhf.runtime.distributed import World, start
-from marlhf.runtime.loop import Loop, open_run
-from marlhf.runtime.memory import fit_memory
+from marlhf.runtime.distributed import start
+from marlhf.runtime.loop import open_run
 from marlhf.runtime.model_loader import load_trained_scalar
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
-from marlhf.runtime.optim import Update, apply_updates, check_finite, make_optimizer
-from marlhf.runtime.stage import Example, batch_rows, count_steps, load_supervised, seed_run
+from marlhf.runtime.optim import check_finite
+from marlhf.runtime.stage import Example
 from marlhf.train.reward_config import RewardConfig
+from marlhf.train.supervised import Passes, SupervisedRun
 
 MAX_HELD_OUT = 1024
 """Held-out pairs that an evaluation looks at, at most."""
@@ -32,70 +29,33 @@ def train(config: RewardConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     run = open_run(config, "reward", world)
     if run.finished:
         return run.model
-    seed_run(config)
-    tokenizer, model, examples, held_out = load_supervised(
-        config, "reward", objects, world, load_trained_scalar
-    )
-    model.config.pad_token_id = tokenizer.pad_token_id
-    model = world.place(model, config.precision, compiled=config.compile)
-    optimizer = make_optimizer(model, config.learning_rate, config.weight_decay)
-    total = count_steps(config, len(examples))
-    pad = tokenizer.pad_token_id
-    loop = Loop(
-        run,
-        config,
-        world,
-        total,
-        models={"model": model},
-        optimizers={"model": optimizer},
-        tokenizer=tokenizer,
-        objects=objects,
-        rows=(len(examples), len(held_out)),
-        metric="accuracy",
-    )
-    measure = partial(evaluate, model, held_out, pad, config, world)
-    measure = partial(fit_memory, world, measure)
-    loop.resume()
-    with loop:
-        if not loop.done:
-            loop.evaluated(measure())
-        for step in loop:
-            rows = [examples[i] for i in batch_rows(step - 1, config, len(examples))]
-            rate = config.rate(step, total)
-            loss, margins = fit_memory(
-                world, partial(backward, model, rows, pad, config, world), model
-            )
-            finite = [("reward/loss", loss), ("reward/margin", margins)]
-            [norm] = apply_updates(
-                [Update(model, optimizer, rate)], config.max_grad_norm, world, finite
-            )
+    stage = SupervisedRun(config, run, world, objects, load_trained_scalar, "reward")
+    stage.model.config.pad_token_id = stage.tokenizer.pad_token_id
+    passes = stage.place()
+    measure = partial(evaluate, passes, stage.held_out[:MAX_HELD_OUT])
+    with stage.begin(measure, metric="accuracy") as loop:
+        for step in stage.steps():
+            rows = [stage.examples[i] for i in stage.row_numbers(step)]
+            compute = partial(backward, passes, rows, config.center_coef)
+            (loss, margins), numbers = stage.update(step, compute, ["reward/loss", "reward/margin"])
             metrics = {
                 "reward/loss": float(loss),
                 "reward/accuracy": accuracy(margins),
                 "reward/margin": float(margins.mean()),
-                "reward/grad_norm": float(norm),
-                "reward/learning_rate": rate,
-            }
+            } | {f"reward/{k}": x for k, x in numbers.items()}
             loop.log(metrics, show=("reward/loss", "reward/accuracy"))
-            if loop.must_evaluate:
-                loop.evaluated(measure())
-            if loop.must_save:
-                loop.save()
-        final = loop.final_metrics(measure)
-        next_step = f"marlhf ppo, with reward_model: {run.model}"
-        return loop.close(model, {**final, "steps": loop.step}, next_step)
+        return stage.close(f"marlhf ppo, with reward_model: {run.model}")
 
 
-def backward(
-    model: Model, rows: list[Example], pad_id: int, config: RewardConfig, world: World
-) -> tuple[Tensor, Tensor]:
+def backward(passes: Passes, rows: list[Example], center_coef: float) -> tuple[Tensor, Tensor]:
     """Gradients of the batch's mean loss, micro-batch by micro-batch: the loss, and margins [B]."""
+    world = passes.world
     total = torch.zeros((), device=world.device)
     margins = torch.zeros(len(rows), device=world.device)
-    for micro in pair_batches(rows, config.pass_tokens, world):
-        pairs = [rows[i] for i in micro.rows]
-        chosen, rejected = score_pairs(model, pairs, pad_id, config, world.device)
-        loss = reward_loss(chosen, rejected, center_coef=config.center_coef, num_pairs=len(rows))
+    for micro, pairs in passes.pairs(rows):
+        with passes.autocast():
+            chosen, rejected = final_scores(passes.model, pairs).chunk(2)
+        loss = reward_loss(chosen, rejected, center_coef=center_coef, num_pairs=len(rows))
         loss = loss * micro.weight
         loss.backward()
         total += loss.detach()
@@ -104,19 +64,15 @@ def backward(
 
 
 @torch.no_grad()
-def evaluate(
-    model: Model, rows: list[Example], pad_id: int, config: RewardConfig, world: World
-) -> dict[str, float]:
+def evaluate(passes: Passes, rows: list[Example]) -> dict[str, float]:
     """Accuracy and loss on held-out pairs; NaN when there are none."""
-    rows = rows[:MAX_HELD_OUT]
     if not rows:
         return {"eval/accuracy": float("nan"), "eval/loss": float("nan")}
-    scores = torch.zeros(2, len(rows), device=world.device)
-    for micro in pair_batches(rows, config.pass_tokens, world):
-        pairs = [rows[i] for i in micro.rows]
-        chosen, rejected = score_pairs(model, pairs, pad_id, config, world.device)
-        scores[:, micro.rows] += torch.stack((chosen, rejected)) * micro.weight
-    scores = world.sum(scores)
+    scores = torch.zeros(2, len(rows), device=passes.world.device)
+    for micro, pairs in passes.pairs(rows):
+        with passes.autocast():
+            scores[:, micro.rows] += final_scores(passes.model, pairs).view(2, -1) * micro.weight
+    scores = passes.world.sum(scores)
     check_finite([("the held-out scores", scores)])
     chosen, rejected = scores
     return {
@@ -124,24 +80,6 @@ def evaluate(
         "eval/loss": float(reward_loss(chosen, rejected)),
         "eval/margin": float((chosen - rejected).mean()),
     }
-
-
-def score_pairs(
-    model: Model, rows: list[Example], pad_id: int, config: RewardConfig, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Scores of chosen and rejected, [B] each, from one pass over both."""
-    prompts = [e.prompt for e in rows]
-    responses = [e.chosen for e in rows] + [e.rejected for e in rows]
-    both = Sequences.from_lists(prompts + prompts, responses, pad_id, device)
-    with autocast(device, config.precision):
-        chosen, rejected = final_scores(model, both).chunk(2)
-    return chosen, rejected
-
-
-def pair_batches(rows: list[Example], token_budget: int, world: World) -> list[Micro]:
-    """Micro-batches of pairs: half the budget each, as both responses are in one pass."""
-    longest = [len(e.prompt) + max(len(e.chosen), len(e.rejected)) for e in rows]
-    return world.batches(longest, max(1, token_budget // 2))
 
 
 def accuracy(margins: Tensor) -> float:

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from marlhf.config.model import Precision
 from marlhf.config.rl import RLConfig
+from marlhf.config.sampling import Sampling
 from marlhf.core import Vocabulary
 from marlhf.data import Row
-from marlhf.models.base import Model, Tokenizer
+from marlhf.models.base import Model, Tokenizer, autocast
+from marlhf.models.forward import token_stats, token_values
 from marlhf.models.load import check_vocabulary, end_tokens, load_tokenizer
+from marlhf.models.scores import TokenScores
+from marlhf.models.sequences import Sequences
 from marlhf.reward import RewardFunction, RewardModel, Rewards, import_function
-from marlhf.rollout.engine import AsyncEngine, Engine
+from marlhf.rollout.engine import AsyncEngine, Engine, Rollout
 from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.sampler_process import SamplerProcess
 from marlhf.rollout.vllm import VLLMEngine
 from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.runs.layout import RunError
-from marlhf.runtime.distributed import World
+from marlhf.runtime.distributed import World, gather_rollout
 from marlhf.runtime.model_loader import load_sources, reward_items, reward_role, rl_sources
 from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.progress import say
 from marlhf.runtime.stage import Example, check_positions, each_prompt_once, load_examples
 from marlhf.spans import vocabulary
 from marlhf.spans.apply import Parsing, open_parsing
-from marlhf.train.ahead import SharedAhead
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,28 @@ class Models:
     tokenizer: Tokenizer
     vocabulary: Vocabulary
     world: World
+    sampling: Sampling
+    pass_tokens: int = 16384  # of a pass with gradients
+    precision: Precision = "auto"
     parsing: Parsing | None = None  # for rules that follow constituents
     gold: RewardModel | None = None  # judges held-out responses, and teaches nobody
     ahead: AsyncEngine | None = None  # samples while the policy trains, with `async_steps: 1`
+
+    def sequences(self, prompts: list[list[int]], responses: list[list[int]]) -> Sequences:
+        pad_id = self.tokenizer.pad_token_id
+        return Sequences.from_lists(prompts, responses, pad_id, self.world.device)
+
+    def logprobs(
+        self, model: Model, sequences: Sequences, scores: TokenScores | None = None
+    ) -> Tensor:
+        """Log-probs of response tokens at the sampling temperature, [B, T]."""
+        with autocast(self.world.device, self.precision):
+            return token_stats(model, sequences, self.sampling.scale, scores=scores).logprobs
+
+    def values(self, sequences: Sequences) -> Tensor:
+        """The critic's value of the state before each token, [B, T]."""
+        with autocast(self.world.device, self.precision):
+            return token_values(self.critic, sequences)
 
 
 def load_models(config: RLConfig, objects: GivenObjects, world: World, *, critic: bool) -> Models:
@@ -65,8 +88,7 @@ def load_models(config: RLConfig, objects: GivenObjects, world: World, *, critic
             gold = _reward_model(config.gold_model, models["gold"], None, config, tokenizer, world)
         parsing = open_parsing(config.segmenter, tokenizer)
         ends, pad = end_tokens(policy, tokenizer), tokenizer.pad_token_id
-        engine = _load_engine(config, policy, ends, pad, world)
-        ahead = _load_ahead(config, policy, ends, pad, world, engine)
+        engine, ahead = _load_engine(config, policy, ends, pad, world)
     table = vocabulary(tokenizer, policy.config.get_text_config().vocab_size)
     return Models(
         policy,
@@ -77,6 +99,9 @@ def load_models(config: RLConfig, objects: GivenObjects, world: World, *, critic
         tokenizer,
         Vocabulary(**{k: v.to(world.device) for k, v in vars(table).items()}),
         world,
+        config.sampling,
+        config.pass_tokens,
+        config.precision,
         parsing,
         gold,
         ahead,
@@ -103,60 +128,60 @@ def load_prompts(
 
 def _load_engine(
     config: RLConfig, policy: Model, ends: list[int], pad: int, world: World
-) -> Engine:
-    """What samples: the policy itself, or vLLM with a copy of it."""
+) -> tuple[Engine, AsyncEngine | None]:
+    """What samples, the policy itself or vLLM with a copy of it; and what samples ahead."""
+    precision = config.precision
     if config.engine == "native":
-        budget = config.rollout_tokens
-        return NativeEngine(policy, ends, pad, token_budget=budget, precision=config.precision)
-    if not config.vllm_url:
-        if world.size > 1:
+        options: dict[str, Any] = {"token_budget": config.rollout_tokens, "precision": precision}
+        engine = NativeEngine(policy, ends, pad, **options)
+        if not config.async_steps:
+            return engine, None
+        if world.size > 1 and config.parallel == "fsdp":
             raise RunError(
-                "vLLM in the training process works with one process, not with several. Set "
-                "vllm_url to a vLLM server, leave engine out, or start without torchrun."
+                "async_steps: 1 gives the process that samples a copy of the policy, of which no "
+                "process has the whole with parallel: fsdp. Set engine: vllm and vllm_url to a "
+                "vLLM server, which takes it weight by weight, or set parallel: data."
             )
-        return VLLMEngine(
-            policy,
-            ends,
-            pad,
-            token_budget=2 * config.pass_tokens,
-            precision=config.precision,
-            memory=config.vllm_memory,
-        )
-    return VLLMServer(
-        config.vllm_url,
-        policy,
-        ends,
-        pad,
-        folder=config.output_dir,
-        weights_host=config.vllm_weights_host,
-        token_budget=2 * config.pass_tokens,
-        precision=config.precision,
-        processes=world,
-    )
-
-
-def _load_ahead(
-    config: RLConfig, policy: Model, ends: list[int], pad: int, world: World, engine: Engine
-) -> AsyncEngine | None:
-    """What samples while the policy trains: the vLLM server, or a process with a copy of it."""
-    if not config.async_steps:
-        return None
-    if isinstance(engine, VLLMServer):
-        return engine
-    if world.size > 1 and config.parallel == "fsdp":
+        sampler = SamplerProcess(policy, ends, pad, **options)
+        return engine, DistributedPrefetcher(sampler, world) if world.size > 1 else sampler
+    options = {"token_budget": 2 * config.pass_tokens, "precision": precision}
+    if config.vllm_url:
+        options |= {"folder": config.output_dir, "weights_host": config.vllm_weights_host}
+        server = VLLMServer(config.vllm_url, policy, ends, pad, processes=world, **options)
+        return server, server if config.async_steps else None
+    if world.size > 1:
         raise RunError(
-            "async_steps: 1 gives the process that samples a copy of the policy, of which no "
-            "process has the whole with parallel: fsdp. Set engine: vllm and vllm_url to a vLLM "
-            "server, which takes it weight by weight, or set parallel: data."
+            "vLLM in the training process works with one process, not with several. Set "
+            "vllm_url to a vLLM server, leave engine out, or start without torchrun."
         )
-    sampler = SamplerProcess(
-        policy,
-        ends,
-        pad,
-        token_budget=config.rollout_tokens,
-        precision=config.precision,
-    )
-    return SharedAhead(sampler, world) if world.size > 1 else sampler
+    return VLLMEngine(policy, ends, pad, memory=config.vllm_memory, **options), None
+
+
+class DistributedPrefetcher:
+    """A sampling process on each rank, for its share; then every rank has all responses."""
+
+    def __init__(self, engine: AsyncEngine, world: World) -> None:
+        self.engine, self.world = engine, world
+
+    def begin(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+    ) -> Callable[[], Rollout]:
+        world, share = self.world, self.world.share([len(p) for p in prompts])
+        wait: Callable[[], Rollout] | None = None
+        with world.raise_on_all_ranks():
+            if share:
+                mine = [prompts[i] for i in share], sampling, [seeds[i] for i in share]
+                wait = self.engine.begin(*mine)
+
+        def gather() -> Rollout:
+            with world.raise_on_all_ranks():
+                rollout = None if wait is None else wait()
+            return gather_rollout(world, rollout, share, len(prompts))
+
+        return gather
+
+    def close(self) -> None:
+        self.engine.close()
 
 
 def _rewards(

@@ -1,34 +1,113 @@
-"""What PPO and RLOO set up alike: models, prompts, the loop, and what checkpoints keep of them."""
+"""What PPO and RLOO share around a step: models, prompts, sampling, updates, logs, checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from marlhf.config.rl import RLConfig
+from marlhf.config.rl import Guards, RLConfig
+from marlhf.config.sampling import Sampling
+from marlhf.core import masked_mean
 from marlhf.errors import SettingError
-from marlhf.rollout.engine import Rollout
-from marlhf.runs.layout import CRITIC
+from marlhf.rollout.engine import AsyncEngine, Rollout
+from marlhf.runs.layout import CRITIC, RunError
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.checkpoint import generator_state, set_generator_state
 from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import Loop
+from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.objects import GivenObjects
-from marlhf.runtime.optim import make_optimizer
+from marlhf.runtime.optim import Update, apply_updates, make_optimizer
+from marlhf.runtime.progress import warn
 from marlhf.runtime.stage import Example, batch_rows, count_steps, seed_run
-from marlhf.train.ahead import SampledAhead
-from marlhf.train.experience import Credit, sample_responses
+from marlhf.runtime.timing import Clock, to_numbers
+from marlhf.train.experience import (
+    Credit,
+    Experience,
+    RolloutScorer,
+    batch_metrics,
+    sample_responses,
+    staleness_metrics,
+)
 from marlhf.train.held_out import HeldOutEvaluation
-from marlhf.train.rl_models import load_models, load_prompts
+from marlhf.train.rl_models import Models, load_models, load_prompts
+
+
+class HasState(Protocol):
+    """What a checkpoint keeps."""
+
+    def state(self) -> Any: ...
+    def load_state(self, state: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Learner:
+    """Policy and critic with their optimizers."""
+
+    models: Models
+    optimizers: Mapping[str, torch.optim.Optimizer]
+    num_mini_batches: int
+    max_grad_norm: float
+    shuffler: torch.Generator
+
+    def update(
+        self,
+        passes: Sequence[Callable[[list[int]], dict[str, Tensor]]],
+        experience: Experience,
+        credit: Credit,
+        learning_rates: Mapping[str, float],
+        with_gradients: Sequence[str] = (),
+    ) -> dict[str, Tensor]:
+        """All updates of the models with a learning rate that a batch of responses is used for.
+
+        Each of `passes` goes over the batch once: it leaves the gradients of some rows, and returns
+        their metrics. Models `with_gradients` have theirs already. No model moves where the batch
+        holds NaN or infinity.
+        """
+        models = self.models
+        trained = {role: getattr(models, role) for role in learning_rates}
+        in_pass = [model for role, model in trained.items() if role not in with_gradients]
+        must_be_finite = [
+            ("the scores", experience.scores),
+            ("the reference's log-probs", experience.ref_logprobs),
+            ("the critic's values", credit.values),
+            ("the rewards", credit.rewards),
+        ]
+        updates: list[dict[str, Tensor]] = []
+        for backward in passes:
+            for rows in self.mini_batches(len(experience.scores)):
+                metrics = fit_memory(models.world, partial(backward, rows), *in_pass)
+                norms = apply_updates(
+                    [Update(trained[x], self.optimizers[x], learning_rates[x]) for x in trained],
+                    self.max_grad_norm,
+                    models.world,
+                    [*must_be_finite, *metrics.items()],
+                )
+                updates.append(metrics | {f"rl/{x}_grad_norm": n for x, n in zip(trained, norms)})
+        if "policy" in learning_rates:
+            models.engine.update_weights(models.policy)
+        means = {name: torch.stack([u[name] for u in updates]).mean() for name in updates[0]}
+        return means | {"rl/learning_rate": torch.tensor(learning_rates.get("policy", 0.0))}
+
+    def mini_batches(self, num_rows: int) -> list[list[int]]:
+        """The rows of each update of one pass over a batch, shuffled where there are several."""
+        if self.num_mini_batches == 1:
+            return [list(range(num_rows))]
+        order = torch.randperm(num_rows, generator=self.shuffler)
+        return [rows.tolist() for rows in order.chunk(self.num_mini_batches)]
 
 
 class RLRun:
     """Models and loop of a run, resumed from its last checkpoint.
 
     `learning_rates` has the peak rates of what trains: the policy, and a critic where there is one.
+    `checkpointed` has what only this method keeps in checkpoints.
     """
 
     def __init__(
@@ -39,18 +118,24 @@ class RLRun:
         objects: GivenObjects,
         held_out_credit: Callable[..., Credit],
         learning_rates: Mapping[str, float],
+        checkpointed: Mapping[str, HasState] | None = None,
     ) -> None:
         self.config, self.run, self.learning_rates = config, run, learning_rates
         seed_run(config)
+        if config.sampling.truncated:
+            warn(
+                "top_k and top_p draw from part of the distribution while log-probs are of all of "
+                "it: the KL penalty and the ratio are then estimates from the wrong samples. The "
+                "paper does this; top_k: 0 and top_p: 1 are exact."
+            )
         self.models = load_models(config, objects, world, critic="critic" in learning_rates)
         self.examples, held_out = load_prompts(config, self.models, objects)
         if sandbox_layers := self.models.reward.sandbox:
             run.state["sandbox"] = sandbox_layers
-        by_role = {"policy": self.models.policy, "critic": self.models.critic}
-        self.trained = {role: by_role[role] for role in learning_rates}
-        self.optimizers = {
+        trained = {role: getattr(self.models, role) for role in learning_rates}
+        optimizers = {
             role: make_optimizer(model, learning_rates[role], config.weight_decay)
-            for role, model in self.trained.items()
+            for role, model in trained.items()
         }
         self.num_steps = count_steps(config, len(self.examples))
         self.loop = Loop(
@@ -58,32 +143,51 @@ class RLRun:
             config,
             world,
             self.num_steps,
-            models=self.trained,
-            optimizers=self.optimizers,
+            models=trained,
+            optimizers=optimizers,
             tokenizer=self.models.tokenizer,
             objects=objects,
             rows=(len(self.examples), len(held_out)),
             metric="score",
         )
+        self.score = RolloutScorer(self.models, config)
         self.evaluation = HeldOutEvaluation(
-            config, self.models, held_out, self.loop, held_out_credit
+            config, self.score, held_out[: config.eval_prompts], self.loop, held_out_credit
         )
         self.sampler = torch.Generator().manual_seed(config.seed)  # a seed for each response
         self.shuffler = torch.Generator().manual_seed(config.seed + 1)  # mini-batches, segments
+        self.learner = Learner(
+            self.models, optimizers, config.num_mini_batches, config.max_grad_norm, self.shuffler
+        )
         self.kl = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
-        self.saved = self.loop.resume("sampler", "shuffler", "kl_coef", "probe") or {}
-        """The checkpoint's state, for what only one method has."""
-        self.ahead: SampledAhead | None = None
+        self.clock = Clock(world.device)
+        self.watch_sampling = SamplingWatch(config.guards)
+        self.checkpointed: dict[str, HasState] = {"probe": self.evaluation, **(checkpointed or {})}
+        saved = self.loop.resume("sampler", "shuffler", "kl_coef", "probe")
+        self.prefetcher: RolloutPrefetcher | None = None
         if engine := self.models.ahead:
-            self.ahead = SampledAhead(engine, config.sampling, world.device)
+            self.prefetcher = RolloutPrefetcher(engine, config.sampling, world.device)
+            self.checkpointed["in_flight"] = self.prefetcher
             self.loop.at_end(engine.close)
-        if saved := self.saved:
+        if saved is not None:
             set_generator_state(self.sampler, saved["sampler"])
             set_generator_state(self.shuffler, saved["shuffler"])
             self.kl.coef = saved["kl_coef"]
-            self.evaluation.load_state(saved["probe"])  # so named by version 0.1
-            if self.ahead:
-                self.ahead.load_state(saved["in_flight"])
+            for name, part in self.checkpointed.items():
+                part.load_state(saved[name])
+
+    def steps(self) -> Iterator[int]:
+        """The steps that are left. Before the first, and where it is due, the policy is evaluated;
+        a checkpoint is saved after a step where one is due."""
+        if not self.loop.done:
+            self.evaluation(0, self.kl.coef)
+        for step in self.loop:
+            self.clock = Clock(self.models.world.device)
+            yield step
+            if self.loop.must_evaluate:
+                self.loop.verdict = self.evaluation(step, self.kl.coef)
+            if self.loop.must_save:
+                self.save()
 
     def prompts(self, step: int) -> list[Example]:
         rows = batch_rows(step - 1, self.config, len(self.examples))
@@ -96,25 +200,20 @@ class RLRun:
     def sample(self, step: int) -> tuple[list[Example], Rollout]:
         """The rows of a step's batch, and a response to each."""
         batch = self.batch(step)
-        if self.ahead is None:
-            prompts, seeds = [e.prompt for e in batch], self.response_seeds(len(batch))
-            return batch, sample_responses(prompts, self.models, self.config.sampling, seeds)
-        if self.ahead.in_flight is None:
+        if self.prefetcher is None:
+            seeds = self.response_seeds(len(batch))
+            return batch, sample_responses([e.prompt for e in batch], self.models, seeds)
+        if self.prefetcher.in_flight is None:
             self._begin(step, now=step)  # the first step: nothing was sampled ahead yet
-        rollout = self.ahead.take(step)
+        rollout = self.prefetcher.take(step)
         if step < self.num_steps:
             self._begin(step + 1, now=step)
         return batch, rollout
 
-    @property
-    def age(self) -> int:
-        """How many steps old the weights are that sampled the last batch."""
-        return self.ahead.age if self.ahead else 0
-
     def _begin(self, step: int, *, now: int) -> None:
-        assert self.ahead is not None
+        assert self.prefetcher is not None
         prompts = [e.prompt for e in self.batch(step)]
-        self.ahead.begin(step, prompts, self.response_seeds(len(prompts)), now=now)
+        self.prefetcher.begin(step, prompts, self.response_seeds(len(prompts)), now=now)
 
     def response_seeds(self, count: int) -> list[int]:
         return torch.randint(2**62, (count,), generator=self.sampler).tolist()
@@ -126,19 +225,41 @@ class RLRun:
             for role, peak in self.learning_rates.items()
         }
 
-    def save(self, **more: Any) -> None:
+    def log(
+        self,
+        experience: Experience,
+        credit: Credit,
+        metrics: Mapping[str, Tensor],
+        more: Mapping[str, float] | None = None,
+    ) -> dict[str, float]:
+        """Log the metrics of a step that is done, check its log-probs, and adapt `kl_coef`."""
+        config, age = self.config, self.prefetcher.age if self.prefetcher else 0
+        tensors = dict(metrics) | batch_metrics(experience, credit, self.kl.coef)
+        tensors |= staleness_metrics(
+            experience, credit.segments, config.ratio, config.importance_cap, age
+        )
+        rewards = self.models.reward.latest
+        if len(rewards) > 1:
+            tensors |= {f"rewards/{name}": score for name, score in rewards.items()}
+        rows = len(experience.scores)
+        numbers = to_numbers(tensors) | self.clock.times(rows) | dict(more or {})
+        if age == 0:  # else log-probs of sampling are of older weights
+            self.watch_sampling(self.loop.step, experience, numbers["rl/logprob_gap"])
+        self.kl.update(numbers["rl/kl"], rows)
+        self.loop.log(numbers, show=("rl/score", "rl/kl", "rl/length"))
+        return numbers
+
+    def save(self) -> None:
         self.loop.save(
-            **more,
+            **({"in_flight": None} | {name: x.state() for name, x in self.checkpointed.items()}),
             sampler=generator_state(self.sampler),
             shuffler=generator_state(self.shuffler),
             kl_coef=self.kl.coef,
-            probe=self.evaluation.state(),
-            in_flight=self.ahead.state() if self.ahead else None,
         )
 
     def close(self) -> Path:
         """Save what was trained, and end the run: the folder of the policy."""
-        if "critic" in self.trained:
+        if "critic" in self.learning_rates:
             self.loop.keep_model(self.models.critic, CRITIC)
         root = self.run.path.parent
         next_step = f"marlhf report {root} -o {root / 'report.html'}"
@@ -169,3 +290,97 @@ class KLController:
         if self.target is not None:
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.coef *= 1 + error * responses / self.horizon
+
+
+class SamplingWatch:
+    """Compares log-probs of sampling with those of training, which are of the same policy.
+
+    Where they differ by more than rounding, the engine or the training pass computes another model
+    than the one that is trained, and KL, ratios and advantages are of neither.
+    """
+
+    def __init__(self, guards: Guards) -> None:
+        self.guards = guards
+        self.warned = False
+
+    def __call__(self, step: int, experience: Experience, gap: float) -> None:
+        # Where a step has several updates, the metric also has the policy's movement in it.
+        if experience.old_logprobs is not None:
+            difference = (experience.old_logprobs - experience.logprobs).abs()
+            gap = float(masked_mean(difference, experience.mask))
+        problem = (
+            f"log-probs while sampling and while training differ by {gap:.2g} nats per token. Both "
+            "are of one policy, and rounding explains about 0.05. Try engine: native where it is "
+            "vllm, precision: float32, or compile: false."
+        )
+        limit = self.guards.max_logprob_gap
+        if limit is not None and gap > limit:
+            raise RunError(
+                f"Stopped at step {step}: {problem} To train all the same, raise "
+                f"guards.max_logprob_gap, which is {limit:g}."
+            )
+        if gap > self.guards.warn_logprob_gap and not self.warned:
+            self.warned = True
+            warn(f"step {step}: {problem}")
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """The responses of a step, sampled with the weights before the update of step `begun`."""
+
+    step: int
+    begun: int
+    wait: Callable[[], Rollout]
+
+
+class RolloutPrefetcher:
+    """With `async_steps: 1`: the responses of the next step, sampled while this one trains.
+
+    A step takes the responses that were sampled for it, lets the engine begin with those of the
+    next step, and only then updates the policy. So responses come from weights that are one step
+    old, those of the first step aside. A checkpoint keeps the responses in flight: a resumed run
+    trains on the same ones, whose weights are gone.
+    """
+
+    def __init__(self, engine: AsyncEngine, sampling: Sampling, device: torch.device) -> None:
+        self.engine, self.sampling, self.device = engine, sampling, device
+        self.in_flight: InFlight | None = None
+        self.age = 0
+        """Steps by which the policy has been trained since the weights that sampled."""
+
+    def begin(self, step: int, prompts: list[list[int]], seeds: list[int], *, now: int) -> None:
+        """Start to sample for a step with the weights of now, before the update of step `now`."""
+        assert self.in_flight is None, "one batch at a time"
+        self.in_flight = InFlight(step, now, self.engine.begin(prompts, self.sampling, seeds))
+
+    def take(self, step: int) -> Rollout:
+        """The responses that were sampled for a step."""
+        assert self.in_flight is not None
+        assert self.in_flight.step == step
+        rollout, self.age = self.in_flight.wait(), step - self.in_flight.begun
+        self.in_flight = None
+        return rollout
+
+    def state(self) -> dict[str, Any] | None:
+        """The batch in flight, waited for, in plain numbers: JSON keeps every bit of a float."""
+        if self.in_flight is None:
+            return None
+        step, begun, rollout = self.in_flight.step, self.in_flight.begun, self.in_flight.wait()
+        self.in_flight = InFlight(step, begun, lambda: rollout)
+        return {
+            "step": step,
+            "begun": begun,
+            "responses": rollout.responses,
+            "logprobs": rollout.logprobs.tolist(),
+            "ended": rollout.ended.tolist(),
+        }
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        if state is None:
+            return
+        rollout = Rollout(
+            state["responses"],
+            torch.tensor(state["logprobs"], device=self.device),
+            torch.tensor(state["ended"], device=self.device),
+        )
+        self.in_flight = InFlight(state["step"], state["begun"], lambda: rollout)

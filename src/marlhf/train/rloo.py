@@ -17,42 +17,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from marlhf.core import (
-    Segments,
-    group_advantages,
-    kl_estimate,
-    macro_gae,
-    ppo_policy_loss,
-    rloo_advantages,
-)
-from marlhf.models.base import autocast
-from marlhf.models.forward import token_stats
+from marlhf.core import Segments, group_advantages, kl_estimate, macro_gae, rloo_advantages
 from marlhf.runtime.distributed import start
 from marlhf.runtime.loop import open_run
-from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
-from marlhf.runtime.optim import Update, apply_updates
-from marlhf.runtime.timing import Clock, to_numbers
-from marlhf.train.assign_credit import shape_and_segment
-from marlhf.train.experience import (
-    POLICY_METRICS,
-    Credit,
-    Experience,
-    MetricSums,
-    batch_metrics,
-    count_terms,
-    drift_metrics,
-    mean_metrics,
-    micro_batches,
-    mini_batches,
-    must_be_finite,
-    score_rollout,
-    staleness_metrics,
-    weigh_samples,
-)
+from marlhf.train.experience import Credit, Experience, PolicyMetrics, count_terms
+from marlhf.train.ppo import policy_loss, shape_and_segment
 from marlhf.train.rl_models import Models
-from marlhf.train.rl_run import RLRun
-from marlhf.train.rl_warnings import SamplingWatch, warn_about_sampling
+from marlhf.train.rl_run import Learner, RLRun
 from marlhf.train.rloo_config import RLOOConfig
 from marlhf.train.tree_rollout import Tree, grow_tree
 
@@ -63,47 +35,30 @@ def train(config: RLOOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     run = open_run(config, "rloo", world)
     if run.finished:
         return run.model
-    warn_about_sampling(config)
     rates = {"policy": config.learning_rate}
-    rl = RLRun(config, run, world, objects, held_out_credit, rates)
-    models, evaluation = rl.models, rl.evaluation
-    sampling_watch = SamplingWatch(config)
+    rl = RLRun(config, run, world, objects, partial(held_out_credit, config), rates)
 
-    with rl.loop as loop:
-        if not loop.done:
-            evaluation(0, rl.kl.coef)
-        for step in loop:
-            clock = Clock(world.device)
+    with rl.loop:
+        for step in rl.steps():
             tree = None
             if config.tree is None:
                 batch, rollout = rl.sample(step)
             else:
-                prompts, batch = rl.prompts(step), rl.batch(step)
-                rollout, tree = grow_tree(prompts, models, config, rl.response_seeds, rl.shuffler)
-            clock.mark("rollout")
-            experience = score_rollout(batch, rollout, models, config, evaluation.normalise, clock)
-            credit = assign_credit(experience, models, config, rl.kl.coef, rl.shuffler, tree)
-            clock.mark("credit")
-            optimizer, rate = rl.optimizers["policy"], rl.rates(step)["policy"]
+                batch = rl.batch(step)
+                rollout, tree = grow_tree(rl.prompts(step), config, rl)
+            rl.clock.mark("rollout")
+            experience = rl.score(batch, rollout)
+            rl.clock.mark("score")
+            credit = assign_credit(experience, rl.models, config, rl.kl.coef, rl.shuffler, tree)
+            rl.clock.mark("credit")
             trained = experience, credit
             if tree is not None:  # leaves share tokens, and each is trained once
-                trained = tree.own_tokens(experience, credit, models.tokenizer.pad_token_id)
-            metrics = update(*trained, models, optimizer, config, rl.kl.coef, rate, rl.shuffler)
-            clock.mark("update")
-            metrics |= batch_metrics(experience, credit, models, rl.kl.coef)
+                trained = tree.own_tokens(experience, credit, rl.models)
+            metrics = update(*trained, rl.learner, rl.rates(step), config, rl.kl.coef)
+            rl.clock.mark("update")
             by_prompt = experience.scores.view(-1, config.responses_per_prompt)
             metrics["rl/group_std"] = by_prompt.std(dim=1).mean()
-            if config.async_steps:
-                metrics |= staleness_metrics(experience, credit.segments, config, rl.age)
-            numbers = to_numbers(metrics) | clock.times(len(batch))
-            if rl.age == 0:  # else log-probs of sampling are of older weights
-                sampling_watch(step, experience, numbers)
-            rl.kl.update(numbers["rl/kl"], len(batch))
-            loop.log(numbers, show=("rl/score", "rl/kl", "rl/length"))
-            if loop.must_evaluate:
-                loop.verdict = evaluation(step, rl.kl.coef)
-            if loop.must_save:
-                rl.save()
+            rl.log(experience, credit, metrics)
         return rl.close()
 
 
@@ -121,28 +76,24 @@ def assign_credit(
     In a tree: above the other continuations of the same beginning.
     """
     credit = reward_to_go(experience, models, config, kl_coef, shuffler, tree)
+    rewards, segments = credit.rewards, credit.segments
+    options = {"gamma": config.gamma}
     if tree is not None:
         advantages = tree.advantages(credit, config)
     elif config.baseline == "leave_one_out":
-        advantages = rloo_advantages(
-            credit.rewards, config.num_samples, credit.segments, gamma=config.gamma
-        )
+        advantages = rloo_advantages(rewards, config.num_samples, segments, **options)
     else:
         advantages = group_advantages(
-            credit.rewards,
-            config.num_samples,
-            credit.segments,
-            gamma=config.gamma,
-            scale=config.scale_group,
+            rewards, config.num_samples, segments, scale=config.scale_group, **options
         )
     return replace(credit, advantages=advantages)
 
 
 @torch.no_grad()
 def held_out_credit(
+    config: RLOOConfig,
     experience: Experience,
     models: Models,
-    config: RLOOConfig,
     kl_coef: float,
     shuffler: torch.Generator,
 ) -> Credit:
@@ -162,85 +113,53 @@ def reward_to_go(
 ) -> Credit:
     """Rewards, macro actions and returns, without any baseline yet."""
     penalty = kl_coef if config.kl_in == "reward" else 0.0
-    segmented = shape_and_segment(experience, models, config, penalty, shuffler)
+    rewards, segments = shape_and_segment(experience, models, config, penalty, shuffler)
     if tree is not None:
-        segmented = replace(segmented, segments=tree.split(segmented.segments))
+        segments = tree.split(segments)
     # With lambda 1 and values of 0, generalised advantage estimation is the reward-to-go.
-    zeros = torch.zeros_like(segmented.rewards)
-    advantages, returns = macro_gae(
-        segmented.rewards, zeros, segmented.segments, gamma=config.gamma, lam=1.0
-    )
-    return Credit(segmented.rewards, segmented.segments, zeros, advantages, returns)
+    zeros = torch.zeros_like(rewards)
+    advantages, returns = macro_gae(rewards, zeros, segments, gamma=config.gamma, lam=1.0)
+    return Credit(rewards, segments, zeros, advantages, returns)
 
 
 def update(
     experience: Experience,
     credit: Credit,
-    models: Models,
-    optimizer: torch.optim.Optimizer,
+    learner: Learner,
+    learning_rates: dict[str, float],
     config: RLOOConfig,
     kl_coef: float,
-    learning_rate: float,
-    shuffler: torch.Generator,
 ) -> dict[str, Tensor]:
-    """All updates that this batch of responses is used for; none where it holds NaN."""
-    advantages = weigh_samples(credit.advantages, experience, credit.segments, config)
-    credit = replace(credit, advantages=advantages)
-    updates: list[dict[str, Tensor]] = []
-    for rows in mini_batches(len(experience.scores), config, shuffler):
-        compute = partial(backward, rows, experience, credit, models, config, kl_coef)
-        metrics = fit_memory(models.world, compute, models.policy)
-        [metrics["rl/policy_grad_norm"]] = apply_updates(
-            [Update(models.policy, optimizer, learning_rate)],
-            config.max_grad_norm,
-            models.world,
-            [*must_be_finite(experience, credit), ("rl/policy_loss", metrics["rl/policy_loss"])],
-        )
-        updates.append(metrics)
-    models.engine.update_weights(models.policy)
-    return mean_metrics(updates) | {"rl/learning_rate": torch.tensor(learning_rate)}
+    """All updates that this batch of responses is used for."""
+    weights = experience.sample_weights(credit.segments, config.ratio, config.importance_cap)
+    credit = replace(credit, advantages=credit.advantages * weights)
+    compute = partial(backward, experience, credit, learner.models, config, kl_coef)
+    return learner.update([compute], experience, credit, learning_rates)
 
 
 def backward(
-    rows: list[int],
     experience: Experience,
     credit: Credit,
     models: Models,
     config: RLOOConfig,
     kl_coef: float,
+    rows: list[int],
 ) -> dict[str, Tensor]:
     """Gradients of one mini-batch, micro-batch by micro-batch, as exact parts of its mean."""
-    sequences, world = experience.sequences, models.world
     counts = count_terms(credit.segments, rows)
-    num_terms = counts["token" if config.ratio == "token" else "macro"]
-    sums = MetricSums(POLICY_METRICS, sequences.mask.device)
-    for micro in micro_batches(sequences, config.pass_tokens, world, rows):
+    sums = PolicyMetrics(experience, counts["token"], config)
+    for micro in experience.micro_batches(models, rows):
         segments = micro.segments(credit.segments)
-        with autocast(world.device, config.precision):
-            logprobs = token_stats(models.policy, micro.sequences, config.sampling.scale).logprobs
-        if experience.old_logprobs is None:
-            old_logprobs = logprobs.detach()
-        else:
-            old_logprobs = micro.take(experience.old_logprobs)
-        loss = ppo_policy_loss(
-            logprobs,
-            old_logprobs,
-            micro.take(credit.advantages),
-            segments.mask,
-            clip=config.clip,
-            dual_clip=config.dual_clip,
-            ratio=config.ratio,
-            segments=segments,
-            num_tokens=num_terms,
-        )
+        logprobs = models.logprobs(models.policy, micro.sequences)
+        old_logprobs = micro.old_logprobs(experience, logprobs)
+        advantages = micro.take(credit.advantages)
+        loss = policy_loss(logprobs, old_logprobs, advantages, segments, counts, config)
         if config.kl_in == "loss":
             kl = kl_estimate(logprobs, micro.take(experience.ref_logprobs), "k3")
-            loss = loss + kl_coef * sum_as_ratio(kl, segments, config) / num_terms
+            loss = loss + kl_coef * sum_as_ratio(kl, segments, config) / counts[config.ratio]
         (loss * micro.weight).backward()
-        sampled = micro.take(experience.logprobs)
-        metrics = drift_metrics(logprobs, old_logprobs, sampled, segments, counts["token"], config)
-        sums.add(metrics | {"rl/policy_loss": loss}, micro.weight)
-    return sums.over_ranks(world)
+        sums.add(micro, segments, logprobs, old_logprobs, {"rl/policy_loss": loss})
+    return sums.over_ranks(models.world)
 
 
 def sum_as_ratio(x: Tensor, segments: Segments, config: RLOOConfig) -> Tensor:

@@ -27,7 +27,8 @@ class RLOOConfig(RLConfig):
     """Responses to each prompt; batch_size counts prompts. The paper: 4."""
     tree: tuple[int, ...] | None = setting(None, on_card=True)
     """Branch responses at macro boundaries and compare siblings: [4, 4] samples 4 beginnings of a
-    response and continues each in 4 ways. The product replaces num_samples."""
+    response and continues each in 4 ways. The product replaces num_samples. More tokens are
+    sampled after branches than before, so late tokens weigh more in the loss."""
     baseline: Literal["leave_one_out", "group"] = "leave_one_out"
     """What a response is held against: the mean of the others to its prompt (RLOO), or the mean
     of all of them in units of their deviation (GRPO)."""
@@ -69,6 +70,12 @@ class RLOOConfig(RLConfig):
             raise SettingError(
                 f"tree: {list(tree)} gives {math.prod(tree)} responses to a prompt, but "
                 f"num_samples is {self.num_samples}. Leave num_samples out."
+            )
+        if getattr(self.segmenter, "looks_at", "") == "response":
+            raise SettingError(
+                "A tree branches where a macro action starts, which must be known by then, and "
+                "this segmenter looks at the whole response. Set segmenter: {type: ngram, n: 5}, "
+                "sentences or lines."
             )
         if self.async_steps:
             raise SettingError(

@@ -6,8 +6,12 @@ is sampled from the same beginning are siblings, which are compared with each ot
 (`core.tree_advantages`).
 
 The cut is the first macro boundary at or after a share of the mean length of the batch: one half
-with two levels, thirds with three. So it depends on what comes before it and hardly on how the
-response ends, and the original continuation is a fair sample beside the new ones.
+with two levels, thirds with three. The original continuation must be a fair sample beside the new
+ones, so the cut may depend on what comes before it alone. Where a rule looks at the token that a
+macro action starts on (words, surprise), the cut comes after that token, which all siblings share.
+
+Level by level there are more branches, so more late tokens than early ones are sampled and trained:
+late tokens weigh more in the loss.
 
 Axes: B leaves, N sampled rows, T response tokens, L levels.
 """
@@ -15,40 +19,20 @@ Axes: B leaves, N sampled rows, T response tokens, L levels.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from marlhf.core import (
-    Lines,
-    NGram,
-    RandomNGram,
-    Responses,
-    Segments,
-    Sentences,
-    Surprise,
-    Turns,
-    Words,
-    segment,
-    tree_advantages,
-)
-from marlhf.models.sequences import Sequences, send
+from marlhf.core import Responses, Segments, needs, segment, tree_advantages
+from marlhf.models.sequences import send
 from marlhf.rollout.engine import Rollout
 from marlhf.runtime.stage import Example
 from marlhf.spans.apply import explain_segmenter_errors
-from marlhf.train.experience import (
-    Credit,
-    Experience,
-    reference_logprobs,
-    sample_responses,
-)
+from marlhf.train.experience import Credit, Experience, all_logprobs, sample_responses
 from marlhf.train.rl_models import Models
+from marlhf.train.rl_run import RLRun
 from marlhf.train.rloo_config import RLOOConfig
-
-NO_REFERENCE_RULES = (NGram, RandomNGram, Words, Sentences, Lines, Surprise, Turns)
-"""Rules that do not look at the reference's log-probs, which cost a pass at each level."""
 
 
 @dataclass
@@ -96,7 +80,7 @@ class Tree:
         )
 
     def own_tokens(
-        self, experience: Experience, credit: Credit, pad_id: int
+        self, experience: Experience, credit: Credit, models: Models
     ) -> tuple[Experience, Credit]:
         """Each sampled token once: one row per sample, shared beginnings as part of its prompt."""
         sequences, device = experience.sequences, experience.sequences.ids.device
@@ -107,7 +91,7 @@ class Tree:
             first = sequences.prompt_lengths[leaf] + begin
             prompts.append(ids[leaf][:first])
             responses.append(ids[leaf][first : sequences.total_lengths[leaf]])
-        own = Sequences.from_lists(prompts, responses, pad_id, device)
+        own = models.sequences(prompts, responses)
         rows = send(torch.tensor(self.leaves), device)
         begins = send(torch.tensor(self.begins), device)[:, None]
         columns = torch.where(own.mask, torch.arange(own.mask.shape[1], device=device) + begins, 0)
@@ -140,24 +124,17 @@ class Tree:
 
 
 @torch.no_grad()
-def grow_tree(
-    examples: list[Example],
-    models: Models,
-    config: RLOOConfig,
-    draw_seeds: Callable[[int], list[int]],
-    shuffler: torch.Generator,
-) -> tuple[Rollout, Tree]:
+def grow_tree(examples: list[Example], config: RLOOConfig, rl: RLRun) -> tuple[Rollout, Tree]:
     """Sample a tree for each prompt: the response of every leaf, and what leaves share.
 
     A response that ends before a branch fills all leaves below it, so that every prompt has the
     same number of leaves, and their mean is an unbiased estimate.
     """
     assert config.tree is not None
-    branches, device = config.tree, models.world.device
+    branches, models, longest = config.tree, rl.models, config.sampling.max_new_tokens
     first = [i for i in range(len(examples)) for _ in range(branches[0])]
-    rollout = sample_responses(
-        [examples[i].prompt for i in first], models, config.sampling, draw_seeds(len(first))
-    )
+    prompts = [examples[i].prompt for i in first]
+    rollout = sample_responses(prompts, models, rl.response_seeds(len(first)))
     rows = [
         TreeRow(i, response, logprobs[: len(response)], ended, 0, [])
         for i, response, logprobs, ended in zip(
@@ -168,7 +145,7 @@ def grow_tree(
     leaves = list(range(len(rows)))
     for level in range(1, len(branches)):
         target = math.ceil(level / len(branches) * mean_length)
-        cuts = _find_cuts(rows, leaves, target, examples, models, config, shuffler)
+        cuts = _find_cuts(rows, leaves, target, examples, config, rl)
         children: dict[int, list[int]] = {}
         parents: list[int] = []
         for row, cut in cuts.items():
@@ -177,24 +154,24 @@ def grow_tree(
             children[row] = [row, *new] if new else [row] * branches[level]
             parents += [row] * num_new
             # Past the end where it does not branch: later levels then have no tokens.
-            rows[row].cuts.append(config.sampling.max_new_tokens if cut is None else cut)
-        rows += _continue(rows, parents, examples, models, config, draw_seeds(len(parents)))
+            rows[row].cuts.append(longest if cut is None else cut)
+        rows += _continue(rows, parents, examples, models, rl.response_seeds(len(parents)))
         leaves = [child for row in leaves for child in children[row]]
     shown = {row: leaf for leaf, row in reversed(list(enumerate(leaves)))}
-    at_leaves = [rows[row] for row in leaves]
-    tree = Tree(
-        branches,
-        send(torch.tensor([row.cuts for row in at_leaves], dtype=torch.int64), device),
-        [shown[row] for row in range(len(rows))],
-        [row.begins for row in rows],
-    )
-    width = max(len(row.response) for row in at_leaves)
-    logprobs = [row.logprobs + [0.0] * (width - len(row.response)) for row in at_leaves]
-    return Rollout(
-        [row.response for row in at_leaves],
-        send(torch.tensor(logprobs, dtype=torch.float32), device),
-        send(torch.tensor([row.ended for row in at_leaves]), device),
-    ), tree
+    at_leaves, device = [rows[row] for row in leaves], models.world.device
+    cuts_of_leaves = torch.tensor([row.cuts for row in at_leaves], dtype=torch.int64)
+    ended = torch.tensor([row.ended for row in at_leaves])
+    begins, of_row = [row.begins for row in rows], [shown[i] for i in range(len(rows))]
+    tree = Tree(branches, send(cuts_of_leaves, device), of_row, begins)
+    responses = [row.response for row in at_leaves]
+    return Rollout(responses, _padded(at_leaves, device), send(ended, device)), tree
+
+
+def _padded(rows: list[TreeRow], device: torch.device) -> Tensor:
+    """Log-probs, [N, T], 0 at padding."""
+    width = max(len(row.response) for row in rows)
+    logprobs = [row.logprobs + [0.0] * (width - len(row.response)) for row in rows]
+    return send(torch.tensor(logprobs, dtype=torch.float32), device)
 
 
 def _find_cuts(
@@ -202,41 +179,34 @@ def _find_cuts(
     leaves: list[int],
     target: int,
     examples: list[Example],
-    models: Models,
     config: RLOOConfig,
-    shuffler: torch.Generator,
+    rl: RLRun,
 ) -> dict[int, int | None]:
     """Where each row at a leaf branches: None where no boundary comes after the target."""
+    after = 0 if getattr(config.segmenter, "looks_at", "token") == "prefix" else 1
     numbers = list(dict.fromkeys(leaves))
     chosen = [rows[i] for i in numbers]
-    starts = _macro_starts(chosen, examples, models, config, shuffler).tolist()
+    starts = _macro_starts(chosen, examples, config, rl).tolist()
     cuts: dict[int, int | None] = {}
     for number, row, of_row in zip(numbers, chosen, starts):
         least = max(target, row.cuts[-1] + 1 if row.cuts else 1)
-        places = range(least, len(row.response))
-        cuts[number] = next((place for place in places if of_row[place]), None)
+        places = range(least, len(row.response) - after)
+        cuts[number] = next((place + after for place in places if of_row[place]), None)
     return cuts
 
 
 def _macro_starts(
-    rows: list[TreeRow],
-    examples: list[Example],
-    models: Models,
-    config: RLOOConfig,
-    shuffler: torch.Generator,
+    rows: list[TreeRow], examples: list[Example], config: RLOOConfig, rl: RLRun
 ) -> Tensor:
     """Where the config's rule starts macro actions: [N, T]."""
-    responses, device = [row.response for row in rows], models.world.device
+    models, rule, device = rl.models, config.segmenter, rl.models.world.device
+    responses = [row.response for row in rows]
     parse = models.parsing and models.parsing.begin(responses)
-    prompts = [examples[row.example].prompt for row in rows]
-    pad_id = models.tokenizer.pad_token_id
-    sequences = Sequences.from_lists(prompts, responses, pad_id, device)
-    ref_logprobs = None
-    if not isinstance(config.segmenter, NO_REFERENCE_RULES):
-        ref_logprobs = reference_logprobs(sequences, models, config)
-    width = sequences.mask.shape[1]
-    logprobs = [row.logprobs + [0.0] * (width - len(row.response)) for row in rows]
-    seeds = torch.randint(2**62, (len(rows),), generator=shuffler)
+    sequences = models.sequences([examples[row.example].prompt for row in rows], responses)
+    ref_logprobs = None  # which cost a pass at each level
+    if needs(rule, "ref_logprobs", unless_said=True):
+        ref_logprobs = all_logprobs(models.reference, sequences, models)
+    seeds = torch.randint(2**62, (len(rows),), generator=rl.shuffler)
     seen = Responses(
         sequences.responses,
         sequences.mask,
@@ -244,10 +214,10 @@ def _macro_starts(
         spans=send(parse(), device) if parse else None,
         vocabulary=models.vocabulary,
         seeds=send(seeds, device),
-        logprobs=send(torch.tensor(logprobs, dtype=torch.float32), device),
+        logprobs=_padded(rows, device),
     )
-    with explain_segmenter_errors(config.segmenter):  # it may be the user's own code
-        return segment(config.segmenter, seen, split_last=config.split_last).starts
+    with explain_segmenter_errors(rule):  # it may be the user's own code
+        return segment(rule, seen).starts  # not `split_last`: that a token is the last shows late
 
 
 def _continue(
@@ -255,20 +225,15 @@ def _continue(
     parents: list[int],
     examples: list[Example],
     models: Models,
-    config: RLOOConfig,
     seeds: list[int],
 ) -> list[TreeRow]:
     """A new continuation of each parent's beginning, up to its last cut."""
     cuts = [rows[parent].cuts[-1] for parent in parents]
     beginnings = [rows[parent].response[:cut] for parent, cut in zip(parents, cuts)]
     of_example = [rows[parent].example for parent in parents]
-    rollout = sample_responses(
-        [[*examples[i].prompt, *beginning] for i, beginning in zip(of_example, beginnings)],
-        models,
-        config.sampling,
-        seeds,
-        [config.sampling.max_new_tokens - cut for cut in cuts],
-    )
+    prompts = [[*examples[i].prompt, *begun] for i, begun in zip(of_example, beginnings)]
+    limits = [models.sampling.max_new_tokens - cut for cut in cuts]
+    rollout = sample_responses(prompts, models, seeds, limits)
     logprobs, ended = rollout.logprobs.tolist(), rollout.ended.tolist()
     return [
         TreeRow(

@@ -20,18 +20,16 @@ from torch import Tensor
 
 from marlhf.config.candidates import parse_candidates
 from marlhf.core import Lines, Segments, segment
-from marlhf.credit.measure import MEASURED, sample_batch
-from marlhf.credit.state import CreditError, RunState
+from marlhf.credit.measure import MEASURED, CreditError, RunState, credit_of, sample_batch
 from marlhf.data.encode import decode
 from marlhf.data.sums import first_wrong_line
 from marlhf.evaluate.text_table import text_table
 from marlhf.runtime.progress import Steps, say
 from marlhf.runtime.stage import Example
-from marlhf.train.assign_credit import assign_credit, shape_and_segment
 from marlhf.train.continuations import continuation_returns, states_of
 from marlhf.train.credit_choice import Option, options_of
-from marlhf.train.critic import critic_values
-from marlhf.train.experience import Experience, SegmentedRewards
+from marlhf.train.experience import Credit, Experience
+from marlhf.train.ppo import assign_credit
 
 PARTS = ("first third", "second third", "last third")
 CHUNK = 256
@@ -70,9 +68,10 @@ def locate(
     responses_seen = experience.responses(state.models.vocabulary, shuffler)
     rule = Lines() if by_line else state.config.segmenter
     segments = segment(rule, responses_seen)
-    truth = _truth(state, experience, examples, segments, continuations, seed)
-    estimates = _estimates(state, experience, options, segments)
-    texts = [decode(state.models.tokenizer, row) for row in _rows(experience)]
+    credit = credit_of(state, experience, torch.Generator().manual_seed(0))
+    truth = _truth(state, experience, examples, segments, credit, continuations, seed)
+    estimates = _estimates(state, experience, options, segments, credit)
+    texts = [decode(state.models.tokenizer, row) for row in experience.response_tokens()]
     result: dict[str, Any] = {
         "responses": len(examples),
         "continuations": continuations,
@@ -100,6 +99,7 @@ def _truth(
     experience: Experience,
     examples: Sequence[Example],
     segments: Segments,
+    own: Credit,
     count: int,
     seed: int,
 ) -> Truth:
@@ -115,12 +115,11 @@ def _truth(
             parts.append(
                 continuation_returns(
                     chosen,
-                    state.models,
-                    state.config,
+                    state.score,
                     count,
                     seeds[begin * count : (begin + len(chosen)) * count],
                     state.kl_coef,
-                    state.normalise,
+                    state.config.kl_estimator,
                 )
             )
             bar.advance(begin + len(chosen), {"return": float(parts[-1].mean())})
@@ -129,30 +128,25 @@ def _truth(
     tokens[0][segments.starts] = returns.mean(dim=1)
     tokens[1][segments.starts] = returns.std(dim=1) / math.sqrt(count)
     values, noise = segments.first(tokens[0]), segments.first(tokens[1])
-    critic = segments.first(critic_values(experience, state.models, state.config))
-    rewards = segments.sum(_rewards(state, experience).rewards)
+    critic, rewards = segments.first(own.values), segments.sum(own.rewards)
     following = torch.nn.functional.pad(values, (0, 1))[:, 1:]  # 0 after the last one
     credit = torch.where(segments.macro_mask, rewards + following - values, 0.0)
     return Truth(segments, values, noise, critic, credit)
 
 
-def _rewards(state: RunState, experience: Experience) -> SegmentedRewards:
-    shuffler = torch.Generator().manual_seed(0)
-    return shape_and_segment(experience, state.models, state.config, state.kl_coef, shuffler)
-
-
 def _estimates(
-    state: RunState, experience: Experience, options: Sequence[Option], segments: Segments
+    state: RunState,
+    experience: Experience,
+    options: Sequence[Option],
+    segments: Segments,
+    own: Credit,
 ) -> list[Tensor]:
     """The mean advantage of the tokens of each macro action, by every option: [B, M] each."""
-    values = critic_values(experience, state.models, state.config)
-    rewards = _rewards(state, experience).rewards
-    shuffler = torch.Generator().manual_seed(0)
-    seen = experience.responses(state.models.vocabulary, shuffler)
+    seen = experience.responses(state.models.vocabulary, torch.Generator().manual_seed(0))
     estimates: list[Tensor] = []
     for option in options:
         cut = segment(option.config.segmenter, seen, split_last=option.config.split_last)
-        credit = assign_credit(SegmentedRewards(rewards, cut), values, option.config)
+        credit = assign_credit(own.rewards, own.values, cut, option.config)
         estimates.append(segments.mean(credit.advantages))
     return estimates
 
@@ -192,7 +186,7 @@ def _samples(
     """Each macro action's text with its true and its estimated credit."""
     samples: list[dict[str, Any]] = []
     ids, scores = truth.segments.ids.tolist(), experience.scores.tolist()
-    for row, tokens in enumerate(_rows(experience)):
+    for row, tokens in enumerate(experience.response_tokens()):
         pieces: list[dict[str, Any]] = []
         for macro in range(int(truth.segments.macro_mask[row].sum())):
             text = decode(
@@ -224,11 +218,6 @@ def _share_lowest(credit: Tensor, segments: Segments, wrong: Sequence[tuple[int,
     masked = torch.where(segments.macro_mask, credit, math.inf)
     lowest = masked.argmin(dim=1).tolist()
     return sum(lowest[row] == line for row, line in wrong) / len(wrong)
-
-
-def _rows(experience: Experience) -> list[list[int]]:
-    sequences = experience.sequences
-    return [r[:n] for r, n in zip(sequences.responses.tolist(), sequences.lengths)]
 
 
 def table(result: dict[str, Any]) -> str:
