@@ -90,7 +90,7 @@ def main() -> None:
     torch.manual_seed(0)
     models, config = ppo_step.build(shape, device, options)
     bench = ppo_step.Bench(models, config, shape)
-    trained = (models.policy, models.reference, models.critic, models.rewards.parts[0][1].model)
+    trained = (models.policy, models.reference, models.critic, models.reward.parts[0][1].model)
     whole = 0.0
     print(f"{args.shape}, without{'step s':>36}{'rollout s':>10}{'update s':>10}{'loses':>8}")
     for name in [*PIECES, "everything"]:

@@ -8,6 +8,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from marlhf.errors import SettingError
 from marlhf.models.forward import (
     Sequences,
+    choose_passes,
     final_scores,
     plain_token_stats,
     token_stats,
@@ -163,13 +164,19 @@ def test_the_plain_way_runs_the_head_on_response_positions_only(small):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_passes_never_wait_for_the_device(small):
+    """Those of llama.py; transformers' own search their positions for packed rows."""
     policy, scalar = small("llama").cuda(), small("llama", scalar=True).cuda()
+    for model in (policy, scalar):
+        choose_passes(model)
     sequences = Sequences.from_lists(PROMPTS, RESPONSES, 0, "cuda")
     token_stats(policy, sequences)  # the first pass looks at what the model does to logits
+    some = sequences.rows([3, 1])
+    token_stats(policy, some).logprobs.sum().backward()  # and these are compiled
+    token_values(scalar, some).sum().backward()
+    final_scores(scalar, some)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        some = sequences.rows([3, 1])
         token_stats(policy, some).logprobs.sum().backward()
         token_values(scalar, some).sum().backward()
         final_scores(scalar, some)

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
+from torch._dynamo.backends.registry import lookup_backend
 
-from marlhf.models import forward
+from marlhf.models import forward, llama
 from marlhf.models.compile import compile_blocks
 from marlhf.models.forward import (
     Sequences,
@@ -116,6 +117,37 @@ def test_under_autocast_matrices_are_multiplied_in_bfloat16(small, monkeypatch):
         ours, theirs = read_logprobs(model, sequences), read_logprobs(plain, sequences)
     assert passes == [1]
     assert 0 < (ours - exact).norm() < 2 * (theirs - exact).norm() + 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_gpus_pass_is_compiled_once_for_batches_of_all_sizes(small, name, monkeypatch):
+    """As on a GPU: padded rows, a compiled call per layer. Here without a compiler of kernels."""
+    model = small(name, num_hidden_layers=3)
+    plain, _ = both_ways(model, monkeypatch)
+    graphs, real = [], llama.TokenLayout.of
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    llama._compiled.cache_clear()
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: backend)
+    monkeypatch.setattr(llama, "on_device", lambda function, _: llama._compiled(function))
+    monkeypatch.setattr(llama.TokenLayout, "of", lambda *a, **k: real(*a, **{**k, "padded": True}))
+    counts = []
+    for rows in ((PROMPTS, RESPONSES), (LONG, LONG_RESPONSES), (EQUAL, EQUAL)):
+        sequences = Sequences.from_lists(*rows, 0)
+        for each in (model, plain):
+            each.zero_grad()
+        ours, theirs = read_logprobs(model, sequences), read_logprobs(plain, sequences)
+        for result in (ours, theirs):
+            result.square().sum().backward()
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        assert_same_gradients(model, plain)
+        counts.append(len(graphs))
+    llama._compiled.cache_clear()
+    # The first layer, the others, and the last in two halves.
+    assert counts == [4, 4, 4]
 
 
 def fits(model, longest=4):

@@ -2,7 +2,7 @@
 
 The tokens of a batch follow each other in one dimension, and only `attend` knows where rows begin
 and which token sees which. Training, prefill and decoding are this pass with another `attend`. On a
-GPU the two halves of a layer around attention are compiled, each once for all layers. `forward.py`
+GPU a layer, or its halves around attention, is compiled, once for all layers. `forward.py`
 has the pass through transformers' own modules, which gives the same numbers and serves every other
 family, and models with adapters, shards or hooks.
 
@@ -12,22 +12,23 @@ Axes: T tokens, N selected tokens, H query heads, K key-value heads, D head size
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from marlhf.kernels.attention import causal_attention
 from marlhf.kernels.available import has_triton
 from marlhf.models.base import Model
+from marlhf.models.compile import VARIANTS
 from marlhf.models.sequences import send
 
 FAMILIES = tuple(
@@ -39,8 +40,8 @@ FAMILIES = tuple(
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Rotary embeddings whose angles depend on the length of the longest text in a batch."""
 SMALL_MATRIX = 1 << 20
-"""Weights that share an input are joined into one product up to this size, even where they need no
-cast: calling a product then takes as long as its arithmetic."""
+"""Up to so many weights, those that share an input are joined into one product even where they need
+no cast: calling a product then takes as long as its arithmetic."""
 
 QUERY_BLOCK, MAX_BLOCKS = 32, 4
 """Attention on a CPU is computed for at least so many queries at a time, in at most so many blocks:
@@ -101,53 +102,39 @@ def attention_window(attention: Any, config: Any) -> int | None:
 
 
 class Product(NamedTuple):
-    """Linear layers with the same input: one matrix where they are joined, else one for each."""
+    """Linear layers with the same input."""
 
     weights: tuple[Tensor, ...]  # [out, in]
     biases: tuple[Tensor | None, ...]
 
+    @classmethod
+    def of(cls, layers: Sequence[Any]) -> Product:
+        return cls(tuple(x.weight for x in layers), tuple(x.bias for x in layers))
+
+    def is_joined(self, dtype: torch.dtype) -> bool:
+        """Whether they become one matrix: a cast to another type copies them in any case."""
+        if self.weights[0].dtype != dtype:
+            return True
+        small = sum(weight.numel() for weight in self.weights) <= SMALL_MATRIX
+        return len(self.weights) > 1 and small
+
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]."""
-        parts = [F.linear(x, w, b) for w, b in zip(self.weights, self.biases)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        """[..., in] -> [..., out], in the type of x."""
+        if self.is_joined(x.dtype):
+            biases = [bias for bias in self.biases if bias is not None]
+            bias = _joined(biases, x.dtype) if biases else None
+            return F.linear(x, _joined(self.weights, x.dtype), bias)
+        parts = [F.linear(x, weight, bias) for weight, bias in zip(self.weights, self.biases)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def product(layers: Sequence[Any], dtype: torch.dtype) -> Product:
-    """The weights of some layers in the type to multiply in; gradients reach the originals."""
-    weights, biases = [x.weight for x in layers], [x.bias for x in layers]
-    if not is_joined(layers, dtype):
-        return Product(tuple(weights), tuple(biases))
-    bias = None if biases[0] is None else Join.apply(dtype, *biases)
-    return Product((Join.apply(dtype, *weights),), (bias,))
-
-
-def is_joined(layers: Sequence[Any], dtype: torch.dtype) -> bool:
-    """Whether layers with the same input become one matrix: a cast copies them in any case."""
-    if layers[0].weight.dtype != dtype:
-        return True
-    return len(layers) > 1 and sum(x.weight.numel() for x in layers) <= SMALL_MATRIX
-
-
-class Join(torch.autograd.Function):
-    """Tensors one below the other, cast on the way."""
-
-    @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *parts: Tensor) -> Tensor:
-        ctx.sizes, ctx.dtype = [len(part) for part in parts], parts[0].dtype
-        whole = parts[0].new_empty(sum(ctx.sizes), *parts[0].shape[1:], dtype=dtype)
-        torch._foreach_copy_(whole.split(ctx.sizes), parts)  # pyright: ignore[reportPrivateImportUsage]
-        return whole
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        return None, *(part.to(ctx.dtype) for part in grad.split(ctx.sizes))
+def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    cast = [part.to(dtype) for part in parts]
+    return cast[0] if len(cast) == 1 else torch.cat(cast)
 
 
 class Layer(NamedTuple):
-    """A layer's weights, in the type to multiply in; those of norms as the model has them."""
+    """The weights of a layer."""
 
     input_norm: Tensor
     qkv: Product
@@ -158,18 +145,18 @@ class Layer(NamedTuple):
     down: Product
 
     @classmethod
-    def of(cls, layer: Any, join: Callable[[list[Any]], Product]) -> Layer:
-        """`join` makes one product of the linear layers that share an input."""
+    def of(cls, layer: Any, product: Callable[[list[Any]], Product] = Product.of) -> Layer:
+        """`product` is made of the linear layers that share an input."""
         attention, mlp = layer.self_attn, layer.mlp
         normed = "q_norm" in attention._modules
         return cls(
             layer.input_layernorm.weight,
-            join([attention.q_proj, attention.k_proj, attention.v_proj]),
+            product([attention.q_proj, attention.k_proj, attention.v_proj]),
             (attention.q_norm.weight, attention.k_norm.weight) if normed else None,
-            join([attention.o_proj]),
+            product([attention.o_proj]),
             layer.post_attention_layernorm.weight,
-            join([mlp.gate_proj, mlp.up_proj]),
-            join([mlp.down_proj]),
+            product([mlp.gate_proj, mlp.up_proj]),
+            product([mlp.down_proj]),
         )
 
 
@@ -201,34 +188,64 @@ class Sizes(NamedTuple):
 
 def run_layers(
     x: Tensor,  # [T, hidden], embeddings
-    layers: Iterable[Layer],
+    layers: Sequence[Layer],
     attend: Attend,
     sizes: Sizes,
     final_norm: Tensor,
+    *,
     selected: Tensor | None = None,  # [N]
+    whole: Callable[[Tensor, Tensor | None, int], tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor | None:
     """The last hidden states, [T, hidden] or of the selected tokens alone, [N, hidden], float32.
 
     What a layer adds to the residual is added by the norm that follows, which reads both anyway.
+    `whole` computes all layers but the last in one call each, with the attention of `attend`.
     """
     delta = None
-    layers = list(layers)
     before, after = (on_device(f, x.device) for f in (before_attention, after_attention))
     for number, layer in enumerate(layers):
+        last = number == len(layers) - 1
+        if whole is not None and not last:
+            x, delta = whole(x, delta, number)
+            continue
         x, qkv = before(x, delta, layer.input_norm, layer.qkv, sizes.epsilon)
         attended = attend(qkv.unflatten(1, (-1, sizes.width)), number)
         if attended is None:
             return None
-        if selected is not None and number == len(layers) - 1:
+        if selected is not None and last:
             x, attended = x.index_select(0, selected), attended.index_select(0, selected)
         x, delta = after(x, attended, layer, sizes.epsilon)
     return rms_norm(x if delta is None else x + delta, final_norm, sizes.epsilon, wide(x))
 
 
+def row_layer(
+    x: Tensor,  # [B, W, hidden]
+    delta: Tensor | None,
+    layer: Layer,
+    rotary: Rotary,  # of the W columns
+    sizes: Sizes,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A whole layer over rows that begin in the first column: one call for a GPU's host.
+
+    Gives the residual and what is to be added to it; and keys and values for a cache,
+    [B, K, W, D], without gradients.
+    """
+    x, qkv = before_attention(x, delta, layer.input_norm, layer.qkv, sizes.epsilon)
+    heads = rotated(qkv.unflatten(2, (-1, sizes.width)), layer.head_norms, rotary, sizes)
+    query, key, value = (each.transpose(1, 2) for each in heads)
+    attended = causal_attention(query, key, value, sizes.scale, window)
+    x, delta = after_attention(x, attended.transpose(1, 2).flatten(2), layer, sizes.epsilon)
+    return x, delta, key.detach(), value.detach()
+
+
 def before_attention(
     x: Tensor, delta: Tensor | None, norm: Tensor, qkv: Product, epsilon: float
 ) -> tuple[Tensor, Tensor]:
-    """The residual x + delta, [T, hidden]; queries, keys and values of its norm, [T, heads * D]."""
+    """The residual x + delta, [T, hidden]; queries, keys and values of its norm, [T, heads * D].
+
+    Here and below [B, W] may stand for T.
+    """
     if delta is not None:
         x = x + delta
     return x, qkv(rms_norm(x, norm, epsilon, x.dtype))
@@ -239,7 +256,7 @@ def after_attention(
 ) -> tuple[Tensor, Tensor]:
     """The residual after attention, and what the MLP adds to it: [T, hidden] each."""
     x = x + layer.out(attended)
-    gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, epsilon, x.dtype)).chunk(2, dim=1)
+    gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, epsilon, x.dtype)).chunk(2, dim=-1)
     return x, layer.down(F.silu(gate) * up)
 
 
@@ -288,7 +305,7 @@ def rotated(
     sizes: Sizes,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys, normalised where the model does and rotated; and values."""
-    query, key, value = qkv.split(sizes.split, dim=1)
+    query, key, value = qkv.split(sizes.split, dim=-2)
     if norms is not None:
         query, key = (rms_norm(x, w, sizes.epsilon, x.dtype) for x, w in zip((query, key), norms))
     return rotate(query, rotary), rotate(key, rotary), value
@@ -329,18 +346,20 @@ class TokenLayout(NamedTuple):
         lengths: Sequence[int],
         width: int,
         selected: Sequence[tuple[int, int]],
-        device: torch.device,
+        device: torch.device | str = "cpu",
+        *,
+        padded: bool = False,
     ) -> TokenLayout:
         """Rows of some lengths; a (first column, count) is selected of each.
 
-        >>> layout = TokenLayout.of([3, 2], 4, [(1, 2), (0, 1)], torch.device("cpu"))
+        >>> layout = TokenLayout.of([3, 2], 4, [(1, 2), (0, 1)])
         >>> layout.places.tolist(), layout.selected.tolist()
         ([0, 1, 2, 4, 5], [1, 2, 3])
         """
         # In numpy: torch would wake a pool of threads for a few thousand numbers.
         first, count = np.array(selected, dtype=np.int64).reshape(-1, 2).T
         places, starts = None, np.arange(len(lengths)) * width
-        if device.type != "cuda":
+        if not padded:
             places = torch.from_numpy(_ranges(starts, np.array(lengths)))
             starts = np.cumsum(lengths) - lengths
         wanted = torch.from_numpy(_ranges(starts + first, count))
@@ -379,17 +398,16 @@ def selected_hidden(
     Matrices are multiplied in `dtype`, which also goes from layer to layer.
     """
     trunk, sizes = model.base_model, Sizes.of(model)
-    layout = TokenLayout.of(lengths, ids.shape[1], selected, ids.device)
-    flat, rotary = ids.flatten(), Rotary.of(model, layout.width)
-    if layout.places is None:
-        rotary = rotary.rows(layout.rows, layout.width)
-    else:
-        flat, rotary = flat[layout.places], rotary.at(layout.places % layout.width)
-    layers = [Layer.of(layer, lambda parts: product(parts, dtype)) for layer in trunk.layers]
-    turn = on_device(rotated, ids.device)
+    layout = TokenLayout.of(lengths, ids.shape[1], selected, ids.device, padded=ids.is_cuda)
+    layers = [Layer.of(layer) for layer in trunk.layers]
+    flat, by_column = ids.flatten(), Rotary.of(model, layout.width)
+    rotary = by_column.rows(layout.rows, layout.width)
+    if layout.places is not None:
+        flat, rotary = flat[layout.places], by_column.at(layout.places % layout.width)
+    one_layer = on_device(row_layer, ids.device)
 
     def attend(qkv: Tensor, number: int) -> Tensor:
-        heads = turn(qkv, layers[number].head_norms, rotary, sizes)
+        heads = rotated(qkv, layers[number].head_norms, rotary, sizes)
         if layout.places is not None:
             joined = layout.pad(torch.cat(heads, dim=1))
             query, key, value = joined.split(sizes.split, dim=1)
@@ -397,9 +415,22 @@ def selected_hidden(
         query, key, value = map(layout.pad, heads)
         return layout.unpad(causal_attention(query, key, value, sizes.scale))
 
+    def whole(x: Tensor, delta: Tensor | None, number: int) -> tuple[Tensor, Tensor]:
+        rows = (each if each is None else each.reshape(*ids.shape, -1) for each in (x, delta))
+        x, added, *_ = one_layer(*rows, layers[number], by_column, sizes, None)
+        return x.flatten(0, 1), added.flatten(0, 1)
+
     with torch.autocast(ids.device.type, enabled=False):  # types are chosen by hand
         x = trunk.embed_tokens(flat).to(dtype)
-        hidden = run_layers(x, layers, attend, sizes, trunk.norm.weight, layout.selected)
+        hidden = run_layers(
+            x,
+            layers,
+            attend,
+            sizes,
+            trunk.norm.weight,
+            selected=layout.selected,
+            whole=whole if layout.places is None else None,
+        )
     assert hidden is not None
     return hidden
 
@@ -437,12 +468,13 @@ def on_device(function: Callable[..., Any], device: torch.device) -> Callable[..
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled once for any number of tokens, which is the first dimension of what comes first.
+    """Compiled once for any number of tokens.
 
     Norms and activations between products are then one kernel each, in both directions. What a
     backward pass can compute again from what it needs anyway is not kept, although a product reads
     it: 1% slower, and a third less memory for activations.
     """
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, VARIANTS)
 
     def backend(graph: Any, inputs: Any) -> Any:
         inductor = torch._dynamo.lookup_backend("inductor")
@@ -452,9 +484,19 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     inner = torch.compile(function, backend=backend)
 
     def run(*args: Any) -> Any:
-        for x in args[:2]:
+        for x in args:
             if isinstance(x, Tensor):
-                torch._dynamo.maybe_mark_dynamic(x, 0)
+                _mark_dynamic(x, x.ndim - 1)
+            elif isinstance(x, Rotary):
+                _mark_dynamic(x.cos, 1)
+                _mark_dynamic(x.sin, 1)
         return inner(*args)
 
     return run
+
+
+def _mark_dynamic(x: Tensor, dimensions: int) -> None:
+    """The sizes of the first dimensions may be others next time: compile for all."""
+    if x.ndim > 1:  # not a norm's weight
+        for dimension in range(dimensions):
+            torch._dynamo.maybe_mark_dynamic(x, dimension)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from marlhf.kernels.attention import (
     SlotPositions,
     attend,
-    causal_attention,
     has_kernel,
     triton_attention,
 )
@@ -30,10 +29,10 @@ from marlhf.models.llama import (
     Sizes,
     attention_window,
     has_hooks,
-    is_joined,
     is_plain_llama,
     on_device,
     rotated,
+    row_layer,
     run_layers,
 )
 from marlhf.rollout.slots import PREFILL_TOKENS
@@ -51,11 +50,11 @@ class WeightCopies:
         self.originals: list[Tensor] = []
 
     def product(self, layers: Sequence[nn.Linear]) -> Product:
-        weights, biases = [x.weight for x in layers], [x.bias for x in layers]
-        if not is_joined(layers, self.dtype):
-            return Product(tuple(weights), tuple(biases))
-        bias = None if biases[0] is None else self._copy(biases)
-        return Product((self._copy(weights),), (bias,))
+        own = Product.of(layers)
+        if not own.is_joined(self.dtype):
+            return own
+        bias = None if layers[0].bias is None else self._copy([x.bias for x in layers])
+        return Product((self._copy([x.weight for x in layers]),), (bias,))
 
     def _copy(self, parts: Sequence[Tensor]) -> Tensor:
         sizes = [len(part) for part in parts]
@@ -117,20 +116,27 @@ class LlamaDecoder:
 
     def prefill(self, ids: Tensor, slots: Tensor) -> None:
         rows, length = ids.shape
-        rotary = self.rotary.rows(rows, length)
-        turn = on_device(rotated, ids.device)
+        rotary = Rotary(self.rotary.cos[:length], self.rotary.sin[:length])
+        one_layer = on_device(row_layer, ids.device)
 
-        def attend_to_prompts(qkv: Tensor, number: int) -> Tensor | None:
-            heads = turn(qkv, self.layers[number].head_norms, rotary, self.sizes)
-            query, key, value = (x.unflatten(0, (rows, length)).transpose(1, 2) for x in heads)
-            for stored, new in zip(self.keys_values[number], (key, value)):
-                stored[:, :, :length].index_copy_(0, slots, new)
-            if number == len(self.layers) - 1:
-                return None  # a prefill needs the last layer's keys and values, nothing after
-            out = causal_attention(query, key, value, self.sizes.scale, self.windows[number])
-            return out.transpose(1, 2).reshape(rows * length, -1)
+        def store(number: int, *new: Tensor) -> None:
+            for stored, each in zip(self.keys_values[number], new):
+                stored[:, :, :length].index_copy_(0, slots, each)
 
-        self._run(ids.flatten(), attend_to_prompts)
+        def whole(x: Tensor, delta: Tensor | None, number: int) -> tuple[Tensor, Tensor]:
+            both = (each if each is None else each.reshape(rows, length, -1) for each in (x, delta))
+            window = self.windows[number]
+            x, added, *new = one_layer(*both, self.layers[number], rotary, self.sizes, window)
+            store(number, *new)
+            return x.flatten(0, 1), added.flatten(0, 1)
+
+        def store_last(qkv: Tensor, number: int) -> None:
+            """A prefill needs the last layer's keys and values, nothing after."""
+            by_row, norms = qkv.unflatten(0, (rows, length)), self.layers[number].head_norms
+            _, *new = rotated(by_row, norms, rotary, self.sizes)
+            store(number, *(each.transpose(1, 2) for each in new))
+
+        self._run(ids.flatten(), store_last, whole)
 
     def step(
         self,
@@ -165,6 +171,6 @@ class LlamaDecoder:
         for layer in self.cache:  # one by one: what is copied exists twice for a moment
             layer[target, :, :length] = layer[source, :, :length]
 
-    def _run(self, tokens: Tensor, attend: Any) -> Tensor | None:
+    def _run(self, tokens: Tensor, attend: Any, whole: Any = None) -> Tensor | None:
         x = self.embedding.index_select(0, tokens).to(self.dtype)
-        return run_layers(x, self.layers, attend, self.sizes, self.norm)
+        return run_layers(x, self.layers, attend, self.sizes, self.norm, whole=whole)
