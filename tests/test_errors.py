@@ -1,32 +1,23 @@
 """Every error of the package is a MarlhfError with a parent from the standard library."""
 
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 
 import marlhf
 from marlhf.errors import MarlhfError
 
-NEED_OTHERS = (
-    "__main__",
-    "triton_attend",
-    "triton_begin",
-    "triton_attention",
-    "triton_gates",
-    "triton_kernels",
-    "triton_layers",
-    "triton_norms",
-    "triton_products",
-    "triton_shared",
-    "engines.verl",
-)
-"""Modules that import what the tests' environment does not have."""
+NOT_IMPORTED = ("marlhf.__main__", "marlhf.engines.verl")
+"""Modules that run the command, or import what the tests' environment does not have."""
 ENDS_A_RUN = "Stopped"  # asked for by the user, so it has no other parent
 
 
 def error_classes():
     for module in pkgutil.walk_packages(marlhf.__path__, "marlhf."):
-        if module.name.endswith(NEED_OTHERS):
+        if module.name in NOT_IMPORTED:
+            continue
+        if "triton_" in module.name and importlib.util.find_spec("triton") is None:
             continue
         found = importlib.import_module(module.name)
         for name, cls in inspect.getmembers(found, inspect.isclass):

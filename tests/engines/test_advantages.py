@@ -155,7 +155,7 @@ def test_constituents_are_parsed_from_the_tokens(batch, tokenizer):
     text = TokenText(settings.segmenter, tokenizer)
     segments = segment_batch(batch, settings, text)
     rule = Constituents(cutoff=4)
-    spans = Parsing(rule, tokenizer, workers=0).begin([tokenizer.encode(t) for t in TEXTS])()
+    spans = Parsing("english", tokenizer, workers=0).begin([tokenizer.encode(t) for t in TEXTS])()
     expected = segment(rule, Responses(batch.tokens, batch.mask.bool(), spans=spans))
     assert torch.equal(segments.ids, expected.ids)
     assert (

@@ -6,7 +6,7 @@ import torch
 from marlhf.models.compile import compile_blocks
 from marlhf.rollout.check import decoder_error
 from marlhf.rollout.slots import CompiledDecoder
-from marlhf.rollout.weight_copies import PartOfProduct, WeightCopies
+from marlhf.rollout.weight_copies import ModuleWeightCopies, PartOfProduct
 
 IDS = torch.tensor([[5, 6, 7], [8, 2, 4]])
 
@@ -26,7 +26,7 @@ def logits(model):
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "gpt2", "gemma2"])  # qwen2 has biases
 def test_copies_give_autocasts_numbers(small, name, join):
     model = small(name)
-    modules, copies = list(model.modules()), WeightCopies(model, torch.bfloat16, join=join)
+    modules, copies = list(model.modules()), ModuleWeightCopies(model, torch.bfloat16, join=join)
     for _ in range(2):
         with copies.applied():
             assert model.lm_head.weight.dtype == torch.bfloat16
@@ -43,7 +43,10 @@ def test_copies_give_autocasts_numbers(small, name, join):
 def test_copies_are_gone_after_an_error(small):
     model = small("gemma2")
     modules = list(model.modules())
-    with pytest.raises(ZeroDivisionError), WeightCopies(model, torch.bfloat16, join=True).applied():
+    with (
+        pytest.raises(ZeroDivisionError),
+        ModuleWeightCopies(model, torch.bfloat16, join=True).applied(),
+    ):
         raise ZeroDivisionError
     assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -51,14 +54,14 @@ def test_copies_are_gone_after_an_error(small):
 
 def test_layers_that_are_more_than_a_matrix_are_not_joined(small):
     model = small("gemma2")
-    assert len(WeightCopies(model, torch.bfloat16, join=True).parts) == 4
+    assert len(ModuleWeightCopies(model, torch.bfloat16, join=True).parts) == 4
     first, second = model.model.layers
     first.self_attn.k_proj = torch.nn.Sequential(first.self_attn.k_proj)
     first.mlp.up_proj.register_forward_hook(lambda *_: None)
     second.self_attn.v_proj.forward = lambda x: x
     size = second.mlp.up_proj.in_features, second.mlp.up_proj.out_features
     second.mlp.up_proj = torch.nn.Linear(*size, bias=True)
-    assert not WeightCopies(model, torch.bfloat16, join=True).parts
+    assert not ModuleWeightCopies(model, torch.bfloat16, join=True).parts
 
 
 def test_a_compiled_layer_has_four_products(small):
@@ -72,7 +75,7 @@ def test_a_compiled_layer_has_four_products(small):
 
     def with_copies(*arguments):
         decoder = CompiledDecoder(*arguments)
-        decoder.copies = WeightCopies(model, torch.bfloat16, join=True)  # as on a GPU
+        decoder.copies = ModuleWeightCopies(model, torch.bfloat16, join=True)  # as on a GPU
         return decoder
 
     torch._dynamo.reset()

@@ -1,8 +1,5 @@
 """A GPU that runs out of memory: smaller passes with the same results, or a sentence."""
 
-import math
-from collections import Counter
-
 import pytest
 import torch
 
@@ -113,18 +110,6 @@ def test_with_several_processes_the_error_is_raised_as_it_is():
     with pytest.raises(torch.OutOfMemoryError):
         fit_memory(world, fail)
     assert world.pass_limit.tokens is None
-
-
-def test_passes_of_a_gpus_steps_have_few_shapes():
-    """So that one is recorded soon, and the others are replayed."""
-    world, shapes = World(torch.device("cuda")), Counter()
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(24):
-        lengths = (240 + torch.randint(20, 49, (128,), generator=generator)).tolist()
-        for micro in world.batches(lengths, 16384):
-            longest = max(lengths[i] for i in micro.rows)
-            shapes[len(micro.rows), math.ceil(longest / 32) * 32] += 1
-    assert shapes == {(56, 288): 48, (16, 288): 24}
 
 
 def test_gradients_of_a_failed_pass_are_dropped():

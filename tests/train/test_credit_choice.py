@@ -149,7 +149,7 @@ def test_measuring_changes_nothing_that_is_learnt(ppo_config):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "empty"),
+        ("", "name of a rule is missing"),
         ("ngrams n=5", "no rule 'ngrams'"),
         ("ngram 5", "Cannot read '5'"),
         ("ngram n=5 lam=2", "lam must lie between 0 and 1"),

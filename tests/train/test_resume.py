@@ -207,7 +207,7 @@ def test_a_state_that_says_nothing_is_damage_whatever_its_checksum(stopped, cont
     resumed_from_the_one_before(config, capfd, "state.json does not say step")
 
 
-@pytest.mark.parametrize("name", ["", "policy.safetensors"])
+@pytest.mark.parametrize("name", ["", "policy.safetensors", "manifest.json"])
 def test_a_checkpoint_elsewhere_is_not_followed(stopped, name, tmp_path, capfd):
     """Not even when it is old enough to be dropped."""
     config = stopped(3)
@@ -216,6 +216,7 @@ def test_a_checkpoint_elsewhere_is_not_followed(stopped, name, tmp_path, capfd):
     linked.symlink_to(elsewhere)
     resumed_from_the_one_before(config, capfd, "link")
     assert elsewhere.exists()
+    assert not any(path.is_symlink() for path in _folder(config).checkpoints.rglob("*"))
 
 
 def test_a_linked_checkpoint_is_dropped_without_what_it_points_to(stopped, tmp_path):

@@ -41,7 +41,11 @@ def needs(segmenter: Segmenter, what: Need, *, unless_said: bool = False) -> boo
 
 
 def parser_of(segmenter: Segmenter) -> str | None:
-    """The name of the parser that gives a rule its spans; None for a rule that needs none."""
+    """The name of the parser that gives a rule its spans; None for a rule that needs none.
+
+    >>> parser_of(Constituents(cutoff=4)), parser_of(NGram(5))
+    ('english', None)
+    """
     return getattr(segmenter, "parser", "english") if needs(segmenter, "spans") else None
 
 

@@ -98,7 +98,7 @@ class Micro(NamedTuple):
 
 
 class SingleProcess:
-    """One process that does all the work; `train.distributed.World` is its kin for several."""
+    """One process that does all the work; `runtime.distributed.World` is its kin for several."""
 
     def batches(self, lengths: Sequence[int], budget: int) -> list[Micro]:
         """What this process is to compute, in batches of at most `budget` tokens."""

@@ -113,10 +113,9 @@ class Product(NamedTuple):
 
     def is_joined(self, dtype: torch.dtype) -> bool:
         """Whether they become one matrix: a cast to another type copies them in any case."""
-        if self.weights[0].dtype != dtype:
-            return True
-        small = sum(weight.numel() for weight in self.weights) <= SMALL_MATRIX
-        return len(self.weights) > 1 and small
+        if len(self.weights) == 1 or self.weights[0].dtype != dtype:
+            return self.weights[0].dtype != dtype
+        return sum(weight.numel() for weight in self.weights) <= SMALL_MATRIX
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], in the type of x."""
@@ -213,7 +212,9 @@ def run_layers(
         if attended is None:
             return None
         if selected is not None and last:
-            x, attended = x.index_select(0, selected), attended.index_select(0, selected)
+            x = x.index_select(0, selected)
+            if len(attended) != len(x):  # attention may have been for the selected tokens alone
+                attended = attended.index_select(0, selected)
         x, delta = after(x, attended, layer, sizes.epsilon)
     return rms_norm(x if delta is None else x + delta, final_norm, sizes.epsilon, wide(x))
 
@@ -305,10 +306,13 @@ def rotated(
     sizes: Sizes,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys, normalised where the model does and rotated; and values."""
-    query, key, value = qkv.split(sizes.split, dim=-2)
     if norms is not None:
+        query, key, value = qkv.split(sizes.split, dim=-2)
         query, key = (rms_norm(x, w, sizes.epsilon, x.dtype) for x, w in zip((query, key), norms))
-    return rotate(query, rotary), rotate(key, rotary), value
+        return rotate(query, rotary), rotate(key, rotary), value
+    both, value = qkv.split((sizes.heads + sizes.groups, sizes.groups), dim=-2)
+    query, key = rotate(both, rotary).split(sizes.split[:2], dim=-2)  # fewer calls than one by one
+    return query, key, value
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
@@ -319,8 +323,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
     """x over its root mean square, rounded to its type as transformers does, times a weight."""
-    unit = x.to(wide(x))
-    unit = unit * torch.rsqrt(unit.square().mean(dim=-1, keepdim=True) + epsilon)
+    unit = F.rms_norm(x.to(wide(x)), x.shape[-1:], eps=epsilon)
     return (unit.to(x.dtype) * weight).to(dtype)
 
 
@@ -339,6 +342,9 @@ class TokenLayout(NamedTuple):
     width: int  # W
     places: Tensor | None  # [T], flat places of the tokens in [B, W]; None where padding is kept
     selected: Tensor  # [N], which of the tokens are wanted
+    wanted: tuple[Tensor, Tensor] | None = None
+    """Without padding: the columns of selected tokens, [B, P], any where a row has fewer; and where
+    in [B, P] each of them is, [N]."""
 
     @classmethod
     def of(
@@ -359,11 +365,17 @@ class TokenLayout(NamedTuple):
         # In numpy: torch would wake a pool of threads for a few thousand numbers.
         first, count = np.array(selected, dtype=np.int64).reshape(-1, 2).T
         places, starts = None, np.arange(len(lengths)) * width
+        columns = None
         if not padded:
+            order = np.arange(count.max())
+            columns = (
+                torch.from_numpy(first[:, None] + order),
+                torch.from_numpy(np.flatnonzero(order < count[:, None])),
+            )
             places = torch.from_numpy(_ranges(starts, np.array(lengths)))
             starts = np.cumsum(lengths) - lengths
         wanted = torch.from_numpy(_ranges(starts + first, count))
-        return cls(len(lengths), width, places, send(wanted, device))
+        return cls(len(lengths), width, places, send(wanted, device), columns)
 
     def pad(self, x: Tensor) -> Tensor:
         """Heads of tokens as a padded batch: [T, heads, D] -> [B, heads, W, D]."""
@@ -411,6 +423,8 @@ def selected_hidden(
         if layout.places is not None:
             joined = layout.pad(torch.cat(heads, dim=1))
             query, key, value = joined.split(sizes.split, dim=1)
+            if number == len(layers) - 1 and layout.wanted is not None:
+                return _attend_to_selected(heads[0], key, value, layout, sizes.scale)
             return layout.unpad(_attend_in_blocks(query, key, value, sizes.scale))
         query, key, value = map(layout.pad, heads)
         return layout.unpad(causal_attention(query, key, value, sizes.scale))
@@ -433,6 +447,31 @@ def selected_hidden(
         )
     assert hidden is not None
     return hidden
+
+
+def _attend_to_selected(
+    query: Tensor,  # [T, H, D]
+    key: Tensor,  # [B, K, W, D], as values
+    value: Tensor,
+    layout: TokenLayout,
+    scale: float,
+) -> Tensor:
+    """Attention of the selected tokens alone, [N, H * D]: a reward model reads one of each row."""
+    assert layout.wanted is not None
+    columns, places = layout.wanted
+    padded = query.new_zeros(columns.numel(), *query.shape[1:])
+    padded = padded.index_copy(0, places, query.index_select(0, layout.selected))
+    hidden = torch.arange(layout.width) > columns[:, :, None]  # [B, P, W]
+    bias = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill_(hidden, -torch.inf)
+    out = F.scaled_dot_product_attention(
+        padded.unflatten(0, columns.shape).transpose(1, 2),
+        key,
+        value,
+        attn_mask=bias[:, None],
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2).flatten(0, 1).flatten(1).index_select(0, places)
 
 
 def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -30,7 +30,7 @@ from marlhf.kernels.attention import (
 from marlhf.models.base import Model
 from marlhf.models.compile import LayerwiseCache, distinct_sizes
 from marlhf.models.heads import backbone
-from marlhf.rollout.weight_copies import WeightCopies
+from marlhf.rollout.weight_copies import ModuleWeightCopies
 
 ATTENTION = "marlhf_slots"
 PREFILL_TOKENS = 1 << 14
@@ -181,9 +181,9 @@ class ModuleDecoder:
     def __init__(self, model: Model, slots: int, capacity: int, dtype: torch.dtype | None) -> None:
         self.model = self.prefilled = model
         self.cache = SlotCache(slots, capacity, dtype, compiled=self.compiled)
-        self.copies: WeightCopies | None = None
+        self.copies: ModuleWeightCopies | None = None
         if dtype is not None and model.device.type == "cuda" and not sharded(model):
-            self.copies = WeightCopies(model, dtype, join=self.compiled)
+            self.copies = ModuleWeightCopies(model, dtype, join=self.compiled)
         # Logits of the last position only. A wrapper passes on any keyword.
         takes = forward_parameters(model) & {"logits_to_keep", "kwargs"}
         self.last_only = {"logits_to_keep": 1} if takes else {}

@@ -19,7 +19,7 @@ JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers with the same input, by their names in most families."""
 
 
-class WeightCopies:
+class ModuleWeightCopies:
     """Copies of the matrices of a model in the precision of autocast.
 
     Autocast would cast them again at every step, and decoding is bound by memory traffic. The

@@ -123,7 +123,9 @@ def replace_folder(temporary: Path, final: Path) -> None:
         _sync(path)
     # A folder cannot replace one that is not empty: the old one steps aside first.
     old = final.with_name(f".{final.name}.{secrets.token_hex(4)}{UNFINISHED}")
-    if final.exists():
+    if final.is_symlink():  # what it points to is left alone
+        final.unlink()
+    elif final.exists():
         final.replace(old)
     temporary.replace(final)
     shutil.rmtree(old, ignore_errors=True)

@@ -21,6 +21,7 @@ judged/          verdicts of `marlhf judge` and `marlhf annotate`
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,11 @@ class RunError(MarlhfError, RuntimeError):
 
 def is_run(folder: Path) -> bool:
     return (folder / STATE).is_file() or (folder / METRICS).is_file()
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a folder in `checkpoints/` is a checkpoint: others are unfinished, or not ours."""
+    return re.fullmatch(r"step-\d{6,}", name) is not None
 
 
 def leads_out(path: Path) -> bool:

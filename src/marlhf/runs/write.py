@@ -37,6 +37,7 @@ from marlhf.runs.layout import (
     RunError,
     check_inside,
     has_model,
+    is_checkpoint_name,
     read_config,
     read_state,
     to_yaml,
@@ -95,8 +96,7 @@ class RunFolder:
             before, old = read_state(self.path), read_config(self.path)
             if self.has_progress or "marlhf" not in before:
                 self._check_settings(old)
-                for path in self.path.rglob("*"):
-                    check_inside(path)
+                self._check_links()
                 self.state |= before
                 if not self.finished:
                     self.lock()
@@ -168,6 +168,17 @@ class RunFolder:
                 f"{self.path} holds another run. Choose another output_dir, or delete that "
                 "folder. It differs in\n  " + "\n  ".join(changed[:12])
             )
+
+    def _check_links(self) -> None:
+        """Refuse links out of the folder, but for those of a checkpoint.
+
+        A checkpoint with links is damaged, and the one before it is used.
+        """
+        for path in self.path.rglob("*"):
+            folder = path.relative_to(self.path).parts[:2]
+            if len(folder) == 2 and folder[0] == CHECKPOINTS and is_checkpoint_name(folder[1]):
+                continue
+            check_inside(path)
 
     def _check_inputs(self) -> None:
         """Refuse a run whose models or data are no longer those that it began with."""

@@ -10,7 +10,6 @@ rank, written by torch's distributed checkpointing, which reshards them for any 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import warnings
 import zlib
@@ -32,7 +31,7 @@ from torch.optim import Optimizer
 
 from marlhf.errors import MarlhfError
 from marlhf.runs.atomic import explain_disk_errors, replace_folder
-from marlhf.runs.layout import CHECKPOINT_STATE, RunError
+from marlhf.runs.layout import CHECKPOINT_STATE, RunError, is_checkpoint_name, leads_out
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.distributed import World
 
@@ -141,6 +140,8 @@ def load_weights(folder: Path, models: Mapping[str, nn.Module], world: World) ->
 
 def read_checkpoint_state(folder: Path, needs: Sequence[str] = ()) -> dict[str, Any]:
     """What a checkpoint holds besides tensors, if it has everything that a resume reads."""
+    if leads_out(folder / CHECKPOINT_STATE):
+        raise Damaged(f"{CHECKPOINT_STATE} lies outside of the run folder")
     state = json.loads((folder / CHECKPOINT_STATE).read_bytes())
     state = state if isinstance(state, dict) else {}
     wrong = [key for key, kind in STATE.items() if not isinstance(state.get(key), kind)]
@@ -178,7 +179,7 @@ def list_checkpoints(run: RunFolder) -> list[Path]:
 def checkpoints_in(folder: Path) -> list[Path]:
     """Oldest first. Folders with other names are ignored: unfinished, or not ours."""
     entries = folder.iterdir() if folder.is_dir() else ()
-    folders = [p for p in entries if p.is_dir() and re.fullmatch(r"step-\d{6,}", p.name)]
+    folders = [p for p in entries if p.is_dir() and is_checkpoint_name(p.name)]
     return sorted(folders, key=lambda p: int(p.name.removeprefix("step-")))
 
 
@@ -295,6 +296,9 @@ def _verify(folder: Path) -> None:
     """Refuse a checkpoint unless all its files are those that were written."""
     if folder.is_symlink():
         raise Damaged("it is a symbolic link")
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            raise Damaged(f"{path.relative_to(folder)} is a symbolic link")
     if not (folder / MANIFEST).is_file():
         raise Damaged(f"{MANIFEST} is missing")
     try:
@@ -313,7 +317,7 @@ def _verify(folder: Path) -> None:
         if not path.is_file():
             raise Damaged(f"{name} is missing")
         if path.resolve() != folder.resolve() / name:
-            raise Damaged(f"{name} is a link, or outside of it")
+            raise Damaged(f"{name} lies outside of it")
         if path.stat().st_size != size:
             raise Damaged(f"{name} has {path.stat().st_size} bytes instead of {size}")
         if _crc(path) != crc:

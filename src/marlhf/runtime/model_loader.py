@@ -147,10 +147,14 @@ def check_tokenizer(
     if not has_same_tokenizer(
         path, tokenizer, trust_remote_code=trust_remote_code, setting=setting
     ):
+        # A critic that starts from the reward model needs a start of its own, for reward models
+        # may have other tokenizers.
+        from_reward = setting == "reward_model"
+        otherwise = "" if from_reward else ", or leave it out"
         raise RunError(
             f"The {role} {path} does not have the tokenizer of {policy}: it would read other "
-            f"tokens. Set {setting} to a model with the policy's tokenizer, such as the SFT model, "
-            "or leave it out."
+            f"tokens. Set {'critic_model' if from_reward else setting} to a model with the "
+            f"policy's tokenizer, such as the SFT model{otherwise}."
         )
 
 
