@@ -24,6 +24,7 @@ EXPECTED_SKIPS = (
     "needs a CUDA device",
     "names no python with vLLM",
     "make test-engines",  # verl has an environment of its own
+    "needs SkyRL",  # it cannot be installed beside our torch
     "the real data is not on this machine",
     "this version of transformers",
     "only a fork of this process",

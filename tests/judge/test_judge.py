@@ -23,11 +23,14 @@ import typer
 
 from marlhf.cli import app
 from marlhf.judge import client as judge_client
+from marlhf.judge.annotate.store import Store
+from marlhf.judge.annotate.tasks import Guide
 from marlhf.judge.compare import Prices, describe, judge
 from marlhf.judge.criteria import TASKS
 from marlhf.judge.pairs import JudgeError, Pair, Response, find_responses, read_pairs
 from marlhf.judge.verdicts import Judgement, summarise
 from marlhf.report.sections.judged import judged
+from marlhf.runs.layout import RunError
 
 if importlib.util.find_spec("openai") is None:  # which takes half a second to import
     pytest.skip("needs openai", allow_module_level=True)
@@ -714,3 +717,21 @@ def test_win_rates_at_equal_length():
     assert summarise([])["pairs"] == 0
     lines = describe(found | {"a": "new", "b": "old", "without_verdict": 0})
     assert re.match(r"  win rate, ties as half: \d\d\.\d%; at equal length \d\d\.\d% \[", lines[1])
+
+
+@pytest.mark.parametrize(
+    "open_file",
+    [judge_client.Cache, Store, lambda path: Store.create(path, "tldr", 0, Guide("Which?"))],
+    ids=["replies", "votes", "new votes"],
+)
+def test_databases_are_not_written_through_links_out_of_a_run(open_file, tmp_path):
+    """A run folder may come from somebody else."""
+    run, outside = tmp_path / "run", tmp_path / "private.sqlite"
+    (run / "judged").mkdir(parents=True)
+    (run / "run.json").write_text('{"stage": "ppo"}')
+    outside.write_text("mine")
+    link = run / "judged" / "replies.sqlite"
+    link.symlink_to(outside)
+    with pytest.raises(RunError, match="leads out of its run folder"):
+        open_file(link)
+    assert outside.read_text() == "mine"

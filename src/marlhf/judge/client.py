@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from marlhf.judge.criteria import Answer, Criteria
 from marlhf.judge.pairs import JudgeError, Pair, prompt_text
+from marlhf.runs.layout import check_inside
 
 ATTEMPTS = 3
 """Replies to one question before it is left without an answer."""
@@ -53,6 +54,7 @@ class Cache:
         self.path = path
         try:
             if path is not None:
+                check_inside(path)
                 path.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(path or ":memory:", timeout=60, check_same_thread=False)
             self._db.execute(

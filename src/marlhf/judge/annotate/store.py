@@ -22,6 +22,7 @@ from marlhf.errors import MarlhfError
 from marlhf.judge.annotate.tasks import Guide, Item, RunPair, a_is_left, own_order
 from marlhf.judge.pairs import JudgeError
 from marlhf.judge.verdicts import Verdict
+from marlhf.runs.layout import check_inside
 
 Choice = Literal["left", "tie", "right"]
 CHOICES: tuple[Choice, ...] = ("left", "tie", "right")
@@ -116,6 +117,7 @@ class Store:
             raise JudgeError(
                 f"There are no votes in {path}. Vote first, or give another --database."
             )
+        check_inside(path)
         self.path = path
         self._lock = threading.RLock()
         with _explained(path):
@@ -148,6 +150,7 @@ class Store:
         seed = secrets.randbits(63) if seed is None else seed
         about = {"task": task, "seed": str(seed), "token": secrets.token_urlsafe(18)}
         about["guide"] = json.dumps(asdict(guide))
+        check_inside(path)
         with _explained(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch(mode=0o600)  # it contains the token
