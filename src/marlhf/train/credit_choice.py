@@ -125,9 +125,9 @@ class Part:
         """Before that micro-batch's backward pass."""
         if not sum(micro.sequences.lengths) or not micro.weight:
             return
-        mask = micro.sequences.mask
-        ours = self.whole.advantages[:, micro.index, : mask.shape[1]]
-        self.sums = self.sums + self.watching.gradients(ours[:, mask])
+        present = micro.sequences.present  # advantages are 0 where nothing was sampled
+        ours = self.whole.advantages[:, micro.index, : present.shape[1]]
+        self.sums = self.sums + self.watching.gradients(ours[:, present])
 
     def end(self) -> None:
         self.whole.sums = self.whole.sums + self.sums
