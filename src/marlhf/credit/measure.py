@@ -333,7 +333,8 @@ def sample_batch(
     state: RunState, number: int, seed: int, most: int | None = None
 ) -> tuple[Experience, list[Example]]:
     """A batch that training could meet next, or the first `most` rows of it."""
-    rows = batch_rows(state.step + number, state.config, len(state.examples))
+    size, run_seed = state.config.batch_size, state.config.seed
+    rows = batch_rows(state.step + number, len(state.examples), size, run_seed)
     examples = [state.examples[i] for i in rows[:most]]
     generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
     seeds = torch.randint(2**62, (len(rows),), generator=generator).tolist()

@@ -34,7 +34,7 @@ from marlhf.runtime.memory import WATCHED_STEPS, seek_token_budget, settle_token
 from marlhf.runtime.model_card import check_push, hub_name, push, write_card
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
 from marlhf.runtime.progress import Steps, format_numbers, say, warn
-from marlhf.runtime.stage import Stopped, due, finish, record_outcome
+from marlhf.runtime.stage import Stopped, due, finish, record_outcome, seed_run
 from marlhf.runtime.trackers import Trackers
 
 Method = Callable[[Any, GivenObjects, World, RunFolder], Path]
@@ -42,7 +42,7 @@ Method = Callable[[Any, GivenObjects, World, RunFolder], Path]
 
 
 def in_run_folder(stage: str) -> Callable[[Method], Callable[..., Path]]:
-    """Make a method's loop into `train(config, objects)`, which opens the run's folder for it.
+    """Make a method's loop into `train(config, objects)`, which opens and seeds the run.
 
     A finished run is not trained again.
     """
@@ -52,7 +52,10 @@ def in_run_folder(stage: str) -> Callable[[Method], Callable[..., Path]]:
         def train(config: StageConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             world = start(config.device, config.parallel)
             run = open_run(config, stage, world)
-            return run.model if run.finished else method(config, objects, world, run)
+            if run.finished:
+                return run.model
+            seed_run(config.seed, config.deterministic)
+            return method(config, objects, world, run)
 
         return train
 

@@ -172,9 +172,7 @@ def update(
     compute = partial(backward, experience, credit, learner.models, config, train_policy)
     passes = [partial(compute, None)] * config.num_ppo_epochs
     passes[0] = partial(compute, measurement)
-    # With one update the critic has its gradients already, and `backward` adds none.
-    done = ["critic"] if config.one_update else []
-    return learner.update(passes, experience, credit, learning_rates, with_gradients=done)
+    return learner.update(passes, experience, credit, learning_rates)
 
 
 def backward(
