@@ -138,8 +138,8 @@ class RLConfig(StageConfig):
     """Discount from one macro action to the next."""
 
     environment: str = setting("", on_card=True, defines_score=True)
-    """What answers between the model's turns: guess, python, fix-code, textarena:NAME, or a class of
-    yours as `module:Class`. Without one a response is a single turn."""
+    """What answers between the model's turns: guess, python, fix-code, textarena:NAME, or a class
+    of yours as `module:Class`. Without one a response is a single turn."""
     environment_options: dict[str, Any] = setting(factory=dict, on_card=True, defines_score=True)
     """Settings of the environment, such as {numbers: 64}."""
     max_turns: int = setting(8, above=0, on_card=True)

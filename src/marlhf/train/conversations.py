@@ -63,7 +63,7 @@ class Conversations:
         return cls(make, ChatTokens(tokenizer), *limits)
 
     def check(self, row: Row) -> None:
-        """Refuse an environment that cannot begin with a row, or a chat template that cannot play."""
+        """Refuse an environment that cannot begin with a row, or a template that cannot play."""
         limits = {"max_turns": self.max_turns, "episode_tokens": self.episode_tokens}
         preflight(self.make, row, self.chat, **limits, timeout=self.timeout)
 

@@ -83,7 +83,7 @@ class Experience:
 
     @property
     def token_scores(self) -> Tensor:
-        """Scores as rewards: at the end, [B], or at tokens where parts were earned there, [B, T]."""
+        """Scores as rewards: [B], at the end, or [B, T], where parts were earned on the way."""
         if self.earned is None:
             return self.clipped_scores
         return self.earned + at_last_token(self.clipped_scores - self.earned.sum(dim=1), self.mask)
@@ -132,6 +132,11 @@ class Experience:
         """The tokens of each response, without padding."""
         rows = self.sequences.responses.tolist()
         return [row[:length] for row, length in zip(rows, self.sequences.lengths)]
+
+    def sampled_tokens(self) -> list[list[int]]:
+        """The tokens of each response that the policy sampled."""
+        rows, masks = self.sequences.responses.tolist(), self.mask.tolist()
+        return [[t for t, own in zip(row, mask) if own] for row, mask in zip(rows, masks)]
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,11 @@ from marlhf.core import (
     segment,
     shape_rewards,
 )
-from marlhf.runtime.distributed import start
-from marlhf.runtime.loop import open_run
+from marlhf.runs.write import RunFolder
+from marlhf.runtime.distributed import World
+from marlhf.runtime.loop import in_run_folder
 from marlhf.runtime.memory import fit_memory
-from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
+from marlhf.runtime.objects import GivenObjects
 from marlhf.spans.apply import explain_segmenter_errors
 from marlhf.train.continuations import monte_carlo_values
 from marlhf.train.credit_choice import CreditChooser, CriticWatch, Measurement
@@ -40,12 +41,9 @@ from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import Learner, RLRun
 
 
-def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
+@in_run_folder("ppo")
+def train(config: PPOConfig, objects: GivenObjects, world: World, run: RunFolder) -> Path:
     """Train, or resume training; returns the folder of the policy."""
-    world = start(config.device, config.parallel)
-    run = open_run(config, "ppo", world)
-    if run.finished:
-        return run.model
     rates = {"policy": config.learning_rate}
     if config.has_critic:
         rates["critic"] = config.critic_learning_rate
@@ -174,9 +172,7 @@ def update(
     compute = partial(backward, experience, credit, learner.models, config, train_policy)
     passes = [partial(compute, None)] * config.num_ppo_epochs
     passes[0] = partial(compute, measurement)
-    # With one update the critic has its gradients already, and `backward` adds none.
-    done = ["critic"] if config.one_update else []
-    return learner.update(passes, experience, credit, learning_rates, with_gradients=done)
+    return learner.update(passes, experience, credit, learning_rates)
 
 
 def backward(

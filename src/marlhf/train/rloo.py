@@ -25,9 +25,10 @@ from marlhf.core import (
     rloo_advantages,
     state_advantages,
 )
-from marlhf.runtime.distributed import start
-from marlhf.runtime.loop import open_run
-from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
+from marlhf.runs.write import RunFolder
+from marlhf.runtime.distributed import World
+from marlhf.runtime.loop import in_run_folder
+from marlhf.runtime.objects import GivenObjects
 from marlhf.train.conversations import turn_states
 from marlhf.train.experience import Credit, Experience, PolicyMetrics, count_terms
 from marlhf.train.ppo import policy_loss, shape_and_segment
@@ -37,12 +38,9 @@ from marlhf.train.rloo_config import RLOOConfig
 from marlhf.train.tree_rollout import Tree, grow_tree
 
 
-def train(config: RLOOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
+@in_run_folder("rloo")
+def train(config: RLOOConfig, objects: GivenObjects, world: World, run: RunFolder) -> Path:
     """Train, or resume training; returns the folder of the policy."""
-    world = start(config.device, config.parallel)
-    run = open_run(config, "rloo", world)
-    if run.finished:
-        return run.model
     rates = {"policy": config.learning_rate}
     rl = RLRun(config, run, world, objects, partial(held_out_credit, config), rates)
 
