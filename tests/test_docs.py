@@ -410,6 +410,18 @@ def test_the_picture_of_macro_actions_is_what_the_script_draws():
     assert (ROOT / "docs/images/report.png").stat().st_size < 200_000
 
 
+def test_the_picture_of_credit_is_what_the_script_draws():
+    """From the stored numbers of one response; both rows have the same tokens."""
+    space: dict = {"__name__": "pictures"}
+    exec((ROOT / "bench/credit_picture.py").read_text("utf-8"), space)
+    data = json.loads((ROOT / "docs/images/credit.json").read_text("utf-8"))
+    assert space["picture"](data) == (ROOT / "docs/images/credit.svg").read_text("utf-8")
+    tokens, fives = data["credit"]["1"], data["credit"]["5"]
+    assert len(tokens) == len(fives) == len(data["tokens"])
+    assert all(len(set(fives[i : i + 5])) == 1 for i in range(0, len(fives), 5))
+    assert len(set(tokens)) > len(tokens) / 2
+
+
 def strings(file: Path) -> list[str]:
     """Every string of a file as one piece, what is filled in left out."""
     found = []
