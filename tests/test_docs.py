@@ -24,7 +24,11 @@ from marlhf.train.recipe import kind_class, load_recipe, load_stage
 from marlhf.train.stages import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/results").glob("*.md")),
+]
 RECIPE_KEYS = {
     "output_dir",
     "defaults",
