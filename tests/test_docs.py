@@ -225,7 +225,7 @@ def test_shown_output_is_real(page):
 
 def test_quick_commands_run():
     wants_runs = ("report", "pass-at-k", "evaluate", "best-of-n", "judge", "agreement")
-    wants_runs += ("annotate", "sweep", "chat", "verl", "credit")
+    wants_runs += ("annotate", "sweep", "chat", "verl", "credit", "watch", "init", "grpo")
     told = {tuple(c.words) for c in COMMANDS if c.words[0] not in (*TRAINING, *wants_runs)}
     assert {words[0] for words in told} >= {"segment", "config", "recipes", "doctor"}
     for words in told:
