@@ -243,6 +243,12 @@ def test_rloo_over_states(ppo_config, tmp_path):
     assert {"rl/turns", "rl/world_tokens", "rl/cut_episodes"} <= a[steps[0]].keys()
 
 
+def test_states_need_an_environment(tmp_path):
+    config = rloo.RLOOConfig(model="tiny", reward_model="tiny", data=GUESS, group="state")
+    with pytest.raises(ValueError, match="there is none. Set environment"):
+        rloo.train(replace(config, output_dir=str(tmp_path / "run")))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -141,10 +141,11 @@ def load_prompts(
         for name, scorer, _ in models.reward.parts:
             if isinstance(scorer, RewardModel) and not scorer.foreign:  # else it counts others
                 readers[f"reward model {name}"] = scorer.model
-        tokens = config.episode_tokens if models.conversations else config.sampling.max_new_tokens
         for name, model in readers.items():
-            if model is not None:
-                check_positions(model, examples + held_out, tokens, name)
+            if model is not None and models.conversations is not None:
+                models.conversations.check_positions(model, name)
+            elif model is not None:
+                check_positions(model, examples + held_out, config.sampling.max_new_tokens, name)
         models.reward.check([e.row for e in examples + held_out])
         if models.conversations is not None:
             models.conversations.check(examples[0].row)

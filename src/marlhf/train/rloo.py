@@ -25,6 +25,7 @@ from marlhf.core import (
     rloo_advantages,
     state_advantages,
 )
+from marlhf.errors import SettingError
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import in_run_folder
@@ -41,6 +42,11 @@ from marlhf.train.tree_rollout import Tree, grow_tree
 @in_run_folder("rloo")
 def train(config: RLOOConfig, objects: GivenObjects, world: World, run: RunFolder) -> Path:
     """Train, or resume training; returns the folder of the policy."""
+    if config.group == "state" and not config.environment:
+        raise SettingError(
+            "group: state compares turns that were taken in the same state of an environment, and "
+            "there is none. Set environment, or leave out group."
+        )
     rates = {"policy": config.learning_rate}
     rl = RLRun(config, run, world, objects, partial(held_out_credit, config), rates)
 

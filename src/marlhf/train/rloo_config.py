@@ -57,11 +57,6 @@ class RLOOConfig(RLConfig):
             )
         if self.tree is not None:
             self._check_tree(self.tree)
-        if self.group == "state" and not self.environment:
-            raise SettingError(
-                "group: state compares turns that were taken in the same state of an environment, "
-                "and there is none. Set environment, or leave out group."
-            )
 
     @property
     def responses_per_prompt(self) -> int:
