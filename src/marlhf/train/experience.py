@@ -110,11 +110,6 @@ class Experience:
         """Parts of the batch, or of some of its rows, for passes with gradients."""
         return micro_batches(self.sequences, models.pass_tokens, models.world, rows)
 
-    @staticmethod
-    def count_terms(segments: Segments, rows: list[int] | None = None) -> dict[str, Tensor]:
-        """What a loss is a mean over: tokens, or macro actions. Of some rows, if given."""
-        return count_terms(segments, rows)
-
     def critic_values(self, models: Models) -> Tensor:
         """The critic's value of the state before each token, [B, T], without gradients."""
         return _pass_over(self.sequences, models, models.values)

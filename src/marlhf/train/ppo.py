@@ -35,7 +35,7 @@ from marlhf.runtime.objects import GivenObjects
 from marlhf.spans.apply import explain_segmenter_errors
 from marlhf.train.continuations import monte_carlo_values
 from marlhf.train.credit_choice import CreditChooser, CriticWatch, Measurement
-from marlhf.train.experience import Credit, Experience, PolicyMetrics
+from marlhf.train.experience import Credit, Experience, PolicyMetrics, count_terms
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import Learner, RLRun
@@ -117,7 +117,7 @@ def critic_values_and_backward(
     Where a batch makes one update, the pass that computes the values can also train the critic,
     which saves a forward pass: the returns of a row need the values of no other row.
     """
-    counts = experience.count_terms(segments)
+    counts = count_terms(segments)
 
     def compute() -> tuple[Tensor, Tensor]:
         values, total_loss = torch.zeros_like(rewards), torch.zeros((), device=rewards.device)
@@ -188,7 +188,7 @@ def backward(
 
     While only the critic trains, the policy's pass has no gradients: its metrics are logged still.
     """
-    counts = experience.count_terms(credit.segments, rows)
+    counts = count_terms(credit.segments, rows)
     train_critic = config.has_critic and not config.one_update
     sums = PolicyMetrics(
         experience, counts["token"], config, *(["rl/value_loss"] if train_critic else [])

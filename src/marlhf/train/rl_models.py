@@ -29,13 +29,7 @@ from marlhf.rollout.vllm import VLLMEngine
 from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World, gather_rollout
-from marlhf.runtime.model_loader import (
-    RewardItem,
-    load_sources,
-    reward_items,
-    reward_role,
-    rl_sources,
-)
+from marlhf.runtime.model_loader import RewardItem, load_sources, reward_items, rl_sources
 from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.progress import say
 from marlhf.runtime.stage import Example, check_positions, each_prompt_once, load_examples
@@ -221,10 +215,10 @@ def _rewards(
     if config.code and world.main:
         say(f"rewards: functions of {', '.join(config.code)}")
     scorers: list[tuple[str, Any, float]] = []
-    for number, reward in enumerate(items):
+    for reward in items:
         item = reward.item
         if reward.is_model:
-            model = models[reward_role(number)]
+            model = models[reward.role]
             scorer = _reward_model(item, model, reward.tokenizer, config, tokenizer, world)
             path = item.rstrip("/").removesuffix("/model") if isinstance(item, str) else "model"
             scorers.append((path.rpartition("/")[2], scorer, reward.weight))
