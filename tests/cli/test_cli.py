@@ -229,6 +229,23 @@ def test_config_prints_help_and_resolved_recipes(marlhf):
     assert "type: ngram" in shown
 
 
+def test_grpo_is_a_stage_of_its_own_name(marlhf, tmp_path):
+    assert "learning_rate: float = 1.0e-06" in marlhf("config", "grpo").stdout
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"output_dir: {tmp_path / 'runs'}\n"
+        "stages:\n"
+        "  grpo: {model: tiny, reward_model: tiny, random_reward_head: true, batch_size: 2,\n"
+        "         num_samples: 2, num_steps: 1, eval_prompts: 2, clip: [0.2, 0.28],\n"
+        "         sampling: {max_new_tokens: 4}, data: {source: toy}}\n"
+    )
+    out = marlhf("grpo", str(recipe))
+    assert out.returncode == 0, out.stderr
+    state = json.loads((tmp_path / "runs/grpo/run.json").read_text())
+    assert (state["stage"], state["status"]) == ("grpo", "finished")
+    assert marlhf("grpo", str(recipe)).stderr.count("is finished") == 1
+
+
 def test_recipes_are_listed(marlhf):
     assert "gemma-2b/tldr" in marlhf("recipes").stdout
 
