@@ -613,6 +613,56 @@ def test_a_setting_of_another_stage_is_not_advised():
         GRPOConfig(per_device_train_batch_size=8)
 
 
+def test_state_evaluation_and_loss_are_those_of_the_run(unbroken):
+    history = unbroken.state.log_history
+    lines = metrics(unbroken)
+    assert [row["step"] for row in history] == [line["step"] for line in lines]
+    steps = [line for line in lines if line["kind"] == "train"]
+    assert [x["loss"] for x in history if "loss" in x] == [x["rl/policy_loss"] for x in steps]
+    assert unbroken.state.global_step == 3
+    evaluation = [line for line in lines if line["kind"] == "eval"][-1]
+    wanted = {f"eval_{k[5:]}": x for k, x in evaluation.items() if k.startswith("eval/")}
+    assert unbroken.evaluate() == wanted
+    unbroken.save_state()
+    saved = json.loads((Path(unbroken.args.output_dir) / "trainer_state.json").read_text())
+    assert saved["log_history"] == history
+
+
+def test_the_training_loss_is_the_mean_over_steps(trainer):
+    sft = trainer("sft")
+    with pytest.raises(RuntimeError, match=r"no trained model .* Call train\(\) first"):
+        sft.evaluate()
+    with pytest.raises(RuntimeError, match=r"no step in .* yet\. Call train\(\) first"):
+        sft.save_state()
+    out = sft.train()
+    losses = [line["sft/loss"] for line in metrics(sft) if line["kind"] == "train"]
+    assert out.training_loss == pytest.approx(sum(losses) / len(losses))
+    assert out.metrics["train_loss"] == out.training_loss
+    with pytest.raises(ValueError, match="pass eval_dataset to the trainer"):
+        sft.evaluate(ROWS)
+
+
+def test_callbacks_come_and_go(trainer):
+    class Count(TrainerCallback):
+        def __init__(self):
+            self.steps = 0
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.steps += 1
+
+    class Never(Count): ...
+
+    kept, dropped = Count(), Never()
+    sft = trainer("sft", callbacks=[dropped])
+    sft.add_callback(kept)
+    sft.remove_callback(Never)
+    sft.train()
+    assert (kept.steps, dropped.steps) == (2, 0)
+    sft.remove_callback(kept)
+    with pytest.raises(ValueError, match="There is no callback"):
+        sft.remove_callback(kept)
+
+
 def test_grpos_defaults_are_trls():
     trl = pytest.importorskip("trl")
     theirs = {f.name: f.default for f in dataclasses.fields(trl.GRPOConfig)}
