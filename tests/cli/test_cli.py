@@ -121,6 +121,30 @@ def test_doctor_names_versions_and_extras(marlhf):
         assert word in out.stdout
 
 
+def test_version_is_a_flag_and_a_command(marlhf):
+    from marlhf import __version__
+
+    for way in ("--version", "version"):
+        out = marlhf(way)
+        assert (out.returncode, out.stdout) == (0, f"{__version__}\n")
+
+
+def test_watch_is_report_watch(marlhf, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text('{"stage": "sft", "status": "finished"}')
+    (run / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "sft/loss": 1.0}\n')
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    said = set()
+    for command in (["watch"], ["report", "--watch"]):
+        out = marlhf(*command, str(run), "-o", str(tmp_path / "r.html"))
+        assert out.returncode == 0
+        assert "<html" in (tmp_path / "r.html").read_text("utf-8")
+        said.add(out.stderr)
+    assert len(said) == 1
+    assert "All runs have ended." in said.pop()
+
+
 def test_doctor_lists_every_extra(marlhf):
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8")
     part = project.split("[project.optional-dependencies]")[1].split("\n[")[0]

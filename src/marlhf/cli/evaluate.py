@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from marlhf.evaluate.blocks import BlockOptions
     from marlhf.evaluate.eval_plan import EvaluationOptions
 
+RunFolders = Annotated[list[Path], typer.Argument(help="Run folders, or folders of them.")]
+ReportFile = Annotated[Path, typer.Option("-o", "--output", help="File to write.")]
+REPORT = Path("report.html")
+Every = Annotated[float, typer.Option(min=1, help="Seconds between updates.")]
+
 HELD_OUT_DATA = "These are held-out prompts: a model trained on them cannot be evaluated on them."
 
 
@@ -403,19 +408,23 @@ def agreement(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of them.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="File to write.")] = Path(
-        "report.html"
-    ),
+    runs: RunFolders,
+    output: ReportFile = REPORT,
     watch: Annotated[
         bool, typer.Option("--watch", help="Update the page until the runs end.")
     ] = False,
-    every: Annotated[float, typer.Option(min=1, help="Seconds between updates.")] = 30.0,
+    every: Every = 30.0,
 ) -> None:
     """Write one HTML page that compares runs."""
-    if not watch:
+    if watch:
+        watch_runs(runs, output, every)
+    else:
         write_report_of(runs, output)
-        return
+
+
+@app.command("watch")
+def watch_runs(runs: RunFolders, output: ReportFile = REPORT, every: Every = 30.0) -> None:
+    """Write the report of runs that are training, and update it until they end."""
     from marlhf.report.write import watch_report
 
     for number, written in enumerate(watch_report(runs, output, every=every)):

@@ -129,6 +129,23 @@ def version() -> None:
     typer.echo(__version__)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback(help=app.info.help)
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None: ...
+
+
 def _read(file: Path | None) -> str:
     from marlhf.train.recipe import ConfigError
 
