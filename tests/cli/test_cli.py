@@ -148,7 +148,7 @@ def test_watch_is_report_watch(marlhf, tmp_path, monkeypatch):
 def test_doctor_lists_every_extra(marlhf):
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8")
     part = project.split("[project.optional-dependencies]")[1].split("\n[")[0]
-    extras = set(re.findall(r"^(\w+) = \[", part, re.M)) - {"dev"}
+    extras = set(re.findall(r"^([\w-]+) = \[", part, re.M)) - {"dev"}
     part = marlhf("doctor").stdout.split("\nextras")[1].split("\nsandbox")[0]
     heading, listed = part.split("\n", 1)
     assert "pip install 'marlhf[NAME]'" in heading
