@@ -44,12 +44,16 @@ Method = Callable[[Any, GivenObjects, World, RunFolder], Path]
 def in_run_folder(stage: str) -> Callable[[Method], Callable[..., Path]]:
     """Make a method's loop into `train(config, objects)`, which opens and seeds the run.
 
-    A finished run is not trained again.
+    A finished run is not trained again. `stage` is the run's method, which a loop of several names
+    may be told anew.
     """
+    name = stage
 
     def decorate(method: Method) -> Callable[..., Path]:
         @functools.wraps(method)
-        def train(config: StageConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
+        def train(
+            config: StageConfig, objects: GivenObjects = NO_OBJECTS, stage: str = name
+        ) -> Path:
             world = start(config.device, config.parallel)
             run = open_run(config, stage, world)
             if run.finished:

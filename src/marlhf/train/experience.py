@@ -364,7 +364,7 @@ class PolicyMetrics:
         self, experience: Experience, num_tokens: Tensor, config: RLConfig, *more: str
     ) -> None:
         self.experience, self.num_tokens = experience, num_tokens
-        self.ratio, self.clip = config.ratio, config.clip
+        self.ratio, self.clip_range = config.ratio, config.clip_range
         names = ("rl/policy_loss", "rl/clip_fraction", "rl/approx_kl", "rl/logprob_gap", *more)
         self.sums = {name: torch.zeros((), device=num_tokens.device) for name in names}
 
@@ -382,7 +382,8 @@ class PolicyMetrics:
         if self.ratio != "token":
             pool = segments.sum if self.ratio == "macro" else segments.mean
             change = segments.spread(pool(change))
-        outside = ((change.exp() - 1).abs() > self.clip).float()
+        low, high = self.clip_range
+        outside = ((change.exp() < 1 - low) | (change.exp() > 1 + high)).float()
         gap = (logprobs - micro.take(self.experience.logprobs)).abs()
         drift = {
             "rl/clip_fraction": masked_mean(outside, mask, tokens),

@@ -234,7 +234,7 @@ def policy_loss(
         old_logprobs,
         advantages,
         segments.mask,
-        clip=config.clip,
+        clip=config.clip_range,
         dual_clip=config.dual_clip,
         ratio=config.ratio,
         segments=segments,

@@ -157,6 +157,7 @@ class RLRun:
         self.kl = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
         self.clock = Clock(world.device)
         self.watch_sampling = SamplingWatch(config.guards)
+        self.watch_scores = ScoreWatch()
         self.checkpointed: dict[str, HasState] = {"probe": self.evaluation, **(checkpointed or {})}
         saved = self.loop.resume("sampler", "shuffler", "kl_coef", "probe")
         self.prefetcher: RolloutPrefetcher | None = None
@@ -241,6 +242,7 @@ class RLRun:
         numbers = to_numbers(tensors) | self.clock.times(rows) | dict(more or {})
         if age == 0:  # else log-probs of sampling are of older weights
             self.watch_sampling(self.loop.step, experience, numbers["rl/logprob_gap"])
+        self.watch_scores(self.loop.step, rows, numbers)
         self.kl.update(numbers["rl/kl"], rows)
         self.loop.log(numbers, show=("rl/score", "rl/kl", "rl/length"))
         return numbers
@@ -314,6 +316,24 @@ class SamplingWatch:
         if gap > self.guards.warn_logprob_gap and not self.warned:
             self.warned = True
             warn(f"step {step}: {problem}")
+
+
+class ScoreWatch:
+    """Warns once when two steps in a row had nothing to learn from: all scores were alike."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self, step: int, rows: int, numbers: Mapping[str, float]) -> None:
+        groups = numbers.get("rl/zero_std_groups") == 1
+        alike = groups or (rows > 1 and numbers["rl/score_std"] < 1e-6)
+        self.steps = self.steps + 1 if alike or self.steps >= 2 else 0
+        if self.steps == 2:
+            where = "to each prompt " if groups else ""
+            warn(
+                f"steps {step - 1} and {step}: all responses {where}have the same score, so there "
+                "is nothing to learn from. Check the reward, or raise sampling.temperature."
+            )
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ def train(config: RLOOConfig, objects: GivenObjects, world: World, run: RunFolde
             rl.clock.mark("update")
             by_prompt = experience.scores.view(-1, config.responses_per_prompt)
             metrics["rl/group_std"] = by_prompt.std(dim=1).mean()
+            metrics["rl/zero_std_groups"] = all_equal(by_prompt).float().mean()
             rl.log(experience, credit, metrics)
         return rl.close()
 
@@ -177,6 +178,11 @@ def backward(
         (loss * micro.weight).backward()
         sums.add(micro, segments, logprobs, old_logprobs, {"rl/policy_loss": loss})
     return sums.over_ranks(models.world)
+
+
+def all_equal(groups: Tensor) -> Tensor:
+    """Which prompts have responses that all score alike, and teach nothing: [G, k] -> [G]."""
+    return (groups == groups[:, :1]).all(dim=1)
 
 
 def sum_as_ratio(x: Tensor, segments: Segments, config: RLOOConfig) -> Tensor:
