@@ -137,6 +137,18 @@ class RLConfig(StageConfig):
     gamma: float = setting(1.0, least=0, most=1, on_card=True)
     """Discount from one macro action to the next."""
 
+    environment: str = setting("", on_card=True, defines_score=True)
+    """What answers between the model's turns: guess, python, fix-code, textarena:NAME, or a class of
+    yours as `module:Class`. Without one a response is a single turn."""
+    environment_options: dict[str, Any] = setting(factory=dict, on_card=True, defines_score=True)
+    """Settings of the environment, such as {numbers: 64}."""
+    max_turns: int = setting(8, above=0, on_card=True)
+    """Turns of the model in a conversation."""
+    episode_tokens: int = setting(2048, above=0, on_card=True)
+    """Tokens of a conversation, prompt included; `sampling.max_new_tokens` is of one turn."""
+    environment_timeout: float = setting(60.0, above=0, may_change=True)
+    """Seconds that an environment may take for one reply; past them its episode ends."""
+
     kl_coef: float = setting(0.05, least=0, on_card=True)
     """Weight of the KL penalty. The paper: 0.05; 0.1 for 27B and for 7B on WebGPT."""
     kl_estimator: KLEstimator = "k1"
@@ -180,7 +192,7 @@ class RLConfig(StageConfig):
 
     @classmethod
     def required(cls, raw: Mapping[str, Any]) -> list[str]:
-        scored = bool(raw.get("reward_funcs"))
+        scored = bool(raw.get("reward_funcs") or raw.get("environment"))
         return super().required(raw) + ([] if scored else ["reward_model"])
 
     def __post_init__(self) -> None:
@@ -200,6 +212,11 @@ class RLConfig(StageConfig):
                 )
         if self.async_steps:
             self._check_async()
+        if self.environment and self.async_steps:
+            raise SettingError(
+                "With an environment, responses are sampled turn by turn and not ahead of "
+                "training. Leave out async_steps, or environment."
+            )
         if self.batch_size % self.num_mini_batches:
             raise SettingError(
                 f"num_mini_batches ({self.num_mini_batches}) must divide "

@@ -55,7 +55,8 @@ from marlhf.train.credit_choice import (
     options_of,
     unbiased,
 )
-from marlhf.train.experience import Credit, Experience, RolloutScorer, sample_responses
+from marlhf.train.conversations import scored_row, turn_rewards
+from marlhf.train.experience import Credit, Experience, RolloutScorer, sample_examples
 from marlhf.train.held_out import sample_held_out, score_scale
 from marlhf.train.ppo import assign_credit, by_each, shape_and_segment
 from marlhf.train.ppo_config import PPOConfig
@@ -128,7 +129,7 @@ def open_state(
     score = RolloutScorer(models, config)
     if scale is None:  # what a run that begins with these models will normalise its scores by
         held_out = held_out[: config.eval_prompts]
-        scale = score_scale(score(held_out, sample_held_out(held_out, models)).raw_scores)
+        scale = score_scale(score(*sample_held_out(held_out, models)).raw_scores)
     score.mean, score.std = scale
     kl_coef = float(saved.get("kl_coef", config.kl_coef))
     return RunState(folder, config, models, score, examples, at_step, kl_coef)
@@ -337,13 +338,17 @@ def sample_batch(
     examples = [state.examples[i] for i in rows[:most]]
     generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
     seeds = torch.randint(2**62, (len(rows),), generator=generator).tolist()
-    rollout = sample_responses([e.prompt for e in examples], state.models, seeds[:most])
+    examples, rollout = sample_examples(examples, state.models, seeds[:most])
     return state.score(examples, rollout), examples
 
 
 def _check_reward(state: RunState, experience: Experience, examples: list[Example]) -> None:
     responses = experience.response_tokens()
-    again = state.models.reward([e.prompt for e in examples], responses, [e.row for e in examples])
+    rows = [scored_row(e) for e in examples]
+    again = state.models.reward([e.prompt for e in examples], responses, rows)
+    again = again if again.ndim == 1 else again.sum(dim=1)
+    if experience.episodes is not None:
+        again = again + turn_rewards(experience.episodes, experience.mask).sum(dim=1)
     if not torch.allclose(again, experience.raw_scores, rtol=1e-3, atol=1e-3):
         warn(
             "the reward gives the same responses other scores the second time. Its noise counts "

@@ -20,6 +20,7 @@ import torch._inductor.config as inductor_config
 
 from marlhf.config.stage import StageConfig
 from marlhf.data import Counts, DataError, Loaded, Row, encode_responses, fit_prompts, load_data
+from marlhf.environments import EpisodeRecord
 from marlhf.errors import MarlhfError
 from marlhf.models.base import Model, Tokenizer
 from marlhf.models.load import check_vocabulary, load_tokenizer
@@ -40,6 +41,8 @@ class Example:
     prompt: list[int]
     chosen: list[int]
     rejected: list[int]
+    episode: EpisodeRecord | None = None
+    """The conversation that was sampled, whose first messages are then the prompt."""
 
 
 def seed_run(config: StageConfig) -> None:

@@ -116,7 +116,7 @@ def shape_and_segment(
 ) -> tuple[Tensor, Segments]:
     """Token rewards [B, T], the KL penalty and the score at the end; and the macro actions."""
     rewards = shape_rewards(
-        experience.clipped_scores,
+        experience.token_scores,
         experience.policy_logprobs,
         experience.ref_logprobs,
         experience.mask,

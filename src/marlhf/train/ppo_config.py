@@ -125,6 +125,8 @@ class PPOConfig(RLConfig):
             self._need("values: monte_carlo", "adds up rewards as they are", gamma=1.0)
             after = "samples again after each rollout"
             self._need("values: monte_carlo", after, async_steps=0)
+            middle = "continues responses from the middle, where no environment can be put back"
+            self._need("values: monte_carlo", middle, environment="")
 
         if self.critic_replay and self.critic_updates == 1:
             raise SettingError(

@@ -32,7 +32,7 @@ from marlhf.train.experience import (
     Experience,
     RolloutScorer,
     batch_metrics,
-    sample_responses,
+    sample_examples,
     staleness_metrics,
 )
 from marlhf.train.held_out import HeldOutEvaluation
@@ -202,7 +202,7 @@ class RLRun:
         batch = self.batch(step)
         if self.prefetcher is None:
             seeds = self.response_seeds(len(batch))
-            return batch, sample_responses([e.prompt for e in batch], self.models, seeds)
+            return sample_examples(batch, self.models, seeds, self.config.responses_per_prompt)
         if self.prefetcher.in_flight is None:
             self._begin(step, now=step)  # the first step: nothing was sampled ahead yet
         rollout = self.prefetcher.take(step)

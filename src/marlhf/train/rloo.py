@@ -17,10 +17,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from marlhf.core import Segments, group_advantages, kl_estimate, macro_gae, rloo_advantages
+from marlhf.core import (
+    Segments,
+    group_advantages,
+    kl_estimate,
+    macro_gae,
+    rloo_advantages,
+    state_advantages,
+)
 from marlhf.runtime.distributed import start
 from marlhf.runtime.loop import open_run
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
+from marlhf.train.conversations import turn_states
 from marlhf.train.experience import Credit, Experience, PolicyMetrics, count_terms
 from marlhf.train.ppo import policy_loss, shape_and_segment
 from marlhf.train.rl_models import Models
@@ -86,6 +94,11 @@ def assign_credit(
         advantages = group_advantages(
             rewards, config.num_samples, segments, scale=config.scale_group, **options
         )
+    if config.group == "state":
+        assert experience.episodes is not None
+        states = turn_states(experience.episodes, config.num_samples, rewards)
+        same_state = {"baseline": config.baseline, "scale": config.scale_group, **options}
+        advantages = advantages + state_advantages(rewards, states, segments, **same_state)
     return replace(credit, advantages=advantages)
 
 

@@ -34,6 +34,9 @@ class RLOOConfig(RLConfig):
     of all of them in units of their deviation (GRPO)."""
     scale_group: bool = True
     """With `baseline: group`, divide by the deviation; it favours prompts with little spread."""
+    group: Literal["prompt", "state"] = setting("prompt", on_card=True)
+    """With an environment: compare whole episodes of a prompt (prompt), or also each turn with the
+    turns of those episodes that were taken in the same state (state), as GiGPO does."""
     kl_in: Literal["reward", "loss"] = "reward"
     """Where kl_coef acts: a penalty on the reward (RLOO), or a term of the loss, by the estimator
     k3 (GRPO)."""
@@ -54,6 +57,11 @@ class RLOOConfig(RLConfig):
             )
         if self.tree is not None:
             self._check_tree(self.tree)
+        if self.group == "state" and not self.environment:
+            raise SettingError(
+                "group: state compares turns that were taken in the same state of an environment, "
+                "and there is none. Set environment, or leave out group."
+            )
 
     @property
     def responses_per_prompt(self) -> int:
@@ -76,6 +84,11 @@ class RLOOConfig(RLConfig):
                 "A tree branches where a macro action starts, which must be known by then, and "
                 "this segmenter looks at the whole response. Set segmenter: {type: ngram, n: 5}, "
                 "sentences or lines."
+            )
+        if self.environment:
+            raise SettingError(
+                "A tree continues a response from its middle, where an environment would have to "
+                "be put back. Leave out tree, or environment."
             )
         if self.async_steps:
             raise SettingError(
