@@ -31,9 +31,8 @@ from marlhf.reward import RewardFunction
 from marlhf.runs.atomic import FolderInUse, explain_disk_errors, lock_folder, write_bytes
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.progress import say, warn
-from marlhf.runtime.stage import Example
 from marlhf.spans.apply import explain_segmenter_errors
-from marlhf.train.experience import Experience, sample_responses
+from marlhf.train.experience import Experience, sample_examples
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_run import RLRun
 from marlhf.train.value_targets import ValueTargets
@@ -190,12 +189,13 @@ class CriticSamples:
         rl, rows = self.rl, self.rows_of(number)
         examples = [rl.examples[self.index[i]] for i in rows]
         seeds = [self.seeds[i] for i in rows]
-        rollout = sample_responses([e.prompt for e in examples], rl.models, seeds)
+        examples, rollout = sample_examples(examples, rl.models, seeds, 1)
         experience = rl.score(examples, rollout)
         rewards, _ = self.shape(experience, rl.models, self.config, rl.kl.coef, _generator())
         sequences = experience.sequences
         tensors = {
-            "tokens": sequences.responses.int(),
+            "ids": sequences.ids.int(),
+            "prompt_lengths": torch.tensor(sequences.prompt_lengths, dtype=torch.int32),
             "lengths": torch.tensor(sequences.lengths, dtype=torch.int32),
             "mask": experience.mask,
             "logprobs": experience.logprobs,
@@ -216,13 +216,14 @@ class CriticSamples:
         """What the critic learns from a file, by this run's own macro actions."""
         models = self.rl.models
         device, pad = models.world.device, models.tokenizer.pad_token_id
-        examples: list[Example] = [self.rl.examples[self.index[i]] for i in self.rows_of(number)]
-        prompts = [e.prompt for e in examples]
-        lengths: list[int] = part["lengths"].tolist()
-        responses = [row[:n] for row, n in zip(part["tokens"].tolist(), lengths)]
+        prompts, responses = list[list[int]](), list[list[int]]()
+        ends = zip(part["prompt_lengths"].tolist(), part["lengths"].tolist())
+        for row, (first, count) in zip(part["ids"].tolist(), ends):
+            prompts.append(row[:first])
+            responses.append(row[first : first + count])
         sequences = Sequences.from_lists(prompts, responses, pad, device, sampled=part["mask"])
         on_device = {name: send(x, device) for name, x in part.items()}
-        nothing = torch.zeros(len(examples), device=device)
+        nothing = torch.zeros(len(prompts), device=device)
         spans = send(models.parsing.begin(responses)(), device) if models.parsing else None
         experience = Experience(
             sequences,
@@ -260,8 +261,9 @@ def samples_key(rl: RLRun, config: PPOConfig) -> str:
     scorers = [scorer for _, scorer, _ in rl.models.reward.parts]
     functions = [scorer.function for scorer in scorers if isinstance(scorer, RewardFunction)]
     what.append([_source(function) for function in functions])
-    if sum(":" in name for name in config.reward_funcs) < len(functions):
-        what.append(str(rl.run.path.absolute()))  # functions given in Python: shared by nobody
+    unnamed = sum(":" in name for name in config.reward_funcs) < len(functions)
+    if unnamed or config.environment:  # code that no digest here would see change: not shared
+        what.append(str(rl.run.path.absolute()))
     return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()[:16]
 
 
