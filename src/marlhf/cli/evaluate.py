@@ -115,7 +115,7 @@ def credit(
     from marlhf.config.candidates import parse_candidates
 
     parse_candidates(tuple(rules or ()))  # a typo is reported before torch loads
-    from marlhf.credit.measure import measure, open_state, table, verdict
+    from marlhf.credit.measure import critic_verdict, measure, open_state, table, verdict
     from marlhf.credit.true_credit import locate
     from marlhf.credit.true_credit import table as where_table
     from marlhf.runs.atomic import write_json
@@ -138,6 +138,7 @@ def credit(
         return
     typer.echo(table(measured))
     typer.echo(verdict(measured))
+    typer.echo(critic_verdict(measured))
     if where:
         typer.echo("\n" + where_table(summary["where"]))
     tell(f"{run / CREDIT}; marlhf report shows it")

@@ -217,6 +217,14 @@ class Loop:
         self._interrupts.received = self._interrupts.received or "a signal"
         self._interrupts.check(where)
 
+    @contextlib.contextmanager
+    def other_steps(self, name: str, total: int, done: int = 0) -> Iterator[Steps]:
+        """A bar in the place of this one's, for work that comes before the first step."""
+        self._bar.stop()
+        with Steps(name, total, done) as steps:
+            yield steps
+        self._bar.__enter__()
+
     def log(self, numbers: dict[str, float], show: Sequence[str] = ()) -> None:
         """The metrics of a step that is done: to the folder, the bar, trackers and callbacks."""
         if self.step - self.done >= WATCHED_STEPS:

@@ -112,7 +112,7 @@ class Experience:
 
     def critic_values(self, models: Models) -> Tensor:
         """The critic's value of the state before each token, [B, T], without gradients."""
-        return _pass_over(self.sequences, models, models.values)
+        return all_values(self.sequences, models)
 
     def sample_weights(self, segments: Segments, ratio: Ratio, cap: float) -> Tensor | float:
         """Truncated importance weights of responses that older weights sampled, [B, T]; else 1."""
@@ -293,6 +293,11 @@ def _joined(first: Sequence[list[int]], second: Sequence[list[int]]) -> list[lis
 def all_logprobs(model: Model, sequences: Sequences, models: Models) -> Tensor:
     """Log-probs of the response tokens under a model, [B, T], without gradients."""
     return _pass_over(sequences, models, partial(models.logprobs, model))
+
+
+def all_values(sequences: Sequences, models: Models) -> Tensor:
+    """The critic's value of the state before each token, [B, T], without gradients."""
+    return _pass_over(sequences, models, models.values)
 
 
 def _pass_over(

@@ -35,6 +35,9 @@ from marlhf.runtime.objects import GivenObjects
 from marlhf.spans.apply import explain_segmenter_errors
 from marlhf.train.continuations import monte_carlo_values
 from marlhf.train.credit_choice import CreditChooser, CriticWatch, Measurement
+from marlhf.train.critic_pretraining import forget_pretraining, pretrain_critic
+from marlhf.train.critic_quality import explained_by_thirds
+from marlhf.train.critic_replay import CriticReplay
 from marlhf.train.experience import Credit, Experience, PolicyMetrics, count_terms
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
@@ -48,11 +51,15 @@ def train(config: PPOConfig, objects: GivenObjects, world: World, run: RunFolder
     if config.has_critic:
         rates["critic"] = config.critic_learning_rate
     chooser, watch_critic = CreditChooser(config), CriticWatch(config)
+    replay = CriticReplay(config)
+    checkpointed = chooser.checkpointed | replay.checkpointed
     credit_of_samples = partial(held_out_credit, chooser)
-    rl = RLRun(config, run, world, objects, credit_of_samples, rates, chooser.checkpointed)
+    rl = RLRun(config, run, world, objects, credit_of_samples, rates, checkpointed)
 
     with rl.loop:
         for step in rl.steps():
+            if step == 1:
+                pretrain_critic(rl, config, shape_and_segment, lambda_one_returns)
             config = chooser.config  # with `credit: auto`, the candidate in use
             batch, rollout = rl.sample(step)
             rl.clock.mark("rollout")
@@ -79,11 +86,22 @@ def train(config: PPOConfig, objects: GivenObjects, world: World, run: RunFolder
             measurement = chooser.measure(step, candidates) if measured else None
             rl.clock.mark("credit")
             metrics |= update(experience, credit, rl.learner, learning_rates, config, measurement)
+            if config.has_critic:
+                returns = lambda_one_returns(rewards, segments, config)
+                metrics |= explained_by_thirds(values, returns, segments.mask)
+                rate = learning_rates["critic"]
+                metrics |= replay.learn(
+                    step, batch, experience, segments, returns, rl.learner, rate
+                )
             rl.clock.mark("update")
-            chosen = chooser.update(step, credit, measurement, world)
+            reaches = partial(reach_of_each, experience, rl.models)
+            chosen = chooser.update(step, credit, measurement, world, reaches)
             numbers = rl.log(experience, credit, metrics | credit.value_metrics(), chosen)
+            chooser.note(numbers)
             watch_critic(step, credit, numbers)
-        return rl.close()
+        policy = rl.close()
+        forget_pretraining(rl)
+        return policy
 
 
 @torch.no_grad()
@@ -152,6 +170,12 @@ def assign_credit(rewards: Tensor, values: Tensor, segments: Segments, config: P
             **lambdas,
         )
     return Credit(rewards, segments, values, advantages, returns)
+
+
+def lambda_one_returns(rewards: Tensor, segments: Segments, config: PPOConfig) -> Tensor:
+    """The reward that really came after each macro action's start, [B, T]: no value is in it."""
+    plain = replace(config, lam=1.0, lam_value=None)
+    return assign_credit(rewards, torch.zeros_like(rewards), segments, plain).returns
 
 
 def update(
@@ -298,3 +322,18 @@ def by_each(
         assigned = assign_credit(credit.rewards, credit.values, segments, config)
         advantages.append(assigned.whitened(config.whiten))
     return torch.stack(advantages) / credit.segments.mask.sum().clamp(min=1)
+
+
+@torch.no_grad()
+def reach_of_each(
+    experience: Experience, models: Models, configs: Sequence[PPOConfig]
+) -> list[float]:
+    """The share of a response that credit reaches back over, by every way to assign it."""
+    responses = experience.responses(models.vocabulary, torch.Generator().manual_seed(0))
+    mask, shares = experience.mask, list[float]()
+    for config in configs:
+        segments = segment(config.segmenter, responses, split_last=config.split_last)
+        tokens = mask.float()
+        credit = Credit(tokens, segments, tokens, tokens, tokens)
+        shares.append(float(credit.reach(config.lam) * len(mask) / mask.sum().clamp(min=1)))
+    return shares
