@@ -16,7 +16,7 @@ WORKDIR /src
 COPY constraints.txt ./
 # A layer of its own: a change of marlhf does not fetch torch again.
 RUN pip install --no-cache-dir -c constraints.txt --extra-index-url ${TORCH_INDEX} torch
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY src src
 COPY recipes recipes
 RUN pip install --no-cache-dir -c constraints.txt ".[${EXTRAS}]"

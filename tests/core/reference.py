@@ -65,8 +65,9 @@ def boundary_gae(rewards, values, ids, mask, *, gamma, lam):
     return advantages, returns
 
 
-def clipped(ratio: float, advantage: float, clip: float, dual_clip: float | None) -> float:
-    near = min(max(ratio, 1 - clip), 1 + clip)
+def clipped(ratio: float, advantage: float, clip, dual_clip: float | None) -> float:
+    low, high = clip if isinstance(clip, tuple) else (clip, clip)
+    near = min(max(ratio, 1 - low), 1 + high)
     loss = max(-advantage * ratio, -advantage * near)
     if dual_clip is not None and advantage < 0:
         loss = min(loss, -advantage * dual_clip)
@@ -179,3 +180,30 @@ def tree_spans(tree) -> list[tuple[int, int]]:
         return begin, end, [(begin, end), *(s for _, _, spans in inside for s in spans)]
 
     return walk(tree)[2]
+
+
+def state_advantages(rewards, states, ids, mask, *, gamma, baseline, scale=False, eps=1e-4):
+    """All rows; zeros where the mask is False."""
+    turns = []  # (state, return still to come, tokens)
+    for row, (r, i, m) in enumerate(zip(rewards, ids, mask)):
+        actions = groups(i, m)
+        for first, action in enumerate(actions):
+            to_come = sum(
+                gamma**k * sum(r[t] for t in later) for k, later in enumerate(actions[first:])
+            )
+            turns.append((states[row][action[0]], to_come, [(row, t) for t in action]))
+    advantages = [[0.0] * len(row) for row in mask]
+    for number, (state, value, tokens) in enumerate(turns):
+        others = [v for k, (s, v, _) in enumerate(turns) if s == state and k != number]
+        if not others:
+            continue
+        everyone = [value, *others]
+        mean = sum(everyone) / len(everyone)
+        if baseline == "leave_one_out":
+            result = value - sum(others) / len(others)
+        else:
+            deviation = math.sqrt(sum((v - mean) ** 2 for v in everyone) / (len(everyone) - 1))
+            result = (value - mean) / ((deviation + eps) if scale else 1.0)
+        for row, t in tokens:
+            advantages[row][t] = result
+    return advantages

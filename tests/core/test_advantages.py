@@ -3,7 +3,7 @@ import math
 import pytest
 import reference
 import torch
-from cases import batches, numbers, seeds
+from cases import batches, batches_with_holes, numbers, seeds
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +11,7 @@ from marlhf.core import (
     NGram,
     Responses,
     Segments,
+    at_last_token,
     boundary_gae,
     gae,
     group_advantages,
@@ -20,6 +21,7 @@ from marlhf.core import (
     rloo_advantages,
     segment,
     shape_rewards,
+    state_advantages,
 )
 
 pytestmark = pytest.mark.slow  # all of it together
@@ -204,6 +206,54 @@ def test_shape_rewards_by_hand():
     torch.testing.assert_close(rewards, torch.tensor(wanted))
 
 
+def test_rewards_of_tokens_stay_where_they_are_earned():
+    mask = torch.tensor([[True, True, False, True]])
+    logprobs, ref = torch.where(mask, -1.0, math.nan), torch.where(mask, -1.5, math.nan)
+    earned = torch.tensor([[2.0, 0.0, 9.0, -4.0]])  # nothing is earned in a hole
+    rewards = shape_rewards(earned, logprobs, ref, mask, 0.2)
+    torch.testing.assert_close(rewards, torch.tensor([[1.9, -0.1, 0.0, -4.1]]))
+    clipped = shape_rewards(earned, logprobs, ref, mask, 0.0, score_clip=3.0)
+    torch.testing.assert_close(clipped, torch.tensor([[2.0, 0.0, 0.0, -3.0]]))
+
+
+@given(batches(), seeds)
+def test_a_score_per_row_is_a_reward_at_the_last_token(segments, seed):
+    mask = segments.mask
+    logprobs, ref = numbers(segments, seed), numbers(segments, seed + 1)
+    scores = torch.randn(len(mask), generator=torch.Generator().manual_seed(seed)).double()
+    by_token = at_last_token(scores, mask)
+    whole = shape_rewards(scores, logprobs, ref, mask, 0.1, score_clip=1.0)
+    assert torch.equal(whole, shape_rewards(by_token, logprobs, ref, mask, 0.1, score_clip=1.0))
+
+
+@given(batches_with_holes(max_rows=6), seeds, st.floats(0.0, 1.0), st.integers(1, 4))
+def test_state_advantages_are_the_obvious_loop(segments, seed, gamma, num_states):
+    rewards = numbers(segments, seed)
+    generator = torch.Generator().manual_seed(seed)
+    most = min(num_states, segments.mask.numel())
+    states = torch.randint(most, segments.mask.shape, generator=generator)
+    for options in (
+        {"baseline": "leave_one_out"},
+        {"baseline": "group"},
+        {"baseline": "group", "scale": True},
+    ):
+        got = state_advantages(rewards, states, segments, gamma=gamma, **options)
+        wanted = reference.state_advantages(
+            *(x.tolist() for x in (rewards, states, segments.ids, segments.mask)),
+            gamma=gamma,
+            **options,
+        )
+        torch.testing.assert_close(got, torch.tensor(wanted, dtype=torch.float64))
+
+
+def test_one_state_for_all_is_rloo_over_the_reward_to_come():
+    mask = torch.ones(3, 2).bool()
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 2.0], [0.0, 6.0]])
+    same = torch.zeros(3, 2, dtype=torch.int64)
+    got = state_advantages(rewards, same, cut(math.inf, mask))
+    torch.testing.assert_close(got, rloo_advantages(rewards, 3, cut(math.inf, mask)))
+
+
 def test_kl_estimators_by_hand():
     p, q = torch.tensor([-1.0]), torch.tensor([-3.0])
     assert kl_estimate(p, q, "k1").item() == 2.0
@@ -280,7 +330,7 @@ def test_bad_input_gets_a_sentence():
         macro_gae(x, x, segments, pooling="max")  # pyright: ignore
     with pytest.raises(ValueError, match="values must be floating point"):
         gae(x, x.long(), mask)
-    with pytest.raises(ValueError, match="one number a row"):
+    with pytest.raises(ValueError, match="one number per row"):
         shape_rewards(torch.ones(3), x, x, mask, 0.1)
     with pytest.raises(ValueError, match="kind must be one of"):
         kl_estimate(x, x, "k4")  # pyright: ignore

@@ -7,6 +7,7 @@ from marlhf.core.advantages import (
     macro_gae,
     pool_rewards,
     rloo_advantages,
+    state_advantages,
     tree_advantages,
 )
 from marlhf.core.agreement import Agreement, gradient_agreement, jackknife_error
@@ -20,7 +21,7 @@ from marlhf.core.losses import (
 )
 from marlhf.core.masked import masked_mean, moments, whiten
 from marlhf.core.responses import Responses, Vocabulary, pack_spans
-from marlhf.core.rewards import kl_estimate, shape_rewards
+from marlhf.core.rewards import at_last_token, kl_estimate, shape_rewards
 from marlhf.core.segmenters import (
     Constituents,
     Lines,
@@ -53,6 +54,7 @@ __all__ = [
     "Turns",
     "Vocabulary",
     "Words",
+    "at_last_token",
     "boundary_gae",
     "dpo_loss",
     "gae",
@@ -75,6 +77,7 @@ __all__ = [
     "segment",
     "sft_loss",
     "shape_rewards",
+    "state_advantages",
     "tree_advantages",
     "whiten",
 ]

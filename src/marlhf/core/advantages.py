@@ -276,6 +276,56 @@ def tree_advantages(
     return segments.spread(advantages)
 
 
+def state_advantages(
+    rewards: Tensor,  # [B, T]
+    states: Tensor,  # [B, T] int64 in [0, B * T), the state in which each token's action was chosen
+    segments: Segments,
+    *,
+    gamma: float = 1.0,
+    baseline: Literal["leave_one_out", "group"] = "leave_one_out",
+    scale: bool = False,
+    eps: float = 1e-4,
+) -> Tensor:
+    """Each macro action against those that were chosen in the same state: [B, T].
+
+    The reward still to come is compared with its mean over the other macro actions in that state
+    (`leave_one_out`), or with the mean of all of them (`group`), in units of their deviation if
+    `scale`. An action alone in its state gets 0. States are numbers that the caller gives, equal
+    for turns that face the same situation of the same prompt; the first token of an action says
+    which state it is of. Added to advantages of whole episodes this is GiGPO (arXiv 2505.10978).
+
+    >>> turns = Segments(torch.tensor([[0, 1]] * 3), torch.ones(3, 2).bool())
+    >>> rewards = torch.tensor([[0.0, 1.0], [0.0, 3.0], [0.0, 5.0]])
+    >>> states = torch.tensor([[0, 1], [0, 1], [0, 2]])
+    >>> state_advantages(rewards, states, turns)
+    tensor([[-3., -2.],
+            [ 0.,  2.],
+            [ 3.,  0.]])
+    """
+    check_tokens(segments.mask, rewards=rewards)
+    check_choice("baseline", baseline, ("leave_one_out", "group"))
+    _check_discounts(gamma=gamma)
+    to_go, exists = _discounted_to_go(segments.sum(rewards), gamma), segments.macro_mask
+    # The state of each macro action, [B * M]; what does not exist counts nowhere.
+    state = torch.zeros_like(segments.ids).scatter_add(
+        1, segments.ids, torch.where(segments.starts, states, 0)
+    )
+    state, there, x = state.flatten(), exists.flatten().to(to_go.dtype), to_go.flatten()
+
+    def over_state(y: Tensor) -> Tensor:
+        return torch.zeros_like(x).index_add(0, state, y * there)[state]
+
+    count = over_state(torch.ones_like(x)).clamp(min=1)
+    centred = x - over_state(x) / count
+    if baseline == "leave_one_out":
+        centred = centred * count / (count - 1).clamp(min=1)
+    elif scale:
+        variance = over_state(centred.square()) / (count - 1).clamp(min=1)
+        centred = centred / (variance.sqrt() + eps)
+    alone = (count < 2) | (there == 0)
+    return segments.spread(torch.where(alone, 0.0, centred).view_as(to_go))
+
+
 def _group_returns(
     rewards: Tensor, num_samples: int, segments: Segments | None, gamma: float
 ) -> tuple[Tensor, Tensor]:

@@ -228,6 +228,7 @@ class SamplingTask:
             return [gold_score(str(row.prompt), text) for row, text in zip(rows, texts)]
         if is_function(path):
             scores = RewardFunction(import_function(path), tokenizer)(ids, responses, rows)
+            scores = scores if scores.ndim == 1 else scores.sum(dim=1)  # parts of a response
             return [None if math.isnan(x) else x for x in scores.tolist()]
         if path not in self.reward_models:
             remote = self.plan.trust_remote_code
