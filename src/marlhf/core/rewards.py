@@ -80,8 +80,8 @@ def at_last_token(
 
 def overlong_penalty(
     lengths: Tensor,  # [B], tokens of each response
-    start: int,
-    end: int,
+    start: float,
+    end: float,
     *,
     most: float = 1.0,
 ) -> Tensor:

@@ -173,6 +173,7 @@ class CreditChooser:
         """Take in a batch, and choose for the next. Returns metrics."""
         if not self.auto:
             return {}
+        assert self.config.lam != "adaptive"
         metrics = {"credit/reach": float(credit.reach(self.config.lam))}
         if measurement is not None:
             metrics |= self.choose(step, measurement.over_ranks(world), measurement.seeds)
@@ -282,7 +283,8 @@ class CriticWatch:
         if not self.has_critic:
             return
         self.check_variance(step, metrics["rl/explained_variance"])
-        if step == 1 and not self.auto:
+        # The reach of an adaptive lambda is a share of the response, which the user chose.
+        if step == 1 and not self.auto and not isinstance(self.lam, str):
             reach = float(credit.reach(self.lam))
             warn_about_short_reach(reach, metrics["rl/length"], self.lam)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from marlhf.config.rl import RLConfig
 from marlhf.core import (
     Segments,
+    adaptive_lam,
     boundary_gae,
     macro_gae,
     ppo_policy_loss,
@@ -32,9 +33,10 @@ from marlhf.runtime.loop import open_run
 from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
 from marlhf.spans.apply import explain_segmenter_errors
-from marlhf.train.continuations import monte_carlo_values
+from marlhf.train.continuations import chosen_boundaries, monte_carlo_values
 from marlhf.train.credit_choice import CreditChooser, CriticWatch, Measurement
 from marlhf.train.experience import Credit, Experience, PolicyMetrics
+from marlhf.train.positive_examples import PositiveExamples
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import Learner, RLRun
@@ -52,6 +54,8 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
     chooser, watch_critic = CreditChooser(config), CriticWatch(config)
     credit_of_samples = partial(held_out_credit, chooser)
     rl = RLRun(config, run, world, objects, credit_of_samples, rates, chooser.checkpointed)
+    rl.score.provide_for(option.config.segmenter for option in chooser.options)
+    rl.score.reads_entropy |= config.boundaries is not None
 
     with rl.loop:
         for step in rl.steps():
@@ -65,6 +69,7 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             )
             metrics: dict[str, Tensor] = {}
             if not config.has_critic:
+                segments = chosen_boundaries(segments, experience, config)
                 values = monte_carlo_values(batch, experience, segments, rl, config)
             elif config.one_update:
                 values, metrics = critic_values_and_backward(
@@ -140,7 +145,8 @@ def critic_values_and_backward(
 @torch.no_grad()
 def assign_credit(rewards: Tensor, values: Tensor, segments: Segments, config: PPOConfig) -> Credit:
     """Advantages and returns of macro actions: the method itself."""
-    lambdas = {"gamma": config.gamma, "lam": config.lam, "lam_value": config.lam_value}
+    lam = adaptive_lam(segments, config.lam_alpha) if config.lam == "adaptive" else config.lam
+    lambdas = {"gamma": config.gamma, "lam": lam, "lam_value": config.lam_value}
     if config.credit == "boundary":
         advantages, returns = boundary_gae(rewards, values, segments, **lambdas)
     else:
@@ -198,6 +204,7 @@ def backward(
         experience, counts["token"], config, *(["rl/value_loss"] if train_critic else [])
     )
     measured = measurement and measurement.begin()
+    examples = PositiveExamples.of(experience, rows, config)
     for micro in experience.micro_batches(models, rows):
         segments = micro.segments(credit.segments)
         with torch.set_grad_enabled(train_policy):
@@ -206,6 +213,8 @@ def backward(
         old_logprobs = micro.old_logprobs(experience, logprobs)
         advantages = micro.take(credit.advantages)
         loss = policy_loss(logprobs, old_logprobs, advantages, segments, counts, config)
+        if examples:
+            loss = loss + examples.loss(logprobs, micro)
         if measured:
             measured.add(micro)
         # Before the critic's pass: only one graph is in memory at a time.

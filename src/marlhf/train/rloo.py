@@ -21,6 +21,7 @@ from marlhf.core import Segments, group_advantages, kl_estimate, macro_gae, rloo
 from marlhf.runtime.distributed import start
 from marlhf.runtime.loop import open_run
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
+from marlhf.train.dynamic_sampling import replace_equal_groups, rows_to_train
 from marlhf.train.experience import Credit, Experience, PolicyMetrics, count_terms
 from marlhf.train.ppo import policy_loss, shape_and_segment
 from marlhf.train.rl_models import Models
@@ -49,16 +50,18 @@ def train(config: RLOOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             rl.clock.mark("rollout")
             experience = rl.score(batch, rollout)
             rl.clock.mark("score")
+            experience, resampled = replace_equal_groups(experience, rl, config)
             credit = assign_credit(experience, rl.models, config, rl.kl.coef, rl.shuffler, tree)
             rl.clock.mark("credit")
             trained = experience, credit
             if tree is not None:  # leaves share tokens, and each is trained once
                 trained = tree.own_tokens(experience, credit, rl.models)
-            metrics = update(*trained, rl.learner, rl.rates(step), config, rl.kl.coef)
+            rows = rows_to_train(*trained, config)
+            metrics = update(*trained, rl.learner, rl.rates(step), config, rl.kl.coef, rows)
             rl.clock.mark("update")
             by_prompt = experience.scores.view(-1, config.responses_per_prompt)
             metrics["rl/group_std"] = by_prompt.std(dim=1).mean()
-            rl.log(experience, credit, metrics)
+            rl.log(experience, credit, metrics | resampled)
         return rl.close()
 
 
@@ -129,12 +132,13 @@ def update(
     learning_rates: dict[str, float],
     config: RLOOConfig,
     kl_coef: float,
+    rows: list[int] | None = None,
 ) -> dict[str, Tensor]:
-    """All updates that this batch of responses is used for."""
+    """All updates that this batch of responses, or some rows of it, is used for."""
     weights = experience.sample_weights(credit.segments, config.ratio, config.importance_cap)
     credit = replace(credit, advantages=credit.advantages * weights)
     compute = partial(backward, experience, credit, learner.models, config, kl_coef)
-    return learner.update([compute], experience, credit, learning_rates)
+    return learner.update([compute], experience, credit, learning_rates, rows=rows)
 
 
 def backward(
@@ -148,6 +152,7 @@ def backward(
     """Gradients of one mini-batch, micro-batch by micro-batch, as exact parts of its mean."""
     counts = count_terms(credit.segments, rows)
     sums = PolicyMetrics(experience, counts["token"], config)
+    counts = divisors(counts, len(rows), config)
     for micro in experience.micro_batches(models, rows):
         segments = micro.segments(credit.segments)
         logprobs = models.logprobs(models.policy, micro.sequences)
@@ -160,6 +165,14 @@ def backward(
         (loss * micro.weight).backward()
         sums.add(micro, segments, logprobs, old_logprobs, {"rl/policy_loss": loss})
     return sums.over_ranks(models.world)
+
+
+def divisors(counts: dict[str, Tensor], num_rows: int, config: RLOOConfig) -> dict[str, Tensor]:
+    """What sums over tokens or macro actions are divided by."""
+    if config.divide_by == "tokens":
+        return counts
+    most = num_rows * config.sampling.max_new_tokens
+    return counts | {"token": torch.full_like(counts["token"], most)}
 
 
 def sum_as_ratio(x: Tensor, segments: Segments, config: RLOOConfig) -> Tensor:
