@@ -184,6 +184,7 @@ class CreditChooser:
         """
         if not self.auto:
             return {}
+        assert self.config.lam != "adaptive"
         metrics = {"credit/reach": float(credit.reach(self.config.lam))}
         if measurement is not None:
             allowed = None
@@ -319,7 +320,8 @@ class CriticWatch:
         self.check_variance(step, metrics["rl/explained_variance"])
         if not self.warned:
             self.watch_knowledge(step, metrics)
-        if step == 1 and not self.auto:
+        # The reach of an adaptive lambda is a share of the response, which the user chose.
+        if step == 1 and not self.auto and not isinstance(self.lam, str):
             reach = float(credit.reach(self.lam))
             warn_about_short_reach(reach, metrics["rl/length"], self.lam)
 
