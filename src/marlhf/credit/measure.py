@@ -282,6 +282,7 @@ def measure(state: RunState, rules: tuple[str, ...] = (), *, batches: int = 24, 
     if batches < 3:
         raise CreditError(f"--batches must be at least 3 to compare anything; got {batches}.")
     options = options_of(state.config, parse_candidates(rules or MEASURED))
+    state.score.provide_for(option.config.segmenter for option in options)
     configs = [*(option.config for option in options), unbiased(options[0].config)]
     size = state.config.batch_size
     file = state.folder / CREDIT_LINES

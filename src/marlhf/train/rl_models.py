@@ -74,6 +74,13 @@ class Models:
         with autocast(self.world.device, self.precision):
             return token_stats(model, sequences, self.sampling.scale, scores=scores).logprobs
 
+    def entropy(self, sequences: Sequences) -> Tensor:
+        """Of the policy's choice of each response token, in nats: [B, T]."""
+        with autocast(self.world.device, self.precision):
+            stats = token_stats(self.policy, sequences, self.sampling.scale, entropy=True)
+        assert stats.entropy is not None
+        return stats.entropy
+
     def values(self, sequences: Sequences) -> Tensor:
         """The critic's value of the state before each token, [B, T]."""
         with autocast(self.world.device, self.precision):
