@@ -1,8 +1,8 @@
 """Programs are judged by their tests, and mended with what a programmer would see of them."""
 
 import pytest
-from conversations import play
 
+from conversations import play
 from marlhf.data import Row
 from marlhf.data.code import humaneval_row, mbpp_row, toy_rows
 from marlhf.environments import find_environment
@@ -22,7 +22,9 @@ HUMANEVAL, _ = humaneval_row(
     {
         "prompt": "def double(x):\n    ''' Twice x. '''\n",
         "canonical_solution": "    return 2 * x\n",
-        "test": "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(3) == 6\n",
+        "test": (
+            "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(3) == 6\n"
+        ),
         "entry_point": "double",
     }
 )
