@@ -36,6 +36,7 @@ EXTRAS = {
     "benepar": ("benepar", "macro actions by the Berkeley parser"),
     "judge": ("openai", "judging by an API"),
     "annotate": ("fastapi", "the page on which people vote"),
+    "textarena": ("textarena", "games for one player"),
     "vllm": ("vllm", "sampling with vLLM"),
     "verl": ("verl", "macro actions inside verl's trainer"),
     "tensorboard": ("tensorboard", "report_to: tensorboard"),
