@@ -7,17 +7,15 @@ the end of the last turn and the reply to it are prefilled. Axes: B rows, N new 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import torch
-from torch import Tensor
 
 from marlhf.data.collate import pad_right, token_budget_batches
 from marlhf.models.sequences import receive, send
 from marlhf.rollout.continuous import KEY_MULTIPLE, DecodeStep, Schedule
-from marlhf.rollout.engine import Reply, draws
+from marlhf.rollout.engine import Reply
 from marlhf.rollout.turns import MAX_WORKERS, Conversations
 
 GATHER_SECONDS = 0.005
@@ -58,10 +56,10 @@ class ConversationSchedule(Schedule):
         deterministic = torch.are_deterministic_algorithms_enabled()
         self.fixed_order = (not self.gpu or deterministic) if fixed_order is None else fixed_order
 
-    @functools.cached_property
-    def uniform(self) -> Tensor:
-        """Random numbers of whole responses, the world's tokens included."""
-        return draws(self.seeds, max(self.conversations.limits), self.state.device)
+    @property
+    def most_tokens(self) -> int:
+        """Of all turns of a conversation, and the world's."""
+        return max(self.conversations.limits)
 
     def converse(self) -> None:
         self.pool = ThreadPoolExecutor(MAX_WORKERS, thread_name_prefix="reply")
