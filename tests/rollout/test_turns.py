@@ -230,7 +230,7 @@ def test_others_are_sampled_while_the_world_thinks(small, monkeypatch, fixed):
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
 def test_long_replies_fit_in_one_go(kind, small, length):
     model = small("llama", max_position_embeddings=256)
-    limits = [100 + row for row in range(13)]
+    limits = [20 + 2 * length + row for row in range(13)]
     talk = lambda row, tokens: [(7 * i + row) % 48 for i in range(length + row % 2)]  # noqa: E731
     rollout = converse(kind(model, ENDS, 0), talk, limits=limits)
     expected = converse(PlainEngine(model, ENDS, 0, token_budget=1), talk, limits=limits)
@@ -327,7 +327,7 @@ def test_a_turn_prefills_no_more_than_its_new_tokens(small, monkeypatch):
     monkeypatch.setattr(LlamaDecoder, "prefill", once)
     converse(engine)
     assert sum(number < 0 for number in fed) == 1  # all prompts at once
-    assert max(fed) == 16  # and then an end token and up to five more, rounded up
+    assert max(fed) == 5  # and then an end token and up to five more, but for the last
 
 
 def test_paused_slots_give_their_prefix_to_later_rows(small):
@@ -386,14 +386,13 @@ def test_a_model_without_a_working_decoder_converses_plainly(small, monkeypatch)
     assert_same(found, converse(PlainEngine(model, ENDS, 0)))
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt-neox"])
-def test_compiled_layers_converse_as_plain_ones(small, name):
+def test_compiled_layers_converse_as_plain_ones(small):
     torch._dynamo.reset()
-    compiled = small(name)
+    compiled = small("gpt-neox")
     compile_blocks(compiled, backend="eager")
     engine = NativeEngine(compiled, ENDS, 0, token_budget=64 * 6)
     engine._choose = lambda _: CompiledDecoder
-    assert_same(converse(engine), converse(PlainEngine(small(name), ENDS, 0)))
+    assert_same(converse(engine), converse(PlainEngine(small("gpt-neox"), ENDS, 0)))
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 5.0), (4, 5.0)])
@@ -448,7 +447,7 @@ def test_nothing_of_the_world_is_seen_by_random_numbers_of_others():
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma2", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2"])
 @pytest.mark.parametrize("slots", [64, 5])
 def test_graphs_converse_as_the_plain_loop_does(small, name, slots):
     """With indexed slots, graphs and idle slots that stay where they are."""
@@ -462,8 +461,9 @@ def test_graphs_converse_as_the_plain_loop_does(small, name, slots):
 
 @pytest.mark.gpu
 @on_gpu
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize(
+    ("name", "compiled"), [("llama", False), ("qwen3", False), ("gemma2", False), ("gemma2", True)]
+)
 @torch.no_grad()
 def test_conversations_in_bfloat16_have_the_logprobs_of_float32(small, name, compiled):
     model = small(name, head_dim=16, initializer_range=0.1).cuda()

@@ -77,7 +77,9 @@ class DecodeStep:
             return
         if slots not in self.graphs:
             self.graphs[slots] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graphs[slots]):
+            # Threads with replies may use the GPU meanwhile, which is no part of the graph.
+            mode = "thread_local" if self.holds else "global"
+            with torch.cuda.graph(self.graphs[slots], capture_error_mode=mode):
                 # A graph has fixed shapes, so it may attend to all keys.
                 self._step(None, slots)
         self.graphs[slots].replay()

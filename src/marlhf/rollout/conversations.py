@@ -18,8 +18,8 @@ from marlhf.rollout.continuous import KEY_MULTIPLE, DecodeStep, Schedule
 from marlhf.rollout.engine import Reply
 from marlhf.rollout.turns import MAX_WORKERS, Conversations
 
-GATHER_SECONDS = 0.005
-"""How long to wait for more replies than the first, while nothing else is to be done."""
+GATHER_SECONDS = 0.02
+"""How long to wait for all replies while nothing else is to be done: some ten steps of a GPU."""
 SCORES = 1 << 25
 """New tokens times the keys that they may see, in one pass: the size of a mask."""
 
@@ -145,9 +145,8 @@ class ConversationSchedule(Schedule):
             if not batch:
                 continue
             ids = pad_right([new[i] for i in batch], 0)[0]
-            # Both sizes are rounded up, as in `Schedule`: for the sake of equal bits on a CPU. A
-            # GPU compiles for no special sizes then.
-            ids = torch.nn.functional.pad(ids, (0, -ids.shape[1] % KEY_MULTIPLE))
+            if ids.shape[1] == 1:  # a single row again, and a GPU would compile for it anew
+                ids = torch.nn.functional.pad(ids, (0, 1))
             lengths = [len(texts[i]) for i in batch]
             starts = torch.tensor([length - 1 - len(new[i]) for length, i in zip(lengths, batch)])
             # Padding is written behind a text, where the next steps write over it. None of it goes
