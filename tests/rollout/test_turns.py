@@ -14,7 +14,7 @@ from marlhf.models.compile import compile_blocks
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.rollout import Sampling, conversations, native
 from marlhf.rollout.check import decoder_error
-from marlhf.rollout.continuous import sample
+from marlhf.rollout.continuous import CHECK_EVERY, sample
 from marlhf.rollout.conversations import ConversationSchedule
 from marlhf.rollout.engine import draws
 from marlhf.rollout.llama import LlamaDecoder
@@ -357,6 +357,29 @@ def test_slots_that_were_moved_are_extended_where_their_keys_are(small, monkeypa
         engine = NativeEngine(model, ENDS, 0, token_budget=64 * slots)
         for _ in range(2):
             assert_same_bits(converse(engine), expected)
+
+
+class SeveralSteps(AnyOrder):
+    """Several steps before it is noticed what has ended, as on a GPU, and the last one after."""
+
+    def _advance(self):
+        left = [self.limits[row] - self.age[slot] for slot, row in self._unfinished()]
+        flags = []
+        for _ in range(min(CHECK_EVERY, max(left))):
+            flags.append(super()._advance())
+        return flags[max(len(flags) - 2, 0)]
+
+
+@pytest.mark.parametrize("slots", [3, 13])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_paused_slots_keep_their_text_while_others_take_several_steps(
+    small, monkeypatch, name, slots
+):
+    model = small(name)
+    monkeypatch.setattr(native, "ConversationSchedule", SeveralSteps)
+    monkeypatch.setattr(native, "LlamaDecoder", IndexedDecoder)
+    engine = NativeEngine(model, ENDS, 0, token_budget=64 * slots)
+    assert_same(converse(engine), converse(PlainEngine(model, ENDS, 0)))
 
 
 @torch.no_grad()
