@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from marlhf.config.build import build_segmenter
 from marlhf.config.settings import SEGMENTERS
 from marlhf.errors import SettingError
 
@@ -61,6 +62,10 @@ class Candidate:
         if isinstance(lam, bool) or not isinstance(lam, (int, float)) or not 0 <= lam <= 1:
             raise SettingError(f"{text!r}: lam must lie between 0 and 1.")
         return cls(rule, given, float(lam), **chosen)
+
+    def segmenter(self) -> Any:
+        """The rule itself, for which torch is imported."""
+        return build_segmenter({"type": self.rule, **self.settings}, self.name)
 
     @property
     def name(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,11 @@ def ngram(**settings: Any) -> Segmenter:
     from marlhf.core import NGram
 
     return NGram(**settings)
+
+
+def is_positive(value: object) -> bool:
+    """Whether a value is a positive, finite number."""
+    return isinstance(value, numbers.Real) and 0 < float(value) < math.inf
 
 
 @dataclass(frozen=True)
@@ -138,8 +144,8 @@ class RLConfig(StageConfig):
     """Discount from one macro action to the next."""
 
     environment: str = setting("", on_card=True, defines_score=True)
-    """What answers between the model's turns: guess, python, fix-code, textarena:NAME, or a class of
-    yours as `module:Class`. Without one a response is a single turn."""
+    """What answers between the model's turns: guess, python, fix-code, textarena:NAME, or a class
+    of yours as `module:Class`. Without one a response is a single turn."""
     environment_options: dict[str, Any] = setting(factory=dict, on_card=True, defines_score=True)
     """Settings of the environment, such as {numbers: 64}."""
     max_turns: int = setting(8, above=0, on_card=True)
@@ -174,8 +180,9 @@ class RLConfig(StageConfig):
     """Steps in which the rates rise; overrides warmup_ratio. The paper: 200; 27B 0; code 20."""
     num_mini_batches: int = setting(1, above=0, on_card=True)
     """Updates in each pass over a batch of responses."""
-    clip: float = setting(0.2, above=0, on_card=True)
-    """How far the ratio may move before its gradient stops."""
+    clip: float | tuple[float, float] = setting(0.2, on_card=True)
+    """How far the ratio may move before its gradient stops; [0.2, 0.28] allows more upwards than
+    downwards (DAPO)."""
     dual_clip: float | None = setting(None, above=1)
     """Bound the loss of negative advantages at this multiple; 3 is usual."""
 
@@ -197,6 +204,11 @@ class RLConfig(StageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        bounds = self.clip if isinstance(self.clip, (tuple, list)) else (self.clip, self.clip)
+        if len(bounds) != 2 or not all(is_positive(bound) for bound in bounds):
+            raise SettingError(
+                f"clip must be a positive number, or two, [low, high]; got {self.clip!r}."
+            )
         if self.sampling.temperature == 0:
             raise SettingError("The policy must explore: set sampling.temperature above 0.")
         if not all(math.isfinite(weight) for weight in self.reward_weights or ()):
@@ -244,6 +256,12 @@ class RLConfig(StageConfig):
     def warmup(self, total: int) -> int:
         """Steps of warm-up in a run of `total`."""
         return round(self.warmup_ratio * total) if self.warmup_steps is None else self.warmup_steps
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """How far the ratio may move down and up."""
+        low, high = self.clip if isinstance(self.clip, (tuple, list)) else (self.clip, self.clip)
+        return low, high
 
     @property
     def one_update(self) -> bool:

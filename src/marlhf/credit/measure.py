@@ -45,6 +45,7 @@ from marlhf.runtime.distributed import start
 from marlhf.runtime.objects import NO_OBJECTS
 from marlhf.runtime.progress import Steps, say, warn
 from marlhf.runtime.stage import Example, batch_rows
+from marlhf.train.conversations import scored_row, turn_rewards
 from marlhf.train.credit_choice import (
     ERRORS,
     CreditChooser,
@@ -56,7 +57,6 @@ from marlhf.train.credit_choice import (
     options_of,
     unbiased,
 )
-from marlhf.train.conversations import scored_row, turn_rewards
 from marlhf.train.critic_quality import NOTHING, THIRDS, advice, explained_by_thirds
 from marlhf.train.experience import Credit, Experience, RolloutScorer, sample_examples
 from marlhf.train.held_out import sample_held_out, score_scale
@@ -349,7 +349,8 @@ def sample_batch(
     state: RunState, number: int, seed: int, most: int | None = None
 ) -> tuple[Experience, list[Example]]:
     """A batch that training could meet next, or the first `most` rows of it."""
-    rows = batch_rows(state.step + number, state.config, len(state.examples))
+    size, run_seed = state.config.batch_size, state.config.seed
+    rows = batch_rows(state.step + number, len(state.examples), size, run_seed)
     examples = [state.examples[i] for i in rows[:most]]
     generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
     seeds = torch.randint(2**62, (len(rows),), generator=generator).tolist()

@@ -27,7 +27,7 @@ from marlhf.environments import (
     find_environment,
     preflight,
 )
-from marlhf.models.base import Tokenizer
+from marlhf.models.base import Model, Tokenizer
 from marlhf.rollout.engine import Engine, Rollout, Sampling
 from marlhf.runtime.distributed import World, gather_rollout
 from marlhf.runtime.objects import GivenObjects
@@ -63,9 +63,18 @@ class Conversations:
         return cls(make, ChatTokens(tokenizer), *limits)
 
     def check(self, row: Row) -> None:
-        """Refuse an environment that cannot begin with a row, or a chat template that cannot play."""
+        """Refuse an environment that cannot begin with a row, or a template that cannot play."""
         limits = {"max_turns": self.max_turns, "episode_tokens": self.episode_tokens}
         preflight(self.make, row, self.chat, **limits, timeout=self.timeout)
+
+    def check_positions(self, model: Model, name: str) -> None:
+        """Refuse conversations longer than a model has positions."""
+        limit = getattr(model.config, "max_position_embeddings", None)
+        if limit is not None and self.episode_tokens > limit:
+            raise ConversationError(
+                f"A conversation may take {self.episode_tokens} tokens, but the {name} has {limit} "
+                f"positions. Set episode_tokens to {limit} or less."
+            )
 
     def play(
         self,

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marlhf.config.build import build_segmenter
-from marlhf.config.candidates import CANDIDATES, Candidate, parse_candidates
+from marlhf.config.candidates import Candidate
 from marlhf.config.settings import to_raw
 from marlhf.core import Agreement, NGram, gradient_agreement
 from marlhf.models.scores import BLOCK, BLOCKS, TokenScores
@@ -61,10 +60,9 @@ def options_of(config: PPOConfig, candidates: list[Candidate]) -> list[Option]:
         plain = replace(config, credit="macro", credit_candidates=())
     options = [Option(name_of(plain), plain)]
     for candidate in candidates:
-        rule = build_segmenter({"type": candidate.rule, **candidate.settings}, candidate.name)
         changed = {"sigma": candidate.sigma, "lam": candidate.lam, "credit": candidate.credit}
         changed |= {"pooling": "sum", "rho": 1.0, "ratio": "token", "value_level": "token"}
-        option = Option(candidate.name, replace(plain, segmenter=rule, **changed))
+        option = Option(candidate.name, replace(plain, segmenter=candidate.segmenter(), **changed))
         if option.name != options[0].name and option.config != plain:
             options.append(option)
     return options
@@ -147,8 +145,7 @@ class CreditChooser:
         self.auto = config.credit == "auto"
         self.options = [Option("", config)]
         if self.auto:
-            candidates = parse_candidates(config.credit_candidates or CANDIDATES)
-            self.options = options_of(config, candidates)
+            self.options = options_of(config, config.candidates)
         self.choice = 0
         self.window: deque[tuple[Sequence[int], Tensor]] = deque(maxlen=WINDOW)
         """Of each batch the seeds of its sketch, and [E + 1, D]."""

@@ -83,7 +83,7 @@ class Experience:
 
     @property
     def token_scores(self) -> Tensor:
-        """Scores as rewards: at the end, [B], or at tokens where parts were earned there, [B, T]."""
+        """Scores as rewards: [B], at the end, or [B, T], where parts were earned on the way."""
         if self.earned is None:
             return self.clipped_scores
         return self.earned + at_last_token(self.clipped_scores - self.earned.sum(dim=1), self.mask)
@@ -110,11 +110,6 @@ class Experience:
         """Parts of the batch, or of some of its rows, for passes with gradients."""
         return micro_batches(self.sequences, models.pass_tokens, models.world, rows)
 
-    @staticmethod
-    def count_terms(segments: Segments, rows: list[int] | None = None) -> dict[str, Tensor]:
-        """What a loss is a mean over: tokens, or macro actions. Of some rows, if given."""
-        return count_terms(segments, rows)
-
     def critic_values(self, models: Models) -> Tensor:
         """The critic's value of the state before each token, [B, T], without gradients."""
         return all_values(self.sequences, models)
@@ -132,6 +127,11 @@ class Experience:
         """The tokens of each response, without padding."""
         rows = self.sequences.responses.tolist()
         return [row[:length] for row, length in zip(rows, self.sequences.lengths)]
+
+    def sampled_tokens(self) -> list[list[int]]:
+        """The tokens of each response that the policy sampled."""
+        rows, masks = self.sequences.responses.tolist(), self.mask.tolist()
+        return [[t for t, own in zip(row, mask) if own] for row, mask in zip(rows, masks)]
 
 
 @dataclass(frozen=True)
@@ -369,7 +369,7 @@ class PolicyMetrics:
         self, experience: Experience, num_tokens: Tensor, config: RLConfig, *more: str
     ) -> None:
         self.experience, self.num_tokens = experience, num_tokens
-        self.ratio, self.clip = config.ratio, config.clip
+        self.ratio, self.clip_range = config.ratio, config.clip_range
         names = ("rl/policy_loss", "rl/clip_fraction", "rl/approx_kl", "rl/logprob_gap", *more)
         self.sums = {name: torch.zeros((), device=num_tokens.device) for name in names}
 
@@ -387,7 +387,8 @@ class PolicyMetrics:
         if self.ratio != "token":
             pool = segments.sum if self.ratio == "macro" else segments.mean
             change = segments.spread(pool(change))
-        outside = ((change.exp() - 1).abs() > self.clip).float()
+        low, high = self.clip_range
+        outside = ((change.exp() < 1 - low) | (change.exp() > 1 + high)).float()
         gap = (logprobs - micro.take(self.experience.logprobs)).abs()
         drift = {
             "rl/clip_fraction": masked_mean(outside, mask, tokens),

@@ -100,7 +100,7 @@ class HeldOutEvaluation:
             "eval/score": _mean(scores),
             "eval/kl": _mean(kl),
             "eval/length": _mean(lengths),
-            "eval/repetition": _mean([repetition(row) for row in tokens]),
+            "eval/repetition": _mean([repetition(row) for row in experience.sampled_tokens()]),
             "eval/ended": _mean(ended),
             "eval/win_rate": win_rate(self.start_scores, scores),
         }

@@ -27,28 +27,26 @@ from marlhf.core import (
     segment,
     shape_rewards,
 )
-from marlhf.runtime.distributed import start
-from marlhf.runtime.loop import open_run
+from marlhf.runs.write import RunFolder
+from marlhf.runtime.distributed import World
+from marlhf.runtime.loop import in_run_folder
 from marlhf.runtime.memory import fit_memory
-from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
+from marlhf.runtime.objects import GivenObjects
 from marlhf.spans.apply import explain_segmenter_errors
 from marlhf.train.continuations import monte_carlo_values
 from marlhf.train.credit_choice import CreditChooser, CriticWatch, Measurement
 from marlhf.train.critic_pretraining import forget_pretraining, pretrain_critic
 from marlhf.train.critic_quality import explained_by_thirds
 from marlhf.train.critic_replay import CriticReplay
-from marlhf.train.experience import Credit, Experience, PolicyMetrics
+from marlhf.train.experience import Credit, Experience, PolicyMetrics, count_terms
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import Learner, RLRun
 
 
-def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
+@in_run_folder("ppo")
+def train(config: PPOConfig, objects: GivenObjects, world: World, run: RunFolder) -> Path:
     """Train, or resume training; returns the folder of the policy."""
-    world = start(config.device, config.parallel)
-    run = open_run(config, "ppo", world)
-    if run.finished:
-        return run.model
     rates = {"policy": config.learning_rate}
     if config.has_critic:
         rates["critic"] = config.critic_learning_rate
@@ -137,7 +135,7 @@ def critic_values_and_backward(
     Where a batch makes one update, the pass that computes the values can also train the critic,
     which saves a forward pass: the returns of a row need the values of no other row.
     """
-    counts = experience.count_terms(segments)
+    counts = count_terms(segments)
 
     def compute() -> tuple[Tensor, Tensor]:
         values, total_loss = torch.zeros_like(rewards), torch.zeros((), device=rewards.device)
@@ -198,9 +196,7 @@ def update(
     compute = partial(backward, experience, credit, learner.models, config, train_policy)
     passes = [partial(compute, None)] * config.num_ppo_epochs
     passes[0] = partial(compute, measurement)
-    # With one update the critic has its gradients already, and `backward` adds none.
-    done = ["critic"] if config.one_update else []
-    return learner.update(passes, experience, credit, learning_rates, with_gradients=done)
+    return learner.update(passes, experience, credit, learning_rates)
 
 
 def backward(
@@ -216,7 +212,7 @@ def backward(
 
     While only the critic trains, the policy's pass has no gradients: its metrics are logged still.
     """
-    counts = experience.count_terms(credit.segments, rows)
+    counts = count_terms(credit.segments, rows)
     train_critic = config.has_critic and not config.one_update
     sums = PolicyMetrics(
         experience, counts["token"], config, *(["rl/value_loss"] if train_critic else [])
@@ -262,7 +258,7 @@ def policy_loss(
         old_logprobs,
         advantages,
         segments.mask,
-        clip=config.clip,
+        clip=config.clip_range,
         dual_clip=config.dual_clip,
         ratio=config.ratio,
         segments=segments,

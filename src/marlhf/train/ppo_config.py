@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from marlhf.config.candidates import parse_candidates
+from marlhf.config.candidates import CANDIDATES, Candidate, parse_candidates
 from marlhf.config.rl import RLConfig
 from marlhf.errors import SettingError
 from marlhf.fields import check_settings, setting
@@ -144,6 +144,12 @@ class PPOConfig(RLConfig):
             )
             got = ", ".join(f"{name}: {getattr(self, name)}" for name in wrong)
             raise SettingError(f"{choice} {why}, so {got} does not fit: {wanted}.")
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """What `credit: auto` chooses among beside these settings."""
+        chosen = self.credit_candidates or CANDIDATES
+        return parse_candidates(chosen) if self.credit == "auto" else []
 
     @property
     def has_critic(self) -> bool:

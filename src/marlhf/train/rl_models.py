@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from marlhf.rollout.vllm import VLLMEngine
 from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World, gather_rollout
-from marlhf.runtime.model_loader import load_sources, reward_items, reward_role, rl_sources
+from marlhf.runtime.model_loader import RewardItem, load_sources, reward_items, rl_sources
 from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.progress import say
 from marlhf.runtime.stage import Example, check_positions, each_prompt_once, load_examples
@@ -84,19 +85,20 @@ def load_models(config: RLConfig, objects: GivenObjects, world: World, *, critic
     with world.raise_on_all_ranks():
         given, remote = objects.tokenizer or config.model, config.trust_remote_code
         tokenizer = load_tokenizer(given, trust_remote_code=remote, setting="model")
-        sources = rl_sources(config, objects, tokenizer, critic=critic)
+        items = reward_items(config, objects)
+        sources = rl_sources(config, objects, tokenizer, items, critic=critic)
         models = load_sources(sources, {"policy", "critic"}, config, world)
         for role in ("policy", "reference", "critic"):
             if role in models:
                 check_vocabulary(models[role], tokenizer, f"the {role}")
         policy = models["policy"]
-        rewards = _rewards(config, objects, models, tokenizer, world)
+        ends, pad = end_tokens(policy, tokenizer), tokenizer.pad_token_id
+        rewards = _rewards(config, items, models, tokenizer, world)
         gold = None
         if config.gold_model:
             gold = _reward_model(config.gold_model, models["gold"], None, config, tokenizer, world)
         parsing = open_parsing(config.segmenter, tokenizer)
         conversations = Conversations.of(config, objects, tokenizer, world)
-        ends, pad = end_tokens(policy, tokenizer), tokenizer.pad_token_id
         engine, ahead = _load_engine(config, policy, ends, pad, world)
     table = vocabulary(tokenizer, policy.config.get_text_config().vocab_size)
     return Models(
@@ -123,17 +125,21 @@ def load_prompts(
 ) -> tuple[list[Example], list[Example]]:
     """Prompts to train on and to evaluate on, each once, and short enough for every model."""
     with models.world.raise_on_all_ranks():
-        loaded = load_examples(config, "ppo", models.tokenizer, objects, needs=config.columns)
+        name, tokenizer = Path(config.output_dir).name, models.tokenizer
+        loaded = load_examples(
+            config.data, "ppo", tokenizer, objects, name=name, needs=config.columns
+        )
         # Of an environment prompts are only a beginning: what is played is in the columns.
         examples, held_out = loaded if models.conversations else map(each_prompt_once, loaded)
         readers = {"policy": models.policy, "reference": models.reference, "critic": models.critic}
         for name, scorer, _ in models.reward.parts:
             if isinstance(scorer, RewardModel) and not scorer.foreign:  # else it counts others
                 readers[f"reward model {name}"] = scorer.model
-        tokens = config.episode_tokens if models.conversations else config.sampling.max_new_tokens
         for name, model in readers.items():
-            if model is not None:
-                check_positions(model, examples + held_out, tokens, name)
+            if model is not None and models.conversations is not None:
+                models.conversations.check_positions(model, name)
+            elif model is not None:
+                check_positions(model, examples + held_out, config.sampling.max_new_tokens, name)
         models.reward.check([e.row for e in examples + held_out])
         if models.conversations is not None:
             models.conversations.check(examples[0].row)
@@ -200,7 +206,7 @@ class DistributedPrefetcher:
 
 def _rewards(
     config: RLConfig,
-    objects: GivenObjects,
+    items: Sequence[RewardItem],
     models: Mapping[str, Model],
     tokenizer: Tokenizer,
     world: World,
@@ -209,10 +215,10 @@ def _rewards(
     if config.code and world.main:
         say(f"rewards: functions of {', '.join(config.code)}")
     scorers: list[tuple[str, Any, float]] = []
-    for number, reward in enumerate(reward_items(config, objects)):
+    for reward in items:
         item = reward.item
         if reward.is_model:
-            model = models[reward_role(number)]
+            model = models[reward.role]
             scorer = _reward_model(item, model, reward.tokenizer, config, tokenizer, world)
             path = item.rstrip("/").removesuffix("/model") if isinstance(item, str) else "model"
             scorers.append((path.rpartition("/")[2], scorer, reward.weight))

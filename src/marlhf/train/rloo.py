@@ -25,9 +25,11 @@ from marlhf.core import (
     rloo_advantages,
     state_advantages,
 )
-from marlhf.runtime.distributed import start
-from marlhf.runtime.loop import open_run
-from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
+from marlhf.errors import SettingError
+from marlhf.runs.write import RunFolder
+from marlhf.runtime.distributed import World
+from marlhf.runtime.loop import in_run_folder
+from marlhf.runtime.objects import GivenObjects
 from marlhf.train.conversations import turn_states
 from marlhf.train.experience import Credit, Experience, PolicyMetrics, count_terms
 from marlhf.train.ppo import policy_loss, shape_and_segment
@@ -37,12 +39,14 @@ from marlhf.train.rloo_config import RLOOConfig
 from marlhf.train.tree_rollout import Tree, grow_tree
 
 
-def train(config: RLOOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
+@in_run_folder("rloo")
+def train(config: RLOOConfig, objects: GivenObjects, world: World, run: RunFolder) -> Path:
     """Train, or resume training; returns the folder of the policy."""
-    world = start(config.device, config.parallel)
-    run = open_run(config, "rloo", world)
-    if run.finished:
-        return run.model
+    if config.group == "state" and not config.environment:
+        raise SettingError(
+            "group: state compares turns that were taken in the same state of an environment, and "
+            "there is none. Set environment, or leave out group."
+        )
     rates = {"policy": config.learning_rate}
     rl = RLRun(config, run, world, objects, partial(held_out_credit, config), rates)
 
@@ -66,6 +70,7 @@ def train(config: RLOOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             rl.clock.mark("update")
             by_prompt = experience.scores.view(-1, config.responses_per_prompt)
             metrics["rl/group_std"] = by_prompt.std(dim=1).mean()
+            metrics["rl/zero_std_groups"] = all_equal(by_prompt).float().mean()
             rl.log(experience, credit, metrics)
         return rl.close()
 
@@ -173,6 +178,11 @@ def backward(
         (loss * micro.weight).backward()
         sums.add(micro, segments, logprobs, old_logprobs, {"rl/policy_loss": loss})
     return sums.over_ranks(models.world)
+
+
+def all_equal(groups: Tensor) -> Tensor:
+    """Which prompts have responses that all score alike, and teach nothing: [G, k] -> [G]."""
+    return (groups == groups[:, :1]).all(dim=1)
 
 
 def sum_as_ratio(x: Tensor, segments: Segments, config: RLOOConfig) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from marlhf.data import Row
+from marlhf.environments import environment_from
 from marlhf.errors import SettingError
 from marlhf.models.adapter_files import digest as weights_digest
 from marlhf.models.base import Model, Tokenizer
@@ -70,7 +71,7 @@ def reward_parts(given: Any, args: Any) -> tuple[list[Any] | None, Any]:
 
 
 def environment_of(tools: Any, factory: Any, args: Any) -> tuple[Any, Any]:
-    """What makes an environment of tools or of a factory, None without them; and its name in args."""
+    """What makes an environment of tools or a factory, if given; and args with its name."""
     if tools is None and factory is None:
         return None, args
     if args.environment:
@@ -79,7 +80,7 @@ def environment_of(tools: Any, factory: Any, args: Any) -> tuple[Any, Any]:
             "are given as well. Give one of them."
         )
     made = environment_from(tools, factory)
-    given = [factory] if factory is not None else tools
+    given = list(tools or ()) if factory is None else [factory]
     names = ", ".join(getattr(item, "__name__", type(item).__name__) for item in given)
     return made, replace(args, environment=f"{GIVEN} {names}")
 
