@@ -92,7 +92,7 @@ class Loop:
             optimizer=next(iter(optimizers.values())),
             world=world,
         )
-        self.rows = {"training": rows[0], "held-out": rows[1]}
+        self.rows = run.state["rows"] = {"training": rows[0], "held-out": rows[1]}
         if config.token_budget == "auto" and not config.deterministic:
             seek_token_budget(world, run)
         self._stack = contextlib.ExitStack()

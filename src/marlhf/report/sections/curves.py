@@ -39,6 +39,7 @@ TRAINING = (
     ("Tokens per macro action", ("rl/macro_length",)),
     ("Explained variance of the critic", ("rl/explained_variance",)),
     ("EOS rate", ("eval/ended", "rl/ended")),
+    ("Share of prompts whose responses score alike", ("rl/zero_std_groups",)),
 )
 STAGE_MEASURES = ("loss", "accuracy", "margin", "learning_rate")
 """Of each stage that is not reinforcement learning, where it records them."""
