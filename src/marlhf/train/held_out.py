@@ -17,7 +17,7 @@ from marlhf.intervals import win_rate
 from marlhf.models.base import Tokenizer
 from marlhf.rollout.engine import Rollout
 from marlhf.rollout.repetition import repetition
-from marlhf.runs.layout import BEST, EVAL, SAMPLES, SCORE_SCALE, RunError
+from marlhf.runs.layout import BEST, EVAL, SCORE_SCALE, RunError
 from marlhf.runtime.loop import Loop
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.progress import say, warn
@@ -169,9 +169,8 @@ class HeldOutEvaluation:
         shuffler = torch.Generator().manual_seed(SEED)
         credit = self.credit(experience, self.models, kl_coef, shuffler)
         starts, advantages = credit.segments.starts.tolist(), credit.advantages.tolist()
-        for i, row in enumerate(tokens[: self.log_samples]):
-            self.loop.run.append(
-                SAMPLES,
+        self.loop.log_samples(
+            [
                 {
                     "step": step,
                     "index": i,
@@ -184,8 +183,10 @@ class HeldOutEvaluation:
                     "pieces": _pieces(self.models.tokenizer, row),
                     "starts": starts[i][: len(row)],
                     "advantages": [round(a, 4) for a in advantages[i][: len(row)]],
-                },
-            )
+                }
+                for i, row in enumerate(tokens[: self.log_samples])
+            ]
+        )
 
     def state(self) -> dict[str, Any]:
         names = ("start", "start_scores", "start_gold", "latest", "best")
