@@ -12,6 +12,7 @@ import typer
 from marlhf.cli.app import (
     DataPath,
     Device,
+    EnvironmentName,
     Like,
     MaxNewTokens,
     MultiValueCommand,
@@ -157,6 +158,7 @@ def evaluate(
     source: Source = None,
     path: DataPath = None,
     split: Split = None,
+    environment: EnvironmentName = None,
     device: Device = "auto",
     trust_code: TrustCode = False,
 ) -> None:
@@ -176,6 +178,7 @@ def evaluate(
         source=source,
         path=path,
         split=split,
+        environment=environment,
         device=device,
         trust_code=trust_code,
     )
@@ -222,6 +225,7 @@ def best_of_n(
     source: Source = None,
     path: DataPath = None,
     split: Split = None,
+    environment: EnvironmentName = None,
     device: Device = "auto",
     trust_code: TrustCode = False,
 ) -> None:
@@ -239,6 +243,7 @@ def best_of_n(
         source=source,
         path=path,
         split=split,
+        environment=environment,
         train=train,
         device=device,
         trust_code=trust_code,

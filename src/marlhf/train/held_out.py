@@ -13,6 +13,7 @@ from torch import Tensor
 from marlhf.config.rl import RLConfig
 from marlhf.data.encode import decode
 from marlhf.data.sources import SOURCES
+from marlhf.environments import episode_metrics
 from marlhf.intervals import win_rate
 from marlhf.models.base import Tokenizer
 from marlhf.rollout.engine import Rollout
@@ -22,7 +23,6 @@ from marlhf.runtime.loop import Loop
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.progress import say, warn
 from marlhf.runtime.stage import Example
-from marlhf.train.conversations import episode_metrics
 from marlhf.train.experience import Credit, Experience, RolloutScorer, sample_examples
 from marlhf.train.rl_models import Models
 
