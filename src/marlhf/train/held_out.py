@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import compress
 from typing import Any
 
@@ -178,6 +178,7 @@ class HeldOutEvaluation:
         episodes = experience.episodes
         starts, advantages = credit.segments.starts.tolist(), credit.advantages.tolist()
         for i, row in enumerate(tokens[: self.log_samples]):
+            ends = {turn.stop for turn in episodes[i].turns} if episodes else set[int]()
             self.loop.run.append(
                 SAMPLES,
                 {
@@ -189,7 +190,7 @@ class HeldOutEvaluation:
                     "gold": gold[i] if gold else None,
                     "kl": kl[i],
                     "length": int(experience.mask[i].sum()),
-                    "pieces": _pieces(self.models.tokenizer, row),
+                    "pieces": _pieces(self.models.tokenizer, row, ends),
                     "starts": starts[i][: len(row)],
                     "advantages": [round(a, 4) for a in advantages[i][: len(row)]],
                     **({"episode": episodes[i].to_dict()} if episodes else {}),
@@ -266,12 +267,15 @@ def warn_about_judge_of_cut_responses(gold: Sequence[float], ended: Sequence[boo
         )
 
 
-def _pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    """The text that each token adds, so that the pieces add up to the text."""
+def _pieces(tokenizer: Tokenizer, tokens: list[int], ends: Collection[int] = ()) -> list[str]:
+    """The text that each token adds, so that the pieces add up to the text.
+
+    After `ends` tokens somebody else speaks, who completes no character.
+    """
     pieces, before = [], ""
     for n in range(1, len(tokens) + 1):
         text = decode(tokenizer, tokens[:n])
-        if text.endswith("\ufffd") and n < len(tokens):
+        if text.endswith("\ufffd") and n < len(tokens) and n not in ends:
             pieces.append("")  # part of a character: the token that completes it shows it
             continue
         pieces.append(text[len(before) :])
