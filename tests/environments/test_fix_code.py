@@ -1,8 +1,8 @@
 """Programs are judged by their tests, and mended with what a programmer would see of them."""
 
 import pytest
-from conversations import play
 
+from conversations import play
 from marlhf.data import Row
 from marlhf.data.code import humaneval_row, mbpp_row, toy_rows
 from marlhf.environments import find_environment

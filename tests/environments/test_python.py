@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from conversations import chatml_tokenizer, play
 
+from conversations import chatml_tokenizer, play
 from marlhf.data import Row
 from marlhf.environments import find_environment
 from marlhf.environments.python import Python, shorten

@@ -5,8 +5,8 @@ import sys
 import types
 
 import pytest
-from conversations import play
 
+from conversations import play
 from marlhf.environments import ConversationError, find_environment
 from marlhf.models.tiny import tiny_tokenizer
 

@@ -20,6 +20,7 @@ POINTS_PER_CHART = 1500
 """Shared by the lines of a chart, so that forty runs still make a page one can mail."""
 
 SHARES = {"clip_fraction", "ended", "repetition", "win_rate", "accuracy"}
+SHARES |= {"success", "cut_episodes", "failed_episodes"}
 LEARNING = (
     ("Score", ("eval/score", "rl/score")),
     ("KL (nats per response)", ("eval/kl", "rl/kl")),
