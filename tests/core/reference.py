@@ -180,3 +180,55 @@ def tree_spans(tree) -> list[tuple[int, int]]:
         return begin, end, [(begin, end), *(s for _, _, spans in inside for s in spans)]
 
     return walk(tree)[2]
+
+
+def state_advantages(rewards, states, ids, mask, *, gamma, baseline, scale=False, eps=1e-4):
+    """All rows; zeros where the mask is False."""
+    turns = []  # (state, return still to come, tokens)
+    for row, (r, i, m) in enumerate(zip(rewards, ids, mask)):
+        actions = groups(i, m)
+        for first, action in enumerate(actions):
+            to_come = sum(
+                gamma**k * sum(r[t] for t in later) for k, later in enumerate(actions[first:])
+            )
+            turns.append((states[row][action[0]], to_come, [(row, t) for t in action]))
+    advantages = [[0.0] * len(row) for row in mask]
+    for number, (state, value, tokens) in enumerate(turns):
+        others = [v for k, (s, v, _) in enumerate(turns) if s == state and k != number]
+        if not others:
+            continue
+        everyone = [value, *others]
+        mean = sum(everyone) / len(everyone)
+        if baseline == "leave_one_out":
+            result = value - sum(others) / len(others)
+        else:
+            deviation = math.sqrt(sum((v - mean) ** 2 for v in everyone) / (len(everyone) - 1))
+            result = (value - mean) / ((deviation + eps) if scale else 1.0)
+        for row, t in tokens:
+            advantages[row][t] = result
+    return advantages
+
+
+def adaptive_lam(num_actions: int, alpha: float) -> float:
+    """VAPO, equation 6: the reach is a share of the response."""
+    return max(0.0, 1 - 1 / (alpha * num_actions))
+
+
+def peak_starts(x: list[float], first: int, quantile: float, threshold: float | None) -> list[bool]:
+    """One row without holes: the highest of x[first:], or those above the threshold."""
+    starts = [t == 0 for t in range(len(x))]
+    ranked = sorted(range(first, len(x)), key=lambda t: -x[t])
+    count = round((1 - quantile) * len(ranked))
+    for place, t in enumerate(ranked):
+        if x[t] > threshold if threshold is not None else place < count:
+            starts[t] = True
+    return starts
+
+
+def overlong(length: int, start: int, end: int) -> float:
+    """DAPO, equation 13, with L_max = end and L_cache = end - start."""
+    if length <= start:
+        return 0.0
+    if length <= end:
+        return (start - length) / (end - start)
+    return -1.0

@@ -3,7 +3,7 @@ import math
 import pytest
 import reference
 import torch
-from cases import batches, numbers, seeds
+from cases import batches, batches_with_holes, numbers, seeds
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,15 +11,19 @@ from marlhf.core import (
     NGram,
     Responses,
     Segments,
+    adaptive_lam,
+    at_last_token,
     boundary_gae,
     gae,
     group_advantages,
     kl_estimate,
     macro_gae,
+    overlong_penalty,
     pool_rewards,
     rloo_advantages,
     segment,
     shape_rewards,
+    state_advantages,
 )
 
 pytestmark = pytest.mark.slow  # all of it together
@@ -86,6 +90,57 @@ def test_the_critic_may_learn_from_another_lambda(segments, seed, lam, lam_value
     torch.testing.assert_close(returns, expected)
     with pytest.raises(ValueError, match="lam_value must lie between 0 and 1"):
         macro_gae(rewards, values, segments, lam_value=1.5)
+
+
+@given(batches_with_holes(), seeds, discounts, st.floats(0.01, 2.0), sigmas)
+def test_adaptive_lambda_is_each_rows_own(segments, seed, gamma, alpha, sigma):
+    rewards, values = numbers(segments, seed), numbers(segments, seed + 1)
+    lam = adaptive_lam(segments, alpha).double()
+    mask = segments.mask
+    macro = macro_gae(rewards, values, segments, gamma=gamma, lam=lam, sigma=sigma, lam_value=1.0)
+    boundary = boundary_gae(rewards, values, segments, gamma=gamma, lam=lam, lam_value=1.0)
+    token = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    for i in range(len(mask)):
+        row = [x[i].tolist() for x in (rewards, values, segments.ids, mask)]
+        actions = len(reference.groups(*row[2:]))
+        own = reference.adaptive_lam(max(actions, 1), alpha)
+        assert float(lam[i]) == pytest.approx(own, abs=1e-6)
+        own, options = float(lam[i]), {"gamma": gamma, "rho": 1.0, "sigma": sigma, "pooling": "sum"}
+        for at, policy, critic in (
+            (macro, own, 1.0),
+            (boundary, own, 1.0),
+            (token, own, own),
+        ):
+            for mine, which, lam_here in ((at[0], 0, policy), (at[1], 1, critic)):
+                if at is macro:
+                    wanted = reference.macro_gae(*row, **options, lam=lam_here)[which]
+                elif at is boundary:
+                    wanted = reference.boundary_gae(*row, gamma=gamma, lam=lam_here)[which]
+                else:
+                    kept = [rewards[i][mask[i]].tolist(), values[i][mask[i]].tolist()]
+                    wanted = reference.gae(*kept, gamma, lam_here)[which]
+                    mine = mine[:, mask[i]]
+                torch.testing.assert_close(mine[i], torch.tensor(wanted, dtype=torch.float64))
+
+
+def test_lambdas_of_rows_must_be_one_per_row():
+    segments = cut(1, torch.ones(2, 3).bool())
+    zeros = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"lam must have shape \[B\]"):
+        macro_gae(zeros, zeros, segments, lam=torch.ones(2, 3))
+    with pytest.raises(ValueError, match="alpha must be positive"):
+        adaptive_lam(segments, alpha=0.0)
+
+
+@given(st.integers(0, 60), st.integers(0, 40), st.integers(1, 20))
+def test_overlong_penalty_is_the_papers(length, start, more):
+    got = overlong_penalty(torch.tensor([length]).double(), start, start + more)
+    assert float(got) == pytest.approx(-reference.overlong(length, start, start + more))
+
+
+def test_overlong_penalty_refuses_an_empty_range():
+    with pytest.raises(ValueError, match="start must be at least 0 and less than end"):
+        overlong_penalty(torch.ones(1), 5, 5)
 
 
 def test_discounts_inside_an_action_have_the_precision_of_the_rewards():
@@ -204,6 +259,54 @@ def test_shape_rewards_by_hand():
     torch.testing.assert_close(rewards, torch.tensor(wanted))
 
 
+def test_rewards_of_tokens_stay_where_they_are_earned():
+    mask = torch.tensor([[True, True, False, True]])
+    logprobs, ref = torch.where(mask, -1.0, math.nan), torch.where(mask, -1.5, math.nan)
+    earned = torch.tensor([[2.0, 0.0, 9.0, -4.0]])  # nothing is earned in a hole
+    rewards = shape_rewards(earned, logprobs, ref, mask, 0.2)
+    torch.testing.assert_close(rewards, torch.tensor([[1.9, -0.1, 0.0, -4.1]]))
+    clipped = shape_rewards(earned, logprobs, ref, mask, 0.0, score_clip=3.0)
+    torch.testing.assert_close(clipped, torch.tensor([[2.0, 0.0, 0.0, -3.0]]))
+
+
+@given(batches(), seeds)
+def test_a_score_per_row_is_a_reward_at_the_last_token(segments, seed):
+    mask = segments.mask
+    logprobs, ref = numbers(segments, seed), numbers(segments, seed + 1)
+    scores = torch.randn(len(mask), generator=torch.Generator().manual_seed(seed)).double()
+    by_token = at_last_token(scores, mask)
+    whole = shape_rewards(scores, logprobs, ref, mask, 0.1, score_clip=1.0)
+    assert torch.equal(whole, shape_rewards(by_token, logprobs, ref, mask, 0.1, score_clip=1.0))
+
+
+@given(batches_with_holes(max_rows=6), seeds, st.floats(0.0, 1.0), st.integers(1, 4))
+def test_state_advantages_are_the_obvious_loop(segments, seed, gamma, num_states):
+    rewards = numbers(segments, seed)
+    generator = torch.Generator().manual_seed(seed)
+    most = min(num_states, segments.mask.numel())
+    states = torch.randint(most, segments.mask.shape, generator=generator)
+    for options in (
+        {"baseline": "leave_one_out"},
+        {"baseline": "group"},
+        {"baseline": "group", "scale": True},
+    ):
+        got = state_advantages(rewards, states, segments, gamma=gamma, **options)
+        wanted = reference.state_advantages(
+            *(x.tolist() for x in (rewards, states, segments.ids, segments.mask)),
+            gamma=gamma,
+            **options,
+        )
+        torch.testing.assert_close(got, torch.tensor(wanted, dtype=torch.float64))
+
+
+def test_one_state_for_all_is_rloo_over_the_reward_to_come():
+    mask = torch.ones(3, 2).bool()
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 2.0], [0.0, 6.0]])
+    same = torch.zeros(3, 2, dtype=torch.int64)
+    got = state_advantages(rewards, same, cut(math.inf, mask))
+    torch.testing.assert_close(got, rloo_advantages(rewards, 3, cut(math.inf, mask)))
+
+
 def test_kl_estimators_by_hand():
     p, q = torch.tensor([-1.0]), torch.tensor([-3.0])
     assert kl_estimate(p, q, "k1").item() == 2.0
@@ -280,7 +383,7 @@ def test_bad_input_gets_a_sentence():
         macro_gae(x, x, segments, pooling="max")  # pyright: ignore
     with pytest.raises(ValueError, match="values must be floating point"):
         gae(x, x.long(), mask)
-    with pytest.raises(ValueError, match="one number a row"):
+    with pytest.raises(ValueError, match="one number per row"):
         shape_rewards(torch.ones(3), x, x, mask, 0.1)
     with pytest.raises(ValueError, match="kind must be one of"):
         kl_estimate(x, x, "k4")  # pyright: ignore

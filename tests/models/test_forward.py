@@ -200,3 +200,23 @@ def test_rotary_angles_that_depend_on_the_batch_are_refused(small):
     token_stats(model, Sequences.from_lists(short, [[6, 7]], 0))
     with pytest.raises(SettingError, match="change beyond 8 tokens"):
         token_stats(model, Sequences.from_lists(long, [[6, 7]], 0))
+
+
+@torch.no_grad()
+def test_what_the_world_said_is_read_but_has_no_logprob_and_no_value(small, family):
+    policy, scalar = small(family), small(family, True)
+    whole = batch()
+    sampled = torch.ones(4, 9).bool()
+    sampled[1, 2:5] = sampled[0, 0] = False
+    holed = Sequences.from_lists(PROMPTS, RESPONSES, 0, sampled=sampled)
+    kept = sampled[:, : whole.mask.shape[1]] & whole.mask
+    assert torch.equal(holed.mask, kept)
+    for seen, all_seen in (
+        (token_stats(policy, holed).logprobs, token_stats(policy, whole).logprobs),
+        (plain_token_stats(policy, holed).logprobs, plain_token_stats(policy, whole).logprobs),
+        (token_values(scalar, holed), token_values(scalar, whole)),
+    ):
+        assert torch.equal(seen, torch.where(kept, all_seen, 0.0))
+    assert torch.equal(final_scores(scalar, holed), final_scores(scalar, whole))
+    part = holed.rows([1, 0])
+    assert torch.equal(part.mask, kept[[1, 0]])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from marlhf.data import Row
+from marlhf.data.rows import Conversation
 from marlhf.reward import RewardError, RewardFunction, RewardModel, Rewards, import_function
 
 ROWS = [
@@ -149,8 +150,14 @@ def test_none_means_that_it_does_not_apply(score):
         (torch.zeros(2, 3), "returned Tensor"),
         ([1.0, "2.0"], "returned '2.0', which is not a number"),
         ([1.0, np.str_("2.0")], "which is not a number"),
-        ([1.0, [2.0]], "returned [2.0], which is not a number"),
-        ([1.0, torch.zeros(2)], "which is not a number"),
+        ([1.0, [2.0, 1.0]], "it has 1 lines, but there are 2 rewards"),
+        ([1.0, torch.zeros(2)], "it has 1 lines, but there are 2 rewards"),
+        ([1.0, ["2.0"]], "'2.0' is not a finite number"),
+        ([1.0, [math.nan]], "nan is not a finite number"),
+        ([1.0, [(12, 1.0)]], "the place 12 is outside its 11 characters"),
+        ([1.0, [(-1, 1.0)]], "the place -1 is outside"),
+        ([1.0, [(0.5, 1.0)]], "the place 0.5 is no character number"),
+        ([1.0, [(0, 1.0, 2.0)]], "not every item is a pair"),
         ([1.0, float("nan")], "returned nan"),
         ([1.0, -math.inf], "returned -inf"),
         ([1.0, 1e39], "returned 1e+39"),  # infinite in float32
@@ -164,10 +171,69 @@ def test_what_is_no_list_of_finite_numbers_is_refused(score, returned, said):
     message = complaint(score, odd)
     assert "`odd`" in message
     assert said in message
-    if "number," in said or said.startswith(("returned nan", "returned -inf", "returned 1e")):
+    if (
+        "number," in said
+        or "it has" in said
+        or said.startswith(("returned nan", "returned -inf", "returned 1e"))
+    ):
         assert "'The owl'" in message  # the sample, not the one before it
         assert "' went home.'" in message
         assert "'The fox'" not in message
+
+
+def test_rewards_of_lines_and_characters_are_earned_at_their_tokens(score, tokenizer):
+    texts = ["a red fox\nran  \nhome", "one line"]
+    pieces = [[tokenizer.decode([i]) for i in tokenizer(text)["input_ids"]] for text in texts]
+
+    def earned_after(row, reward):  # the text up to and with the token that carries a reward
+        [[token]] = (row == reward).nonzero().tolist()
+        return "".join(pieces[0][: token + 1])
+
+    lines = score(lambda completions: [[1.0, 2.0, 4.0], 8.0], texts=texts)
+    assert lines.shape == (2, max(map(len, pieces)) + 1)
+    assert earned_after(lines[0], 1.0).rstrip("\n") == "a red fox"
+    assert earned_after(lines[0], 2.0).rstrip() == "a red fox\nran"
+    assert earned_after(lines[0], 4.0) == texts[0]
+    assert lines[1].tolist().index(8.0) == len(pieces[1])  # a single number: at the end token
+    assert lines.sum() == 15.0
+    pairs = score(
+        lambda completions: [[(3, 1.0), (3, 1.0), (len(texts[0]), 4.0)], None], texts=texts
+    )
+    assert "r" in earned_after(pairs[0], 2.0)
+    assert pairs[0].tolist().index(4.0) == len(pieces[0])
+    assert pairs[1].isnan().any()
+
+
+def test_rewards_of_turns_are_earned_at_their_ends(score):
+    said = [{"role": "assistant", "content": "7?"}, {"role": "user", "content": "higher"}]
+    said += [{"role": "assistant", "content": "9?"}]
+    seen = {}
+
+    def by_turn(completions):
+        seen["completions"] = completions
+        return [[0.5, -1.0]]
+
+    prompt = [{"role": "user", "content": "Guess"}]
+    rows = [Row(prompt, conversation=Conversation(said, [2, 5]))]
+    scores = score(by_turn, rows=rows, texts=[" went home."])
+    assert seen["completions"] == [said]
+    assert scores[0].nonzero().flatten().tolist() == [1, 4]
+    assert scores[0, [1, 4]].tolist() == [0.5, -1.0]
+    assert "it has 2 turns, but there are 1 rewards" in complaint(
+        score, lambda completions: [[1.0]], rows=rows, texts=[" went home."]
+    )
+
+
+def test_rewards_with_places_and_without_add_up(tokenizer):
+    placed = RewardFunction(lambda completions: [[1.0], 2.0], tokenizer)
+    whole = RewardFunction(lambda completions: [10.0, None], tokenizer)
+    responses = [tokenizer(text)["input_ids"] for text in TEXTS]
+    for parts in ([placed, whole], [whole, placed]):
+        rewards = Rewards([(f"{i}", part, 0.5) for i, part in enumerate(parts)])
+        scores = rewards([[5]] * 2, responses, ROWS)
+        torch.testing.assert_close(scores.sum(dim=1), torch.tensor([5.5, 1.0]))
+        assert scores[0, len(responses[0]) - 1] >= 5.0
+        assert sorted(float(x) for x in rewards.latest.values()) == [1.5, 10.0]
 
 
 def test_the_sample_that_raises_is_found(score):
@@ -363,8 +429,7 @@ def test_rewards_check_every_function(tokenizer):
     wants = RewardFunction(lambda completions, solution: [], tokenizer)
     with pytest.raises(RewardError, match="needs `solution`"):
         Rewards([("fine", fine, 1.0), ("wants", wants, 1.0)]).check(ROWS)
-    with pytest.raises(RewardError, match="There is no reward"):
-        Rewards([])
+    assert Rewards([])([[5]], [[6]], [Row("x")]).tolist() == [0.0]  # an environment's are elsewhere
 
 
 MODULE = """

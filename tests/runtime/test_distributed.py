@@ -24,6 +24,7 @@ from marlhf.core import Constituents, NGram, RandomNGram
 from marlhf.data import DataConfig
 from marlhf.reward.code import unit_tests
 from marlhf.rollout import Sampling
+from marlhf.train.ppo_config import CriticPretraining
 from marlhf.train.stages import METHODS
 
 pytestmark = [
@@ -64,6 +65,14 @@ RUNS = {kind: (kind, {}) for kind in METHODS} | {
     "tree": ("rloo", BRIEF | {"num_samples": 4, "tree": (2, 2), "segmenter": NGram(2)}),
     "constituents": ("ppo", BRIEF | {"segmenter": Constituents(max_length=6)}),
     "lora": ("ppo", {"lora": LoRA(r=2)}),
+    "pretrained": (
+        "ppo",
+        BRIEF
+        | {
+            "critic_pretraining": CriticPretraining(responses=40, epochs=2, until=1.0),
+            "critic_replay": 1,
+        },
+    ),
     "lora-reward": ("reward", BRIEF | {"lora": LoRA(r=2, merge=False)}),
     "sandbox": ("rloo", BRIEF | {"num_steps": 1, "eval_prompts": 1}),
 }

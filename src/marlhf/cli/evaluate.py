@@ -13,6 +13,7 @@ import typer
 from marlhf.cli.app import (
     DataPath,
     Device,
+    EnvironmentName,
     Like,
     MaxNewTokens,
     MultiValueCommand,
@@ -115,7 +116,7 @@ def credit(
     from marlhf.config.candidates import parse_candidates
 
     parse_candidates(tuple(rules or ()))  # a typo is reported before torch loads
-    from marlhf.credit.measure import measure, open_state, table, verdict
+    from marlhf.credit.measure import critic_verdict, measure, open_state, table, verdict
     from marlhf.credit.true_credit import locate
     from marlhf.credit.true_credit import table as where_table
     from marlhf.runs.atomic import write_json
@@ -138,6 +139,7 @@ def credit(
         return
     typer.echo(table(measured))
     typer.echo(verdict(measured))
+    typer.echo(critic_verdict(measured))
     if where:
         typer.echo("\n" + where_table(summary["where"]))
     tell(f"{run / CREDIT}; marlhf report shows it")
@@ -169,6 +171,7 @@ def evaluate(
             metavar="TASKS", help="Run these tasks of lm-eval instead, as in gsm8k,ifeval."
         ),
     ] = None,
+    environment: EnvironmentName = None,
     device: Device = "auto",
     trust_code: TrustCode = False,
 ) -> None:
@@ -195,6 +198,7 @@ def evaluate(
         source=source,
         path=path,
         split=split,
+        environment=environment,
         device=device,
         trust_code=trust_code,
     )
@@ -241,6 +245,7 @@ def best_of_n(
     source: Source = None,
     path: DataPath = None,
     split: Split = None,
+    environment: EnvironmentName = None,
     device: Device = "auto",
     trust_code: TrustCode = False,
 ) -> None:
@@ -258,6 +263,7 @@ def best_of_n(
         source=source,
         path=path,
         split=split,
+        environment=environment,
         train=train,
         device=device,
         trust_code=trust_code,

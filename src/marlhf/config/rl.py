@@ -143,6 +143,18 @@ class RLConfig(StageConfig):
     gamma: float = setting(1.0, least=0, most=1, on_card=True)
     """Discount from one macro action to the next."""
 
+    environment: str = setting("", on_card=True, defines_score=True)
+    """What answers between the model's turns: guess, python, fix-code, textarena:NAME, or a class
+    of yours as `module:Class`. Without one a response is a single turn."""
+    environment_options: dict[str, Any] = setting(factory=dict, on_card=True, defines_score=True)
+    """Settings of the environment, such as {numbers: 64}."""
+    max_turns: int = setting(8, above=0, on_card=True)
+    """Turns of the model in a conversation."""
+    episode_tokens: int = setting(2048, above=0, on_card=True)
+    """Tokens of a conversation, prompt included; `sampling.max_new_tokens` is of one turn."""
+    environment_timeout: float = setting(60.0, above=0, may_change=True)
+    """Seconds that an environment may take for one reply; past them its episode ends."""
+
     kl_coef: float = setting(0.05, least=0, on_card=True)
     """Weight of the KL penalty. The paper: 0.05; 0.1 for 27B and for 7B on WebGPT."""
     kl_estimator: KLEstimator = "k1"
@@ -157,6 +169,11 @@ class RLConfig(StageConfig):
     """Scale scores to mean 0 and deviation 1 on the starting policy's held-out responses."""
     missing_eos_penalty: float = 0.0
     """Taken from the score of a response that was cut off before it ended."""
+    overlong: tuple[float, float] | None = setting(None, on_card=True)
+    """Shares of max_new_tokens between which `overlong_penalty` sets in. DAPO: [0.8, 1], nothing up
+    to the first length, rising to all of it at the second."""
+    overlong_penalty: float = setting(1.0, above=0)
+    """The most that `overlong` takes from a score."""
 
     batch_size: int = 256
     """Prompts in a step. The paper: 256; code: 16."""
@@ -187,7 +204,7 @@ class RLConfig(StageConfig):
 
     @classmethod
     def required(cls, raw: Mapping[str, Any]) -> list[str]:
-        scored = bool(raw.get("reward_funcs"))
+        scored = bool(raw.get("reward_funcs") or raw.get("environment"))
         return super().required(raw) + ([] if scored else ["reward_model"])
 
     def __post_init__(self) -> None:
@@ -210,8 +227,18 @@ class RLConfig(StageConfig):
                     "vllm_weights_host must be one address of this machine, by which the vLLM "
                     "server reaches it."
                 )
+        if self.overlong is not None and not 0 <= self.overlong[0] < self.overlong[1] <= 1:
+            raise SettingError(
+                "overlong must be two rising shares of max_new_tokens from 0 to 1, such as "
+                f"[0.8, 1]; got {list(self.overlong)}."
+            )
         if self.async_steps:
             self._check_async()
+        if self.environment and self.async_steps:
+            raise SettingError(
+                "With an environment, responses are sampled turn by turn and not ahead of "
+                "training. Leave out async_steps, or environment."
+            )
         if self.batch_size % self.num_mini_batches:
             raise SettingError(
                 f"num_mini_batches ({self.num_mini_batches}) must divide "
@@ -234,6 +261,14 @@ class RLConfig(StageConfig):
             raise SettingError(
                 "async_steps: 1 gives the sampling process a copy of the policy, which does not "
                 "work for a quantized one. Leave out lora.quantize, or async_steps."
+            )
+
+    def _refuse_critic_rules(self, why: str) -> None:
+        """A segmenter that reads a critic's values, where there is no critic."""
+        if "values" in getattr(self.segmenter, "needs", ()):
+            raise SettingError(
+                f"segmenter {self.segmenter} reads the values of a critic, and {why}. Set "
+                "segmenter: {type: entropy}, or train with ppo and values: critic."
             )
 
     def warmup(self, total: int) -> int:

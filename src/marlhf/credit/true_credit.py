@@ -56,14 +56,20 @@ def locate(
     seed: int = 0,
 ) -> dict[str, Any]:
     """Credit along some responses, as plain data for JSON and the report."""
+    if state.config.environment:
+        raise CreditError(
+            "--where continues responses from the middle, where an environment cannot be put back. "
+            "Leave it out for runs with an environment."
+        )
     if responses < 1 or continuations < 2:
         raise CreditError(
             "--where needs at least 1 response and 2 continuations from each macro action; "
             f"got {responses} and {continuations}."
         )
+    options = options_of(state.config, parse_candidates(rules or MEASURED))
+    state.score.provide_for(option.config.segmenter for option in options)
     experience, examples = sample_batch(state, 0, seed, most=responses)
     by_line = state.config.data.source == "sums"
-    options = options_of(state.config, parse_candidates(rules or MEASURED))
     shuffler = torch.Generator().manual_seed(seed)
     responses_seen = experience.responses(state.models.vocabulary, shuffler)
     rule = Lines() if by_line else state.config.segmenter

@@ -32,6 +32,16 @@ class DataError(MarlhfError, ValueError):
 
 
 @dataclass(frozen=True)
+class Conversation:
+    """What followed a prompt where the model spoke several times."""
+
+    messages: list[Message]
+    """The model's turns, and what was said between them."""
+    turn_ends: list[int]
+    """Where each turn of the model ends, in tokens of the whole response."""
+
+
+@dataclass(frozen=True)
 class Row:
     """One training example, whatever the file it came from looked like.
 
@@ -48,6 +58,8 @@ class Row:
     """Everything else the file had, for reward functions that need a reference."""
     position: str = field(default="", compare=False, repr=False)
     """Where it was read, such as `mine.jsonl:7`."""
+    conversation: Conversation | None = field(default=None, compare=False, repr=False)
+    """What a reward sees in place of a response's text, where there were several turns."""
 
 
 Parsed = tuple[Row | None, str]

@@ -167,8 +167,7 @@ def final_scores(model: nn.Module, sequences: Sequences) -> Tensor:
     hidden = _llama_hidden(model, sequences, sequences.last_tokens())
     if hidden is not None:
         return _score(model, hidden)
-    prompts = send(torch.tensor(sequences.prompt_lengths), sequences.ids.device)
-    last = prompts + sequences.mask.sum(dim=1) - 1
+    last = send(torch.tensor(sequences.total_lengths), sequences.ids.device) - 1
     return _scalar(model, sequences.ids, last[:, None]).squeeze(1)
 
 

@@ -20,11 +20,16 @@ from marlhf.errors import SettingError
 
 @dataclass(frozen=True)
 class Sequences:
-    """Prompts with their responses. Masks come from lengths: pad may be eos."""
+    """Prompts with their responses. Masks come from lengths: pad may be eos.
+
+    Where a response is a conversation, `mask` has holes: what the world said is read by every pass,
+    but nobody sampled it, so it has no log-prob and no value.
+    """
 
     ids: Tensor  # [B, W]
     responses: Tensor  # [B, R]
-    mask: Tensor  # [B, R] bool
+    mask: Tensor  # [B, R] bool, True on tokens that were sampled
+    present: Tensor  # [B, R] bool, True on all tokens of a response; `mask` itself without holes
     before: Tensor  # [B, R], the column of the token before each response token
     prompt_lengths: tuple[int, ...]  # on the host, for cutting micro-batches
     lengths: tuple[int, ...]
@@ -36,7 +41,9 @@ class Sequences:
         responses: Sequence[Sequence[int]],
         pad_id: int,
         device: torch.device | str = "cpu",
+        sampled: Tensor | None = None,
     ) -> Sequences:
+        """`sampled`, [B, R] bool, is False on the tokens of a response that came from elsewhere."""
         if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
             raise SettingError(
                 f"Rows {empty} have no prompt, so nothing comes before the first response token. "
@@ -53,8 +60,9 @@ class Sequences:
         before = np.where(mask, first - 1 + place, 0)
         right = np.take_along_axis(ids, np.where(mask, first + place, 0), axis=1)
         arrays = (ids, np.where(mask, right, pad_id), mask, before)
-        ids, right, mask, before = (send(torch.from_numpy(x), device) for x in arrays)
-        return cls(ids, right, mask, before, *lengths)
+        ids, right, present, before = (send(torch.from_numpy(x), device) for x in arrays)
+        mask = present if sampled is None else present & sampled[:, : present.shape[1]].to(device)
+        return cls(ids, right, mask, present, before, *lengths)
 
     def rows(self, index: Sequence[int]) -> Sequences:
         """Some of the rows, without the padding that only the others needed."""
@@ -63,10 +71,12 @@ class Sequences:
         where = send(torch.tensor(index), self.ids.device)
         whole = max(p + r for p, r in zip(prompt_lengths, lengths))
         width = max(lengths)
+        present = self.present[where, :width]
         return Sequences(
             self.ids[where, :whole],
             self.responses[where, :width],
-            self.mask[where, :width],
+            present if self.mask is self.present else self.mask[where, :width],
+            present,
             self.before[where, :width],
             prompt_lengths,
             lengths,
@@ -86,16 +96,17 @@ class Sequences:
 
     def real_tokens(self) -> Tensor:
         """Flat indices of the response tokens that are not padding, [N]."""
-        # As mask.nonzero(), but the size comes from the host, so nothing waits for the device.
-        mask, count = self.mask.flatten(), sum(self.lengths)
+        # As nonzero(), but the size comes from the host, so nothing waits for the device.
+        mask, count = self.present.flatten(), sum(self.lengths)
         place = torch.where(mask, mask.cumsum(dim=0) - 1, count)  # padding: to a last, extra place
         index = place.new_empty(count + 1)
         return index.scatter_(0, place, torch.arange(len(mask), device=mask.device))[:count]
 
     def spread(self, flat: Tensor) -> Tensor:
-        """A number for each response token, row after row, [N], as [B, R] with 0 at padding."""
+        """A number for each response token, row after row, [N], as [B, R] with 0 where masked."""
         whole = torch.zeros(self.mask.numel(), device=flat.device)
-        return whole.index_copy(0, self.real_tokens(), flat.float()).view_as(self.mask)
+        spread = whole.index_copy(0, self.real_tokens(), flat.float()).view_as(self.mask)
+        return spread if self.mask is self.present else torch.where(self.mask, spread, 0.0)
 
 
 def send(x: Tensor, device: torch.device | str) -> Tensor:

@@ -3,10 +3,13 @@
     def brevity(prompts, completions, **columns) -> list[float | None]:
         return [-len(completion) / 100 for completion in completions]
 
+For each completion a function may also return a list, with one reward per line or per turn, or with
+pairs (character, reward): each is then earned at its place, and not at the end.
+
 User code may raise, hang, return NaN or too few numbers, or need a column that the data lacks. Each
 of these is an error message here, with the sample that caused it.
 
-Axes: B rows.
+Axes: B rows, T response tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ import contextvars
 import difflib
 import inspect
 import numbers
-import sys
 import sysconfig
 import threading
 import time
@@ -32,10 +34,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from marlhf.config.user_code import UserCodeError, import_named
+from marlhf.config.user_code import UserCodeError, declares, import_named, is_installed
 from marlhf.data import Row
 from marlhf.data.encode import decode
+from marlhf.data.rows import Text
 from marlhf.errors import MarlhfError
+from marlhf.reward.places import FORMS, at_last_tokens, is_list, place
+from marlhf.spans.align import TokenBytes
 
 T = TypeVar("T")
 RESERVED = ("prompts", "completions", "completion_ids")
@@ -57,7 +62,7 @@ class RewardError(MarlhfError, RuntimeError):
 
 
 class Scorer(Protocol):
-    """Anything that scores responses: [B], float32.
+    """Anything that scores responses: [B], float32; or [B, T], each reward where it is earned.
 
     >>> def length(prompts, responses, rows):
     ...     return torch.tensor([float(len(response)) for response in responses])
@@ -79,8 +84,8 @@ class RewardFunction:
 
     It is called by keyword with those of `prompts`, `completions`, `completion_ids`, `chosen`,
     `rejected` and the data's other columns that it names, or with all of them if it takes
-    `**columns`. Prompts are as in the data, text or messages; completions are of the same kind.
-    Coroutine functions are awaited.
+    `**columns`. Prompts are as in the data, text or messages; completions are of the same kind, and
+    of a conversation all messages that followed the prompt. Coroutine functions are awaited.
 
     The call runs in its own thread, so that a function that hangs ends the run with an error after
     `timeout` seconds. With `timeout=None` it runs in the calling thread, which functions that set
@@ -114,6 +119,7 @@ class RewardFunction:
         self.name = name or _name(function)
         self.timeout, self.device = timeout, device
         self._known: set[str] = set()
+        self._bytes: TokenBytes | None = None  # of each token; made when places are first asked for
         try:
             parameters = inspect.signature(function).parameters.values()
         except ValueError:
@@ -142,16 +148,16 @@ class RewardFunction:
         responses: Sequence[Sequence[int]],
         rows: Sequence[Row],
     ) -> Tensor:
-        """One score per row: [B], float32, NaN where the function returns None (does not apply)."""
+        """One score per row, [B], or rewards at tokens, [B, T]; float32.
+
+        NaN where the function returns None: it does not apply.
+        """
         if not rows:
             return torch.zeros(0, device=self.device)
         texts = [decode(self.tokenizer, ids) for ids in responses]
         given = self._columns(rows) | {
             "prompts": [row.prompt for row in rows],
-            "completions": [
-                text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]
-                for row, text in zip(rows, texts, strict=True)
-            ],
+            "completions": [_completion(row, text) for row, text in zip(rows, texts, strict=True)],
             "completion_ids": [list(ids) for ids in responses],
         }
         arguments = {k: v for k, v in given.items() if self._takes_all or k in self._named}
@@ -174,7 +180,7 @@ class RewardFunction:
                 f"raised {type(error).__name__}: {error} ({_place(error)}). {sample}\n"
                 f"Fix it; the same command resumes from the last checkpoint.{threads}"
             ) from error
-        return self._scores(returned, rows, texts)
+        return self._scores(returned, rows, texts, responses)
 
     def _error(self, message: str) -> RewardError:
         return RewardError(f"The reward function `{self.name}` {message}")
@@ -249,9 +255,15 @@ class RewardFunction:
                     return i
         return None
 
-    def _scores(self, returned: Any, rows: Sequence[Row], texts: Sequence[str]) -> Tensor:
+    def _scores(
+        self,
+        returned: Any,
+        rows: Sequence[Row],
+        texts: Sequence[str],
+        responses: Sequence[Sequence[int]],
+    ) -> Tensor:
         wanted = f"It must return a list of {len(rows)} numbers, one per completion, or None where "
-        wanted += "it does not apply."
+        wanted += f"it does not apply. {FORMS}"
         if isinstance(returned, (Tensor, np.ndarray)) and returned.ndim == 1:
             returned = returned.tolist()
         if not isinstance(returned, (list, tuple)):
@@ -261,8 +273,13 @@ class RewardFunction:
             raise self._error(
                 f"returned {len(returned)} values for {len(rows)} completions. {wanted}"
             )
-        scores = []
-        for value, row, text in zip(returned, rows, texts):
+        scores: list[float] = []
+        earned: dict[int, list[tuple[int, float]]] = {}  # by row, where rewards have places
+        for i, (value, row, text) in enumerate(zip(returned, rows, texts)):
+            if is_list(value):
+                earned[i] = self._places(value, row, text, responses[i])
+                scores.append(0.0)
+                continue
             number = _number(value)
             if number is None:
                 raise self._error(
@@ -276,7 +293,30 @@ class RewardFunction:
                     "checkpoint."
                 )
             scores.append(number)
-        return torch.tensor(scores, dtype=torch.float32, device=self.device)
+        whole = torch.tensor(scores, dtype=torch.float32)
+        if earned:
+            lengths = [len(response) for response in responses]
+            whole = at_last_tokens(whole, lengths, max(lengths))
+            for i, rewards in earned.items():
+                for token, reward in rewards:
+                    whole[i, token] += reward
+        return whole.to(self.device)
+
+    def _places(
+        self, value: Any, row: Row, text: str, response: Sequence[int]
+    ) -> list[tuple[int, float]]:
+        def anchors() -> list[int]:
+            if self._bytes is None:
+                self._bytes = TokenBytes.of(self.tokenizer)
+            return self._bytes.align([response]).row(0)
+
+        try:
+            return place(value, text, len(response), row.conversation, anchors)
+        except ValueError as error:
+            raise self._error(
+                f"returned {_short(value)}, which does not fit the completion: {error}.\n"
+                f"{show_sample(row, text)}"
+            ) from error
 
 
 def reward_function(function: T) -> T:
@@ -321,15 +361,13 @@ def import_function(name: str, code: Collection[str] | None = None) -> Callable[
 def _check_declared(name: str, code: Collection[str]) -> None:
     """Refuse a function whose module is not the user's own, or not among the recipe's `code`."""
     module = name.partition(":")[0]
-    file = getattr(sys.modules[module], "__file__", None) or ""
-    installed = {"site-packages", "dist-packages"} & {*Path(file).parts}
-    if installed or module.partition(".")[0] == "marlhf":
+    if is_installed(name):
         raise RewardError(
             f"{name} is a function of an installed package that is not marked as a reward, so it "
             "is not called. Write a function of your own that calls it, or mark it there with "
             "@marlhf.reward.reward_function."
         )
-    if not any(f"{module}.".startswith(f"{declared}.") for declared in code):
+    if not declares(code, name):
         raise RewardError(
             f"The recipe names {name}, but does not declare the code it runs. Add `code: "
             f"[{module}]` to it, or mark the function with @marlhf.reward.reward_function."
@@ -353,6 +391,13 @@ def _record(row: Row) -> dict[str, Any]:
     pair = {"chosen": row.chosen, "rejected": row.rejected}
     given = {name: text for name, text in pair.items() if text is not None}
     return {k: v for k, v in row.columns.items() if k not in RESERVED} | given
+
+
+def _completion(row: Row, text: str) -> Text:
+    """A response in the form of its prompt: text, or the messages that followed."""
+    if row.conversation is not None:
+        return row.conversation.messages
+    return text if isinstance(row.prompt, str) else [{"role": "assistant", "content": text}]
 
 
 def _name(function: Any) -> str:

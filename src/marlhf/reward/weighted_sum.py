@@ -1,6 +1,6 @@
 """Weighted sums of rewards of any kind: models and functions.
 
-Axes: B rows.
+Axes: B rows, T response tokens.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from torch import Tensor
 from marlhf.data import Row
 from marlhf.data.encode import decode
 from marlhf.reward.functions import RewardError, RewardFunction, Scorer, show_sample
+from marlhf.reward.places import at_last_tokens
 
 
 class Rewards:
-    """A weighted sum of scorers, over those that apply to a row.
+    """A weighted sum of scorers, over those that apply to a row; 0 without any.
 
     >>> import torch
     >>> def scorer(value):
@@ -30,8 +31,6 @@ class Rewards:
     """
 
     def __init__(self, parts: Sequence[tuple[str, Scorer, float]]) -> None:
-        if not parts:
-            raise RewardError("There is no reward. Give one or more.")
         self.parts: list[tuple[str, Scorer, float]] = []
         for name, scorer, weight in parts:
             names = [name, *(f"{name}-{number}" for number in range(2, len(parts) + 2))]
@@ -64,23 +63,30 @@ class Rewards:
         responses: Sequence[Sequence[int]],
         rows: Sequence[Row],
     ) -> Tensor:
-        """One score per row: [B], float32."""
+        """One score per row, [B], or rewards at tokens, [B, T]; float32."""
         self.latest = {}
+        lengths = [len(response) for response in responses]
         total: Tensor | None = None  # zeros would be copied to a GPU, which waits for it
         applied: Tensor | None = torch.zeros(len(rows), dtype=torch.bool)
         for name, scorer, weight in self.parts:
             scores = scorer(prompts, responses, rows)
+            by_row = scores if scores.ndim == 1 else scores.sum(dim=1)
             if isinstance(scorer, RewardFunction):
-                applies = ~scores.isnan()
+                applies = ~by_row.isnan()
                 applied = None if applied is None else applied.to(scores.device) | applies
-                self.latest[name] = scores.nanmean()
-                scores = torch.where(applies, scores, 0.0)
+                self.latest[name] = by_row.nanmean()
+                scores = scores.nan_to_num(nan=0.0)
             else:  # a model applies to every row, and its NaN is an error
                 applied = None
-                self.latest[name] = scores.mean()
+                self.latest[name] = by_row.mean()
             part = weight * scores.float()
+            if total is not None and total.ndim != part.ndim:
+                total, part = (
+                    at_last_tokens(x, lengths, max(lengths)) if x.ndim == 1 else x
+                    for x in (total, part)
+                )
             total = part if total is None else total.to(part.device) + part
-        if applied is not None and not bool(applied.all()):
+        if self.parts and applied is not None and not bool(applied.all()):
             row = int((~applied).nonzero()[0])
             names = ", ".join(f"`{name}`" for name, _, _ in self.parts)
             tokenizer = next(s.tokenizer for _, s, _ in self.parts if isinstance(s, RewardFunction))
@@ -89,5 +95,4 @@ class Rewards:
                 f"No reward applies to this sample; {names} returned None.\n"
                 f"{show_sample(rows[row], text)}\nOne of them must return a number for every row."
             )
-        assert total is not None
-        return total
+        return torch.zeros(len(rows)) if total is None else total

@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from marlhf.config.sampling import Sampling, check_url
+from marlhf.config.sampling import Sampling
 from marlhf.data.collate import SingleProcess
 from marlhf.models.base import Model, Precision
 from marlhf.rollout.engine import Rollout
@@ -31,12 +31,12 @@ from marlhf.rollout.vllm import (
     RefusedError,
     RolloutError,
     SamplingRequest,
+    T,
     fields,
     short,
 )
 from marlhf.rollout.weight_transfer import EXTENSION, PROTOCOL, WeightSender
 
-T = TypeVar("T")
 RETRY_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Seconds before each retry."""
 RETRY_STATUS = (429, 502, 503, 504)
@@ -87,7 +87,7 @@ class VLLMServer(VLLM):
         """
         together = processes or SingleProcess()
         super().__init__(policy, end_tokens, pad_id, token_budget, precision, together)
-        self.url = check_url(url)
+        self.url = url.partition("?")[0].rstrip("/").removesuffix("/v1")
         self.where = f"The vLLM server at {self.url}"
         self.folder = None if folder is None else Path(folder).resolve()
         self.by_folder = False  # whether the server takes weights from a folder alone

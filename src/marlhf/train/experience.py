@@ -9,7 +9,7 @@ Axes: B rows, b rows of a micro-batch, T response tokens, M macro actions, S spa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -20,14 +20,19 @@ from torch import Tensor
 from marlhf.config.rl import Ratio, RLConfig
 from marlhf.core import (
     Responses,
+    Segmenter,
     Segments,
     Vocabulary,
+    at_last_token,
     importance_weights,
     kl_estimate,
     masked_mean,
     moments,
+    needs,
+    overlong_penalty,
     whiten,
 )
+from marlhf.environments import EpisodeRecord, episode_metrics, scored_row, turn_rewards
 from marlhf.models.base import Model
 from marlhf.models.sequences import Sequences, send
 from marlhf.rollout.engine import Rollout
@@ -35,6 +40,7 @@ from marlhf.runtime.distributed import World, gather_rollout
 from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.stage import Example
 from marlhf.runtime.timing import explained_variance
+from marlhf.train.conversations import gather_played, play_share
 from marlhf.train.rl_models import Models
 
 
@@ -53,6 +59,11 @@ class Experience:
     eos_penalty: Tensor | float = 0.0  # [B], of responses that did not end by themselves
     score_clip: float | None = None
     stale: bool = False  # sampled by other weights than those that learn
+    earned: Tensor | None = None  # [B, T], parts of the normalised scores that have a place
+    episodes: Sequence[EpisodeRecord] | None = None  # with an environment
+    # [B, T], where a segmenter or the choice of boundaries needs them
+    entropy: Tensor | None = None
+    values: Tensor | None = None
 
     @property
     def mask(self) -> Tensor:
@@ -72,6 +83,13 @@ class Experience:
         return self.normalised_scores.clamp(-self.score_clip, self.score_clip) - self.eos_penalty
 
     @property
+    def token_scores(self) -> Tensor:
+        """Scores as rewards: [B], at the end, or [B, T], where parts were earned on the way."""
+        if self.earned is None:
+            return self.clipped_scores
+        return self.earned + at_last_token(self.clipped_scores - self.earned.sum(dim=1), self.mask)
+
+    @property
     def policy_logprobs(self) -> Tensor:
         """[B, T], of the policy that learns, by whose KL rewards are reduced."""
         return self.old_logprobs if self.stale and self.old_logprobs is not None else self.logprobs
@@ -87,20 +105,17 @@ class Experience:
             vocabulary=vocabulary,
             seeds=send(seeds, self.mask.device),
             logprobs=self.logprobs,
+            entropy=self.entropy,
+            values=self.values,
         )
 
     def micro_batches(self, models: Models, rows: list[int] | None = None) -> Iterator[MicroBatch]:
         """Parts of the batch, or of some of its rows, for passes with gradients."""
         return micro_batches(self.sequences, models.pass_tokens, models.world, rows)
 
-    @staticmethod
-    def count_terms(segments: Segments, rows: list[int] | None = None) -> dict[str, Tensor]:
-        """What a loss is a mean over: tokens, or macro actions. Of some rows, if given."""
-        return count_terms(segments, rows)
-
     def critic_values(self, models: Models) -> Tensor:
         """The critic's value of the state before each token, [B, T], without gradients."""
-        return _pass_over(self.sequences, models, models.values)
+        return all_values(self.sequences, models)
 
     def sample_weights(self, segments: Segments, ratio: Ratio, cap: float) -> Tensor | float:
         """Truncated importance weights of responses that older weights sampled, [B, T]; else 1."""
@@ -115,6 +130,11 @@ class Experience:
         """The tokens of each response, without padding."""
         rows = self.sequences.responses.tolist()
         return [row[:length] for row, length in zip(rows, self.sequences.lengths)]
+
+    def sampled_tokens(self) -> list[list[int]]:
+        """The tokens of each response that the policy sampled."""
+        rows, masks = self.sequences.responses.tolist(), self.mask.tolist()
+        return [[t for t, own in zip(row, mask) if own] for row, mask in zip(rows, masks)]
 
 
 @dataclass(frozen=True)
@@ -171,6 +191,27 @@ def sample_responses(
     return gather_rollout(world, rollout, share, len(prompts))
 
 
+def sample_examples(
+    examples: list[Example], models: Models, seeds: list[int], group: int = 1
+) -> tuple[list[Example], Rollout]:
+    """A response to each example; with an environment a conversation, and what was said in it.
+
+    `group` is the number of samples of a prompt, which are neighbours.
+    """
+    if models.conversations is None:
+        return examples, sample_responses([e.prompt for e in examples], models, seeds)
+    world, engine, sampling = models.world, models.engine, models.sampling
+    share = world.share([len(e.prompt) for e in examples])
+    rollout, played = None, list[Example]()
+    with world.gathered(models.policy), world.raise_on_all_ranks():
+        if share:
+            rollout, played = play_share(
+                models.conversations, examples, seeds, engine, sampling, share, group
+            )
+    rollout, played = gather_played(world, rollout, played, share, len(examples))
+    return played, rollout
+
+
 class RolloutScorer:
     """Scores responses by the reward and by the reference."""
 
@@ -178,8 +219,17 @@ class RolloutScorer:
         self.models, self.score_clip = models, config.score_clip
         self.missing_eos_penalty = config.missing_eos_penalty
         self.needs_old_logprobs, self.stale = config.needs_old_logprobs, config.async_steps > 0
+        self.overlong, self.overlong_penalty = config.overlong, config.overlong_penalty
+        self.reads_entropy, self.reads_values = False, False
+        self.provide_for([config.segmenter])
         self.mean, self.std = 0.0, 1.0
         """Of the starting policy's scores, with `normalize_scores`."""
+
+    def provide_for(self, rules: Iterable[Segmenter]) -> None:
+        """Compute what these rules read of the policy or the critic, from now on."""
+        for rule in rules:
+            self.reads_entropy |= needs(rule, "entropy")
+            self.reads_values |= needs(rule, "values")
 
     def normalise(self, scores: Tensor) -> Tensor:
         return (scores - self.mean) / self.std
@@ -200,13 +250,29 @@ class RolloutScorer:
         whole = responses if prefixes is None else _joined(prefixes, responses)
         # Parsers run in processes of their own, while the models score on this one.
         parse = models.parsing and prefixes is None and models.parsing.begin(responses)
-        raw = fit_memory(world, partial(models.reward, prompts, whole, [e.row for e in examples]))
+        rows = [scored_row(e.row, e.episode) for e in examples]
+        raw = fit_memory(world, partial(models.reward, prompts, whole, rows))
         before = prompts if prefixes is None else _joined(prompts, prefixes)
-        sequences = models.sequences(before, responses)
+        sequences = models.sequences(before, responses, rollout.sampled)
+        episodes = [e.episode for e in examples if e.episode is not None] or None
+        earned = self._earned(raw, sequences, prefixes, episodes)
+        if earned is not None:
+            raw = earned.sum(dim=1) if raw.ndim == 2 else raw + earned.sum(dim=1)
         ref_logprobs = all_logprobs(models.reference, sequences, models)
         old_logprobs = None
         if self.needs_old_logprobs and prefixes is None:
             old_logprobs = all_logprobs(models.policy, sequences, models)
+        # Passes of their own: with entropy, log-probs of the same pass may round differently.
+        entropy = values = None
+        if self.reads_entropy and prefixes is None:
+            entropy = all_entropy(sequences, models)
+        if self.reads_values and prefixes is None:
+            values = _pass_over(sequences, models, models.values)
+        penalty = self.missing_eos_penalty * (~rollout.ended).float()
+        if self.overlong is not None:
+            begin, end = (share * models.sampling.max_new_tokens for share in self.overlong)
+            lengths = send(torch.tensor([float(len(x)) for x in whole]), penalty.device)
+            penalty += overlong_penalty(lengths, begin, end, most=self.overlong_penalty)
         return Experience(
             sequences,
             self.normalise(raw),
@@ -216,10 +282,33 @@ class RolloutScorer:
             ref_logprobs,
             old_logprobs,
             send(parse(), world.device) if parse else None,
-            self.missing_eos_penalty * (~rollout.ended).float(),
+            penalty,
             self.score_clip,
             self.stale and prefixes is None,
+            None if earned is None else earned / self.std,
+            episodes,
+            entropy,
+            values,
         )
+
+    @staticmethod
+    def _earned(
+        raw: Tensor,
+        sequences: Sequences,
+        prefixes: Sequence[list[int]] | None,
+        episodes: Sequence[EpisodeRecord] | None,
+    ) -> Tensor | None:
+        """Rewards with a place among the sampled tokens, [B, T]; None where there are none."""
+        earned = None
+        if raw.ndim == 2:
+            first = torch.tensor([len(p) for p in prefixes or [()] * len(raw)], device=raw.device)
+            columns = torch.arange(sequences.mask.shape[1], device=raw.device) + first[:, None]
+            inside = columns.clamp(max=raw.shape[1] - 1)
+            earned = torch.where(sequences.present, raw.gather(1, inside), 0.0)
+        if episodes is not None:
+            by_turn = turn_rewards(episodes, sequences.mask)
+            earned = by_turn if earned is None else earned + by_turn
+        return earned
 
 
 def _joined(first: Sequence[list[int]], second: Sequence[list[int]]) -> list[list[int]]:
@@ -229,6 +318,16 @@ def _joined(first: Sequence[list[int]], second: Sequence[list[int]]) -> list[lis
 def all_logprobs(model: Model, sequences: Sequences, models: Models) -> Tensor:
     """Log-probs of the response tokens under a model, [B, T], without gradients."""
     return _pass_over(sequences, models, partial(models.logprobs, model))
+
+
+def all_values(sequences: Sequences, models: Models) -> Tensor:
+    """The critic's value of the state before each token, [B, T], without gradients."""
+    return _pass_over(sequences, models, models.values)
+
+
+def all_entropy(sequences: Sequences, models: Models) -> Tensor:
+    """The entropy of the policy's choice of each response token, [B, T], without gradients."""
+    return _pass_over(sequences, models, models.entropy)
 
 
 def _pass_over(
@@ -379,4 +478,12 @@ def batch_metrics(experience: Experience, credit: Credit, kl_coef: float) -> dic
         "rl/macro_length": lengths.sum() / num_macros.clamp(min=1),
         "rl/advantage_norm": torch.linalg.vector_norm(credit.advantages),
         "rl/q_norm": torch.linalg.vector_norm(credit.returns),
-    }
+    } | _conversation_metrics(experience)
+
+
+def _conversation_metrics(experience: Experience) -> dict[str, Tensor]:
+    if experience.episodes is None:
+        return {}
+    world = (experience.sequences.present & ~experience.mask).sum() / len(experience.mask)
+    metrics = {k: torch.tensor(v) for k, v in episode_metrics(experience.episodes).items()}
+    return metrics | {"rl/world_tokens": world}

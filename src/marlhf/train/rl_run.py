@@ -14,7 +14,6 @@ from torch import Tensor
 from marlhf.config.rl import Guards, RLConfig
 from marlhf.config.sampling import Sampling
 from marlhf.core import masked_mean
-from marlhf.errors import SettingError
 from marlhf.rollout.engine import AsyncEngine, Rollout
 from marlhf.runs.layout import CRITIC, RunError
 from marlhf.runs.write import RunFolder
@@ -25,14 +24,14 @@ from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.optim import Update, apply_updates, make_optimizer
 from marlhf.runtime.progress import warn
-from marlhf.runtime.stage import Example, batch_rows, count_steps, seed_run
+from marlhf.runtime.stage import Example, batch_rows, count_steps
 from marlhf.runtime.timing import Clock, to_numbers
 from marlhf.train.experience import (
     Credit,
     Experience,
     RolloutScorer,
     batch_metrics,
-    sample_responses,
+    sample_examples,
     staleness_metrics,
 )
 from marlhf.train.held_out import HeldOutEvaluation
@@ -62,17 +61,16 @@ class Learner:
         experience: Experience,
         credit: Credit,
         learning_rates: Mapping[str, float],
-        with_gradients: Sequence[str] = (),
+        rows: list[int] | None = None,
     ) -> dict[str, Tensor]:
         """All updates of the models with a learning rate that a batch of responses is used for.
 
         Each of `passes` goes over the batch once: it leaves the gradients of some rows, and returns
-        their metrics. Models `with_gradients` have theirs already. No model moves where the batch
-        holds NaN or infinity.
+        their metrics. No model moves where the batch holds NaN or infinity. Only some `rows` are
+        used, if given.
         """
         models = self.models
         trained = {role: getattr(models, role) for role in learning_rates}
-        in_pass = [model for role, model in trained.items() if role not in with_gradients]
         must_be_finite = [
             ("the scores", experience.scores),
             ("the reference's log-probs", experience.ref_logprobs),
@@ -81,8 +79,8 @@ class Learner:
         ]
         updates: list[dict[str, Tensor]] = []
         for backward in passes:
-            for rows in self.mini_batches(len(experience.scores)):
-                metrics = fit_memory(models.world, partial(backward, rows), *in_pass)
+            for part in self.mini_batches(rows or list(range(len(experience.scores)))):
+                metrics = fit_memory(models.world, partial(backward, part), *trained.values())
                 norms = apply_updates(
                     [Update(trained[x], self.optimizers[x], learning_rates[x]) for x in trained],
                     self.max_grad_norm,
@@ -95,12 +93,12 @@ class Learner:
         means = {name: torch.stack([u[name] for u in updates]).mean() for name in updates[0]}
         return means | {"rl/learning_rate": torch.tensor(learning_rates.get("policy", 0.0))}
 
-    def mini_batches(self, num_rows: int) -> list[list[int]]:
+    def mini_batches(self, rows: list[int]) -> list[list[int]]:
         """The rows of each update of one pass over a batch, shuffled where there are several."""
         if self.num_mini_batches == 1:
-            return [list(range(num_rows))]
-        order = torch.randperm(num_rows, generator=self.shuffler)
-        return [rows.tolist() for rows in order.chunk(self.num_mini_batches)]
+            return [rows]
+        order = torch.tensor(rows)[torch.randperm(len(rows), generator=self.shuffler)]
+        return [part.tolist() for part in order.chunk(self.num_mini_batches)]
 
 
 class RLRun:
@@ -120,8 +118,7 @@ class RLRun:
         learning_rates: Mapping[str, float],
         checkpointed: Mapping[str, HasState] | None = None,
     ) -> None:
-        self.config, self.run, self.learning_rates = config, run, learning_rates
-        seed_run(config)
+        self.run, self.world, self.learning_rates, self.config = run, world, learning_rates, config
         if config.sampling.truncated:
             warn(
                 "top_k and top_p draw from part of the distribution while log-probs are of all of "
@@ -130,6 +127,7 @@ class RLRun:
             )
         self.models = load_models(config, objects, world, critic="critic" in learning_rates)
         self.examples, held_out = load_prompts(config, self.models, objects)
+        self.num_steps = count_steps(config, len(self.examples))
         if sandbox_layers := self.models.reward.sandbox:
             run.state["sandbox"] = sandbox_layers
         trained = {role: getattr(self.models, role) for role in learning_rates}
@@ -137,7 +135,6 @@ class RLRun:
             role: make_optimizer(model, learning_rates[role], config.weight_decay)
             for role, model in trained.items()
         }
-        self.num_steps = count_steps(config, len(self.examples))
         self.loop = Loop(
             run,
             config,
@@ -183,7 +180,7 @@ class RLRun:
         if not self.loop.done:
             self.evaluation(0, self.kl.coef)
         for step in self.loop:
-            self.clock = Clock(self.models.world.device)
+            self.clock = Clock(self.world.device)
             yield step
             if self.loop.must_evaluate:
                 self.loop.verdict = self.evaluation(step, self.kl.coef)
@@ -191,7 +188,7 @@ class RLRun:
                 self.save()
 
     def prompts(self, step: int) -> list[Example]:
-        rows = batch_rows(step - 1, self.config, len(self.examples))
+        rows = batch_rows(step - 1, len(self.examples), self.config.batch_size, self.config.seed)
         return [self.examples[i] for i in rows]
 
     def batch(self, step: int) -> list[Example]:
@@ -203,7 +200,7 @@ class RLRun:
         batch = self.batch(step)
         if self.prefetcher is None:
             seeds = self.response_seeds(len(batch))
-            return batch, sample_responses([e.prompt for e in batch], self.models, seeds)
+            return sample_examples(batch, self.models, seeds, self.config.responses_per_prompt)
         if self.prefetcher.in_flight is None:
             self._begin(step, now=step)  # the first step: nothing was sampled ahead yet
         rollout = self.prefetcher.take(step)
@@ -282,10 +279,6 @@ class KLController:
     """
 
     def __init__(self, coef: float, target: float | None = None, horizon: int = 10000) -> None:
-        if target is not None and (target <= 0 or horizon < 1):
-            raise SettingError(
-                f"kl_target and kl_horizon must be positive; got {target}, {horizon}."
-            )
         self.coef, self.target, self.horizon = coef, target, horizon
 
     def update(self, kl: float, responses: int) -> None:

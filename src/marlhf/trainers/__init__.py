@@ -18,7 +18,13 @@ from marlhf.runs.layout import CRITIC
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.stages import METHODS
 from marlhf.trainers.base import Trainer
-from marlhf.trainers.inputs import Dataset, check_writes, path_or_model, reward_parts
+from marlhf.trainers.inputs import (
+    Dataset,
+    check_writes,
+    environment_of,
+    path_or_model,
+    reward_parts,
+)
 
 
 class SFTTrainer(Trainer):
@@ -84,6 +90,9 @@ class MacroPPOTrainer(Trainer):
     returns a number (or None) for each completion, or a list of these, weighted by
     `args.reward_weights`. `value_model` is where the critic starts.
 
+    With `tools`, functions that the model may call, or `environment_factory`, a class as TRL's
+    GRPOTrainer takes it or one with `reset` and `step`, a response is a conversation.
+
     >>> def brevity(completions, **_):
     ...     return [-len(completion) / 100 for completion in completions]
     >>> trainer = MacroPPOTrainer(model="tiny", reward_funcs=brevity)
@@ -107,6 +116,8 @@ class MacroPPOTrainer(Trainer):
         value_model: str | Path | Model | None = None,
         peft_config: Any = None,
         callbacks: Sequence[Any] | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        environment_factory: Any = None,
         **unknown: NoReturn,
     ) -> None:
         data = train_dataset, eval_dataset, processing_class
@@ -121,6 +132,8 @@ class MacroPPOTrainer(Trainer):
             segmenter=segmenter,
             ref_model=ref_model,
             value_model=value_model,
+            tools=tools,
+            environment_factory=environment_factory,
             **unknown,
         )
 
@@ -132,6 +145,8 @@ class MacroPPOTrainer(Trainer):
         segmenter: Any = None,
         ref_model: Any = None,
         value_model: Any = None,
+        tools: Any = None,
+        environment_factory: Any = None,
     ) -> tuple[Any, dict[str, Any]]:
         if segmenter is not None:
             if not callable(segmenter):
@@ -150,6 +165,7 @@ class MacroPPOTrainer(Trainer):
             self._refuse(["value_model"], ())
         if path:
             args = replace(args, critic_model=path)
+        environment, args = environment_of(tools, environment_factory, args)
         rewards, args = reward_parts(reward_funcs, args)
         tokenizers = reward_processing_classes
         if tokenizers is not None and not isinstance(tokenizers, (list, tuple)):
@@ -162,6 +178,7 @@ class MacroPPOTrainer(Trainer):
         return args, {
             "reward_funcs": rewards,
             "reward_tokenizers": tokenizers,
+            "environment": environment,
             "ref_model": reference,
             "critic_model": critic,
         }

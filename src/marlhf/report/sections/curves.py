@@ -20,6 +20,7 @@ POINTS_PER_CHART = 1500
 """Shared by the lines of a chart, so that forty runs still make a page one can mail."""
 
 SHARES = {"clip_fraction", "ended", "repetition", "win_rate", "accuracy"}
+SHARES |= {"success", "cut_episodes", "failed_episodes"}
 LEARNING = (
     ("Score", ("eval/score", "rl/score")),
     ("KL (nats per response)", ("eval/kl", "rl/kl")),
@@ -38,6 +39,9 @@ TRAINING = (
     ("Share of clipped ratios", ("rl/clip_fraction",)),
     ("Tokens per macro action", ("rl/macro_length",)),
     ("Explained variance of the critic", ("rl/explained_variance",)),
+    ("The same, first third of responses", ("rl/explained_variance_1",)),
+    ("The same, second third", ("rl/explained_variance_2",)),
+    ("The same, last third", ("rl/explained_variance_3",)),
     ("EOS rate", ("eval/ended", "rl/ended")),
     ("Share of prompts whose responses score alike", ("rl/zero_std_groups",)),
 )
