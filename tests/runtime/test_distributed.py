@@ -35,7 +35,7 @@ TRAINERS = {
     kind.stage: kind
     for kind in (
         *(trainers.SFTTrainer, trainers.RewardTrainer, trainers.DPOTrainer),
-        *(trainers.MacroPPOTrainer, trainers.RLOOTrainer),
+        *(trainers.MacroPPOTrainer, trainers.RLOOTrainer, trainers.GRPOTrainer),
     )
 }
 WAYS = ("data", "fsdp")
