@@ -82,6 +82,41 @@ def config(
 
 
 @app.command()
+def methods(
+    name: Annotated[str | None, typer.Argument(help="A method to show in full.")] = None,
+) -> None:
+    """List the published methods that `preset:` knows, or show one with its paper and settings."""
+    import yaml
+
+    from marlhf.config.presets import PRESETS
+    from marlhf.evaluate.text_table import text_table
+    from marlhf.train.recipe import ConfigError, unknown
+
+    def settings(preset: str, flow: bool) -> str:
+        shown = dict(PRESETS[preset].settings)
+        text = yaml.safe_dump(shown, default_flow_style=flow, sort_keys=False, width=1000)
+        return text.strip()
+
+    if name is None:
+        rows = [
+            [p.name, p.kind, p.arxiv, "yes" if p.needs_critic else "no", p.cost, settings(n, True)]
+            for n, p in PRESETS.items()
+        ]
+        header = ["preset", "stage", "arXiv", "critic", "cost", "settings"]
+        typer.echo(text_table(header, rows, words=len(header)))
+        return
+    if name not in PRESETS:
+        raise ConfigError(unknown("NAME", name, PRESETS))
+    preset = PRESETS[name]
+    typer.echo(f"{preset.paper}\nhttps://arxiv.org/abs/{preset.arxiv}\n")
+    critic = "needs a critic" if preset.needs_critic else "needs no critic"
+    typer.echo(f"# marlhf {preset.kind}; {critic}; sampled tokens relative to PPO: {preset.cost}")
+    typer.echo(f"preset: {name}  # which sets\n{textwrap.indent(settings(name, False), '# ')}\n")
+    typer.echo(textwrap.fill(f"Same: {preset.same}", 92))
+    typer.echo(textwrap.fill(f"Different: {preset.differs}", 92))
+
+
+@app.command()
 def segment(
     text: Annotated[str | None, typer.Option(help="Text to split.")] = None,
     file: Annotated[Path | None, typer.Option(help="File with the text.")] = None,

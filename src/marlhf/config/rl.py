@@ -169,6 +169,11 @@ class RLConfig(StageConfig):
     """Scale scores to mean 0 and deviation 1 on the starting policy's held-out responses."""
     missing_eos_penalty: float = 0.0
     """Taken from the score of a response that was cut off before it ended."""
+    overlong: tuple[float, float] | None = setting(None, on_card=True)
+    """Shares of max_new_tokens between which `overlong_penalty` sets in. DAPO: [0.8, 1], nothing up
+    to the first length, rising to all of it at the second."""
+    overlong_penalty: float = setting(1.0, above=0)
+    """The most that `overlong` takes from a score."""
 
     batch_size: int = 256
     """Prompts in a step. The paper: 256; code: 16."""
@@ -222,6 +227,11 @@ class RLConfig(StageConfig):
                     "vllm_weights_host must be one address of this machine, by which the vLLM "
                     "server reaches it."
                 )
+        if self.overlong is not None and not 0 <= self.overlong[0] < self.overlong[1] <= 1:
+            raise SettingError(
+                "overlong must be two rising shares of max_new_tokens from 0 to 1, such as "
+                f"[0.8, 1]; got {list(self.overlong)}."
+            )
         if self.async_steps:
             self._check_async()
         if self.environment and self.async_steps:
@@ -251,6 +261,14 @@ class RLConfig(StageConfig):
             raise SettingError(
                 "async_steps: 1 gives the sampling process a copy of the policy, which does not "
                 "work for a quantized one. Leave out lora.quantize, or async_steps."
+            )
+
+    def _refuse_critic_rules(self, why: str) -> None:
+        """A segmenter that reads a critic's values, where there is no critic."""
+        if "values" in getattr(self.segmenter, "needs", ()):
+            raise SettingError(
+                f"segmenter {self.segmenter} reads the values of a critic, and {why}. Set "
+                "segmenter: {type: entropy}, or train with ppo and values: critic."
             )
 
     def warmup(self, total: int) -> int:

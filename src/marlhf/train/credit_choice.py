@@ -143,9 +143,7 @@ class CreditChooser:
 
     def __init__(self, config: PPOConfig) -> None:
         self.auto = config.credit == "auto"
-        self.options = [Option("", config)]
-        if self.auto:
-            self.options = options_of(config, config.candidates)
+        self.options = options_of(config, config.candidates) if self.auto else [Option("", config)]
         self.choice = 0
         self.window: deque[tuple[Sequence[int], Tensor]] = deque(maxlen=WINDOW)
         """Of each batch the seeds of its sketch, and [E + 1, D]."""
@@ -184,6 +182,7 @@ class CreditChooser:
         """
         if not self.auto:
             return {}
+        assert self.config.lam != "adaptive"
         metrics = {"credit/reach": float(credit.reach(self.config.lam))}
         if measurement is not None:
             allowed = None
@@ -319,7 +318,8 @@ class CriticWatch:
         self.check_variance(step, metrics["rl/explained_variance"])
         if not self.warned:
             self.watch_knowledge(step, metrics)
-        if step == 1 and not self.auto:
+        # The reach of an adaptive lambda is a share of the response, which the user chose.
+        if step == 1 and not self.auto and not isinstance(self.lam, str):
             reach = float(credit.reach(self.lam))
             warn_about_short_reach(reach, metrics["rl/length"], self.lam)
 

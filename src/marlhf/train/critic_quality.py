@@ -92,6 +92,6 @@ def advice(config: PPOConfig) -> str:
         teach = "pretrain it on more responses, or at another critic_pretraining.learning_rate"
     single = isinstance(config.segmenter, NGram) and config.segmenter.n == 1
     reach = "" if config.lam == 1 else "; or trust it less (lam: 1)"
-    if config.lam < 1 and not single:
+    if config.lam != 1 and not single:
         reach = "; or trust it less (lam nearer 1)"
     return f"Either {teach}{reach}; or use RLOO, which needs no critic."

@@ -9,7 +9,7 @@ Axes: B rows, b rows of a micro-batch, T response tokens, M macro actions, S spa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -20,6 +20,7 @@ from torch import Tensor
 from marlhf.config.rl import Ratio, RLConfig
 from marlhf.core import (
     Responses,
+    Segmenter,
     Segments,
     Vocabulary,
     at_last_token,
@@ -27,9 +28,11 @@ from marlhf.core import (
     kl_estimate,
     masked_mean,
     moments,
+    needs,
+    overlong_penalty,
     whiten,
 )
-from marlhf.environments import EpisodeRecord
+from marlhf.environments import EpisodeRecord, episode_metrics, scored_row, turn_rewards
 from marlhf.models.base import Model
 from marlhf.models.sequences import Sequences, send
 from marlhf.rollout.engine import Rollout
@@ -37,12 +40,7 @@ from marlhf.runtime.distributed import World, gather_rollout
 from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.stage import Example
 from marlhf.runtime.timing import explained_variance
-from marlhf.train.conversations import (
-    episode_metrics,
-    gather_played,
-    scored_row,
-    turn_rewards,
-)
+from marlhf.train.conversations import gather_played, play_share
 from marlhf.train.rl_models import Models
 
 
@@ -63,6 +61,9 @@ class Experience:
     stale: bool = False  # sampled by other weights than those that learn
     earned: Tensor | None = None  # [B, T], parts of the normalised scores that have a place
     episodes: Sequence[EpisodeRecord] | None = None  # with an environment
+    # [B, T], where a segmenter or the choice of boundaries needs them
+    entropy: Tensor | None = None
+    values: Tensor | None = None
 
     @property
     def mask(self) -> Tensor:
@@ -104,6 +105,8 @@ class Experience:
             vocabulary=vocabulary,
             seeds=send(seeds, self.mask.device),
             logprobs=self.logprobs,
+            entropy=self.entropy,
+            values=self.values,
         )
 
     def micro_batches(self, models: Models, rows: list[int] | None = None) -> Iterator[MicroBatch]:
@@ -202,8 +205,8 @@ def sample_examples(
     rollout, played = None, list[Example]()
     with world.gathered(models.policy), world.raise_on_all_ranks():
         if share:
-            rollout, played = models.conversations.play(
-                examples, seeds, engine, sampling, share, group
+            rollout, played = play_share(
+                models.conversations, examples, seeds, engine, sampling, share, group
             )
     rollout, played = gather_played(world, rollout, played, share, len(examples))
     return played, rollout
@@ -216,8 +219,17 @@ class RolloutScorer:
         self.models, self.score_clip = models, config.score_clip
         self.missing_eos_penalty = config.missing_eos_penalty
         self.needs_old_logprobs, self.stale = config.needs_old_logprobs, config.async_steps > 0
+        self.overlong, self.overlong_penalty = config.overlong, config.overlong_penalty
+        self.reads_entropy, self.reads_values = False, False
+        self.provide_for([config.segmenter])
         self.mean, self.std = 0.0, 1.0
         """Of the starting policy's scores, with `normalize_scores`."""
+
+    def provide_for(self, rules: Iterable[Segmenter]) -> None:
+        """Compute what these rules read of the policy or the critic, from now on."""
+        for rule in rules:
+            self.reads_entropy |= needs(rule, "entropy")
+            self.reads_values |= needs(rule, "values")
 
     def normalise(self, scores: Tensor) -> Tensor:
         return (scores - self.mean) / self.std
@@ -238,7 +250,7 @@ class RolloutScorer:
         whole = responses if prefixes is None else _joined(prefixes, responses)
         # Parsers run in processes of their own, while the models score on this one.
         parse = models.parsing and prefixes is None and models.parsing.begin(responses)
-        rows = [scored_row(e) for e in examples]
+        rows = [scored_row(e.row, e.episode) for e in examples]
         raw = fit_memory(world, partial(models.reward, prompts, whole, rows))
         before = prompts if prefixes is None else _joined(prompts, prefixes)
         sequences = models.sequences(before, responses, rollout.sampled)
@@ -250,6 +262,17 @@ class RolloutScorer:
         old_logprobs = None
         if self.needs_old_logprobs and prefixes is None:
             old_logprobs = all_logprobs(models.policy, sequences, models)
+        # Passes of their own: with entropy, log-probs of the same pass may round differently.
+        entropy = values = None
+        if self.reads_entropy and prefixes is None:
+            entropy = all_entropy(sequences, models)
+        if self.reads_values and prefixes is None:
+            values = _pass_over(sequences, models, models.values)
+        penalty = self.missing_eos_penalty * (~rollout.ended).float()
+        if self.overlong is not None:
+            begin, end = (share * models.sampling.max_new_tokens for share in self.overlong)
+            lengths = send(torch.tensor([float(len(x)) for x in whole]), penalty.device)
+            penalty += overlong_penalty(lengths, begin, end, most=self.overlong_penalty)
         return Experience(
             sequences,
             self.normalise(raw),
@@ -259,11 +282,13 @@ class RolloutScorer:
             ref_logprobs,
             old_logprobs,
             send(parse(), world.device) if parse else None,
-            self.missing_eos_penalty * (~rollout.ended).float(),
+            penalty,
             self.score_clip,
             self.stale and prefixes is None,
             None if earned is None else earned / self.std,
             episodes,
+            entropy,
+            values,
         )
 
     @staticmethod
@@ -298,6 +323,11 @@ def all_logprobs(model: Model, sequences: Sequences, models: Models) -> Tensor:
 def all_values(sequences: Sequences, models: Models) -> Tensor:
     """The critic's value of the state before each token, [B, T], without gradients."""
     return _pass_over(sequences, models, models.values)
+
+
+def all_entropy(sequences: Sequences, models: Models) -> Tensor:
+    """The entropy of the policy's choice of each response token, [B, T], without gradients."""
+    return _pass_over(sequences, models, models.entropy)
 
 
 def _pass_over(

@@ -20,6 +20,7 @@ from torch import Tensor
 from marlhf.config.rl import RLConfig
 from marlhf.core import (
     Segments,
+    adaptive_lam,
     boundary_gae,
     macro_gae,
     ppo_policy_loss,
@@ -33,12 +34,13 @@ from marlhf.runtime.loop import in_run_folder
 from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.objects import GivenObjects
 from marlhf.spans.apply import explain_segmenter_errors
-from marlhf.train.continuations import monte_carlo_values
+from marlhf.train.continuations import chosen_boundaries, monte_carlo_values
 from marlhf.train.credit_choice import CreditChooser, CriticWatch, Measurement
 from marlhf.train.critic_pretraining import forget_pretraining, pretrain_critic
 from marlhf.train.critic_quality import explained_by_thirds
 from marlhf.train.critic_replay import CriticReplay
 from marlhf.train.experience import Credit, Experience, PolicyMetrics, count_terms
+from marlhf.train.positive_examples import PositiveExamples
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import Learner, RLRun
@@ -55,6 +57,8 @@ def train(config: PPOConfig, objects: GivenObjects, world: World, run: RunFolder
     checkpointed = chooser.checkpointed | replay.checkpointed
     credit_of_samples = partial(held_out_credit, chooser)
     rl = RLRun(config, run, world, objects, credit_of_samples, rates, checkpointed)
+    rl.score.provide_for(option.config.segmenter for option in chooser.options)
+    rl.score.reads_entropy |= config.boundaries is not None
 
     with rl.loop:
         for step in rl.steps():
@@ -70,6 +74,7 @@ def train(config: PPOConfig, objects: GivenObjects, world: World, run: RunFolder
             )
             metrics: dict[str, Tensor] = {}
             if not config.has_critic:
+                segments = chosen_boundaries(segments, experience, config)
                 values = monte_carlo_values(batch, experience, segments, rl, config)
             elif config.one_update:
                 values, metrics = critic_values_and_backward(
@@ -156,7 +161,8 @@ def critic_values_and_backward(
 @torch.no_grad()
 def assign_credit(rewards: Tensor, values: Tensor, segments: Segments, config: PPOConfig) -> Credit:
     """Advantages and returns of macro actions: the method itself."""
-    lambdas = {"gamma": config.gamma, "lam": config.lam, "lam_value": config.lam_value}
+    lam = adaptive_lam(segments, config.lam_alpha) if config.lam == "adaptive" else config.lam
+    lambdas = {"gamma": config.gamma, "lam": lam, "lam_value": config.lam_value}
     if config.credit == "boundary":
         advantages, returns = boundary_gae(rewards, values, segments, **lambdas)
     else:
@@ -218,6 +224,7 @@ def backward(
         experience, counts["token"], config, *(["rl/value_loss"] if train_critic else [])
     )
     measured = measurement and measurement.begin()
+    examples = PositiveExamples.of(experience, rows, config)
     for micro in experience.micro_batches(models, rows):
         segments = micro.segments(credit.segments)
         with torch.set_grad_enabled(train_policy):
@@ -226,6 +233,8 @@ def backward(
         old_logprobs = micro.old_logprobs(experience, logprobs)
         advantages = micro.take(credit.advantages)
         loss = policy_loss(logprobs, old_logprobs, advantages, segments, counts, config)
+        if examples:
+            loss = loss + examples.loss(logprobs, micro)
         if measured:
             measured.add(micro)
         # Before the critic's pass: only one graph is in memory at a time.
@@ -332,6 +341,7 @@ def reach_of_each(
     responses = experience.responses(models.vocabulary, torch.Generator().manual_seed(0))
     mask, shares = experience.mask, list[float]()
     for config in configs:
+        assert config.lam != "adaptive", "`credit: auto` compares fixed lambdas"
         segments = segment(config.segmenter, responses, split_last=config.split_last)
         tokens = mask.float()
         credit = Credit(tokens, segments, tokens, tokens, tokens)

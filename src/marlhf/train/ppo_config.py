@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from marlhf.config.candidates import CANDIDATES, Candidate, parse_candidates
+from marlhf.config.presets import presets_of
 from marlhf.config.rl import RLConfig
 from marlhf.errors import SettingError
 from marlhf.fields import check_settings, setting
@@ -56,8 +57,11 @@ class PPOConfig(RLConfig):
     """What the critic learns: each token's value, or that of the macro action."""
     rho: float = setting(1.0, least=0, most=1)
     """Discount of rewards inside a macro action."""
-    lam: float = setting(0.95, least=0, most=1, on_card=True)
-    """Lambda of generalised advantage estimation."""
+    lam: float | Literal["adaptive"] = setting(0.95, least=0, most=1, on_card=True)
+    """Lambda of generalised advantage estimation. `adaptive` is 1 - 1 / (lam_alpha L), L being the
+    number of macro actions of the response (VAPO): credit reaches over a share of any response."""
+    lam_alpha: float = setting(0.05, above=0, on_card=True)
+    """With `lam: adaptive`, the share of a response that credit reaches over. VAPO: 0.05."""
     lam_value: float | None = setting(None, least=0, most=1, on_card=True)
     """Lambda of the returns that the critic learns from; `lam` unless given. 1 is unbiased."""
     credit: Literal["macro", "boundary", "auto"] = setting("macro", on_card=True)
@@ -72,6 +76,9 @@ class PPOConfig(RLConfig):
     start of each macro action. Those need no critic, and sampling costs that many times more."""
     continuations: int = setting(4, above=0, on_card=True)
     """Responses sampled from the start of each macro action for `values: monte_carlo`."""
+    boundaries: int | None = setting(None, above=0, on_card=True)
+    """With `values: monte_carlo`, sample continuations at the start of the response and at so many
+    starts of macro actions where the policy's entropy is highest; the others are merged."""
     whiten: Literal["tokens", "macros", "none"] = setting("tokens", on_card=True)
     """Scale advantages to mean 0 and deviation 1 over the batch, counting tokens or actions."""
     critic_learning_rate: float = setting(1.5e-5, above=0, on_card=True)
@@ -90,17 +97,13 @@ class PPOConfig(RLConfig):
     """Passes over each batch of responses."""
     value_clip: float | None = setting(0.2, above=0)
     """How far a value may move in an update; None for no limit."""
+    positive_lm_coef: float = setting(0.0, least=0, on_card=True)
+    """Weight of the negative log-likelihood of responses that the reward gives more than
+    `positive_score`, added to the policy's loss. VAPO: 0.1."""
+    positive_score: float = 0.0
+    """With `positive_lm_coef`: a response with a higher score than this is a positive example."""
 
-    presets = {  # noqa: RUF012
-        "paper": {"sigma": "equal"},
-        "official": {
-            "sigma": "equal",
-            "pooling": "mean",
-            "score_clip": 2.5,
-            "split_last": True,
-        },
-    }
-    """What the paper says, and what the authors' code does, for comparison."""
+    presets = presets_of("ppo")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,6 +111,11 @@ class PPOConfig(RLConfig):
             self._need("credit: boundary", "credits tokens", pooling="sum", rho=1.0)
             self._need("credit: boundary", "credits tokens", ratio="token", value_level="token")
         if self.credit == "auto":
+            if self.lam == "adaptive":
+                raise SettingError(
+                    "credit: auto chooses a fixed lambda, so lam: adaptive does not fit. Set lam "
+                    "to a number, or credit: macro."
+                )
             known = "compares rules by their gradients"
             self._need("credit: auto", known, pooling="sum", rho=1.0, ratio="token")
             self._need("credit: auto", known, value_level="token", values="critic")
@@ -115,7 +123,13 @@ class PPOConfig(RLConfig):
         elif self.credit_candidates:
             raise SettingError("credit_candidates are of use with credit: auto alone. Set it.")
         parse_candidates(self.credit_candidates)
+        if self.values == "critic" and self.boundaries is not None:
+            raise SettingError(
+                "boundaries limit continuations, and values: critic samples none. Leave boundaries "
+                "out, or set values: monte_carlo."
+            )
         if self.values == "monte_carlo":
+            self._refuse_critic_rules("values: monte_carlo has none")
             known = "knows values at the starts of macro actions only"
             self._need("values: monte_carlo", known, sigma="start", credit="macro")
             none = "has no critic"

@@ -61,11 +61,13 @@ class Learner:
         experience: Experience,
         credit: Credit,
         learning_rates: Mapping[str, float],
+        rows: list[int] | None = None,
     ) -> dict[str, Tensor]:
         """All updates of the models with a learning rate that a batch of responses is used for.
 
         Each of `passes` goes over the batch once: it leaves the gradients of some rows, and returns
-        their metrics. No model moves where the batch holds NaN or infinity.
+        their metrics. No model moves where the batch holds NaN or infinity. Only some `rows` are
+        used, if given.
         """
         models = self.models
         trained = {role: getattr(models, role) for role in learning_rates}
@@ -77,8 +79,8 @@ class Learner:
         ]
         updates: list[dict[str, Tensor]] = []
         for backward in passes:
-            for rows in self.mini_batches(len(experience.scores)):
-                metrics = fit_memory(models.world, partial(backward, rows), *trained.values())
+            for part in self.mini_batches(rows or list(range(len(experience.scores)))):
+                metrics = fit_memory(models.world, partial(backward, part), *trained.values())
                 norms = apply_updates(
                     [Update(trained[x], self.optimizers[x], learning_rates[x]) for x in trained],
                     self.max_grad_norm,
@@ -91,12 +93,12 @@ class Learner:
         means = {name: torch.stack([u[name] for u in updates]).mean() for name in updates[0]}
         return means | {"rl/learning_rate": torch.tensor(learning_rates.get("policy", 0.0))}
 
-    def mini_batches(self, num_rows: int) -> list[list[int]]:
+    def mini_batches(self, rows: list[int]) -> list[list[int]]:
         """The rows of each update of one pass over a batch, shuffled where there are several."""
         if self.num_mini_batches == 1:
-            return [list(range(num_rows))]
-        order = torch.randperm(num_rows, generator=self.shuffler)
-        return [rows.tolist() for rows in order.chunk(self.num_mini_batches)]
+            return [rows]
+        order = torch.tensor(rows)[torch.randperm(len(rows), generator=self.shuffler)]
+        return [part.tolist() for part in order.chunk(self.num_mini_batches)]
 
 
 class RLRun:
@@ -186,8 +188,7 @@ class RLRun:
                 self.save()
 
     def prompts(self, step: int) -> list[Example]:
-        size, seed = self.config.batch_size, self.config.seed
-        rows = batch_rows(step - 1, len(self.examples), size, seed)
+        rows = batch_rows(step - 1, len(self.examples), self.config.batch_size, self.config.seed)
         return [self.examples[i] for i in rows]
 
     def batch(self, step: int) -> list[Example]:
