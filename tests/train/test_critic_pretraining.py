@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from marlhf.config.recipe_files import ConfigError
-from marlhf.core import NGram, Perplexity, RandomNGram
+from marlhf.core import Entropy, NGram, Perplexity, RandomNGram, ValueChange
 from marlhf.data import DataConfig
 from marlhf.errors import SettingError
 from marlhf.runs.layout import RunError
@@ -226,6 +226,13 @@ def test_runs_that_learn_in_another_way_share_their_samples(config, monkeypatch)
     assert len(made) == 3
     ppo.train(config("four", seed=1))
     assert len(made) == 6
+
+
+@pytest.mark.parametrize("rule", [Entropy(quantile=0.7), ValueChange()], ids=str)
+def test_rules_that_read_the_models_cut_stored_responses_too(config, rule):
+    made = config(segmenter=rule, lam="adaptive")
+    ppo.train(made)
+    assert state_of(made)["critic_pretraining"]["epochs"][-1]["epoch"] == 3
 
 
 def test_a_damaged_file_of_samples_is_sampled_again(config, capfd):

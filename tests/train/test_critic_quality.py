@@ -81,6 +81,7 @@ def test_runs_log_it_against_the_rewards_that_came(ppo_config, monkeypatch):
         ({"lam": 0.95, "segmenter": NGram(1)}, r"critic_pretraining.*trust it less \(lam: 1\)"),
         ({"lam": 0.8, "segmenter": Lines()}, r"critic_pretraining.*\(lam nearer 1\); or use RLOO"),
         ({"lam": 1.0}, r"responses: 20000\}\); or use RLOO"),
+        ({"lam": "adaptive", "segmenter": Lines()}, r"trust it less \(lam: 1\); or use RLOO"),
         ({"critic_pretraining": CriticPretraining()}, "pretrain it on more responses"),
     ],
     ids=str,
