@@ -22,8 +22,9 @@ HUMANEVAL, _ = humaneval_row(
     {
         "prompt": "def double(x):\n    ''' Twice x. '''\n",
         "canonical_solution": "    return 2 * x\n",
-        "test": "def check(candidate):\n    assert candidate(1) == 2\n"
-        "    assert candidate(3) == 6\n",
+        "test": (
+            "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(3) == 6\n"
+        ),
         "entry_point": "double",
     }
 )

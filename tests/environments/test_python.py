@@ -6,7 +6,7 @@ import pytest
 
 from conversations import chatml_tokenizer, play
 from marlhf.data import Row
-from marlhf.environments import find_environment
+from marlhf.environments import ChatTokens, ConversationError, find_environment, preflight
 from marlhf.environments.python import Python, shorten
 
 TOKENIZER = chatml_tokenizer()
@@ -71,6 +71,15 @@ def test_cells_cannot_leave_the_sandbox(session, tmp_path):
     ):
         assert "Error" in session(cell)
         assert "treasure" not in session(cell)
+
+
+@pytest.mark.parametrize("name", ["python", "fix-code"])
+def test_a_machine_without_a_sandbox_is_refused_before_the_first_step(name, monkeypatch):
+    monkeypatch.setattr("marlhf.reward.sandbox.pool.sys.platform", "plan9")
+    row = Row("6 * 7?", columns={"tests": {"kind": "stdin", "inputs": ["1"], "outputs": ["1"]}})
+    make = find_environment(name, memory_mb=99)  # whose sandboxes do not run yet
+    with pytest.raises(ConversationError, match="needs Linux, and this is plan9"):
+        preflight(make, row, ChatTokens(TOKENIZER), max_turns=2, episode_tokens=4000)
 
 
 def test_the_reward_is_for_the_right_number_at_the_end():

@@ -37,6 +37,7 @@ EXTRAS = {
     "judge": ("openai", "judging by an API"),
     "annotate": ("fastapi", "the page on which people vote"),
     "lm-eval": ("lm-eval", "published benchmarks: evaluate --lm-eval"),
+    "textarena": ("textarena", "games for one player"),
     "vllm": ("vllm", "sampling with vLLM"),
     "verl": ("verl", "macro actions inside verl's trainer"),
     "tensorboard": ("tensorboard", "report_to: tensorboard"),

@@ -31,6 +31,8 @@ NOTHING: list[Message] = [{"role": "user", "content": ""}]
 """The prompt of an episode that could not begin."""
 SHOWN = 200
 """Characters of an error in a record."""
+SEEDS = 2**32
+"""Environments get seeds below this, as numpy takes them."""
 
 
 @dataclass
@@ -300,7 +302,7 @@ def _begin(
 
     def reset() -> tuple[list[Message], Toolbox]:
         built.append(make())
-        messages = finish(built[0].reset(row, seed))
+        messages = finish(built[0].reset(row, seed % SEEDS))
         roles = (*WORLD_ROLES, "assistant")
         messages = check_messages(messages, roles)
         if not messages or messages[-1]["role"] == "assistant":
@@ -343,19 +345,22 @@ def _shown(error: BaseException) -> str:
 
 
 def _within(seconds: float | None, call: Callable[[], T]) -> T:
-    """Call in a thread of its own, and stop waiting for it after a time."""
+    """Call in a thread of its own, and stop waiting for it after a time; None calls directly."""
     returned: list[T] = []
     raised: list[BaseException] = []
 
     def run() -> None:
         try:
             returned.append(call())
-        except BaseException as error:  # SystemExit, too, ends only the episode
+        except (Exception, SystemExit) as error:  # which, too, ends only the episode
             raised.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    if seconds is None:
+        run()
+    else:
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(seconds)
     if raised:
         error = raised[0]
         if isinstance(error, TimeoutError) or not isinstance(error, Exception):

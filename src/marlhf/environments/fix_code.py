@@ -49,6 +49,8 @@ class FixCode:
                 "have it"
             )
         self._tests, self._score = check_tests(row.columns["tests"]), 0.0
+        with self._judges.borrow() as judge:
+            assert judge.layers  # says before the first step where programs cannot be confined
         return opening(row)
 
     def step(self, reply: str) -> Step:

@@ -81,6 +81,8 @@ class Python:
         self._cells: list[str] = []
         self._final = ""
         self._answer = row.columns.get(self._column)
+        with self._sandboxes.borrow():
+            pass  # says before the first step where this machine cannot confine programs
         return opening(row)
 
     def python(self, code: str) -> str:

@@ -49,7 +49,8 @@ class ConversationSchedule(Schedule):
         super().__init__(step, prompts, seeds, limits, budget, share_prefixes=share_prefixes)
         assert step.holds
         self.conversations, self.reply = conversations, reply
-        self.texts, self.turn_limits = conversations.texts, limits
+        self.texts = conversations.texts
+        self.turn_limits = limits  # the list that is `self.limits`: of the current turns
         self.replies: dict[int, Future[list[int] | None]] = {}  # of paused rows, some still to come
         self.paused = self.replies.keys()
         self.lost = 0  # rounds of steps that paused slots could have taken part in
@@ -73,7 +74,8 @@ class ConversationSchedule(Schedule):
     def _proceed(self) -> None:
         if self._unfinished():
             super()._proceed()
-        self._go_on(self._answered())
+        if rows := self._answered():
+            self._go_on(rows)
 
     def _collect(self, running: list[bool]) -> None:
         """Note the turns that have ended, and ask the world for what follows."""
