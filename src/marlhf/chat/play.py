@@ -67,6 +67,7 @@ def play(task: SamplingTask, number: int, console: Console, read: Read | None) -
     """Play one held-out prompt and print every message; with `read`, a person is the world."""
     conversations = task.conversations
     assert conversations is not None
+    task.check_conversations_fit(conversations)
     prompt = task.prompts[number % len(task.prompts)]
     seed = seed_of(key_of(prompt.row), number // len(task.prompts), task.seed)
     episodes = _begin(conversations, prompt.row, seed, read)
