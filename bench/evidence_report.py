@@ -1,9 +1,9 @@
-"""The tables and figures of docs/results.md, from packed archives of sweeps: no GPU.
+"""The tables and figures of docs/results.md and docs/results/, from archives: no GPU.
 
-    python bench/evidence_report.py docs/results/{identify,*}.tar.xz --docs docs
+    python bench/evidence_report.py docs/results/*.xz --docs docs
 
-Archives are what bench/evidence_pack.py makes; folders of sweeps do as well. The page names them
-without .tar.xz; tables that name none, and the figures, are of the first.
+Archives are what bench/evidence_pack.py makes; folders of sweeps do as well. The pages name them
+without .tar.xz. distil.jsonl.xz has the rounds of distillation, prompt by prompt.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 from evidence.pack import unpack
 from evidence.page import write_page
 from evidence.results import read_results
+
+ROUNDS = ".jsonl.xz"
 
 
 def main() -> None:
@@ -28,8 +30,10 @@ def main() -> None:
                 given if given.is_dir() else unpack(given, Path(temporary) / given.name)
             )
             for given in args.archives
+            if not given.name.endswith(ROUNDS)
         }
-        print(write_page(campaigns, args.docs))
+        rounds = next((file for file in args.archives if file.name.endswith(ROUNDS)), None)
+        print(write_page(campaigns, args.docs, rounds))
 
 
 if __name__ == "__main__":

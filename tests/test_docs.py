@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import sys
+import types
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +25,11 @@ from marlhf.train.recipe import kind_class, load_recipe, load_stage
 from marlhf.train.stages import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/results").glob("*.md")),
+]
 RECIPE_KEYS = {
     "output_dir",
     "defaults",
@@ -220,7 +225,7 @@ def test_shown_output_is_real(page):
 
 def test_quick_commands_run():
     wants_runs = ("report", "pass-at-k", "evaluate", "best-of-n", "judge", "agreement")
-    wants_runs += ("annotate", "sweep", "chat", "verl", "credit")
+    wants_runs += ("annotate", "sweep", "chat", "verl", "credit", "watch", "init", "grpo")
     told = {tuple(c.words) for c in COMMANDS if c.words[0] not in (*TRAINING, *wants_runs)}
     assert {words[0] for words in told} >= {"segment", "config", "recipes", "doctor"}
     for words in told:
@@ -370,18 +375,23 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     assert all(not cell.get("outputs") for cell in cells)
 
 
-def test_links_of_the_readme_work_on_pypi():
-    """Absolute, into the repository that pyproject.toml names, to files that are there."""
-    project = (ROOT / "pyproject.toml").read_text("utf-8")
-    home = re.search(r'^Repository = "(.+)"$', project, re.M)[1]
-    raw = home.replace("github.com", "raw.githubusercontent.com")
-    links = re.findall(r"\]\(([^)\s]+)\)", prose(ROOT / "README.md"))
-    assert links
-    for link in links:
-        assert link.startswith("https://"), link
-        for start in (f"{home}/blob/main/", f"{raw}/main/"):
-            if link.startswith(start):
-                assert (ROOT / link.removeprefix(start)).is_file(), link
+def test_links_of_the_readme_are_absolute_in_a_package_with_an_address(monkeypatch):
+    interface = types.ModuleType("hatchling.metadata.plugin.interface")
+    interface.__dict__["MetadataHookInterface"] = object  # hatchling is there while building
+    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+    space: dict = {"__name__": "hatch_build"}
+    exec((ROOT / "hatch_build.py").read_text("utf-8"), space)
+    text = "[a](docs/gpu.md#time) ![b](docs/b.svg) [c](https://d.org) [e](#here)"
+    assert space["absolute"](text, "https://x.org/r") == (
+        "[a](https://x.org/r/blob/main/docs/gpu.md#time) ![b](https://x.org/r/raw/main/docs/b.svg) "
+        "[c](https://d.org) [e](#here)"
+    )
+    readme = (ROOT / "README.md").read_text("utf-8")
+    links = re.findall(r"\]\(([^)\s]+)\)", readme)
+    assert len(links) > 20
+    assert not [link for link in links if "marlhf/marlhf" in link]
+    changed = re.findall(r"\]\(([^)\s]+)\)", space["absolute"](readme, "https://x.org/r"))
+    assert all(link.startswith(("https://", "#")) for link in changed)
 
 
 def test_the_site_has_every_page_in_one_of_four_groups():
@@ -408,6 +418,18 @@ def test_the_picture_of_macro_actions_is_what_the_script_draws():
     drawn = space["picture"]()
     assert drawn == (ROOT / "docs/images/macro-actions.svg").read_text("utf-8")
     assert (ROOT / "docs/images/report.png").stat().st_size < 200_000
+
+
+def test_the_picture_of_credit_is_what_the_script_draws():
+    """From the stored numbers of one response; both rows have the same tokens."""
+    space: dict = {"__name__": "pictures"}
+    exec((ROOT / "bench/credit_picture.py").read_text("utf-8"), space)
+    data = json.loads((ROOT / "docs/images/credit.json").read_text("utf-8"))
+    assert space["picture"](data) == (ROOT / "docs/images/credit.svg").read_text("utf-8")
+    tokens, fives = data["credit"]["1"], data["credit"]["5"]
+    assert len(tokens) == len(fives) == len(data["tokens"])
+    assert all(len(set(fives[i : i + 5])) == 1 for i in range(0, len(fives), 5))
+    assert len(set(tokens)) > len(tokens) / 2
 
 
 def strings(file: Path) -> list[str]:

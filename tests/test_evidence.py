@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from marlhf.runs.read import Evaluation, Run
@@ -20,9 +21,9 @@ import evidence_data
 import evidence_pack
 import evidence_report
 from evidence.data import prepare
-from evidence.page import MINUS, number, signed
 from evidence.results import (
     COARSE_LABELS,
+    FAST_LABELS,
     LABELS,
     OTHER_BETAS,
     QWEN_LABELS,
@@ -32,10 +33,12 @@ from evidence.results import (
     Results,
     method_of,
     objective,
+    over_reward_models,
+    over_runs,
     score,
 )
+from evidence.tables import MINUS, number, signed
 
-ARCHIVE = ROOT / "docs" / "results" / "identify.tar.xz"
 MAX_ARCHIVE = 400_000
 
 
@@ -145,25 +148,51 @@ def evaluated(name: str, teacher: str, scores: list[float], seed: int = 0) -> Ru
     return Run(Path(name), name, "ppo", seed=seed, evaluations=evaluations)
 
 
-def test_differences_are_by_prompt_and_over_reward_models():
+def test_differences_are_by_prompt_between_runs_of_one_seed():
     results = Results(
         {
             ("ppo", "a"): [evaluated("ppo", "a", [1.0, 5.0])],
-            ("n5", "a"): [evaluated("n5", "a", [1.5, 5.5])],
-            ("ppo", "b"): [evaluated("ppo-r1", "b", [0.0, 2.0])],
-            ("n5", "b"): [evaluated("n5-r1", "b", [1.0, 3.0]), evaluated("x", "b", [9, 9], 1)],
+            ("n5", "a"): [evaluated("n5", "a", [1.5, 5.5]), evaluated("x", "a", [9.0, 9.0], 1)],
         },
         {},
     )
-    # Each prompt rises by 0.5, so that how hard prompts are leaves no interval.
-    found, count = results.difference(score, "n5", "ppo", ["a"], 10)
-    assert (found[:3], count) == ((0.5, 0.5, 0.5), 1)
-    # The second seed of n5 has no partner. The bootstrap draws a twice, b twice, or both.
-    found, count = results.difference(objective, "n5", "ppo", ["a", "b"], 10)
-    assert count == 2
-    assert found[:3] == pytest.approx((0.75, 0.5, 1.0))
+    # Each prompt rises by 0.5, so that how hard prompts are leaves no interval; the second seed of
+    # n5 has no partner, and no method has two seeds that others share: prompts alone.
+    found = results.difference(score, "n5", "ppo", "a", 10, ["ppo"])
+    assert found is not None
+    assert found[:3] == (0.5, 0.5, 0.5)
+    assert results.difference(score, "n5", "ppo", "b", 10) is None
     assert results.gain(score, "ppo", "a", 10).mean == 3.0
     assert results.mean(objective, "ppo", "a", 10) == pytest.approx(3.0 - 0.05 * 2.0)
+    assert results.mean(score, "ppo", "a", None) == 1.5  # the mean of 0 and 3
+
+
+def test_methods_share_their_spread_over_seeds():
+    runs = {
+        ("ppo", ""): [evaluated("p", "", [1.0, 1.0]), evaluated("p", "", [3.0, 3.0], 1)],
+        ("n5", ""): [evaluated("n", "", [4.0, 4.0]), evaluated("n", "", [4.0, 4.0], 1)],
+        ("n12", ""): [evaluated("o", "", [0.0, 0.0]), evaluated("o", "", [4.0, 4.0], 1)],
+    }
+    results = Results(runs, {})
+    # Squares around the mean of each method: 2, 0 and 8, with one degree of freedom each.
+    assert results.spread(score, "", 10, ["ppo", "n5"]) == (1.0, 2)
+    assert results.spread(score, "", 10, ["ppo", "n5", "n12"]) == pytest.approx((10 / 3, 3))
+    found = results.difference(score, "n5", "ppo", "", 10, ["ppo", "n5", "n12"])
+    # Student's t with three degrees of freedom; two runs on each side; prompts do not vary.
+    assert found is not None
+    assert found.mean == 2.0
+    assert found.high - found.mean == pytest.approx(3.182 * (10 / 3) ** 0.5, rel=1e-3)
+
+
+def test_two_reward_models_have_no_interval():
+    rows = [np.full(4, value) for value in (0.0, 1.0, 5.0)]
+    two = over_reward_models([[row] for row in rows[:2]])
+    assert two.mean == 0.5
+    assert two.text() == "0.500"
+    three = over_reward_models([[rows[0], rows[0]], [rows[1]], [rows[2]]])
+    # The deviation of 0, 1 and 5 is sqrt(7); two degrees of freedom.
+    assert three.high - three.mean == pytest.approx(4.303 * (7 / 3) ** 0.5, rel=1e-3)
+    assert over_runs(rows[:2], 0.0, 0)[:3] == (0.5, 0.5, 0.5)
 
 
 def test_numbers_have_a_sign_where_they_differ_from_zero():
@@ -185,7 +214,7 @@ def test_every_stage_of_the_recipe_has_a_place_in_the_tables():
     ("recipe", "labels"),
     [
         ("evidence/sums", SUMS_LABELS),
-        ("evidence/updates", UPDATES_LABELS),
+        ("evidence/updates", UPDATES_LABELS | FAST_LABELS),
         ("evidence/coarse", COARSE_LABELS),
     ],
 )
@@ -199,23 +228,36 @@ def test_every_stage_of_the_larger_model_has_a_place_in_its_table():
     assert {method_of(stage.name) for stage in load_recipe("evidence/qwen")} == named
 
 
-def test_the_page_is_made_from_the_committed_archive(tmp_path, monkeypatch):
-    assert ARCHIVE.stat().st_size < MAX_ARCHIVE
-    docs = tmp_path / "docs"
+MARKED = re.compile(r"(<!-- evidence: .+? -->\n).*?(<!-- end of evidence -->)", re.S)
+
+
+def test_the_pages_are_made_from_the_committed_archives(tmp_path, monkeypatch):
+    docs, folder = tmp_path / "docs", ROOT / "docs" / "results"
     (docs / "results").mkdir(parents=True)
-    page = (ROOT / "docs" / "results.md").read_text("utf-8")
-    begin = page.index("<!-- evidence: over-ppo -->\n") + len("<!-- evidence: over-ppo -->\n")
-    emptied = page[:begin] + page[page.index("<!-- end of evidence -->", begin) :]
-    (docs / "results.md").write_text(emptied, encoding="utf-8")
-    others = [str(file) for file in sorted(ARCHIVE.parent.glob("*.tar.xz")) if file != ARCHIVE]
-    words = ["evidence_report.py", str(ARCHIVE), *others, "--docs", str(docs)]
-    monkeypatch.setattr(sys, "argv", words)
+    names = ["results.md", *(f"results/{file.name}" for file in sorted(folder.glob("*.md")))]
+    pages = {name: (ROOT / "docs" / name).read_text("utf-8") for name in names}
+    for name, page in pages.items():
+        (docs / name).write_text(MARKED.sub(r"\1\2", page), encoding="utf-8")
+    given = [str(file) for file in sorted(folder.glob("*.xz"))]
+    monkeypatch.setattr(sys, "argv", ["evidence_report.py", *given, "--docs", str(docs)])
     evidence_report.main()
-    assert (docs / "results.md").read_text("utf-8") == page
-    for name in ("end-points.svg", "gold.svg", "frontier.svg", "betas.svg", "predicted.svg"):
-        drawn, committed = (
-            (folder / "results" / name).read_text("utf-8") for folder in (docs, ROOT / "docs")
-        )
+    for name, page in pages.items():
+        assert (docs / name).read_text("utf-8") == page, name
+    for name in ("end-points.svg", "frontier.svg", "betas.svg", "predicted.svg"):
+        drawn, committed = ((f / name).read_text("utf-8") for f in (docs / "results", folder))
         marks = re.findall("<title>.*?</title>", drawn)  # the style may change, numbers may not
         assert len(marks) > 15
         assert marks == re.findall("<title>.*?</title>", committed)
+
+
+def test_every_table_of_numbers_is_of_an_archive():
+    """Where an experiment's page has a table, a script made it; what has no archive has none."""
+    folder = ROOT / "docs" / "results"
+    archives = {file.name.split(".")[0] for file in folder.glob("*.xz")}
+    named: set[str] = set()
+    for file in folder.glob("*.md"):
+        page = file.read_text("utf-8")
+        assert "\n| ---" not in MARKED.sub("", page), file.name
+        named |= set(re.findall(r"<!-- evidence: [\w-]+ of ([\w-]+) -->", page))
+    assert named == archives
+    assert all(file.stat().st_size < MAX_ARCHIVE for file in folder.glob("*.xz"))

@@ -70,33 +70,6 @@ def frontier(results: Results) -> str:
     return _figure("End points over several betas", drawn, list(lines), panels=2)
 
 
-def gold_over_steps(results: Results) -> str:
-    """What the judge that trains nobody thinks of it."""
-    drawn: list[str] = []
-    lines = {
-        (teacher, method): [
-            (step, results.mean(gold, method, teacher, step))
-            for step in sorted({e.step for e in results.runs[method, teacher][0].evaluations})
-            if results.at(method, teacher, step)
-        ]
-        for teacher in results.teachers
-        for method in results.methods(teacher)
-    }
-    ys = [y for line in lines.values() for _, y in line]
-    for i, teacher in enumerate(results.teachers):
-        xs = [float(x) for (each, _), line in lines.items() for x, _ in line if each == teacher]
-        x_axis, y_axis = _axes(i, xs, ys)  # one scale for all
-        drawn += [frame(x_axis, y_axis, "step", "gold"), _panel_title(i, teacher)]
-        for method in results.methods(teacher):
-            line = lines[teacher, method]
-            path = "L".join(f"{x_axis(x)} {y_axis(y)}" for x, y in line)
-            dash = "" if _in_palette(method) else ' stroke-dasharray="5 3"'
-            drawn.append(f'<path class="line" stroke="{_colour(method)}"{dash} d="M{path}"/>')
-            x, y = line[-1]
-            drawn.append(_mark(method, x_axis(x), y_axis(y), f"{_plain(method)}: {y:.2f}"))
-    return _figure("Mean score by `gold`, which trains no policy", drawn, *_shown(results))
-
-
 def predicted_gains(starts: Mapping[str, Sequence[Prediction]]) -> str:
     """What each rule gained against its cosine before, a panel per start; bars: 95% intervals."""
     drawn: list[str] = []

@@ -25,6 +25,16 @@ RULES = {
     "perplexity": "perplexity lam=0.95",
 }
 """Methods of recipes/evidence/predict.yaml and predict-tldr.yaml as `marlhf credit` names them."""
+REACH = {
+    "lam80": 5.0,
+    "lam90": 10.0,
+    "ppo": 20.0,
+    "lam99": 100.0,
+    "n5": 100.0,
+    "n5-equal": 100.0,
+    "lam1": float("inf"),
+}
+"""Tokens over which credit falls by a factor of e: n / (1 - lambda). Known without measuring."""
 STARTS = {"early": "the SFT model", "late": "PPO after 30 steps", "end": "PPO after 100 steps"}
 MEASURED = "measured"
 """Folder of a sweep for what was measured at each start."""
@@ -72,6 +82,17 @@ def predictions(results: Results, start: str, rows: list[dict[str, Any]]) -> lis
                 Prediction(method, name, RULES[method], row["cosine"], row["error"], gained)
             )
     return sorted(predicted, key=lambda each: -each.cosine)
+
+
+def reach_correlation(predicted: list[Prediction]) -> tuple[float, float, int]:
+    """Rank correlations of gains with cosines and with reach, over the rules of known reach."""
+    from scipy.stats import spearmanr
+
+    known = [each for each in predicted if each.method in REACH]
+    gains = [each.gained.mean for each in known]
+    by_cosine = spearmanr([each.cosine for each in known], gains)[0]
+    by_reach = spearmanr([REACH[each.method] for each in known], gains)[0]
+    return by_cosine, by_reach, len(known)
 
 
 def rank_correlation(predicted: list[Prediction]) -> tuple[float, float]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from marlhf.intervals import Floats, Interval, mean_over_groups
+from marlhf.intervals import Floats, Interval, interval, mean, t_quantile
 from marlhf.runs.read import Evaluation, Run, find_runs
 
 BETA = 0.05
@@ -54,19 +55,19 @@ SUMS_LABELS = {
     "ppo": "PPO, lambda .95",
     "lam99": "PPO, lambda .99",
     "lam1": "PPO, lambda 1",
-    "unbiased-critic": "PPO, lambda .95, `lam_value: 1`",
+    "rloo": "RLOO, 4 samples per prompt",
     "n5": "n = 5",
     "lines": "lines",
     "lines-lam99": "lines, lambda .99",
-    "lines-unbiased": "lines, `lam_value: 1`",
     "boundary": "lines, `credit: boundary`",
     "auto": "`credit: auto`",
-    "monte-carlo": "lines, `values: monte_carlo`, lambda 0",
-    "rloo": "RLOO, 4 samples per prompt",
+    "unbiased-critic": "PPO, lambda .95, `lam_value: 1`",
+    "lines-unbiased": "lines, `lam_value: 1`",
     "tree": "RLOO, `tree: [4, 4]` by lines",
+    "monte-carlo": "lines, `values: monte_carlo`, lambda 0",
 }
 """Methods on chained sums."""
-_UPDATES = {
+UPDATES_LABELS = {
     "ppo": "token",
     "n5": "n = 5, `ratio: token`",
     "n5-macro": "n = 5, `macro`",
@@ -75,8 +76,9 @@ _UPDATES = {
     "lines-macro": "lines, `macro`",
     "lines-mean": "lines, `macro_mean`",
 }
-UPDATES_LABELS = _UPDATES | {f"{name}-fast": f"{x}, lr 1e-3" for name, x in _UPDATES.items()}
 """Methods on chained sums with eight updates on each batch."""
+FAST_LABELS = {f"{name}-fast": f"{text}, lr 1e-3" for name, text in UPDATES_LABELS.items()}
+"""The same at about three times the learning rate."""
 COARSE_LABELS = {
     "lam1": "PPO, lambda 1",
     "rloo": "RLOO, 4 samples per prompt",
@@ -91,8 +93,8 @@ QWEN_TASKS = {"gsm8k": "GSM8K", "mbpp": "MBPP"}
 QWEN_LABELS = {
     "ppo": "PPO, lambda .95",
     "lam1": "PPO, lambda 1",
-    "lines": "lines, lambda .95",
     "rloo": "RLOO, 4 samples per prompt",
+    "lines": "lines, lambda .95",
     "monte-carlo": "`values: monte_carlo`, lambda 0",
 }
 """Methods of the larger model, on each of its tasks."""
@@ -121,9 +123,12 @@ def length(evaluation: Evaluation) -> Floats:
     return np.array(evaluation.length or [])
 
 
-def objective(evaluation: Evaluation) -> Floats:
-    """What all methods are trained for, prompt by prompt."""
-    return score(evaluation) - BETA * kl(evaluation)
+def less_kl(beta: float) -> Measure:
+    """The reward less the KL penalty, prompt by prompt: what runs with this beta train for."""
+    return lambda evaluation: score(evaluation) - beta * kl(evaluation)
+
+
+objective = less_kl(BETA)
 
 
 @dataclass(frozen=True)
@@ -142,48 +147,111 @@ class Results:
     def methods(self, teacher: str) -> list[str]:
         return [name for name in LABELS if (name, teacher) in self.runs]
 
-    def at(self, method: str, teacher: str, step: int) -> dict[int | None, Evaluation]:
-        """The evaluation after a step of each seed that has come so far."""
-        return {
-            run.seed: evaluation
-            for run in self.runs.get((method, teacher), [])
-            for evaluation in run.evaluations
-            if evaluation.step == step
-        }
+    def by_seed(
+        self, measure: Measure, method: str, teacher: str, step: int | None
+    ) -> dict[int | None, Floats]:
+        """The numbers of each prompt after a step, for each seed that has come so far.
+
+        Without a step: the mean over all evaluations, before training included.
+        """
+        found: dict[int | None, Floats] = {}
+        for run in self.runs.get((method, teacher), []):
+            here = [e for e in run.evaluations if step in (None, e.step)]
+            if here:
+                found[run.seed] = np.mean([measure(each) for each in here], axis=0)
+        return found
 
     def last_step(self, method: str, teacher: str) -> int:
         """The last evaluation that all its seeds have."""
         runs = self.runs[method, teacher]
         return min(run.evaluations[-1].step for run in runs)
 
-    def mean(self, measure: Measure, method: str, teacher: str, step: int) -> float:
-        found = self.at(method, teacher, step).values()
-        return float(np.mean([measure(each).mean() for each in found]))
+    def mean(self, measure: Measure, method: str, teacher: str, step: int | None) -> float:
+        found = self.by_seed(measure, method, teacher, step).values()
+        return float(np.mean([each.mean() for each in found]))
+
+    def seconds_per_step(self, method: str, teacher: str) -> float:
+        """Training and evaluation, of the runs that finished; NaN where none did."""
+        runs = [run for run in self.runs[method, teacher] if run.status == "finished"]
+        return mean([(run.seconds or 0.0) / run.evaluations[-1].step for run in runs])
+
+    def spread(
+        self, measure: Measure, teacher: str, step: int | None, methods: Collection[str]
+    ) -> tuple[float, int]:
+        """The variance of runs around the mean of their method, pooled, and its degrees of freedom.
+
+        A variance of two or three runs alone says nearly nothing, so all methods share one.
+        """
+        squares, df = 0.0, 0
+        for method, each in self.runs:
+            if each == teacher and method in methods:
+                found = self.by_seed(measure, method, teacher, step)
+                means = np.array([x.mean() for x in found.values()])
+                if len(means) > 1:
+                    squares += float(((means - means.mean()) ** 2).sum())
+                    df += len(means) - 1
+        return (squares / df if df else 0.0), df
 
     def differences(
-        self, measure: Measure, method: str, base: str, teacher: str, step: int
+        self, measure: Measure, method: str, base: str, teacher: str, step: int | None
     ) -> list[Floats]:
         """How far a method is above another, prompt by prompt, for each seed that both have."""
-        ours, theirs = (self.at(name, teacher, step) for name in (method, base))
-        shared = [seed for seed in ours if seed in theirs]
-        return [measure(ours[seed]) - measure(theirs[seed]) for seed in shared]
+        ours, theirs = (self.by_seed(measure, name, teacher, step) for name in (method, base))
+        return [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
 
     def difference(
-        self, measure: Measure, method: str, base: str, teachers: Sequence[str], step: int
-    ) -> tuple[Interval, int]:
-        """The mean difference over reward models, seeds and prompts; over how many reward models.
+        self,
+        measure: Measure,
+        method: str,
+        base: str,
+        teacher: str,
+        step: int | None,
+        methods: Collection[str] = (),
+    ) -> Interval | None:
+        """The mean difference with one reward model, over seeds and prompts; None without a pair.
 
-        One reward model has the interval over its seeds and prompts alone.
+        `methods` share their variance over seeds: the two compared, unless others are named.
         """
-        groups = [self.differences(measure, method, base, each, step) for each in teachers]
-        groups = [group for group in groups if group]
-        return mean_over_groups([[x.tolist() for x in group] for group in groups]), len(groups)
+        rows = self.differences(measure, method, base, teacher, step)
+        if not rows:
+            return None
+        variance, df = self.spread(measure, teacher, step, methods or (method, base))
+        return over_runs(rows, 2 * variance, df)
 
-    def gain(self, measure: Measure, method: str, teacher: str, step: int) -> Interval:
+    def gain(
+        self, measure: Measure, method: str, teacher: str, step: int, methods: Collection[str] = ()
+    ) -> Interval:
         """How far it is above the model that it started from, prompt by prompt."""
-        start, end = (self.at(method, teacher, each) for each in (0, step))
-        rises = [measure(end[seed]) - measure(start[seed]) for seed in end if seed in start]
-        return mean_over_groups([[x.tolist() for x in rises]])
+        start, end = (self.by_seed(measure, method, teacher, each) for each in (0, step))
+        rises = [end[seed] - start[seed] for seed in end if seed in start]
+        variance, df = self.spread(measure, teacher, step, methods or (method,))
+        return over_runs(rises, variance, df)
+
+
+def over_runs(rows: Sequence[Floats], variance: float, df: int) -> Interval:
+    """The mean over runs and prompts, with a 95% interval over both.
+
+    `variance` is that of one row's mean from run to run, known with `df` degrees of freedom. With
+    none the interval is over prompts alone.
+    """
+    by_prompt = interval(np.mean(rows, axis=0))
+    if not df:
+        return by_prompt
+    runs = t_quantile(df) * math.sqrt(variance / len(rows))
+    half = math.hypot(runs, by_prompt.high - by_prompt.mean)
+    return Interval(by_prompt.mean, by_prompt.mean - half, by_prompt.mean + half, by_prompt.size)
+
+
+def over_reward_models(groups: Sequence[Sequence[Floats]]) -> Interval:
+    """The mean over reward models, each a list of rows, with Student's interval over them.
+
+    One or two reward models have no interval: they say nothing about another one.
+    """
+    rows = [np.mean(group, axis=0) for group in groups]
+    means = np.array([row.mean() for row in rows])
+    if len(rows) < 3:
+        return Interval(float(means.mean()), math.nan, math.nan, len(rows[0]))
+    return over_runs(rows, float(means.var(ddof=1)), len(means) - 1)
 
 
 def read_results(folder: Path) -> Results:

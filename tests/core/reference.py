@@ -65,8 +65,9 @@ def boundary_gae(rewards, values, ids, mask, *, gamma, lam):
     return advantages, returns
 
 
-def clipped(ratio: float, advantage: float, clip: float, dual_clip: float | None) -> float:
-    near = min(max(ratio, 1 - clip), 1 + clip)
+def clipped(ratio: float, advantage: float, clip, dual_clip: float | None) -> float:
+    low, high = clip if isinstance(clip, tuple) else (clip, clip)
+    near = min(max(ratio, 1 - low), 1 + high)
     loss = max(-advantage * ratio, -advantage * near)
     if dual_clip is not None and advantage < 0:
         loss = min(loss, -advantage * dual_clip)

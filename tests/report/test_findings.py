@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from marlhf.report.findings import shows, shows_not, verdict
+from marlhf.report.findings import critics, shows, shows_not, verdict
 from marlhf.report.groups import group_runs
 from marlhf.report.measures import final_score, score_at_kl
 from marlhf.runs.read import find_runs, read_run
@@ -174,3 +174,28 @@ def test_the_interval_is_over_prompts(make_run):
 def test_the_verdict_never_gives_a_score_without_kl_and_length(group):
     said = verdict([group("a", [0.0, 1.0], kls=[0.0, 4.0], lengths=[20.0, 21.0])], [])
     assert "1.00</b> (KL 4.00, 21.0 tokens)" in said
+
+
+def test_what_critics_explain_stands_among_the_first_lines(make_run):
+    def critic(name, *thirds):
+        metrics = [
+            {"kind": "train", "step": step, "seconds": 1.0 * step}
+            | {f"rl/explained_variance_{i}": x for i, x in enumerate(thirds, 1)}
+            for step in range(1, 31)
+        ]
+        config = {"output_dir": name, "seed": 1}
+        return group_runs([read_run(make_run(name, config=config, metrics=metrics))])[0]
+
+    knows, blind = critic("knows", 0.0, 0.27, 0.52), critic("blind", -0.02, 0.0, 0.01)
+    (first,) = critics([knows])
+    assert "explained 0.00 / 0.27 / 0.52 of the returns in the first / second / last" in first
+    assert "warn" not in first
+    (second,) = critics([blind])
+    assert '<span class="warn">A critic that explains nothing:</span>' in second
+    assert "critic_pretraining" in second
+    assert first in shows([knows, blind])
+    assert second in shows([knows, blind])
+
+
+def test_runs_without_a_critic_say_nothing_of_it(group):
+    assert critics([group("a", [0.0, 1.0])]) == []

@@ -192,7 +192,7 @@ def test_weights_may_change_between_calls(small):
     [(0.05, 0.9, LlamaDecoder), (0.2, 1e-5, LlamaDecoder), (0.2, 0.02, None), (0.9, 1e-5, None)],
 )
 def test_what_bfloat16_leaves_open_float32_decides(small, monkeypatch, rounded, exact, taken):
-    def error(kind, model, dtype, length):
+    def error(kind, model, dtype, length, extends):
         assert torch.is_autocast_enabled("cpu") == (dtype is not None)
         return exact if dtype is None else rounded
 

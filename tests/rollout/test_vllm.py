@@ -733,11 +733,12 @@ def test_the_key_is_sent_and_never_told(serve, small, monkeypatch):
     with pytest.raises(RolloutError, match="Set VLLM_API_KEY") as raised:
         made.generate(PROMPTS, SAMPLED, SEEDS)
     assert "hunter2" not in str(raised.value)
+    config = {"model": "tiny", "output_dir": "x", "engine": "vllm"}
     with pytest.raises(SettingError, match="holds a password") as raised:
-        VLLMServer("http://me:hunter2@127.0.0.1:8000", None, ENDS, 0)
+        PPOConfig(**config, vllm_url="http://me:hunter2@127.0.0.1:8000")
     assert "hunter2" not in str(raised.value)
     with pytest.raises(SettingError, match="must be like http://127"):
-        VLLMServer("127.0.0.1:8000", None, ENDS, 0)
+        PPOConfig(**config, vllm_url="127.0.0.1:8000")
 
 
 def brevity(completions, **_):

@@ -54,6 +54,7 @@ RL = {"eval_prompts": 5, "log_samples": 1, "sampling": Sampling(max_new_tokens=8
 OWN = {
     "ppo": RL | {"critic_learning_rate": 1e-3, "num_mini_batches": 2, "segmenter": RandomNGram()},
     "rloo": RL | {"num_samples": 2},
+    "grpo": RL | {"num_samples": 2},
 }
 BRIEF = {"num_steps": 2, "eval_every": 0, "save_every": 0}  # the last step begins after an update
 RUNS = {kind: (kind, {}) for kind in METHODS} | {

@@ -69,7 +69,8 @@ def adapter(folder: str, task: str) -> None:
 
 
 def resolve(config, objects=NO_OBJECTS, *, critic=True):
-    return rl_sources(config, objects, TOKENIZER, critic=critic)
+    rewards = reward_items(config, objects)
+    return rl_sources(config, objects, TOKENIZER, rewards, critic=critic)
 
 
 def test_whole_models_come_from_their_paths():

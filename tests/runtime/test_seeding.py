@@ -5,14 +5,12 @@ import torch
 
 from marlhf.runtime.stage import seed_run
 from marlhf.train import ppo
-from marlhf.train.ppo_config import PPOConfig
 from small_runs import read_lines
 
 SEEDED = """
 import os, torch, torch._inductor.config as inductor
-from marlhf.train.ppo_config import PPOConfig
 from marlhf.runtime.stage import seed_run
-seed_run(PPOConfig(model="x", reward_model="x", output_dir="x", deterministic={deterministic}))
+seed_run(0, {deterministic})
 print(
     torch.are_deterministic_algorithms_enabled(),
     "CUBLAS_WORKSPACE_CONFIG" in os.environ,
@@ -34,7 +32,7 @@ def test_only_deterministic_runs_restrict_the_kernels(deterministic, tmp_path, f
 
 def test_the_seed_decides_what_is_drawn():
     def draw(seed: int) -> float:
-        seed_run(PPOConfig(model="x", reward_model="x", output_dir="x", seed=seed))
+        seed_run(seed)
         return torch.rand(()).item()
 
     assert draw(3) == draw(3) != draw(4)

@@ -51,7 +51,7 @@ def dpo_config(parents, tmp_path):
 
 def some_pairs(config, count: int) -> list[Example]:
     needs = ("prompt", "chosen", "rejected")
-    return load_examples(config, "reward", load_tokenizer("tiny"), needs=needs)[0][:count]
+    return load_examples(config.data, "reward", load_tokenizer("tiny"), needs=needs)[0][:count]
 
 
 def test_the_loss_by_hand():
@@ -270,7 +270,7 @@ def test_no_rows_of_the_paper_are_shared_with_ppo_unless_asked(dpo_config):
     def prompts(part: str) -> set[str]:
         tokenizer = load_tokenizer("tiny")
         needs = ("prompt", "chosen", "rejected")
-        rows, _ = load_examples(dpo_config(), part, tokenizer, needs=needs)
+        rows, _ = load_examples(dpo_config().data, part, tokenizer, needs=needs)
         return {str(e.row.prompt) for e in rows}
 
     assert not prompts("reward") & prompts("ppo")

@@ -107,22 +107,23 @@ def test_groups_of_equal_scores_are_replaced(rloo_config, monkeypatch):
     assert seen
     assert all(rows == [2 * g + i for g in groups for i in range(2)] for groups, rows in seen)
     without = run(rloo_config("without", dynamic_sampling=0))
-    assert "rl/equal_groups" not in without[0]
+    assert "rl/replaced_prompts" not in without[0]
     assert sum(line["rl/replaced_prompts"] for line in lines) > 0
-    assert sum(line["rl/equal_groups"] for line in lines) / 4 < 0.5
+    equal = [sum(line["rl/zero_std_groups"] for line in many) for many in (lines, without)]
+    assert equal[0] < equal[1]
     spread = [sum(line["rl/group_std"] for line in many) for many in (lines, without)]
     assert spread[0] > spread[1]
 
 
 def test_sampling_again_is_bounded(rloo_config, monkeypatch):
     calls = []
-    real = dynamic_sampling.sample_responses
+    real = dynamic_sampling.sample_examples
     monkeypatch.setattr(
-        dynamic_sampling, "sample_responses", lambda *a: calls.append(len(a[0])) or real(*a)
+        dynamic_sampling, "sample_examples", lambda *a: calls.append(len(a[0])) or real(*a)
     )
     lines = run(rloo_config(num_steps=1), never)
     assert calls == [12, 12]  # twice all of them, and then it goes on
-    assert lines[0]["rl/equal_groups"] == 1.0
+    assert lines[0]["rl/zero_std_groups"] == 1.0
     assert lines[0]["rl/replaced_prompts"] == 2.0
 
 

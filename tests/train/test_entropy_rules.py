@@ -195,7 +195,6 @@ def test_a_text_is_cut_by_entropy(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lam": "adaptive", "credit": "auto"}, "lam: adaptive does not fit"),
         ({"boundaries": 2}, "values: critic samples none"),
         ({"values": "monte_carlo", "segmenter": ValueChange()}, "values: monte_carlo has none"),
         ({"lam": "long"}, "lam must be a number or adaptive"),

@@ -36,6 +36,7 @@ EXTRAS = {
     "benepar": ("benepar", "macro actions by the Berkeley parser"),
     "judge": ("openai", "judging by an API"),
     "annotate": ("fastapi", "the page on which people vote"),
+    "lm-eval": ("lm-eval", "published benchmarks: evaluate --lm-eval"),
     "vllm": ("vllm", "sampling with vLLM"),
     "verl": ("verl", "macro actions inside verl's trainer"),
     "tensorboard": ("tensorboard", "report_to: tensorboard"),
@@ -162,6 +163,23 @@ def doctor() -> None:
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback(help=app.info.help)
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None: ...
 
 
 def _read(file: Path | None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from marlhf.config.build import build_segmenter
 from marlhf.config.settings import SEGMENTERS
 from marlhf.errors import SettingError
 
@@ -63,6 +64,10 @@ class Candidate:
                 raise SettingError(f"{text!r}: lam must lie between 0 and 1, or be adaptive.")
             lam = float(lam)
         return cls(rule, given, lam, **chosen)
+
+    def segmenter(self) -> Any:
+        """The rule itself, for which torch is imported."""
+        return build_segmenter({"type": self.rule, **self.settings}, self.name)
 
     @property
     def name(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,11 @@ def ngram(**settings: Any) -> Segmenter:
     from marlhf.core import NGram
 
     return NGram(**settings)
+
+
+def is_positive(value: object) -> bool:
+    """Whether a value is a positive, finite number."""
+    return isinstance(value, numbers.Real) and 0 < float(value) < math.inf
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,18 @@ class RLConfig(StageConfig):
     gamma: float = setting(1.0, least=0, most=1, on_card=True)
     """Discount from one macro action to the next."""
 
+    environment: str = setting("", on_card=True, defines_score=True)
+    """What answers between the model's turns: guess, python, fix-code, textarena:NAME, or a class
+    of yours as `module:Class`. Without one a response is a single turn."""
+    environment_options: dict[str, Any] = setting(factory=dict, on_card=True, defines_score=True)
+    """Settings of the environment, such as {numbers: 64}."""
+    max_turns: int = setting(8, above=0, on_card=True)
+    """Turns of the model in a conversation."""
+    episode_tokens: int = setting(2048, above=0, on_card=True)
+    """Tokens of a conversation, prompt included; `sampling.max_new_tokens` is of one turn."""
+    environment_timeout: float = setting(60.0, above=0, may_change=True)
+    """Seconds that an environment may take for one reply; past them its episode ends."""
+
     kl_coef: float = setting(0.05, least=0, on_card=True)
     """Weight of the KL penalty. The paper: 0.05; 0.1 for 27B and for 7B on WebGPT."""
     kl_estimator: KLEstimator = "k1"
@@ -167,8 +185,9 @@ class RLConfig(StageConfig):
     """Steps in which the rates rise; overrides warmup_ratio. The paper: 200; 27B 0; code 20."""
     num_mini_batches: int = setting(1, above=0, on_card=True)
     """Updates in each pass over a batch of responses."""
-    clip: float = setting(0.2, above=0, on_card=True)
-    """How far the ratio may move before its gradient stops."""
+    clip: float | tuple[float, float] = setting(0.2, on_card=True)
+    """How far the ratio may move before its gradient stops; [0.2, 0.28] allows more upwards than
+    downwards (DAPO)."""
     dual_clip: float | None = setting(None, above=1)
     """Bound the loss of negative advantages at this multiple; 3 is usual."""
 
@@ -185,11 +204,16 @@ class RLConfig(StageConfig):
 
     @classmethod
     def required(cls, raw: Mapping[str, Any]) -> list[str]:
-        scored = bool(raw.get("reward_funcs"))
+        scored = bool(raw.get("reward_funcs") or raw.get("environment"))
         return super().required(raw) + ([] if scored else ["reward_model"])
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        bounds = self.clip if isinstance(self.clip, (tuple, list)) else (self.clip, self.clip)
+        if len(bounds) != 2 or not all(is_positive(bound) for bound in bounds):
+            raise SettingError(
+                f"clip must be a positive number, or two, [low, high]; got {self.clip!r}."
+            )
         if self.sampling.temperature == 0:
             raise SettingError("The policy must explore: set sampling.temperature above 0.")
         if not all(math.isfinite(weight) for weight in self.reward_weights or ()):
@@ -210,6 +234,11 @@ class RLConfig(StageConfig):
             )
         if self.async_steps:
             self._check_async()
+        if self.environment and self.async_steps:
+            raise SettingError(
+                "With an environment, responses are sampled turn by turn and not ahead of "
+                "training. Leave out async_steps, or environment."
+            )
         if self.batch_size % self.num_mini_batches:
             raise SettingError(
                 f"num_mini_batches ({self.num_mini_batches}) must divide "
@@ -245,6 +274,12 @@ class RLConfig(StageConfig):
     def warmup(self, total: int) -> int:
         """Steps of warm-up in a run of `total`."""
         return round(self.warmup_ratio * total) if self.warmup_steps is None else self.warmup_steps
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """How far the ratio may move down and up."""
+        low, high = self.clip if isinstance(self.clip, (tuple, list)) else (self.clip, self.clip)
+        return low, high
 
     @property
     def one_update(self) -> bool:

@@ -42,11 +42,10 @@ class Sampling:
         return self.temperature or 1.0
 
 
-def check_url(url: str) -> str:
-    """The address of a server, without a path and without secrets, which would get into logs."""
+def check_url(url: str) -> None:
+    """Refuse what is not the address of a server, and secrets in it, which would get into logs."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise SettingError("vllm_url must be like http://127.0.0.1:8000.")
     if "@" in parts.netloc:
         raise SettingError("vllm_url holds a password. Put the key into VLLM_API_KEY instead.")
-    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"

@@ -12,6 +12,7 @@ import importlib
 import inspect
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,11 @@ def check_name(name: str) -> tuple[str, str]:
     return module, attribute
 
 
-def import_named(name: str) -> Any:
-    """`module:name`, from the folder of the command or from what is installed."""
+def import_named(name: str, *, to_call: bool = True) -> Any:
+    """`module:name`, from the folder of the command or from what is installed.
+
+    `to_call` is for functions: objects of a class must then be callable.
+    """
     module, attribute = check_name(name)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -63,7 +67,7 @@ def import_named(name: str) -> Any:
         near = difflib.get_close_matches(attribute, dir(loaded), n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise UserCodeError(f"{loaded.__file__} has no {attribute!r}.{hint}") from None
-    if isinstance(value, type) and "__call__" not in dir(value):
+    if to_call and isinstance(value, type) and "__call__" not in dir(value):
         raise UserCodeError(f"Objects of {name} cannot be called. Give the class a __call__.")
     if not callable(value):
         raise UserCodeError(f"{name} is {value!r:.80}, which is not callable. Name a function.")
@@ -73,6 +77,21 @@ def import_named(name: str) -> Any:
             "own, which may call it."
         )
     return value
+
+
+def is_installed(name: str) -> bool:
+    """Whether the module of an imported `module:name` belongs to an installed package."""
+    module = name.partition(":")[0]
+    file = getattr(sys.modules[module], "__file__", None) or ""
+    packages = {"site-packages", "dist-packages"} & {*Path(file).parts}
+    return bool(packages) or module.partition(".")[0] == "marlhf"
+
+
+def declares(code: Collection[str], name: str) -> bool:
+    """Whether a recipe's `code` lists the module of an imported `module:name`, the user's own."""
+    module = name.partition(":")[0]
+    listed = any(f"{module}.".startswith(f"{declared}.") for declared in code)
+    return listed and not is_installed(name)
 
 
 def _is_own(value: Any, module: str) -> bool:

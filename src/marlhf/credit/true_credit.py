@@ -56,6 +56,11 @@ def locate(
     seed: int = 0,
 ) -> dict[str, Any]:
     """Credit along some responses, as plain data for JSON and the report."""
+    if state.config.environment:
+        raise CreditError(
+            "--where continues responses from the middle, where an environment cannot be put back. "
+            "Leave it out for runs with an environment."
+        )
     if responses < 1 or continuations < 2:
         raise CreditError(
             "--where needs at least 1 response and 2 continuations from each macro action; "

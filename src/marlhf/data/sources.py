@@ -7,6 +7,7 @@ from marlhf.data.code import TOY_CODE as TOY_CODE
 from marlhf.data.dialogues import HH as HH
 from marlhf.data.dialogues import WEBGPT as WEBGPT
 from marlhf.data.gsm8k import GSM8K as GSM8K
+from marlhf.data.guess import GUESSING as GUESSING
 from marlhf.data.rows import Source
 from marlhf.data.summaries import CNN_DAILYMAIL as CNN_DAILYMAIL
 from marlhf.data.summaries import TLDR as TLDR

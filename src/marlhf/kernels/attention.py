@@ -2,7 +2,8 @@
 
 On a GPU attention of a decode step is a Triton kernel, elsewhere plain torch. The plain form is the
 definition, and the tests compare the two.
-Axes: B rows, P prompt tokens, S slots, H query heads, K key-value heads, C positions, D head size.
+Axes: B rows, P prompt tokens, S slots, N new tokens of a text, H query heads, K key-value heads,
+C positions, D head size.
 """
 
 from __future__ import annotations
@@ -21,28 +22,36 @@ if has_triton():
 
 
 class SlotPositions:
-    """Where the tokens of a decode step are: position in the text, and row of the cache.
+    """Where the new tokens of slots are: position in the text, and row of the cache.
+
+    One token per slot in a decode step, several where texts are extended.
 
     Every layer needs the same masks. The kernel computes them on the fly; the plain form computes
     them once and keeps them here for the layers that follow.
     """
 
     def __init__(self, positions: Tensor, cache_rows: Tensor | None = None) -> None:
-        self.positions = positions  # [S]
+        self.positions = positions  # [S] or [S, N]
         self.cache_rows = cache_rows  # [S]; None for the first rows
-        self._masks: dict[tuple[int | None, int], tuple[Tensor, Tensor]] = {}
+        self._masks: dict[tuple[int | None, int, int], tuple[Tensor, Tensor]] = {}
 
-    def masks(self, window: int | None, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Which keys each token may attend to, as bool and as 0 or -inf: [S, 1, 1, length]."""
-        if (window, length) not in self._masks:
+    def masks(
+        self, window: int | None, length: int, dtype: torch.dtype, share: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """Which keys each token may attend to, as bool and as 0 or -inf: [S, 1, N, length].
+
+        With `share` the tokens come so many times in a row: [S, 1, share * N, length].
+        """
+        if (window, length, share) not in self._masks:
             key = torch.arange(length, device=self.positions.device)
-            visible = key <= self.positions[:, None]
+            position = self.positions.view(len(self.positions), -1, 1)
+            visible = key <= position
             if window is not None:
-                visible &= key > self.positions[:, None] - window
-            visible = visible[:, None, None]
+                visible &= key > position - window
+            visible = visible.repeat(1, share, 1)[:, None] if share > 1 else visible[:, None]
             bias = torch.where(visible, 0.0, -torch.inf).to(dtype)
-            self._masks[window, length] = visible, bias
-        return self._masks[window, length]
+            self._masks[window, length, share] = visible, bias
+        return self._masks[window, length, share]
 
 
 def has_kernel(query: Tensor, keys: Tensor, values: Tensor) -> bool:
@@ -72,6 +81,27 @@ def attend(
     # Grouped queries: the heads that share keys become rows of one product, [S, K, H / K, D], so
     # that keys need not be repeated for each head.
     folded = query.reshape(rows, key.shape[1], -1, query.shape[2])
+    if softcap is None:
+        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=scale)
+    else:
+        out = _softcap_attention(folded, key, value, visible, scale, softcap)
+    return out.reshape(query.shape)
+
+
+def attend_to_text(
+    query: Tensor,  # [B, H, N, D]
+    key: Tensor,  # [B, K, C, D], those of the new tokens among them
+    value: Tensor,
+    at: SlotPositions,  # [B, N]
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Several new tokens of each text, over its keys up to the position of each: [B, H, N, D]."""
+    share = query.shape[1] // key.shape[1]
+    visible, bias = at.masks(window, key.shape[2], query.dtype, share)
+    # Grouped queries are folded as in `attend`: [B, K, H / K * N, D].
+    folded = query.reshape(len(query), key.shape[1], -1, query.shape[3])
     if softcap is None:
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=scale)
     else:

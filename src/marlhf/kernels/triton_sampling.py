@@ -32,6 +32,7 @@ def _sample(
     block: tl.constexpr,
     blocks: tl.constexpr,
     ends_block: tl.constexpr,
+    holds: tl.constexpr,  # whether idle slots stay where they are, with what they hold
 ):
     # One program per slot, three passes over its logits in blocks: their maximum, the weight of
     # each block, and the token within the block that the random number falls into.
@@ -74,7 +75,8 @@ def _sample(
     offset = slot * (length + 1) + tl.where(alive, step, length)
     tl.store(out_tokens + offset, token)
     tl.store(out_logprobs + offset, logprob.to(tl.float32))
-    step += alive.to(tl.int64)
+    drawn = alive.to(tl.int64)
+    step += drawn
     end = tl.arange(0, ends_block)
     ending = tl.load(ends + end, end < num_ends, other=-1) == token
     alive = alive & (step < length) & (tl.max(ending.to(tl.int32), axis=0) == 0)
@@ -82,7 +84,10 @@ def _sample(
     tl.store(steps + slot, step)
     tl.store(running + slot, alive)
     position = tl.load(positions + slot)
-    tl.store(positions + slot, tl.where(alive, position + 1, 0))
+    if holds:
+        tl.store(positions + slot, position + drawn)
+    else:
+        tl.store(positions + slot, tl.where(alive, position + 1, 0))
 
 
 def sample(
@@ -96,6 +101,7 @@ def sample(
     out_logprobs: Tensor,
     ends: Tensor,
     temperature: float,
+    holds: bool,
 ) -> None:
     slots, size = logits.shape
     block = min(4096, triton.next_power_of_2(size))
@@ -116,5 +122,6 @@ def sample(
         block,
         triton.next_power_of_2(triton.cdiv(size, block)),
         triton.next_power_of_2(max(1, len(ends))),
+        holds,
         num_warps=8,
     )

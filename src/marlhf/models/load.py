@@ -173,8 +173,10 @@ marlhf. From a language model the head starts fresh, its scale such that scores 
 """
 
 
-def is_scalar(path: str, *, trust_remote_code: bool = False, setting: str = "") -> bool:
+def is_scalar(path: str | Model, *, trust_remote_code: bool = False, setting: str = "") -> bool:
     """Whether a model has a scalar head, so that `load_scalar` need not make a fresh one."""
+    if not isinstance(path, str):
+        return hasattr(path, "score")
     if path == "tiny" or is_gguf(path):
         return False
     if adapter_base(path) is not None:

@@ -7,6 +7,7 @@ sentence here is one a careful reader would add beside the table, and only where
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 
 from markupsafe import Markup
@@ -28,6 +29,11 @@ from marlhf.report.measures import (
 )
 from marlhf.report.page import part
 from marlhf.runs.read import Run
+
+LAST_STEPS = 20
+"""Steps at the end of a run over which what its critic explains is taken."""
+NOTHING = 0.05
+"""Explained variance up to which a critic knows nothing, as while training."""
 
 
 def verdict(policies: list[Group], others: list[Group]) -> Markup:
@@ -68,7 +74,7 @@ def _verdict_without_policy(others: list[Group]) -> Markup:
 
 def shows(policies: list[Group]) -> list[str]:
     """What the recorded numbers say, one sentence each."""
-    sentences: list[str] = []
+    sentences: list[str] = [*critics(policies)]
     for group in policies:
         sentences += [s for s in (_score_change(group), _gold_change(group), _hacking(group)) if s]
     in_answer = compared_with_baseline(policies)
@@ -76,6 +82,27 @@ def shows(policies: list[Group]) -> list[str]:
         if measured_alike(policies[0], group):
             # The first lines of the page have the difference in score of these.
             sentences += _compare(policies[0], group, with_score=group not in in_answer)
+    return sentences
+
+
+def critics(policies: list[Group]) -> list[str]:
+    """What the critics explained at the end of the runs, by thirds of a response."""
+    sentences: list[str] = []
+    for group in policies:
+        curves = [group.curve(f"rl/explained_variance_{third}") for third in (1, 2, 3)]
+        if not all(curves):
+            continue
+        ends = [statistics.median(p.mean for p in curve[-LAST_STEPS:]) for curve in curves]
+        shown = " / ".join(map(num, ends))
+        said = f"The critic of {group.label} explained {shown} of the returns in the first / "
+        said += "second / last third of a response (1 is all, 0 nothing)"
+        if max(ends) < NOTHING:
+            sentences.append(
+                warn("A critic that explains nothing:") + f" {said}. Conclusions about lambda and "
+                "macro actions rest on it: pretrain it (critic_pretraining), or compare RLOO."
+            )
+        else:
+            sentences.append(f"{said}.")
     return sentences
 
 

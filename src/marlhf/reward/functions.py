@@ -19,7 +19,6 @@ import contextvars
 import difflib
 import inspect
 import numbers
-import sys
 import sysconfig
 import threading
 import time
@@ -35,7 +34,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from marlhf.config.user_code import UserCodeError, import_named
+from marlhf.config.user_code import UserCodeError, declares, import_named, is_installed
 from marlhf.data import Row
 from marlhf.data.encode import decode
 from marlhf.data.rows import Text
@@ -362,15 +361,13 @@ def import_function(name: str, code: Collection[str] | None = None) -> Callable[
 def _check_declared(name: str, code: Collection[str]) -> None:
     """Refuse a function whose module is not the user's own, or not among the recipe's `code`."""
     module = name.partition(":")[0]
-    file = getattr(sys.modules[module], "__file__", None) or ""
-    installed = {"site-packages", "dist-packages"} & {*Path(file).parts}
-    if installed or module.partition(".")[0] == "marlhf":
+    if is_installed(name):
         raise RewardError(
             f"{name} is a function of an installed package that is not marked as a reward, so it "
             "is not called. Write a function of your own that calls it, or mark it there with "
             "@marlhf.reward.reward_function."
         )
-    if not any(f"{module}.".startswith(f"{declared}.") for declared in code):
+    if not declares(code, name):
         raise RewardError(
             f"The recipe names {name}, but does not declare the code it runs. Add `code: "
             f"[{module}]` to it, or mark the function with @marlhf.reward.reward_function."

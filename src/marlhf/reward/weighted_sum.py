@@ -18,7 +18,7 @@ from marlhf.reward.places import at_last_tokens
 
 
 class Rewards:
-    """A weighted sum of scorers, over those that apply to a row.
+    """A weighted sum of scorers, over those that apply to a row; 0 without any.
 
     >>> import torch
     >>> def scorer(value):
@@ -31,8 +31,6 @@ class Rewards:
     """
 
     def __init__(self, parts: Sequence[tuple[str, Scorer, float]]) -> None:
-        if not parts:
-            raise RewardError("There is no reward. Give one or more.")
         self.parts: list[tuple[str, Scorer, float]] = []
         for name, scorer, weight in parts:
             names = [name, *(f"{name}-{number}" for number in range(2, len(parts) + 2))]
@@ -88,7 +86,7 @@ class Rewards:
                     for x in (total, part)
                 )
             total = part if total is None else total.to(part.device) + part
-        if applied is not None and not bool(applied.all()):
+        if self.parts and applied is not None and not bool(applied.all()):
             row = int((~applied).nonzero()[0])
             names = ", ".join(f"`{name}`" for name, _, _ in self.parts)
             tokenizer = next(s.tokenizer for _, s, _ in self.parts if isinstance(s, RewardFunction))
@@ -97,5 +95,4 @@ class Rewards:
                 f"No reward applies to this sample; {names} returned None.\n"
                 f"{show_sample(rows[row], text)}\nOne of them must return a number for every row."
             )
-        assert total is not None
-        return total
+        return torch.zeros(len(rows)) if total is None else total

@@ -61,10 +61,13 @@ def decoder_error(
     model: Model,
     dtype: torch.dtype | None,
     length: int = SHORT,
+    *,
+    extends: bool = False,
 ) -> float:
     """The error of a decoder's logits, relative to their spread.
 
-    Two prompts in slots 2 and 0, with slot 1 at rest between them.
+    Two prompts in slots 2 and 0, with slot 1 at rest between them. With `extends` the prompts come
+    in two parts, the second at other positions in each.
     """
     ids = _probe(model, length)
     device = ids.device
@@ -75,7 +78,14 @@ def decoder_error(
     tokens[slots], positions[slots] = ids.gather(1, last[:, None]).squeeze(1), last
     decoder = decoder_class(model, 3, length + 2, dtype)
     with decoder.ready():
-        decoder.prefill(ids[:, :-1], slots)
+        if extends:
+            half = length // 2
+            decoder.prefill(ids[:, :half], slots)
+            starts = last - last[0] + half
+            rest = starts[:, None] + torch.arange(length - 1 - half, device=device)
+            decoder.extend(ids.gather(1, rest), slots, rest, length)
+        else:
+            decoder.prefill(ids[:, :-1], slots)
         ours = decoder.step(tokens, positions, None)[slots].clone()
     return _relative_error(ours[:, None], _without_cache(model, ids, last[:, None]))
 

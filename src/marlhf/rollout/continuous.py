@@ -6,7 +6,7 @@ Axes: B rows, S slots, R response tokens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,8 +61,10 @@ class DecodeStep:
         ends: Tensor,  # the tokens that end a response
         *,
         graphs: bool,
+        holds: bool = False,  # whether idle slots keep what they hold
     ) -> None:
         self.decoder, self.state, self.sampling, self.ends = decoder, state, sampling, ends
+        self.holds = holds
         self.use_graphs = graphs
         self.warm: set[int] = set()
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -84,15 +86,27 @@ class DecodeStep:
         state = self.state.first(slots)
         rows = state.cache_rows if self.decoder.indexed else None
         logits = self.decoder.step(state.tokens, state.positions, reach, rows)
-        sample(logits, self.sampling, state, self.ends)
+        sample(logits, self.sampling, state, self.ends, holds=self.holds)
 
 
-def sample(logits: Tensor, sampling: Sampling, state: DecodeState, ends: Tensor) -> None:
-    """Draw each slot's next token, record it, and stop the responses that it ends."""
+def sample(
+    logits: Tensor,
+    sampling: Sampling,
+    state: DecodeState,
+    ends: Tensor,
+    *,
+    holds: bool = False,
+) -> None:
+    """Draw each slot's next token, record it, and stop the responses that it ends.
+
+    Every step writes a key and a value for each slot. Where a slot `holds` a conversation whose
+    turn has ended, it stays at the position of the token just drawn, which is not held yet. Else an
+    idle slot goes to position 0.
+    """
     if fused(logits) and sampling.temperature > 0 and not sampling.truncated:
         triton_sampling.sample(
             *(logits, state.uniform, state.tokens, state.positions, state.steps, state.running),
-            *(state.out_tokens, state.out_logprobs, ends, sampling.temperature),
+            *(state.out_tokens, state.out_logprobs, ends, sampling.temperature, holds),
         )
         return
     running, steps, positions = state.running, state.steps, state.positions
@@ -103,10 +117,13 @@ def sample(logits: Tensor, sampling: Sampling, state: DecodeState, ends: Tensor)
     state.out_logprobs.scatter_(1, column, logprob[:, None])
     state.tokens.copy_(token)
     steps += running
+    if holds:
+        positions += running
     unfinished = token != ends if len(ends) == 1 else (token[:, None] != ends).all(dim=1)
     running &= (steps < state.length) & unfinished
-    positions += 1
-    positions *= running  # an idle slot attends to one key, so its attention costs nothing
+    if not holds:
+        positions += 1
+        positions *= running  # an idle slot attends to one key, so its attention costs nothing
 
 
 class Schedule:
@@ -128,6 +145,8 @@ class Schedule:
     ) -> None:
         self.step, self.state, self.decoder = step, step.state, step.decoder
         self.prompts, self.seeds, self.limits = prompts, seeds, limits
+        self.texts = prompts  # what a slot continues: in conversations also the turns so far
+        self.paused: Collection[int] = ()  # rows in slots whose turn is over
         self.budget = budget
         self.gpu = self.state.device.type == "cuda"
         # Without sharing every row is a family of its own.
@@ -152,10 +171,13 @@ class Schedule:
         """Tokens and log-probs, [B, R], junk after the end; and lengths of responses, [B]."""
         self._refill()
         while any(row is not None for row in self.rows):
-            self._collect(self._advance())
+            self._proceed()
             self._refill()
             self._shrink()
         return self.tokens, self.logprobs, self.lengths
+
+    def _proceed(self) -> None:
+        self._collect(self._advance())
 
     def _refill(self) -> None:
         """Put waiting prompts into free slots, unless too few are free."""
@@ -170,22 +192,30 @@ class Schedule:
         self._copy_prefixes(copies)
         for slot, row in zip(slots, rows):
             self.rows[slot], self.age[slot] = row, 0
-        # The last token of a prompt is left out of the prefill: the first step feeds it, so that
-        # every token is sampled in the same place.
-        last = [self.prompts[row][-1] for row in rows]
-        positions = [len(self.prompts[row]) - 1 for row in rows]
+        self._begin(rows, slots)
+
+    def _begin(self, rows: list[int], slots: list[int]) -> None:
+        """Sample from slots that hold all of their rows' texts but the last token.
+
+        The first step feeds that one, so that every token is sampled in the same place.
+        """
+        last = [self.texts[row][-1] for row in rows]
+        positions = [len(self.texts[row]) - 1 for row in rows]
+        before = [len(self.texts[row]) - len(self.prompts[row]) for row in rows]
         limits = [self.limits[row] for row in rows]
-        new_rows, *new = self._to_device([rows, slots, last, positions, limits])
-        new_slots, tokens, new_positions, new_limits = new
-        self.state.begin(new_slots, tokens, new_positions, self.uniform[new_rows], new_limits)
+        lists = [rows, slots, last, positions, before, limits]
+        new_rows, new_slots, new_tokens, new_positions, *counts = self._to_device(lists)
+        uniform = self.uniform[new_rows]
+        self.state.begin(new_slots, new_tokens, new_positions, uniform, *counts)
 
     def _find_copies(
         self, rows: list[int], slots: list[int]
     ) -> tuple[list[int], list[tuple[int, int, int]]]:
         """Which of the rows to prefill, and (source slot, target slot, positions) of the others.
 
-        A slot in use still holds its whole prompt: only idle slots are overwritten, at position
-        0. Rows come longest first, so the slot found first for a family serves all after it.
+        A slot in use still holds its whole prompt: only slots without a row are overwritten, at
+        position 0. Rows come longest first, so the slot found first for a family serves all after
+        it.
         """
         source: dict[int, tuple[int, int]] = {}  # family -> its longest prompt's length and slot
         for slot, row in enumerate(self.rows):
@@ -249,15 +279,13 @@ class Schedule:
         after it: the device then always has work. A response that ended in the last step is
         noticed at the next call.
         """
-        left = {
-            slot: self.limits[row] - self.age[slot]
-            for slot, row in enumerate(self.rows)
-            if row is not None
-        }
+        left = {slot: self.limits[row] - self.age[slot] for slot, row in self._unfinished()}
         count = min(CHECK_EVERY, max(left.values())) if self.gpu else 1
         running: Tensor = self.state.running
         event = torch.cuda.Event() if self.gpu else None
-        reach = self._reach(left) + count - 1
+        # Paused slots take part in a step, and without any key to see they would store a NaN.
+        reach = self._reach(slot for slot, row in enumerate(self.rows) if row is not None)
+        reach += count - 1
         reach += -reach % KEY_MULTIPLE
         for slot in left:
             self.age[slot] += count
@@ -273,17 +301,29 @@ class Schedule:
             event.synchronize()
         return running.tolist()
 
+    def _unfinished(self) -> list[tuple[int, int]]:
+        """Slots that are not known to be idle, with their rows."""
+        return [
+            (slot, row)
+            for slot, row in enumerate(self.rows)
+            if row is not None and row not in self.paused
+        ]
+
     def _reach(self, slots: Iterable[int]) -> int:
         """Where the longest of some responses has come to, with its prompt."""
-        return max(len(self.prompts[self.rows[slot] or 0]) + self.age[slot] for slot in slots)
+        return max(len(self.texts[self.rows[slot] or 0]) + self.age[slot] for slot in slots)
+
+    def _ended(self, running: list[bool]) -> list[tuple[int, int]]:
+        """Slots and rows of those that `_advance` found to have ended, or that are full."""
+        return [
+            (slot, row)
+            for slot, row in self._unfinished()
+            if not running[slot] or self.age[slot] >= self.limits[row]
+        ]
 
     def _collect(self, running: list[bool]) -> None:
         """Copy out the responses that have ended and free their slots."""
-        done = [
-            (slot, row)
-            for slot, row in enumerate(self.rows)
-            if row is not None and (not running[slot] or self.age[slot] >= self.limits[row])
-        ]
+        done = self._ended(running)
         if not done:
             return
         done_slots, done_rows = zip(*done)

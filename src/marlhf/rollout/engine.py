@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,14 @@ class Rollout:
 
     responses: list[list[int]]  # with the token that ended them, where one did
     logprobs: Tensor  # [B, R], at the sampling temperature, 0 at padding
-    ended: Tensor  # [B] bool, False where the response was cut off
+    ended: Tensor  # [B] bool, False where the response, or its last turn, was cut off
+    sampled: Tensor | None = None  # [B, R] bool, False on the world's tokens; None without a world
+
+
+Reply: TypeAlias = Callable[[int, list[int]], list[int] | None]
+"""The world's answer to a turn: from the row and the tokens of the turn just sampled, with the end
+token if there was one, to the tokens that follow before the model's next turn. These may be none.
+None where the conversation is over. Called from worker threads, turn after turn within a row."""
 
 
 GOLDEN = -7046029254386353131
@@ -36,7 +43,8 @@ class Engine(Protocol):
 
     >>> class Parrot:
     ...     serves_all_ranks = False
-    ...     def generate(self, prompts, sampling, seeds, limits=None):
+    ...     def generate(self, prompts, sampling, seeds, limits=None, reply=None):
+    ...         assert reply is None, "a parrot does not converse"
     ...         nothing = torch.zeros(len(prompts), max(map(len, prompts)))
     ...         return Rollout([list(p) for p in prompts], nothing, nothing[:, 0] == 0)
     ...     def update_weights(self, model): ...
@@ -54,14 +62,21 @@ class Engine(Protocol):
         sampling: Sampling,
         seeds: Sequence[int],
         limits: Sequence[int] | None = None,
+        reply: Reply | None = None,
     ) -> Rollout:
         """One response per prompt; repeat a prompt, with another seed, for several.
 
         `limits` has the most tokens of each response, where `sampling.max_new_tokens` is too many
         for some: a text that continues a response leaves fewer than a prompt does.
 
-        A response depends on its prompt, the sampling, its seed and the weights, never on what
-        else is in the batch, so neither memory settings nor the number of processes change it.
+        With `reply` a response is a conversation. `sampling.max_new_tokens` then limits a turn, and
+        `limits` a whole response with the world's tokens, for which it may be larger. A turn stops
+        at an end token or at a limit; then `reply` is called, unless the response is full. A reply
+        that leaves no room for another sampled token is dropped, and ends the conversation.
+
+        A response depends on its prompt, the sampling, its seed, the weights and the replies, never
+        on what else is in the batch, so neither memory settings nor the number of processes change
+        it.
         """
         ...
 

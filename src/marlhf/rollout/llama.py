@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from marlhf.kernels.attention import (
     SlotPositions,
     attend,
+    attend_to_text,
     has_kernel,
     triton_attention,
 )
@@ -137,6 +138,23 @@ class LlamaDecoder:
             store(number, *(each.transpose(1, 2) for each in new))
 
         self._run(ids.flatten(), store_last, whole)
+
+    def extend(self, ids: Tensor, cache_rows: Tensor, positions: Tensor, reach: int) -> None:
+        at, rotary = SlotPositions(positions, cache_rows), self.rotary.at(positions.flatten())
+
+        def attend_to_slots(qkv: Tensor, number: int) -> Tensor | None:
+            query, key, value = rotated(qkv, self.layers[number].head_norms, rotary, self.sizes)
+            stored = torch.cat((key, value), dim=1).unflatten(0, ids.shape)
+            self.cache[number][cache_rows[:, None], :, positions] = stored
+            if number == len(self.layers) - 1:
+                return None  # as in a prefill, nothing is needed after the last keys and values
+            query = query.unflatten(0, ids.shape).transpose(1, 2)
+            keys, values = self.cache[number][cache_rows, :, :reach].chunk(2, dim=1)
+            window = self.windows[number]
+            out = attend_to_text(query, keys, values, at, self.sizes.scale, window)
+            return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+        self._run(ids.flatten(), attend_to_slots)
 
     def step(
         self,

@@ -30,7 +30,8 @@ from marlhf.models.forward import check_rotary
 from marlhf.models.llama import has_hooks
 from marlhf.rollout.check import check_length, decoder_error, plain_error
 from marlhf.rollout.continuous import MIN_SLOTS, DecodeStep, Schedule
-from marlhf.rollout.engine import Rollout, Sampling
+from marlhf.rollout.conversations import ConversationSchedule
+from marlhf.rollout.engine import Reply, Rollout, Sampling
 from marlhf.rollout.llama import LlamaDecoder
 from marlhf.rollout.plain import PlainEngine, check_limits, check_prompts, to_rollout
 from marlhf.rollout.slots import (
@@ -41,6 +42,7 @@ from marlhf.rollout.slots import (
     sharded,
 )
 from marlhf.rollout.state import DecodeState
+from marlhf.rollout.turns import Conversations
 
 SIZE_MULTIPLE = 64
 """Slots and positions are rounded up to this, so that batches of similar size share a cache."""
@@ -91,7 +93,7 @@ class NativeEngine:
             model, end_tokens, pad_id, token_budget=self.token_budget, precision=precision
         )
         self.decoder_class: DecoderClass | None = None  # stays None where no decoder works
-        self.hooked = False
+        self.hooked = self.extends = False  # of the model, and of the check
         self.longest = self.checked_length = 0  # tokens of texts so far, and of the check for them
         self.session: DecodeSession | None = None
 
@@ -105,29 +107,36 @@ class NativeEngine:
         sampling: Sampling,
         seeds: Sequence[int],
         limits: Sequence[int] | None = None,
+        reply: Reply | None = None,
     ) -> Rollout:
         """Sample one response per prompt; repeat a prompt, with another seed, for several."""
-        limits = check_limits(limits, sampling, len(prompts))
+        limits = check_limits(limits, sampling, len(prompts), turns=reply is not None)
         check_prompts(prompts, seeds)
         longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits))
         with self._sampling(longest):
-            if longest > self.longest or has_hooks(self.model) != self.hooked:
-                self._check(longest)
+            extends = self.extends or reply is not None
+            news = has_hooks(self.model) != self.hooked or extends != self.extends
+            if longest > self.longest or news:
+                self._check(longest, extends)
             if self.decoder_class is None:
-                return self.plain.generate(prompts, sampling, seeds, limits)
+                return self.plain.generate(prompts, sampling, seeds, limits, reply)
             session = self._session(self.decoder_class, len(prompts), longest)
+            if reply is not None:
+                return self._converse(session, prompts, sampling, seeds, limits, reply)
             tokens, logprobs, lengths = self._run(session, prompts, sampling, seeds, limits)
             return to_rollout(tokens, logprobs, lengths, self.end_tokens)
 
-    def _check(self, longest: int) -> None:
+    def _check(self, longest: int, extends: bool) -> None:
         """Choose how to sample: again when texts first exceed a window or chunk of the model.
 
-        And again when hooks come or go, since only the model's own modules call them.
+        And again when hooks come or go, since only the model's own modules call them; and with the
+        first conversation, since texts were not extended before.
         """
         check_rotary(self.model, longest)
         length, hooked = check_length(self.model.config, longest), has_hooks(self.model)
-        if length > self.checked_length or hooked != self.hooked:
+        if length > self.checked_length or hooked != self.hooked or extends != self.extends:
             self.session = None  # frees its memory
+            self.extends = extends
             self.decoder_class, self.checked_length = self._choose(length), length
         self.longest, self.hooked = max(longest, self.longest), hooked
 
@@ -140,7 +149,6 @@ class NativeEngine:
         limits: Sequence[int],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens and log-probs, [B, R], junk after the end; and lengths of responses, [B]."""
-        device = self.model.device
         with session.decoder.ready():
             budget = min(self.token_budget, session.decoder.prefill_tokens)
             share = self.share_prefixes
@@ -149,10 +157,30 @@ class NativeEngine:
             found = schedule.run()
         # Clones: tensors made in inference mode may not be saved for a backward pass.
         tokens, logprobs, lengths = (x.clone() for x in found)
-        cached, gpu = session.decoder.cache_bytes, device.type == "cuda"
-        if gpu and cached > KEPT_CACHE_SHARE * total_memory(device):
-            self.session = None
+        self._drop_large(session)
         return tokens, logprobs, lengths
+
+    def _converse(
+        self,
+        session: DecodeSession,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        limits: Sequence[int],
+        reply: Reply,
+    ) -> Rollout:
+        talk = Conversations(prompts, limits, sampling.max_new_tokens)
+        with session.decoder.ready():
+            budget = min(self.token_budget, session.decoder.prefill_tokens)
+            share, step = self.share_prefixes, session.step(sampling, holds=True)
+            ConversationSchedule(step, talk, reply, seeds, budget, share_prefixes=share).converse()
+        self._drop_large(session)
+        return talk.rollout(self.end_tokens, self.model.device)
+
+    def _drop_large(self, session: DecodeSession) -> None:
+        cached, device = session.decoder.cache_bytes, self.model.device
+        if device.type == "cuda" and cached > KEPT_CACHE_SHARE * total_memory(device):
+            self.session = None
 
     def _session(self, decoder_class: DecoderClass, rows: int, length: int) -> DecodeSession:
         """Slots for rows of at most some length: those of the last call if they still fit.
@@ -225,7 +253,7 @@ class NativeEngine:
         for candidate in candidates:
             fault = self._fault(
                 lambda dtype, candidate=candidate: decoder_error(
-                    candidate, self.model, dtype, length
+                    candidate, self.model, dtype, length, extends=self.extends
                 )
             )
             if not fault:
@@ -307,12 +335,12 @@ class DecodeSession:
     ) -> None:
         self.decoder, self.slots, self.capacity = decoder, slots, capacity
         self.weights, self.ends, self.graphs = weights, ends, graphs
-        self.steps: dict[Sampling, DecodeStep] = {}
+        self.steps: dict[tuple[Sampling, bool], DecodeStep] = {}
 
-    def step(self, sampling: Sampling) -> DecodeStep:
-        if sampling not in self.steps:
+    def step(self, sampling: Sampling, *, holds: bool = False) -> DecodeStep:
+        if (sampling, holds) not in self.steps:
             state = DecodeState.empty(self.slots, sampling.max_new_tokens, self.ends.device)
-            self.steps[sampling] = DecodeStep(
-                self.decoder, state, sampling, self.ends, graphs=self.graphs
+            self.steps[sampling, holds] = DecodeStep(
+                self.decoder, state, sampling, self.ends, graphs=self.graphs, holds=holds
             )
-        return self.steps[sampling]
+        return self.steps[sampling, holds]

@@ -7,6 +7,7 @@ replace. Axes: B rows, P prompt tokens, R response tokens.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,7 +20,8 @@ from marlhf.kernels.sampling import draw
 from marlhf.models.base import Model, Precision, autocast
 from marlhf.models.forward import keeps_logits, position_ids
 from marlhf.models.sequences import receive, send
-from marlhf.rollout.engine import Rollout, Sampling, draws
+from marlhf.rollout.engine import Reply, Rollout, Sampling, draws
+from marlhf.rollout.turns import Conversations, ask_all, converse_in_rounds
 
 CHECK_EVERY = 8
 """Steps between checks whether every row has ended: each check waits for the device."""
@@ -54,11 +56,52 @@ class PlainEngine:
         sampling: Sampling,
         seeds: Sequence[int],
         limits: Sequence[int] | None = None,
+        reply: Reply | None = None,
     ) -> Rollout:
-        limits = check_limits(limits, sampling, len(prompts))
+        limits = check_limits(limits, sampling, len(prompts), turns=reply is not None)
         check_prompts(prompts, seeds)
+        if reply is not None:
+            return self._converse(prompts, sampling, seeds, limits, reply)
+        uniform = draws(seeds, sampling.max_new_tokens, self.model.device)
+        return self._sample_all(prompts, sampling, uniform, limits)
+
+    def _converse(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        limits: Sequence[int],
+        reply: Reply,
+    ) -> Rollout:
+        """Each turn is a response to the whole text so far."""
+        talk = Conversations(prompts, limits, sampling.max_new_tokens)
+        uniform = draws(seeds, max(limits), self.model.device)
+
+        def sample_turns(rows: list[int]) -> list[tuple[list[int], list[float]]]:
+            lengths = [talk.turn_limit(row) for row in rows]
+            turn = replace(sampling, max_new_tokens=max(lengths))
+            # The random numbers of a turn are those of its positions in the response.
+            columns = (
+                torch.arange(max(lengths)) + torch.tensor([talk.used(r) for r in rows])[:, None]
+            )
+            own = uniform[rows].gather(1, columns.clamp(max=max(limits) - 1).to(uniform.device))
+            rollout = self._sample_all([talk.texts[row] for row in rows], turn, own, lengths)
+            return [
+                (tokens, logprobs[: len(tokens)])
+                for tokens, logprobs in zip(rollout.responses, rollout.logprobs.tolist())
+            ]
+
+        converse_in_rounds(talk, sample_turns, lambda turns: ask_all(reply, turns))
+        return talk.rollout(self.end_tokens, self.model.device)
+
+    def _sample_all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        uniform: Tensor,  # [B, R]
+        limits: Sequence[int],
+    ) -> Rollout:
         device, length = self.model.device, sampling.max_new_tokens
-        uniform = draws(seeds, length, device)
         tokens = torch.full((len(prompts), length), self.pad_id, device=device)
         logprobs = torch.zeros(len(prompts), length, device=device)
         training = self.model.training
@@ -141,13 +184,15 @@ def check_prompts(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> Non
         )
 
 
-def check_limits(limits: Sequence[int] | None, sampling: Sampling, rows: int) -> Sequence[int]:
-    """The most tokens of each response; those of `sampling` unless given."""
+def check_limits(
+    limits: Sequence[int] | None, sampling: Sampling, rows: int, *, turns: bool = False
+) -> Sequence[int]:
+    """The most tokens of each response; those of `sampling`, which limits a turn, unless given."""
     if limits is None:
         return [sampling.max_new_tokens] * rows
     assert len(limits) == rows
     assert min(limits, default=1) > 0
-    assert max(limits, default=1) <= sampling.max_new_tokens
+    assert turns or max(limits, default=1) <= sampling.max_new_tokens
     return limits
 
 

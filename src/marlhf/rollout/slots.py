@@ -4,7 +4,8 @@ A row of the cache is a slot: it holds one response in progress, and the next on
 ended. The masks that transformers builds know nothing of slots. So `slot_attention` is registered
 as an attention implementation, as flash attention is: transformers then builds no mask and passes
 sliding windows and soft caps as arguments.
-Axes: S slots, B rows of a prefill, H query heads, K key-value heads, C positions, D head size.
+Axes: S slots, B rows of a prefill, N new tokens of a text, H query heads, K key-value heads,
+C positions, D head size.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from marlhf.kernels.attention import (
     SlotPositions,
     attend,
     attend_opaque,
+    attend_to_text,
     causal_attention,
 )
 from marlhf.models.base import Model
-from marlhf.models.compile import LayerwiseCache, distinct_sizes
+from marlhf.models.compile import LayerwiseCache, distinct_sizes, uncompiled
 from marlhf.models.heads import backbone
 from marlhf.rollout.weight_copies import ModuleWeightCopies
 
@@ -58,6 +60,14 @@ class Decoder(Protocol):
         """Write the keys and values of prompts, [B, P] and padded on the right, to slots [B]."""
         ...
 
+    def extend(self, ids: Tensor, cache_rows: Tensor, positions: Tensor, reach: int) -> None:
+        """Write the keys and values of tokens that follow what slots hold.
+
+        Tokens and their positions, all of them below `reach`, are [B, N]. The slots are given by
+        where their keys and values are, [B], whether `indexed` or not.
+        """
+        ...
+
     def step(
         self,
         tokens: Tensor,
@@ -79,9 +89,10 @@ class Decoder(Protocol):
 
 @dataclass
 class Pass:
-    """What a forward pass over slots does: a prefill where `prefill_slots` is set, else a step."""
+    """What a forward pass over slots does: a prefill where `prefill_slots` is set, else a step, or
+    an extension where positions are [B, N]."""
 
-    at: SlotPositions | None = None  # of a decode step
+    at: SlotPositions | None = None
     prefill_slots: Tensor | None = None  # [B]
     reach: int | None = None
     use_softcap: bool = True
@@ -110,11 +121,16 @@ class LayerSlots:
             values[slots, :, columns] = value.transpose(1, 2).to(values.dtype)
             return key, value  # prompts attend to themselves alone
         assert self.now.at is not None
-        positions = self.now.at.positions
+        positions, reach = self.now.at.positions, slice(self.now.reach)
+        if positions.ndim == 2:
+            own = self.now.at.cache_rows
+            assert own is not None
+            keys[own[:, None], :, positions] = key.transpose(1, 2).to(keys.dtype)
+            values[own[:, None], :, positions] = value.transpose(1, 2).to(values.dtype)
+            return keys[own, :, reach], values[own, :, reach]
         rows = torch.arange(len(positions), device=positions.device)
         keys[rows, :, positions] = key[:, :, 0].to(keys.dtype)
         values[rows, :, positions] = value[:, :, 0].to(values.dtype)
-        reach = slice(self.now.reach)
         return keys[: len(rows), :, reach], values[: len(rows), :, reach]
 
     def get_seq_length(self, *_: Any) -> int:
@@ -204,6 +220,11 @@ class ModuleDecoder:
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         self._run(self.prefilled, ids, positions, Pass(prefill_slots=slots))
 
+    def extend(self, ids: Tensor, cache_rows: Tensor, positions: Tensor, reach: int) -> None:
+        now = Pass(SlotPositions(positions, cache_rows), reach=reach)
+        with uncompiled():  # few passes are these, and their masks would be compiled along
+            self._run(self.prefilled, ids, positions, now)
+
     def step(
         self,
         tokens: Tensor,
@@ -268,7 +289,7 @@ def sharded(model: nn.Module) -> bool:
 
 def slot_attention(
     module: nn.Module,
-    query: Tensor,  # [B or S, H, P or 1, D]
+    query: Tensor,  # [B or S, H, P or N or 1, D]
     key: Tensor,  # [B or S, K, P or C, D]
     value: Tensor,
     attention_mask: Tensor | None,
@@ -286,7 +307,11 @@ def slot_attention(
         out = causal_attention(query, key, value, scale, sliding_window, softcap)
         return out.transpose(1, 2).contiguous(), None
     assert now.at is not None
-    query = query[:, :, 0].to(key.dtype)
+    query = query.to(key.dtype)
+    if now.at.positions.ndim == 2:
+        out = attend_to_text(query, key, value, now.at, scale, sliding_window, softcap)
+        return out.transpose(1, 2).contiguous(), None
+    query = query[:, :, 0]
     if torch.compiler.is_compiling():
         out = attend_opaque(query, key, value, now.at.positions, scale, sliding_window, softcap)
     else:

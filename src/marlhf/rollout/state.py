@@ -66,16 +66,27 @@ class DecodeState:
         return DecodeState(**{name: tensor[:slots] for name, tensor in vars(self).items()})
 
     def begin(
-        self, slots: Tensor, tokens: Tensor, positions: Tensor, uniform: Tensor, limits: Tensor
+        self,
+        slots: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        uniform: Tensor,
+        before: Tensor,
+        limits: Tensor,
     ) -> None:
-        """Start new responses in some slots: all arguments have one entry per slot."""
+        """Start new responses, or turns, in some slots: all arguments have one entry per slot.
+
+        `before`: tokens of the response before this turn. Its random numbers are the next ones.
+        """
         first = self.length - limits
-        columns = torch.arange(self.length, device=self.device) - first[:, None]
+        columns = torch.arange(self.length, device=self.device) + (before - first)[:, None]
         self.tokens[slots] = tokens
         self.positions[slots] = positions
         self.steps[slots] = first
         self.running.index_fill_(0, slots, True)  # `[slots] = True` would wait for a GPU
-        self.uniform[slots, : self.length] = uniform.gather(1, columns.clamp(min=0))
+        self.uniform[slots, : self.length] = uniform.gather(
+            1, columns.clamp(0, uniform.shape[1] - 1)
+        )
 
     def responses(self, slots: Tensor, limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens and log-probs from the first on, [n, R], junk after the end; and lengths, [n]."""

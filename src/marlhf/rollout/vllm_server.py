@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from marlhf.config.sampling import Sampling, check_url
+from marlhf.config.sampling import Sampling
 from marlhf.data.collate import SingleProcess
 from marlhf.models.base import Model, Precision
 from marlhf.rollout.engine import Rollout
@@ -87,7 +87,7 @@ class VLLMServer(VLLM):
         """
         together = processes or SingleProcess()
         super().__init__(policy, end_tokens, pad_id, token_budget, precision, together)
-        self.url = check_url(url)
+        self.url = url.partition("?")[0].rstrip("/").removesuffix("/v1")
         self.where = f"The vLLM server at {self.url}"
         self.folder = None if folder is None else Path(folder).resolve()
         self.by_folder = False  # whether the server takes weights from a folder alone

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +64,7 @@ class RunFolder:
             "stage": stage,
             "status": "running",
             "marlhf": __version__,
+            "commit": commit(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "seconds": 0.0,
             "seed": self.config.get("seed"),
@@ -303,6 +306,22 @@ def is_finished(folder: Path) -> bool:
     if state.get("status") != "finished" or not has_model(folder, state):
         return False
     return not changed_inputs(flatten(read_config(folder)), state.get("inputs") or {})
+
+
+@functools.cache
+def commit() -> str | None:
+    """The commit of the git checkout that the package lies in, `-dirty` if files differ from it;
+    None where it is installed."""
+    package = Path(__file__).resolve().parents[1]
+    if not (package.parents[1] / ".git").exists():  # a checkout has src/marlhf
+        return None
+    git = ["git", "-C", str(package.parents[1])]
+    ask = [*git, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        out = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return out.stdout.strip()
 
 
 def hardware() -> str:

@@ -370,17 +370,23 @@ def gather_rollout(world: World, rollout: Rollout | None, share: list[int], rows
     if world.size == 1 and rollout is not None:
         return rollout
     if rollout is not None:
-        rollout = Rollout(rollout.responses, rollout.logprobs.cpu(), rollout.ended.cpu())
+        sampled = None if rollout.sampled is None else rollout.sampled.cpu()
+        rollout = Rollout(rollout.responses, rollout.logprobs.cpu(), rollout.ended.cpu(), sampled)
     parts = [part for part in world.gather_objects((share, rollout)) if part[1] is not None]
+    width = max(theirs.logprobs.shape[1] for _, theirs in parts)
     responses: list[list[int]] = [[]] * rows
-    logprobs = torch.zeros(rows, max(theirs.logprobs.shape[1] for _, theirs in parts))
-    ended = torch.zeros(rows, dtype=torch.bool)
+    logprobs, ended = torch.zeros(rows, width), torch.zeros(rows, dtype=torch.bool)
+    sampled = torch.zeros(rows, width, dtype=torch.bool)
     for where, theirs in parts:
         for row, response in zip(where, theirs.responses):
             responses[row] = response
-        logprobs[where, : theirs.logprobs.shape[1]] = theirs.logprobs
-        ended[where] = theirs.ended
-    return Rollout(responses, logprobs.to(world.device), ended.to(world.device))
+        part = slice(theirs.logprobs.shape[1])
+        logprobs[where, part], ended[where] = theirs.logprobs, theirs.ended
+        if theirs.sampled is not None:
+            sampled[where, part] = theirs.sampled
+    converse = any(theirs.sampled is not None for _, theirs in parts)
+    logprobs, ended, sampled = (x.to(world.device) for x in (logprobs, ended, sampled))
+    return Rollout(responses, logprobs, ended, sampled if converse else None)
 
 
 def _share(lengths: Sequence[int], rank: int, size: int) -> list[int]:

@@ -13,6 +13,7 @@ with loop:
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -28,13 +29,41 @@ from marlhf.runs.layout import MODEL, RunError
 from marlhf.runs.write import ReadOnlyRunFolder, RunFolder
 from marlhf.runtime.callbacks import Callbacks
 from marlhf.runtime.checkpoint import load_latest, save_checkpoint
-from marlhf.runtime.distributed import World
+from marlhf.runtime.distributed import World, start
 from marlhf.runtime.memory import WATCHED_STEPS, seek_token_budget, settle_token_budget
 from marlhf.runtime.model_card import check_push, hub_name, push, write_card
-from marlhf.runtime.objects import GivenObjects
+from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
 from marlhf.runtime.progress import Steps, format_numbers, say, warn
-from marlhf.runtime.stage import Stopped, due, finish, record_outcome
+from marlhf.runtime.stage import Stopped, due, finish, record_outcome, seed_run
 from marlhf.runtime.trackers import Trackers
+
+Method = Callable[[Any, GivenObjects, World, RunFolder], Path]
+"""The loop of a method: trains by its config, and returns the folder of the model."""
+
+
+def in_run_folder(stage: str) -> Callable[[Method], Callable[..., Path]]:
+    """Make a method's loop into `train(config, objects)`, which opens and seeds the run.
+
+    A finished run is not trained again. `stage` is the run's method, which a loop of several names
+    may be told anew.
+    """
+    name = stage
+
+    def decorate(method: Method) -> Callable[..., Path]:
+        @functools.wraps(method)
+        def train(
+            config: StageConfig, objects: GivenObjects = NO_OBJECTS, stage: str = name
+        ) -> Path:
+            world = start(config.device, config.parallel)
+            run = open_run(config, stage, world)
+            if run.finished:
+                return run.model
+            seed_run(config.seed, config.deterministic)
+            return method(config, objects, world, run)
+
+        return train
+
+    return decorate
 
 
 def open_run(config: StageConfig, stage: str, world: World) -> RunFolder:
@@ -187,6 +216,14 @@ class Loop:
         """All ranks stop, also those that the signal did not reach."""
         self._interrupts.received = self._interrupts.received or "a signal"
         self._interrupts.check(where)
+
+    @contextlib.contextmanager
+    def other_steps(self, name: str, total: int, done: int = 0) -> Iterator[Steps]:
+        """A bar in the place of this one's, for work that comes before the first step."""
+        self._bar.stop()
+        with Steps(name, total, done) as steps:
+            yield steps
+        self._bar.__enter__()
 
     def log(self, numbers: dict[str, float], show: Sequence[str] = ()) -> None:
         """The metrics of a step that is done: to the folder, the bar, trackers and callbacks."""

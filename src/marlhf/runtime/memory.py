@@ -39,19 +39,15 @@ class OutOfMemory(MarlhfError, RuntimeError):
     """The GPU's memory is too small for these settings; says which of them lower it."""
 
 
-def fit_memory(
-    world: World,
-    compute: Callable[[], T],
-    *trained: nn.Module,
-    undo: Callable[[], object] | None = None,
-) -> T:
+def fit_memory(world: World, compute: Callable[[], T], *trained: nn.Module) -> T:
     """The result of `compute`, which cuts its micro-batches by `world.batches`.
 
     Where memory runs out it is repeated with passes of half as many tokens at most, which holds
-    for the rest of the run. `trained` have no gradients before it: what a pass that failed has left
-    there is dropped, and `undo` resets whatever else it adds to. With several processes the others
-    would wait for this one, so the error is raised as it is.
+    for the rest of the run. Gradients that the failed pass left in `trained` are dropped, those
+    from before it stay. With several processes the others would wait for this one, so the error is
+    raised as it is.
     """
+    fresh = [p for model in trained for p in model.parameters() if p.grad is None]
     while True:
         try:
             with _watched(world):
@@ -61,11 +57,8 @@ def fit_memory(
                 raise
             asked = first_line(error)
         # Outside of `except`, where the traceback would keep the tensors of the failed pass.
-        for model in trained:
-            for parameter in model.parameters():
-                parameter.grad = None
-        if undo is not None:
-            undo()
+        for parameter in fresh:
+            parameter.grad = None
         gc.collect()  # what the failed pass left in cycles of references
         torch.cuda.empty_cache()  # does nothing where there is no GPU
         warn(

@@ -64,6 +64,7 @@ Source = WholeModel | OnBase
 class RewardItem:
     """One of the things that score: a model or a function, with its weight."""
 
+    role: str
     item: str | Model | Callable[..., Any]
     tokenizer: Tokenizer | None  # the reward model's own, where it was given
     weight: float
@@ -79,7 +80,7 @@ def reward_items(config: RLConfig, objects: GivenObjects) -> list[RewardItem]:
     items = objects.reward_funcs
     if items is None:
         items = [*([config.reward_model] if config.reward_model else []), *config.reward_funcs]
-    if not items:
+    if not items and not config.environment:
         raise RunError(
             "Nothing scores the responses. Set reward_model to a reward model, or reward_funcs to "
             "functions of yours, such as [my_rewards:brevity]."
@@ -90,11 +91,8 @@ def reward_items(config: RLConfig, objects: GivenObjects) -> list[RewardItem]:
             f"There are {len(items)} rewards but {len(weights)} reward_weights. Give one each."
         )
     tokenizers = objects.reward_tokenizers or [None] * len(items)
-    return [RewardItem(*fields) for fields in zip(items, tokenizers, weights, strict=True)]
-
-
-def reward_role(number: int) -> str:
-    return f"reward-{number}"
+    given = enumerate(zip(items, tokenizers, weights, strict=True))
+    return [RewardItem(f"reward-{number}", *fields) for number, fields in given]
 
 
 def trained_source(head: Head, config: StageConfig, objects: GivenObjects) -> Source:
@@ -104,34 +102,33 @@ def trained_source(head: Head, config: StageConfig, objects: GivenObjects) -> So
     if settings is None:
         return WholeModel(origin, head, seed=config.seed)
     facts, base_head = adapter_facts(origin), head
-    if head == "scalar" and not _has_scalar_head(origin, "model", config.trust_remote_code):
+    remote = config.trust_remote_code
+    if head == "scalar" and not is_scalar(origin, trust_remote_code=remote, setting="model"):
         base_head = "language"  # it stays one beneath the adapter, so that a policy can share it
     base = WholeModel(facts.base, base_head, seed=config.seed)
     return OnBase(base, head, facts.saved or settings)
 
 
 def rl_sources(
-    config: RLConfig, objects: GivenObjects, tokenizer: Tokenizer, *, critic: bool
+    config: RLConfig,
+    objects: GivenObjects,
+    tokenizer: Tokenizer,
+    rewards: list[RewardItem],
+    *,
+    critic: bool,
 ) -> dict[str, Source]:
     """Sources by role: policy, reference, critic, reward-0, reward-1, ... and gold."""
     rules = _Rules(config, objects, tokenizer, trained_source("language", config, objects))
-    rewards = reward_items(config, objects)
     sources = {"policy": rules.policy, "reference": rules.reference()}
     if critic:
         sources["critic"] = rules.critic(rewards)
-    for number, reward in enumerate(rewards):
+    for reward in rewards:
         if reward.is_model:
-            sources[reward_role(number)] = rules.reward(reward.item, sources.get("critic"))
+            sources[reward.role] = rules.reward(reward.item, sources.get("critic"))
     if config.gold_model:
         rules.check_scores(config.gold_model, "gold_model")
         sources["gold"] = WholeModel(config.gold_model, "scalar", setting="gold_model")
     return sources
-
-
-def _has_scalar_head(model: str | Model, setting: str, trust_remote_code: bool) -> bool:
-    if not isinstance(model, str):
-        return hasattr(model, "score")
-    return is_scalar(model, trust_remote_code=trust_remote_code, setting=setting)
 
 
 def check_tokenizer(
@@ -225,7 +222,8 @@ class _Rules:
 
     def check_scores(self, path: str, setting: str) -> None:
         """A language model has no scalar head, and a random one would score at random."""
-        scores = _has_scalar_head(path, setting, self.config.trust_remote_code)
+        remote = self.config.trust_remote_code
+        scores = is_scalar(path, trust_remote_code=remote, setting=setting)
         if not scores and not self.config.random_reward_head:
             raise RunError(
                 f"`{setting}`: {path} is a language model without a scalar head, so its scores "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from marlhf.data import Row
+from marlhf.environments import Environment
 from marlhf.models.base import Model, Tokenizer
 
 
@@ -20,6 +21,7 @@ class GivenObjects:
     critic_model: Model | None = None
     reward_funcs: Sequence[str | Model | Callable[..., Any]] | None = None
     reward_tokenizers: Sequence[Tokenizer | None] | None = None
+    environment: Callable[[], Environment] | None = None
     train_rows: list[Row] | None = None
     eval_rows: list[Row] | None = None
     peft_config: Any = None

@@ -6,11 +6,13 @@ There is no base trainer: a stage is a loop of its own that calls these.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +21,8 @@ import torch
 import torch._inductor.config as inductor_config
 
 from marlhf.config.stage import StageConfig
-from marlhf.data import Counts, DataError, Loaded, Row, encode_responses, fit_prompts, load_data
+from marlhf.data import DataConfig, DataError, Row, encode_responses, fit_prompts, load_data
+from marlhf.environments import EpisodeRecord
 from marlhf.errors import MarlhfError
 from marlhf.models.base import Model, Tokenizer
 from marlhf.models.load import check_vocabulary, load_tokenizer
@@ -40,23 +43,30 @@ class Example:
     prompt: list[int]
     chosen: list[int]
     rejected: list[int]
+    episode: EpisodeRecord | None = None
+    """The conversation that was sampled, whose first messages are then the prompt."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longer response."""
+        return max(len(self.chosen), len(self.rejected))
 
 
-def seed_run(config: StageConfig) -> None:
-    """Seed torch; with `deterministic`, keep to kernels that give the same bits every time.
+def seed_run(seed: int, deterministic: bool = False) -> None:
+    """Seed torch; if `deterministic`, keep to kernels that give the same bits every time.
 
     On a GPU sums are added up in whatever order threads finish: in the backward pass of attention,
     in products that are split up, in scatters. The compiler times several kernels and takes the
     fastest, which may be another one the next day. Both stay off for the rest of the process.
     """
-    if config.deterministic:
+    if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it as it starts
         torch.use_deterministic_algorithms(True)
         # Guards against reading what was never written, at three times the cost of a step.
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
         if hasattr(inductor_config, "deterministic"):  # not before torch 2.9
             inductor_config.deterministic = True
-    torch.manual_seed(config.seed)
+    torch.manual_seed(seed)
 
 
 def load_supervised(
@@ -69,48 +79,47 @@ def load_supervised(
         tokenizer = load_tokenizer(given, trust_remote_code=remote, setting="model")
         model = load(config, objects, world)
         check_vocabulary(model, tokenizer, config.model)
-        longest = config.max_response_tokens
         examples, held_out = load_examples(
-            config, part, tokenizer, objects, needs=config.columns, max_response_tokens=longest
+            config.data,
+            part,
+            tokenizer,
+            objects,
+            name=Path(config.output_dir).name,
+            needs=config.columns,
+            max_response_tokens=config.max_response_tokens,
         )
         check_positions(model, examples + held_out)
     return tokenizer, model, examples, held_out
 
 
 def load_examples(
-    config: StageConfig,
+    data: DataConfig,
     part: str,
     tokenizer: Tokenizer,
     objects: GivenObjects = NO_OBJECTS,
     *,
+    name: str = "",
     needs: Sequence[str],
     max_response_tokens: int | None = None,
 ) -> tuple[list[Example], list[Example]]:
-    """Training and held-out rows of a stage, in tokens. Prints how many are left out, and why."""
+    """Training and held-out rows of a run, in tokens. Prints how many are left out, and why."""
     given = objects.train_rows is not None
     if objects.train_rows is not None:
         train_rows, eval_rows = objects.train_rows, objects.eval_rows or []
     else:
-        loaded: Loaded = load_data(config.data, part, needs=needs)
+        loaded = load_data(data, part, needs=needs)
         say(f"data: {loaded.counts}")
         train_rows, eval_rows = loaded.train, loaded.eval
-    encoded = []
-    for name, rows in (("train", train_rows), ("eval", eval_rows)):
-        try:
-            examples, counts = _encode(config, rows, tokenizer, needs, max_response_tokens)
-        except DataError as error:  # no prompt fits
-            if name == "train":
-                raise
-            warn(f"held-out rows: {error}")
-            examples, counts = [], Counts()
-        if counts.dropped or counts.noted:
-            say(f"{name}: {counts}")
-        encoded.append(examples)
-    train, held_out = encoded
-    shares = {} if given else config.data.parts
+    encode = partial(_encode, data, tokenizer, needs, max_response_tokens)
+    train = encode("train", train_rows)
+    try:
+        held_out = encode("eval", eval_rows)
+    except DataError as error:  # no prompt fits
+        warn(f"held-out rows: {error}")
+        held_out = []
+    shares = {} if given else data.parts
     share = f" (the part for {part}, {shares[part]:.0%} of the data)" if shares else ""
-    run_name = Path(config.output_dir).name
-    say(f"{run_name}: {len(train)} training rows{share}, {len(held_out)} held out")
+    say(f"{name}: {len(train)} training rows{share}, {len(held_out)} held out")
     if not train:
         raise RunError(
             "No training row is left. Raise data.max_prompt_tokens or max_response_tokens, "
@@ -120,17 +129,16 @@ def load_examples(
 
 
 def _encode(
-    config: StageConfig,
-    rows: list[Row],
+    data: DataConfig,
     tokenizer: Tokenizer,
     needs: Sequence[str],
     max_response_tokens: int | None,
-) -> tuple[list[Example], Counts]:
+    name: str,
+    rows: list[Row],
+) -> list[Example]:
     if not rows:
-        return [], Counts()
-    prompts, counts = fit_prompts(
-        rows, tokenizer, config.data.max_prompt_tokens, config.data.too_long
-    )
+        return []
+    prompts, counts = fit_prompts(rows, tokenizer, data.max_prompt_tokens, data.too_long)
     rows = [encoded.row for encoded in prompts]
     eos = tokenizer.eos_token_id
     responses: dict[str, list[list[int]]] = {}
@@ -139,14 +147,17 @@ def _encode(
         given = [(row.prompt, text) for row, text in zip(rows, texts) if text is not None]
         ids = iter(encode_responses(tokenizer, given, eos, max_response_tokens))
         responses[name] = [[] if text is None else next(ids) for text in texts]
-    examples = []
-    for number, (encoded, *both) in enumerate(zip(prompts, *responses.values()), start=1):
-        if max_response_tokens is not None and max(map(len, both)) > max_response_tokens:
-            position = encoded.row.position or f"row {number}"
-            counts.drop(f"a response is longer than {max_response_tokens} tokens", position)
-            continue
-        examples.append(Example(encoded.row, encoded.prompt_ids, *both))
-    return examples, counts
+    examples = [
+        Example(e.row, e.prompt_ids, *both) for e, *both in zip(prompts, *responses.values())
+    ]
+    limit = math.inf if max_response_tokens is None else max_response_tokens
+    for number, example in enumerate(examples, start=1):
+        if example.longest > limit:
+            position = example.row.position or f"row {number}"
+            counts.drop(f"a response is longer than {limit} tokens", position)
+    if counts.dropped or counts.noted:
+        say(f"{name}: {counts}")
+    return [example for example in examples if example.longest <= limit]
 
 
 def each_prompt_once(examples: list[Example]) -> list[Example]:
@@ -162,7 +173,7 @@ def check_positions(
 ) -> None:
     """Refuse sequences longer than the model has positions, before it fails inside."""
     limit = getattr(model.config, "max_position_embeddings", None)
-    longest = max(len(e.prompt) + max(len(e.chosen), len(e.rejected), new_tokens) for e in examples)
+    longest = max(len(e.prompt) + max(e.longest, new_tokens) for e in examples)
     if limit is not None and longest > limit:
         raise RunError(
             f"Prompt and response take up to {longest} tokens, but the {name} has {limit} "
@@ -189,15 +200,15 @@ def count_steps(config: StageConfig, num_rows: int) -> int:
     return steps if config.num_steps is None else min(steps, config.num_steps)
 
 
-def batch_rows(step: int, config: StageConfig, num_rows: int) -> list[int]:
+def batch_rows(step: int, num_rows: int, batch_size: int, seed: int) -> list[int]:
     """The rows of step number `step`, from 0, in an order that is shuffled every epoch.
 
     It depends on the seed alone, so a resumed run needs no state to continue with the same rows.
     """
-    epoch, batch = divmod(step, num_rows // config.batch_size)
-    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + epoch)
+    epoch, batch = divmod(step, num_rows // batch_size)
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order = torch.randperm(num_rows, generator=generator)
-    return order[batch * config.batch_size : (batch + 1) * config.batch_size].tolist()
+    return order[batch * batch_size : (batch + 1) * batch_size].tolist()
 
 
 def due(step: int, every: int, total: int) -> bool:

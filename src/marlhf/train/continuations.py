@@ -90,6 +90,6 @@ def continuation_returns(
     scored = score([s.example for s in repeated], rollout, [s.prefix for s in repeated])
     models.reward.latest = of_batch  # the metrics are of the batch, not of what continued it
     rewards = shape_rewards(
-        scored.clipped_scores, scored.logprobs, scored.ref_logprobs, scored.mask, kl_coef, kl=kl
+        scored.token_scores, scored.logprobs, scored.ref_logprobs, scored.mask, kl_coef, kl=kl
     )
     return rewards.sum(dim=1).view(len(states), count)

@@ -32,11 +32,11 @@ from marlhf.runs.atomic import explain_disk_errors, replacing
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.checkpoint import list_checkpoints
-from marlhf.runtime.distributed import start
-from marlhf.runtime.loop import open_run
+from marlhf.runtime.distributed import World
+from marlhf.runtime.loop import in_run_folder
 from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.model_loader import check_tokenizer, load_trained_policy
-from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
+from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.progress import say
 from marlhf.runtime.stage import Example, check_positions
@@ -50,12 +50,9 @@ ROUNDING = 1e-3
 """Nats by which two passes over one response may differ."""
 
 
-def train(config: DPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
+@in_run_folder("dpo")
+def train(config: DPOConfig, objects: GivenObjects, world: World, run: RunFolder) -> Path:
     """Train, or resume training; returns the folder of the policy."""
-    world = start(config.device, config.parallel)
-    run = open_run(config, "dpo", world)
-    if run.finished:
-        return run.model
     dpo = SupervisedRun(config, run, world, objects, load_trained_policy, config.part)
     held_out = dpo.held_out = dpo.held_out[:MAX_HELD_OUT]
     with world.raise_on_all_ranks():

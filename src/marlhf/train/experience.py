@@ -23,6 +23,7 @@ from marlhf.core import (
     Segmenter,
     Segments,
     Vocabulary,
+    at_last_token,
     importance_weights,
     kl_estimate,
     masked_mean,
@@ -31,6 +32,7 @@ from marlhf.core import (
     overlong_penalty,
     whiten,
 )
+from marlhf.environments import EpisodeRecord
 from marlhf.models.base import Model
 from marlhf.models.sequences import Sequences, send
 from marlhf.rollout.engine import Rollout
@@ -38,6 +40,12 @@ from marlhf.runtime.distributed import World, gather_rollout
 from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.stage import Example
 from marlhf.runtime.timing import explained_variance
+from marlhf.train.conversations import (
+    episode_metrics,
+    gather_played,
+    scored_row,
+    turn_rewards,
+)
 from marlhf.train.rl_models import Models
 
 
@@ -56,6 +64,8 @@ class Experience:
     eos_penalty: Tensor | float = 0.0  # [B], of responses that did not end by themselves
     score_clip: float | None = None
     stale: bool = False  # sampled by other weights than those that learn
+    earned: Tensor | None = None  # [B, T], parts of the normalised scores that have a place
+    episodes: Sequence[EpisodeRecord] | None = None  # with an environment
     # [B, T], where a segmenter or the choice of boundaries needs them
     entropy: Tensor | None = None
     values: Tensor | None = None
@@ -76,6 +86,13 @@ class Experience:
         if self.score_clip is None:
             return self.scores
         return self.normalised_scores.clamp(-self.score_clip, self.score_clip) - self.eos_penalty
+
+    @property
+    def token_scores(self) -> Tensor:
+        """Scores as rewards: [B], at the end, or [B, T], where parts were earned on the way."""
+        if self.earned is None:
+            return self.clipped_scores
+        return self.earned + at_last_token(self.clipped_scores - self.earned.sum(dim=1), self.mask)
 
     @property
     def policy_logprobs(self) -> Tensor:
@@ -101,14 +118,9 @@ class Experience:
         """Parts of the batch, or of some of its rows, for passes with gradients."""
         return micro_batches(self.sequences, models.pass_tokens, models.world, rows)
 
-    @staticmethod
-    def count_terms(segments: Segments, rows: list[int] | None = None) -> dict[str, Tensor]:
-        """What a loss is a mean over: tokens, or macro actions. Of some rows, if given."""
-        return count_terms(segments, rows)
-
     def critic_values(self, models: Models) -> Tensor:
         """The critic's value of the state before each token, [B, T], without gradients."""
-        return _pass_over(self.sequences, models, models.values)
+        return all_values(self.sequences, models)
 
     def sample_weights(self, segments: Segments, ratio: Ratio, cap: float) -> Tensor | float:
         """Truncated importance weights of responses that older weights sampled, [B, T]; else 1."""
@@ -123,6 +135,11 @@ class Experience:
         """The tokens of each response, without padding."""
         rows = self.sequences.responses.tolist()
         return [row[:length] for row, length in zip(rows, self.sequences.lengths)]
+
+    def sampled_tokens(self) -> list[list[int]]:
+        """The tokens of each response that the policy sampled."""
+        rows, masks = self.sequences.responses.tolist(), self.mask.tolist()
+        return [[t for t, own in zip(row, mask) if own] for row, mask in zip(rows, masks)]
 
 
 @dataclass(frozen=True)
@@ -152,10 +169,12 @@ class Credit:
             "rl/explained_variance": explained_variance(self.values, self.returns, mask),
         }
 
-    def reach(self, lam: float) -> Tensor:
+    def reach(self, lam: float | Literal["adaptive"], alpha: float) -> Tensor:
         """Over how many tokens credit is passed back on average, at most a whole response."""
         mask = self.segments.mask
         length = mask.sum() / len(mask)
+        if lam == "adaptive":
+            return length * min(alpha, 1.0)
         macro_length = mask.sum() / self.segments.macro_mask.sum().clamp(min=1)
         return length if lam == 1 else torch.minimum(length, macro_length / (1 - lam))
 
@@ -177,6 +196,27 @@ def sample_responses(
                 None if limits is None else [limits[i] for i in share],
             )
     return gather_rollout(world, rollout, share, len(prompts))
+
+
+def sample_examples(
+    examples: list[Example], models: Models, seeds: list[int], group: int = 1
+) -> tuple[list[Example], Rollout]:
+    """A response to each example; with an environment a conversation, and what was said in it.
+
+    `group` is the number of samples of a prompt, which are neighbours.
+    """
+    if models.conversations is None:
+        return examples, sample_responses([e.prompt for e in examples], models, seeds)
+    world, engine, sampling = models.world, models.engine, models.sampling
+    share = world.share([len(e.prompt) for e in examples])
+    rollout, played = None, list[Example]()
+    with world.gathered(models.policy), world.raise_on_all_ranks():
+        if share:
+            rollout, played = models.conversations.play(
+                examples, seeds, engine, sampling, share, group
+            )
+    rollout, played = gather_played(world, rollout, played, share, len(examples))
+    return played, rollout
 
 
 class RolloutScorer:
@@ -217,9 +257,14 @@ class RolloutScorer:
         whole = responses if prefixes is None else _joined(prefixes, responses)
         # Parsers run in processes of their own, while the models score on this one.
         parse = models.parsing and prefixes is None and models.parsing.begin(responses)
-        raw = fit_memory(world, partial(models.reward, prompts, whole, [e.row for e in examples]))
+        rows = [scored_row(e) for e in examples]
+        raw = fit_memory(world, partial(models.reward, prompts, whole, rows))
         before = prompts if prefixes is None else _joined(prompts, prefixes)
-        sequences = models.sequences(before, responses)
+        sequences = models.sequences(before, responses, rollout.sampled)
+        episodes = [e.episode for e in examples if e.episode is not None] or None
+        earned = self._earned(raw, sequences, prefixes, episodes)
+        if earned is not None:
+            raw = earned.sum(dim=1) if raw.ndim == 2 else raw + earned.sum(dim=1)
         ref_logprobs = all_logprobs(models.reference, sequences, models)
         old_logprobs = None
         if self.needs_old_logprobs and prefixes is None:
@@ -247,9 +292,30 @@ class RolloutScorer:
             penalty,
             self.score_clip,
             self.stale and prefixes is None,
+            None if earned is None else earned / self.std,
+            episodes,
             entropy,
             values,
         )
+
+    @staticmethod
+    def _earned(
+        raw: Tensor,
+        sequences: Sequences,
+        prefixes: Sequence[list[int]] | None,
+        episodes: Sequence[EpisodeRecord] | None,
+    ) -> Tensor | None:
+        """Rewards with a place among the sampled tokens, [B, T]; None where there are none."""
+        earned = None
+        if raw.ndim == 2:
+            first = torch.tensor([len(p) for p in prefixes or [()] * len(raw)], device=raw.device)
+            columns = torch.arange(sequences.mask.shape[1], device=raw.device) + first[:, None]
+            inside = columns.clamp(max=raw.shape[1] - 1)
+            earned = torch.where(sequences.present, raw.gather(1, inside), 0.0)
+        if episodes is not None:
+            by_turn = turn_rewards(episodes, sequences.mask)
+            earned = by_turn if earned is None else earned + by_turn
+        return earned
 
 
 def _joined(first: Sequence[list[int]], second: Sequence[list[int]]) -> list[list[int]]:
@@ -264,6 +330,11 @@ def all_logprobs(model: Model, sequences: Sequences, models: Models) -> Tensor:
 def all_entropy(sequences: Sequences, models: Models) -> Tensor:
     """The entropy of the policy's choice of each response token, [B, T], without gradients."""
     return _pass_over(sequences, models, models.entropy)
+
+
+def all_values(sequences: Sequences, models: Models) -> Tensor:
+    """The critic's value of the state before each token, [B, T], without gradients."""
+    return _pass_over(sequences, models, models.values)
 
 
 def _pass_over(
@@ -335,7 +406,7 @@ class PolicyMetrics:
         self, experience: Experience, num_tokens: Tensor, config: RLConfig, *more: str
     ) -> None:
         self.experience, self.num_tokens = experience, num_tokens
-        self.ratio, self.clip = config.ratio, config.clip
+        self.ratio, self.clip_range = config.ratio, config.clip_range
         names = ("rl/policy_loss", "rl/clip_fraction", "rl/approx_kl", "rl/logprob_gap", *more)
         self.sums = {name: torch.zeros((), device=num_tokens.device) for name in names}
 
@@ -353,7 +424,8 @@ class PolicyMetrics:
         if self.ratio != "token":
             pool = segments.sum if self.ratio == "macro" else segments.mean
             change = segments.spread(pool(change))
-        outside = ((change.exp() - 1).abs() > self.clip).float()
+        low, high = self.clip_range
+        outside = ((change.exp() < 1 - low) | (change.exp() > 1 + high)).float()
         gap = (logprobs - micro.take(self.experience.logprobs)).abs()
         drift = {
             "rl/clip_fraction": masked_mean(outside, mask, tokens),
@@ -413,4 +485,12 @@ def batch_metrics(experience: Experience, credit: Credit, kl_coef: float) -> dic
         "rl/macro_length": lengths.sum() / num_macros.clamp(min=1),
         "rl/advantage_norm": torch.linalg.vector_norm(credit.advantages),
         "rl/q_norm": torch.linalg.vector_norm(credit.returns),
-    }
+    } | _conversation_metrics(experience)
+
+
+def _conversation_metrics(experience: Experience) -> dict[str, Tensor]:
+    if experience.episodes is None:
+        return {}
+    world = (experience.sequences.present & ~experience.mask).sum() / len(experience.mask)
+    metrics = {k: torch.tensor(v) for k, v in episode_metrics(experience.episodes).items()}
+    return metrics | {"rl/world_tokens": world}

@@ -22,7 +22,8 @@ from marlhf.runtime.loop import Loop
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.progress import say, warn
 from marlhf.runtime.stage import Example
-from marlhf.train.experience import Credit, Experience, RolloutScorer, sample_responses
+from marlhf.train.conversations import episode_metrics
+from marlhf.train.experience import Credit, Experience, RolloutScorer, sample_examples
 from marlhf.train.rl_models import Models
 
 SEED = 20241003  # the same draws at every evaluation of every run
@@ -64,7 +65,6 @@ class HeldOutEvaluation:
                 "no prompts are held out (data.eval_size, eval_prompts), so nothing will be "
                 "evaluated and no best policy kept."
             )
-        self.prompts = [e.prompt for e in rows]
         self.start: dict[str, float] = {}
         self.start_scores: list[float] = []
         self.start_gold: list[float] = []
@@ -76,7 +76,8 @@ class HeldOutEvaluation:
         """Evaluate, log it, keep the best policy. Returns why to stop, or nothing."""
         if not self.rows:
             return ""
-        experience = self.score(self.rows, sample_held_out(self.rows, self.models))
+        examples, rollout = sample_held_out(self.rows, self.models)
+        experience = self.score(examples, rollout)
         check_finite(
             [
                 ("the held-out scores", experience.raw_scores),
@@ -88,21 +89,23 @@ class HeldOutEvaluation:
             self._normalise_by(experience.raw_scores)
         scores = self.score.normalise(experience.raw_scores).tolist()
         kl = (experience.logprobs - experience.ref_logprobs).sum(dim=1).tolist()
-        sequences = experience.sequences
+        lengths = experience.mask.sum(dim=1).tolist()
         tokens = experience.response_tokens()
         texts = [decode(self.models.tokenizer, row) for row in tokens]
-        gold = self._gold_scores(tokens, texts)
+        gold = self._gold_scores(examples, tokens, texts)
         ended: list[bool] = experience.ended.tolist()
         if step == 0:
             self.start_scores, self.start_gold = scores, gold or []
         metrics = {
             "eval/score": _mean(scores),
             "eval/kl": _mean(kl),
-            "eval/length": _mean(sequences.lengths),
-            "eval/repetition": _mean([repetition(row) for row in tokens]),
+            "eval/length": _mean(lengths),
+            "eval/repetition": _mean([repetition(row) for row in experience.sampled_tokens()]),
             "eval/ended": _mean(ended),
             "eval/win_rate": win_rate(self.start_scores, scores),
         }
+        if experience.episodes is not None:
+            metrics |= episode_metrics(experience.episodes, "eval/")
         if gold:
             metrics["eval/gold"] = _mean(gold)
             metrics["eval/gold_ended"] = _mean(compress(gold, ended))
@@ -114,12 +117,13 @@ class HeldOutEvaluation:
                 "scores": scores,
                 "gold": gold,
                 "kl": kl,
-                "length": list(sequences.lengths),
+                "length": lengths,
                 "ended": ended,
                 "sft_scores": self.start_scores,
             },
         )
-        self._log_pieces(step, kl_coef, experience, tokens, texts, scores, kl, gold)
+        prompts = [e.prompt for e in examples]
+        self._log_pieces(step, kl_coef, experience, prompts, tokens, texts, scores, kl, gold)
         self.latest = metrics
         if step == 0:
             self.start = metrics
@@ -147,10 +151,12 @@ class HeldOutEvaluation:
         run.write_state()
         say(f"scores are normalised by mean {mean:.4g}, deviation {std:.4g}")
 
-    def _gold_scores(self, tokens: list[list[int]], texts: list[str]) -> list[float] | None:
+    def _gold_scores(
+        self, examples: list[Example], tokens: list[list[int]], texts: list[str]
+    ) -> list[float] | None:
         """By the second reward model, or by the true score, where the task has one."""
         if self.models.gold is not None:
-            return self.models.gold(self.prompts, tokens).tolist()
+            return self.models.gold([e.prompt for e in examples], tokens).tolist()
         if self.true_score is None:
             return None
         return [self.true_score(str(e.row.prompt), text) for e, text in zip(self.rows, texts)]
@@ -160,6 +166,7 @@ class HeldOutEvaluation:
         step: int,
         kl_coef: float,
         experience: Experience,
+        prompts: list[list[int]],
         tokens: list[list[int]],
         texts: list[str],
         scores: list[float],
@@ -168,6 +175,7 @@ class HeldOutEvaluation:
     ) -> None:
         shuffler = torch.Generator().manual_seed(SEED)
         credit = self.credit(experience, self.models, kl_coef, shuffler)
+        episodes = experience.episodes
         starts, advantages = credit.segments.starts.tolist(), credit.advantages.tolist()
         for i, row in enumerate(tokens[: self.log_samples]):
             self.loop.run.append(
@@ -175,15 +183,16 @@ class HeldOutEvaluation:
                 {
                     "step": step,
                     "index": i,
-                    "prompt": decode(self.models.tokenizer, self.prompts[i]),
+                    "prompt": decode(self.models.tokenizer, prompts[i]),
                     "response": texts[i],
                     "score": scores[i],
                     "gold": gold[i] if gold else None,
                     "kl": kl[i],
-                    "length": len(row),
+                    "length": int(experience.mask[i].sum()),
                     "pieces": _pieces(self.models.tokenizer, row),
                     "starts": starts[i][: len(row)],
                     "advantages": [round(a, 4) for a in advantages[i][: len(row)]],
+                    **({"episode": episodes[i].to_dict()} if episodes else {}),
                 },
             )
 
@@ -197,10 +206,9 @@ class HeldOutEvaluation:
             setattr(self.score if name in ("mean", "std") else self, name, value)
 
 
-def sample_held_out(rows: list[Example], models: Models) -> Rollout:
+def sample_held_out(rows: list[Example], models: Models) -> tuple[list[Example], Rollout]:
     """A response to each held-out prompt, with the same seeds in every evaluation."""
-    seeds = [SEED + i for i in range(len(rows))]
-    return sample_responses([e.prompt for e in rows], models, seeds)
+    return sample_examples(rows, models, [SEED + i for i in range(len(rows))])
 
 
 def score_scale(scores: Tensor) -> tuple[float, float]:

@@ -28,37 +28,42 @@ from marlhf.core import (
     segment,
     shape_rewards,
 )
-from marlhf.runtime.distributed import start
-from marlhf.runtime.loop import open_run
+from marlhf.runs.write import RunFolder
+from marlhf.runtime.distributed import World
+from marlhf.runtime.loop import in_run_folder
 from marlhf.runtime.memory import fit_memory
-from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
+from marlhf.runtime.objects import GivenObjects
 from marlhf.spans.apply import explain_segmenter_errors
 from marlhf.train.continuations import chosen_boundaries, monte_carlo_values
 from marlhf.train.credit_choice import CreditChooser, CriticWatch, Measurement
-from marlhf.train.experience import Credit, Experience, PolicyMetrics
+from marlhf.train.critic_pretraining import forget_pretraining, pretrain_critic
+from marlhf.train.critic_quality import explained_by_thirds
+from marlhf.train.critic_replay import CriticReplay
+from marlhf.train.experience import Credit, Experience, PolicyMetrics, count_terms
 from marlhf.train.positive_examples import PositiveExamples
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import Learner, RLRun
 
 
-def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
+@in_run_folder("ppo")
+def train(config: PPOConfig, objects: GivenObjects, world: World, run: RunFolder) -> Path:
     """Train, or resume training; returns the folder of the policy."""
-    world = start(config.device, config.parallel)
-    run = open_run(config, "ppo", world)
-    if run.finished:
-        return run.model
     rates = {"policy": config.learning_rate}
     if config.has_critic:
         rates["critic"] = config.critic_learning_rate
     chooser, watch_critic = CreditChooser(config), CriticWatch(config)
+    replay = CriticReplay(config)
+    checkpointed = chooser.checkpointed | replay.checkpointed
     credit_of_samples = partial(held_out_credit, chooser)
-    rl = RLRun(config, run, world, objects, credit_of_samples, rates, chooser.checkpointed)
+    rl = RLRun(config, run, world, objects, credit_of_samples, rates, checkpointed)
     rl.score.provide_for(option.config.segmenter for option in chooser.options)
     rl.score.reads_entropy |= config.boundaries is not None
 
     with rl.loop:
         for step in rl.steps():
+            if step == 1:
+                pretrain_critic(rl, config, shape_and_segment, lambda_one_returns)
             config = chooser.config  # with `credit: auto`, the candidate in use
             batch, rollout = rl.sample(step)
             rl.clock.mark("rollout")
@@ -86,11 +91,22 @@ def train(config: PPOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             measurement = chooser.measure(step, candidates) if measured else None
             rl.clock.mark("credit")
             metrics |= update(experience, credit, rl.learner, learning_rates, config, measurement)
+            if config.has_critic:
+                returns = lambda_one_returns(rewards, segments, config)
+                metrics |= explained_by_thirds(values, returns, segments.mask)
+                rate = learning_rates["critic"]
+                metrics |= replay.learn(
+                    step, batch, experience, segments, returns, rl.learner, rate
+                )
             rl.clock.mark("update")
-            chosen = chooser.update(step, credit, measurement, world)
+            reaches = partial(reach_of_each, experience, rl.models)
+            chosen = chooser.update(step, credit, measurement, world, reaches)
             numbers = rl.log(experience, credit, metrics | credit.value_metrics(), chosen)
+            chooser.note(numbers)
             watch_critic(step, credit, numbers)
-        return rl.close()
+        policy = rl.close()
+        forget_pretraining(rl)
+        return policy
 
 
 @torch.no_grad()
@@ -103,7 +119,7 @@ def shape_and_segment(
 ) -> tuple[Tensor, Segments]:
     """Token rewards [B, T], the KL penalty and the score at the end; and the macro actions."""
     rewards = shape_rewards(
-        experience.clipped_scores,
+        experience.token_scores,
         experience.policy_logprobs,
         experience.ref_logprobs,
         experience.mask,
@@ -124,7 +140,7 @@ def critic_values_and_backward(
     Where a batch makes one update, the pass that computes the values can also train the critic,
     which saves a forward pass: the returns of a row need the values of no other row.
     """
-    counts = experience.count_terms(segments)
+    counts = count_terms(segments)
 
     def compute() -> tuple[Tensor, Tensor]:
         values, total_loss = torch.zeros_like(rewards), torch.zeros((), device=rewards.device)
@@ -162,6 +178,12 @@ def assign_credit(rewards: Tensor, values: Tensor, segments: Segments, config: P
     return Credit(rewards, segments, values, advantages, returns)
 
 
+def lambda_one_returns(rewards: Tensor, segments: Segments, config: PPOConfig) -> Tensor:
+    """The reward that really came after each macro action's start, [B, T]: no value is in it."""
+    plain = replace(config, lam=1.0, lam_value=None)
+    return assign_credit(rewards, torch.zeros_like(rewards), segments, plain).returns
+
+
 def update(
     experience: Experience,
     credit: Credit,
@@ -180,9 +202,7 @@ def update(
     compute = partial(backward, experience, credit, learner.models, config, train_policy)
     passes = [partial(compute, None)] * config.num_ppo_epochs
     passes[0] = partial(compute, measurement)
-    # With one update the critic has its gradients already, and `backward` adds none.
-    done = ["critic"] if config.one_update else []
-    return learner.update(passes, experience, credit, learning_rates, with_gradients=done)
+    return learner.update(passes, experience, credit, learning_rates)
 
 
 def backward(
@@ -198,7 +218,7 @@ def backward(
 
     While only the critic trains, the policy's pass has no gradients: its metrics are logged still.
     """
-    counts = experience.count_terms(credit.segments, rows)
+    counts = count_terms(credit.segments, rows)
     train_critic = config.has_critic and not config.one_update
     sums = PolicyMetrics(
         experience, counts["token"], config, *(["rl/value_loss"] if train_critic else [])
@@ -247,7 +267,7 @@ def policy_loss(
         old_logprobs,
         advantages,
         segments.mask,
-        clip=config.clip,
+        clip=config.clip_range,
         dual_clip=config.dual_clip,
         ratio=config.ratio,
         segments=segments,
@@ -311,3 +331,20 @@ def by_each(
         assigned = assign_credit(credit.rewards, credit.values, segments, config)
         advantages.append(assigned.whitened(config.whiten))
     return torch.stack(advantages) / credit.segments.mask.sum().clamp(min=1)
+
+
+@torch.no_grad()
+def reach_of_each(
+    experience: Experience, models: Models, configs: Sequence[PPOConfig]
+) -> list[float]:
+    """The share of a response that credit reaches back over, by every way to assign it."""
+    responses = experience.responses(models.vocabulary, torch.Generator().manual_seed(0))
+    mask, shares = experience.mask, list[float]()
+    for config in configs:
+        segments = segment(config.segmenter, responses, split_last=config.split_last)
+        tokens = mask.float()
+        credit = Credit(tokens, segments, tokens, tokens, tokens)
+        shares.append(
+            float(credit.reach(config.lam, config.lam_alpha) * len(mask) / mask.sum().clamp(min=1))
+        )
+    return shares

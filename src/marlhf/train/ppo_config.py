@@ -5,16 +5,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from marlhf.config.candidates import parse_candidates
+from marlhf.config.candidates import CANDIDATES, Candidate, parse_candidates
 from marlhf.config.presets import presets_of
 from marlhf.config.rl import RLConfig
 from marlhf.errors import SettingError
-from marlhf.fields import setting
+from marlhf.fields import check_settings, setting
 
 # The same as in marlhf.core, which needs torch; a test keeps them equal.
 Pooling = Literal["sum", "mean"]
 Level = Literal["token", "macro"]
 Sigma = Literal["equal", "unit", "position", "start"]
+
+
+@dataclass(frozen=True)
+class CriticPretraining:
+    """Train the critic before the first step, on responses of the starting policy (VC-PPO).
+
+    >>> CriticPretraining(responses=8192).until
+    0.3
+    """
+
+    responses: int = setting(4096, least=20)
+    """Responses to sample. A tenth of the prompts is held out of the training on them."""
+    epochs: int = setting(20, least=1)
+    """The most passes over the responses."""
+    until: float = setting(0.3, above=0, most=1)
+    """Stop at this explained variance on the held-out prompts, or once it no longer rises."""
+    learning_rate: float | None = setting(None, above=0)
+    """Learning rate of the critic meanwhile; `critic_learning_rate` unless given."""
+
+    def __post_init__(self) -> None:
+        check_settings(self, "critic_pretraining.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +85,14 @@ class PPOConfig(RLConfig):
     """Peak learning rate of the critic. The paper: 1.5e-5 for 2B, 1e-6 for 7B and 27B."""
     critic_warmup_steps: int = setting(0, least=0, on_card=True)
     """First steps in which only the critic learns, for critics that start from a fresh head."""
+    critic_pretraining: CriticPretraining | None = None
+    """Train the critic before the first step, on stored responses of the starting policy:
+    `{responses: 20000, epochs: 20, until: 0.3}`."""
+    critic_replay: int = setting(0, least=0, most=64, on_card=True)
+    """How many earlier batches the critic learns from again, beside the present one."""
+    critic_updates: int | None = setting(None, least=1, on_card=True)
+    """Updates of the critic per update of the policy; 1 + `critic_replay` unless given. The first
+    is PPO's; the others regress on returns (lambda 1) of rows drawn from all these batches."""
     num_ppo_epochs: int = setting(1, above=0, on_card=True)
     """Passes over each batch of responses."""
     value_clip: float | None = setting(0.2, above=0)
@@ -82,11 +111,6 @@ class PPOConfig(RLConfig):
             self._need("credit: boundary", "credits tokens", pooling="sum", rho=1.0)
             self._need("credit: boundary", "credits tokens", ratio="token", value_level="token")
         if self.credit == "auto":
-            if self.lam == "adaptive":
-                raise SettingError(
-                    "credit: auto chooses a fixed lambda, so lam: adaptive does not fit. Set lam "
-                    "to a number, or credit: macro."
-                )
             known = "compares rules by their gradients"
             self._need("credit: auto", known, pooling="sum", rho=1.0, ratio="token")
             self._need("credit: auto", known, value_level="token", values="critic")
@@ -105,10 +129,19 @@ class PPOConfig(RLConfig):
             self._need("values: monte_carlo", known, sigma="start", credit="macro")
             none = "has no critic"
             self._need("values: monte_carlo", none, critic_warmup_steps=0, critic_model=None)
-            self._need("values: monte_carlo", none, lam_value=None)
+            self._need("values: monte_carlo", none, lam_value=None, critic_pretraining=None)
+            self._need("values: monte_carlo", none, critic_replay=0, critic_updates=None)
             self._need("values: monte_carlo", "adds up rewards as they are", gamma=1.0)
             after = "samples again after each rollout"
             self._need("values: monte_carlo", after, async_steps=0)
+            middle = "continues responses from the middle, where no environment can be put back"
+            self._need("values: monte_carlo", middle, environment="")
+
+        if self.critic_replay and self.critic_updates == 1:
+            raise SettingError(
+                f"critic_replay: {self.critic_replay} keeps batches that critic_updates: 1 never "
+                "learns from. Leave critic_updates out, or set it to 2 or more."
+            )
 
     def _need(self, choice: str, why: str, **settings: object) -> None:
         """Refuse settings that another one makes meaningless, rather than ignore them."""
@@ -122,8 +155,19 @@ class PPOConfig(RLConfig):
             raise SettingError(f"{choice} {why}, so {got} does not fit: {wanted}.")
 
     @property
+    def candidates(self) -> list[Candidate]:
+        """What `credit: auto` chooses among beside these settings."""
+        chosen = self.credit_candidates or CANDIDATES
+        return parse_candidates(chosen) if self.credit == "auto" else []
+
+    @property
     def has_critic(self) -> bool:
         return self.values == "critic"
+
+    @property
+    def extra_critic_updates(self) -> int:
+        """Updates of the critic per update of the policy, beyond the one of PPO itself."""
+        return (self.critic_updates or 1 + self.critic_replay) - 1
 
     @property
     def one_update(self) -> bool:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from marlhf.core import reward_loss
 from marlhf.models.forward import final_scores
-from marlhf.runtime.distributed import start
-from marlhf.runtime.loop import open_run
+from marlhf.runs.write import RunFolder
+from marlhf.runtime.distributed import World
+from marlhf.runtime.loop import in_run_folder
 from marlhf.runtime.model_loader import load_trained_scalar
-from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
+from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.stage import Example
 from marlhf.train.reward_config import RewardConfig
@@ -23,12 +24,9 @@ MAX_HELD_OUT = 1024
 """Held-out pairs that an evaluation looks at, at most."""
 
 
-def train(config: RewardConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
+@in_run_folder("reward")
+def train(config: RewardConfig, objects: GivenObjects, world: World, run: RunFolder) -> Path:
     """Train, or resume training; returns the folder of the model."""
-    world = start(config.device, config.parallel)
-    run = open_run(config, "reward", world)
-    if run.finished:
-        return run.model
     stage = SupervisedRun(config, run, world, objects, load_trained_scalar, "reward")
     stage.model.config.pad_token_id = stage.tokenizer.pad_token_id
     passes = stage.place()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from marlhf.models.load import check_vocabulary, end_tokens, load_tokenizer
 from marlhf.models.scores import TokenScores
 from marlhf.models.sequences import Sequences
 from marlhf.reward import RewardFunction, RewardModel, Rewards, import_function
+from marlhf.reward.places import at_last_tokens
 from marlhf.rollout.engine import AsyncEngine, Engine, Rollout
 from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.sampler_process import SamplerProcess
@@ -27,12 +29,13 @@ from marlhf.rollout.vllm import VLLMEngine
 from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World, gather_rollout
-from marlhf.runtime.model_loader import load_sources, reward_items, reward_role, rl_sources
+from marlhf.runtime.model_loader import RewardItem, load_sources, reward_items, rl_sources
 from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.progress import say
 from marlhf.runtime.stage import Example, check_positions, each_prompt_once, load_examples
 from marlhf.spans import vocabulary
 from marlhf.spans.apply import Parsing, open_parsing
+from marlhf.train.conversations import Conversations
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,16 @@ class Models:
     parsing: Parsing | None = None  # for rules that follow constituents
     gold: RewardModel | None = None  # judges held-out responses, and teaches nobody
     ahead: AsyncEngine | None = None  # samples while the policy trains, with `async_steps: 1`
+    conversations: Conversations | None = None  # with an environment
 
-    def sequences(self, prompts: list[list[int]], responses: list[list[int]]) -> Sequences:
+    def sequences(
+        self,
+        prompts: list[list[int]],
+        responses: list[list[int]],
+        sampled: Tensor | None = None,
+    ) -> Sequences:
         pad_id = self.tokenizer.pad_token_id
-        return Sequences.from_lists(prompts, responses, pad_id, self.world.device)
+        return Sequences.from_lists(prompts, responses, pad_id, self.world.device, sampled)
 
     def logprobs(
         self, model: Model, sequences: Sequences, scores: TokenScores | None = None
@@ -83,18 +92,20 @@ def load_models(config: RLConfig, objects: GivenObjects, world: World, *, critic
     with world.raise_on_all_ranks():
         given, remote = objects.tokenizer or config.model, config.trust_remote_code
         tokenizer = load_tokenizer(given, trust_remote_code=remote, setting="model")
-        sources = rl_sources(config, objects, tokenizer, critic=critic)
+        items = reward_items(config, objects)
+        sources = rl_sources(config, objects, tokenizer, items, critic=critic)
         models = load_sources(sources, {"policy", "critic"}, config, world)
         for role in ("policy", "reference", "critic"):
             if role in models:
                 check_vocabulary(models[role], tokenizer, f"the {role}")
         policy = models["policy"]
-        rewards = _rewards(config, objects, models, tokenizer, world)
+        ends, pad = end_tokens(policy, tokenizer), tokenizer.pad_token_id
+        rewards = _rewards(config, items, models, tokenizer, world)
         gold = None
         if config.gold_model:
             gold = _reward_model(config.gold_model, models["gold"], None, config, tokenizer, world)
         parsing = open_parsing(config.segmenter, tokenizer)
-        ends, pad = end_tokens(policy, tokenizer), tokenizer.pad_token_id
+        conversations = Conversations.of(config, objects, tokenizer, world)
         engine, ahead = _load_engine(config, policy, ends, pad, world)
     table = vocabulary(tokenizer, policy.config.get_text_config().vocab_size)
     return Models(
@@ -112,6 +123,7 @@ def load_models(config: RLConfig, objects: GivenObjects, world: World, *, critic
         parsing,
         gold,
         ahead,
+        conversations,
     )
 
 
@@ -120,16 +132,24 @@ def load_prompts(
 ) -> tuple[list[Example], list[Example]]:
     """Prompts to train on and to evaluate on, each once, and short enough for every model."""
     with models.world.raise_on_all_ranks():
-        loaded = load_examples(config, "ppo", models.tokenizer, objects, needs=config.columns)
-        examples, held_out = map(each_prompt_once, loaded)
+        name, tokenizer = Path(config.output_dir).name, models.tokenizer
+        loaded = load_examples(
+            config.data, "ppo", tokenizer, objects, name=name, needs=config.columns
+        )
+        # Of an environment prompts are only a beginning: what is played is in the columns.
+        examples, held_out = loaded if models.conversations else map(each_prompt_once, loaded)
         readers = {"policy": models.policy, "reference": models.reference, "critic": models.critic}
         for name, scorer, _ in models.reward.parts:
             if isinstance(scorer, RewardModel) and not scorer.foreign:  # else it counts others
                 readers[f"reward model {name}"] = scorer.model
         for name, model in readers.items():
-            if model is not None:
+            if model is not None and models.conversations is not None:
+                models.conversations.check_positions(model, name)
+            elif model is not None:
                 check_positions(model, examples + held_out, config.sampling.max_new_tokens, name)
         models.reward.check([e.row for e in examples + held_out])
+        if models.conversations is not None:
+            models.conversations.check(examples[0].row)
     return examples, held_out
 
 
@@ -193,7 +213,7 @@ class DistributedPrefetcher:
 
 def _rewards(
     config: RLConfig,
-    objects: GivenObjects,
+    items: Sequence[RewardItem],
     models: Mapping[str, Model],
     tokenizer: Tokenizer,
     world: World,
@@ -202,10 +222,10 @@ def _rewards(
     if config.code and world.main:
         say(f"rewards: functions of {', '.join(config.code)}")
     scorers: list[tuple[str, Any, float]] = []
-    for number, reward in enumerate(reward_items(config, objects)):
+    for reward in items:
         item = reward.item
         if reward.is_model:
-            model = models[reward_role(number)]
+            model = models[reward.role]
             scorer = _reward_model(item, model, reward.tokenizer, config, tokenizer, world)
             path = item.rstrip("/").removesuffix("/model") if isinstance(item, str) else "model"
             scorers.append((path.rpartition("/")[2], scorer, reward.weight))
@@ -250,10 +270,19 @@ class SharedFunction(RewardFunction):
         rows: Sequence[Row],
     ) -> Tensor:
         mine = self.world.share([len(r) for r in responses])
-        scores = torch.zeros(len(rows), device=self.world.device)
-        with self.world.raise_on_all_ranks():
+        device, world = self.world.device, self.world
+        with world.raise_on_all_ranks():
             own_scores = super().__call__(
                 [prompts[i] for i in mine], [responses[i] for i in mine], [rows[i] for i in mine]
             )
-        scores[torch.tensor(mine, dtype=torch.int64, device=self.world.device)] = own_scores
-        return self.world.sum(scores)
+        if world.size == 1:
+            return own_scores
+        index = torch.tensor(mine, dtype=torch.int64, device=device)
+        width = max(map(len, responses), default=0)
+        if not world.sum(torch.tensor(float(own_scores.ndim == 2), device=device)):
+            return world.sum(torch.zeros(len(rows), device=device).index_copy(0, index, own_scores))
+        if own_scores.ndim == 1:  # rewards have places on another rank
+            own_scores = at_last_tokens(own_scores, [len(responses[i]) for i in mine], width)
+        scores = torch.zeros(len(rows), width, device=device)
+        scores[index, : own_scores.shape[1]] = own_scores
+        return world.sum(scores)

@@ -14,7 +14,6 @@ from torch import Tensor
 from marlhf.config.rl import Guards, RLConfig
 from marlhf.config.sampling import Sampling
 from marlhf.core import masked_mean
-from marlhf.errors import SettingError
 from marlhf.rollout.engine import AsyncEngine, Rollout
 from marlhf.runs.layout import CRITIC, RunError
 from marlhf.runs.write import RunFolder
@@ -25,14 +24,14 @@ from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.optim import Update, apply_updates, make_optimizer
 from marlhf.runtime.progress import warn
-from marlhf.runtime.stage import Example, batch_rows, count_steps, seed_run
+from marlhf.runtime.stage import Example, batch_rows, count_steps
 from marlhf.runtime.timing import Clock, to_numbers
 from marlhf.train.experience import (
     Credit,
     Experience,
     RolloutScorer,
     batch_metrics,
-    sample_responses,
+    sample_examples,
     staleness_metrics,
 )
 from marlhf.train.held_out import HeldOutEvaluation
@@ -62,18 +61,16 @@ class Learner:
         experience: Experience,
         credit: Credit,
         learning_rates: Mapping[str, float],
-        with_gradients: Sequence[str] = (),
         rows: list[int] | None = None,
     ) -> dict[str, Tensor]:
         """All updates of the models with a learning rate that a batch of responses is used for.
 
         Each of `passes` goes over the batch once: it leaves the gradients of some rows, and returns
-        their metrics. Models `with_gradients` have theirs already. No model moves where the batch
-        holds NaN or infinity. Only some `rows` are used, if given.
+        their metrics. No model moves where the batch holds NaN or infinity. Only some `rows` are
+        used, if given.
         """
         models = self.models
         trained = {role: getattr(models, role) for role in learning_rates}
-        in_pass = [model for role, model in trained.items() if role not in with_gradients]
         must_be_finite = [
             ("the scores", experience.scores),
             ("the reference's log-probs", experience.ref_logprobs),
@@ -83,7 +80,7 @@ class Learner:
         updates: list[dict[str, Tensor]] = []
         for backward in passes:
             for part in self.mini_batches(rows or list(range(len(experience.scores)))):
-                metrics = fit_memory(models.world, partial(backward, part), *in_pass)
+                metrics = fit_memory(models.world, partial(backward, part), *trained.values())
                 norms = apply_updates(
                     [Update(trained[x], self.optimizers[x], learning_rates[x]) for x in trained],
                     self.max_grad_norm,
@@ -121,8 +118,7 @@ class RLRun:
         learning_rates: Mapping[str, float],
         checkpointed: Mapping[str, HasState] | None = None,
     ) -> None:
-        self.config, self.run, self.learning_rates = config, run, learning_rates
-        seed_run(config)
+        self.run, self.world, self.learning_rates, self.config = run, world, learning_rates, config
         if config.sampling.truncated:
             warn(
                 "top_k and top_p draw from part of the distribution while log-probs are of all of "
@@ -131,6 +127,7 @@ class RLRun:
             )
         self.models = load_models(config, objects, world, critic="critic" in learning_rates)
         self.examples, held_out = load_prompts(config, self.models, objects)
+        self.num_steps = count_steps(config, len(self.examples))
         if sandbox_layers := self.models.reward.sandbox:
             run.state["sandbox"] = sandbox_layers
         trained = {role: getattr(self.models, role) for role in learning_rates}
@@ -138,7 +135,6 @@ class RLRun:
             role: make_optimizer(model, learning_rates[role], config.weight_decay)
             for role, model in trained.items()
         }
-        self.num_steps = count_steps(config, len(self.examples))
         self.loop = Loop(
             run,
             config,
@@ -163,6 +159,7 @@ class RLRun:
         self.kl = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
         self.clock = Clock(world.device)
         self.watch_sampling = SamplingWatch(config.guards)
+        self.watch_scores = ScoreWatch()
         self.checkpointed: dict[str, HasState] = {"probe": self.evaluation, **(checkpointed or {})}
         saved = self.loop.resume("sampler", "shuffler", "kl_coef", "probe")
         self.prefetcher: RolloutPrefetcher | None = None
@@ -183,7 +180,7 @@ class RLRun:
         if not self.loop.done:
             self.evaluation(0, self.kl.coef)
         for step in self.loop:
-            self.clock = Clock(self.models.world.device)
+            self.clock = Clock(self.world.device)
             yield step
             if self.loop.must_evaluate:
                 self.loop.verdict = self.evaluation(step, self.kl.coef)
@@ -191,7 +188,8 @@ class RLRun:
                 self.save()
 
     def prompts(self, step: int) -> list[Example]:
-        rows = batch_rows(step - 1, self.config, len(self.examples))
+        size, seed = self.config.batch_size, self.config.seed
+        rows = batch_rows(step - 1, len(self.examples), size, seed)
         return [self.examples[i] for i in rows]
 
     def batch(self, step: int) -> list[Example]:
@@ -203,7 +201,7 @@ class RLRun:
         batch = self.batch(step)
         if self.prefetcher is None:
             seeds = self.response_seeds(len(batch))
-            return batch, sample_responses([e.prompt for e in batch], self.models, seeds)
+            return sample_examples(batch, self.models, seeds, self.config.responses_per_prompt)
         if self.prefetcher.in_flight is None:
             self._begin(step, now=step)  # the first step: nothing was sampled ahead yet
         rollout = self.prefetcher.take(step)
@@ -246,6 +244,7 @@ class RLRun:
         numbers = to_numbers(tensors) | self.clock.times(rows) | dict(more or {})
         if age == 0:  # else log-probs of sampling are of older weights
             self.watch_sampling(self.loop.step, experience, numbers["rl/logprob_gap"])
+        self.watch_scores(self.loop.step, rows, numbers)
         self.kl.update(numbers["rl/kl"], rows)
         self.loop.log(numbers, show=("rl/score", "rl/kl", "rl/length"))
         return numbers
@@ -281,10 +280,6 @@ class KLController:
     """
 
     def __init__(self, coef: float, target: float | None = None, horizon: int = 10000) -> None:
-        if target is not None and (target <= 0 or horizon < 1):
-            raise SettingError(
-                f"kl_target and kl_horizon must be positive; got {target}, {horizon}."
-            )
         self.coef, self.target, self.horizon = coef, target, horizon
 
     def update(self, kl: float, responses: int) -> None:
@@ -323,6 +318,24 @@ class SamplingWatch:
         if gap > self.guards.warn_logprob_gap and not self.warned:
             self.warned = True
             warn(f"step {step}: {problem}")
+
+
+class ScoreWatch:
+    """Warns once when two steps in a row had nothing to learn from: all scores were alike."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self, step: int, rows: int, numbers: Mapping[str, float]) -> None:
+        groups = numbers.get("rl/zero_std_groups") == 1
+        alike = groups or (rows > 1 and numbers["rl/score_std"] < 1e-6)
+        self.steps = self.steps + 1 if alike or self.steps >= 2 else 0
+        if self.steps == 2:
+            where = "to each prompt " if groups else ""
+            warn(
+                f"steps {step - 1} and {step}: all responses {where}have the same score, so there "
+                "is nothing to learn from. Check the reward, or raise sampling.temperature."
+            )
 
 
 @dataclass(frozen=True)

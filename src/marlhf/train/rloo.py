@@ -17,10 +17,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from marlhf.core import Segments, group_advantages, kl_estimate, macro_gae, rloo_advantages
-from marlhf.runtime.distributed import start
-from marlhf.runtime.loop import open_run
-from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
+from marlhf.core import (
+    Segments,
+    group_advantages,
+    kl_estimate,
+    macro_gae,
+    rloo_advantages,
+    state_advantages,
+)
+from marlhf.errors import SettingError
+from marlhf.runs.write import RunFolder
+from marlhf.runtime.distributed import World
+from marlhf.runtime.loop import in_run_folder
+from marlhf.runtime.objects import GivenObjects
+from marlhf.train.conversations import turn_states
 from marlhf.train.dynamic_sampling import replace_equal_groups, rows_to_train
 from marlhf.train.experience import Credit, Experience, PolicyMetrics, count_terms
 from marlhf.train.ppo import policy_loss, shape_and_segment
@@ -30,12 +40,14 @@ from marlhf.train.rloo_config import RLOOConfig
 from marlhf.train.tree_rollout import Tree, grow_tree
 
 
-def train(config: RLOOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
+@in_run_folder("rloo")
+def train(config: RLOOConfig, objects: GivenObjects, world: World, run: RunFolder) -> Path:
     """Train, or resume training; returns the folder of the policy."""
-    world = start(config.device, config.parallel)
-    run = open_run(config, "rloo", world)
-    if run.finished:
-        return run.model
+    if config.group == "state" and not config.environment:
+        raise SettingError(
+            "group: state compares turns that were taken in the same state of an environment, and "
+            "there is none. Set environment, or leave out group."
+        )
     rates = {"policy": config.learning_rate}
     rl = RLRun(config, run, world, objects, partial(held_out_credit, config), rates)
 
@@ -61,6 +73,7 @@ def train(config: RLOOConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
             rl.clock.mark("update")
             by_prompt = experience.scores.view(-1, config.responses_per_prompt)
             metrics["rl/group_std"] = by_prompt.std(dim=1).mean()
+            metrics["rl/zero_std_groups"] = all_equal(by_prompt).float().mean()
             rl.log(experience, credit, metrics | resampled)
         return rl.close()
 
@@ -89,6 +102,11 @@ def assign_credit(
         advantages = group_advantages(
             rewards, config.num_samples, segments, scale=config.scale_group, **options
         )
+    if config.group == "state":
+        assert experience.episodes is not None
+        states = turn_states(experience.episodes, config.num_samples, rewards)
+        same_state = {"baseline": config.baseline, "scale": config.scale_group, **options}
+        advantages = advantages + state_advantages(rewards, states, segments, **same_state)
     return replace(credit, advantages=advantages)
 
 
@@ -173,6 +191,11 @@ def divisors(counts: dict[str, Tensor], num_rows: int, config: RLOOConfig) -> di
         return counts
     most = num_rows * config.sampling.max_new_tokens
     return counts | {"token": torch.full_like(counts["token"], most)}
+
+
+def all_equal(groups: Tensor) -> Tensor:
+    """Which prompts have responses that all score alike, and teach nothing: [G, k] -> [G]."""
+    return (groups == groups[:, :1]).all(dim=1)
 
 
 def sum_as_ratio(x: Tensor, segments: Segments, config: RLOOConfig) -> Tensor:

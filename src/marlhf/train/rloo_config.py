@@ -10,6 +10,7 @@ from typing import Literal
 from marlhf.config.presets import presets_of
 from marlhf.config.rl import Ratio, RLConfig, Segmenter, ngram
 from marlhf.config.settings import to_raw
+from marlhf.config.stage import Schedule
 from marlhf.errors import SettingError
 from marlhf.fields import setting
 
@@ -18,9 +19,7 @@ from marlhf.fields import setting
 class RLOOConfig(RLConfig):
     """Settings of RLOO, which are the defaults. The paper: rate 1.5e-5, 4 samples per prompt.
 
-    GRPO is `baseline: group`, `kl_in: loss`, `ratio: macro_mean`.
-
-    >>> RLOOConfig(model="tiny", baseline="group", kl_in="loss", ratio="macro_mean").num_samples
+    >>> RLOOConfig(model="tiny").num_samples
     4
     """
 
@@ -36,6 +35,9 @@ class RLOOConfig(RLConfig):
     against its siblings and against the whole tree."""
     scale_group: bool = True
     """With `baseline: group`, divide by the deviation; it favours prompts with little spread."""
+    group: Literal["prompt", "state"] = setting("prompt", on_card=True)
+    """With an environment: compare whole episodes of a prompt (prompt), or also each turn with the
+    turns of those episodes that were taken in the same state (state), as GiGPO does."""
     kl_in: Literal["reward", "loss"] = "reward"
     """Where kl_coef acts: a penalty on the reward (RLOO), or a term of the loss, by the estimator
     k3 (GRPO)."""
@@ -44,7 +46,7 @@ class RLOOConfig(RLConfig):
     credited with the reward still to come: `{type: ngram, n: 5}`."""
     ratio: Ratio = "macro"
     """The ratio by action (RLOO: a response's log-prob is the sum over its tokens), its mean over
-    tokens (`macro_mean`, GRPO), or by token, each token of the batch counting alike."""
+    tokens (`macro_mean`), or by token, each token of the batch counting alike (GRPO)."""
 
     divide_by: Literal["tokens", "max_tokens"] = "tokens"
     """With `ratio: token`, what the sum over tokens is divided by: the tokens of the batch, or
@@ -96,7 +98,7 @@ class RLOOConfig(RLConfig):
                 "Each level of a tree needs at least 2 branches, for siblings are compared with "
                 f"each other; got tree: {list(tree)}. Leave out levels of 1."
             )
-        if self.num_samples not in (RLOOConfig.num_samples, math.prod(tree)):
+        if self.num_samples not in (type(self).num_samples, math.prod(tree)):
             raise SettingError(
                 f"tree: {list(tree)} gives {math.prod(tree)} responses to a prompt, but "
                 f"num_samples is {self.num_samples}. Leave num_samples out."
@@ -106,6 +108,11 @@ class RLOOConfig(RLConfig):
                 "A tree branches where a macro action starts, which must be known by then, and "
                 "this segmenter looks at the whole response. Set segmenter: {type: ngram, n: 5}, "
                 "sentences or lines."
+            )
+        if self.environment:
+            raise SettingError(
+                "A tree continues a response from its middle, where an environment would have to "
+                "be put back. Leave out tree, or environment."
             )
         if self.async_steps:
             raise SettingError(
@@ -126,15 +133,26 @@ class RLOOConfig(RLConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig(RLOOConfig):
-    """RLOO with the settings of group relative policy optimisation.
+    """RLOO with the settings of group relative policy optimisation, by default those of TRL.
 
-    >>> GRPOConfig(num_samples=8).ratio
-    'macro_mean'
+    >>> GRPOConfig().learning_rate, GRPOConfig(clip=(0.2, 0.28)).clip_range
+    (1e-06, (0.2, 0.28))
     """
 
-    baseline: Literal["leave_one_out", "group"] = "group"
+    num_samples: int = 8
+    """Responses to each prompt; batch_size counts prompts."""
+    learning_rate: float = 1e-6
+    """Peak learning rate of the policy."""
+    schedule: Schedule = "linear"
+    """How the rate falls after warm-up."""
+    warmup_ratio: float = 0.0
+    """Share of the updates in which the rate rises."""
+    baseline: Literal["leave_one_out", "group", "global_local"] = "group"
     """The mean of all responses to the prompt, in units of their deviation."""
     kl_in: Literal["reward", "loss"] = "loss"
     """kl_coef weighs a term of the loss."""
-    ratio: Ratio = "macro_mean"
-    """The mean over the tokens of each action."""
+    kl_coef: float = 0.0
+    """Weight of the KL term. The GRPO paper: 0.04."""
+    ratio: Ratio = "token"
+    """The ratio by token, each token of the batch counting alike, which TRL calls `dapo`. With
+    `macro_mean` each response counts alike (`grpo`)."""

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from marlhf.core import sft_loss
 from marlhf.models.forward import token_stats
-from marlhf.runtime.distributed import start
-from marlhf.runtime.loop import open_run
+from marlhf.runs.write import RunFolder
+from marlhf.runtime.distributed import World
+from marlhf.runtime.loop import in_run_folder
 from marlhf.runtime.model_loader import load_trained_policy
-from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
+from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.stage import Example
 from marlhf.train.sft_config import SFTConfig
@@ -25,12 +26,9 @@ MAX_HELD_OUT = 512
 """Held-out rows that an evaluation looks at, at most."""
 
 
-def train(config: SFTConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
+@in_run_folder("sft")
+def train(config: SFTConfig, objects: GivenObjects, world: World, run: RunFolder) -> Path:
     """Train, or resume training; returns the folder of the model."""
-    world = start(config.device, config.parallel)
-    run = open_run(config, "sft", world)
-    if run.finished:
-        return run.model
     sft = SupervisedRun(config, run, world, objects, load_trained_policy, "sft")
     passes = sft.place()
     with sft.begin(partial(evaluate, passes, sft.held_out[:MAX_HELD_OUT]), metric="loss") as loop:

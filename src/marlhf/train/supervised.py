@@ -20,7 +20,7 @@ from marlhf.runtime.loop import Loop
 from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.optim import Update, apply_updates, make_optimizer
-from marlhf.runtime.stage import Example, batch_rows, count_steps, load_supervised, seed_run
+from marlhf.runtime.stage import Example, batch_rows, count_steps, load_supervised
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Passes:
 
         Half the budget for each, as both are in one pass.
         """
-        longest = [len(e.prompt) + max(len(e.chosen), len(e.rejected)) for e in rows]
+        longest = [len(e.prompt) + e.longest for e in rows]
         for micro in self.world.batches(longest, max(1, self.pass_tokens // 2)) if rows else ():
             chosen = [rows[i] for i in micro.rows]
             prompts = [e.prompt for e in chosen]
@@ -65,7 +65,6 @@ class SupervisedRun:
         part: str,
     ) -> None:
         self.config, self.run, self.world, self.objects = config, run, world, objects
-        seed_run(config)
         loaded = load_supervised(config, part, objects, world, load_model)
         self.tokenizer, self.model, self.examples, self.held_out = loaded
         self.num_steps = count_steps(config, len(self.examples))
@@ -110,7 +109,7 @@ class SupervisedRun:
                 self.loop.save()
 
     def row_numbers(self, step: int) -> list[int]:
-        return batch_rows(step - 1, self.config, len(self.examples))
+        return batch_rows(step - 1, len(self.examples), self.config.batch_size, self.config.seed)
 
     def update(
         self, step: int, backward: Callable[[], Sequence[Tensor]], names: Sequence[str]

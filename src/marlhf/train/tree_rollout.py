@@ -120,6 +120,7 @@ class Tree:
             old_logprobs=None if old_logprobs is None else take(old_logprobs),
             spans=None,
             eos_penalty=0.0,  # it is in the scores
+            earned=None,  # and so is this in the rewards
         ), Credit(
             take(credit.rewards),
             Segments(macro_ids, own.mask),

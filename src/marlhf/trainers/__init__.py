@@ -12,15 +12,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from marlhf.config.rl import RLConfig
-from marlhf.config.stage import StageConfig
 from marlhf.errors import SettingError
 from marlhf.models.base import Model, Tokenizer
 from marlhf.runs.layout import CRITIC
 from marlhf.train.ppo_config import PPOConfig
-from marlhf.train.rloo_config import GRPOConfig
 from marlhf.train.stages import METHODS
 from marlhf.trainers.base import Trainer
-from marlhf.trainers.inputs import Dataset, check_writes, path_or_model, reward_parts
+from marlhf.trainers.inputs import (
+    Dataset,
+    check_writes,
+    environment_of,
+    path_or_model,
+    reward_parts,
+)
 
 
 class SFTTrainer(Trainer):
@@ -86,6 +90,9 @@ class MacroPPOTrainer(Trainer):
     returns a number (or None) for each completion, or a list of these, weighted by
     `args.reward_weights`. `value_model` is where the critic starts.
 
+    With `tools`, functions that the model may call, or `environment_factory`, a class as TRL's
+    GRPOTrainer takes it or one with `reset` and `step`, a response is a conversation.
+
     >>> def brevity(completions, **_):
     ...     return [-len(completion) / 100 for completion in completions]
     >>> trainer = MacroPPOTrainer(model="tiny", reward_funcs=brevity)
@@ -109,6 +116,8 @@ class MacroPPOTrainer(Trainer):
         value_model: str | Path | Model | None = None,
         peft_config: Any = None,
         callbacks: Sequence[Any] | None = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        environment_factory: Any = None,
         **unknown: NoReturn,
     ) -> None:
         data = train_dataset, eval_dataset, processing_class
@@ -123,6 +132,8 @@ class MacroPPOTrainer(Trainer):
             segmenter=segmenter,
             ref_model=ref_model,
             value_model=value_model,
+            tools=tools,
+            environment_factory=environment_factory,
             **unknown,
         )
 
@@ -134,6 +145,8 @@ class MacroPPOTrainer(Trainer):
         segmenter: Any = None,
         ref_model: Any = None,
         value_model: Any = None,
+        tools: Any = None,
+        environment_factory: Any = None,
     ) -> tuple[Any, dict[str, Any]]:
         if segmenter is not None:
             if not callable(segmenter):
@@ -152,6 +165,7 @@ class MacroPPOTrainer(Trainer):
             self._refuse(["value_model"], ())
         if path:
             args = replace(args, critic_model=path)
+        environment, args = environment_of(tools, environment_factory, args)
         rewards, args = reward_parts(reward_funcs, args)
         tokenizers = reward_processing_classes
         if tokenizers is not None and not isinstance(tokenizers, (list, tuple)):
@@ -164,6 +178,7 @@ class MacroPPOTrainer(Trainer):
         return args, {
             "reward_funcs": rewards,
             "reward_tokenizers": tokenizers,
+            "environment": environment,
             "ref_model": reference,
             "critic_model": critic,
         }
@@ -181,7 +196,7 @@ class MacroPPOTrainer(Trainer):
 
 
 class RLOOTrainer(MacroPPOTrainer):
-    """REINFORCE with a leave-one-out baseline, or GRPO's group baseline: no critic.
+    """REINFORCE with a leave-one-out baseline: no critic.
 
     >>> def brevity(completions, **_):
     ...     return [-len(completion) / 100 for completion in completions]
@@ -195,7 +210,7 @@ class RLOOTrainer(MacroPPOTrainer):
 
 
 class GRPOTrainer(RLOOTrainer):
-    """Group relative policy optimisation: RLOO with GRPO's baseline, KL term and ratio.
+    """Group relative policy optimisation: RLOO's loop with GRPO's settings.
 
     >>> def brevity(completions, **_):
     ...     return [-len(completion) / 100 for completion in completions]
@@ -203,9 +218,7 @@ class GRPOTrainer(RLOOTrainer):
     'group'
     """
 
-    @property
-    def _config_class(self) -> type[StageConfig]:
-        return GRPOConfig
+    stage = "grpo"
 
 
 PPOTrainer = MacroPPOTrainer

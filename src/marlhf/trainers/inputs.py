@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from marlhf.data import Row
+from marlhf.environments import environment_from
 from marlhf.errors import SettingError
 from marlhf.models.adapter_files import digest as weights_digest
 from marlhf.models.base import Model, Tokenizer
@@ -44,13 +45,13 @@ def check_writes(model: Model, name: str) -> None:
 def reward_parts(given: Any, args: Any) -> tuple[list[Any] | None, Any]:
     """What scores, one by one, and the settings with its names."""
     named = [name for name in (args.reward_model, *args.reward_funcs) if name]
-    if given is None and named:
+    if given is None and (named or args.environment):
         return None, args
     rewards = list(given) if isinstance(given, (list, tuple)) else [given]
     if given is None or not rewards:
         raise SettingError(
             "Nothing scores the responses. Pass reward_funcs: a reward model's path, a model, "
-            "or a function f(prompts, completions, **columns)."
+            "or a function f(prompts, completions, **columns); or an environment_factory."
         )
     if named:
         raise SettingError(
@@ -67,6 +68,21 @@ def reward_parts(given: Any, args: Any) -> tuple[list[Any] | None, Any]:
     first = rewards[0] if isinstance(rewards[0], str) and ":" not in rewards[0] else ""
     names = tuple(map(_reward_name, rewards[1:] if first else rewards))
     return rewards, replace(args, reward_model=first, reward_funcs=names)
+
+
+def environment_of(tools: Any, factory: Any, args: Any) -> tuple[Any, Any]:
+    """What makes an environment of tools or a factory, if given; and args with its name."""
+    if tools is None and factory is None:
+        return None, args
+    if args.environment:
+        raise SettingError(
+            f"args name the environment {args.environment}, and tools or an environment_factory "
+            "are given as well. Give one of them."
+        )
+    made = environment_from(tools, factory)
+    given = list(tools or ()) if factory is None else [factory]
+    names = ", ".join(getattr(item, "__name__", type(item).__name__) for item in given)
+    return made, replace(args, environment=f"{GIVEN} {names}")
 
 
 def _reward_name(item: Any) -> str:

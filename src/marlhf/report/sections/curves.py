@@ -38,6 +38,9 @@ TRAINING = (
     ("Share of clipped ratios", ("rl/clip_fraction",)),
     ("Tokens per macro action", ("rl/macro_length",)),
     ("Explained variance of the critic", ("rl/explained_variance",)),
+    ("The same, first third of responses", ("rl/explained_variance_1",)),
+    ("The same, second third", ("rl/explained_variance_2",)),
+    ("The same, last third", ("rl/explained_variance_3",)),
     ("EOS rate", ("eval/ended", "rl/ended")),
 )
 STAGE_MEASURES = ("loss", "accuracy", "margin", "learning_rate")

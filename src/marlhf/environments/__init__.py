@@ -1,0 +1,34 @@
+"""Conversations: environments and tools on one side, an engine's tokens on the other.
+
+episodes = Episodes(find_environment("guess"), rows, seeds, ChatTokens(tokenizer), ...)
+rollout = engine.generate(episodes.prompts, sampling, seeds, episodes.limits, episodes.reply)
+records = episodes.records(rollout.responses)
+"""
+
+from marlhf.environments.chat_tokens import ChatTokens
+from marlhf.environments.episodes import Episodes, check_limits, preflight
+from marlhf.environments.find import find_environment
+from marlhf.environments.protocol import (
+    ConversationError,
+    Environment,
+    EpisodeRecord,
+    Step,
+    Turn,
+    count_endings,
+)
+from marlhf.environments.tools import environment_from
+
+__all__ = [
+    "ChatTokens",
+    "ConversationError",
+    "Environment",
+    "EpisodeRecord",
+    "Episodes",
+    "Step",
+    "Turn",
+    "check_limits",
+    "count_endings",
+    "environment_from",
+    "find_environment",
+    "preflight",
+]

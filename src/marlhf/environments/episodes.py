@@ -1,0 +1,364 @@
+"""A batch of conversations: environments on one side, an engine's tokens on the other."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from marlhf.data.rows import Message, Row
+from marlhf.environments.chat_tokens import WORLD_ROLES, ChatTokens, check_messages
+from marlhf.environments.protocol import (
+    ConversationError,
+    Environment,
+    EpisodeRecord,
+    Step,
+    Turn,
+    count_endings,
+)
+from marlhf.environments.tools import Toolbox, finish, read_calls
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+THREADS = 32
+"""Environments that are reset, or closed, at once."""
+NOTHING: list[Message] = [{"role": "user", "content": ""}]
+"""The prompt of an episode that could not begin."""
+SHOWN = 200
+"""Characters of an error in a record."""
+
+
+@dataclass
+class _Episode:
+    """What is known of an episode while it is played."""
+
+    environment: Environment | None
+    messages: list[Message]
+    prompt: list[int]
+    toolbox: Toolbox
+    limit: int
+    state: str = ""
+    turns: list[Turn] = field(default_factory=list)
+    length: int = 0
+    reason: str = ""
+    tool_calls: int = 0
+    tool_errors: int = 0
+    success: bool | None = None
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What the environment, or its tools, made of a turn."""
+
+    step: Step
+    called: list[str] = field(default_factory=list)
+    errors: int = 0
+
+
+class Episodes:
+    """Plays a batch: `prompts` go to an engine, which asks `reply` what follows each turn.
+
+    Every environment is built anew and reset from its row and seed, so an episode depends on
+    nothing else in the batch. A call of an environment that takes longer than `timeout` seconds,
+    or raises, ends its episode with a reason. Python cannot stop its thread: what hangs stays.
+
+    `reply` may be called for several rows at once, by one thread each.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Environment],
+        rows: Sequence[Row],
+        seeds: Sequence[int],
+        chat: ChatTokens,
+        *,
+        max_turns: int,
+        episode_tokens: int,
+        timeout: float = 60.0,
+    ) -> None:
+        """`episode_tokens` limits a whole conversation, its prompt included."""
+        check_limits(max_turns, episode_tokens, timeout)
+        self._chat, self._max_turns, self._timeout = chat, max_turns, timeout
+        self._pool = ThreadPoolExecutor(min(THREADS, max(1, len(rows))))
+        begun = self._pool.map(
+            lambda row, seed: _begin(make, row, seed, chat, episode_tokens, timeout), rows, seeds
+        )
+        self._episodes = list(begun)
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Token ids of what the model sees first, with its generation prompt."""
+        return [episode.prompt for episode in self._episodes]
+
+    @property
+    def limits(self) -> list[int]:
+        """The most tokens that may follow each prompt."""
+        return [episode.limit for episode in self._episodes]
+
+    def reply(self, row: int, tokens: list[int]) -> list[int] | None:
+        """The ids that follow a turn, None where the conversation is over."""
+        episode = self._episodes[row]
+        text = self._chat.text(tokens)
+        start, episode.length = episode.length, episode.length + len(tokens)
+        episode.messages.append({"role": "assistant", "content": text})
+        step, following = Step(), None
+        if not episode.reason:
+            step, following = self._answer(episode, text, tokens)
+        turn = Turn(start, episode.length, float(step.reward), episode.state)
+        episode.turns.append(turn)
+        episode.messages += step.messages
+        if episode.reason:
+            return None
+        if step.done:
+            episode.reason = "done"
+        elif len(episode.turns) == self._max_turns:
+            episode.reason = "max_turns"
+        elif following is None or episode.length + len(following) >= episode.limit:
+            episode.reason = "episode_tokens"
+        if step.success is not None:
+            episode.success = step.success
+        if episode.reason:
+            self._score(episode)
+            return None
+        assert following is not None
+        episode.length += len(following)
+        last = step.messages[-1]["content"] if step.messages else episode.state
+        episode.state = last if step.state is None else step.state
+        return following
+
+    def records(self, responses: Sequence[Sequence[int]]) -> list[EpisodeRecord]:
+        """What became of each episode, given the engine's responses. Closes the environments.
+
+        An engine does not ask for a reply to a turn that used up the tokens of its row; such a
+        turn is answered here, so that it too has its reward.
+        """
+
+        def end(row: int) -> EpisodeRecord:
+            episode = self._episodes[row]
+            rest = list(responses[row][episode.length :])
+            if rest:
+                self.reply(row, rest)
+            episode.reason = episode.reason or "episode_tokens"
+            _close(episode.environment, self._timeout)
+            return EpisodeRecord(
+                episode.messages,
+                episode.turns,
+                episode.reason,
+                episode.tool_calls,
+                episode.tool_errors,
+                episode.success,
+            )
+
+        with self._pool:
+            records = list(self._pool.map(end, range(len(self._episodes))))
+        for reason, count in count_endings(records).items():
+            if reason == "timeout" or reason.startswith("error"):
+                log.warning("%d of %d episodes ended with %s", count, len(records), reason)
+        return records
+
+    def _answer(
+        self, episode: _Episode, text: str, tokens: list[int]
+    ) -> tuple[Step, list[int] | None]:
+        """The environment's step, and the ids that follow; no ids where there is no room."""
+        try:
+            answer = _within(self._timeout, lambda: self._step(episode, text, tokens))
+        except TimeoutError:
+            episode.reason, episode.environment = "timeout", None  # its thread still uses it
+            return Step(), None
+        except Exception as error:  # whatever the user's environment raises
+            episode.reason = _shown(error)
+            return Step(), None
+        episode.tool_calls += len(answer.called)
+        episode.tool_errors += answer.errors
+        step = answer.step
+        size = sum(len(message["content"]) for message in step.messages)
+        if step.done or size > episode.limit * self._chat.longest_token:
+            return step, None
+        schemas = episode.toolbox.schemas
+        try:
+            return step, self._chat.after(tokens, step.messages, schemas, answer.called)
+        except ConversationError as error:
+            episode.reason = _shown(error)
+            return step, None
+
+    def _step(self, episode: _Episode, text: str, tokens: list[int]) -> _Answer:
+        """Changes nothing of the episode: where it takes too long, nobody waits for it."""
+        toolbox = episode.toolbox
+        if toolbox.functions:
+            calls = read_calls(self._chat.tokenizer, tokens, episode.prompt, toolbox.schemas)
+            if calls:
+                messages, errors = toolbox.run(calls)
+                messages = check_messages(messages, WORLD_ROLES)
+                return _Answer(Step(messages), [call.name for call in calls], errors)
+        assert episode.environment is not None
+        return _Answer(check_step(finish(episode.environment.step(text))))
+
+    def _score(self, episode: _Episode) -> None:
+        """Add the reward of the whole episode, where there is one, to the last turn."""
+        last = episode.turns[-1]
+        get_reward = getattr(episode.environment, "get_reward", None)
+        if get_reward is not None:
+            try:
+                given = _within(self._timeout, lambda: finish(get_reward()))
+                given = None if given is None else check_reward(given)
+            except TimeoutError:
+                episode.reason, episode.environment = "timeout", None
+                return
+            except Exception as error:  # as above
+                episode.reason = _shown(error)
+                return
+            if given is not None:
+                last = replace(last, reward=last.reward + given)
+                episode.turns[-1] = last
+                episode.success = last.reward > 0 if episode.success is None else episode.success
+        if episode.success is None and last.reward > 0:
+            episode.success = True
+
+
+def preflight(
+    make: Callable[[], Environment],
+    row: Row,
+    chat: ChatTokens,
+    *,
+    max_turns: int,
+    episode_tokens: int,
+    timeout: float = 60.0,
+) -> None:
+    """Refuse what cannot work, before the first step: resets and steps an environment once."""
+    check_limits(max_turns, episode_tokens, timeout)
+    episode = _begin(make, row, 0, chat, episode_tokens, timeout)
+    try:
+        if episode.reason:
+            raise ConversationError(
+                f"The environment cannot begin with the first row ({row.position or 'row 1'}): "
+                f"{episode.reason.removeprefix('error: ')}"
+            )
+        chat.check(episode.toolbox.schemas)
+        environment = episode.environment
+        assert environment is not None
+        try:
+            _within(timeout, lambda: check_step(finish(environment.step(""))))
+        except ConversationError as error:
+            raise ConversationError(f"The environment's `step` is not right: {error}") from None
+        except Exception as error:  # an empty reply may be refused; replies that count are not
+            log.warning("The environment's `step` fails for an empty reply: %s", _shown(error))
+    finally:
+        _close(episode.environment, timeout)
+
+
+def check_limits(max_turns: int, episode_tokens: int, timeout: float) -> None:
+    if max_turns < 1:
+        raise ConversationError(f"`max_turns: {max_turns}` leaves nothing to play. Set 1 or more.")
+    if episode_tokens < 2:
+        raise ConversationError(
+            f"`episode_tokens: {episode_tokens}` has no room for a prompt and a reply."
+        )
+    if not timeout > 0:
+        raise ConversationError(f"A time limit of {timeout} seconds ends every episode.")
+
+
+def check_step(step: Any) -> Step:
+    """What `step` returned, or a sentence on what is wrong with it."""
+    if not isinstance(step, Step):
+        raise ConversationError(
+            f"step returns a marlhf.environments.Step, with the messages that follow; got "
+            f"{step!r:.80}"
+        )
+    messages = check_messages(step.messages, WORLD_ROLES)
+    if step.state is not None and not isinstance(step.state, str):
+        raise ConversationError(f"a state is named by a text; got {step.state!r:.80}")
+    success = None if step.success is None else bool(step.success)
+    return Step(messages, check_reward(step.reward), bool(step.done), step.state, success)
+
+
+def check_reward(reward: Any) -> float:
+    try:
+        value = float(reward)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise ConversationError(f"a reward is a finite number; got {reward!r:.80}")
+    return value
+
+
+def _begin(
+    make: Callable[[], Environment],
+    row: Row,
+    seed: int,
+    chat: ChatTokens,
+    episode_tokens: int,
+    timeout: float,
+) -> _Episode:
+    """Build and reset an environment; one that fails leaves an episode of a single token."""
+    built: list[Environment] = []
+
+    def reset() -> tuple[list[Message], Toolbox]:
+        built.append(make())
+        messages = finish(built[0].reset(row, seed))
+        roles = (*WORLD_ROLES, "assistant")
+        messages = check_messages(messages, roles)
+        if not messages or messages[-1]["role"] == "assistant":
+            raise ConversationError("reset returns messages, and not the assistant's last")
+        return messages, Toolbox(getattr(built[0], "tools", ()))
+
+    reason = ""
+    try:
+        messages, toolbox = _within(timeout, reset)
+        size = sum(len(message["content"]) for message in messages)
+        if size <= episode_tokens * chat.longest_token:
+            prompt = chat.prompt(messages, toolbox.schemas)
+            limit = episode_tokens - len(prompt)
+            if limit > 0:
+                state = messages[-1]["content"]
+                return _Episode(built[0], messages, prompt, toolbox, limit, state)
+        reason = f"error: the prompt alone fills episode_tokens, which is {episode_tokens}"
+    except TimeoutError:
+        reason = "timeout"
+    except Exception as error:  # whatever the user's environment raises
+        reason = _shown(error)
+    begun = built[0] if built and reason != "timeout" else None
+    nothing = chat.prompt(NOTHING)
+    return _Episode(begun, list(NOTHING), nothing, Toolbox(()), limit=1, reason=reason)
+
+
+def _close(environment: Environment | None, timeout: float) -> None:
+    close = getattr(environment, "close", None)
+    if close is not None:
+        try:
+            _within(timeout, lambda: finish(close()))
+        except Exception as error:  # the episode is over: its record stands
+            log.warning("An environment could not be closed: %s", _shown(error))
+
+
+def _shown(error: BaseException) -> str:
+    kind = "" if isinstance(error, ConversationError) else f"{type(error).__name__}: "
+    return f"error: {kind}{error}"[:SHOWN]
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """Call in a thread of its own, and stop waiting for it after a time."""
+    returned: list[T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            returned.append(call())
+        except BaseException as error:  # SystemExit, too, ends only the episode
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if raised:
+        error = raised[0]
+        if isinstance(error, TimeoutError) or not isinstance(error, Exception):
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        raise error
+    if not returned:
+        raise TimeoutError
+    return returned[0]

@@ -1,0 +1,117 @@
+"""What an environment is, and what an episode leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from marlhf.data.rows import Message, Row
+from marlhf.errors import MarlhfError
+
+
+class ConversationError(MarlhfError, ValueError):
+    """An environment, a tool or a chat template that cannot be used, with what to do about it.
+
+    >>> raise ConversationError("`max_turns: 0` leaves nothing to play.")
+    Traceback (most recent call last):
+    marlhf.environments.protocol.ConversationError: `max_turns: 0` leaves nothing to play.
+    """
+
+
+@dataclass(frozen=True)
+class Step:
+    """The environment's answer to a turn of the model.
+
+    >>> Step([{"role": "user", "content": "higher"}]).done
+    False
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    """What the model reads before it speaks again. None at all is allowed: it just continues."""
+    reward: float = 0.0
+    """For this turn."""
+    done: bool = False
+    """Whether the episode is over. The messages are then only kept in its record."""
+    state: str | None = None
+    """A name for the state in which the next turn is taken; None for the last message's text."""
+    success: bool | None = None
+    """Whether the task is solved so far, where the environment knows."""
+
+
+class Environment(Protocol):
+    """One object per episode, built anew and reset from a seed.
+
+    Three more members are used where a class has them: `tools`, a sequence of functions that the
+    model may call (`step` then gets only replies without a call); `get_reward() -> float`, added
+    to the last turn when the episode is over (or None for no opinion); and `close()`.
+
+    >>> class Echo:
+    ...     def reset(self, row, seed):
+    ...         return [{"role": "user", "content": "Say something."}]
+    ...     def step(self, reply):
+    ...         return Step([{"role": "user", "content": reply}], reward=len(reply))
+    >>> environment: Environment = Echo()
+    """
+
+    def reset(self, row: Row, seed: int) -> list[Message]:
+        """What the model sees first."""
+        ...
+
+    def step(self, reply: str) -> Step:
+        """Answer the text of a turn."""
+        ...
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn of the model.
+
+    >>> Turn(0, 4, reward=1.0, state="1-32").stop
+    4
+    """
+
+    start: int
+    stop: int
+    """Its tokens, counted in the response: the model's and the world's tokens after the prompt."""
+    reward: float
+    state: str
+    """The state in which it was taken."""
+
+
+@dataclass(frozen=True)
+class EpisodeRecord:
+    """What is known of an episode when it is over: plain data, for training and for people.
+
+    >>> record = EpisodeRecord([{"role": "user", "content": "Hi"}], [Turn(0, 4, 1.0, "Hi")], "done")
+    >>> EpisodeRecord.from_dict(record.to_dict()) == record
+    True
+    """
+
+    messages: list[Message]
+    """The whole conversation."""
+    turns: list[Turn]
+    reason: str
+    """Why it ended: `done`, `max_turns`, `episode_tokens`, `timeout` or `error: ...`."""
+    tool_calls: int = 0
+    tool_errors: int = 0
+    success: bool | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> EpisodeRecord:
+        return cls(**{**values, "turns": [Turn(**turn) for turn in values["turns"]]})
+
+
+def count_endings(records: Sequence[EpisodeRecord]) -> dict[str, int]:
+    """How many episodes ended for each reason, errors by their text.
+
+    >>> count_endings([EpisodeRecord([], [], "done"), EpisodeRecord([], [], "done")])
+    {'done': 2}
+    """
+    counts: dict[str, int] = {}
+    for record in records:
+        counts[record.reason] = counts.get(record.reason, 0) + 1
+    return counts
