@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from marlhf.data import DataConfig
 from marlhf.errors import SettingError
 from marlhf.models.forward import Sequences
 from marlhf.rollout import Sampling
@@ -216,3 +217,26 @@ def test_long_responses_are_punished_softly(rloo_config):
 def test_settings_that_do_not_fit(changes, message):
     with pytest.raises(SettingError, match=message):
         rloo.RLOOConfig(model="tiny", output_dir="x", **changes)
+
+
+def test_conversations_are_replaced_with_their_episodes(rloo_config, monkeypatch):
+    joined = []
+    real = dynamic_sampling.replace_rows
+
+    def watched(old, new, rows):
+        both = real(old, new, rows)
+        if isinstance(old, Experience):
+            joined.append((both, new, rows))
+        return both
+
+    monkeypatch.setattr(dynamic_sampling, "replace_rows", watched)
+    play = {"environment": "guess", "max_turns": 2, "episode_tokens": 64, "batch_size": 2}
+    play |= {"data": DataConfig(source="guess", limit=60, eval_size=2, parts={"ppo": 1.0})}
+    play |= {"sampling": Sampling(max_new_tokens=4), "num_steps": 1}
+    run(rloo_config(**play), never)
+    assert joined
+    for both, new, rows in joined:
+        for own, row in enumerate(rows):
+            assert both.episodes[row] is new.episodes[own]
+            width = new.mask.shape[1]
+            assert torch.equal(both.mask[row, :width], new.mask[own])
