@@ -24,6 +24,7 @@ from marlhf.core import Constituents, Entropy, NGram, RandomNGram, ValueChange
 from marlhf.data import DataConfig
 from marlhf.reward.code import unit_tests
 from marlhf.rollout import Sampling
+from marlhf.train.ppo_config import CriticPretraining
 from marlhf.train.stages import METHODS
 
 pytestmark = [
@@ -73,6 +74,14 @@ RUNS = {kind: (kind, {}) for kind in METHODS} | {
     "values": ("ppo", BRIEF | {"segmenter": ValueChange(0.7)}),
     "dynamic": ("rloo", BRIEF | {"num_samples": 2, "dynamic_sampling": 2, "update_share": 0.5}),
     "lora": ("ppo", {"lora": LoRA(r=2)}),
+    "pretrained": (
+        "ppo",
+        BRIEF
+        | {
+            "critic_pretraining": CriticPretraining(responses=40, epochs=2, until=1.0),
+            "critic_replay": 1,
+        },
+    ),
     "lora-reward": ("reward", BRIEF | {"lora": LoRA(r=2, merge=False)}),
     "sandbox": ("rloo", BRIEF | {"num_steps": 1, "eval_prompts": 1}),
 }

@@ -11,12 +11,13 @@ from marlhf.config.rl import Guards
 from marlhf.core import NGram, Turns
 from marlhf.data import DataConfig, Row
 from marlhf.environments import ConversationError, EpisodeRecord, Step, Turn
+from marlhf.environments.conversations import opening, scored_row, turn_rewards
 from marlhf.rollout import Sampling
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import start as start_world
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
 from marlhf.train import ppo, rloo
-from marlhf.train.conversations import opening, scored_row, turn_rewards, turn_states
+from marlhf.train.conversations import turn_states
 from marlhf.train.experience import RolloutScorer, sample_examples
 from marlhf.train.rl_models import load_models, load_prompts
 from small_runs import everything, read_lines, wait_for_step, weights

@@ -327,6 +327,16 @@ def test_callbacks_may_stop_a_run_and_their_faults_are_sentences(trainer):
     assert status(patient)["note"].startswith("Stopped by a callback")
 
 
+def test_samples_go_to_tensorboard(trainer):
+    made = trainer("ppo", settings={"report_to": "tensorboard", "num_steps": 1})
+    made.train()
+    events = EventAccumulator(str(Path(made.args.output_dir) / "tensorboard")).Reload()
+    written = [e.step for e in events.Tensors("samples/text_summary")]
+    assert written == [0, 1]
+    (run,) = Path(made.args.output_dir).glob("samples.jsonl")
+    assert len(run.read_text("utf-8").splitlines()) == 2  # log_samples of each
+
+
 def test_metrics_go_to_tensorboard(trainer):
     made = trainer("sft", settings={"report_to": "tensorboard"})
     made.train()
@@ -638,6 +648,9 @@ def test_the_training_loss_is_the_mean_over_steps(trainer):
     losses = [line["sft/loss"] for line in metrics(sft) if line["kind"] == "train"]
     assert out.training_loss == pytest.approx(sum(losses) / len(losses))
     assert out.metrics["train_loss"] == out.training_loss
+    held_out = len(sft.objects.eval_rows)
+    rows = {"training": len(ROWS) - held_out, "held-out": held_out}
+    assert read_state(Path(sft.args.output_dir))["rows"] == rows
     with pytest.raises(ValueError, match="pass eval_dataset to the trainer"):
         sft.evaluate(ROWS)
 

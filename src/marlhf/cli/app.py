@@ -59,6 +59,10 @@ Source = Annotated[
 DataPath = Annotated[str | None, typer.Option(help="Use the rows of another file or folder.")]
 Split = Annotated[str | None, typer.Option(help="Use all rows of a split, such as test.")]
 Like = Annotated[str | None, typer.Option(help="Take missing settings from this run.")]
+EnvironmentName = Annotated[
+    str | None,
+    typer.Option("--environment", help="Play prompts in it, or none (default: the run's)."),
+]
 SampleSeed = Annotated[int, typer.Option(help="Sampling seed.")]
 TrustCode = Annotated[
     bool,

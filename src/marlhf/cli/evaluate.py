@@ -13,6 +13,7 @@ import typer
 from marlhf.cli.app import (
     DataPath,
     Device,
+    EnvironmentName,
     Like,
     MaxNewTokens,
     MultiValueCommand,
@@ -170,6 +171,7 @@ def evaluate(
             metavar="TASKS", help="Run these tasks of lm-eval instead, as in gsm8k,ifeval."
         ),
     ] = None,
+    environment: EnvironmentName = None,
     device: Device = "auto",
     trust_code: TrustCode = False,
 ) -> None:
@@ -196,6 +198,7 @@ def evaluate(
         source=source,
         path=path,
         split=split,
+        environment=environment,
         device=device,
         trust_code=trust_code,
     )
@@ -242,6 +245,7 @@ def best_of_n(
     source: Source = None,
     path: DataPath = None,
     split: Split = None,
+    environment: EnvironmentName = None,
     device: Device = "auto",
     trust_code: TrustCode = False,
 ) -> None:
@@ -259,6 +263,7 @@ def best_of_n(
         source=source,
         path=path,
         split=split,
+        environment=environment,
         train=train,
         device=device,
         trust_code=trust_code,

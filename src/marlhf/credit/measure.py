@@ -25,8 +25,9 @@ from marlhf.config.build import build, make_segmenter, raise_problems
 from marlhf.config.candidates import CANDIDATES, Candidate, parse_candidates
 from marlhf.config.settings import SegmenterSpec
 from marlhf.core import Agreement, gradient_agreement
+from marlhf.environments import scored_row, turn_rewards
 from marlhf.errors import MarlhfError
-from marlhf.evaluate.eval_plan import PolicySource, check_rewards, located
+from marlhf.evaluate.eval_plan import PolicySource, check_environment, check_rewards, located
 from marlhf.evaluate.text_table import text_table
 from marlhf.models.scores import BLOCKS
 from marlhf.runs.jsonl import append_jsonl, read_keyed
@@ -45,7 +46,6 @@ from marlhf.runtime.distributed import start
 from marlhf.runtime.objects import NO_OBJECTS
 from marlhf.runtime.progress import Steps, say, warn
 from marlhf.runtime.stage import Example, batch_rows
-from marlhf.train.conversations import scored_row, turn_rewards
 from marlhf.train.credit_choice import (
     ERRORS,
     CreditChooser,
@@ -165,6 +165,7 @@ def _config(run: Run, trust_code: bool) -> PPOConfig:
             "folder does not hold. Measure a run that names files."
         )
     check_rewards(policy, trust_code)
+    check_environment(policy, trust_code)
     for key in ("model", "ref_model", "critic_model", "reward_model"):
         if raw.get(key):
             raw[key] = located(str(raw[key]), policy)
@@ -361,7 +362,7 @@ def sample_batch(
 
 def _check_reward(state: RunState, experience: Experience, examples: list[Example]) -> None:
     responses = experience.response_tokens()
-    rows = [scored_row(e) for e in examples]
+    rows = [scored_row(e.row, e.episode) for e in examples]
     again = state.models.reward([e.prompt for e in examples], responses, rows)
     again = again if again.ndim == 1 else again.sum(dim=1)
     if experience.episodes is not None:

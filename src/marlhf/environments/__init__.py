@@ -6,6 +6,13 @@ records = episodes.records(rollout.responses)
 """
 
 from marlhf.environments.chat_tokens import ChatTokens
+from marlhf.environments.conversations import (
+    Conversations,
+    episode_metrics,
+    opening,
+    scored_row,
+    turn_rewards,
+)
 from marlhf.environments.episodes import Episodes, check_limits, preflight
 from marlhf.environments.find import find_environment
 from marlhf.environments.protocol import (
@@ -21,6 +28,7 @@ from marlhf.environments.tools import environment_from
 __all__ = [
     "ChatTokens",
     "ConversationError",
+    "Conversations",
     "Environment",
     "EpisodeRecord",
     "Episodes",
@@ -29,6 +37,10 @@ __all__ = [
     "check_limits",
     "count_endings",
     "environment_from",
+    "episode_metrics",
     "find_environment",
+    "opening",
     "preflight",
+    "scored_row",
+    "turn_rewards",
 ]

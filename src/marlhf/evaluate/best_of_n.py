@@ -7,13 +7,14 @@ prompt, so the same command resumes after a stop, and a larger n adds to what is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from marlhf.data import Encoded, decode
-from marlhf.data.rows import is_blank
+from marlhf.data.rows import Message, Text, is_blank
+from marlhf.environments import opening
 from marlhf.evaluate.eval_plan import (
     EvaluationError,
     EvaluationOptions,
@@ -24,6 +25,7 @@ from marlhf.evaluate.eval_plan import (
 from marlhf.evaluate.results import Grid, expected_best
 from marlhf.evaluate.sampling import SamplingTask, complete_lines, key_of
 from marlhf.intervals import mean
+from marlhf.runs.episodes import as_text, opening_length
 from marlhf.runs.jsonl import Line, read_keyed, write_jsonl
 from marlhf.runs.layout import BEST_OF_N
 
@@ -91,16 +93,21 @@ def _add_samples(
     """Bring the line of every prompt to n samples."""
     missing = [(i, k) for i, line in enumerate(lines) for k in range(len(line["scores"]), n)]
     repeated = [prompts[i] for i, _ in missing]
-    rollout = task.sample(repeated, [k for _, k in missing])
-    totals = task.total_scores(repeated, rollout.responses)
-    ended = rollout.ended.tolist()
-    for (i, k), ids, total, end in zip(missing, rollout.responses, totals, ended):
-        line = lines[i]
+    answers = task.respond(repeated, [k for _, k in missing])
+    rollout, episodes = answers.rollout, answers.episodes
+    totals = task.total_scores(answers.prompts, rollout.responses, episodes)
+    for row, ((i, k), ids, total) in enumerate(zip(missing, rollout.responses, totals)):
+        line, record, end = lines[i], episodes[row], bool(rollout.ended[row])
+        own = None if rollout.sampled is None else int(rollout.sampled[row].sum())
         line["scores"].append(total)
-        line["lengths"].append(len(ids))
+        line["lengths"].append(len(ids) if own is None else own)
         if line["best"] is None or total > line["best"]["score"]:
             text = decode(task.tokenizer, ids)
             line["best"] = {"number": k, "score": total, "response": text, "ended": end}
+            if record is not None:
+                line["prompt"] = record.messages[: opening(record)]
+                line["best"]["response"] = as_text(record.messages[opening(record) :])
+                line["best"]["episode"] = record.to_dict()
 
 
 def export(grid: Grid, file: Path) -> tuple[float, int, int]:
@@ -115,26 +122,40 @@ def export(grid: Grid, file: Path) -> tuple[float, int, int]:
         means[temperature] = mean([expected_best(line["scores"], fewest) for line in lines])
     best_temperature = max(means, key=lambda each: means[each])
     lines = grid.lines[best_temperature]
-    kept = write_ended(
-        file, ((line, line["best"], {"samples": len(line["scores"])}) for line in lines)
-    )
-    return best_temperature, kept, len(lines) - kept
+    best = [(line, line["best"], {"samples": len(line["scores"])}) for line in lines]
+    return best_temperature, *write_ended(file, best)
 
 
-def write_ended(file: Path, responses: Iterable[tuple[Line, Line, Line]]) -> int:
+def write_ended(file: Path, responses: Sequence[tuple[Line, Line, Line]]) -> tuple[int, int]:
     """Write responses as data for SFT: the line of the prompt, of the response, and what to add.
 
     Responses that were cut off or are empty are left out: they would teach to stop in mid-sentence.
-    Returns the rows written.
+    Of a conversation each turn is a row. Returns the rows written, and the responses left out.
     """
+    kept = [each for each in responses if each[1]["ended"] and not is_blank(each[1]["response"])]
     rows = [
-        {"prompt": prompt["prompt"], "chosen": best["response"], "score": best["score"], **more}
-        for prompt, best, more in responses
-        if best["ended"] and not is_blank(best["response"])
+        {"prompt": asked, "chosen": said, "score": best["score"], **more}
+        for prompt, best, more in kept
+        for asked, said in _lessons(prompt, best)
     ]
     if not rows:
         raise EvaluationError(
             "No response ended by itself, so there is nothing to write. Raise --max-new-tokens."
         )
     write_jsonl(file, rows)
-    return len(rows)
+    return len(rows), len(responses) - len(kept)
+
+
+def _lessons(prompt: Line, best: Line) -> list[tuple[Text, Text]]:
+    """What to answer to what: a response to its prompt, or each turn to all that came before it."""
+    episode = best.get("episode")
+    if episode is None:
+        return [(prompt["prompt"], best["response"])]
+    messages: list[Message] = episode["messages"]
+    return [
+        (messages[:i], [message])
+        for i, message in enumerate(messages)
+        if i >= opening_length(messages, len(episode["turns"]))
+        and message["role"] == "assistant"
+        and not is_blank(message["content"])
+    ]

@@ -81,6 +81,11 @@ def best_of_blocks(
 ) -> list[BlockLines]:
     """A response to each prompt for each k, decided block by block, and what is known of them."""
     task = find_task(path, options)
+    if task.plan.environment is not None:
+        raise EvaluationError(
+            "--blocks selects within a single response, not within a conversation. Give "
+            "--environment none as well."
+        )
     longest = task.plan.sampling.max_new_tokens
     if isinstance(blocks.rule, NGram) and longest < blocks.rule.n < math.inf:
         raise EvaluationError(
@@ -312,5 +317,5 @@ def write_responses(results: Sequence[BlockLines], file: Path) -> tuple[int, int
     Returns k, the rows written and the rows left out.
     """
     best = max(results, key=lambda each: mean([line["score"] for line in each.lines]))
-    kept = write_ended(file, ((line, line, {}) for line in best.lines))
-    return best.k, kept, len(best.lines) - kept
+    kept, left = write_ended(file, [(line, line, {}) for line in best.lines])
+    return best.k, kept, left

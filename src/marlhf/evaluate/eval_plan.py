@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from marlhf.config.rl import RLConfig
 from marlhf.data import DataConfig
 from marlhf.errors import MarlhfError
 from marlhf.rollout import Sampling
@@ -25,6 +26,10 @@ SHIPPED_FUNCTIONS = (
     "marlhf.reward.gsm8k:right_answer",
 )
 """Reward functions of marlhf itself, which a run folder may name."""
+
+
+SHIPPED_ENVIRONMENTS = ("textarena",)
+"""Prefixes of environments of marlhf itself, which a run folder may name."""
 
 
 class EvaluationError(MarlhfError, ValueError):
@@ -52,6 +57,8 @@ class EvaluationOptions:
     split: str | None = None
     train: bool = False
     """Use prompts of the training part instead of held-out ones."""
+    environment: str | None = None
+    """What prompts are played in as conversations; `none` for single responses."""
     device: str = "auto"
     trust_code: bool = False
     """Run Python code that a run names or that comes with a model."""
@@ -75,6 +82,19 @@ class PolicySource:
 
 
 @dataclass(frozen=True)
+class EnvironmentPlan:
+    """What answers between the turns of a conversation, as in a run's settings."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    max_turns: int = RLConfig.max_turns
+    episode_tokens: int = RLConfig.episode_tokens
+    timeout: float = RLConfig.environment_timeout
+    weight: float = 1.0
+    """Of its rewards in the total score: 0 where the user named another reward."""
+
+
+@dataclass(frozen=True)
 class EvaluationPlan:
     """All that decides the responses of a policy and their scores."""
 
@@ -92,6 +112,7 @@ class EvaluationPlan:
     reference_seed: int
     trust_remote_code: bool
     precision: Any
+    environment: EnvironmentPlan | None = None
 
 
 def find_policies(paths: Sequence[Path | str]) -> list[PolicySource]:
@@ -138,11 +159,11 @@ def _of_run(folder: Path) -> PolicySource:
 
 
 def find_fallback(policies: Sequence[PolicySource], like: str | None) -> PolicySource | None:
-    """The run whose settings fill gaps: the one named by --like, else the first with rewards."""
+    """The run whose settings fill gaps: the one named by --like, else the first that is scored."""
     if like is not None:
         [fallback, *_] = _policies(Path(like))
         return fallback
-    return next((each for each in policies if _rewards(each)), None)
+    return next((each for each in policies if _is_scored(each)), None)
 
 
 def make_plan(
@@ -156,14 +177,15 @@ def make_plan(
     chosen = {"temperature": options.temperature, "max_new_tokens": options.max_new_tokens}
     raw = dict(sampling or {}) | {k: v for k, v in chosen.items() if v is not None}
     random_reward_head = False
+    scored = policy if _is_scored(policy) else fallback
+    environment = _environment(scored, options)
     if options.rewards:
         rewards = tuple((model_folder(path), 1.0) for path in options.rewards)
     else:
-        scored = policy if _rewards(policy) else fallback
         rewards = _rewards(scored)
         random_reward_head = bool(scored.config.get("random_reward_head"))
         check_rewards(scored, options.trust_code)
-    if not rewards:
+    if not rewards and environment is None:
         raise EvaluationError(
             f"{policy.folder} names no reward model. Give one with --reward PATH, or name a run "
             "that has one with --like RUN."
@@ -191,7 +213,47 @@ def make_plan(
         reference_seed=int((against or policy).config.get("seed") or 0),
         trust_remote_code=options.trust_code,
         precision=policy.config.get("precision") or "auto",
+        environment=environment,
     )
+
+
+def _environment(policy: PolicySource, options: EvaluationOptions) -> EnvironmentPlan | None:
+    """The one that the user named, else the run's; settings of the run's own are kept."""
+    own = str(policy.config.get("environment") or "")
+    name = own if options.environment is None else options.environment
+    if name in ("", "none"):
+        return None
+    if options.environment is None:
+        check_environment(policy, options.trust_code)
+    config = policy.config if own else {}
+    settings = {
+        "max_turns": config.get("max_turns"),
+        "episode_tokens": config.get("episode_tokens"),
+        "timeout": config.get("environment_timeout"),
+        "options": config.get("environment_options") if name == own else None,
+    }
+    known = {key: value for key, value in settings.items() if value is not None}
+    return EnvironmentPlan(name, **known, weight=0.0 if options.rewards else 1.0)
+
+
+def check_environment(policy: PolicySource, trust_code: bool) -> None:
+    """Refuse an environment that only the training's own process had, or that must be trusted."""
+    name = str(policy.config.get("environment") or "")
+    if name.startswith(GIVEN):
+        raise EvaluationError(
+            f"{policy.folder} was trained in an environment given in Python, which is not in its "
+            "folder. Name it with --environment MODULE:CLASS, or --environment none."
+        )
+    if is_user_environment(name) and not trust_code:
+        raise EvaluationError(
+            f"{policy.folder} names {name} as its environment, and playing in it runs that code. "
+            "Add --trust-code if you trust the folder, or give --environment none."
+        )
+
+
+def is_user_environment(name: str) -> bool:
+    """Whether an environment is a class as `module:Class`, and not one that comes along."""
+    return ":" in name and name.partition(":")[0] not in SHIPPED_ENVIRONMENTS
 
 
 def _data(policy: PolicySource, fallback: PolicySource, options: EvaluationOptions) -> DataConfig:
@@ -238,6 +300,10 @@ def _rewards(policy: PolicySource) -> tuple[tuple[str, float], ...]:
     named = [name for name in named if name]
     weights = config.get("reward_weights") or [1.0] * len(named)
     return tuple((model_folder(located(n, policy)), float(w)) for n, w in zip(named, weights))
+
+
+def _is_scored(policy: PolicySource) -> bool:
+    return bool(_rewards(policy) or policy.config.get("environment"))
 
 
 def _given(data: Mapping[str, Any]) -> bool:

@@ -34,6 +34,8 @@ class PassAtKOptions(EvaluationOptions):
     """Only so many problems."""
     rewards: tuple[str, ...] = ("marlhf.reward.code:unit_tests",)
     k: tuple[int, ...] = (1, 5)
+    environment: str | None = "none"
+    """Single responses: a conversation may see the tests' results."""
     samples: int = 10
     """Samples per problem, at least the largest k."""
 

@@ -7,7 +7,7 @@ responses decided block by block (`BlockLines`), `marlhf pass-at-k` its summary 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,14 @@ MEASURES = (
     ("Distinct-2", "distinct_2"),
     ("Ended", "ended"),
 )
+CONVERSATION_MEASURES = (
+    ("Success", "success"),
+    ("Turns", "turns"),
+    ("Tool calls", "tool_calls"),
+    ("Tool errors", "tool_errors"),
+    ("World tokens", "world_tokens"),
+)
+"""Of lines that are conversations."""
 ALL = "all"
 DIFFICULTIES = ("introductory", "interview", "competition")
 
@@ -46,8 +54,23 @@ def summarise(lines: Sequence[Line]) -> Summary:
     return Summary(
         len(lines),
         {name: interval(scores_of(lines, name)) for name in names},
-        {key: interval([_number(line.get(key)) for line in lines]) for _, key in MEASURES},
+        {
+            key: interval([_number(line.get(key)) for line in lines])
+            for _, key in MEASURES + CONVERSATION_MEASURES
+        },
     )
+
+
+def measures_of(summaries: Iterable[Summary]) -> list[tuple[str, str]]:
+    """The measures to show: those of conversations where there are any."""
+    known: dict[str, float] = {}
+    for each in summaries:
+        for key, value in each.measures.items():
+            if value.size:
+                known[key] = max(value.mean, known.get(key, 0.0))
+    if not known.get("tool_calls"):  # an environment without tools
+        known = {key: value for key, value in known.items() if not key.startswith("tool_")}
+    return [*MEASURES, *(m for m in CONVERSATION_MEASURES if m[1] in known)]
 
 
 def scores_of(lines: Sequence[Line], judge: str) -> list[float]:
@@ -72,13 +95,14 @@ def read_scored(folder: Path) -> list[EvaluationFile]:
 def summary_table(summaries: Sequence[tuple[str, Summary]]) -> str:
     """What `marlhf evaluate` prints: one row per model."""
     judges = list(dict.fromkeys(name for _, each in summaries for name in each.scores))
+    measures = measures_of(each for _, each in summaries)
     rows: list[list[str]] = []
     for name, each in summaries:
         cells = [each.scores.get(judge, NO_INTERVAL).text() for judge in judges]
-        means = [each.measures[key].mean for _, key in MEASURES]
+        means = [each.measures[key].mean for _, key in measures]
         cells += ["-" if math.isnan(mean) else f"{mean:.3g}" for mean in means]
         rows.append([name, *cells, str(each.prompts)])
-    return text_table(["", *judges, *(title.lower() for title, _ in MEASURES), "prompts"], rows)
+    return text_table(["", *judges, *(title.lower() for title, _ in measures), "prompts"], rows)
 
 
 def data_tables(models: Sequence[tuple[str, Path]], like: SamplingSettings) -> list[str]:

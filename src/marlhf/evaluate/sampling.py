@@ -29,6 +29,13 @@ from marlhf.data import (
 )
 from marlhf.data.rows import prompt_key
 from marlhf.data.toy import gold_score
+from marlhf.environments import (
+    ChatTokens,
+    Conversations,
+    EpisodeRecord,
+    find_environment,
+    scored_row,
+)
 from marlhf.evaluate.eval_plan import (
     EvaluationError,
     EvaluationOptions,
@@ -60,6 +67,8 @@ TOKENS = 1 << 15
 
 GOLD = "marlhf.data.toy:gold_score"
 """The offline task's true score."""
+ENVIRONMENT = "environment"
+"""The rewards that an environment gives, summed over an episode."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,21 @@ def seed_of(key: str, number: int, seed: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
+@dataclass(frozen=True)
+class Answers:
+    """Responses, and their prompts as rewards and the reference see them."""
+
+    prompts: Sequence[Encoded]
+    rollout: Rollout
+    episodes: Sequence[EpisodeRecord | None]
+    """None for single responses."""
+
+
+def as_played(prompt: Encoded, ids: list[int], record: EpisodeRecord) -> Encoded:
+    """The prompt of a conversation: what the model saw first, and a row with what followed."""
+    return Encoded(scored_row(prompt.row, record), ids)
+
+
 @dataclass
 class SamplingTask:
     """A policy, the prompts it answers, and what scores its responses.
@@ -129,7 +153,10 @@ class SamplingTask:
         tokenizer = load_tokenizer(policy.model, trust_remote_code=plan.trust_remote_code)
         prompts = load_prompts(policy, plan, tokenizer, options.prompts)
         device, loaded = pick_device(options.device), {} if reward_models is None else reward_models
-        return cls(policy, fallback, plan, options.seed, tokenizer, prompts, device, loaded)
+        task = cls(policy, fallback, plan, options.seed, tokenizer, prompts, device, loaded)
+        if task.conversations is not None:
+            task.conversations.check(prompts[0].row)
+        return task
 
     @cached_property
     def rewards(self) -> list[RewardSource]:
@@ -139,6 +166,15 @@ class SamplingTask:
     def weighted_rewards(self) -> list[RewardSource]:
         """Those that count in `total_scores`."""
         return [reward for reward in self.rewards if reward.weight]
+
+    @cached_property
+    def conversations(self) -> Conversations | None:
+        """How prompts are played; None where a response is a single turn."""
+        plan = self.plan.environment
+        if plan is None:
+            return None
+        make, chat = find_environment(plan.name, **plan.options), ChatTokens(self.tokenizer)
+        return Conversations(make, chat, plan.max_turns, plan.episode_tokens, plan.timeout)
 
     @cached_property
     def engine(self) -> NativeEngine:
@@ -169,6 +205,7 @@ class SamplingTask:
         which = [weights_digest(self.policy.model), asdict(plan.sampling), self.seed]
         which += [plan.all_rows, plan.train, *more]
         which += [data.source, data.path, data.split, data.max_prompt_tokens, data.too_long]
+        which += [] if plan.environment is None else [asdict(plan.environment)]
         return hashlib.sha256(json.dumps(which, default=str).encode()).hexdigest()[:12]
 
     def settings(self, *, with_rewards: bool = False) -> SamplingSettings:
@@ -178,8 +215,40 @@ class SamplingTask:
         prompts = "-".join(filter(None, [*words, "train" if self.plan.train else ""]))
         rewards = self.weighted_rewards if with_rewards else []
         names = "+".join(re.sub("[/:]", "_", reward.name) for reward in rewards)
-        length = sampling.max_new_tokens
-        return SamplingSettings(sampling.temperature, length, self.seed, prompts, names)
+        length, world = sampling.max_new_tokens, self.plan.environment
+        where = "" if world is None else re.sub("[/:]", "_", world.name)
+        return SamplingSettings(
+            sampling.temperature, length, self.seed, prompts, names, environment=where
+        )
+
+    def respond(self, prompts: Sequence[Encoded], numbers: Sequence[int]) -> Answers:
+        """Response number `numbers[i]` to each prompt; with an environment, a conversation.
+
+        All conversations of a prompt begin in the same state.
+        """
+        if self.conversations is None:
+            return Answers(prompts, self.sample(prompts, numbers), [None] * len(prompts))
+        self._check_room(
+            self.conversations.episode_tokens,
+            "A conversation takes",
+            "Set episode_tokens lower in the run, or give --environment none.",
+        )
+        keys = [key_of(p.row) for p in prompts]
+        seeds = [seed_of(key, number, self.seed) for key, number in zip(keys, numbers)]
+        starts = [seed_of(key, 0, self.seed) for key in keys]
+        rows = [p.row for p in prompts]
+        rollout, first, records = self.conversations.play(
+            rows, seeds, self.engine, self.plan.sampling, starts
+        )
+        played = [as_played(p, ids, record) for p, ids, record in zip(prompts, first, records)]
+        return Answers(played, rollout, records)
+
+    def _check_room(self, longest: int, what: str, advice: str) -> None:
+        limit = getattr(self.engine.model.config, "max_position_embeddings", None)
+        if limit is not None and longest > limit:
+            raise EvaluationError(
+                f"{what} up to {longest} tokens, but the model has {limit} positions. {advice}"
+            )
 
     def sample(
         self,
@@ -191,13 +260,11 @@ class SamplingTask:
         """Response number `numbers[i]` to each prompt, at most `length` tokens after `begun`."""
         length = length or self.plan.sampling.max_new_tokens
         texts = [[*p.prompt_ids, *b] for p, b in zip(prompts, begun or [[] for _ in prompts])]
-        limit = getattr(self.engine.model.config, "max_position_embeddings", None)
-        longest = max(map(len, texts)) + length
-        if limit is not None and longest > limit:
-            raise EvaluationError(
-                f"Prompt and response take up to {longest} tokens, but the model has {limit} "
-                f"positions. Lower --max-new-tokens, which is {self.plan.sampling.max_new_tokens}."
-            )
+        self._check_room(
+            max(map(len, texts)) + length,
+            "Prompt and response take",
+            f"Lower --max-new-tokens, which is {self.plan.sampling.max_new_tokens}.",
+        )
         seeds = [seed_of(key_of(p.row), number, self.seed) for p, number in zip(prompts, numbers)]
         return self.engine.generate(
             texts, replace(self.plan.sampling, max_new_tokens=length), seeds
@@ -209,7 +276,7 @@ class SamplingTask:
         if self.reference is None:
             return [None if self.plan.reference is None else 0.0] * len(prompts)
         ids, pad_id = [p.prompt_ids for p in prompts], self.tokenizer.pad_token_id
-        whole = Sequences.from_lists(ids, rollout.responses, pad_id, self.device)
+        whole = Sequences.from_lists(ids, rollout.responses, pad_id, self.device, rollout.sampled)
         theirs = torch.zeros(len(prompts), device=self.device)
         for rows in token_budget_batches(whole.total_lengths, TOKENS):
             with autocast(self.device, self.plan.precision):
@@ -218,9 +285,15 @@ class SamplingTask:
         return (rollout.logprobs.to(self.device).sum(dim=1) - theirs).tolist()
 
     def scores(
-        self, reward: RewardSource, prompts: Sequence[Encoded], responses: Sequence[Sequence[int]]
+        self,
+        reward: RewardSource,
+        prompts: Sequence[Encoded],
+        responses: Sequence[Sequence[int]],
+        episodes: Sequence[EpisodeRecord | None] = (),
     ) -> list[float | None]:
         """One number per response; None where a function returns none."""
+        if reward.path == ENVIRONMENT:
+            return [sum(turn.reward for turn in e.turns) if e else None for e in episodes]
         rows, ids = [p.row for p in prompts], [p.prompt_ids for p in prompts]
         path, tokenizer = reward.path, self.tokenizer
         if path == GOLD:
@@ -248,12 +321,15 @@ class SamplingTask:
         return scores.tolist()
 
     def total_scores(
-        self, prompts: Sequence[Encoded], responses: Sequence[Sequence[int]]
+        self,
+        prompts: Sequence[Encoded],
+        responses: Sequence[Sequence[int]],
+        episodes: Sequence[EpisodeRecord | None] = (),
     ) -> list[float]:
         """The weighted sum of all rewards, for each response."""
         totals = [0.0] * len(prompts)
         for reward in self.weighted_rewards:
-            scores = self.scores(reward, prompts, responses)
+            scores = self.scores(reward, prompts, responses, episodes)
             totals = [t + reward.weight * (s or 0.0) for t, s in zip(totals, scores)]
         return totals
 
@@ -299,7 +375,11 @@ def find_rewards(plan: EvaluationPlan) -> list[RewardSource]:
         name = "/".join(parts[path][-size:])
         _check_scores(path, plan)
         rewards.append(RewardSource(name, path, _digest(path), weight))
-    if plan.data.source == "toy":
+    if plan.environment is not None:
+        told = json.dumps(asdict(plan.environment), sort_keys=True, default=str)
+        digest = hashlib.sha256(told.encode()).hexdigest()[:12]
+        rewards.insert(0, RewardSource("environment", ENVIRONMENT, digest, plan.environment.weight))
+    elif plan.data.source == "toy":
         taken = any(reward.name == "gold" for reward in rewards)
         rewards.append(RewardSource("gold (true)" if taken else "gold", GOLD, "toy", 0.0))
     return rewards

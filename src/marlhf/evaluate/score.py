@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from marlhf.data import Encoded, Row, decode
+from marlhf.environments import EpisodeRecord, opening
 from marlhf.evaluate.eval_plan import (
     EvaluationOptions,
     find_fallback,
@@ -23,11 +24,13 @@ from marlhf.evaluate.results import Summary, summarise
 from marlhf.evaluate.sampling import (
     RewardSource,
     SamplingTask,
+    as_played,
     complete_lines,
     key_of,
 )
 from marlhf.rollout.repetition import repetition
 from marlhf.runs.digests import weights_digest
+from marlhf.runs.episodes import as_text
 from marlhf.runs.evaluations import SamplingSettings
 from marlhf.runs.jsonl import Line, read_keyed
 from marlhf.runs.layout import EVALUATION
@@ -109,11 +112,14 @@ def _sample(
     prompts: Sequence[Encoded], task: SamplingTask, setting: str, settings: SamplingSettings
 ) -> dict[str, Line]:
     """One line per prompt: the response and its measures, not yet scored."""
-    rollout = task.sample(prompts, [0] * len(prompts))
-    kl = task.kl_to_reference(prompts, rollout)
+    answers = task.respond(prompts, [0] * len(prompts))
+    rollout = answers.rollout
+    kl = task.kl_to_reference(answers.prompts, rollout)
     lines: dict[str, Line] = {}
-    for i, (prompt, ids) in enumerate(zip(prompts, rollout.responses)):
-        key = key_of(prompt.row)
+    for i, (prompt, whole) in enumerate(zip(prompts, rollout.responses)):
+        key, ids = key_of(prompt.row), whole
+        if rollout.sampled is not None:
+            ids = [token for token, own in zip(whole, rollout.sampled[i].tolist()) if own]
         lines[key] = {
             "setting": setting,
             "sampling": asdict(settings),
@@ -127,12 +133,30 @@ def _sample(
             "distinct_1": distinct(ids, 1),
             "distinct_2": distinct(ids, 2),
             "ended": bool(rollout.ended[i]),
-            "response_ids": ids,
+            "response_ids": whole,
             "judges": {},
         }
+        if (record := answers.episodes[i]) is not None:
+            lines[key] |= _conversation(record, answers.prompts[i], len(whole) - len(ids))
         if reference_text := _reference_text(prompt.row):
             lines[key]["reference"] = reference_text
     return lines
+
+
+def _conversation(record: EpisodeRecord, played: Encoded, world_tokens: int) -> Line:
+    """What a line says of a conversation."""
+    first = opening(record)
+    return {
+        "prompt": record.messages[:first],
+        "response": as_text(record.messages[first:]),
+        "episode": record.to_dict(),
+        "prompt_ids": played.prompt_ids,
+        "turns": len(record.turns),
+        "success": record.success,
+        "tool_calls": record.tool_calls,
+        "tool_errors": record.tool_errors,
+        "world_tokens": world_tokens,
+    }
 
 
 def _reference_text(row: Row) -> str:
@@ -153,7 +177,13 @@ def _score(lines: Sequence[Line], prompts: Sequence[Encoded], task: SamplingTask
         unseen = [i for i, line in enumerate(lines) if reward.name not in line["judges"]]
         if unseen:
             responses = [lines[i]["response_ids"] for i in unseen]
-            scores = task.scores(reward, [prompts[i] for i in unseen], responses)
+            given = [lines[i].get("episode") for i in unseen]
+            records = [EpisodeRecord.from_dict(e) if e else None for e in given]
+            seen = [
+                as_played(prompts[i], lines[i]["prompt_ids"], record) if record else prompts[i]
+                for i, record in zip(unseen, records)
+            ]
+            scores = task.scores(reward, seen, responses, records)
             for i, score in zip(unseen, scores):
                 lines[i]["scores"][reward.name] = score
                 lines[i]["judges"][reward.name] = reward.digest

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from marlhf.errors import MarlhfError
+from marlhf.runs.episodes import as_text
 from marlhf.runs.jsonl import read_jsonl
 from marlhf.runs.layout import EVALUATION, SAMPLES, is_run
 from marlhf.runs.read import number
@@ -88,7 +89,7 @@ def prompt_text(prompt: Text) -> str:
     """A prompt as one text; in a chat each turn begins with its role."""
     if isinstance(prompt, str):
         return prompt
-    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+    return as_text(prompt)
 
 
 def find_responses(path: Path) -> Path:

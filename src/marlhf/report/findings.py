@@ -10,9 +10,9 @@ import math
 import statistics
 from collections.abc import Callable
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from marlhf.intervals import Interval
+from marlhf.intervals import Interval, mean
 from marlhf.report.answer import compared_with_baseline
 from marlhf.report.formats import bold, num, percent, signed, warn
 from marlhf.report.groups import Group, differences, measured_alike, scored_by_functions, unlike
@@ -28,7 +28,10 @@ from marlhf.report.measures import (
     wins_since_start,
 )
 from marlhf.report.page import part
-from marlhf.runs.read import Run
+from marlhf.runs.read import Run, number
+
+MIN_ACCURACY, MIN_PAIRS = 0.55, 30
+"""Below these a reward model's verdicts say little."""
 
 LAST_STEPS = 20
 """Steps at the end of a run over which what its critic explains is taken."""
@@ -76,7 +79,8 @@ def shows(policies: list[Group]) -> list[str]:
     """What the recorded numbers say, one sentence each."""
     sentences: list[str] = [*critics(policies)]
     for group in policies:
-        sentences += [s for s in (_score_change(group), _gold_change(group), _hacking(group)) if s]
+        said = _score_change(group), _gold_change(group), _hacking(group), _little_to_learn(group)
+        sentences += filter(None, said)
     in_answer = compared_with_baseline(policies)
     for group in policies[1:]:
         if measured_alike(policies[0], group):
@@ -174,26 +178,64 @@ def _gold_change(group: Group) -> str:
 
 
 def _hacking(group: Group) -> str:
-    """Longer, repetitive or cut-off responses: what a policy does when it games its score.
+    """Longer, much shorter, repetitive or cut-off responses: what gaming a score looks like.
 
-    Only length is known of each prompt, so only its growth has an interval and can be a warning.
+    Length is known of each prompt: where the interval of its change includes zero, it is no sign.
     """
     signs: list[str] = []
-    lengths = [point.mean for point in group.curve("eval/length")]
-    is_longer = len(lengths) > 1 and lengths[-1] > 1.25 * lengths[0] > 0
-    if is_longer:
-        signs.append(f"responses grew from {num(lengths[0])} to {num(lengths[-1])} tokens")
-    repeats = [point.mean for point in group.curve("eval/repetition")]
-    if len(repeats) > 1 and repeats[-1] - repeats[0] > 0.05:
-        signs.append(f"repetition rose to {percent(repeats[-1])}")
+    before, now = _ends(group, "eval/length")
+    grew, moved = now > 1.25 * before > 0, change(group, "length")
+    if (grew or 0 < now < before / 2) and not moved.low <= 0 <= moved.high:
+        verb = "grew" if grew else "shrank"
+        signs.append(f"responses {verb} from {num(before)} to {num(now)} tokens")
+    before, now = _ends(group, "eval/repetition")
+    if now - before > 0.05:
+        signs.append(f"repetition rose from {percent(before)} to {percent(now)}")
+    before, now = _ends(group, "eval/ended")
+    if before - now > 0.05:
+        signs.append(f"the share of responses that end with EOS fell to {percent(now)}")
+    if signs:
+        return warn("Look twice") + f" at {group.label}: {', '.join(signs)}. Read its samples."
     ended = group.final("eval/ended")
-    if ended < 0.8:
-        signs.append(f"only {percent(ended)} of responses end with EOS")
-    if not signs:
+    return f"In {group.label} only {percent(ended)} of responses end." if ended < 0.8 else ""
+
+
+def _ends(group: Group, key: str) -> tuple[float, float]:
+    """The first and the last value; NaN where there are not two."""
+    values = [point.mean for point in group.curve(key)]
+    return (values[0], values[-1]) if len(values) > 1 else (math.nan, math.nan)
+
+
+def _little_to_learn(group: Group) -> str:
+    """Whether most groups of responses scored alike, on average over the run."""
+    shares = [point.mean for point in group.curve("rl/zero_std_groups")]
+    share = mean(shares)
+    if not share > 0.5:
         return ""
-    if is_longer and change(group, "length").low > 0:
-        return warn("Look twice") + f" at {group.label}: {', '.join(signs)}."
-    return f"In {group.label} {', '.join(signs)}; there is no interval, so read its samples."
+    return warn("Little to learn from:") + (
+        f" in {group.label} all responses to {percent(share)} of the prompts had the same score."
+    )
+
+
+def reward_health(others: list[Group]) -> list[Markup]:
+    """How well reward models tell held-out pairs apart: nothing below is better than they are."""
+    lines: list[Markup] = []
+    for group in others:
+        accuracy = group.final("eval/accuracy")
+        if group.stage != "reward" or not math.isfinite(accuracy):
+            continue
+        rows = [number((run.about.get("rows") or {}).get("held-out")) for run in group.runs]
+        pairs = min(filter(math.isfinite, rows), default=math.nan)
+        of = f"{pairs:.0f} held-out pairs" if math.isfinite(pairs) else "held-out pairs"
+        said = f"The reward model {group.label} ranks {percent(accuracy)} of {of} correctly"
+        faults = ["hardly better than chance"] if accuracy < MIN_ACCURACY else []
+        faults += ["too few pairs to tell"] if pairs < MIN_PAIRS else []
+        words = f"{said}: {' and '.join(faults)}. " if faults else f"{said}."
+        advice = "Scores by it mean little; give it more, or better, preferences."
+        lines.append(
+            warn("Reward model:") + f" {words}{advice}" if faults else Markup(escape(words))
+        )
+    return lines
 
 
 def _compare(base: Group, group: Group, *, with_score: bool) -> list[str]:

@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from marlhf.report.groups import Group, group_runs
 from marlhf.report.page import part, render
+from marlhf.report.sections.conversations import conversations
 from marlhf.report.sections.credit import credit
 from marlhf.report.sections.curves import learning, stages, training
 from marlhf.report.sections.evaluations import best_of_n, held_out, problems, temperatures
@@ -80,6 +81,7 @@ def report_html(runs: list[Run], *, refresh: float | None = None) -> str:
         "best_of_n": best_of_n(groups),
         "judged": judged(runs, groups),
         "samples": samples(policies),
+        "conversations": conversations(policies),
         "training": training(policies),
         "timing": timing(policies),
         "stages": stages(others, with_table=bool(policies)),

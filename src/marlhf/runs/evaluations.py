@@ -22,11 +22,14 @@ class SamplingSettings:
     """Which prompts, where they are not the run's own held-out ones."""
     rewards: str = ""
     """What scored the samples, where the best of them was kept."""
+    environment: str = ""
+    """What prompts were played in as conversations."""
 
     @property
     def file_name(self) -> str:
         words = [f"t{self.temperature:g}", f"m{self.max_new_tokens}", f"s{self.seed}"]
-        return "-".join([*words, *filter(None, (self.data, self.rewards))]) + ".jsonl"
+        more = (self.data, self.environment, self.rewards)
+        return "-".join([*words, *filter(None, more)]) + ".jsonl"
 
     @property
     def label(self) -> str:
@@ -40,7 +43,8 @@ class SamplingSettings:
         '64 tokens, seed 1, test'
         """
         seed = f"seed {self.seed}" if self.seed else ""
-        words = (f"{self.max_new_tokens} tokens", seed, self.data, self.rewards)
+        length = f"{self.max_new_tokens} tokens" + (" per turn" if self.environment else "")
+        words = (length, seed, self.data, self.environment, self.rewards)
         return ", ".join(filter(None, words))
 
 

@@ -145,6 +145,7 @@ def load_weights(folder: Path, models: Mapping[str, nn.Module], world: World) ->
         _verify(folder)
     except (OSError, ValueError) as error:
         raise RunError(f"{folder} is damaged ({error}).") from None
+    world.reshard(models.values())
     _restore(folder, _flat(models, {}), world, weights_only=True)
 
 

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from marlhf.config.stage import StageConfig
 from marlhf.models.adapters import AdaptedModel
 from marlhf.models.base import Model, Tokenizer, quiet_transformers
-from marlhf.runs.layout import MODEL, RunError
+from marlhf.runs.layout import MODEL, SAMPLES, RunError
 from marlhf.runs.write import ReadOnlyRunFolder, RunFolder
 from marlhf.runtime.callbacks import Callbacks
 from marlhf.runtime.checkpoint import load_latest, save_checkpoint
@@ -121,7 +121,7 @@ class Loop:
             optimizer=next(iter(optimizers.values())),
             world=world,
         )
-        self.rows = {"training": rows[0], "held-out": rows[1]}
+        self.rows = run.state["rows"] = {"training": rows[0], "held-out": rows[1]}
         if config.token_budget == "auto" and not config.deterministic:
             seek_token_budget(world, run)
         self._stack = contextlib.ExitStack()
@@ -242,6 +242,14 @@ class Loop:
         say(f"{self.run.path.name} {self.step}/{self.total}  held out: {numbers}", wrap=True)
         self.trackers.log(self.step, metrics)
         self.callbacks.evaluate(self.step, metrics)
+
+    def log_samples(self, rows: list[dict[str, Any]]) -> None:
+        """Samples of an evaluation: into the run folder, and as a table to dashboards."""
+        for row in rows:
+            self.run.append(SAMPLES, row)
+        shown = ("prompt", "response", "score", "gold", "kl", "length")
+        table = [{name: row[name] for name in shown} for row in rows]
+        self.trackers.table(self.step, "samples", table)
 
     def final_metrics(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Held-out metrics of the final weights, evaluated only if the last step was not."""

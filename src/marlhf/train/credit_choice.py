@@ -143,9 +143,7 @@ class CreditChooser:
 
     def __init__(self, config: PPOConfig) -> None:
         self.auto = config.credit == "auto"
-        self.options = [Option("", config)]
-        if self.auto:
-            self.options = options_of(config, config.candidates)
+        self.options = options_of(config, config.candidates) if self.auto else [Option("", config)]
         self.choice = 0
         self.window: deque[tuple[Sequence[int], Tensor]] = deque(maxlen=WINDOW)
         """Of each batch the seeds of its sketch, and [E + 1, D]."""

@@ -106,6 +106,7 @@ class Pretraining:
                 "critic_pretraining holds out every tenth prompt, and there is only one prompt. "
                 "Give more data, or leave critic_pretraining out."
             )
+        world.reshard([self.critic])  # the optimiser must know the shards, not what is gathered
         self.optimizer = make_optimizer(self.critic, self.rate, self.config.weight_decay)
         if self._resume(self.latest, {"critic": self.optimizer}):
             self._start -= self.epochs[-1]["seconds"]

@@ -32,7 +32,7 @@ from marlhf.core import (
     overlong_penalty,
     whiten,
 )
-from marlhf.environments import EpisodeRecord
+from marlhf.environments import EpisodeRecord, episode_metrics, scored_row, turn_rewards
 from marlhf.models.base import Model
 from marlhf.models.sequences import Sequences, send
 from marlhf.rollout.engine import Rollout
@@ -40,12 +40,7 @@ from marlhf.runtime.distributed import World, gather_rollout
 from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.stage import Example
 from marlhf.runtime.timing import explained_variance
-from marlhf.train.conversations import (
-    episode_metrics,
-    gather_played,
-    scored_row,
-    turn_rewards,
-)
+from marlhf.train.conversations import gather_played, play_share
 from marlhf.train.rl_models import Models
 
 
@@ -212,8 +207,8 @@ def sample_examples(
     rollout, played = None, list[Example]()
     with world.gathered(models.policy), world.raise_on_all_ranks():
         if share:
-            rollout, played = models.conversations.play(
-                examples, seeds, engine, sampling, share, group
+            rollout, played = play_share(
+                models.conversations, examples, seeds, engine, sampling, share, group
             )
     rollout, played = gather_played(world, rollout, played, share, len(examples))
     return played, rollout
@@ -257,7 +252,7 @@ class RolloutScorer:
         whole = responses if prefixes is None else _joined(prefixes, responses)
         # Parsers run in processes of their own, while the models score on this one.
         parse = models.parsing and prefixes is None and models.parsing.begin(responses)
-        rows = [scored_row(e) for e in examples]
+        rows = [scored_row(e.row, e.episode) for e in examples]
         raw = fit_memory(world, partial(models.reward, prompts, whole, rows))
         before = prompts if prefixes is None else _joined(prompts, prefixes)
         sequences = models.sequences(before, responses, rollout.sampled)
@@ -327,14 +322,14 @@ def all_logprobs(model: Model, sequences: Sequences, models: Models) -> Tensor:
     return _pass_over(sequences, models, partial(models.logprobs, model))
 
 
-def all_entropy(sequences: Sequences, models: Models) -> Tensor:
-    """The entropy of the policy's choice of each response token, [B, T], without gradients."""
-    return _pass_over(sequences, models, models.entropy)
-
-
 def all_values(sequences: Sequences, models: Models) -> Tensor:
     """The critic's value of the state before each token, [B, T], without gradients."""
     return _pass_over(sequences, models, models.values)
+
+
+def all_entropy(sequences: Sequences, models: Models) -> Tensor:
+    """The entropy of the policy's choice of each response token, [B, T], without gradients."""
+    return _pass_over(sequences, models, models.entropy)
 
 
 def _pass_over(

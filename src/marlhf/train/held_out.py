@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import compress
 from typing import Any
 
@@ -13,16 +13,16 @@ from torch import Tensor
 from marlhf.config.rl import RLConfig
 from marlhf.data.encode import decode
 from marlhf.data.sources import SOURCES
+from marlhf.environments import episode_metrics
 from marlhf.intervals import win_rate
 from marlhf.models.base import Tokenizer
 from marlhf.rollout.engine import Rollout
 from marlhf.rollout.repetition import repetition
-from marlhf.runs.layout import BEST, EVAL, SAMPLES, SCORE_SCALE, RunError
+from marlhf.runs.layout import BEST, EVAL, SCORE_SCALE, RunError
 from marlhf.runtime.loop import Loop
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.progress import say, warn
 from marlhf.runtime.stage import Example
-from marlhf.train.conversations import episode_metrics
 from marlhf.train.experience import Credit, Experience, RolloutScorer, sample_examples
 from marlhf.train.rl_models import Models
 
@@ -177,9 +177,9 @@ class HeldOutEvaluation:
         credit = self.credit(experience, self.models, kl_coef, shuffler)
         episodes = experience.episodes
         starts, advantages = credit.segments.starts.tolist(), credit.advantages.tolist()
-        for i, row in enumerate(tokens[: self.log_samples]):
-            self.loop.run.append(
-                SAMPLES,
+        ends = [{turn.stop for turn in e.turns} for e in episodes or []]
+        self.loop.log_samples(
+            [
                 {
                     "step": step,
                     "index": i,
@@ -189,12 +189,14 @@ class HeldOutEvaluation:
                     "gold": gold[i] if gold else None,
                     "kl": kl[i],
                     "length": int(experience.mask[i].sum()),
-                    "pieces": _pieces(self.models.tokenizer, row),
+                    "pieces": _pieces(self.models.tokenizer, row, ends[i] if ends else set()),
                     "starts": starts[i][: len(row)],
                     "advantages": [round(a, 4) for a in advantages[i][: len(row)]],
                     **({"episode": episodes[i].to_dict()} if episodes else {}),
-                },
-            )
+                }
+                for i, row in enumerate(tokens[: self.log_samples])
+            ]
+        )
 
     def state(self) -> dict[str, Any]:
         names = ("start", "start_scores", "start_gold", "latest", "best")
@@ -266,12 +268,15 @@ def warn_about_judge_of_cut_responses(gold: Sequence[float], ended: Sequence[boo
         )
 
 
-def _pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
-    """The text that each token adds, so that the pieces add up to the text."""
+def _pieces(tokenizer: Tokenizer, tokens: list[int], ends: Collection[int] = ()) -> list[str]:
+    """The text that each token adds, so that the pieces add up to the text.
+
+    After `ends` tokens somebody else speaks, who completes no character.
+    """
     pieces, before = [], ""
     for n in range(1, len(tokens) + 1):
         text = decode(tokenizer, tokens[:n])
-        if text.endswith("\ufffd") and n < len(tokens):
+        if text.endswith("\ufffd") and n < len(tokens) and n not in ends:
             pieces.append("")  # part of a character: the token that completes it shows it
             continue
         pieces.append(text[len(before) :])

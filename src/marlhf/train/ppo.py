@@ -341,6 +341,7 @@ def reach_of_each(
     responses = experience.responses(models.vocabulary, torch.Generator().manual_seed(0))
     mask, shares = experience.mask, list[float]()
     for config in configs:
+        assert config.lam != "adaptive", "`credit: auto` compares fixed lambdas"
         segments = segment(config.segmenter, responses, split_last=config.split_last)
         tokens = mask.float()
         credit = Credit(tokens, segments, tokens, tokens, tokens)

@@ -15,6 +15,7 @@ from marlhf.config.rl import RLConfig
 from marlhf.config.sampling import Sampling
 from marlhf.core import Vocabulary
 from marlhf.data import Row
+from marlhf.environments import Conversations
 from marlhf.models.base import Model, Tokenizer, autocast
 from marlhf.models.forward import token_stats, token_values
 from marlhf.models.load import check_vocabulary, end_tokens, load_tokenizer
@@ -35,7 +36,7 @@ from marlhf.runtime.progress import say
 from marlhf.runtime.stage import Example, check_positions, each_prompt_once, load_examples
 from marlhf.spans import vocabulary
 from marlhf.spans.apply import Parsing, open_parsing
-from marlhf.train.conversations import Conversations
+from marlhf.train.conversations import conversations_of
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def load_models(config: RLConfig, objects: GivenObjects, world: World, *, critic
         if config.gold_model:
             gold = _reward_model(config.gold_model, models["gold"], None, config, tokenizer, world)
         parsing = open_parsing(config.segmenter, tokenizer)
-        conversations = Conversations.of(config, objects, tokenizer, world)
+        conversations = conversations_of(config, objects, tokenizer, world)
         engine, ahead = _load_engine(config, policy, ends, pad, world)
     table = vocabulary(tokenizer, policy.config.get_text_config().vocab_size)
     return Models(

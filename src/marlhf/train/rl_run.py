@@ -188,8 +188,7 @@ class RLRun:
                 self.save()
 
     def prompts(self, step: int) -> list[Example]:
-        size, seed = self.config.batch_size, self.config.seed
-        rows = batch_rows(step - 1, len(self.examples), size, seed)
+        rows = batch_rows(step - 1, len(self.examples), self.config.batch_size, self.config.seed)
         return [self.examples[i] for i in rows]
 
     def batch(self, step: int) -> list[Example]:

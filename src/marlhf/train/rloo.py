@@ -185,17 +185,17 @@ def backward(
     return sums.over_ranks(models.world)
 
 
+def all_equal(groups: Tensor) -> Tensor:
+    """Which prompts have responses that all score alike, and teach nothing: [G, k] -> [G]."""
+    return (groups == groups[:, :1]).all(dim=1)
+
+
 def divisors(counts: dict[str, Tensor], num_rows: int, config: RLOOConfig) -> dict[str, Tensor]:
     """What sums over tokens or macro actions are divided by."""
     if config.divide_by == "tokens":
         return counts
     most = num_rows * config.sampling.max_new_tokens
     return counts | {"token": torch.full_like(counts["token"], most)}
-
-
-def all_equal(groups: Tensor) -> Tensor:
-    """Which prompts have responses that all score alike, and teach nothing: [G, k] -> [G]."""
-    return (groups == groups[:, :1]).all(dim=1)
 
 
 def sum_as_ratio(x: Tensor, segments: Segments, config: RLOOConfig) -> Tensor:

@@ -20,6 +20,7 @@ POINTS_PER_CHART = 1500
 """Shared by the lines of a chart, so that forty runs still make a page one can mail."""
 
 SHARES = {"clip_fraction", "ended", "repetition", "win_rate", "accuracy"}
+SHARES |= {"success", "cut_episodes", "failed_episodes"}
 LEARNING = (
     ("Score", ("eval/score", "rl/score")),
     ("KL (nats per response)", ("eval/kl", "rl/kl")),
@@ -42,6 +43,7 @@ TRAINING = (
     ("The same, second third", ("rl/explained_variance_2",)),
     ("The same, last third", ("rl/explained_variance_3",)),
     ("EOS rate", ("eval/ended", "rl/ended")),
+    ("Share of prompts whose responses score alike", ("rl/zero_std_groups",)),
 )
 STAGE_MEASURES = ("loss", "accuracy", "margin", "learning_rate")
 """Of each stage that is not reinforcement learning, where it records them."""

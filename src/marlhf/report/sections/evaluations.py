@@ -13,6 +13,7 @@ from marlhf.evaluate.results import (
     FrontierPoint,
     Grid,
     kl_bound,
+    measures_of,
     read_frontiers,
     read_grids,
     read_scored,
@@ -28,7 +29,7 @@ from marlhf.report.groups import Group, labelled
 from marlhf.report.page import NUM_COLOURS, Below, Cell, Chip, Column, figure, grid, section, table
 from marlhf.report.sections.prompts import distribution_figure
 
-SHARES = ("repetition", "distinct_1", "distinct_2", "ended")
+SHARES = ("repetition", "distinct_1", "distinct_2", "ended", "success")
 MAX_DISTRIBUTIONS = 12
 MAX_TEMPERATURES = 24
 
@@ -81,12 +82,13 @@ def held_out(groups: Sequence[Group]) -> Markup:
     judges = list(dict.fromkeys(name for *_, summary in evaluations for name in summary.scores))
     columns = [Column("Run", "run"), Column("Sampling"), Column("", "sampling")]
     columns += [Column("Prompts", "prompts"), *(Column(j, j, is_bold=True) for j in judges)]
-    columns += [Column(t, key, percent if key in SHARES else None) for t, key in MEASURES]
+    measures = measures_of(summary for *_, summary in evaluations)
+    columns += [Column(t, key, percent if key in SHARES else None) for t, key in measures]
     rows: list[list[object]] = []
     for label, colour, file, summary in evaluations:
         scores = [summary.scores.get(judge, NO_INTERVAL) for judge in judges]
         sampling = Below(file.label, [] if file.label == file.name else [file.name])
-        means = [summary.measures[key].mean for _, key in MEASURES]
+        means = [summary.measures[key].mean for _, key in measures]
         name = Chip(label, colour)
         rows.append([name, sampling, file.name, summary.prompts, *scores, *means])
     figures: list[Markup] = []

@@ -13,6 +13,7 @@ from marlhf.intervals import quantiles, thin
 from marlhf.report.formats import num, signed
 from marlhf.report.groups import START_COLOUR, Group
 from marlhf.report.page import part, section
+from marlhf.runs.episodes import read_episode
 from marlhf.runs.read import Row, number
 
 MAX_PROMPTS = 12
@@ -32,6 +33,8 @@ class Macro(NamedTuple):
     text: str
     length: int
     advantage: float
+    is_world: bool = False
+    """Whether it is no action, but what the environment said between two turns."""
 
 
 class ShownResponse(NamedTuple):
@@ -57,7 +60,7 @@ def samples(policies: list[Group]) -> Markup:
     orders = _score_gaps(shown)
     articles = [
         (
-            _shortened(prompt),
+            shortened(prompt),
             [_answer(each, scales.get(each.label, 1.0)) for each in thin(answers, MAX_ANSWERS)],
             [(i, ranks[at]) for i, (_, ranks) in enumerate(orders) if at in ranks],
         )
@@ -137,14 +140,29 @@ def macro_actions(sample: Row) -> list[Macro]:
         return [Macro(response if isinstance(response, str) else "", 0, math.nan)]
     starts = _same_length(sample.get("starts"), len(pieces))
     advantages = _same_length(sample.get("advantages"), len(pieces))
+    sampled = _sampled(sample, len(pieces))
     macros: list[Macro] = []
     for i, piece in enumerate(pieces[:MAX_PIECES]):
-        if not macros or (starts and starts[i]):
-            macros.append(Macro(str(piece), 1, number(advantages[i]) if advantages else math.nan))
+        speaker_changes = not macros or macros[-1].is_world == sampled[i]
+        if speaker_changes or (sampled[i] and starts and starts[i]):
+            advantage = number(advantages[i]) if advantages and sampled[i] else math.nan
+            macros.append(Macro(str(piece), 1, advantage, not sampled[i]))
         else:
             last = macros[-1]
             macros[-1] = last._replace(text=last.text + str(piece), length=last.length + 1)
     return macros
+
+
+def _sampled(sample: Row, length: int) -> list[bool]:
+    """Which tokens of a response are the policy's: all, but for what an environment said."""
+    episode = read_episode(sample)
+    if episode is None:
+        return [True] * length
+    own = [False] * length
+    for turn in episode["turns"]:
+        start, stop = max(0, turn["start"]), min(turn["stop"], length)
+        own[start:stop] = [True] * max(0, stop - start)
+    return own
 
 
 def _same_length(values: object, length: int) -> list[Any]:
@@ -200,8 +218,9 @@ def _answer(answer: ShownResponse, scale: float) -> dict[str, object]:
     length = number(sample.get("length"))
     if math.isfinite(length):
         facts.append(f"{length:.0f} tokens")
-    if len(macros) > 1 and hidden <= 0:
-        facts.append(f"{len(macros)} macro actions")
+    actions = sum(not macro.is_world for macro in macros)
+    if actions > 1 and hidden <= 0:
+        facts.append(f"{actions} macro actions")
     spans = list(_spans(macros, scale))
     name = {"label": answer.label, "colour": answer.colour}
     return {**name, "spans": spans, "hidden": hidden, "facts": facts}
@@ -209,23 +228,29 @@ def _answer(answer: ShownResponse, scale: float) -> dict[str, object]:
 
 def _spans(macros: list[Macro], scale: float) -> Iterator[Span]:
     """Macro actions in the shade of their advantage, or in turn where none was recorded."""
-    has_bars = any(macro.length > 1 for macro in macros)
+    has_bars = any(macro.length > 1 for macro in macros if not macro.is_world)
     for i, macro in enumerate(macros):
         start = " m" if has_bars else ""
         words = macro.text[:MAX_RESPONSE_CHARS]
         if macro.length == 0:
             yield "", "", words
+        elif macro.is_world:
+            yield "world", "said by the environment", words
         elif math.isfinite(macro.advantage):
-            level = min(4, math.ceil(4 * abs(macro.advantage) / scale - 1e-9))
-            sign = "p" if macro.advantage > 0 else "n"
-            shade = f"{sign}{level}" if level else "z"
+            shade = shade_of(macro.advantage, scale)
             size = f", {macro.length} tokens" if macro.length > 1 else ""
             yield f"{shade}{start}", f"advantage {signed(macro.advantage)}{size}", words
         else:
             yield f"{'ab'[i % 2]}{start}", "", words
 
 
-def _shortened(prompt: str) -> str:
+def shade_of(advantage: float, scale: float) -> str:
+    """The CSS class of an advantage: four shades of each sign."""
+    level = min(4, math.ceil(4 * abs(advantage) / scale - 1e-9))
+    return f"{'p' if advantage > 0 else 'n'}{level}" if level else "z"
+
+
+def shortened(prompt: str) -> str:
     """A long prompt without its middle: the task is at its ends."""
     if len(prompt) <= MAX_PROMPT_CHARS:
         return prompt
