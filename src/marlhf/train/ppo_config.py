@@ -111,11 +111,6 @@ class PPOConfig(RLConfig):
             self._need("credit: boundary", "credits tokens", pooling="sum", rho=1.0)
             self._need("credit: boundary", "credits tokens", ratio="token", value_level="token")
         if self.credit == "auto":
-            if self.lam == "adaptive":
-                raise SettingError(
-                    "credit: auto chooses a fixed lambda, so lam: adaptive does not fit. Set lam "
-                    "to a number, or credit: macro."
-                )
             known = "compares rules by their gradients"
             self._need("credit: auto", known, pooling="sum", rho=1.0, ratio="token")
             self._need("credit: auto", known, value_level="token", values="critic")
