@@ -51,6 +51,16 @@ def test_decoding_is_measured_to_the_end(monkeypatch, capsys):
     assert "ms a step" in capsys.readouterr().out
 
 
+def test_conversations_are_measured_beside_one_response(monkeypatch, capsys):
+    turns = load("turns", monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["turns.py", "--shape=tiny", "--repeats=1", "--rows=3"])
+    monkeypatch.setitem(turns.SHAPES, "tiny", turns.Shape(32, 1, 2, 1, 32, 64, 8, 8, 4))
+    turns.main()
+    found = capsys.readouterr().out
+    assert "4 turns of 4, replies of 2" in found
+    assert "one response of 22" in found  # 16 sampled, and six of the world's
+
+
 def test_a_profile_tells_kernels_and_idle_time(monkeypatch, capsys):
     """Two kernels overlap by 10 us; before the first of them the GPU does nothing for 50."""
     ppo_step = load("ppo_step", monkeypatch)

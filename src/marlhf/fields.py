@@ -89,7 +89,9 @@ def _checked_fields(cls: type) -> list[tuple[str, tuple[str, ...], bool, bool, d
         kinds = type_options(type_hints(cls)[field.name])
         choices = tuple(x for kind in kinds for x in typing.get_args(kind) if isinstance(x, str))
         is_choice = all(typing.get_origin(kind) is typing.Literal for kind in kinds)
-        is_number = bool({int, float} & set(kinds)) and not {str, tuple} & set(kinds)
+        is_number = bool({int, float} & set(kinds)) and not {str, tuple} & {
+            typing.get_origin(kind) or kind for kind in kinds
+        }
         if is_choice or is_number:
             whole = float not in kinds
             checked.append((field.name, choices, is_number, whole, _facts(cls, field.name)))

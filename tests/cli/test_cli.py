@@ -121,10 +121,34 @@ def test_doctor_names_versions_and_extras(marlhf):
         assert word in out.stdout
 
 
+def test_version_is_a_flag_and_a_command(marlhf):
+    from marlhf import __version__
+
+    for way in ("--version", "version"):
+        out = marlhf(way)
+        assert (out.returncode, out.stdout) == (0, f"{__version__}\n")
+
+
+def test_watch_is_report_watch(marlhf, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text('{"stage": "sft", "status": "finished"}')
+    (run / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "sft/loss": 1.0}\n')
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    said = set()
+    for command in (["watch"], ["report", "--watch"]):
+        out = marlhf(*command, str(run), "-o", str(tmp_path / "r.html"))
+        assert out.returncode == 0
+        assert "<html" in (tmp_path / "r.html").read_text("utf-8")
+        said.add(out.stderr)
+    assert len(said) == 1
+    assert "All runs have ended." in said.pop()
+
+
 def test_doctor_lists_every_extra(marlhf):
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8")
     part = project.split("[project.optional-dependencies]")[1].split("\n[")[0]
-    extras = set(re.findall(r"^(\w+) = \[", part, re.M)) - {"dev"}
+    extras = set(re.findall(r"^([\w-]+) = \[", part, re.M)) - {"dev"}
     part = marlhf("doctor").stdout.split("\nextras")[1].split("\nsandbox")[0]
     heading, listed = part.split("\n", 1)
     assert "pip install 'marlhf[NAME]'" in heading
@@ -227,6 +251,23 @@ def test_config_prints_help_and_resolved_recipes(marlhf):
     shown = marlhf("config", "ppo", "gemma-2b/tldr", "kl_coef=0.3").stdout
     assert "kl_coef: 0.3" in shown
     assert "type: ngram" in shown
+
+
+def test_grpo_is_a_stage_of_its_own_name(marlhf, tmp_path):
+    assert "learning_rate: float = 1.0e-06" in marlhf("config", "grpo").stdout
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"output_dir: {tmp_path / 'runs'}\n"
+        "stages:\n"
+        "  grpo: {model: tiny, reward_model: tiny, random_reward_head: true, batch_size: 2,\n"
+        "         num_samples: 2, num_steps: 1, eval_prompts: 2, clip: [0.2, 0.28],\n"
+        "         sampling: {max_new_tokens: 4}, data: {source: toy}}\n"
+    )
+    out = marlhf("grpo", str(recipe))
+    assert out.returncode == 0, out.stderr
+    state = json.loads((tmp_path / "runs/grpo/run.json").read_text())
+    assert (state["stage"], state["status"]) == ("grpo", "finished")
+    assert marlhf("grpo", str(recipe)).stderr.count("is finished") == 1
 
 
 def test_recipes_are_listed(marlhf):

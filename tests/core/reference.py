@@ -65,8 +65,9 @@ def boundary_gae(rewards, values, ids, mask, *, gamma, lam):
     return advantages, returns
 
 
-def clipped(ratio: float, advantage: float, clip: float, dual_clip: float | None) -> float:
-    near = min(max(ratio, 1 - clip), 1 + clip)
+def clipped(ratio: float, advantage: float, clip, dual_clip: float | None) -> float:
+    low, high = clip if isinstance(clip, tuple) else (clip, clip)
+    near = min(max(ratio, 1 - low), 1 + high)
     loss = max(-advantage * ratio, -advantage * near)
     if dual_clip is not None and advantage < 0:
         loss = min(loss, -advantage * dual_clip)
@@ -206,3 +207,28 @@ def state_advantages(rewards, states, ids, mask, *, gamma, baseline, scale=False
         for row, t in tokens:
             advantages[row][t] = result
     return advantages
+
+
+def adaptive_lam(num_actions: int, alpha: float) -> float:
+    """VAPO, equation 6: the reach is a share of the response."""
+    return max(0.0, 1 - 1 / (alpha * num_actions))
+
+
+def peak_starts(x: list[float], first: int, quantile: float, threshold: float | None) -> list[bool]:
+    """One row without holes: the highest of x[first:], or those above the threshold."""
+    starts = [t == 0 for t in range(len(x))]
+    ranked = sorted(range(first, len(x)), key=lambda t: -x[t])
+    count = round((1 - quantile) * len(ranked))
+    for place, t in enumerate(ranked):
+        if x[t] > threshold if threshold is not None else place < count:
+            starts[t] = True
+    return starts
+
+
+def overlong(length: int, start: int, end: int) -> float:
+    """DAPO, equation 13, with L_max = end and L_cache = end - start."""
+    if length <= start:
+        return 0.0
+    if length <= end:
+        return (start - length) / (end - start)
+    return -1.0

@@ -11,12 +11,14 @@ from marlhf.core import (
     NGram,
     Responses,
     Segments,
+    adaptive_lam,
     at_last_token,
     boundary_gae,
     gae,
     group_advantages,
     kl_estimate,
     macro_gae,
+    overlong_penalty,
     pool_rewards,
     rloo_advantages,
     segment,
@@ -88,6 +90,57 @@ def test_the_critic_may_learn_from_another_lambda(segments, seed, lam, lam_value
     torch.testing.assert_close(returns, expected)
     with pytest.raises(ValueError, match="lam_value must lie between 0 and 1"):
         macro_gae(rewards, values, segments, lam_value=1.5)
+
+
+@given(batches_with_holes(), seeds, discounts, st.floats(0.01, 2.0), sigmas)
+def test_adaptive_lambda_is_each_rows_own(segments, seed, gamma, alpha, sigma):
+    rewards, values = numbers(segments, seed), numbers(segments, seed + 1)
+    lam = adaptive_lam(segments, alpha).double()
+    mask = segments.mask
+    macro = macro_gae(rewards, values, segments, gamma=gamma, lam=lam, sigma=sigma, lam_value=1.0)
+    boundary = boundary_gae(rewards, values, segments, gamma=gamma, lam=lam, lam_value=1.0)
+    token = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    for i in range(len(mask)):
+        row = [x[i].tolist() for x in (rewards, values, segments.ids, mask)]
+        actions = len(reference.groups(*row[2:]))
+        own = reference.adaptive_lam(max(actions, 1), alpha)
+        assert float(lam[i]) == pytest.approx(own, abs=1e-6)
+        own, options = float(lam[i]), {"gamma": gamma, "rho": 1.0, "sigma": sigma, "pooling": "sum"}
+        for at, policy, critic in (
+            (macro, own, 1.0),
+            (boundary, own, 1.0),
+            (token, own, own),
+        ):
+            for mine, which, lam_here in ((at[0], 0, policy), (at[1], 1, critic)):
+                if at is macro:
+                    wanted = reference.macro_gae(*row, **options, lam=lam_here)[which]
+                elif at is boundary:
+                    wanted = reference.boundary_gae(*row, gamma=gamma, lam=lam_here)[which]
+                else:
+                    kept = [rewards[i][mask[i]].tolist(), values[i][mask[i]].tolist()]
+                    wanted = reference.gae(*kept, gamma, lam_here)[which]
+                    mine = mine[:, mask[i]]
+                torch.testing.assert_close(mine[i], torch.tensor(wanted, dtype=torch.float64))
+
+
+def test_lambdas_of_rows_must_be_one_per_row():
+    segments = cut(1, torch.ones(2, 3).bool())
+    zeros = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"lam must have shape \[B\]"):
+        macro_gae(zeros, zeros, segments, lam=torch.ones(2, 3))
+    with pytest.raises(ValueError, match="alpha must be positive"):
+        adaptive_lam(segments, alpha=0.0)
+
+
+@given(st.integers(0, 60), st.integers(0, 40), st.integers(1, 20))
+def test_overlong_penalty_is_the_papers(length, start, more):
+    got = overlong_penalty(torch.tensor([length]).double(), start, start + more)
+    assert float(got) == pytest.approx(-reference.overlong(length, start, start + more))
+
+
+def test_overlong_penalty_refuses_an_empty_range():
+    with pytest.raises(ValueError, match="start must be at least 0 and less than end"):
+        overlong_penalty(torch.ones(1), 5, 5)
 
 
 def test_discounts_inside_an_action_have_the_precision_of_the_rewards():

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marlhf.core import (
+    Entropy,
     NGram,
     Perplexity,
     RandomNGram,
@@ -15,6 +16,7 @@ from marlhf.core import (
     Segments,
     Surprise,
     Turns,
+    ValueChange,
     boundary_gae,
     gae,
     macro_gae,
@@ -32,6 +34,8 @@ RULES = (
     Perplexity("prefix"),
     Perplexity("token", max_length=2),
     Surprise(0.4),
+    Entropy(0.5),
+    ValueChange(threshold=0.5),
     Turns(),
     Turns(max_length=2),
 )
@@ -54,7 +58,13 @@ def test_no_rule_makes_an_action_that_spans_a_hole(given_segments, seed):
     mask = given_segments.mask
     logprobs = -numbers(given_segments, seed).abs().float()
     responses = Responses(
-        mask.long(), mask, ref_logprobs=logprobs, logprobs=logprobs, seeds=torch.arange(len(mask))
+        mask.long(),
+        mask,
+        ref_logprobs=logprobs,
+        logprobs=logprobs,
+        entropy=-logprobs,
+        values=logprobs,
+        seeds=torch.arange(len(mask)),
     )
     for rule in RULES:
         segments = segment(rule, responses).validate()

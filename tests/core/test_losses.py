@@ -22,6 +22,7 @@ from marlhf.core import (
 
 ratios = st.sampled_from(["token", "macro", "macro_mean"])
 sigmas = st.sampled_from(["equal", "unit", "position", "start"])
+bounds = st.floats(0.05, 0.4)
 
 
 def policy_inputs(segments: Segments, seed: int):
@@ -30,7 +31,9 @@ def policy_inputs(segments: Segments, seed: int):
     return new, old, segments.spread(segments.first(numbers(segments, seed + 2)))
 
 
-@given(batches(), seeds, ratios, st.sampled_from([None, 1.5, 3.0]), st.floats(0.05, 0.4))
+@given(
+    batches(), seeds, ratios, st.sampled_from([None, 1.5, 3.0]), bounds | st.tuples(bounds, bounds)
+)
 def test_policy_loss_is_the_obvious_loop(segments, seed, ratio, dual_clip, clip):
     inputs = policy_inputs(segments, seed)
     options = {"clip": clip, "dual_clip": dual_clip, "ratio": ratio}

@@ -1,3 +1,4 @@
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -5,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import constituent_starts, perplexity_starts, tree_spans
+from reference import constituent_starts, peak_starts, perplexity_starts, tree_spans
 
 from marlhf.core import (
     Constituents,
+    Entropy,
     Lines,
     NGram,
     Perplexity,
@@ -16,10 +18,13 @@ from marlhf.core import (
     Responses,
     Segments,
     Sentences,
+    Surprise,
+    ValueChange,
     Vocabulary,
     Words,
     pack_spans,
     segment,
+    thin_out,
 )
 
 
@@ -312,3 +317,70 @@ def test_padding_changes_no_rule():
     rules += [Perplexity(kind) for kind in ("macro", "prefix", "token")]
     for rule in rules:
         assert torch.equal(rule(tight), rule(loose)[:, :9]), rule
+
+
+def test_entropy_by_hand():
+    entropy = torch.tensor([[0.1, 2.0, 0.5, 1.5, 0.2, 0.9], [3.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
+    given = responses(6, 2, entropy=entropy)
+    # a third of six tokens are two: the second and the fourth; of two tokens it is one, the first
+    assert lengths(Entropy(quantile=2 / 3), given) == [[1, 2, 3], [2]]
+    assert lengths(Entropy(threshold=0.8), given) == [[1, 2, 2, 1], [2]]
+    assert lengths(Entropy(threshold=9.0, max_length=4), given) == [[4, 2], [2]]
+
+
+def test_value_change_by_hand():
+    values = torch.tensor([[0.5, 0.5, 0.9, 0.8, 0.2, 0.2], [0.0, 0.7, 9.0, 9.0, 9.0, 9.0]])
+    given = responses(6, 2, values=values)
+    # changes 0, .4, .1, .6, 0: the two largest come after the second and the fourth token
+    assert lengths(ValueChange(quantile=0.6), given) == [[2, 2, 2], [2]]
+    assert lengths(ValueChange(threshold=0.5), given) == [[4, 2], [1, 1]]
+    assert lengths(ValueChange(threshold=9.0, max_length=5), given) == [[5, 1], [2]]
+
+
+@given(
+    st.lists(st.floats(0, 5), min_size=1, max_size=30, unique=True),
+    st.floats(0.0, 0.99),
+    st.one_of(st.none(), st.floats(0, 5)),
+)
+def test_entropy_and_value_change_cut_at_the_highest(x, quantile, threshold):
+    quantile = round(quantile, 2) + 1e-4  # where rounding is not a tie
+    wide = torch.tensor([[*x, math.nan]], dtype=torch.float64)
+    given = responses(len(x), width=len(x) + 1, entropy=wide, values=wide)
+    starts = Entropy(quantile, threshold)(given)[0, : len(x)]
+    assert starts.tolist() == peak_starts(x, 0, quantile, threshold)
+    change = [0.0, *(abs(b - a) for a, b in itertools.pairwise(x))]
+    starts = ValueChange(quantile, threshold)(given)[0, : len(x)]
+    assert starts.tolist() == peak_starts(change, 1, quantile, threshold)
+
+
+@pytest.mark.parametrize("rule", [Entropy, ValueChange])
+def test_peaks_are_known_early_by_threshold_alone(rule):
+    assert rule().looks_at == "response"
+    assert rule(threshold=1.0).looks_at == "prefix"
+    with pytest.raises(ValueError, match="quantile must be at least 0 and below 1"):
+        rule(quantile=1.0)
+    with pytest.raises(ValueError, match="max_length must be at least 1"):
+        rule(max_length=0)
+    with pytest.raises(ValueError, match=f"{rule.__name__} needs Responses"):
+        rule()(responses(3))
+
+
+def test_surprise_at_every_second_unlikely_token():
+    logprobs = torch.tensor([[0.1, 0.9, 0.1, 0.1, 0.9, 0.1, 0.9]]).log()
+    assert lengths(Surprise(0.2), responses(7, logprobs=logprobs)) == [[2, 1, 2, 2]]
+    assert lengths(Surprise(0.2, every=2), responses(7, logprobs=logprobs)) == [[2, 3, 2]]
+    with pytest.raises(ValueError, match="every must be at least 1"):
+        Surprise(every=0)
+
+
+def test_boundaries_with_the_highest_scores_are_kept():
+    mask = torch.tensor([[True] * 6, [True, True, False, True, True, True]])
+    starts = torch.tensor([[True, False, True, True, False, True]] * 2)
+    scores = torch.tensor([[9.0, 8.0, 1.0, 3.0, 7.0, 2.0], [9.0, 8.0, 9.0, 0.0, 7.0, 2.0]])
+    thin = thin_out(Segments.from_starts(starts, mask), scores, 1).validate()
+    # the fourth token; in the second row the last one, for after the hole one starts anyway
+    assert thin.starts.int().tolist() == [[1, 0, 0, 1, 0, 0], [1, 0, 0, 1, 0, 1]]
+    everything = thin_out(Segments.from_starts(starts, mask), scores, 9)
+    assert torch.equal(everything.starts, Segments.from_starts(starts, mask).starts)
+    with pytest.raises(ValueError, match="count must be at least 1"):
+        thin_out(thin, scores, 0)

@@ -7,7 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marlhf.core import NGram, Responses, Segments, group_advantages, rloo_advantages, segment
+from marlhf.core import (
+    NGram,
+    Responses,
+    Segments,
+    at_last_token,
+    group_advantages,
+    rloo_advantages,
+    segment,
+)
 from marlhf.core import tree_advantages as advantages_of
 
 seeds = st.integers(0, 2**31)
@@ -96,6 +104,60 @@ def test_a_tree_is_its_loop_over_nodes(tree, baseline, scale, seed, n, gamma):
     options = {"gamma": gamma, "baseline": baseline, "scale": scale}
     got = advantages_of(rewards, tree, levels, segments, **options)
     torch.testing.assert_close(got, by_loop(rewards, tree, levels, segments, **options))
+
+
+def treerl_by_loop(correct: list[float], tree) -> list[list[float]]:
+    """TreeRL's reward of each leaf's segment by level, |L|^(-1/2) (G_A + L_A); one prompt."""
+    rewards: list[list[float]] = [[] for _ in correct]
+    root = sum(correct) / len(correct)
+
+    def visit(leaves: list[int], level: int, parent: float) -> None:
+        size = len(leaves) // tree[level]
+        for child in range(tree[level]):
+            below = leaves[child * size : (child + 1) * size]
+            value = sum(correct[leaf] for leaf in below) / len(below)
+            for leaf in below:
+                rewards[leaf].append((value - root + value - parent) / math.sqrt(len(below)))
+            if level + 1 < len(tree):
+                visit(below, level + 1, value)
+
+    visit(list(range(len(correct))), 0, root)
+    return rewards
+
+
+@given(seeds, st.sampled_from([(3,), (2, 3), (3, 2, 2)]))
+def test_global_and_local_advantages_are_those_of_treerl(seed, tree):
+    _, levels, segments = random_tree(seed, tree, 9)
+    generator, mask = torch.Generator().manual_seed(seed), segments.mask
+    # No response ends early: every leaf has all levels, and is right or wrong.
+    if int(levels.amax(dim=1).min()) < len(tree) - 1:
+        return
+    correct = torch.randint(0, 2, (len(mask),), generator=generator).double()
+    rewards = at_last_token(correct, mask)
+    got = advantages_of(rewards, tree, levels, segments, baseline="global_local")
+    wanted = treerl_by_loop(correct.tolist(), tree)
+    for leaf, row in enumerate(wanted):
+        for t in range(int(mask[leaf].sum())):
+            leaves = math.prod(tree[levels[leaf, t] + 1 :])
+            assert float(got[leaf, t]) == pytest.approx(leaves * row[levels[leaf, t]], abs=1e-12)
+
+
+def test_global_advantages_count_what_was_earned_before():
+    rewards = torch.tensor([[1.0, 0.0], [1.0, 2.0], [0.0, 0.0], [0.0, 1.0]])
+    levels = torch.tensor([[0, 1]] * 4)
+    segments = Segments(levels, torch.ones(4, 2).bool())
+    got = advantages_of(rewards, (2, 2), levels, segments, baseline="global_local")
+    # returns 1, 3, 0, 1; root 1.25; beginnings 2 and 0.5; local +-0.75, then +-1 and +-0.5
+    root = math.sqrt(2)
+    wanted = [
+        [root * 1.5, -0.25 - 1],
+        [root * 1.5, 1.75 + 1],
+        [root * -1.5, -1.25 - 0.5],
+        [root * -1.5, -0.25 + 0.5],
+    ]
+    torch.testing.assert_close(got, torch.tensor(wanted))
+    with pytest.raises(ValueError, match=r"gamma must be 1, not 0\.9"):
+        advantages_of(rewards, (2, 2), levels, segments, baseline="global_local", gamma=0.9)
 
 
 @given(seeds, st.integers(2, 4), st.sampled_from([1, 2, math.inf]), st.sampled_from([1.0, 0.9]))

@@ -117,7 +117,7 @@ def test_tokens_are_characters_and_lines_are_macro_actions():
 
 
 def test_the_recipe_trains_and_scores(tmp_path):
-    """Two steps of each stage: what it learns is measured in docs/sums.md."""
+    """Two steps of each stage: what it learns is measured in docs/code.md."""
     from marlhf.train import ppo, rloo, sft
 
     short = ["num_steps=2", "batch_size=4", "eval_every=0", "save_every=0", "data.limit=60"]

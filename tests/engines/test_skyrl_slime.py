@@ -16,7 +16,7 @@ from marlhf.models.tiny import tiny_tokenizer
 
 
 class Trainer(skyrl.MacroTrainerMixin, skyrl_excerpt.RayPPOTrainer):
-    """SkyRL's trainer as docs/skyrl.md has it."""
+    """SkyRL's trainer as docs/verl.md has it."""
 
 
 def skyrl_batch(loss_masks, rewards=None):

@@ -1,10 +1,12 @@
+import json
 import math
 
 import pytest
 
-from marlhf.report.findings import shows, shows_not, verdict
+from marlhf.report.findings import critics, reward_health, shows, shows_not, verdict
 from marlhf.report.groups import group_runs
 from marlhf.report.measures import final_score, score_at_kl
+from marlhf.report.write import report_html
 from marlhf.runs.read import find_runs, read_run
 
 
@@ -117,6 +119,70 @@ def test_growing_responses_are_named(group):
     assert "grew from 20.0 to 60.0 tokens" in said
 
 
+@pytest.mark.parametrize(
+    ("key", "values", "sign"),
+    [
+        ("length", (60.0, 20.0), "responses shrank from 60.0 to 20.0 tokens"),
+        ("repetition", (0.1, 0.3), "repetition rose from 10% to 30%"),
+        ("ended", (0.9, 0.5), "end with EOS fell to 50%"),
+        ("length", (20.0, 22.0), ""),
+        ("repetition", (0.3, 0.3), ""),
+        ("ended", (0.5, 0.5), ""),
+    ],
+)
+def test_every_run_that_deserves_it_is_looked_at_twice(make_run, key, values, sign):
+    groups = []
+    for name in ("a", "b"):
+        rows = _evals([0.0, 1.0])
+        for row, value in zip(rows, values):
+            row[f"eval/{key}"] = value
+        run = make_run(name, config={"output_dir": name, "sigma": name}, metrics=rows)
+        groups += group_runs([read_run(run)])
+    flagged = [s for s in shows(groups) if '<span class="warn">Look twice</span>' in s]
+    assert len(flagged) == (2 if sign else 0)
+    assert all(sign in sentence for sentence in flagged)
+
+
+def test_a_change_of_length_within_its_interval_is_no_sign(make_run):
+    lengths = [[10.0, 30.0, 20.0, 20.0], [60.0, 12.0, 12.0, 20.0]]
+    evaluations = [
+        {"step": 10 * i, "scores": [0.0] * 4, "length": each} for i, each in enumerate(lengths)
+    ]
+    (group,) = group_runs([read_run(make_run("a", evaluations=evaluations))])
+    assert "Look twice" not in " ".join(shows([group]))
+
+
+def test_groups_that_mostly_score_alike_are_named(make_run):
+    for share, named in ((0.75, True), (0.25, False)):
+        train = [{"kind": "train", "step": 1, "rl/zero_std_groups": share}]
+        run = make_run(f"a{share}", stage="grpo", metrics=[*train, *_evals([0.0, 1.0])])
+        said = " ".join(shows(group_runs([read_run(run)])))
+        assert ("to 75% of the prompts had the same score" in said) is named
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "pairs", "said"),
+    [
+        (0.8, 400, "ranks 80% of 400 held-out pairs correctly."),
+        (0.8, None, "ranks 80% of held-out pairs correctly."),
+        (0.5, 400, "correctly: hardly better than chance."),
+        (0.8, 20, "correctly: too few pairs to tell."),
+        (0.5, 20, "hardly better than chance and too few pairs to tell."),
+    ],
+)
+def test_the_health_of_the_reward_model_is_told(make_run, accuracy, pairs, said):
+    metrics = [{"kind": "eval", "step": 2, "seconds": 1.0, "eval/accuracy": accuracy}]
+    folder = make_run("rm", stage="reward", metrics=metrics)
+    if pairs:
+        about = json.loads((folder / "run.json").read_text())
+        (folder / "run.json").write_text(json.dumps(about | {"rows": {"held-out": pairs}}))
+    (line,) = reward_health(group_runs([read_run(folder)]))
+    assert said in line
+    assert ("warn" in line) is (accuracy < 0.55 or pairs == 20)
+    assert reward_health(group_runs([read_run(make_run("p", metrics=_evals([0.0])))])) == []
+    assert line in report_html([read_run(folder)])
+
+
 def test_one_seed_is_no_evidence(group):
     said = " ".join(shows_not([group("a", [0.0, 1.0])], []))
     assert "one seed is no evidence" in said
@@ -174,3 +240,28 @@ def test_the_interval_is_over_prompts(make_run):
 def test_the_verdict_never_gives_a_score_without_kl_and_length(group):
     said = verdict([group("a", [0.0, 1.0], kls=[0.0, 4.0], lengths=[20.0, 21.0])], [])
     assert "1.00</b> (KL 4.00, 21.0 tokens)" in said
+
+
+def test_what_critics_explain_stands_among_the_first_lines(make_run):
+    def critic(name, *thirds):
+        metrics = [
+            {"kind": "train", "step": step, "seconds": 1.0 * step}
+            | {f"rl/explained_variance_{i}": x for i, x in enumerate(thirds, 1)}
+            for step in range(1, 31)
+        ]
+        config = {"output_dir": name, "seed": 1}
+        return group_runs([read_run(make_run(name, config=config, metrics=metrics))])[0]
+
+    knows, blind = critic("knows", 0.0, 0.27, 0.52), critic("blind", -0.02, 0.0, 0.01)
+    (first,) = critics([knows])
+    assert "explained 0.00 / 0.27 / 0.52 of the returns in the first / second / last" in first
+    assert "warn" not in first
+    (second,) = critics([blind])
+    assert '<span class="warn">A critic that explains nothing:</span>' in second
+    assert "critic_pretraining" in second
+    assert first in shows([knows, blind])
+    assert second in shows([knows, blind])
+
+
+def test_runs_without_a_critic_say_nothing_of_it(group):
+    assert critics([group("a", [0.0, 1.0])]) == []

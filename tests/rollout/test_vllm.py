@@ -276,6 +276,48 @@ def test_limits_cut_responses_as_the_native_engine_does(engine, small, top_k):
     same(rollout, native)
 
 
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_conversations_are_sampled_turn_by_turn(engine, small, top_k):
+    """Each turn is a response to the text so far; the log-probs are the policy's own."""
+    policy, sampling, limits = small("llama"), Sampling(5, 0.7, top_k=top_k), [9, 30, 23]
+
+    def reply(row, tokens):
+        return None if tokens[-1] == 7 else [3 + row, *tokens[:2]][: sum(tokens) % 4]
+
+    native, expected, marks = NativeEngine(policy, ENDS, 0), [], []
+    for row, (prompt, seed, limit) in enumerate(zip(PROMPTS, SEEDS, limits)):
+        text, sampled, more = [], [], []
+        while more is not None and len(text) + len(more) < limit:
+            text, sampled = text + more, sampled + [False] * len(more)
+            turn = replace(sampling, max_new_tokens=min(5, limit - len(text)))
+            own = module.turn_seed(seed, len(text))
+            [tokens] = native.generate([prompt + text], turn, [own]).responses
+            text, sampled = text + tokens, sampled + [True] * len(tokens)
+            more = reply(row, tokens)
+        expected.append(text)
+        marks.append(sampled)
+    found = engine(policy).generate(PROMPTS, sampling, SEEDS, limits, reply)
+    assert found.responses == expected
+    assert [list(row[: len(m)]) for row, m in zip(found.sampled.tolist(), marks)] == marks
+    assert found.ended.tolist() == [text[-1] in ENDS for text in expected]
+    sequences = Sequences.from_lists(PROMPTS, expected, 0)
+    with torch.no_grad():
+        ours = token_stats(policy, sequences, 0.7).logprobs.masked_fill(~found.sampled, 0)
+    torch.testing.assert_close(found.logprobs, ours, atol=1e-4, rtol=0)
+
+
+def test_conversations_too_long_are_a_sentence(engine, small):
+    with pytest.raises(RolloutError, match="prompt of 7 tokens and a response of 60 are more"):
+        engine(small("llama")).generate(PROMPTS, SAMPLED, SEEDS, [60] * 3, lambda *_: None)
+
+
+def test_turns_have_different_seeds():
+    """Or each would draw the random numbers of the first."""
+    seeds = {module.turn_seed(seed, used) for seed in SEEDS for used in range(50)}
+    assert len(seeds) == 150
+    assert [module.turn_seed(seed, 0) for seed in SEEDS] == SEEDS
+
+
 @pytest.mark.parametrize(
     "sampling", [Sampling(9, 0), SAMPLED, Sampling(9, 0.7, top_k=5, top_p=0.9)]
 )

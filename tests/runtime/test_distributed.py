@@ -20,10 +20,11 @@ from transformers import TrainerCallback
 
 from marlhf import trainers
 from marlhf.config.model import LoRA
-from marlhf.core import Constituents, NGram, RandomNGram
+from marlhf.core import Constituents, Entropy, NGram, RandomNGram, ValueChange
 from marlhf.data import DataConfig
 from marlhf.reward.code import unit_tests
 from marlhf.rollout import Sampling
+from marlhf.train.ppo_config import CriticPretraining
 from marlhf.train.stages import METHODS
 
 pytestmark = [
@@ -34,7 +35,7 @@ TRAINERS = {
     kind.stage: kind
     for kind in (
         *(trainers.SFTTrainer, trainers.RewardTrainer, trainers.DPOTrainer),
-        *(trainers.MacroPPOTrainer, trainers.RLOOTrainer),
+        *(trainers.MacroPPOTrainer, trainers.RLOOTrainer, trainers.GRPOTrainer),
     )
 }
 WAYS = ("data", "fsdp")
@@ -54,6 +55,7 @@ RL = {"eval_prompts": 5, "log_samples": 1, "sampling": Sampling(max_new_tokens=8
 OWN = {
     "ppo": RL | {"critic_learning_rate": 1e-3, "num_mini_batches": 2, "segmenter": RandomNGram()},
     "rloo": RL | {"num_samples": 2},
+    "grpo": RL | {"num_samples": 2},
 }
 BRIEF = {"num_steps": 2, "eval_every": 0, "save_every": 0}  # the last step begins after an update
 RUNS = {kind: (kind, {}) for kind in METHODS} | {
@@ -62,7 +64,24 @@ RUNS = {kind: (kind, {}) for kind in METHODS} | {
     "few-pairs": ("reward", BRIEF | {"batch_size": 1}),
     "tree": ("rloo", BRIEF | {"num_samples": 4, "tree": (2, 2), "segmenter": NGram(2)}),
     "constituents": ("ppo", BRIEF | {"segmenter": Constituents(max_length=6)}),
+    "entropy": (
+        "ppo",
+        BRIEF
+        | {"segmenter": Entropy(0.7), "lam": "adaptive", "lam_alpha": 0.5}
+        # Each response is an example: the reward is minus its length.
+        | {"positive_lm_coef": 0.1, "positive_score": -9.0},
+    ),
+    "values": ("ppo", BRIEF | {"segmenter": ValueChange(0.7)}),
+    "dynamic": ("rloo", BRIEF | {"num_samples": 2, "dynamic_sampling": 2, "update_share": 0.5}),
     "lora": ("ppo", {"lora": LoRA(r=2)}),
+    "pretrained": (
+        "ppo",
+        BRIEF
+        | {
+            "critic_pretraining": CriticPretraining(responses=40, epochs=2, until=1.0),
+            "critic_replay": 1,
+        },
+    ),
     "lora-reward": ("reward", BRIEF | {"lora": LoRA(r=2, merge=False)}),
     "sandbox": ("rloo", BRIEF | {"num_steps": 1, "eval_prompts": 1}),
 }

@@ -33,6 +33,7 @@ def dashboards(monkeypatch):
             return made[-1]
 
         module.init = init
+        module.Table = lambda columns, data: (columns, data)
         monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.delenv(f"{name.upper()}_PROJECT", raising=False)
     return runs
@@ -103,6 +104,34 @@ def test_dashboards_get_the_run_its_settings_and_its_numbers(dashboards, tmp_pat
         assert run.given["name"] == "my ppo"
         assert run.given["dir"] == str(tmp_path)
         assert run.ended == {"exit_code": 0}
+
+
+SAMPLES = [
+    {"prompt": "Why|so?", "response": "One\ntwo", "score": 0.5, "gold": None},
+    {"prompt": "Who?", "response": "Me", "score": 1.0, "gold": None},
+]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_dashboards_get_samples_as_tables(dashboards, tmp_path, name):
+    trackers = Trackers([name], tmp_path, name="run", config_raw={})
+    trackers.table(3, "samples", SAMPLES)
+    trackers.table(3, "samples", [])
+    trackers.finish("finished")
+    columns, data = (
+        ["prompt", "response", "score"],
+        [["Why|so?", "One\ntwo", 0.5], ["Who?", "Me", 1]],
+    )
+    assert dashboards[name][0].logged == [(3, {"samples": (columns, data)})]
+
+
+def test_tensorboard_gets_samples_as_text(tmp_path):
+    trackers = Trackers("tensorboard", tmp_path, name="run", config_raw={})
+    trackers.table(3, "samples", SAMPLES)
+    trackers.finish("finished")
+    _, text = events(tmp_path)
+    assert "| prompt | response | score |\n| --- | --- | --- |" in text
+    assert "| Why\\|so? | One<br>two | 0.5 |" in text
 
 
 @pytest.mark.parametrize(("name", "key"), [("wandb", "id"), ("trackio", "name")])

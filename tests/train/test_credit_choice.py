@@ -117,11 +117,35 @@ def test_nothing_is_chosen_where_nothing_can_be_told():
     assert better(gradient_agreement(nothing, nothing[0]), used=1) == 1
 
 
+def test_a_short_reach_is_not_chosen_while_the_critic_explains_nothing(ppo_config):
+    """Gradients that favour lambda .5, which is not allowed, over those in use and above it."""
+
+    def choice(allowed):
+        chooser = chooser_of(ppo_config)
+        chooser.choice = 3  # lambda 1
+        generator = torch.Generator().manual_seed(0)
+        for step in range(20):
+            gradients = batch_gradients(generator, 0.0, count=256)
+            chooser.choose(step, gradients, None, allowed)
+        return chooser.config.lam
+
+    assert choice(None) == 0.0
+    assert choice([False, False, True, True]) == 0.95
+    assert choice([False, False, False, True]) == 1.0
+
+
+def test_the_choice_among_nobody_stays():
+    generator = torch.Generator().manual_seed(0)
+    measured = torch.stack([batch_gradients(generator, 0.0) for _ in range(12)], dim=1)
+    agreement = gradient_agreement(measured[:-1], measured[-1])
+    assert better(agreement, 2, allowed=[False] * 4) == 2
+
+
 AUTO = {"credit": "auto", "num_steps": 8, "eval_every": 4}
 
 
 def test_a_run_chooses_logs_and_resumes_identically(ppo_config, monkeypatch):
-    monkeypatch.setattr(credit_choice, "better", lambda agreement, used: (used + 5) % 12)
+    monkeypatch.setattr(credit_choice, "better", lambda _, used, **__: (used + 5) % 12)
     whole = ppo_config("whole", **AUTO, num_ppo_epochs=2)
     ppo.train(whole)
     steps = [x for x in read_lines(whole.output_dir) if x["kind"] == "train"]

@@ -18,6 +18,7 @@ from marlhf.credit import measure as measuring
 from marlhf.credit.measure import (
     CreditError,
     Measured,
+    critic_verdict,
     measure,
     open_state,
     recipe_of,
@@ -105,7 +106,7 @@ def test_a_gradient_that_points_away_is_told(ppo_config, own, other, words):
     replicates, error = cosine[:, None].expand(2, 4), torch.full((2,), 0.01)
     known = torch.tensor(True)
     agreement = Agreement(cosine, error, cosine, replicates, torch.zeros(2, 1), known)
-    measured = Measured(options, agreement, batches=4, responses=16)
+    measured = Measured(options, agreement, 4, 16, ppo_config(), [0.0, 0.1, 0.2])
     assert words in verdict(measured)
     samples = {row["name"]: row["samples"] for row in measured.rows()}
     if own > 0 and other > 0:
@@ -113,6 +114,21 @@ def test_a_gradient_that_points_away_is_told(ppo_config, own, other, words):
     else:
         assert samples["token lam=1"] is None
     assert "nan" not in table(measured)
+
+
+@pytest.mark.parametrize(
+    ("explained", "words"),
+    [
+        ([0.0, 0.27, 0.52], "explains 0.00, 0.27, 0.52 of the returns in the first, second and"),
+        ([0.0, -0.1, 0.04], "That is nothing: either pretrain it"),
+    ],
+)
+def test_what_the_critic_explains_is_told(ppo_config, explained, words):
+    nothing = torch.zeros(1)
+    agreement = Agreement(nothing, nothing, nothing, torch.zeros(1, 4), torch.zeros(1, 1), nothing)
+    measured = Measured([], agreement, 4, 16, ppo_config(), explained)
+    assert words in critic_verdict(measured)
+    assert ("nothing" in critic_verdict(measured)) == (max(explained) < 0.05)
 
 
 def test_a_wrong_rule_is_told_before_anything_is_loaded(run, monkeypatch):

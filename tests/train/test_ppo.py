@@ -498,7 +498,7 @@ def test_the_pass_that_values_trains_the_critic_as_one_of_its_own_would(ppo_conf
     torch.testing.assert_close(alone, values)
     credit = ppo.assign_credit(rewards, alone, segments, config)
     again = token_values(models.critic, found.sequences)
-    counts = found.count_terms(credit.segments)
+    counts = experience.count_terms(credit.segments)
     loss = ppo.value_loss(again, credit.values, credit.returns, credit.segments, counts, config)
     loss.backward()
     torch.testing.assert_close(losses["rl/value_loss"], loss.detach())

@@ -21,7 +21,7 @@ from marlhf.core import RandomNGram
 from marlhf.models.base import ModelError
 from marlhf.reward import RewardModel
 from marlhf.rollout import Sampling
-from marlhf.runs.layout import RunError
+from marlhf.runs.layout import RunError, read_config
 from marlhf.runs.write import RunFolder
 from marlhf.runtime import checkpoint
 from marlhf.runtime.stage import Stopped
@@ -275,6 +275,30 @@ def test_a_folder_with_another_run_is_refused(ppo_config, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="is a file"):
         ppo.train(ppo_config("file"))
+
+
+def test_num_steps_may_be_raised(ppo_config, capsys):
+    short = ppo_config(num_steps=2, save_every=1, eval_every=0, schedule="linear")
+    ppo.train(short)
+    longer = replace(short, num_steps=4)
+    ppo.train(longer)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "num_steps was 2" in said
+    assert "follows the linear schedule of the longer run" in said
+    train = [x for x in read_lines(short.output_dir) if x["kind"] == "train"]
+    assert [x["step"] for x in train] == [1, 2, 3, 4]
+    rates = [short.rate(1, 2), short.rate(2, 2), longer.rate(3, 4), longer.rate(4, 4)]
+    assert [x["rl/learning_rate"] for x in train] == pytest.approx(rates)
+    assert read_config(Path(short.output_dir))["num_steps"] == 4
+    assert _folder(longer).finished
+    with pytest.raises(RunError, match="num_steps: 4 there, 3 now"):
+        ppo.train(replace(short, num_steps=3))
+
+
+def test_without_a_checkpoint_num_steps_may_not_be_raised(ppo_config):
+    ppo.train(ppo_config(num_steps=1, save_every=0, eval_every=0))
+    with pytest.raises(RunError, match="num_steps: 1 there, 2 now"):
+        ppo.train(ppo_config(num_steps=2, save_every=0, eval_every=0))
 
 
 def test_a_folder_of_an_earlier_version_lacks_settings_that_came_since(ppo_config):

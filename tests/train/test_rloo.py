@@ -21,8 +21,9 @@ from marlhf.runtime.distributed import World, start
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
 from marlhf.runtime.stage import Stopped
 from marlhf.train import rloo
-from marlhf.train.experience import Credit, Experience, RolloutScorer
+from marlhf.train.experience import Credit, Experience, MicroBatch, PolicyMetrics, RolloutScorer
 from marlhf.train.rl_models import Models, load_models, load_prompts
+from marlhf.train.rl_run import ScoreWatch
 from small_runs import TOY, assert_close, read_lines
 
 HERE = World(torch.device("cpu"))
@@ -197,6 +198,52 @@ def test_several_mini_batches_are_clipped(rloo_config):
     train = [x for x in lines if x["kind"] == "train"]
     assert all(x["rl/approx_kl"] > 0 for x in train)
     assert any(x["rl/clip_fraction"] > 0 for x in train)
+
+
+def test_bounds_of_the_ratio_may_differ():
+    found, new, old = off_policy()
+    new = new.detach()
+    segments = Segments(torch.zeros_like(found.mask).long(), found.mask)
+    micro = MicroBatch(found.sequences, torch.arange(len(found.mask)), 1.0)
+    change = (new - old).exp()[found.mask]
+    for bounds in ((1e-6, 9.0), (0.9, 1e-6), (0.1, 0.3)):
+        config = settings(clip=bounds, ratio="token")
+        sums = PolicyMetrics(found, found.mask.sum(), config)
+        sums.add(micro, segments, new, old, {})
+        wanted = ((change < 1 - bounds[0]) | (change > 1 + bounds[1])).float().mean()
+        torch.testing.assert_close(sums.sums["rl/clip_fraction"], wanted.to(new.dtype))
+    assert settings(clip=0.3).clip_range == (0.3, 0.3)
+    for wrong in (0, (0.2, -1), (0.1, 0.2, 0.3), "0.2"):
+        with pytest.raises(ValueError, match="clip must be"):
+            settings(clip=wrong)
+
+
+@pytest.mark.parametrize(
+    ("steps", "warned"),
+    [
+        ([{"rl/score_std": 0.0}] * 4, 1),  # PPO: one response per prompt
+        ([{"rl/score_std": 0.0}, {"rl/score_std": 0.5}] * 2, 0),
+        ([{"rl/score_std": 0.5, "rl/zero_std_groups": 1.0}] * 2, 1),
+        ([{"rl/score_std": 0.5, "rl/zero_std_groups": 0.9}] * 4, 0),
+    ],
+)
+def test_two_steps_without_variance_give_one_warning(steps, warned, capsys):
+    watch = ScoreWatch()
+    for step, numbers in enumerate(steps, start=1):
+        watch(step, 8, numbers)
+    assert capsys.readouterr().err.count("nothing to learn from") == warned
+
+
+def test_groups_whose_scores_are_alike_are_counted_and_warned_about(rloo_config, capsys):
+    scores = torch.tensor([[1.0, 1.0], [0.0, 1.0]])
+    assert rloo.all_equal(scores).tolist() == [True, False]
+    objects = GivenObjects(reward_funcs=[lambda completions, **_: [1.0] * len(completions)])
+    config = rloo_config(reward_model="", reward_funcs=("flat",), num_steps=3)
+    rloo.train(config, objects)
+    train = [x for x in read_lines(config.output_dir) if x["kind"] == "train"]
+    assert [x["rl/zero_std_groups"] for x in train] == [1, 1, 1]
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("steps 1 and 2: all responses to each prompt have the same score") == 1
 
 
 def test_it_resumes_identically(rloo_config, monkeypatch):

@@ -45,7 +45,7 @@ from marlhf.data import DataConfig, DataError, toy
 from marlhf.models.load import load_policy, load_scalar
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
 from marlhf.reward import RewardError
-from marlhf.runs.layout import RunError
+from marlhf.runs.layout import RunError, read_state
 from small_runs import assert_close, read_lines
 
 ROWS = [
@@ -68,6 +68,7 @@ STAGES = {
     "dpo": (DPOTrainer, DPOConfig, SHORT),
     "ppo": (MacroPPOTrainer, PPOConfig, {**RL, "critic_learning_rate": 1e-3}),
     "rloo": (RLOOTrainer, RLOOConfig, {**RL, "num_samples": 2}),
+    "grpo": (GRPOTrainer, GRPOConfig, {**RL, "num_samples": 2}),
 }
 
 
@@ -86,7 +87,7 @@ def trainer(tmp_path):
     def make(stage="ppo", name="run", settings=None, **given):
         kind, config, short = STAGES[stage]
         args = config(output_dir=str(tmp_path / name), **{**short, **(settings or {})})
-        rewards = {"reward_funcs": brevity} if stage in ("ppo", "rloo") else {}
+        rewards = {"reward_funcs": brevity} if stage in ("ppo", "rloo", "grpo") else {}
         usual = {"model": "tiny", "train_dataset": ROWS, "args": args, **rewards}
         return kind(**{**usual, **given})
 
@@ -324,6 +325,16 @@ def test_callbacks_may_stop_a_run_and_their_faults_are_sentences(trainer):
     )
     assert patient.train().global_step < 4
     assert status(patient)["note"].startswith("Stopped by a callback")
+
+
+def test_samples_go_to_tensorboard(trainer):
+    made = trainer("ppo", settings={"report_to": "tensorboard", "num_steps": 1})
+    made.train()
+    events = EventAccumulator(str(Path(made.args.output_dir) / "tensorboard")).Reload()
+    written = [e.step for e in events.Tensors("samples/text_summary")]
+    assert written == [0, 1]
+    (run,) = Path(made.args.output_dir).glob("samples.jsonl")
+    assert len(run.read_text("utf-8").splitlines()) == 2  # log_samples of each
 
 
 def test_metrics_go_to_tensorboard(trainer):
@@ -602,6 +613,87 @@ def test_every_setting_of_trls_configs_is_answered(stage):
             assert re.findall(r"\w+", RENAMED[setting])[0] in ours, setting
 
 
+def test_a_setting_of_another_stage_is_not_advised():
+    with pytest.raises(TypeError, match="num_samples, which this stage does not have"):
+        PPOConfig(num_generations=4)
+    for name, new in {"lr": "learning_rate", "hub_strategy": "uploaded, once"}.items():
+        with pytest.raises(TypeError, match=new):
+            PPOConfig(**{name: 0.1})
+    with pytest.raises(TypeError, match="TRL counts responses there, and marlhf prompts"):
+        GRPOConfig(per_device_train_batch_size=8)
+
+
+def test_state_evaluation_and_loss_are_those_of_the_run(unbroken):
+    history = unbroken.state.log_history
+    lines = metrics(unbroken)
+    assert [row["step"] for row in history] == [line["step"] for line in lines]
+    steps = [line for line in lines if line["kind"] == "train"]
+    assert [x["loss"] for x in history if "loss" in x] == [x["rl/policy_loss"] for x in steps]
+    assert unbroken.state.global_step == 3
+    evaluation = [line for line in lines if line["kind"] == "eval"][-1]
+    wanted = {f"eval_{k[5:]}": x for k, x in evaluation.items() if k.startswith("eval/")}
+    assert unbroken.evaluate() == wanted
+    unbroken.save_state()
+    saved = json.loads((Path(unbroken.args.output_dir) / "trainer_state.json").read_text())
+    assert saved["log_history"] == history
+
+
+def test_the_training_loss_is_the_mean_over_steps(trainer):
+    sft = trainer("sft")
+    with pytest.raises(RuntimeError, match=r"no trained model .* Call train\(\) first"):
+        sft.evaluate()
+    with pytest.raises(RuntimeError, match=r"no step in .* yet\. Call train\(\) first"):
+        sft.save_state()
+    out = sft.train()
+    losses = [line["sft/loss"] for line in metrics(sft) if line["kind"] == "train"]
+    assert out.training_loss == pytest.approx(sum(losses) / len(losses))
+    assert out.metrics["train_loss"] == out.training_loss
+    held_out = len(sft.objects.eval_rows)
+    rows = {"training": len(ROWS) - held_out, "held-out": held_out}
+    assert read_state(Path(sft.args.output_dir))["rows"] == rows
+    with pytest.raises(ValueError, match="pass eval_dataset to the trainer"):
+        sft.evaluate(ROWS)
+
+
+def test_callbacks_come_and_go(trainer):
+    class Count(TrainerCallback):
+        def __init__(self):
+            self.steps = 0
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.steps += 1
+
+    class Never(Count): ...
+
+    kept, dropped = Count(), Never()
+    sft = trainer("sft", callbacks=[dropped])
+    sft.add_callback(kept)
+    sft.remove_callback(Never)
+    sft.train()
+    assert (kept.steps, dropped.steps) == (2, 0)
+    sft.remove_callback(kept)
+    with pytest.raises(ValueError, match="There is no callback"):
+        sft.remove_callback(kept)
+
+
+def test_grpos_defaults_are_trls():
+    trl = pytest.importorskip("trl")
+    theirs = {f.name: f.default for f in dataclasses.fields(trl.GRPOConfig)}
+    ours = GRPOConfig()
+    for name, mine in {
+        "learning_rate": ours.learning_rate,
+        "num_generations": ours.num_samples,
+        "beta": ours.kl_coef,
+        "epsilon": ours.clip,
+        "temperature": ours.sampling.temperature,
+        "max_completion_length": ours.sampling.max_new_tokens,
+        "importance_sampling_level": ours.ratio,
+        "lr_scheduler_type": ours.schedule,
+        "warmup_steps": ours.warmup(100),
+    }.items():
+        assert theirs[name] == mine, name
+
+
 def test_grpo_is_rloo_with_its_settings(tmp_path):
     settings = {**RL, "num_steps": 1, "num_samples": 2}
     args = GRPOConfig(output_dir=str(tmp_path / "grpo"), **settings)
@@ -613,6 +705,8 @@ def test_grpo_is_rloo_with_its_settings(tmp_path):
     )
     assert (trainer.args.baseline, trainer.args.kl_in) == ("group", "loss")
     assert trainer.train().global_step == 1
+    assert read_state(tmp_path / "grpo")["stage"] == "grpo"
+    assert "tags:\n- marlhf\n- rlhf\n- grpo" in (tmp_path / "grpo/model/README.md").read_text()
     with pytest.raises(TypeError, match=r"takes args of marlhf\.GRPOConfig"):
         GRPOTrainer(model="tiny", reward_funcs=brevity, args=RLOOConfig())
 

@@ -1,9 +1,10 @@
 """Commands on finished runs: pass-at-k, credit, evaluate, best-of-n, judge, annotate, agreement,
-report, chat."""
+report, watch, export, chat."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -30,6 +31,11 @@ from marlhf.cli.app import (
 if TYPE_CHECKING:
     from marlhf.evaluate.blocks import BlockOptions
     from marlhf.evaluate.eval_plan import EvaluationOptions
+
+RunFolders = Annotated[list[Path], typer.Argument(help="Run folders, or folders of them.")]
+ReportFile = Annotated[Path, typer.Option("-o", "--output", help="File to write.")]
+REPORT = Path("report.html")
+Every = Annotated[float, typer.Option(min=1, help="Seconds between updates.")]
 
 HELD_OUT_DATA = "These are held-out prompts: a model trained on them cannot be evaluated on them."
 
@@ -110,7 +116,7 @@ def credit(
     from marlhf.config.candidates import parse_candidates
 
     parse_candidates(tuple(rules or ()))  # a typo is reported before torch loads
-    from marlhf.credit.measure import measure, open_state, table, verdict
+    from marlhf.credit.measure import critic_verdict, measure, open_state, table, verdict
     from marlhf.credit.true_credit import locate
     from marlhf.credit.true_credit import table as where_table
     from marlhf.runs.atomic import write_json
@@ -133,6 +139,7 @@ def credit(
         return
     typer.echo(table(measured))
     typer.echo(verdict(measured))
+    typer.echo(critic_verdict(measured))
     if where:
         typer.echo("\n" + where_table(summary["where"]))
     tell(f"{run / CREDIT}; marlhf report shows it")
@@ -158,11 +165,24 @@ def evaluate(
     source: Source = None,
     path: DataPath = None,
     split: Split = None,
+    lm_eval: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASKS", help="Run these tasks of lm-eval instead, as in gsm8k,ifeval."
+        ),
+    ] = None,
     environment: EnvironmentName = None,
     device: Device = "auto",
     trust_code: TrustCode = False,
 ) -> None:
     """Score responses to held-out prompts, with any model and any reward models."""
+    if lm_eval is not None:
+        from marlhf.evaluate.benchmarks import lm_eval_command, run_lm_eval
+
+        for run in runs:
+            command = lm_eval_command(run, lm_eval, device=device, seed=seed, trust_code=trust_code)
+            run_lm_eval(command)
+        return
     from marlhf.evaluate.eval_plan import EvaluationOptions
     from marlhf.evaluate.results import data_tables, summary_table
     from marlhf.evaluate.score import evaluate
@@ -408,19 +428,23 @@ def agreement(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of them.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="File to write.")] = Path(
-        "report.html"
-    ),
+    runs: RunFolders,
+    output: ReportFile = REPORT,
     watch: Annotated[
         bool, typer.Option("--watch", help="Update the page until the runs end.")
     ] = False,
-    every: Annotated[float, typer.Option(min=1, help="Seconds between updates.")] = 30.0,
+    every: Every = 30.0,
 ) -> None:
     """Write one HTML page that compares runs."""
-    if not watch:
+    if watch:
+        watch_runs(runs, output, every)
+    else:
         write_report_of(runs, output)
-        return
+
+
+@app.command("watch")
+def watch_runs(runs: RunFolders, output: ReportFile = REPORT, every: Every = 30.0) -> None:
+    """Write the report of runs that are training, and update it until they end."""
     from marlhf.report.write import watch_report
 
     for number, written in enumerate(watch_report(runs, output, every=every)):
@@ -428,6 +452,34 @@ def report(
             typer.secho(f"report: {written}", bold=True, err=True)
             tell(f"Updated every {every:g} s until the runs end, or until Ctrl-C.")
     tell("All runs have ended.")
+
+
+class ExportFormat(str, Enum):
+    """Who is to load the model."""
+
+    vllm = "vllm"
+    gguf = "gguf"
+
+
+@app.command("export")
+def export_model(
+    run: Annotated[Path, typer.Argument(help="A run with a finished model, or a model folder.")],
+    to: Annotated[ExportFormat, typer.Option(help="What is to load it.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Folder (default: beside RUN).")
+    ] = None,
+    trust_code: TrustCode = False,
+) -> None:
+    """Save a model as one plain folder, adapters merged, and check that it loads."""
+    from marlhf.runs.layout import RunError
+    from marlhf.runtime.export import export_plain, gguf_advice
+
+    folder = output or run.absolute().with_name(f"{run.absolute().name}-{to.value}")
+    export_plain(run, folder, trust_code=trust_code)
+    if to is ExportFormat.gguf:
+        raise RunError(gguf_advice(folder))
+    typer.echo(str(folder))
+    tell(f"next: vllm serve {folder}")
 
 
 @app.command()

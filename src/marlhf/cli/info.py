@@ -36,6 +36,8 @@ EXTRAS = {
     "benepar": ("benepar", "macro actions by the Berkeley parser"),
     "judge": ("openai", "judging by an API"),
     "annotate": ("fastapi", "the page on which people vote"),
+    "lm-eval": ("lm-eval", "published benchmarks: evaluate --lm-eval"),
+    "textarena": ("textarena", "games for one player"),
     "vllm": ("vllm", "sampling with vLLM"),
     "verl": ("verl", "macro actions inside verl's trainer"),
     "tensorboard": ("tensorboard", "report_to: tensorboard"),
@@ -78,6 +80,41 @@ def config(
         head = typer.style(name, bold=True)
         typer.echo(f"{head}: {type_} = {default}" if type_ else head)
         typer.echo(textwrap.fill(text, 92, initial_indent="    ", subsequent_indent="    "))
+
+
+@app.command()
+def methods(
+    name: Annotated[str | None, typer.Argument(help="A method to show in full.")] = None,
+) -> None:
+    """List the published methods that `preset:` knows, or show one with its paper and settings."""
+    import yaml
+
+    from marlhf.config.presets import PRESETS
+    from marlhf.evaluate.text_table import text_table
+    from marlhf.train.recipe import ConfigError, unknown
+
+    def settings(preset: str, flow: bool) -> str:
+        shown = dict(PRESETS[preset].settings)
+        text = yaml.safe_dump(shown, default_flow_style=flow, sort_keys=False, width=1000)
+        return text.strip()
+
+    if name is None:
+        rows = [
+            [p.name, p.kind, p.arxiv, "yes" if p.needs_critic else "no", p.cost, settings(n, True)]
+            for n, p in PRESETS.items()
+        ]
+        header = ["preset", "stage", "paper (arXiv)", "critic", "cost", "settings"]
+        typer.echo(text_table(header, rows, words=len(header)))
+        return
+    if name not in PRESETS:
+        raise ConfigError(unknown("NAME", name, PRESETS))
+    preset = PRESETS[name]
+    typer.echo(f"{preset.paper}\nhttps://arxiv.org/abs/{preset.arxiv}\n")
+    critic = "needs a critic" if preset.needs_critic else "needs no critic"
+    typer.echo(f"# marlhf {preset.kind}; {critic}; sampled tokens relative to PPO: {preset.cost}")
+    typer.echo(f"preset: {name}  # which sets\n{textwrap.indent(settings(name, False), '# ')}\n")
+    typer.echo(textwrap.fill(f"Same: {preset.same}", 92))
+    typer.echo(textwrap.fill(f"Different: {preset.differs}", 92))
 
 
 @app.command()
@@ -127,6 +164,23 @@ def doctor() -> None:
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback(help=app.info.help)
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None: ...
 
 
 def _read(file: Path | None) -> str:

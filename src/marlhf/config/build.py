@@ -67,8 +67,10 @@ def _by_setting(cls: type, errors: list[Any]) -> list[dict[str, Any]]:
             place = place[1:]
         # What is left of the place names one of several types, such as `int` of `int | "auto"`.
         wrong_type = error["type"].endswith(("_type", "_parsing")) or "literal" in error["type"]
-        setting = error["loc"][:-1]
-        if not (setting and inner is None and wrong_type and len(place) == 1 and place[0] != 0):
+        setting = error["loc"][: len(error["loc"]) - len(place)]
+        is_option = wrong_type and len(place) == 1 and place[0] != 0
+        in_tuple = bool(place) and str(place[0]).startswith("tuple[")
+        if not (setting and inner is None and (is_option or in_tuple)):
             problems[number] = error
             continue
         option = error["ctx"]["expected"] if "literal" in error["type"] else place[0]

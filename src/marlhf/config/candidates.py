@@ -43,7 +43,7 @@ class Candidate:
 
     rule: str
     settings: dict[str, Any] = field(default_factory=dict)
-    lam: float = 0.95
+    lam: float | str = 0.95  # or "adaptive", by `lam_alpha` of the run
     sigma: str = "start"
     credit: str = "macro"
 
@@ -62,9 +62,11 @@ class Candidate:
             if chosen.get(key, choices[0]) not in choices:
                 raise SettingError(f"{text!r}: {key} must be one of {', '.join(choices)}.")
         lam = chosen.pop("lam", 0.95)
-        if isinstance(lam, bool) or not isinstance(lam, (int, float)) or not 0 <= lam <= 1:
-            raise SettingError(f"{text!r}: lam must lie between 0 and 1.")
-        return cls(rule, given, float(lam), **chosen)
+        if lam != "adaptive":
+            if isinstance(lam, bool) or not isinstance(lam, (int, float)) or not 0 <= lam <= 1:
+                raise SettingError(f"{text!r}: lam must lie between 0 and 1, or be adaptive.")
+            lam = float(lam)
+        return cls(rule, given, lam, **chosen)
 
     def segmenter(self) -> Any:
         """The rule itself, for which torch is imported."""
@@ -81,7 +83,7 @@ class Candidate:
         words = ["token"] if token else [self.rule]
         if not token:
             words += [f"{key}={value}" for key, value in self.settings.items()]
-        words.append(f"lam={self.lam:g}")
+        words.append(f"lam={self._lam}")
         if self.credit != "macro":
             words.append(f"credit={self.credit}")
         elif self.sigma != "start" and not token:
@@ -97,7 +99,11 @@ class Candidate:
         """
         rule = ", ".join(f"{k}: {v}" for k, v in ({"type": self.rule} | self.settings).items())
         end = f"sigma: {self.sigma}" if self.credit == "macro" else f"credit: {self.credit}"
-        return f"segmenter: {{{rule}}}, lam: {self.lam:g}, {end}"
+        return f"segmenter: {{{rule}}}, lam: {self._lam}, {end}"
+
+    @property
+    def _lam(self) -> str:
+        return self.lam if isinstance(self.lam, str) else f"{self.lam:g}"
 
 
 def parse_candidates(texts: tuple[str, ...]) -> list[Candidate]:

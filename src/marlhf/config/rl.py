@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,11 @@ def ngram(**settings: Any) -> Segmenter:
     from marlhf.core import NGram
 
     return NGram(**settings)
+
+
+def is_positive(value: object) -> bool:
+    """Whether a value is a positive, finite number."""
+    return isinstance(value, numbers.Real) and 0 < float(value) < math.inf
 
 
 @dataclass(frozen=True)
@@ -163,6 +169,11 @@ class RLConfig(StageConfig):
     """Scale scores to mean 0 and deviation 1 on the starting policy's held-out responses."""
     missing_eos_penalty: float = 0.0
     """Taken from the score of a response that was cut off before it ended."""
+    overlong: tuple[float, float] | None = setting(None, on_card=True)
+    """Shares of max_new_tokens between which `overlong_penalty` sets in. DAPO: [0.8, 1], nothing up
+    to the first length, rising to all of it at the second."""
+    overlong_penalty: float = setting(1.0, above=0)
+    """The most that `overlong` takes from a score."""
 
     batch_size: int = 256
     """Prompts in a step. The paper: 256; code: 16."""
@@ -174,8 +185,9 @@ class RLConfig(StageConfig):
     """Steps in which the rates rise; overrides warmup_ratio. The paper: 200; 27B 0; code 20."""
     num_mini_batches: int = setting(1, above=0, on_card=True)
     """Updates in each pass over a batch of responses."""
-    clip: float = setting(0.2, above=0, on_card=True)
-    """How far the ratio may move before its gradient stops."""
+    clip: float | tuple[float, float] = setting(0.2, on_card=True)
+    """How far the ratio may move before its gradient stops; [0.2, 0.28] allows more upwards than
+    downwards (DAPO)."""
     dual_clip: float | None = setting(None, above=1)
     """Bound the loss of negative advantages at this multiple; 3 is usual."""
 
@@ -197,6 +209,11 @@ class RLConfig(StageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        bounds = self.clip if isinstance(self.clip, (tuple, list)) else (self.clip, self.clip)
+        if len(bounds) != 2 or not all(is_positive(bound) for bound in bounds):
+            raise SettingError(
+                f"clip must be a positive number, or two, [low, high]; got {self.clip!r}."
+            )
         if self.sampling.temperature == 0:
             raise SettingError("The policy must explore: set sampling.temperature above 0.")
         if not all(math.isfinite(weight) for weight in self.reward_weights or ()):
@@ -210,6 +227,11 @@ class RLConfig(StageConfig):
                     "vllm_weights_host must be one address of this machine, by which the vLLM "
                     "server reaches it."
                 )
+        if self.overlong is not None and not 0 <= self.overlong[0] < self.overlong[1] <= 1:
+            raise SettingError(
+                "overlong must be two rising shares of max_new_tokens from 0 to 1, such as "
+                f"[0.8, 1]; got {list(self.overlong)}."
+            )
         if self.async_steps:
             self._check_async()
         if self.environment and self.async_steps:
@@ -241,9 +263,23 @@ class RLConfig(StageConfig):
                 "work for a quantized one. Leave out lora.quantize, or async_steps."
             )
 
+    def _refuse_critic_rules(self, why: str) -> None:
+        """A segmenter that reads a critic's values, where there is no critic."""
+        if "values" in getattr(self.segmenter, "needs", ()):
+            raise SettingError(
+                f"segmenter {self.segmenter} reads the values of a critic, and {why}. Set "
+                "segmenter: {type: entropy}, or train with ppo and values: critic."
+            )
+
     def warmup(self, total: int) -> int:
         """Steps of warm-up in a run of `total`."""
         return round(self.warmup_ratio * total) if self.warmup_steps is None else self.warmup_steps
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """How far the ratio may move down and up."""
+        low, high = self.clip if isinstance(self.clip, (tuple, list)) else (self.clip, self.clip)
+        return low, high
 
     @property
     def one_update(self) -> bool:

@@ -28,6 +28,8 @@ SEGMENTERS = {
     "lines": "Lines",
     "turns": "Turns",
     "surprise": "Surprise",
+    "entropy": "Entropy",
+    "value_change": "ValueChange",
 }
 """Rules by the name that recipes call them by; classes of `marlhf.core`."""
 
@@ -43,7 +45,9 @@ RULE_DEFAULTS: dict[str, dict[str, Any]] = {
         "sentences": False,
         "parser": "english",
     },
-    "surprise": {"probability": 0.2, "max_length": None},
+    "surprise": {"probability": 0.2, "every": 1, "max_length": None},
+    "entropy": {"quantile": 0.9, "threshold": None, "max_length": None},
+    "value_change": {"quantile": 0.9, "threshold": None, "max_length": None},
 }
 """Settings of those rules, by which recipes are compared without torch; a test keeps them equal.
 Rules that are not listed have `max_length` alone."""

@@ -29,7 +29,9 @@ class StageConfig:
     model: str = ""
     """Where training starts: a folder, a hub name, a GGUF file, `tiny`, or `@stage`."""
     output_dir: str = setting("", may_change=True, private=True)
-    """The run folder. The same command resumes an unfinished run there."""
+    """The run folder; the same command resumes an unfinished run there. At the top of a recipe,
+    and with `marlhf run`, the folder of all stages, where each has one of its name. With the
+    command of one stage, such as `marlhf ppo`, that stage's own; `@sft` is looked for beside it."""
     data: DataConfig = field(default_factory=lambda: DEFAULT_DATA)
     """Which rows, from where, and how they are split."""
     seed: int = setting(0, affects_identity=False)

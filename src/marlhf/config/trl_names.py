@@ -6,9 +6,11 @@ docs/migrate.md has the same as tables, with the defaults.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 RENAMED = {
+    "lr": "learning_rate",
     "lr_scheduler_type": "schedule",
     "num_train_epochs": "num_epochs",
     "max_steps": "num_steps",
@@ -18,6 +20,7 @@ RENAMED = {
     "hub_private_repo": "hub_private",
     "cliprange": "clip",
     "epsilon": "clip",
+    "epsilon_high": "clip, as a pair of low and high: clip=(0.2, 0.28)",
     "cliprange_value": "value_clip",
     "delta": "dual_clip",
     "num_generations": "num_samples",
@@ -50,12 +53,12 @@ RENAMED = {
     "steps_per_generation": "num_mini_batches",
     "importance_sampling_level": "ratio",
     "reward_clip_range": "score_clip, one number",
-    "mask_truncated_completions": "missing_eos_penalty",
     "log_completions": "log_samples",
     "num_completions_to_print": "log_samples",
     "truncation_mode": 'data=DataConfig(too_long="truncate")',
     "dataset_text_field": "data=DataConfig(columns={...})",
     "data_seed": "data=DataConfig(seed=...)",
+    "full_determinism": "deterministic",
     "use_cpu": 'device="cpu"',
     "load_best_model_at_end": "keep_best, for ppo and rloo",
     **dict.fromkeys(("fsdp", "deepspeed", "fsdp_config"), 'parallel="fsdp"'),
@@ -63,7 +66,9 @@ RENAMED = {
 }
 REMOVED = {
     "packed": "it was removed, since it made no run faster",
-    "logging_steps": "every step is logged",
+    **dict.fromkeys(
+        ("logging_steps", "logging_strategy", "logging_first_step"), "every step is logged"
+    ),
     "vf_coef": "the critic has an optimiser of its own: set critic_learning_rate",
     "whiten_rewards": "advantages are whitened; normalize_scores scales scores",
     "stop_token": "responses end at EOS",
@@ -82,11 +87,21 @@ REMOVED = {
     "precompute_ref_log_probs": "they always are, and a resumed run keeps them",
     "auto_find_batch_size": 'token_budget="auto" does so',
     "disable_dropout": "dropout is off",
-    "num_iterations": "each response is used once",
+    "num_iterations": "each response is used once; num_mini_batches makes several updates of them",
+    "mask_truncated_completions": (
+        "responses that were cut off are trained on; missing_eos_penalty lowers their score"
+    ),
+    **dict.fromkeys(
+        ("hub_strategy", "hub_always_push", "hub_revision"), "the finished model is uploaded, once"
+    ),
+    "eval_on_start": "the start is always evaluated",
+    "greater_is_better": "it is the held-out score",
     "shuffle_dataset": "rows are shuffled by seed",
-    "loss_type": "DPO has sigmoid, SFT the log-likelihood; for GRPO see ratio",
+    "loss_type": (
+        'DPO has sigmoid, SFT the log-likelihood; GRPO has ratio="token" (dapo, bnpo), '
+        'ratio="macro_mean" (grpo), and scale_group=False besides (dr_grpo)'
+    ),
     "normalize_advantages": "RLOO's are not; PPO has whiten",
-    "epsilon_high": "the range of clip is symmetric",
     "completion_only_loss": "the loss is over the response alone",
     "assistant_only_loss": "the loss is over the response alone",
     "model_init_kwargs": "load the model and pass it to the trainer",
@@ -130,6 +145,11 @@ ABSENT = {
     "chat_template_kwargs",
     "dataset_kwargs",
     "discopop_tau",
+    "do_eval",
+    "do_predict",
+    "do_train",
+    "enable_jit_checkpoint",
+    "eval_delay",
     "ld_alpha",
     "loss_weights",
     "max_tool_calling_iterations",
@@ -137,7 +157,9 @@ ABSENT = {
     "num_total_batches",
     "off_policy_mask_threshold",
     "pad_to_multiple_of",
+    "parallelism_config",
     "router_aux_loss_coef",
+    "save_only_model",
     "top_entropy_quantile",
     "transformers_continuous_batching_config",
     "world_size",
@@ -151,12 +173,16 @@ def hint_for(name: str, known: Iterable[str] = ()) -> str:
     >>> hint_for("cliprange"), hint_for("optim"), hint_for("kl_cof", ["kl_coef", "clip"])
     ('In marlhf it is clip.', 'Leave it out: it is AdamW.', 'Did you mean kl_coef?')
     """
-    if name in RENAMED:
-        return f"In marlhf it is {RENAMED[name]}."
+    if new := RENAMED.get(name):
+        ours, known = re.split(r"\W", new)[0], set(known)
+        if "output_dir" in known and ours not in known:  # the settings of a stage without it
+            return f"Leave it out: in marlhf it is {ours}, which this stage does not have."
+        if ours == "batch_size" and "num_samples" in known:  # GRPO, RLOO
+            return f"In marlhf it is {new}; TRL counts responses there, and marlhf prompts."
+        return f"In marlhf it is {new}."
     if name in REMOVED:
         return f"Leave it out: {REMOVED[name]}."
-    if near := difflib.get_close_matches(name, sorted(known), n=1):
+    absent = name in ABSENT or name.startswith(PREFIXES)
+    if near := difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8 if absent else 0.6):
         return f"Did you mean {near[0]}?"
-    if name in ABSENT or name.startswith(PREFIXES):
-        return "Leave it out: marlhf has nothing like it."
-    return ""
+    return "Leave it out: marlhf has nothing like it." if absent else ""

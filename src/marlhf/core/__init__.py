@@ -1,6 +1,7 @@
 """The algorithm, as pure functions on tensors. Needs torch and nothing else."""
 
 from marlhf.core.advantages import (
+    adaptive_lam,
     boundary_gae,
     gae,
     group_advantages,
@@ -21,9 +22,10 @@ from marlhf.core.losses import (
 )
 from marlhf.core.masked import masked_mean, moments, whiten
 from marlhf.core.responses import Responses, Vocabulary, pack_spans
-from marlhf.core.rewards import at_last_token, kl_estimate, shape_rewards
+from marlhf.core.rewards import at_last_token, kl_estimate, overlong_penalty, shape_rewards
 from marlhf.core.segmenters import (
     Constituents,
+    Entropy,
     Lines,
     NGram,
     Perplexity,
@@ -32,16 +34,19 @@ from marlhf.core.segmenters import (
     Sentences,
     Surprise,
     Turns,
+    ValueChange,
     Words,
     needs,
     parser_of,
     segment,
+    thin_out,
 )
 from marlhf.core.segments import Segments
 
 __all__ = [
     "Agreement",
     "Constituents",
+    "Entropy",
     "Lines",
     "NGram",
     "Perplexity",
@@ -52,8 +57,10 @@ __all__ = [
     "Sentences",
     "Surprise",
     "Turns",
+    "ValueChange",
     "Vocabulary",
     "Words",
+    "adaptive_lam",
     "at_last_token",
     "boundary_gae",
     "dpo_loss",
@@ -67,6 +74,7 @@ __all__ = [
     "masked_mean",
     "moments",
     "needs",
+    "overlong_penalty",
     "pack_spans",
     "parser_of",
     "pool_rewards",
@@ -78,6 +86,7 @@ __all__ = [
     "sft_loss",
     "shape_rewards",
     "state_advantages",
+    "thin_out",
     "tree_advantages",
     "whiten",
 ]

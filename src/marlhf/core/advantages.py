@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from marlhf.core.masked import check_choice, check_rows, check_tokens, keep, pac
 from marlhf.core.segments import Segments, Sigma
 
 Pooling = Literal["sum", "mean"]
+TreeBaseline = Literal["leave_one_out", "group", "global_local"]
 
 
 def gae(
@@ -25,12 +26,13 @@ def gae(
     mask: Tensor,  # [B, T] bool
     *,
     gamma: float = 1.0,
-    lam: float = 0.95,
+    lam: float | Tensor = 0.95,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over tokens: advantages and returns, both [B, T].
 
     A_t = delta_t + gamma lam A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t; nothing follows
-    the last token. t + 1 is the next token that the mask counts, over any hole.
+    the last token. t + 1 is the next token that the mask counts, over any hole. Each row may have
+    a `lam` of its own, [B].
 
     >>> mask = torch.ones(1, 2).bool()
     >>> gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.2, 0.6]]), mask, lam=0.5)
@@ -48,11 +50,11 @@ def macro_gae(
     segments: Segments,
     *,
     gamma: float = 1.0,
-    lam: float = 0.95,
+    lam: float | Tensor = 0.95,
     rho: float = 1.0,
     sigma: Sigma = "equal",
     pooling: Pooling = "sum",
-    lam_value: float | None = None,
+    lam_value: float | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns with one decision per macro action.
 
@@ -62,7 +64,8 @@ def macro_gae(
 
     `pooling="sum"` is the paper's equation. `"mean"` is the authors' code: it divides the KL
     penalty of a macro action by its length, so a score comes cheaper in KL and looks better.
-    `lam_value` is the lambda of the returns that the critic learns from, where it differs.
+    `lam_value` is the lambda of the returns that the critic learns from, where it differs. Both
+    may be [B], one per row (see `adaptive_lam`).
 
     >>> pairs = Segments.from_starts(torch.tensor([[True, False, True, False]]),
     ...                              mask=torch.ones(1, 4).bool())
@@ -72,14 +75,13 @@ def macro_gae(
     tensor([[0.5000, 0.5000, 0.4000, 0.4000]])
     """
     check_tokens(segments.mask, rewards=rewards, values=values)
-    lam_value = lam if lam_value is None else lam_value
-    _check_discounts(gamma=gamma, lam=lam, lam_value=lam_value)
+    _check_discounts(gamma=gamma, lam=lam, lam_value=lam if lam_value is None else lam_value)
     macro_rewards = pool_rewards(rewards, segments, rho=rho, pooling=pooling)
     macro_values = segments.weighted(values, sigma)
     # Both are 0 where there is no macro action, so nothing need be masked before `spread`.
     advantages = _gae(macro_rewards, macro_values, gamma, lam)
     for_critic = advantages
-    if lam_value != lam:
+    if lam_value is not None:
         for_critic = _gae(macro_rewards, macro_values, gamma, lam_value)
     return segments.spread(advantages), segments.spread(for_critic + macro_values)
 
@@ -90,8 +92,8 @@ def boundary_gae(
     segments: Segments,
     *,
     gamma: float = 1.0,
-    lam: float = 0.95,
-    lam_value: float | None = None,
+    lam: float | Tensor = 0.95,
+    lam_value: float | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Token advantages that bootstrap at the ends of macro actions only: both [B, T].
 
@@ -110,20 +112,36 @@ def boundary_gae(
     tensor([[0.5500, 0.3500, 0.5000, 0.3000]])
     """
     check_tokens(segments.mask, rewards=rewards, values=values)
-    lam_value = lam if lam_value is None else lam_value
-    _check_discounts(gamma=gamma, lam=lam, lam_value=lam_value)
+    _check_discounts(gamma=gamma, lam=lam, lam_value=lam if lam_value is None else lam_value)
     mask, ends = segments.mask, segments.ends
     packed = pack(values, mask)
     deltas = _deltas(pack(rewards, mask), packed, gamma)
 
-    def advantages(at_end: float) -> Tensor:
+    def advantages(at_end: float | Tensor) -> Tensor:
+        lam_of_row = at_end[:, None] if isinstance(at_end, Tensor) else at_end
         inside = torch.full_like(deltas, gamma)
-        decay = torch.where(ends, inside * at_end, inside)
+        decay = torch.where(ends, inside * lam_of_row, inside)
         return unpack(_decayed_to_go(deltas, pack(decay, mask)), mask)
 
     result = advantages(lam)
-    for_critic = result if lam_value == lam else advantages(lam_value)
+    for_critic = result if lam_value is None else advantages(lam_value)
     return result, for_critic + keep(values, mask)
+
+
+def adaptive_lam(segments: Segments, alpha: float = 0.05) -> Tensor:
+    """VAPO's length-adaptive lambda, 1 - 1 / (alpha L), at least 0: [B].
+
+    L is the number of macro actions of the response, which are its tokens where each is one
+    action. The reach of credit is then the share `alpha` of any response (arXiv 2504.05118).
+
+    >>> mask = torch.ones(1, 40).bool()
+    >>> adaptive_lam(Segments.from_starts(mask, mask), alpha=0.25)
+    tensor([0.9000])
+    """
+    if not alpha > 0:
+        raise ValueError(f"alpha must be positive; got {alpha}.")
+    lengths = segments.macro_mask.sum(dim=1).clamp(min=1)
+    return (1 - 1 / (alpha * lengths)).clamp(min=0)
 
 
 def pool_rewards(
@@ -204,7 +222,7 @@ def tree_advantages(
     segments: Segments,
     *,
     gamma: float = 1.0,
-    baseline: Literal["leave_one_out", "group"] = "leave_one_out",
+    baseline: TreeBaseline = "leave_one_out",
     scale: bool = True,
     eps: float = 1e-4,
 ) -> Tensor:
@@ -221,6 +239,11 @@ def tree_advantages(
     than from one response, and a late one only by what it decided. Macro actions within a segment
     are credited with the reward still to come, as in `rloo_advantages`; `gamma` as there.
 
+    `global_local` is TreeRL's (arXiv 2506.11902): the return through v above that of the whole
+    tree, plus G(v) above the mean of the siblings, which is their parent's value; both times the
+    square root of n, the number of leaves below v. The paper divides by that root and trains the
+    tokens of v n times, once per leaf: these are the sum for tokens that are trained once.
+
     Leaves come in depth-first order, prod(tree) per prompt. Leaves below a node agree in its
     tokens, rewards and macro actions, and no macro action lies in two levels. A response that
     ended before a branch fills all leaves below it: its later levels have no tokens.
@@ -235,8 +258,12 @@ def tree_advantages(
             [ 3.,  0.]])
     """
     check_tokens(segments.mask, rewards=rewards)
-    check_choice("baseline", baseline, ("leave_one_out", "group"))
+    check_choice("baseline", baseline, get_args(TreeBaseline))
     _check_discounts(gamma=gamma)
+    if baseline == "global_local" and gamma != 1.0:
+        raise ValueError(
+            f"baseline 'global_local' adds up whole returns: gamma must be 1, not {gamma}."
+        )
     if not tree or min(tree) < 2 or len(rewards) % math.prod(tree):
         raise ValueError(
             "Each level of a tree needs at least 2 children, and the number of leaves must divide "
@@ -245,6 +272,9 @@ def tree_advantages(
     by_macro = segments.sum(rewards)
     exists = segments.macro_mask
     macro_levels = segments.first(levels.to(rewards.dtype))  # [B, M]
+    earned = by_macro.cumsum(dim=1) - by_macro  # before each macro action
+    root = by_macro.sum(dim=1).view(-1, math.prod(tree)).mean(dim=1)  # of each prompt
+    root = root.repeat_interleave(math.prod(tree), output_size=len(rewards))[:, None]
     advantages = torch.zeros_like(by_macro)
     values = by_macro.new_zeros(len(by_macro))  # [B], of the node one level below
     for level in reversed(range(len(tree))):
@@ -269,7 +299,9 @@ def tree_advantages(
         else:
             mean = siblings.mean(dim=1, keepdim=True).expand_as(siblings)
             centred = to_go - mean.reshape(-1, 1)
-            if scale:
+            if baseline == "global_local":
+                centred = (centred + earned + to_go - root) * math.sqrt(num_leaves)
+            elif scale:
                 deviation = siblings.std(dim=1, keepdim=True).expand_as(siblings)
                 centred = centred / (deviation.reshape(-1, 1) + eps)
         advantages = torch.where(here, centred, advantages)
@@ -355,9 +387,12 @@ def _by_row(
     return segments.spread(centred if deviation is None else centred / deviation[:, None])
 
 
-def _gae(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
+def _gae(rewards: Tensor, values: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
     """Advantages along the last axis; both inputs are 0 past the end."""
-    return _discounted_to_go(_deltas(rewards, values, gamma), gamma * lam)
+    deltas = _deltas(rewards, values, gamma)
+    if isinstance(lam, Tensor):
+        return _decayed_to_go(deltas, gamma * lam[:, None].to(deltas.dtype).expand_as(deltas))
+    return _discounted_to_go(deltas, gamma * lam)
 
 
 def _deltas(rewards: Tensor, values: Tensor, gamma: float) -> Tensor:
@@ -396,7 +431,9 @@ def _discounted_to_go(x: Tensor, decay: float) -> Tensor:
     return x
 
 
-def _check_discounts(**discounts: float) -> None:
+def _check_discounts(**discounts: float | Tensor) -> None:
     for name, value in discounts.items():
-        if not 0.0 <= value <= 1.0:
+        if isinstance(value, Tensor):
+            check_rows(**{name: value})  # values live on the device, which nothing here waits for
+        elif not 0.0 <= value <= 1.0:
             raise ValueError(f"{name} must lie between 0 and 1; got {value}.")

@@ -29,13 +29,16 @@ def ppo_policy_loss(
     advantages: Tensor,  # [B, T], constant within a macro action
     mask: Tensor,  # [B, T] bool
     *,
-    clip: float = 0.2,
+    clip: float | tuple[float, float] = 0.2,
     dual_clip: float | None = None,
     ratio: Ratio = "token",
     segments: Segments | None = None,
     num_tokens: Tensor | float | None = None,
 ) -> Tensor:
-    """Clipped PPO: mean of max(-A r, -A clip(r, 1 - clip, 1 + clip)).
+    """Clipped PPO: mean of max(-A r, -A clip(r, 1 - low, 1 + high)).
+
+    `clip` is both bounds, or the pair of low and high: a larger high one lets unlikely tokens
+    become likelier (DAPO).
 
     `ratio`: `token` takes each token's own (the paper's listing), a mean over tokens. `macro`
     takes the joint ratio of the macro action, the product over its tokens (the paper's
@@ -59,7 +62,8 @@ def ppo_policy_loss(
         # One term a macro action, read at its first token.
         log_ratio, mask = segments.spread(pool(log_ratio)), segments.starts
     change = log_ratio.exp()
-    loss = torch.maximum(-advantages * change, -advantages * change.clamp(1 - clip, 1 + clip))
+    low, high = clip if isinstance(clip, tuple) else (clip, clip)
+    loss = torch.maximum(-advantages * change, -advantages * change.clamp(1 - low, 1 + high))
     if dual_clip is not None:
         loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
     return masked_mean(loss, mask, num_tokens)

@@ -56,6 +56,8 @@ class Responses:
     vocabulary: Vocabulary | None = None
     seeds: Tensor | None = None  # [B] int64, one for each row's random draws
     logprobs: Tensor | None = None  # [B, T] log-probs under the policy that sampled
+    entropy: Tensor | None = None  # [B, T] nats, of the policy's choice of each token
+    values: Tensor | None = None  # [B, T] the critic's, of the state before each token
 
     def __post_init__(self) -> None:
         check_tokens(self.mask)
@@ -64,10 +66,9 @@ class Responses:
                 f"tokens must have the shape of the mask, {list(self.mask.shape)}, "
                 f"got {list(self.tokens.shape)}."
             )
-        if self.ref_logprobs is not None:
-            check_tokens(self.mask, ref_logprobs=self.ref_logprobs)
-        if self.logprobs is not None:
-            check_tokens(self.mask, logprobs=self.logprobs)
+        for name in ("ref_logprobs", "logprobs", "entropy", "values"):
+            if (given := getattr(self, name)) is not None:
+                check_tokens(self.mask, **{name: given})
         if self.spans is not None and not isinstance(self.spans, Tensor):
             packed = pack_spans(self.spans).to(self.mask.device)
             object.__setattr__(self, "spans", packed)

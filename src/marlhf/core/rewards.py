@@ -76,3 +76,20 @@ def at_last_token(
     tensor([[0., 2., 0.]])
     """
     return torch.where(last_token(mask), scores[:, None], 0.0)
+
+
+def overlong_penalty(
+    lengths: Tensor,  # [B], tokens of each response
+    start: float,
+    end: float,
+    *,
+    most: float = 1.0,
+) -> Tensor:
+    """DAPO's soft punishment: 0 up to `start` tokens, rising to `most` at `end`: [B].
+
+    >>> overlong_penalty(torch.tensor([80, 95, 120]), start=90, end=100)
+    tensor([0.0000, 0.5000, 1.0000])
+    """
+    if not 0 <= start < end:
+        raise ValueError(f"start must be at least 0 and less than end; got {start} and {end}.")
+    return most * ((lengths - start) / (end - start)).clamp(0, 1)

@@ -22,7 +22,7 @@ from marlhf.core.responses import Responses, Vocabulary
 from marlhf.core.segments import Segments
 
 Segmenter = Callable[[Responses], Tensor]
-Need = Literal["ref_logprobs", "logprobs", "spans", "vocabulary", "seeds"]
+Need = Literal["ref_logprobs", "logprobs", "spans", "vocabulary", "seeds", "entropy", "values"]
 """What a rule reads of `Responses` beside tokens and mask. A class says so in `needs`."""
 
 LooksAt = Literal["prefix", "token", "response"]
@@ -372,19 +372,133 @@ class Surprise:
 
     probability: float = 0.2
     """A token of at most this probability starts a macro action."""
+    every: int = 1
+    """Start at every so many of these tokens only."""
     max_length: int | None = None
     """The most tokens in a macro action. A policy that is sure of all makes long ones."""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.probability <= 1.0:
             raise ValueError(f"probability must be above 0 and at most 1; got {self.probability}.")
+        if self.every < 1:
+            raise ValueError(f"every must be at least 1; got {self.every}.")
         _check_cap(self.max_length)
 
     def __call__(self, responses: Responses) -> Tensor:
         if responses.logprobs is None:
             raise ValueError("Surprise needs Responses.logprobs, the policy's log-probs.")
-        starts = responses.logprobs <= math.log(self.probability)
+        starts = (responses.logprobs <= math.log(self.probability)) & responses.mask
+        starts = starts & (starts.cumsum(dim=1) % self.every == 0)
         return _finish(starts, responses.mask, self.max_length)
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """Start where the policy was unsure which token to write: at high entropy of its choice.
+
+    >>> entropy = torch.tensor([[0.9, 0.1, 2.0, 0.3]])
+    >>> mask = torch.ones(1, 4).bool()
+    >>> Entropy(quantile=0.75)(Responses(torch.arange(4)[None], mask, entropy=entropy)).int()
+    tensor([[1, 0, 1, 0]], dtype=torch.int32)
+    """
+
+    needs: ClassVar[tuple[Need, ...]] = ("entropy",)
+
+    quantile: float = 0.9
+    """Start at the tokens with the highest entropy of their response: 0.9 takes a tenth of them."""
+    threshold: float | None = None
+    """Start at tokens of more than this entropy, in nats, instead of by quantile."""
+    max_length: int | None = None
+    """The most tokens in a macro action. A policy that is sure of all makes long ones."""
+
+    def __post_init__(self) -> None:
+        _check_peaks(self.quantile, self.max_length)
+
+    @property
+    def looks_at(self) -> LooksAt:
+        """A quantile is known at the end of the response, an entropy before its token."""
+        return "response" if self.threshold is None else "prefix"
+
+    def __call__(self, responses: Responses) -> Tensor:
+        if responses.entropy is None:
+            raise ValueError("Entropy needs Responses.entropy, that of the policy's choices.")
+        mask = responses.mask
+        starts = _peaks(responses.entropy, mask, self.quantile, self.threshold)
+        return _finish(starts, mask, self.max_length)
+
+
+@dataclass(frozen=True)
+class ValueChange:
+    """Start after a token that moved the critic's value most: termination that the critic learns.
+
+    >>> values = torch.tensor([[0.5, 0.5, 0.9, 0.8]])  # the second token raised it by 0.4
+    >>> mask = torch.ones(1, 4).bool()
+    >>> ValueChange(quantile=0.7)(Responses(torch.arange(4)[None], mask, values=values)).int()
+    tensor([[1, 0, 1, 0]], dtype=torch.int32)
+    """
+
+    needs: ClassVar[tuple[Need, ...]] = ("values",)
+
+    quantile: float = 0.9
+    """Start after the largest changes of their response: 0.9 takes a tenth of them."""
+    threshold: float | None = None
+    """Start after changes of more than this, up or down, instead of by quantile."""
+    max_length: int | None = None
+    """The most tokens in a macro action. A critic that knows nothing makes long ones."""
+
+    def __post_init__(self) -> None:
+        _check_peaks(self.quantile, self.max_length)
+
+    @property
+    def looks_at(self) -> LooksAt:
+        """A quantile is known at the end of the response, a value before its token."""
+        return "response" if self.threshold is None else "prefix"
+
+    def __call__(self, responses: Responses) -> Tensor:
+        if responses.values is None:
+            raise ValueError("ValueChange needs Responses.values, those of the critic.")
+        mask, values = responses.mask, responses.values
+        changes = (values - _shift(values)).abs()
+        starts = _peaks(changes, mask & _shift(mask), self.quantile, self.threshold)
+        return _finish(starts, mask, self.max_length)
+
+
+def thin_out(segments: Segments, scores: Tensor, count: int) -> Segments:
+    """Keep the start of each response and its `count` other starts with the highest scores [B, T].
+
+    What began elsewhere joins the macro action before it; after a hole in the mask one starts
+    in any case.
+
+    >>> mask = torch.ones(1, 4).bool()
+    >>> scores = torch.tensor([[9.0, 1.0, 3.0, 2.0]])
+    >>> thin_out(Segments.from_starts(mask, mask), scores, count=1).ids
+    tensor([[0, 0, 1, 1]])
+    """
+    if count < 1:
+        raise ValueError(f"count must be at least 1; got {count}.")
+    first = segments.mask & (segments.mask.cumsum(dim=1) == 1)
+    kept = _highest(scores, segments.starts & ~first, count)
+    return Segments.from_starts(first | kept, segments.mask)
+
+
+def _peaks(x: Tensor, among: Tensor, quantile: float, threshold: float | None) -> Tensor:
+    """Where x is above the threshold, or in the highest part of its row: [B, T] bool."""
+    if threshold is not None:
+        return among & (x > threshold)
+    count = ((1 - quantile) * among.sum(dim=1, keepdim=True)).round()
+    return _highest(x, among, count)
+
+
+def _highest(x: Tensor, among: Tensor, count: Tensor | int) -> Tensor:
+    """The `count` largest of each row, [B, 1] or for all; of equal ones the first: [B, T] bool."""
+    order = torch.where(among, x, -math.inf).argsort(dim=1, descending=True, stable=True)
+    return among & (order.argsort(dim=1) < count)
+
+
+def _check_peaks(quantile: float, max_length: int | None) -> None:
+    if not 0.0 <= quantile < 1.0:
+        raise ValueError(f"quantile must be at least 0 and below 1; got {quantile}.")
+    _check_cap(max_length)
 
 
 def _outermost_starts(begin: Tensor, end: Tensor, chosen: Tensor, width: int) -> Tensor:

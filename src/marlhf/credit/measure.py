@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,10 @@ from marlhf.train.credit_choice import (
     options_of,
     unbiased,
 )
+from marlhf.train.critic_quality import NOTHING, THIRDS, advice, explained_by_thirds
 from marlhf.train.experience import Credit, Experience, RolloutScorer, sample_examples
 from marlhf.train.held_out import sample_held_out, score_scale
-from marlhf.train.ppo import assign_credit, by_each, shape_and_segment
+from marlhf.train.ppo import assign_credit, by_each, lambda_one_returns, shape_and_segment
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models, load_models, load_prompts
 from marlhf.train.stages import METHODS
@@ -226,6 +228,10 @@ class Measured:
     agreement: Agreement
     batches: int
     responses: int
+    config: PPOConfig
+    explained: list[float]
+    """Of the returns by the critic, in the first, second and last third of a response: the median
+    over the batches."""
 
     @property
     def best(self) -> int:
@@ -262,6 +268,7 @@ class Measured:
             "own": self.options[0].name,
             "best": best.name,
             "recipe": recipe_of(best) if self.best else "",
+            "explained_variance": self.explained,
             "rows": self.rows(),
         }
 
@@ -277,11 +284,13 @@ def measure(state: RunState, rules: tuple[str, ...] = (), *, batches: int = 24, 
         raise CreditError(f"--batches must be at least 3 to compare anything; got {batches}.")
     turns = TURN_CANDIDATES if state.config.environment else ()
     options = options_of(state.config, parse_candidates(rules or (*MEASURED, *turns)))
+    state.score.provide_for(option.config.segmenter for option in options)
     configs = [*(option.config for option in options), unbiased(options[0].config)]
     size = state.config.batch_size
     file = state.folder / CREDIT_LINES
     setting = _setting(state, [o.name for o in options], seed)
-    done = {key: decode_sketch(line["sketch"]) for key, line in read_keyed(file, setting).items()}
+    lines = read_keyed(file, setting)
+    done = {key: decode_sketch(line["sketch"]) for key, line in lines.items()}
     left = [n for n in range(batches) if str(n) not in done]
     say(
         f"{state.folder.name}, step {state.step}: {len(options)} ways to assign credit on "
@@ -290,10 +299,11 @@ def measure(state: RunState, rules: tuple[str, ...] = (), *, batches: int = 24, 
     )
     with Steps("credit", batches, batches - len(left)) as bar:
         for count, number in enumerate(left, batches - len(left) + 1):
-            experience, of_batch = _batch(state, configs, number, seed)
+            experience, of_batch, explained = _batch(state, configs, number, seed)
             done[str(number)] = of_batch
             line = {"setting": setting, "key": str(number), "sketch": encode_sketch(of_batch)}
-            append_jsonl(file, [line])
+            lines[str(number)] = line | {"explained": explained}
+            append_jsonl(file, [lines[str(number)]])
             bar.advance(count, {"score": float(experience.scores.mean())})
     gradients = torch.stack([done[str(n)] for n in range(batches)], dim=1).double()
     agreement = gradient_agreement(gradients[:-1], gradients[-1], blocks=BLOCKS)
@@ -302,13 +312,16 @@ def measure(state: RunState, rules: tuple[str, ...] = (), *, batches: int = 24, 
             "the batches are too few, or too noisy, to tell the true gradient from noise. "
             f"Raise --batches, which is {batches}."
         )
-    return Measured(options, agreement, batches, batches * size)
+    explained = [lines[str(n)]["explained"] for n in range(batches)]
+    medians = [statistics.median(third) for third in zip(*explained)]
+    return Measured(options, agreement, batches, batches * size, state.config, medians)
 
 
 def _batch(
     state: RunState, configs: list[Any], number: int, seed: int
-) -> tuple[Experience, Tensor]:
-    """One batch's gradient by each way, and by the unbiased one: [E + 1, D]."""
+) -> tuple[Experience, Tensor, list[float]]:
+    """One batch's gradient by each way, and by the unbiased one: [E + 1, D]; and what the critic
+    explains of its returns, by thirds of a response."""
     models = state.models
     experience, examples = sample_batch(state, number, seed)
     if number == 0:
@@ -322,7 +335,10 @@ def _batch(
         models.logprobs(models.policy, micro.sequences, part.watch())
         part.add(micro)
     part.end()
-    return experience, measurement.over_ranks(models.world).cpu()
+    returns = lambda_one_returns(credit.rewards, credit.segments, state.config)
+    thirds = explained_by_thirds(credit.values, returns, experience.mask)
+    gradients = measurement.over_ranks(models.world).cpu()
+    return experience, gradients, [float(thirds[name]) for name in THIRDS]
 
 
 def credit_of(state: RunState, experience: Experience, shuffler: torch.Generator) -> Credit:
@@ -374,6 +390,21 @@ def table(measured: Measured) -> str:
     return text_table(["credit by", "cosine", "+-", "consistency", "samples needed"], rows)
 
 
+def critic_verdict(measured: Measured) -> str:
+    """What the critic knows, in a sentence or two."""
+    shown = ", ".join(f"{each:.2f}" for each in measured.explained)
+    said = (
+        f"The critic explains {shown} of the returns in the first, second and last third of a "
+        "response."
+    )
+    nothing = max(measured.explained) < NOTHING
+    return f"{said} That is nothing: {_lower(advice(measured.config))}" if nothing else said
+
+
+def _lower(sentence: str) -> str:
+    return sentence[0].lower() + sentence[1:]
+
+
 def verdict(measured: Measured) -> str:
     """What to do about it, in a sentence."""
     own, best = measured.options[0], measured.options[measured.best]
@@ -409,5 +440,5 @@ def _finite(value: float) -> float | None:
 
 def _setting(state: RunState, names: list[str], seed: int) -> str:
     """Changes with everything that decides a batch's numbers."""
-    which = [BLOCKS, state.step, state.config.batch_size, state.kl_coef, names, seed]
+    which = [BLOCKS, THIRDS, state.step, state.config.batch_size, state.kl_coef, names, seed]
     return hashlib.sha256(json.dumps(which).encode()).hexdigest()[:12]

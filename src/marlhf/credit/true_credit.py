@@ -66,9 +66,10 @@ def locate(
             "--where needs at least 1 response and 2 continuations from each macro action; "
             f"got {responses} and {continuations}."
         )
+    options = options_of(state.config, parse_candidates(rules or MEASURED))
+    state.score.provide_for(option.config.segmenter for option in options)
     experience, examples = sample_batch(state, 0, seed, most=responses)
     by_line = state.config.data.source == "sums"
-    options = options_of(state.config, parse_candidates(rules or MEASURED))
     shuffler = torch.Generator().manual_seed(seed)
     responses_seen = experience.responses(state.models.vocabulary, shuffler)
     rule = Lines() if by_line else state.config.segmenter

@@ -70,7 +70,7 @@ class MacroEstimator:
             raise EngineError(
                 "macro_gae needs SkyRL's loss mask: response_mask also counts tool output, and "
                 "macro actions would span it. Train with `class Trainer(MacroTrainerMixin, "
-                "RayPPOTrainer)` from marlhf.engines.skyrl; docs/skyrl.md shows how."
+                "RayPPOTrainer)` from marlhf.engines.skyrl; docs/verl.md shows how."
             )
         if mask.shape != response_mask.shape:
             raise EngineError(

@@ -22,6 +22,7 @@ TURN = "turn7f3a9c"
 """Stands for the model's turn where the template is rendered to see what follows it."""
 ASKED = {"role": "user", "content": "asked5b2e"}
 RESULT = "result8d1f"
+"""Stands for what a tool returns."""
 PRIVATE = range(0xE000, 0xF8FF)
 """Characters without a meaning of their own."""
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -64,14 +65,22 @@ class ChatTokens:
 
     def check(self, tools: Sequence[dict[str, Any]] = ()) -> None:
         """Refuse, before the first step, a template that cannot write such conversations."""
+        before = self._apply([ASKED], tools, add_generation_prompt=True)
+        said, following = {}, ASKED
+        contents = ["Yes.", "<think>\nWell.\n</think>\n\nYes."]
         if tools:
-            self._check_tools(tools)
-        following = {"role": "tool", "name": "f", "content": RESULT} if tools else ASKED
-        for content in ("Yes.", "<think>\nWell.\n</think>\n\nYes."):
-            said = {**_said(content), **({"tool_calls": _calls(["f"], "1")} if tools else {})}
-            before = self._apply([ASKED], tools, add_generation_prompt=True)
-            whole = self._apply([ASKED, said, following], tools, add_generation_prompt=True)
-            if not self.raw and not whole.startswith(before + content):
+            name = tools[0]["function"]["name"]
+            self._check_tools(before, name, tools)
+            said, following = {"tool_calls": _calls([name], "1")}, _result(name)
+            # Templates that know no thinking may leave out what stands beside a call.
+            contents = [
+                "",
+                *(contents[1:] if "</think>" in str(self.tokenizer.chat_template) else []),
+            ]
+        for content in contents if not self.raw else ():
+            turn = {**_said(content), **said}
+            whole = self._apply([ASKED, turn, following], tools, add_generation_prompt=True)
+            if not whole.startswith(before + content):
                 raise ConversationError(
                     "The tokenizer's chat template does not repeat an earlier turn as the model "
                     f"wrote it: after {before[-30:]!r}, {content!r} becomes "
@@ -80,12 +89,9 @@ class ChatTokens:
                     "template writes between them."
                 )
 
-    def _check_tools(self, tools: Sequence[dict[str, Any]]) -> None:
-        name = tools[0]["function"]["name"]
-        result = {"role": "tool", "name": name, "content": RESULT}
+    def _check_tools(self, before: str, name: str, tools: Sequence[dict[str, Any]]) -> None:
         try:
-            text = self._apply([ASKED, _said(TURN), result], tools, add_generation_prompt=True)
-            able = name in text.partition(TURN)[0] and RESULT in text
+            able = name in before and RESULT in self._between([_result(name)], tools, [name])[0]
         except ConversationError:
             able = False
         if not able:
@@ -116,20 +122,28 @@ class ChatTokens:
         """
         if not messages:
             return []
-        text = mark = ""
-        if called:  # some templates read the name of a result from the call
-            said = {**_said(""), "tool_calls": _calls(called, TURN)}
-            text, mark = self._render([ASKED, said, *messages], tools, self._markup)
-            # What closes the call comes first; the turn ends with a token of its own.
-            ends = re.search(_any_of(self.tokenizer.all_special_tokens), text.partition(TURN)[2])
-            text = text.partition(TURN)[2][ends.start() :] if ends else ""
-        if not text:
-            text, mark = self._render([ASKED, _said(TURN), *messages], tools, self._markup)
-            text = text.partition(TURN)[2]
+        text, mark = self._between(messages, tools, called)
         with self._lock:
             ids = self._pieces(text, mark) if mark else self._tokenize_after(text)
         written = bool(turn) and turn[-1] == ids[0] and turn[-1] in self._added.values()
         return ids[1:] if written else ids
+
+    def _between(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        called: Sequence[str],
+    ) -> tuple[str, str]:
+        """What the template writes after a turn, from what closes it on, and the mark in it."""
+        if called:  # some templates read the name of a result from the call
+            said = {**_said(""), "tool_calls": _calls(called, TURN)}
+            text, mark = self._render([ASKED, said, *messages], tools, self._markup)
+            # What closes the call comes first; the turn itself ends with a special token.
+            ends = self._special.search(text.partition(TURN)[2])
+            if ends:
+                return text.partition(TURN)[2][ends.start() :], mark
+        text, mark = self._render([ASKED, _said(TURN), *messages], tools, self._markup)
+        return text.partition(TURN)[2], mark
 
     def text(self, turn: Sequence[int]) -> str:
         """What the model said, without special tokens, wherever it sampled them."""
@@ -224,6 +238,10 @@ WORLD_ROLES = tuple(role for role in ROLES if role != "assistant")
 
 def _said(content: str) -> dict[str, Any]:
     return {"role": "assistant", "content": content}
+
+
+def _result(name: str) -> Message:
+    return {"role": "tool", "name": name, "content": RESULT}
 
 
 def _calls(names: Sequence[str], argument: str) -> list[dict[str, Any]]:

@@ -15,7 +15,8 @@ from torch import Tensor
 from marlhf.data.rows import Conversation, Row
 from marlhf.environments.chat_tokens import ChatTokens
 from marlhf.environments.episodes import Episodes, preflight
-from marlhf.environments.protocol import Environment, EpisodeRecord
+from marlhf.environments.protocol import ConversationError, Environment, EpisodeRecord
+from marlhf.models.base import Model
 from marlhf.rollout.engine import Engine, Rollout, Sampling
 from marlhf.runs.episodes import opening_length
 
@@ -34,6 +35,15 @@ class Conversations:
         """Refuse an environment that cannot begin with a row, or a template that cannot play."""
         limits = {"max_turns": self.max_turns, "episode_tokens": self.episode_tokens}
         preflight(self.make, row, self.chat, **limits, timeout=self.timeout)
+
+    def check_positions(self, model: Model, name: str) -> None:
+        """Refuse conversations longer than a model has positions."""
+        limit = getattr(model.config, "max_position_embeddings", None)
+        if limit is not None and self.episode_tokens > limit:
+            raise ConversationError(
+                f"A conversation may take {self.episode_tokens} tokens, but the {name} has {limit} "
+                f"positions. Set episode_tokens to {limit} or less."
+            )
 
     def play(
         self,
@@ -100,7 +110,6 @@ def episode_metrics(records: Sequence[EpisodeRecord], prefix: str = "rl/") -> di
     if any(record.tool_calls for record in records):
         metrics["tool_calls"] = mean([record.tool_calls for record in records])
         metrics["tool_errors"] = mean([record.tool_errors for record in records])
-    known = [record.success for record in records if record.success is not None]
-    if known:
-        metrics["success"] = mean(known)
+    if any(record.success is not None for record in records):
+        metrics["success"] = mean([record.success is True for record in records])
     return {prefix + name: value for name, value in metrics.items()}

@@ -31,6 +31,8 @@ NOTHING: list[Message] = [{"role": "user", "content": ""}]
 """The prompt of an episode that could not begin."""
 SHOWN = 200
 """Characters of an error in a record."""
+SEEDS = 2**32
+"""Environments get seeds below this, as numpy takes them."""
 
 
 @dataclass
@@ -42,6 +44,7 @@ class _Episode:
     prompt: list[int]
     toolbox: Toolbox
     limit: int
+    timeout: float | None
     state: str = ""
     turns: list[Turn] = field(default_factory=list)
     length: int = 0
@@ -83,7 +86,7 @@ class Episodes:
     ) -> None:
         """`episode_tokens` limits a whole conversation, its prompt included."""
         check_limits(max_turns, episode_tokens, timeout)
-        self._chat, self._max_turns, self._timeout = chat, max_turns, timeout
+        self._chat, self._max_turns = chat, max_turns
         self._pool = ThreadPoolExecutor(min(THREADS, max(1, len(rows))))
         begun = self._pool.map(
             lambda row, seed: _begin(make, row, seed, chat, episode_tokens, timeout), rows, seeds
@@ -148,7 +151,7 @@ class Episodes:
             if rest:
                 self.reply(row, rest)
             episode.reason = episode.reason or "episode_tokens"
-            _close(episode.environment, self._timeout)
+            _close(episode.environment, episode.timeout)
             return EpisodeRecord(
                 episode.messages,
                 episode.turns,
@@ -170,7 +173,7 @@ class Episodes:
     ) -> tuple[Step, list[int] | None]:
         """The environment's step, and the ids that follow; no ids where there is no room."""
         try:
-            answer = _within(self._timeout, lambda: self._step(episode, text, tokens))
+            answer = _within(episode.timeout, lambda: self._step(episode, text, tokens))
         except TimeoutError:
             episode.reason, episode.environment = "timeout", None  # its thread still uses it
             return Step(), None
@@ -208,7 +211,7 @@ class Episodes:
         get_reward = getattr(episode.environment, "get_reward", None)
         if get_reward is not None:
             try:
-                given = _within(self._timeout, lambda: finish(get_reward()))
+                given = _within(episode.timeout, lambda: finish(get_reward()))
                 given = None if given is None else check_reward(given)
             except TimeoutError:
                 episode.reason, episode.environment = "timeout", None
@@ -246,13 +249,13 @@ def preflight(
         environment = episode.environment
         assert environment is not None
         try:
-            _within(timeout, lambda: check_step(finish(environment.step(""))))
+            _within(episode.timeout, lambda: check_step(finish(environment.step(""))))
         except ConversationError as error:
             raise ConversationError(f"The environment's `step` is not right: {error}") from None
         except Exception as error:  # an empty reply may be refused; replies that count are not
             log.warning("The environment's `step` fails for an empty reply: %s", _shown(error))
     finally:
-        _close(episode.environment, timeout)
+        _close(episode.environment, episode.timeout)
 
 
 def check_limits(max_turns: int, episode_tokens: int, timeout: float) -> None:
@@ -303,7 +306,7 @@ def _begin(
 
     def reset() -> tuple[list[Message], Toolbox]:
         built.append(make())
-        messages = finish(built[0].reset(row, seed))
+        messages = finish(built[0].reset(row, seed % SEEDS))
         roles = (*WORLD_ROLES, "assistant")
         messages = check_messages(messages, roles)
         if not messages or messages[-1]["role"] == "assistant":
@@ -318,8 +321,9 @@ def _begin(
             prompt = chat.prompt(messages, toolbox.schemas)
             limit = episode_tokens - len(prompt)
             if limit > 0:
+                own = getattr(built[0], "timeout", timeout)
                 state = messages[-1]["content"]
-                return _Episode(built[0], messages, prompt, toolbox, limit, state)
+                return _Episode(built[0], messages, prompt, toolbox, limit, own, state)
         reason = f"error: the prompt alone fills episode_tokens, which is {episode_tokens}"
     except TimeoutError:
         reason = "timeout"
@@ -327,10 +331,10 @@ def _begin(
         reason = _shown(error)
     begun = built[0] if built and reason != "timeout" else None
     nothing = chat.prompt(NOTHING)
-    return _Episode(begun, list(NOTHING), nothing, Toolbox(()), limit=1, reason=reason)
+    return _Episode(begun, list(NOTHING), nothing, Toolbox(()), 1, timeout, reason=reason)
 
 
-def _close(environment: Environment | None, timeout: float) -> None:
+def _close(environment: Environment | None, timeout: float | None) -> None:
     close = getattr(environment, "close", None)
     if close is not None:
         try:
@@ -344,20 +348,23 @@ def _shown(error: BaseException) -> str:
     return f"error: {kind}{error}"[:SHOWN]
 
 
-def _within(seconds: float, call: Callable[[], T]) -> T:
-    """Call in a thread of its own, and stop waiting for it after a time."""
+def _within(seconds: float | None, call: Callable[[], T]) -> T:
+    """Call in a thread of its own, and stop waiting for it after a time; None calls directly."""
     returned: list[T] = []
     raised: list[BaseException] = []
 
     def run() -> None:
         try:
             returned.append(call())
-        except BaseException as error:  # SystemExit, too, ends only the episode
+        except (Exception, SystemExit) as error:  # which, too, ends only the episode
             raised.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    if seconds is None:
+        run()
+    else:
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(seconds)
     if raised:
         error = raised[0]
         if isinstance(error, TimeoutError) or not isinstance(error, Exception):

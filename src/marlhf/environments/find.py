@@ -8,11 +8,19 @@ from functools import partial
 from typing import Any
 
 from marlhf.config.user_code import declares, import_named
+from marlhf.environments.fix_code import FixCode
 from marlhf.environments.guess import Guess
 from marlhf.environments.protocol import ConversationError, Environment
+from marlhf.environments.python import Python
+from marlhf.environments.textarena import TextArena
 from marlhf.environments.tools import environment_from
 
-ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"guess": Guess}
+ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
+    "guess": Guess,
+    "python": Python,
+    "fix-code": FixCode,
+}
+TEXTARENA = "textarena:"
 
 
 def find_environment(
@@ -30,6 +38,8 @@ def find_environment(
     """
     if name in ENVIRONMENTS:
         make = partial(ENVIRONMENTS[name], **settings)
+    elif name.startswith(TEXTARENA):
+        make = partial(TextArena, name.removeprefix(TEXTARENA), **settings)
     elif ":" in name:
         make = partial(_import(name, code), **settings)
     else:

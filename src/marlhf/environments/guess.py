@@ -32,6 +32,8 @@ class Guess:
     ([{'role': 'user', 'content': 'higher'}], 1.0)
     """
 
+    timeout = None  # it cannot hang
+
     def __init__(self, numbers: int = NUMBERS, wrong: float = 0.0) -> None:
         if numbers < 2 or not 0 <= wrong < 0.5:
             raise ConversationError(

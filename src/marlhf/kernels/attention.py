@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from marlhf.kernels.available import fused, has_triton
 
+WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""All but cuDNN, which plans for every shape anew."""
 triton_attention: Any = None
 if has_triton():
     from marlhf.kernels import triton_attention
@@ -102,10 +105,11 @@ def attend_to_text(
     visible, bias = at.masks(window, key.shape[2], query.dtype, share)
     # Grouped queries are folded as in `attend`: [B, K, H / K * N, D].
     folded = query.reshape(len(query), key.shape[1], -1, query.shape[3])
-    if softcap is None:
-        out = F.scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=scale)
-    else:
+    if softcap is not None:
         out = _softcap_attention(folded, key, value, visible, scale, softcap)
+    else:
+        with sdpa_kernel(WITHOUT_PLANS):  # every extension has other sizes
+            out = F.scaled_dot_product_attention(folded, key, value, attn_mask=bias, scale=scale)
     return out.reshape(query.shape)
 
 

@@ -7,11 +7,12 @@ sentence here is one a careful reader would add beside the table, and only where
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-from marlhf.intervals import Interval
+from marlhf.intervals import Interval, mean
 from marlhf.report.answer import compared_with_baseline
 from marlhf.report.formats import bold, num, percent, signed, warn
 from marlhf.report.groups import Group, differences, measured_alike, scored_by_functions, unlike
@@ -27,7 +28,15 @@ from marlhf.report.measures import (
     wins_since_start,
 )
 from marlhf.report.page import part
-from marlhf.runs.read import Run
+from marlhf.runs.read import Run, number
+
+MIN_ACCURACY, MIN_PAIRS = 0.55, 30
+"""Below these a reward model's verdicts say little."""
+
+LAST_STEPS = 20
+"""Steps at the end of a run over which what its critic explains is taken."""
+NOTHING = 0.05
+"""Explained variance up to which a critic knows nothing, as while training."""
 
 
 def verdict(policies: list[Group], others: list[Group]) -> Markup:
@@ -68,14 +77,36 @@ def _verdict_without_policy(others: list[Group]) -> Markup:
 
 def shows(policies: list[Group]) -> list[str]:
     """What the recorded numbers say, one sentence each."""
-    sentences: list[str] = []
+    sentences: list[str] = [*critics(policies)]
     for group in policies:
-        sentences += [s for s in (_score_change(group), _gold_change(group), _hacking(group)) if s]
+        said = _score_change(group), _gold_change(group), _hacking(group), _little_to_learn(group)
+        sentences += filter(None, said)
     in_answer = compared_with_baseline(policies)
     for group in policies[1:]:
         if measured_alike(policies[0], group):
             # The first lines of the page have the difference in score of these.
             sentences += _compare(policies[0], group, with_score=group not in in_answer)
+    return sentences
+
+
+def critics(policies: list[Group]) -> list[str]:
+    """What the critics explained at the end of the runs, by thirds of a response."""
+    sentences: list[str] = []
+    for group in policies:
+        curves = [group.curve(f"rl/explained_variance_{third}") for third in (1, 2, 3)]
+        if not all(curves):
+            continue
+        ends = [statistics.median(p.mean for p in curve[-LAST_STEPS:]) for curve in curves]
+        shown = " / ".join(map(num, ends))
+        said = f"The critic of {group.label} explained {shown} of the returns in the first / "
+        said += "second / last third of a response (1 is all, 0 nothing)"
+        if max(ends) < NOTHING:
+            sentences.append(
+                warn("A critic that explains nothing:") + f" {said}. Conclusions about lambda and "
+                "macro actions rest on it: pretrain it (critic_pretraining), or compare RLOO."
+            )
+        else:
+            sentences.append(f"{said}.")
     return sentences
 
 
@@ -147,26 +178,66 @@ def _gold_change(group: Group) -> str:
 
 
 def _hacking(group: Group) -> str:
-    """Longer, repetitive or cut-off responses: what a policy does when it games its score.
+    """Longer, much shorter, repetitive or cut-off responses: what gaming a score looks like.
 
-    Only length is known of each prompt, so only its growth has an interval and can be a warning.
+    Length is known of each prompt: where the interval of its change includes zero, it is no sign.
     """
     signs: list[str] = []
-    lengths = [point.mean for point in group.curve("eval/length")]
-    is_longer = len(lengths) > 1 and lengths[-1] > 1.25 * lengths[0] > 0
-    if is_longer:
-        signs.append(f"responses grew from {num(lengths[0])} to {num(lengths[-1])} tokens")
-    repeats = [point.mean for point in group.curve("eval/repetition")]
-    if len(repeats) > 1 and repeats[-1] - repeats[0] > 0.05:
-        signs.append(f"repetition rose to {percent(repeats[-1])}")
+    before, now = _ends(group, "eval/length")
+    grew, moved = now > 1.25 * before > 0, change(group, "length")
+    if (grew or 0 < now < before / 2) and not moved.low <= 0 <= moved.high:
+        verb = "grew" if grew else "shrank"
+        signs.append(f"responses {verb} from {num(before)} to {num(now)} tokens")
+    before, now = _ends(group, "eval/repetition")
+    if now - before > 0.05:
+        signs.append(f"repetition rose from {percent(before)} to {percent(now)}")
+    before, now = _ends(group, "eval/ended")
+    if before - now > 0.05:
+        signs.append(f"the share of responses that end with EOS fell to {percent(now)}")
+    if signs:
+        return warn("Look twice") + f" at {group.label}: {', '.join(signs)}. Read its samples."
     ended = group.final("eval/ended")
-    if ended < 0.8:
-        signs.append(f"only {percent(ended)} of responses end with EOS")
-    if not signs:
+    return f"In {group.label} only {percent(ended)} of responses end." if ended < 0.8 else ""
+
+
+def _ends(group: Group, key: str) -> tuple[float, float]:
+    """The first and the last value; NaN where there are not two."""
+    values = [point.mean for point in group.curve(key)]
+    return (values[0], values[-1]) if len(values) > 1 else (math.nan, math.nan)
+
+
+def _little_to_learn(group: Group) -> str:
+    """Whether most groups of responses scored alike, on average over the run."""
+    shares = [point.mean for point in group.curve("rl/zero_std_groups")]
+    share = mean(shares)
+    if not share > 0.5:
         return ""
-    if is_longer and change(group, "length").low > 0:
-        return warn("Look twice") + f" at {group.label}: {', '.join(signs)}."
-    return f"In {group.label} {', '.join(signs)}; there is no interval, so read its samples."
+    return warn("Little to learn from:") + (
+        f" in {group.label} all responses to {percent(share)} of the prompts had the same score."
+    )
+
+
+def reward_health(others: list[Group]) -> list[Markup]:
+    """How well reward models tell held-out pairs apart: nothing below is better than they are."""
+    lines: list[Markup] = []
+    for group in others:
+        accuracy = group.final("eval/accuracy")
+        if group.stage != "reward" or not math.isfinite(accuracy):
+            continue
+        rows = [number((run.about.get("rows") or {}).get("held-out")) for run in group.runs]
+        pairs = min(filter(math.isfinite, rows), default=math.nan)
+        of = f"{pairs:.0f} held-out pairs" if math.isfinite(pairs) else "held-out pairs"
+        faults: list[tuple[str, str]] = []
+        if accuracy < MIN_ACCURACY:
+            advice = "Scores by it mean little: give it more, or better, preferences."
+            faults.append(("hardly better than chance", advice))
+        if pairs < MIN_PAIRS:
+            faults.append(("too few pairs to tell", "Hold out more (data.eval_size)."))
+        words = f" {group.label} ranks {percent(accuracy)} of {of} correctly"
+        words += f": {' and '.join(fault for fault, _ in faults)}" if faults else ""
+        words += "".join([".", *(f" {advice}" for _, advice in faults)])
+        lines.append((warn if faults else escape)("Reward model:") + words)
+    return lines
 
 
 def _compare(base: Group, group: Group, *, with_score: bool) -> list[str]:

@@ -19,7 +19,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from marlhf.data.code import check_tests
@@ -93,6 +93,10 @@ class Verdict:
     passed: int = 0
     total: int = 0
     message: str = ""
+    right: tuple[bool, ...] = field(default=(), compare=False)
+    """Each test's result, where the program ran to its end."""
+    ran: int = field(default=0, compare=False)
+    """How many cases were run; where the program failed, the last of them is the one."""
 
     @property
     def reward(self) -> float | None:
@@ -168,7 +172,7 @@ class UnitTests:
         # A fork cannot use its parent's sandbox.
         if self._sandbox is None or self._owner != os.getpid():
             self._sandbox = Sandbox(
-                workers=self.workers or _processors_per_rank(),
+                workers=self.workers or processors_per_rank(),
                 memory_mb=self.memory_mb,
                 seconds=self.seconds,
                 allow_weak=self.allow_weak,
@@ -267,7 +271,8 @@ unit_tests = UnitTests()
 """The reward with its default settings."""
 
 
-def _processors_per_rank() -> int:
+def processors_per_rank() -> int:
+    """Processors that this process may use, shared fairly with the other ranks of the machine."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, len(os.sched_getaffinity(0)) // processes)
 
@@ -281,9 +286,10 @@ def _fault(outcomes: Sequence[Outcome]) -> Verdict | None:
     if counted["compile_error"]:
         return Verdict("compile_error", message=message)
     if counted["timeout"]:
-        return Verdict("timeout", message="timeout")
+        return Verdict("timeout", message="timeout", ran=len(outcomes))
     if counted["ok"] < len(outcomes):
-        return Verdict("runtime_error", message=message or outcomes[-1].status)
+        message = message or outcomes[-1].status
+        return Verdict("runtime_error", message=message, ran=len(outcomes))
     return None
 
 
@@ -298,7 +304,7 @@ def _is_right(outcome: Outcome, expected: Any, kind: str) -> bool:
 
 def _counted(right: Sequence[bool]) -> Verdict:
     passed, total = sum(right), len(right)
-    return Verdict("passed" if passed == total else "failed", passed, total)
+    return Verdict("passed" if passed == total else "failed", passed, total, right=tuple(right))
 
 
 def _key(tests: Tests) -> tuple[str, str, str]:

@@ -77,7 +77,9 @@ class DecodeStep:
             return
         if slots not in self.graphs:
             self.graphs[slots] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graphs[slots]):
+            # Threads with replies may use the GPU meanwhile, which is no part of the graph.
+            mode = "thread_local" if self.holds else "global"
+            with torch.cuda.graph(self.graphs[slots], capture_error_mode=mode):
                 # A graph has fixed shapes, so it may attend to all keys.
                 self._step(None, slots)
         self.graphs[slots].replay()
@@ -162,10 +164,15 @@ class Schedule:
         self.lengths = torch.zeros(len(prompts), dtype=torch.int64, device=device)
         torch.arange(self.state.slots, out=self.state.cache_rows)
 
+    @property
+    def most_tokens(self) -> int:
+        """Of any response."""
+        return self.state.length
+
     @functools.cached_property
     def uniform(self) -> Tensor:
         """Random numbers, [B, R]: made when first wanted, after the first prefill was launched."""
-        return draws(self.seeds, self.state.length, self.state.device)
+        return draws(self.seeds, self.most_tokens, self.state.device)
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens and log-probs, [B, R], junk after the end; and lengths of responses, [B]."""
@@ -256,7 +263,7 @@ class Schedule:
             if not self.gpu:
                 # Rounded up for the sake of equal bits, but the cache has room only for as many
                 # more positions as a response may have tokens.
-                more = min(-ids.shape[1] % KEY_MULTIPLE, self.state.length)
+                more = min(-ids.shape[1] % KEY_MULTIPLE, self.most_tokens)
                 ids = torch.nn.functional.pad(ids, (0, more))
             [slots_on_device] = self._to_device([[slots[i] for i in batch]])
             self.decoder.prefill(send(ids, self.state.device), slots_on_device)

@@ -7,21 +7,19 @@ the end of the last turn and the reply to it are prefilled. Axes: B rows, N new 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import torch
-from torch import Tensor
 
 from marlhf.data.collate import pad_right, token_budget_batches
 from marlhf.models.sequences import receive, send
 from marlhf.rollout.continuous import KEY_MULTIPLE, DecodeStep, Schedule
-from marlhf.rollout.engine import Reply, draws
+from marlhf.rollout.engine import Reply
 from marlhf.rollout.turns import MAX_WORKERS, Conversations
 
-GATHER_SECONDS = 0.005
-"""How long to wait for more replies than the first, while nothing else is to be done."""
+GATHER_SECONDS = 0.02
+"""How long to wait for all replies while nothing else is to be done: some ten steps of a GPU."""
 SCORES = 1 << 25
 """New tokens times the keys that they may see, in one pass: the size of a mask."""
 
@@ -51,17 +49,18 @@ class ConversationSchedule(Schedule):
         super().__init__(step, prompts, seeds, limits, budget, share_prefixes=share_prefixes)
         assert step.holds
         self.conversations, self.reply = conversations, reply
-        self.texts, self.turn_limits = conversations.texts, limits
+        self.texts = conversations.texts
+        self.turn_limits = limits  # the list that is `self.limits`: of the current turns
         self.replies: dict[int, Future[list[int] | None]] = {}  # of paused rows, some still to come
         self.paused = self.replies.keys()
         self.lost = 0  # rounds of steps that paused slots could have taken part in
         deterministic = torch.are_deterministic_algorithms_enabled()
         self.fixed_order = (not self.gpu or deterministic) if fixed_order is None else fixed_order
 
-    @functools.cached_property
-    def uniform(self) -> Tensor:
-        """Random numbers of whole responses, the world's tokens included."""
-        return draws(self.seeds, max(self.conversations.limits), self.state.device)
+    @property
+    def most_tokens(self) -> int:
+        """Of all turns of a conversation, and the world's."""
+        return max(self.conversations.limits)
 
     def converse(self) -> None:
         self.pool = ThreadPoolExecutor(MAX_WORKERS, thread_name_prefix="reply")
@@ -75,7 +74,8 @@ class ConversationSchedule(Schedule):
     def _proceed(self) -> None:
         if self._unfinished():
             super()._proceed()
-        self._go_on(self._answered())
+        if rows := self._answered():
+            self._go_on(rows)
 
     def _collect(self, running: list[bool]) -> None:
         """Note the turns that have ended, and ask the world for what follows."""
@@ -147,9 +147,8 @@ class ConversationSchedule(Schedule):
             if not batch:
                 continue
             ids = pad_right([new[i] for i in batch], 0)[0]
-            # Both sizes are rounded up, as in `Schedule`: for the sake of equal bits on a CPU. A
-            # GPU compiles for no special sizes then.
-            ids = torch.nn.functional.pad(ids, (0, -ids.shape[1] % KEY_MULTIPLE))
+            if ids.shape[1] == 1:  # a single row again, and a GPU would compile for it anew
+                ids = torch.nn.functional.pad(ids, (0, 1))
             lengths = [len(texts[i]) for i in batch]
             starts = torch.tensor([length - 1 - len(new[i]) for length, i in zip(lengths, batch)])
             # Padding is written behind a text, where the next steps write over it. None of it goes

@@ -70,9 +70,9 @@ class Engine(Protocol):
         for some: a text that continues a response leaves fewer than a prompt does.
 
         With `reply` a response is a conversation. `sampling.max_new_tokens` then limits a turn, and
-        `limits` a whole response with the world's tokens, for which it may be larger. A turn stops
-        at an end token or at a limit; then `reply` is called, unless the response is full. A reply
-        that leaves no room for another sampled token is dropped, and ends the conversation.
+        `limits`, which may be larger, a whole response with the world's tokens. A turn stops at an
+        end token or at a limit; then `reply` is called, unless the response is full. A reply that
+        leaves no room for another sampled token is dropped, and ends the conversation.
 
         A response depends on its prompt, the sampling, its seed, the weights and the replies, never
         on what else is in the batch, so neither memory settings nor the number of processes change

@@ -15,9 +15,9 @@ import importlib
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,11 @@ from marlhf.models.adapters import AdaptedModel, merged_tensors
 from marlhf.models.base import Model, Precision, autocast, computes_in_bfloat16
 from marlhf.models.forward import token_stats
 from marlhf.models.sequences import Sequences
-from marlhf.rollout.engine import Rollout, Sampling
+from marlhf.rollout.engine import Reply, Rollout, Sampling, draws
 from marlhf.rollout.plain import check_limits, check_prompts
+from marlhf.rollout.turns import Conversations, ask_all, converse_in_rounds
 
+T = TypeVar("T")
 MAX_GAP = 0.25
 """Nats per token between vLLM's log-probs and the policy's that rounding cannot explain."""
 CHECKED_TOKENS = 16
@@ -109,9 +111,14 @@ class VLLM(ABC):
         sampling: Sampling,
         seeds: Sequence[int],
         limits: Sequence[int] | None = None,
+        reply: Reply | None = None,
     ) -> Rollout:
-        """Sample one response per prompt; repeat a prompt, with another seed, for several."""
-        request = self._prepare(prompts, sampling, seeds, limits)
+        """Sample one response per prompt; repeat a prompt, with another seed, for several.
+
+        Turns are sampled in rounds, from whole texts: vLLM has what they begin with in its cache.
+        Where several processes share a server, the main one asks for replies.
+        """
+        request = self._prepare(prompts, sampling, seeds, limits, turns=reply is not None)
         # With top-k or top-p vLLM's log-probs are of the truncated distribution; a rollout's are
         # of the whole one, so the policy has to compute them.
         truncated = sampling.truncated and sampling.temperature > 0
@@ -122,16 +129,46 @@ class VLLM(ABC):
             )
         if not truncated:
             request = request._replace(sampling=replace(sampling, top_k=0, top_p=1.0))
-        completions = self._complete(request)
-        rollout = self._rollout(completions)
+        if reply is None:
+            completions = self._complete(request)
+            rollout, first = self._rollout(completions), completions[0]
+        else:
+            rollout, first = self._converse(request, reply)
         if self.policy is None:
             return rollout
         # Truncated log-probs cannot be compared with the policy's: a response without is sampled.
-        self._verify(request, self._complete(request.short())[0] if truncated else completions[0])
+        self._verify(request, self._complete(request.short())[0] if truncated else first)
         if not truncated:
             return rollout
         logprobs = self._policy_logprobs(prompts, rollout.responses, sampling.scale)
+        if rollout.sampled is not None:
+            logprobs = logprobs.masked_fill(~rollout.sampled, 0.0)
         return replace(rollout, logprobs=logprobs)
+
+    def _converse(self, request: SamplingRequest, reply: Reply) -> tuple[Rollout, Completion]:
+        """Conversations, and the first turn of the first of them."""
+        limits, most = request.limits, request.sampling.max_new_tokens
+        talk = Conversations(request.prompts, limits, most)
+        first: list[Completion] = []
+
+        def sample_turns(rows: list[int]) -> list[Completion]:
+            seeds = [turn_seed(request.seeds[row], talk.used(row)) for row in rows]
+            texts, room = [talk.texts[row] for row in rows], [talk.turn_limit(row) for row in rows]
+            turns = request._replace(prompts=texts, seeds=seeds, limits=room)
+            completions = self._complete(turns)
+            self._check_tokens(completions)
+            first.append(completions[0])
+            return completions
+
+        converse_in_rounds(
+            talk, sample_turns, lambda turns: self._on_main(lambda: ask_all(reply, turns))
+        )
+        device = "cpu" if self.policy is None else self.policy.device
+        return talk.rollout(self.end_tokens, device), first[0]
+
+    def _on_main(self, call: Callable[[], T]) -> T:
+        """What a call returns in the main process, for all that sample together."""
+        return call()
 
     def _prepare(
         self,
@@ -139,14 +176,17 @@ class VLLM(ABC):
         sampling: Sampling,
         seeds: Sequence[int],
         limits: Sequence[int] | None = None,
+        *,
+        turns: bool = False,
     ) -> SamplingRequest:
         """Check what is asked for, and send the weights if they have changed."""
-        limits = check_limits(limits, sampling, len(prompts))
+        limits = check_limits(limits, sampling, len(prompts), turns=turns)
         check_prompts(prompts, seeds)
         longest, limit = max(zip(map(len, prompts), limits), key=sum)
         if longest + limit > self.max_length:
+            name = "a response" if turns else "max_new_tokens"
             raise RolloutError(
-                f"A prompt of {longest} tokens and max_new_tokens of {limit} "
+                f"A prompt of {longest} tokens and {name} of {limit} "
                 f"are more than the {self.max_length} that {self.where} accepts. Shorten either, "
                 "raise vllm_memory, or start the server with a larger --max-model-len."
             )
@@ -199,8 +239,7 @@ class VLLM(ABC):
         return torch.bfloat16 if bf16 else torch.float32
 
     def _rollout(self, completions: list[Completion]) -> Rollout:
-        if empty := [i for i, each in enumerate(completions) if not each.tokens]:
-            raise RolloutError(f"{self.where} gave no tokens for the prompts {empty}.")
+        self._check_tokens(completions)
         width = max(len(each.tokens) for each in completions)
         padded = [[*each.logprobs, *[0.0] * (width - len(each.tokens))] for each in completions]
         ended = [each.tokens[-1] in self.end_tokens for each in completions]
@@ -210,6 +249,10 @@ class VLLM(ABC):
             torch.tensor(padded, device=device),
             torch.tensor(ended, device=device),
         )
+
+    def _check_tokens(self, completions: list[Completion]) -> None:
+        if empty := [i for i, each in enumerate(completions) if not each.tokens]:
+            raise RolloutError(f"{self.where} gave no tokens for the prompts {empty}.")
 
     def _policy_logprobs(
         self, prompts: Sequence[Sequence[int]], responses: list[list[int]], temperature: float
@@ -335,6 +378,15 @@ class VLLMEngine(VLLM):
             ) from error
         if not self.llm.reset_prefix_cache():  # it holds keys and values of the old weights
             raise RolloutError("vLLM did not clear the prefix cache of its old weights.")
+
+
+def turn_seed(seed: int, used: int) -> int:
+    """vLLM's seed of a turn that follows so many tokens of a response: each has another one.
+
+    >>> turn_seed(3, 0), turn_seed(3, 9) != turn_seed(3, 10)
+    (3, True)
+    """
+    return int(draws([seed], used)[0, -1] * 2**53) if used else seed
 
 
 def fields(sampling: Sampling, end_tokens: list[int], limit: int) -> dict[str, Any]:

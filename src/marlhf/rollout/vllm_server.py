@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -31,12 +31,12 @@ from marlhf.rollout.vllm import (
     RefusedError,
     RolloutError,
     SamplingRequest,
+    T,
     fields,
     short,
 )
 from marlhf.rollout.weight_transfer import EXTENSION, PROTOCOL, WeightSender
 
-T = TypeVar("T")
 RETRY_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """Seconds before each retry."""
 RETRY_STATUS = (429, 502, 503, 504)

@@ -93,9 +93,14 @@ def num_parameters(run: Run) -> int | None:
     elif isinstance(start, str) and "/" in start and "\0" not in start:
         folders.append(Path(start))
     for folder in folders:
-        if count := sum(map(_count, sorted(folder.glob("model*.safetensors")))):
+        if count := parameters_in(folder):
             return count
     return None
+
+
+def parameters_in(folder: Path) -> int:
+    """How many numbers the weights in a model's folder have; 0 if there are none."""
+    return sum(map(_count, sorted(folder.glob("model*.safetensors"))))
 
 
 def _count(file: Path) -> int:

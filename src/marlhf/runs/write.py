@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +64,7 @@ class RunFolder:
             "stage": stage,
             "status": "running",
             "marlhf": __version__,
+            "commit": commit(),
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "seconds": 0.0,
             "seed": self.config.get("seed"),
@@ -98,8 +101,13 @@ class RunFolder:
                 self._check_settings(old)
                 self._check_links()
                 self.state |= before
+                longer = self._is_longer(old)
+                if longer and self.state["status"] == "finished":
+                    self.state["status"] = "stopped"
                 if not self.finished:
                     self.lock()
+                if longer:
+                    self._record_longer(old)
                 self._check_inputs()
                 self._check_files()
                 return
@@ -162,12 +170,32 @@ class RunFolder:
             f"{key}: {old.get(key, '(not there)')!r} there, {new.get(key, '(not there)')!r} now"
             for key in sorted(old.keys() | new.keys())
             if old.get(key) != new.get(key) and key.split(".")[0] not in may_change
+            if not (key == "num_steps" and self._is_longer(before) and self._has_checkpoint())
         ]
         if changed:
             raise RunError(
                 f"{self.path} holds another run. Choose another output_dir, or delete that "
                 "folder. It differs in\n  " + "\n  ".join(changed[:12])
             )
+
+    def _is_longer(self, before: dict[str, Any]) -> bool:
+        """Whether `num_steps` was raised since the run in this folder began."""
+        old, new = before.get("num_steps"), self.config.get("num_steps")
+        return isinstance(old, int) and (new is None or new > old)
+
+    def _has_checkpoint(self) -> bool:
+        return any(is_checkpoint_name(path.name) for path in self.checkpoints.glob("*"))
+
+    def _record_longer(self, before: dict[str, Any]) -> None:
+        """Keep the new `num_steps`, and say what it does to the learning rate."""
+        new, schedule = self.config.get("num_steps"), self.config.get("schedule")
+        write_text(self.path / CONFIG, to_yaml(before | {"num_steps": new}))
+        self.write_state()
+        self.problems.append(
+            f"num_steps was {before['num_steps']} in {self.path} and is {new or 'not set'} now: "
+            "training resumes from the last checkpoint, and from there on the learning rate "
+            f"follows the {schedule} schedule of the longer run, not that of the old one"
+        )
 
     def _check_links(self) -> None:
         """Refuse links out of the folder, but for those of a checkpoint.
@@ -303,6 +331,22 @@ def is_finished(folder: Path) -> bool:
     if state.get("status") != "finished" or not has_model(folder, state):
         return False
     return not changed_inputs(flatten(read_config(folder)), state.get("inputs") or {})
+
+
+@functools.cache
+def commit() -> str | None:
+    """The commit of the git checkout that the package lies in, `-dirty` if files differ from it;
+    None where it is installed."""
+    package = Path(__file__).resolve().parents[1]
+    if not (package.parents[1] / ".git").exists():  # a checkout has src/marlhf
+        return None
+    git = ["git", "-C", str(package.parents[1])]
+    ask = [*git, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        out = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return out.stdout.strip()
 
 
 def hardware() -> str:

@@ -15,7 +15,7 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -32,7 +32,6 @@ from torch.optim import Optimizer
 from marlhf.errors import MarlhfError
 from marlhf.runs.atomic import explain_disk_errors, replace_folder
 from marlhf.runs.layout import CHECKPOINT_STATE, RunError, is_checkpoint_name, leads_out
-from marlhf.runs.write import RunFolder
 from marlhf.runtime.distributed import World
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -50,12 +49,23 @@ STATE = {
 """What `state.json` has in every checkpoint; stages add to it."""
 
 
+class HasCheckpoints(Protocol):
+    """A folder with checkpoints: a run's, or that of a training within a run."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def checkpoints(self) -> Path: ...
+    @property
+    def seconds(self) -> float: ...
+
+
 class Damaged(MarlhfError, ValueError):
     """A checkpoint whose files are not those that were written."""
 
 
 def save_checkpoint(
-    run: RunFolder,
+    run: HasCheckpoints,
     step: int,
     *,
     world: World,
@@ -103,7 +113,7 @@ def save_checkpoint(
 
 
 def load_latest(
-    run: RunFolder,
+    run: HasCheckpoints,
     *,
     world: World,
     models: Mapping[str, nn.Module],
@@ -135,6 +145,7 @@ def load_weights(folder: Path, models: Mapping[str, nn.Module], world: World) ->
         _verify(folder)
     except (OSError, ValueError) as error:
         raise RunError(f"{folder} is damaged ({error}).") from None
+    world.reshard(models.values())
     _restore(folder, _flat(models, {}), world, weights_only=True)
 
 
@@ -151,7 +162,7 @@ def read_checkpoint_state(folder: Path, needs: Sequence[str] = ()) -> dict[str, 
     return state
 
 
-def _find_latest(run: RunFolder, needs: Sequence[str]) -> tuple[str | None, list[str]]:
+def _find_latest(run: HasCheckpoints, needs: Sequence[str]) -> tuple[str | None, list[str]]:
     """The newest complete checkpoint, and a warning for each newer one that is damaged."""
     for unfinished in run.checkpoints.glob(".step-*"):  # of a run that was killed while writing
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -171,7 +182,7 @@ def _warnings(damaged: Mapping[Path, Exception], instead: str) -> list[str]:
     return [f"{folder} is damaged ({error}); {instead}." for folder, error in damaged.items()]
 
 
-def list_checkpoints(run: RunFolder) -> list[Path]:
+def list_checkpoints(run: HasCheckpoints) -> list[Path]:
     """A run's checkpoints, oldest first."""
     return checkpoints_in(run.checkpoints)
 

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from marlhf.config.stage import StageConfig
 from marlhf.models.adapters import AdaptedModel
 from marlhf.models.base import Model, Tokenizer, quiet_transformers
-from marlhf.runs.layout import MODEL, RunError
+from marlhf.runs.layout import MODEL, SAMPLES, RunError
 from marlhf.runs.write import ReadOnlyRunFolder, RunFolder
 from marlhf.runtime.callbacks import Callbacks
 from marlhf.runtime.checkpoint import load_latest, save_checkpoint
@@ -44,12 +44,16 @@ Method = Callable[[Any, GivenObjects, World, RunFolder], Path]
 def in_run_folder(stage: str) -> Callable[[Method], Callable[..., Path]]:
     """Make a method's loop into `train(config, objects)`, which opens and seeds the run.
 
-    A finished run is not trained again.
+    A finished run is not trained again. `stage` is the run's method, which a loop of several names
+    may be told anew.
     """
+    name = stage
 
     def decorate(method: Method) -> Callable[..., Path]:
         @functools.wraps(method)
-        def train(config: StageConfig, objects: GivenObjects = NO_OBJECTS) -> Path:
+        def train(
+            config: StageConfig, objects: GivenObjects = NO_OBJECTS, stage: str = name
+        ) -> Path:
             world = start(config.device, config.parallel)
             run = open_run(config, stage, world)
             if run.finished:
@@ -117,7 +121,7 @@ class Loop:
             optimizer=next(iter(optimizers.values())),
             world=world,
         )
-        self.rows = {"training": rows[0], "held-out": rows[1]}
+        self.rows = run.state["rows"] = {"training": rows[0], "held-out": rows[1]}
         if config.token_budget == "auto" and not config.deterministic:
             seek_token_budget(world, run)
         self._stack = contextlib.ExitStack()
@@ -213,6 +217,14 @@ class Loop:
         self._interrupts.received = self._interrupts.received or "a signal"
         self._interrupts.check(where)
 
+    @contextlib.contextmanager
+    def other_steps(self, name: str, total: int, done: int = 0) -> Iterator[Steps]:
+        """A bar in the place of this one's, for work that comes before the first step."""
+        self._bar.stop()
+        with Steps(name, total, done) as steps:
+            yield steps
+        self._bar.__enter__()
+
     def log(self, numbers: dict[str, float], show: Sequence[str] = ()) -> None:
         """The metrics of a step that is done: to the folder, the bar, trackers and callbacks."""
         if self.step - self.done >= WATCHED_STEPS:
@@ -230,6 +242,14 @@ class Loop:
         say(f"{self.run.path.name} {self.step}/{self.total}  held out: {numbers}", wrap=True)
         self.trackers.log(self.step, metrics)
         self.callbacks.evaluate(self.step, metrics)
+
+    def log_samples(self, rows: list[dict[str, Any]]) -> None:
+        """Samples of an evaluation: into the run folder, and as a table to dashboards."""
+        for row in rows:
+            self.run.append(SAMPLES, row)
+        shown = ("prompt", "response", "score", "gold", "kl", "length")
+        table = [{name: row[name] for name in shown} for row in rows]
+        self.trackers.table(self.step, "samples", table)
 
     def final_metrics(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
         """Held-out metrics of the final weights, evaluated only if the last step was not."""

@@ -64,6 +64,7 @@ Source = WholeModel | OnBase
 class RewardItem:
     """One of the things that score: a model or a function, with its weight."""
 
+    role: str
     item: str | Model | Callable[..., Any]
     tokenizer: Tokenizer | None  # the reward model's own, where it was given
     weight: float
@@ -90,11 +91,8 @@ def reward_items(config: RLConfig, objects: GivenObjects) -> list[RewardItem]:
             f"There are {len(items)} rewards but {len(weights)} reward_weights. Give one each."
         )
     tokenizers = objects.reward_tokenizers or [None] * len(items)
-    return [RewardItem(*fields) for fields in zip(items, tokenizers, weights, strict=True)]
-
-
-def reward_role(number: int) -> str:
-    return f"reward-{number}"
+    given = enumerate(zip(items, tokenizers, weights, strict=True))
+    return [RewardItem(f"reward-{number}", *fields) for number, fields in given]
 
 
 def trained_source(head: Head, config: StageConfig, objects: GivenObjects) -> Source:
@@ -124,9 +122,9 @@ def rl_sources(
     sources = {"policy": rules.policy, "reference": rules.reference()}
     if critic:
         sources["critic"] = rules.critic(rewards)
-    for number, reward in enumerate(rewards):
+    for reward in rewards:
         if reward.is_model:
-            sources[reward_role(number)] = rules.reward(reward.item, sources.get("critic"))
+            sources[reward.role] = rules.reward(reward.item, sources.get("critic"))
     if config.gold_model:
         rules.check_scores(config.gold_model, "gold_model")
         sources["gold"] = WholeModel(config.gold_model, "scalar", setting="gold_model")

@@ -21,15 +21,7 @@ import torch
 import torch._inductor.config as inductor_config
 
 from marlhf.config.stage import StageConfig
-from marlhf.data import (
-    DataConfig,
-    DataError,
-    Loaded,
-    Row,
-    encode_responses,
-    fit_prompts,
-    load_data,
-)
+from marlhf.data import DataConfig, DataError, Row, encode_responses, fit_prompts, load_data
 from marlhf.environments import EpisodeRecord
 from marlhf.errors import MarlhfError
 from marlhf.models.base import Model, Tokenizer
@@ -115,7 +107,7 @@ def load_examples(
     if objects.train_rows is not None:
         train_rows, eval_rows = objects.train_rows, objects.eval_rows or []
     else:
-        loaded: Loaded = load_data(data, part, needs=needs)
+        loaded = load_data(data, part, needs=needs)
         say(f"data: {loaded.counts}")
         train_rows, eval_rows = loaded.train, loaded.eval
     encode = partial(_encode, data, tokenizer, needs, max_response_tokens)

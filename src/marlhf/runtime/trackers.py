@@ -115,6 +115,16 @@ class Trackers:
         numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, (int, float))}
         self._each("log", step, numbers)
 
+    def table(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rows with the same columns, such as samples; a column without any value is left out."""
+        columns = [
+            key for key in (rows[0] if rows else ()) if any(r[key] is not None for r in rows)
+        ]
+        if columns:
+            self._each(
+                "table", step, name, columns, [[row[key] for key in columns] for row in rows]
+            )
+
     def finish(self, status: str) -> None:
         """Close everything; `status` is that of the run: finished, stopped or failed."""
         self._each("finish", status)
@@ -148,6 +158,11 @@ class TensorBoard:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
 
+    def table(self, step: int, name: str, columns: list[str], data: list[list[Any]]) -> None:
+        lines = [columns, ["---"] * len(columns), *data]
+        cells = [[str(x).replace("|", "\\|").replace("\n", "<br>") for x in line] for line in lines]
+        self.writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
+
     def finish(self, status: str) -> None:
         self.writer.close()
 
@@ -162,7 +177,8 @@ class Dashboard:
         own = {"name": identity}  # Trackio knows a run by its name alone
         if self.is_wandb:
             own = {"name": name, "id": identity, "dir": str(path)}
-        self.run = importlib.import_module(kind).init(
+        self.module = importlib.import_module(kind)
+        self.run = self.module.init(
             project=os.environ.get(f"{kind.upper()}_PROJECT", "marlhf"),
             resume="allow",
             config=dict(config_raw),
@@ -171,6 +187,9 @@ class Dashboard:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.log(dict(metrics), step=step)
+
+    def table(self, step: int, name: str, columns: list[str], data: list[list[Any]]) -> None:
+        self.run.log({name: self.module.Table(columns=columns, data=data)}, step=step)
 
     def finish(self, status: str) -> None:
         if self.is_wandb:

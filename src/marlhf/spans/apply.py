@@ -80,6 +80,7 @@ def segment_response(
     seed: int,
     ref_logprobs: Tensor | None = None,
     logprobs: Tensor | None = None,
+    entropy: Tensor | None = None,
     split_last: bool = False,
 ) -> list[bool]:
     """Whether each token of one response starts a macro action."""
@@ -90,6 +91,7 @@ def segment_response(
         torch.ones_like(tokens).bool(),
         ref_logprobs=ref_logprobs,
         logprobs=logprobs,
+        entropy=entropy,
         spans=parsing.begin([ids])() if parsing else None,
         vocabulary=vocabulary(tokenizer),
         seeds=torch.tensor([seed]),

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 
 from marlhf.core import Segmenter, needs
+from marlhf.core.segmenters import Need
 from marlhf.data.rows import DataError
 from marlhf.models.forward import token_stats
 from marlhf.models.load import load_policy, load_tokenizer
@@ -25,20 +26,25 @@ def cut_text(
     """The text of each token of each macro action."""
     if not text:
         raise DataError("The text is empty.")
-    if (needs(rule, "ref_logprobs") or needs(rule, "logprobs")) and model is None:
-        raise DataError("Perplexity and surprise are those of a model: give --model.")
+    if needs(rule, "values"):
+        raise DataError("The values of a critic are known while it trains: no text shows them.")
+    of_model: tuple[Need, ...] = ("ref_logprobs", "logprobs", "entropy")
+    if model is None and any(needs(rule, what) for what in of_model):
+        raise DataError("Perplexity, surprise and entropy are those of a model: give --model.")
     tok = load_tokenizer(model or tokenizer)
     encoded = tok(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
     if not ids:
         raise DataError("The tokenizer makes no tokens of this text: it is all white space.")
-    logprobs = None
+    logprobs = entropy = None
     if model is not None:
         before = tok.eos_token_id if tok.bos_token_id is None else tok.bos_token_id
         whole = Sequences.from_lists([[cast(int, before)]], [ids], 0)
         with torch.no_grad():
-            logprobs = token_stats(load_policy(model), whole).logprobs
-    starts = segment_response(rule, ids, tok, seed=seed, ref_logprobs=logprobs, logprobs=logprobs)
+            logprobs, entropy = token_stats(load_policy(model), whole, entropy=True)
+    starts = segment_response(
+        rule, ids, tok, seed=seed, ref_logprobs=logprobs, logprobs=logprobs, entropy=entropy
+    )
     # Each character is shown with one token: where several tokens make up a character it would
     # otherwise repeat, and white space that no token has would be lost.
     ends = [*accumulate((end for _, end in offsets[:-1]), max), len(text)]

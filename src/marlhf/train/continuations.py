@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from marlhf.config.rl import KLEstimator
-from marlhf.core import Segments, shape_rewards
+from marlhf.core import Segments, shape_rewards, thin_out
 from marlhf.runtime.stage import Example
 from marlhf.train.experience import Experience, RolloutScorer, sample_responses
 from marlhf.train.ppo_config import PPOConfig
@@ -47,6 +47,14 @@ def states_of(
         State(row, column, examples[row], responses[row][:column])
         for row, column in segments.starts.nonzero().tolist()
     ]
+
+
+def chosen_boundaries(segments: Segments, experience: Experience, config: PPOConfig) -> Segments:
+    """With `boundaries`, the macro actions that begin where the policy's entropy is highest."""
+    if config.boundaries is None:
+        return segments
+    assert experience.entropy is not None
+    return thin_out(segments, experience.entropy, config.boundaries)
 
 
 def monte_carlo_values(

@@ -6,6 +6,9 @@ Every batch gives a gradient for every candidate: token scores from the pass tha
 estimator is token GAE with lambda 1: unbiased whatever the critic says. The candidate in use is
 replaced when another's cosine is larger by more than the error of their difference.
 
+Where the critic has long explained nothing of the returns, only candidates with a long reach are
+chosen: a short one puts the critic's values in the place of returns.
+
 Axes: E candidates, B rows, T response tokens, M batches of the window, D numbers of a sketch.
 """
 
@@ -27,6 +30,7 @@ from marlhf.core import Agreement, NGram, gradient_agreement
 from marlhf.models.scores import BLOCK, BLOCKS, TokenScores
 from marlhf.runtime.distributed import World
 from marlhf.runtime.progress import say, warn
+from marlhf.train.critic_quality import LONG_REACH, THIRDS, WATCHED, KnowledgeWatch, knows_nothing
 from marlhf.train.experience import Credit, MicroBatch
 from marlhf.train.ppo_config import PPOConfig
 
@@ -139,12 +143,12 @@ class CreditChooser:
 
     def __init__(self, config: PPOConfig) -> None:
         self.auto = config.credit == "auto"
-        self.options = [Option("", config)]
-        if self.auto:
-            self.options = options_of(config, config.candidates)
+        self.options = options_of(config, config.candidates) if self.auto else [Option("", config)]
         self.choice = 0
         self.window: deque[tuple[Sequence[int], Tensor]] = deque(maxlen=WINDOW)
         """Of each batch the seeds of its sketch, and [E + 1, D]."""
+        self.explained: deque[float] = deque(maxlen=WATCHED)
+        """Of each step the explained variance of the third that the critic knows best."""
         self.checkpointed = {"credit": self} if self.auto else {}
 
     @property
@@ -165,20 +169,42 @@ class CreditChooser:
         return Measurement(advantages(self.configs), sketch_seeds(step)) if self.auto else None
 
     def update(
-        self, step: int, credit: Credit, measurement: Measurement | None, world: World
+        self,
+        step: int,
+        credit: Credit,
+        measurement: Measurement | None,
+        world: World,
+        reaches: Callable[[list[PPOConfig]], list[float]],
     ) -> dict[str, float]:
-        """Take in a batch, and choose for the next. Returns metrics."""
+        """Take in a batch, and choose for the next. Returns metrics.
+
+        `reaches` gives the share of a response that credit by each config reaches back over.
+        """
         if not self.auto:
             return {}
-        metrics = {"credit/reach": float(credit.reach(self.config.lam))}
+        config = self.config
+        metrics = {"credit/reach": float(credit.reach(config.lam, config.lam_alpha))}
         if measurement is not None:
-            metrics |= self.choose(step, measurement.over_ranks(world), measurement.seeds)
+            allowed = None
+            if knows_nothing(self.explained):
+                allowed = [reach >= LONG_REACH for reach in reaches(self.configs[:-1])]
+            sums = measurement.over_ranks(world)
+            metrics |= self.choose(step, sums, measurement.seeds, allowed)
         return metrics
 
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Remember how much the critic explained in a step."""
+        if self.auto:
+            self.explained.append(max(metrics[name] for name in THIRDS))
+
     def choose(
-        self, step: int, measured: Tensor, seeds: Sequence[int] | None = None
+        self,
+        step: int,
+        measured: Tensor,
+        seeds: Sequence[int] | None = None,
+        allowed: Sequence[bool] | None = None,
     ) -> dict[str, float]:
-        """Take in the gradients of a batch, [E + 1, D], and choose for the next."""
+        """Take in the gradients of a batch, [E + 1, D], and choose for the next among `allowed`."""
         used = self.choice
         self.window.append((seeds or [0], measured.double().cpu()))
         metrics: dict[str, float] = {"credit/choice": float(used)}
@@ -189,7 +215,7 @@ class CreditChooser:
         gradients = torch.stack([x for _, x in self.window], dim=1)  # [E + 1, M, D]
         gradients = gradients.unflatten(2, (len(shared), -1))[:, :, shared].flatten(2)
         agreement = gradient_agreement(gradients[:-1], gradients[-1], blocks=sum(shared))
-        self.choice = better(agreement, used)
+        self.choice = better(agreement, used, allowed=allowed)
         cosines, errors = agreement.known_cosines().tolist(), agreement.error.tolist()
         for option, cosine in zip(self.options, cosines):
             if cosine == cosine:
@@ -212,12 +238,14 @@ class CreditChooser:
             "choice": self.choice,
             "seeds": [list(seeds) for seeds, _ in self.window],
             "window": encode_sketch(window),
+            "explained": list(self.explained),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.choice = int(state["choice"])
         saved = decode_sketch(state["window"])
         self.window.extend(zip(state["seeds"], saved.double()))
+        self.explained.extend(state.get("explained", []))  # not in checkpoints of earlier versions
 
 
 def encode_sketch(sketch: Tensor) -> dict[str, Any]:
@@ -233,9 +261,17 @@ def decode_sketch(encoded: Mapping[str, Any]) -> Tensor:
     return torch.frombuffer(data, dtype=torch.float32).view(encoded["shape"])
 
 
-def better(agreement: Agreement, used: int, errors: float = ERRORS) -> int:
+def better(
+    agreement: Agreement,
+    used: int,
+    errors: float = ERRORS,
+    allowed: Sequence[bool] | None = None,
+) -> int:
     """The candidate with the largest cosine, if it is ahead by more than noise; else `used`."""
     cosine = agreement.known_cosines()
+    if allowed is not None:
+        others = torch.tensor([not each and i != used for i, each in enumerate(allowed)])
+        cosine = cosine.masked_fill(others.to(cosine.device), float("nan"))
     best = int(cosine.nan_to_num(nan=-1.0).argmax())
     if best == used or not bool(cosine[used].isfinite()):
         return used
@@ -268,6 +304,7 @@ class CriticWatch:
         )
         self.recent: deque[float] = deque(maxlen=LAST_STEPS)
         self.warned = False
+        self.watch_knowledge = KnowledgeWatch(config)
         if self.divides_scores:  # now: later such a run looks as if it learnt
             warn(
                 "pooling: mean divides the score by the length of the last macro action, which the "
@@ -279,8 +316,11 @@ class CriticWatch:
         if not self.has_critic:
             return
         self.check_variance(step, metrics["rl/explained_variance"])
-        if step == 1 and not self.auto:
-            reach = float(credit.reach(self.lam))
+        if not self.warned:
+            self.watch_knowledge(step, metrics)
+        # The reach of an adaptive lambda is a share of the response, which the user chose.
+        if step == 1 and not self.auto and not isinstance(self.lam, str):
+            reach = float(credit.reach(self.lam, alpha=1.0))
             warn_about_short_reach(reach, metrics["rl/length"], self.lam)
 
     def check_variance(self, step: int, explained: float) -> None:

@@ -9,7 +9,7 @@ Axes: B rows, b rows of a micro-batch, T response tokens, M macro actions, S spa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -20,6 +20,7 @@ from torch import Tensor
 from marlhf.config.rl import Ratio, RLConfig
 from marlhf.core import (
     Responses,
+    Segmenter,
     Segments,
     Vocabulary,
     at_last_token,
@@ -27,6 +28,8 @@ from marlhf.core import (
     kl_estimate,
     masked_mean,
     moments,
+    needs,
+    overlong_penalty,
     whiten,
 )
 from marlhf.environments import EpisodeRecord, episode_metrics, scored_row, turn_rewards
@@ -58,6 +61,9 @@ class Experience:
     stale: bool = False  # sampled by other weights than those that learn
     earned: Tensor | None = None  # [B, T], parts of the normalised scores that have a place
     episodes: Sequence[EpisodeRecord] | None = None  # with an environment
+    # [B, T], where a segmenter or the choice of boundaries needs them
+    entropy: Tensor | None = None
+    values: Tensor | None = None
 
     @property
     def mask(self) -> Tensor:
@@ -99,20 +105,17 @@ class Experience:
             vocabulary=vocabulary,
             seeds=send(seeds, self.mask.device),
             logprobs=self.logprobs,
+            entropy=self.entropy,
+            values=self.values,
         )
 
     def micro_batches(self, models: Models, rows: list[int] | None = None) -> Iterator[MicroBatch]:
         """Parts of the batch, or of some of its rows, for passes with gradients."""
         return micro_batches(self.sequences, models.pass_tokens, models.world, rows)
 
-    @staticmethod
-    def count_terms(segments: Segments, rows: list[int] | None = None) -> dict[str, Tensor]:
-        """What a loss is a mean over: tokens, or macro actions. Of some rows, if given."""
-        return count_terms(segments, rows)
-
     def critic_values(self, models: Models) -> Tensor:
         """The critic's value of the state before each token, [B, T], without gradients."""
-        return _pass_over(self.sequences, models, models.values)
+        return all_values(self.sequences, models)
 
     def sample_weights(self, segments: Segments, ratio: Ratio, cap: float) -> Tensor | float:
         """Truncated importance weights of responses that older weights sampled, [B, T]; else 1."""
@@ -161,10 +164,12 @@ class Credit:
             "rl/explained_variance": explained_variance(self.values, self.returns, mask),
         }
 
-    def reach(self, lam: float) -> Tensor:
+    def reach(self, lam: float | Literal["adaptive"], alpha: float) -> Tensor:
         """Over how many tokens credit is passed back on average, at most a whole response."""
         mask = self.segments.mask
         length = mask.sum() / len(mask)
+        if lam == "adaptive":
+            return length * min(alpha, 1.0)
         macro_length = mask.sum() / self.segments.macro_mask.sum().clamp(min=1)
         return length if lam == 1 else torch.minimum(length, macro_length / (1 - lam))
 
@@ -216,8 +221,17 @@ class RolloutScorer:
         self.models, self.score_clip = models, config.score_clip
         self.missing_eos_penalty = config.missing_eos_penalty
         self.needs_old_logprobs, self.stale = config.needs_old_logprobs, config.async_steps > 0
+        self.overlong, self.overlong_penalty = config.overlong, config.overlong_penalty
+        self.reads_entropy, self.reads_values = False, False
+        self.provide_for([config.segmenter])
         self.mean, self.std = 0.0, 1.0
         """Of the starting policy's scores, with `normalize_scores`."""
+
+    def provide_for(self, rules: Iterable[Segmenter]) -> None:
+        """Compute what these rules read of the policy or the critic, from now on."""
+        for rule in rules:
+            self.reads_entropy |= needs(rule, "entropy")
+            self.reads_values |= needs(rule, "values")
 
     def normalise(self, scores: Tensor) -> Tensor:
         return (scores - self.mean) / self.std
@@ -250,6 +264,17 @@ class RolloutScorer:
         old_logprobs = None
         if self.needs_old_logprobs and prefixes is None:
             old_logprobs = all_logprobs(models.policy, sequences, models)
+        # Passes of their own: with entropy, log-probs of the same pass may round differently.
+        entropy = values = None
+        if self.reads_entropy and prefixes is None:
+            entropy = all_entropy(sequences, models)
+        if self.reads_values and prefixes is None:
+            values = _pass_over(sequences, models, models.values)
+        penalty = self.missing_eos_penalty * (~rollout.ended).float()
+        if self.overlong is not None:
+            begin, end = (share * models.sampling.max_new_tokens for share in self.overlong)
+            lengths = send(torch.tensor([float(len(x)) for x in whole]), penalty.device)
+            penalty += overlong_penalty(lengths, begin, end, most=self.overlong_penalty)
         return Experience(
             sequences,
             self.normalise(raw),
@@ -259,11 +284,13 @@ class RolloutScorer:
             ref_logprobs,
             old_logprobs,
             send(parse(), world.device) if parse else None,
-            self.missing_eos_penalty * (~rollout.ended).float(),
+            penalty,
             self.score_clip,
             self.stale and prefixes is None,
             None if earned is None else earned / self.std,
             episodes,
+            entropy,
+            values,
         )
 
     @staticmethod
@@ -293,6 +320,16 @@ def _joined(first: Sequence[list[int]], second: Sequence[list[int]]) -> list[lis
 def all_logprobs(model: Model, sequences: Sequences, models: Models) -> Tensor:
     """Log-probs of the response tokens under a model, [B, T], without gradients."""
     return _pass_over(sequences, models, partial(models.logprobs, model))
+
+
+def all_values(sequences: Sequences, models: Models) -> Tensor:
+    """The critic's value of the state before each token, [B, T], without gradients."""
+    return _pass_over(sequences, models, models.values)
+
+
+def all_entropy(sequences: Sequences, models: Models) -> Tensor:
+    """The entropy of the policy's choice of each response token, [B, T], without gradients."""
+    return _pass_over(sequences, models, models.entropy)
 
 
 def _pass_over(
@@ -364,7 +401,7 @@ class PolicyMetrics:
         self, experience: Experience, num_tokens: Tensor, config: RLConfig, *more: str
     ) -> None:
         self.experience, self.num_tokens = experience, num_tokens
-        self.ratio, self.clip = config.ratio, config.clip
+        self.ratio, self.clip_range = config.ratio, config.clip_range
         names = ("rl/policy_loss", "rl/clip_fraction", "rl/approx_kl", "rl/logprob_gap", *more)
         self.sums = {name: torch.zeros((), device=num_tokens.device) for name in names}
 
@@ -382,7 +419,8 @@ class PolicyMetrics:
         if self.ratio != "token":
             pool = segments.sum if self.ratio == "macro" else segments.mean
             change = segments.spread(pool(change))
-        outside = ((change.exp() - 1).abs() > self.clip).float()
+        low, high = self.clip_range
+        outside = ((change.exp() < 1 - low) | (change.exp() > 1 + high)).float()
         gap = (logprobs - micro.take(self.experience.logprobs)).abs()
         drift = {
             "rl/clip_fraction": masked_mean(outside, mask, tokens),

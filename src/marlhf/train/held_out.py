@@ -18,7 +18,7 @@ from marlhf.intervals import win_rate
 from marlhf.models.base import Tokenizer
 from marlhf.rollout.engine import Rollout
 from marlhf.rollout.repetition import repetition
-from marlhf.runs.layout import BEST, EVAL, SAMPLES, SCORE_SCALE, RunError
+from marlhf.runs.layout import BEST, EVAL, SCORE_SCALE, RunError
 from marlhf.runtime.loop import Loop
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.progress import say, warn
@@ -177,10 +177,9 @@ class HeldOutEvaluation:
         credit = self.credit(experience, self.models, kl_coef, shuffler)
         episodes = experience.episodes
         starts, advantages = credit.segments.starts.tolist(), credit.advantages.tolist()
-        for i, row in enumerate(tokens[: self.log_samples]):
-            ends = {turn.stop for turn in episodes[i].turns} if episodes else set[int]()
-            self.loop.run.append(
-                SAMPLES,
+        ends = [{turn.stop for turn in e.turns} for e in episodes or []]
+        self.loop.log_samples(
+            [
                 {
                     "step": step,
                     "index": i,
@@ -190,12 +189,14 @@ class HeldOutEvaluation:
                     "gold": gold[i] if gold else None,
                     "kl": kl[i],
                     "length": int(experience.mask[i].sum()),
-                    "pieces": _pieces(self.models.tokenizer, row, ends),
+                    "pieces": _pieces(self.models.tokenizer, row, ends[i] if ends else set()),
                     "starts": starts[i][: len(row)],
                     "advantages": [round(a, 4) for a in advantages[i][: len(row)]],
                     **({"episode": episodes[i].to_dict()} if episodes else {}),
-                },
-            )
+                }
+                for i, row in enumerate(tokens[: self.log_samples])
+            ]
+        )
 
     def state(self) -> dict[str, Any]:
         names = ("start", "start_scores", "start_gold", "latest", "best")

@@ -20,6 +20,7 @@ from torch import Tensor
 from marlhf.config.rl import RLConfig
 from marlhf.core import (
     Segments,
+    adaptive_lam,
     boundary_gae,
     macro_gae,
     ppo_policy_loss,
@@ -33,9 +34,13 @@ from marlhf.runtime.loop import in_run_folder
 from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.objects import GivenObjects
 from marlhf.spans.apply import explain_segmenter_errors
-from marlhf.train.continuations import monte_carlo_values
+from marlhf.train.continuations import chosen_boundaries, monte_carlo_values
 from marlhf.train.credit_choice import CreditChooser, CriticWatch, Measurement
-from marlhf.train.experience import Credit, Experience, PolicyMetrics
+from marlhf.train.critic_pretraining import forget_pretraining, pretrain_critic
+from marlhf.train.critic_quality import explained_by_thirds
+from marlhf.train.critic_replay import CriticReplay
+from marlhf.train.experience import Credit, Experience, PolicyMetrics, count_terms
+from marlhf.train.positive_examples import PositiveExamples
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import Learner, RLRun
@@ -48,11 +53,17 @@ def train(config: PPOConfig, objects: GivenObjects, world: World, run: RunFolder
     if config.has_critic:
         rates["critic"] = config.critic_learning_rate
     chooser, watch_critic = CreditChooser(config), CriticWatch(config)
+    replay = CriticReplay(config)
+    checkpointed = chooser.checkpointed | replay.checkpointed
     credit_of_samples = partial(held_out_credit, chooser)
-    rl = RLRun(config, run, world, objects, credit_of_samples, rates, chooser.checkpointed)
+    rl = RLRun(config, run, world, objects, credit_of_samples, rates, checkpointed)
+    rl.score.provide_for(option.config.segmenter for option in chooser.options)
+    rl.score.reads_entropy |= config.boundaries is not None
 
     with rl.loop:
         for step in rl.steps():
+            if step == 1:
+                pretrain_critic(rl, config, shape_and_segment, lambda_one_returns)
             config = chooser.config  # with `credit: auto`, the candidate in use
             batch, rollout = rl.sample(step)
             rl.clock.mark("rollout")
@@ -63,6 +74,7 @@ def train(config: PPOConfig, objects: GivenObjects, world: World, run: RunFolder
             )
             metrics: dict[str, Tensor] = {}
             if not config.has_critic:
+                segments = chosen_boundaries(segments, experience, config)
                 values = monte_carlo_values(batch, experience, segments, rl, config)
             elif config.one_update:
                 values, metrics = critic_values_and_backward(
@@ -79,11 +91,22 @@ def train(config: PPOConfig, objects: GivenObjects, world: World, run: RunFolder
             measurement = chooser.measure(step, candidates) if measured else None
             rl.clock.mark("credit")
             metrics |= update(experience, credit, rl.learner, learning_rates, config, measurement)
+            if config.has_critic:
+                returns = lambda_one_returns(rewards, segments, config)
+                metrics |= explained_by_thirds(values, returns, segments.mask)
+                rate = learning_rates["critic"]
+                metrics |= replay.learn(
+                    step, batch, experience, segments, returns, rl.learner, rate
+                )
             rl.clock.mark("update")
-            chosen = chooser.update(step, credit, measurement, world)
+            reaches = partial(reach_of_each, experience, rl.models)
+            chosen = chooser.update(step, credit, measurement, world, reaches)
             numbers = rl.log(experience, credit, metrics | credit.value_metrics(), chosen)
+            chooser.note(numbers)
             watch_critic(step, credit, numbers)
-        return rl.close()
+        policy = rl.close()
+        forget_pretraining(rl)
+        return policy
 
 
 @torch.no_grad()
@@ -117,7 +140,7 @@ def critic_values_and_backward(
     Where a batch makes one update, the pass that computes the values can also train the critic,
     which saves a forward pass: the returns of a row need the values of no other row.
     """
-    counts = experience.count_terms(segments)
+    counts = count_terms(segments)
 
     def compute() -> tuple[Tensor, Tensor]:
         values, total_loss = torch.zeros_like(rewards), torch.zeros((), device=rewards.device)
@@ -138,7 +161,8 @@ def critic_values_and_backward(
 @torch.no_grad()
 def assign_credit(rewards: Tensor, values: Tensor, segments: Segments, config: PPOConfig) -> Credit:
     """Advantages and returns of macro actions: the method itself."""
-    lambdas = {"gamma": config.gamma, "lam": config.lam, "lam_value": config.lam_value}
+    lam = adaptive_lam(segments, config.lam_alpha) if config.lam == "adaptive" else config.lam
+    lambdas = {"gamma": config.gamma, "lam": lam, "lam_value": config.lam_value}
     if config.credit == "boundary":
         advantages, returns = boundary_gae(rewards, values, segments, **lambdas)
     else:
@@ -152,6 +176,12 @@ def assign_credit(rewards: Tensor, values: Tensor, segments: Segments, config: P
             **lambdas,
         )
     return Credit(rewards, segments, values, advantages, returns)
+
+
+def lambda_one_returns(rewards: Tensor, segments: Segments, config: PPOConfig) -> Tensor:
+    """The reward that really came after each macro action's start, [B, T]: no value is in it."""
+    plain = replace(config, lam=1.0, lam_value=None)
+    return assign_credit(rewards, torch.zeros_like(rewards), segments, plain).returns
 
 
 def update(
@@ -188,12 +218,13 @@ def backward(
 
     While only the critic trains, the policy's pass has no gradients: its metrics are logged still.
     """
-    counts = experience.count_terms(credit.segments, rows)
+    counts = count_terms(credit.segments, rows)
     train_critic = config.has_critic and not config.one_update
     sums = PolicyMetrics(
         experience, counts["token"], config, *(["rl/value_loss"] if train_critic else [])
     )
     measured = measurement and measurement.begin()
+    examples = PositiveExamples.of(experience, rows, config)
     for micro in experience.micro_batches(models, rows):
         segments = micro.segments(credit.segments)
         with torch.set_grad_enabled(train_policy):
@@ -202,6 +233,8 @@ def backward(
         old_logprobs = micro.old_logprobs(experience, logprobs)
         advantages = micro.take(credit.advantages)
         loss = policy_loss(logprobs, old_logprobs, advantages, segments, counts, config)
+        if examples:
+            loss = loss + examples.loss(logprobs, micro)
         if measured:
             measured.add(micro)
         # Before the critic's pass: only one graph is in memory at a time.
@@ -234,7 +267,7 @@ def policy_loss(
         old_logprobs,
         advantages,
         segments.mask,
-        clip=config.clip,
+        clip=config.clip_range,
         dual_clip=config.dual_clip,
         ratio=config.ratio,
         segments=segments,
@@ -298,3 +331,21 @@ def by_each(
         assigned = assign_credit(credit.rewards, credit.values, segments, config)
         advantages.append(assigned.whitened(config.whiten))
     return torch.stack(advantages) / credit.segments.mask.sum().clamp(min=1)
+
+
+@torch.no_grad()
+def reach_of_each(
+    experience: Experience, models: Models, configs: Sequence[PPOConfig]
+) -> list[float]:
+    """The share of a response that credit reaches back over, by every way to assign it."""
+    responses = experience.responses(models.vocabulary, torch.Generator().manual_seed(0))
+    mask, shares = experience.mask, list[float]()
+    for config in configs:
+        assert config.lam != "adaptive", "`credit: auto` compares fixed lambdas"
+        segments = segment(config.segmenter, responses, split_last=config.split_last)
+        tokens = mask.float()
+        credit = Credit(tokens, segments, tokens, tokens, tokens)
+        shares.append(
+            float(credit.reach(config.lam, config.lam_alpha) * len(mask) / mask.sum().clamp(min=1))
+        )
+    return shares

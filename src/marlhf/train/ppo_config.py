@@ -6,14 +6,36 @@ from dataclasses import dataclass
 from typing import Literal
 
 from marlhf.config.candidates import CANDIDATES, TURN_CANDIDATES, Candidate, parse_candidates
+from marlhf.config.presets import presets_of
 from marlhf.config.rl import RLConfig
 from marlhf.errors import SettingError
-from marlhf.fields import setting
+from marlhf.fields import check_settings, setting
 
 # The same as in marlhf.core, which needs torch; a test keeps them equal.
 Pooling = Literal["sum", "mean"]
 Level = Literal["token", "macro"]
 Sigma = Literal["equal", "unit", "position", "start"]
+
+
+@dataclass(frozen=True)
+class CriticPretraining:
+    """Train the critic before the first step, on responses of the starting policy (VC-PPO).
+
+    >>> CriticPretraining(responses=8192).until
+    0.3
+    """
+
+    responses: int = setting(4096, least=20)
+    """Responses to sample. A tenth of the prompts is held out of the training on them."""
+    epochs: int = setting(20, least=1)
+    """The most passes over the responses."""
+    until: float = setting(0.3, above=0, most=1)
+    """Stop at this explained variance on the held-out prompts, or once it no longer rises."""
+    learning_rate: float | None = setting(None, above=0)
+    """Learning rate of the critic meanwhile; `critic_learning_rate` unless given."""
+
+    def __post_init__(self) -> None:
+        check_settings(self, "critic_pretraining.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +57,11 @@ class PPOConfig(RLConfig):
     """What the critic learns: each token's value, or that of the macro action."""
     rho: float = setting(1.0, least=0, most=1)
     """Discount of rewards inside a macro action."""
-    lam: float = setting(0.95, least=0, most=1, on_card=True)
-    """Lambda of generalised advantage estimation."""
+    lam: float | Literal["adaptive"] = setting(0.95, least=0, most=1, on_card=True)
+    """Lambda of generalised advantage estimation. `adaptive` is 1 - 1 / (lam_alpha L), L being the
+    number of macro actions of the response (VAPO): credit reaches over a share of any response."""
+    lam_alpha: float = setting(0.05, above=0, on_card=True)
+    """With `lam: adaptive`, the share of a response that credit reaches over. VAPO: 0.05."""
     lam_value: float | None = setting(None, least=0, most=1, on_card=True)
     """Lambda of the returns that the critic learns from; `lam` unless given. 1 is unbiased."""
     credit: Literal["macro", "boundary", "auto"] = setting("macro", on_card=True)
@@ -51,27 +76,34 @@ class PPOConfig(RLConfig):
     start of each macro action. Those need no critic, and sampling costs that many times more."""
     continuations: int = setting(4, above=0, on_card=True)
     """Responses sampled from the start of each macro action for `values: monte_carlo`."""
+    boundaries: int | None = setting(None, above=0, on_card=True)
+    """With `values: monte_carlo`, sample continuations at the start of the response and at so many
+    starts of macro actions where the policy's entropy is highest; the others are merged."""
     whiten: Literal["tokens", "macros", "none"] = setting("tokens", on_card=True)
     """Scale advantages to mean 0 and deviation 1 over the batch, counting tokens or actions."""
     critic_learning_rate: float = setting(1.5e-5, above=0, on_card=True)
     """Peak learning rate of the critic. The paper: 1.5e-5 for 2B, 1e-6 for 7B and 27B."""
     critic_warmup_steps: int = setting(0, least=0, on_card=True)
     """First steps in which only the critic learns, for critics that start from a fresh head."""
+    critic_pretraining: CriticPretraining | None = None
+    """Train the critic before the first step, on stored responses of the starting policy:
+    `{responses: 20000, epochs: 20, until: 0.3}`."""
+    critic_replay: int = setting(0, least=0, most=64, on_card=True)
+    """How many earlier batches the critic learns from again, beside the present one."""
+    critic_updates: int | None = setting(None, least=1, on_card=True)
+    """Updates of the critic per update of the policy; 1 + `critic_replay` unless given. The first
+    is PPO's; the others regress on returns (lambda 1) of rows drawn from all these batches."""
     num_ppo_epochs: int = setting(1, above=0, on_card=True)
     """Passes over each batch of responses."""
     value_clip: float | None = setting(0.2, above=0)
     """How far a value may move in an update; None for no limit."""
+    positive_lm_coef: float = setting(0.0, least=0, on_card=True)
+    """Weight of the negative log-likelihood of responses that the reward gives more than
+    `positive_score`, added to the policy's loss. VAPO: 0.1."""
+    positive_score: float = 0.0
+    """With `positive_lm_coef`: a response with a higher score than this is a positive example."""
 
-    presets = {  # noqa: RUF012
-        "paper": {"sigma": "equal"},
-        "official": {
-            "sigma": "equal",
-            "pooling": "mean",
-            "score_clip": 2.5,
-            "split_last": True,
-        },
-    }
-    """What the paper says, and what the authors' code does, for comparison."""
+    presets = presets_of("ppo")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,17 +118,30 @@ class PPOConfig(RLConfig):
         elif self.credit_candidates:
             raise SettingError("credit_candidates are of use with credit: auto alone. Set it.")
         parse_candidates(self.credit_candidates)
+        if self.values == "critic" and self.boundaries is not None:
+            raise SettingError(
+                "boundaries limit continuations, and values: critic samples none. Leave boundaries "
+                "out, or set values: monte_carlo."
+            )
         if self.values == "monte_carlo":
+            self._refuse_critic_rules("values: monte_carlo has none")
             known = "knows values at the starts of macro actions only"
             self._need("values: monte_carlo", known, sigma="start", credit="macro")
             none = "has no critic"
             self._need("values: monte_carlo", none, critic_warmup_steps=0, critic_model=None)
-            self._need("values: monte_carlo", none, lam_value=None)
+            self._need("values: monte_carlo", none, lam_value=None, critic_pretraining=None)
+            self._need("values: monte_carlo", none, critic_replay=0, critic_updates=None)
             self._need("values: monte_carlo", "adds up rewards as they are", gamma=1.0)
             after = "samples again after each rollout"
             self._need("values: monte_carlo", after, async_steps=0)
             middle = "continues responses from the middle, where no environment can be put back"
             self._need("values: monte_carlo", middle, environment="")
+
+        if self.critic_replay and self.critic_updates == 1:
+            raise SettingError(
+                f"critic_replay: {self.critic_replay} keeps batches that critic_updates: 1 never "
+                "learns from. Leave critic_updates out, or set it to 2 or more."
+            )
 
     def _need(self, choice: str, why: str, **settings: object) -> None:
         """Refuse settings that another one makes meaningless, rather than ignore them."""
@@ -119,6 +164,11 @@ class PPOConfig(RLConfig):
     @property
     def has_critic(self) -> bool:
         return self.values == "critic"
+
+    @property
+    def extra_critic_updates(self) -> int:
+        """Updates of the critic per update of the policy, beyond the one of PPO itself."""
+        return (self.critic_updates or 1 + self.critic_replay) - 1
 
     @property
     def one_update(self) -> bool:

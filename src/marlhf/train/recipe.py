@@ -33,6 +33,7 @@ from marlhf.config.build import (
     raise_problems,
     unknown,
 )
+from marlhf.config.presets import PRESETS
 from marlhf.config.recipe_files import (
     ConfigError,
     Raw,
@@ -42,7 +43,7 @@ from marlhf.config.recipe_files import (
     read_override,
     read_recipe,
 )
-from marlhf.config.settings import SegmenterSpec
+from marlhf.config.settings import SegmenterSpec, to_raw
 from marlhf.config.stage import StageConfig
 from marlhf.data.rows import DataError
 from marlhf.errors import quoted
@@ -289,6 +290,9 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage 
     presets = config_class.presets
     if preset is not None and preset not in presets:
         none = "" if presets else f" {kind} has no presets."
+        if str(preset) in PRESETS:
+            kinds = [name for name, method in METHODS.items() if preset in method.config.presets]
+            none = f" {preset} is a preset of {' and '.join(kinds)} stages."
         problems.append(unknown(at(where, "preset"), str(preset), presets) + none)
         return None
     root = Path(str(raw.get("output_dir", "runs/stage"))).parent
@@ -302,8 +306,14 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage 
             ]
     missing = [key for key in config_class.required(raw) if not raw.get(key)]
     problems += [f"{at(where, key)}: must be given" for key in missing]
-    raw = merge(presets.get(preset or "", {}), raw)
+    chosen, before = presets.get(preset or "", {}), len(problems)
+    own = set(raw)
+    raw = merge(chosen, raw)
     config = build(config_class, raw, where, problems)
+    named = set(re.findall(r"\w+", " ".join(problems[before:])))
+    if clash := [key for key in chosen if key in named - own]:  # settings the user did not see
+        sets = ", ".join(f"{key}: {to_raw(chosen[key])}" for key in clash)
+        problems.append(f"{at(where, 'preset')}: {preset} sets {sets}")
     try:
         if config is not None:
             config.data.check_named()

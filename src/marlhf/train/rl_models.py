@@ -30,13 +30,7 @@ from marlhf.rollout.vllm import VLLMEngine
 from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World, gather_rollout
-from marlhf.runtime.model_loader import (
-    RewardItem,
-    load_sources,
-    reward_items,
-    reward_role,
-    rl_sources,
-)
+from marlhf.runtime.model_loader import RewardItem, load_sources, reward_items, rl_sources
 from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.progress import say
 from marlhf.runtime.stage import Example, check_positions, each_prompt_once, load_examples
@@ -80,6 +74,13 @@ class Models:
         """Log-probs of response tokens at the sampling temperature, [B, T]."""
         with autocast(self.world.device, self.precision):
             return token_stats(model, sequences, self.sampling.scale, scores=scores).logprobs
+
+    def entropy(self, sequences: Sequences) -> Tensor:
+        """Of the policy's choice of each response token, in nats: [B, T]."""
+        with autocast(self.world.device, self.precision):
+            stats = token_stats(self.policy, sequences, self.sampling.scale, entropy=True)
+        assert stats.entropy is not None
+        return stats.entropy
 
     def values(self, sequences: Sequences) -> Tensor:
         """The critic's value of the state before each token, [B, T]."""
@@ -142,10 +143,11 @@ def load_prompts(
         for name, scorer, _ in models.reward.parts:
             if isinstance(scorer, RewardModel) and not scorer.foreign:  # else it counts others
                 readers[f"reward model {name}"] = scorer.model
-        tokens = config.episode_tokens if models.conversations else config.sampling.max_new_tokens
         for name, model in readers.items():
-            if model is not None:
-                check_positions(model, examples + held_out, tokens, name)
+            if model is not None and models.conversations is not None:
+                models.conversations.check_positions(model, name)
+            elif model is not None:
+                check_positions(model, examples + held_out, config.sampling.max_new_tokens, name)
         models.reward.check([e.row for e in examples + held_out])
         if models.conversations is not None:
             models.conversations.check(examples[0].row)
@@ -221,10 +223,10 @@ def _rewards(
     if config.code and world.main:
         say(f"rewards: functions of {', '.join(config.code)}")
     scorers: list[tuple[str, Any, float]] = []
-    for number, reward in enumerate(items):
+    for reward in items:
         item = reward.item
         if reward.is_model:
-            model = models[reward_role(number)]
+            model = models[reward.role]
             scorer = _reward_model(item, model, reward.tokenizer, config, tokenizer, world)
             path = item.rstrip("/").removesuffix("/model") if isinstance(item, str) else "model"
             scorers.append((path.rpartition("/")[2], scorer, reward.weight))

@@ -61,11 +61,13 @@ class Learner:
         experience: Experience,
         credit: Credit,
         learning_rates: Mapping[str, float],
+        rows: list[int] | None = None,
     ) -> dict[str, Tensor]:
         """All updates of the models with a learning rate that a batch of responses is used for.
 
         Each of `passes` goes over the batch once: it leaves the gradients of some rows, and returns
-        their metrics. No model moves where the batch holds NaN or infinity.
+        their metrics. No model moves where the batch holds NaN or infinity. Only some `rows` are
+        used, if given.
         """
         models = self.models
         trained = {role: getattr(models, role) for role in learning_rates}
@@ -77,8 +79,8 @@ class Learner:
         ]
         updates: list[dict[str, Tensor]] = []
         for backward in passes:
-            for rows in self.mini_batches(len(experience.scores)):
-                metrics = fit_memory(models.world, partial(backward, rows), *trained.values())
+            for part in self.mini_batches(rows or list(range(len(experience.scores)))):
+                metrics = fit_memory(models.world, partial(backward, part), *trained.values())
                 norms = apply_updates(
                     [Update(trained[x], self.optimizers[x], learning_rates[x]) for x in trained],
                     self.max_grad_norm,
@@ -91,12 +93,12 @@ class Learner:
         means = {name: torch.stack([u[name] for u in updates]).mean() for name in updates[0]}
         return means | {"rl/learning_rate": torch.tensor(learning_rates.get("policy", 0.0))}
 
-    def mini_batches(self, num_rows: int) -> list[list[int]]:
+    def mini_batches(self, rows: list[int]) -> list[list[int]]:
         """The rows of each update of one pass over a batch, shuffled where there are several."""
         if self.num_mini_batches == 1:
-            return [list(range(num_rows))]
-        order = torch.randperm(num_rows, generator=self.shuffler)
-        return [rows.tolist() for rows in order.chunk(self.num_mini_batches)]
+            return [rows]
+        order = torch.tensor(rows)[torch.randperm(len(rows), generator=self.shuffler)]
+        return [part.tolist() for part in order.chunk(self.num_mini_batches)]
 
 
 class RLRun:
@@ -157,6 +159,7 @@ class RLRun:
         self.kl = KLController(config.kl_coef, config.kl_target, config.kl_horizon)
         self.clock = Clock(world.device)
         self.watch_sampling = SamplingWatch(config.guards)
+        self.watch_scores = ScoreWatch()
         self.checkpointed: dict[str, HasState] = {"probe": self.evaluation, **(checkpointed or {})}
         saved = self.loop.resume("sampler", "shuffler", "kl_coef", "probe")
         self.prefetcher: RolloutPrefetcher | None = None
@@ -185,8 +188,7 @@ class RLRun:
                 self.save()
 
     def prompts(self, step: int) -> list[Example]:
-        size, seed = self.config.batch_size, self.config.seed
-        rows = batch_rows(step - 1, len(self.examples), size, seed)
+        rows = batch_rows(step - 1, len(self.examples), self.config.batch_size, self.config.seed)
         return [self.examples[i] for i in rows]
 
     def batch(self, step: int) -> list[Example]:
@@ -241,6 +243,7 @@ class RLRun:
         numbers = to_numbers(tensors) | self.clock.times(rows) | dict(more or {})
         if age == 0:  # else log-probs of sampling are of older weights
             self.watch_sampling(self.loop.step, experience, numbers["rl/logprob_gap"])
+        self.watch_scores(self.loop.step, rows, numbers)
         self.kl.update(numbers["rl/kl"], rows)
         self.loop.log(numbers, show=("rl/score", "rl/kl", "rl/length"))
         return numbers
@@ -314,6 +317,24 @@ class SamplingWatch:
         if gap > self.guards.warn_logprob_gap and not self.warned:
             self.warned = True
             warn(f"step {step}: {problem}")
+
+
+class ScoreWatch:
+    """Warns once when two steps in a row had nothing to learn from: all scores were alike."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self, step: int, rows: int, numbers: Mapping[str, float]) -> None:
+        groups = numbers.get("rl/zero_std_groups") == 1
+        alike = groups or (rows > 1 and numbers["rl/score_std"] < 1e-6)
+        self.steps = self.steps + 1 if alike or self.steps >= 2 else 0
+        if self.steps == 2:
+            where = "to each prompt " if groups else ""
+            warn(
+                f"steps {step - 1} and {step}: all responses {where}have the same score, so there "
+                "is nothing to learn from. Check the reward, or raise sampling.temperature."
+            )
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,13 @@ from marlhf.core import (
     rloo_advantages,
     state_advantages,
 )
+from marlhf.errors import SettingError
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import in_run_folder
 from marlhf.runtime.objects import GivenObjects
 from marlhf.train.conversations import turn_states
+from marlhf.train.dynamic_sampling import replace_equal_groups, rows_to_train
 from marlhf.train.experience import Credit, Experience, PolicyMetrics, count_terms
 from marlhf.train.ppo import policy_loss, shape_and_segment
 from marlhf.train.rl_models import Models
@@ -41,6 +43,11 @@ from marlhf.train.tree_rollout import Tree, grow_tree
 @in_run_folder("rloo")
 def train(config: RLOOConfig, objects: GivenObjects, world: World, run: RunFolder) -> Path:
     """Train, or resume training; returns the folder of the policy."""
+    if config.group == "state" and not config.environment:
+        raise SettingError(
+            "group: state compares turns that were taken in the same state of an environment, and "
+            "there is none. Set environment, or leave out group."
+        )
     rates = {"policy": config.learning_rate}
     rl = RLRun(config, run, world, objects, partial(held_out_credit, config), rates)
 
@@ -55,16 +62,19 @@ def train(config: RLOOConfig, objects: GivenObjects, world: World, run: RunFolde
             rl.clock.mark("rollout")
             experience = rl.score(batch, rollout)
             rl.clock.mark("score")
+            experience, resampled = replace_equal_groups(experience, rl, config)
             credit = assign_credit(experience, rl.models, config, rl.kl.coef, rl.shuffler, tree)
             rl.clock.mark("credit")
             trained = experience, credit
             if tree is not None:  # leaves share tokens, and each is trained once
                 trained = tree.own_tokens(experience, credit, rl.models)
-            metrics = update(*trained, rl.learner, rl.rates(step), config, rl.kl.coef)
+            rows = rows_to_train(*trained, config)
+            metrics = update(*trained, rl.learner, rl.rates(step), config, rl.kl.coef, rows)
             rl.clock.mark("update")
             by_prompt = experience.scores.view(-1, config.responses_per_prompt)
             metrics["rl/group_std"] = by_prompt.std(dim=1).mean()
-            rl.log(experience, credit, metrics)
+            metrics["rl/zero_std_groups"] = all_equal(by_prompt).float().mean()
+            rl.log(experience, credit, metrics | resampled)
         return rl.close()
 
 
@@ -140,12 +150,13 @@ def update(
     learning_rates: dict[str, float],
     config: RLOOConfig,
     kl_coef: float,
+    rows: list[int] | None = None,
 ) -> dict[str, Tensor]:
-    """All updates that this batch of responses is used for."""
+    """All updates that this batch of responses, or some rows of it, is used for."""
     weights = experience.sample_weights(credit.segments, config.ratio, config.importance_cap)
     credit = replace(credit, advantages=credit.advantages * weights)
     compute = partial(backward, experience, credit, learner.models, config, kl_coef)
-    return learner.update([compute], experience, credit, learning_rates)
+    return learner.update([compute], experience, credit, learning_rates, rows=rows)
 
 
 def backward(
@@ -159,6 +170,7 @@ def backward(
     """Gradients of one mini-batch, micro-batch by micro-batch, as exact parts of its mean."""
     counts = count_terms(credit.segments, rows)
     sums = PolicyMetrics(experience, counts["token"], config)
+    counts = divisors(counts, len(rows), config)
     for micro in experience.micro_batches(models, rows):
         segments = micro.segments(credit.segments)
         logprobs = models.logprobs(models.policy, micro.sequences)
@@ -171,6 +183,19 @@ def backward(
         (loss * micro.weight).backward()
         sums.add(micro, segments, logprobs, old_logprobs, {"rl/policy_loss": loss})
     return sums.over_ranks(models.world)
+
+
+def all_equal(groups: Tensor) -> Tensor:
+    """Which prompts have responses that all score alike, and teach nothing: [G, k] -> [G]."""
+    return (groups == groups[:, :1]).all(dim=1)
+
+
+def divisors(counts: dict[str, Tensor], num_rows: int, config: RLOOConfig) -> dict[str, Tensor]:
+    """What sums over tokens or macro actions are divided by."""
+    if config.divide_by == "tokens":
+        return counts
+    most = num_rows * config.sampling.max_new_tokens
+    return counts | {"token": torch.full_like(counts["token"], most)}
 
 
 def sum_as_ratio(x: Tensor, segments: Segments, config: RLOOConfig) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from marlhf.config.stage import StageConfig
 from marlhf.train.dpo_config import DPOConfig
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.reward_config import RewardConfig
-from marlhf.train.rloo_config import RLOOConfig
+from marlhf.train.rloo_config import GRPOConfig, RLOOConfig
 from marlhf.train.sft_config import SFTConfig
 
 Loop = Callable[..., Path]
@@ -68,6 +69,12 @@ def _rloo() -> Loop:
     return train
 
 
+def _grpo() -> Loop:
+    from marlhf.train.rloo import train
+
+    return partial(train, stage="grpo")
+
+
 def _dpo() -> Loop:
     from marlhf.train.dpo import train
 
@@ -78,6 +85,7 @@ METHODS = {
     "sft": Method(SFTConfig, _sft, "Supervised fine-tuning on chosen responses."),
     "reward": Method(RewardConfig, _reward, "Train a reward model on pairs of responses."),
     "ppo": Method(PPOConfig, _ppo, "PPO over macro actions."),
-    "rloo": Method(RLOOConfig, _rloo, "RLOO and GRPO: several responses per prompt, no critic."),
+    "rloo": Method(RLOOConfig, _rloo, "RLOO: several responses per prompt, no critic."),
+    "grpo": Method(GRPOConfig, _grpo, "GRPO: responses in units of their group's deviation."),
     "dpo": Method(DPOConfig, _dpo, "Direct preference optimisation, without a reward model."),
 }

@@ -29,7 +29,13 @@ from marlhf.models.sequences import send
 from marlhf.rollout.engine import Rollout
 from marlhf.runtime.stage import Example
 from marlhf.spans.apply import explain_segmenter_errors
-from marlhf.train.experience import Credit, Experience, all_logprobs, sample_responses
+from marlhf.train.experience import (
+    Credit,
+    Experience,
+    all_entropy,
+    all_logprobs,
+    sample_responses,
+)
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import RLRun
 from marlhf.train.rloo_config import RLOOConfig
@@ -216,6 +222,7 @@ def _macro_starts(
         vocabulary=models.vocabulary,
         seeds=send(seeds, device),
         logprobs=_padded(rows, device),
+        entropy=all_entropy(sequences, models) if needs(rule, "entropy") else None,
     )
     with explain_segmenter_errors(rule):  # it may be the user's own code
         return segment(rule, seen).starts  # not `split_last`: that a token is the last shows late

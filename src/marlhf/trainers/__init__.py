@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from marlhf.config.rl import RLConfig
-from marlhf.config.stage import StageConfig
 from marlhf.errors import SettingError
 from marlhf.models.base import Model, Tokenizer
 from marlhf.runs.layout import CRITIC
 from marlhf.train.ppo_config import PPOConfig
-from marlhf.train.rloo_config import GRPOConfig
 from marlhf.train.stages import METHODS
 from marlhf.trainers.base import Trainer
 from marlhf.trainers.inputs import (
@@ -198,7 +196,7 @@ class MacroPPOTrainer(Trainer):
 
 
 class RLOOTrainer(MacroPPOTrainer):
-    """REINFORCE with a leave-one-out baseline, or GRPO's group baseline: no critic.
+    """REINFORCE with a leave-one-out baseline: no critic.
 
     >>> def brevity(completions, **_):
     ...     return [-len(completion) / 100 for completion in completions]
@@ -212,7 +210,7 @@ class RLOOTrainer(MacroPPOTrainer):
 
 
 class GRPOTrainer(RLOOTrainer):
-    """Group relative policy optimisation: RLOO with GRPO's baseline, KL term and ratio.
+    """Group relative policy optimisation: RLOO's loop with GRPO's settings.
 
     >>> def brevity(completions, **_):
     ...     return [-len(completion) / 100 for completion in completions]
@@ -220,9 +218,7 @@ class GRPOTrainer(RLOOTrainer):
     'group'
     """
 
-    @property
-    def _config_class(self) -> type[StageConfig]:
-        return GRPOConfig
+    stage = "grpo"
 
 
 PPOTrainer = MacroPPOTrainer

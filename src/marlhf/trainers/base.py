@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainerState
 from transformers.trainer_utils import TrainOutput
 
 from marlhf.config.build import field_names
@@ -30,6 +31,7 @@ from marlhf.runtime.model_card import push, write_card
 from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.progress import say
 from marlhf.train.stages import METHODS
+from marlhf.trainers.history import last_evaluation, trainer_state, training_loss
 from marlhf.trainers.inputs import (
     GIVEN,
     Dataset,
@@ -110,8 +112,8 @@ class Trainer:
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Train to the end; an unfinished run in output_dir resumes where it was.
 
-        `resume_from_checkpoint=False` refuses to resume instead. Returns the step reached and the
-        run's summary, as transformers' trainers do.
+        `resume_from_checkpoint=False` refuses to resume instead. Returns the step reached, the
+        mean loss of the steps and the run's summary, as transformers' trainers do.
         """
         self._check_resume(resume_from_checkpoint)
         before = self._folder()
@@ -126,8 +128,50 @@ class Trainer:
         if before.finished and self._given is not None and not self._adapted:  # nothing to train
             self._given.load_state_dict(self._load(str(before.model)).state_dict())
         summary = self._folder().state["summary"]
-        loss = summary.get("eval/loss")
-        return TrainOutput(int(summary["steps"]), float("nan") if loss is None else loss, summary)
+        loss = training_loss(self.state)
+        return TrainOutput(int(summary["steps"]), loss, {**summary, "train_loss": loss})
+
+    @property
+    def state(self) -> TrainerState:
+        """The steps so far: `log_history` has the metrics of each, and of each evaluation."""
+        return trainer_state(Path(self.args.output_dir))
+
+    def save_state(self) -> None:
+        """Write `state` to `trainer_state.json` in output_dir."""
+        if not self.state.log_history:
+            raise RunError(f"There is no step in {self.args.output_dir} yet. Call train() first.")
+        self.state.save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
+
+    def evaluate(self, eval_dataset: Dataset | None = None) -> dict[str, float]:
+        """The trained model's metrics on the held-out rows, as its last evaluation found them.
+
+        The rows and the random numbers are the same each time, and so would be the results.
+        """
+        if eval_dataset is not None:
+            raise SettingError(
+                "evaluate() is of the rows held out while training: pass eval_dataset to the "
+                "trainer. For other rows, run `marlhf evaluate RUN --path FILE`."
+            )
+        self._trained()
+        return last_evaluation(self.state)
+
+    def add_callback(self, callback: Any) -> None:
+        """Call this one, too, from the next `train` on: an object, or a class to make one of."""
+        self._set_callbacks([*self.objects.callbacks, callback])
+
+    def remove_callback(self, callback: Any) -> None:
+        """Leave out a callback: the object itself, or the first of a class."""
+        given = list(self.objects.callbacks)
+        same = [c for c in given if c is callback or type(c) is callback]
+        if not same:
+            raise SettingError(
+                f"There is no callback {callback!r} to remove. There are: {given or 'none'}."
+            )
+        given.remove(same[0])
+        self._set_callbacks(given)
+
+    def _set_callbacks(self, callbacks: Sequence[Any]) -> None:
+        self.objects = replace(self.objects, callbacks=tuple(callbacks))
 
     @property
     def model(self) -> Model:
@@ -223,8 +267,10 @@ class Trainer:
                 continue
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"Did you mean {near[0]}?" if near else f"It has {', '.join(sorted(known))}."
-            if name in settings or hint_for(name):
-                hint = f"Settings go into args. {hint_for(name)}".rstrip()
+            if name in settings:
+                hint = "Settings go into args."
+            elif hint_for(name):
+                hint = f"Settings go into args. {hint_for(name, settings)}".rstrip()
             hints[name] = ELSEWHERE.get(name, hint)
         refuse_unknown(type(self).__name__, "argument", hints)
 

@@ -39,7 +39,11 @@ TRAINING = (
     ("Share of clipped ratios", ("rl/clip_fraction",)),
     ("Tokens per macro action", ("rl/macro_length",)),
     ("Explained variance of the critic", ("rl/explained_variance",)),
+    ("The same, first third of responses", ("rl/explained_variance_1",)),
+    ("The same, second third", ("rl/explained_variance_2",)),
+    ("The same, last third", ("rl/explained_variance_3",)),
     ("EOS rate", ("eval/ended", "rl/ended")),
+    ("Share of prompts whose responses score alike", ("rl/zero_std_groups",)),
 )
 STAGE_MEASURES = ("loss", "accuracy", "margin", "learning_rate")
 """Of each stage that is not reinforcement learning, where it records them."""

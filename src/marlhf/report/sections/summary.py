@@ -9,7 +9,7 @@ from markupsafe import Markup
 from marlhf.intervals import Interval
 from marlhf.report.answer import answer
 from marlhf.report.dots import Dot, dots_figure
-from marlhf.report.findings import shows, shows_not, verdict
+from marlhf.report.findings import reward_health, shows, shows_not, verdict
 from marlhf.report.formats import duration, num, percent
 from marlhf.report.groups import START_COLOUR, Group, describe_methods
 from marlhf.report.measures import final_score, start_score
@@ -47,7 +47,9 @@ def summary(policies: list[Group], others: list[Group], runs: list[Run]) -> Mark
     over = "seeds and prompts" if all(several) else over
     headline = _headline(policies)
     first_lines, sentence = answer(policies), verdict(policies, others)
-    above = part("verdict", first_lines, sentence) if first_lines or sentence else Markup()
+    health = reward_health(others)
+    has_verdict = first_lines or sentence or health
+    above = part("verdict", first_lines, sentence, health) if has_verdict else Markup()
     return above + section(
         "summary",
         grid(headline, "four" if len(headline) > 3 else "three"),
