@@ -55,8 +55,6 @@ LEARNING = {
     "positive_lm_coef",
     "positive_score",
     "lam_value",
-    "lam_alpha",
-    "positive_lm_coef",
     "gamma",
     "credit",
     "credit_candidates",
