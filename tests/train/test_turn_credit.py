@@ -78,7 +78,7 @@ def test_auto_may_choose_turns(parents, tmp_path, monkeypatch):
     names = [candidate.name for candidate in config.candidates]
     assert names == [*CANDIDATES, *TURN_CANDIDATES]
     # Its own are turns with lambda 0.95, so that of the four three are left, at the end.
-    monkeypatch.setattr(credit_choice, "better", lambda agreement, used: 12)
+    monkeypatch.setattr(credit_choice, "better", lambda *known, **allowed: 12)
     ppo.train(config)
     lines = [line for line in read_lines(config.output_dir) if line["kind"] == "train"]
     assert [line["credit/choice"] for line in lines] == [0, 0, 0, 0, 0, 0, 12]
