@@ -2,7 +2,7 @@
 
 import pytest
 
-from conversations import chatml_tokenizer
+from conversations import DROPS_THINKING, chatml_tokenizer
 from marlhf import (
     GRPOConfig,
     GRPOTrainer,
@@ -130,3 +130,14 @@ def test_a_template_without_tools_is_refused_before_training(given):
         MacroPPOTrainer(
             environment_factory=Adding, args=PPOConfig(**settings), **(arguments | plain)
         ).train()
+
+
+def test_a_template_that_rewrites_turns_is_refused_or_taken_raw(given):
+    arguments, settings = given
+    rewriting = arguments | {"processing_class": chatml_tokenizer(DROPS_THINKING)}
+    config = PPOConfig(**settings)
+    with pytest.raises(ConversationError, match="raw_turns: true"):
+        MacroPPOTrainer(environment_factory=Adding, args=config, **rewriting).train()
+    raw = PPOConfig(**settings, raw_turns=True)
+    MacroPPOTrainer(environment_factory=Adding, args=raw, **rewriting).train()
+    assert read_lines(raw.output_dir)

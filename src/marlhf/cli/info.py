@@ -105,6 +105,7 @@ def methods(
         ]
         header = ["preset", "stage", "paper (arXiv)", "critic", "cost", "settings"]
         typer.echo(text_table(header, rows, words=len(header)))
+        typer.echo("\nCounts and thresholds may differ from a paper's tables: see docs/methods.md.")
         return
     if name not in PRESETS:
         raise ConfigError(unknown("NAME", name, PRESETS))

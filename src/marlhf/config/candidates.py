@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from marlhf.config.build import build_segmenter
 from marlhf.config.settings import SEGMENTERS
 from marlhf.errors import SettingError
 
@@ -69,7 +68,9 @@ class Candidate:
         return cls(rule, given, lam, **chosen)
 
     def segmenter(self) -> Any:
-        """The rule itself, for which torch is imported."""
+        """The rule itself."""
+        from marlhf.config.build import build_segmenter  # it loads torch, and the help needs none
+
         return build_segmenter({"type": self.rule, **self.settings}, self.name)
 
     @property

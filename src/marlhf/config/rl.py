@@ -152,6 +152,9 @@ class RLConfig(StageConfig):
     """Turns of the model in a conversation."""
     episode_tokens: int = setting(2048, above=0, on_card=True)
     """Tokens of a conversation, prompt included; `sampling.max_new_tokens` is of one turn."""
+    raw_turns: bool = False
+    """Accept a chat template that renders earlier turns in another way than they were sampled, such
+    as without their thinking: turns stay as sampled, and only what comes between is appended."""
     environment_timeout: float = setting(60.0, above=0, may_change=True)
     """Seconds that an environment may take for one reply; past them its episode ends."""
 

@@ -90,6 +90,7 @@ class EnvironmentPlan:
     max_turns: int = RLConfig.max_turns
     episode_tokens: int = RLConfig.episode_tokens
     timeout: float = RLConfig.environment_timeout
+    raw_turns: bool = RLConfig.raw_turns
     weight: float = 1.0
     """Of its rewards in the total score: 0 where the user named another reward."""
 
@@ -230,6 +231,7 @@ def _environment(policy: PolicySource, options: EvaluationOptions) -> Environmen
         "max_turns": config.get("max_turns"),
         "episode_tokens": config.get("episode_tokens"),
         "timeout": config.get("environment_timeout"),
+        "raw_turns": config.get("raw_turns"),
         "options": config.get("environment_options") if name == own else None,
     }
     known = {key: value for key, value in settings.items() if value is not None}

@@ -175,7 +175,8 @@ class SamplingTask:
         plan = self.plan.environment
         if plan is None:
             return None
-        make, chat = find_environment(plan.name, **plan.options), ChatTokens(self.tokenizer)
+        make = find_environment(plan.name, **plan.options)
+        chat = ChatTokens(self.tokenizer, raw=plan.raw_turns)
         return Conversations(make, chat, plan.max_turns, plan.episode_tokens, plan.timeout)
 
     @cached_property

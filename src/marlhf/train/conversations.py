@@ -44,7 +44,7 @@ def conversations_of(
     if make is None:
         make = find_environment(config.environment, config.code, **config.environment_options)
     limits = config.max_turns, config.episode_tokens, config.environment_timeout
-    return Conversations(make, ChatTokens(tokenizer), *limits)
+    return Conversations(make, ChatTokens(tokenizer, raw=config.raw_turns), *limits)
 
 
 def play_share(
