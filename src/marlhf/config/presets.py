@@ -2,7 +2,9 @@
 
 A preset is a few settings beneath those of a stage, which override them. Estimators are tested
 against the papers' equations. Counts, clips and thresholds of vineppo, spo, treerl, gspo, dr-grpo,
-gigpo, vc-ppo, sae and turn-ppo have not been checked against the papers' tables. Loads without torch.
+gigpo, vc-ppo, sae and turn-ppo have not been checked against the papers' tables.
+
+Loads without torch.
 """
 
 from __future__ import annotations
