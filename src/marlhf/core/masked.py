@@ -46,7 +46,7 @@ def whiten(
 ) -> Tensor:
     """Scale to unit variance over the mask and, unless `shift_mean` is off, to zero mean.
 
-    For one vote a macro action instead of one a token, take the statistics there:
+    To weight macro actions equally instead of tokens, take the statistics there:
     `whiten(x, mask, stats=moments(segments.first(x), segments.macro_mask))`.
 
     >>> whiten(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[True, True, False]]))

@@ -383,8 +383,8 @@ def find_rewards(plan: EvaluationPlan) -> list[RewardSource]:
         _check_scores(path, plan)
         rewards.append(RewardSource(name, path, _digest(path), weight))
     if plan.environment is not None:
-        told = json.dumps(asdict(plan.environment), sort_keys=True, default=str)
-        digest = hashlib.sha256(told.encode()).hexdigest()[:12]
+        settings = json.dumps(asdict(plan.environment), sort_keys=True, default=str)
+        digest = hashlib.sha256(settings.encode()).hexdigest()[:12]
         rewards.insert(0, RewardSource("environment", ENVIRONMENT, digest, plan.environment.weight))
     elif plan.data.source == "toy":
         taken = any(reward.name == "gold" for reward in rewards)

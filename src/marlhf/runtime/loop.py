@@ -44,8 +44,8 @@ Method = Callable[[Any, GivenObjects, World, RunFolder], Path]
 def in_run_folder(stage: str) -> Callable[[Method], Callable[..., Path]]:
     """Make a method's loop into `train(config, objects)`, which opens and seeds the run.
 
-    A finished run is not trained again. `stage` is the run's method, which a loop of several names
-    may be told anew.
+    A finished run is not trained again. Where one loop serves several methods, the caller names the
+    method: `train(config, objects, stage="grpo")`.
     """
     name = stage
 

@@ -130,7 +130,7 @@ class CriticSamples:
 
     def sample(self) -> None:
         """Sample what is missing, and wait for what another process is sampling."""
-        world, told = self.rl.models.world, False
+        world, announced = self.rl.models.world, False
         with world.raise_on_all_ranks():
             if world.main:
                 self._prepare()
@@ -139,8 +139,8 @@ class CriticSamples:
                 if world.broadcast(is_ours):
                     self._sample(world.broadcast(self._missing()))
                     continue
-            if not told:
-                told = True
+            if not announced:
+                announced = True
                 say(f"another run samples what the critic learns from, in {self.folder}; waiting")
             self.rl.loop.check(f"while another run sampled {len(missing)} files of {self.folder}")
             time.sleep(WAIT)
