@@ -97,8 +97,9 @@ def test_without_a_true_score_equal_kl_comes_first(policy):
     assert lines[1].startswith("The learnt score: better, +1.00 [")
 
 
-def test_what_functions_give_is_not_called_learnt(policy):
-    given = {"reward_funcs": ["mine:solved"], "reward_model": ""}
+@pytest.mark.parametrize("scorer", [{"reward_funcs": ["mine:solved"]}, {"environment": "guess"}])
+def test_what_functions_or_an_environment_give_is_not_called_learnt(policy, scorer):
+    given = {**scorer, "reward_model": ""}
     lines = lines_of(policy(1, 1.0, kl=2.0, **given), policy(5, 2.0, kl=2.0, **given))
     assert lines[0].startswith(f"{ENDED} better than n1 by the score at equal KL (2.00): ")
     assert lines[1].startswith("The score: better, +1.00 [")

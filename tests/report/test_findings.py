@@ -194,6 +194,7 @@ def test_one_seed_is_no_evidence(group):
     [
         ({"reward_model": "rm"}, "a reward model's, learnt from preferences;"),
         ({"reward_funcs": ["a:b"]}, "what functions give (<code>a:b</code>);"),
+        ({"environment": "guess"}, "The score is what the environment gives (<code>guess</code>);"),
         (
             {"reward_model": "rm", "reward_funcs": ["a:b"]},
             "learnt from preferences, and what functions give (<code>a:b</code>);",

@@ -118,7 +118,12 @@ def shows_not(policies: list[Group], runs: list[Run]) -> list[str]:
     if policies:
         configs = [run.config for group in policies for run in group.runs]
         functions = list(dict.fromkeys(f for c in configs for f in c.get("reward_funcs") or ()))
-        sentences.append(part("scorer", functions, is_learnt=not scored_by_functions(policies)))
+        environments = list(
+            dict.fromkeys(c["environment"] for c in configs if c.get("environment"))
+        )
+        sentences.append(
+            part("scorer", functions, environments, is_learnt=not scored_by_functions(policies))
+        )
         if all(not math.isfinite(final_score(group, "gold").mean) for group in policies):
             sentences.append(part("no_gold"))
         sentences.append(_seeds(policies))

@@ -205,9 +205,9 @@ def is_token_level(config: dict[str, Any]) -> bool:
 
 
 def scored_by_functions(groups: Sequence[Group]) -> bool:
-    """Whether functions alone gave the scores, and no reward model that learnt from preferences."""
+    """Whether functions or an environment gave the scores, and no reward model that was learnt."""
     configs = [run.config for group in groups for run in group.runs]
-    return any(c.get("reward_funcs") for c in configs) and not any(
+    return any(c.get("reward_funcs") or c.get("environment") for c in configs) and not any(
         c.get("reward_model") for c in configs
     )
 
