@@ -18,7 +18,6 @@ Line = dict[str, Any]
 MODELS = {
     "sft": "SFT",
     "ppo-b10": "PPO, beta .1",
-    "ppo": "PPO, beta .05",
     "whole-round-3": "whole responses, round 3",
     "n12-round-3": "n = 12, round 3",
     "n5-round-1": "n = 5, round 1",

@@ -146,9 +146,9 @@ def summary(sums: Results, qwen: Results, tldr: Results) -> str:
         cells = ["0.00", number(ends[0]), over, f"0.00 to {number(ends[1])}"]
         cells += [number(ends[2], 1), number(ends[3], 0), number(seconds, 1)]
         rows.append(["TL;DR, score", LABELS[method], *cells])
-    tasks = [row[0] for row in rows]
-    for row, before in zip(rows[1:], tasks, strict=False):
-        row[0] = "" if row[0] == before else row[0]
+    for row, above in reversed([*zip(rows[1:], rows, strict=False)]):
+        if row[0] == above[0]:  # the same task, from the same start
+            row[0] = row[2] = ""
     head = ["before", "after", "over PPO .95", f"reward {MINUS_BETA_KL}", "KL", "tokens"]
     return table(["task", "method", *head, "s/step"], rows)
 
@@ -263,13 +263,12 @@ def larger(results: Results) -> str:
                 [
                     QWEN_LABELS[label],
                     f"{results.mean(solved, method, nobody, end):.1%}",
-                    results.gain(solved, method, nobody, end, pool).text(points),
                     *((over.text(points), each) if over and method != base else ("", "")),
                     solved_where_first_ended(results, method, end),
                     *end_cells(results, method, nobody, end),
                 ]
             )
-        head = [name, f"step {end}", "gained", "over PPO .95", "by seed", "first ended"]
+        head = [name, f"step {end}", "over PPO .95", "by seed", "first ended"]
         head += [f"reward {MINUS_BETA_KL}", "KL", "tokens", "s/step"]
         tables.append(table(head, rows))
     return "\n".join(tables)

@@ -102,19 +102,19 @@ QWEN_LABELS = {
 """Methods of the larger model, on each of its tasks."""
 SHOWN: dict[str, dict[str, str]] = {
     "identify": {
-        "reward": "ppo lam1 lam99 lam90 n5-start n5-equal sentences perplexity official rloo",
+        "reward": "ppo lam1 lam99 n5-start n5-equal sentences perplexity official rloo",
         "reward-r1": "ppo n5-start n5-equal",
     },
-    "betas": {"reward": "ppo ppo-b02 ppo-b10 n5-start n5-start-b02 n5-start-b10"},
-    "auto": {"reward": "ppo auto rloo rloo-b02 rloo-b10"},
-    "seeds": {"reward": "ppo lam1 n5-start ppo-lr8 n5-start-lr8"},
+    "betas": {"reward": "ppo ppo-b02 ppo-b10 n5-start n5-start-b02"},
+    "auto": {"reward": "ppo auto rloo rloo-b02"},
+    "seeds": {"reward": "ppo n5-start ppo-lr8 n5-start-lr8"},
     "three": dict.fromkeys(("reward", "reward-r1", "reward-r2"), "ppo n5-start"),
     "rules": {
-        "reward": "ppo lam1 n5-start n5-equal n12 random words constituents",
+        "reward": "ppo lam1 n5-start n5-equal random words constituents",
         "reward-r1": "ppo lam1 lam99 n5-start n12",
-        "reward-r2": "ppo lam1 n5-start",
+        "reward-r2": "ppo n5-start",
     },
-    "offline": {"reward": "ppo lam1 auto"},
+    "offline": {"reward": "ppo auto"},
     "sums": {"": "ppo lam99 lam1 rloo n5 lines auto monte-carlo"},
     "sparse": {"": "ppo lam1 rloo n5 lines monte-carlo"},
     "coarse": {"": "lam1 rloo lam1-320 rloo-320 n28 n56"},
