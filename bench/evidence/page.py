@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from evidence.distilled import distilled
@@ -52,72 +52,59 @@ from evidence.results import (
 from evidence.tables import number, points, signed, table
 from marlhf.intervals import Floats, mean
 
-BLOCK = re.compile(
-    r"(<!-- evidence: ([\w-]+)(?: of ([\w-]+))? -->\n).*?(<!-- end of evidence -->)", re.S
-)
-FIRST = "identify"
-"""The campaign of the figure of end points."""
-FRONTIERS = {"auto": "frontier.svg", "betas": "betas.svg"}
-"""The campaigns in which methods were trained with several betas, and the figure of each."""
-PREDICTED = "predict-tldr"
-"""The campaign in which credit was measured before training."""
+BLOCK = re.compile(r"(<!-- evidence: (.+?) -->\n).*?(<!-- end of evidence -->)", re.S)
 TLDR = ("identify", "auto", "seeds", "three", "betas")
 """The campaigns of TL;DR's recipe, on different days."""
-SUMMARY = ("sums", "qwen", FIRST)
 LAST = 100
 """The last step of the runs on TL;DR."""
-DISTILLED = "distil"
-FAST_SHOWN = "ppo-fast n5-fast n5-mean-fast"
 MINUS_BETA_KL = "\u2212 \u03b2 KL"
 
 
-def write_page(campaigns: Mapping[str, Results], docs: Path, rounds: Path | None = None) -> Path:
+def write_page(campaigns: Mapping[str, Results], rounds: Path, docs: Path) -> None:
     """Fill the marked blocks of the pages, and draw their figures.
 
-    Blocks of campaigns that are not given stay as they are. `rounds`: the file of distillation.
+    `campaigns`: all archives by name, without that of distillation, which is `rounds`.
     """
-    blocks: dict[str, Callable[[Results, Mapping[str, str]], str]] = {
-        "right-pairs": lambda results, _: right_pairs(results),
-        "sooner": lambda results, shown: sooner(results, shown[""]),
-        "right": lambda results, shown: shares_right(results, SUMS_LABELS, shown[""]),
-        "updates": lambda results, shown: shares_right(results, UPDATES_LABELS, shown[""]),
-        "updates-fast": lambda results, _: shares_right(results, FAST_LABELS, FAST_SHOWN),
-        "coarse": lambda results, shown: shares_right(results, COARSE_LABELS, shown[""]),
-        "larger": lambda results, _: larger(results),
-        "larger-pairs": lambda results, _: larger_pairs(results),
-        "reward-models": lambda results, _: reward_models(results),
-        "runs": runs,
-        "predicted": lambda results, _: predicted(results),
+    sums, sparse, coarse, updates, qwen = (
+        campaigns[name] for name in ("sums", "sparse", "coarse", "updates", "qwen")
+    )
+    identify, rules, predict = (campaigns[name] for name in ("identify", "rules", "predict-tldr"))
+    starts = predictions_of(predict)
+    controls = "ppo lam99 lam1 rloo n5 lines auto monte-carlo"
+    tables = {
+        "summary": summary(sums, qwen, identify),
+        "right of sums": shares_right(sums, SUMS_LABELS, controls),
+        "sooner of sums": sooner(sums, controls),
+        "right-pairs of sums": right_pairs(sums),
+        "right of sparse": shares_right(sparse, SUMS_LABELS, "ppo lam1 rloo n5 lines monte-carlo"),
+        "coarse of coarse": shares_right(
+            coarse, COARSE_LABELS, "lam1 rloo lam1-320 rloo-320 n28 n56"
+        ),
+        "updates of updates": shares_right(updates, UPDATES_LABELS, " ".join(UPDATES_LABELS)),
+        "updates-fast of updates": shares_right(
+            updates, FAST_LABELS, "ppo-fast n5-fast n5-mean-fast"
+        ),
+        "larger of qwen": larger(qwen),
+        "larger-pairs of qwen": larger_pairs(qwen),
+        "all-days": all_days([campaigns[name] for name in TLDR]),
+        "reward-models of identify": reward_models(identify),
+        "reward-models of rules": reward_models(rules),
+        "predicted of predict-tldr": predicted(predict, starts),
+        "distilled of distil": distilled(rounds),
     }
-    several: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
-        "all-days": (TLDR, lambda: all_days([campaigns[name] for name in TLDR])),
-        "summary": (SUMMARY, lambda: summary(*(campaigns[name] for name in SUMMARY))),
-    }
-
-    def fill(found: re.Match[str]) -> str:
-        mark, block, campaign, end = found.groups()
-        if block in several:
-            needed, make = several[block]
-            return f"{mark}{make()}{end}" if campaigns.keys() >= set(needed) else found[0]
-        if campaign == DISTILLED:
-            return f"{mark}{distilled(rounds)}{end}" if rounds else found[0]
-        if campaign not in campaigns:
-            return found[0]
-        made = blocks[block](campaigns[campaign], SHOWN.get(campaign, {}))
-        return f"{mark}{made}{end}"
-
+    tables |= {f"runs of {name}": runs(campaigns[name], shown) for name, shown in SHOWN.items()}
     folder = docs / "results"
     for page in [docs / "results.md", *sorted(folder.glob("*.md"))]:
-        page.write_text(BLOCK.sub(fill, page.read_text("utf-8")), encoding="utf-8")
-    if FIRST in campaigns:
-        (folder / "end-points.svg").write_text(end_points(campaigns[FIRST]), encoding="utf-8")
-    for name in FRONTIERS.keys() & campaigns.keys():
-        (folder / FRONTIERS[name]).write_text(frontier(campaigns[name]), encoding="utf-8")
-    if PREDICTED in campaigns:
-        starts = predictions_of(campaigns[PREDICTED])
-        drawn = predicted_gains({STARTS[start]: found for start, found in starts.items()})
-        (folder / "predicted.svg").write_text(drawn, encoding="utf-8")
-    return docs / "results.md"
+        filled = BLOCK.sub(lambda m: m[1] + tables[m[2]] + m[3], page.read_text("utf-8"))
+        page.write_text(filled, encoding="utf-8")
+    figures = {
+        "end-points": end_points(identify),
+        "frontier": frontier(campaigns["auto"]),
+        "betas": frontier(campaigns["betas"]),
+        "predicted": predicted_gains({STARTS[start]: found for start, found in starts.items()}),
+    }
+    for name, drawn in figures.items():
+        (folder / f"{name}.svg").write_text(drawn, encoding="utf-8")
 
 
 def summary(sums: Results, qwen: Results, tldr: Results) -> str:
@@ -375,10 +362,9 @@ def all_days(campaigns: Sequence[Results]) -> str:
     return table([*head, "gold", "score", "KL"], rows)
 
 
-def predicted(results: Results) -> str:
+def predicted(results: Results, starts: Mapping[str, list[Prediction]]) -> str:
     """What was measured at each start beside what each rule gained from there."""
     [teacher] = results.teachers
-    starts = predictions_of(results)
     cells: dict[str, list[str]] = {}
     notes: list[str] = []
     for start, found in starts.items():

@@ -115,12 +115,8 @@ SHOWN: dict[str, dict[str, str]] = {
         "reward-r2": "ppo n5-start",
     },
     "offline": {"reward": "ppo auto"},
-    "sums": {"": "ppo lam99 lam1 rloo n5 lines auto monte-carlo"},
-    "sparse": {"": "ppo lam1 rloo n5 lines monte-carlo"},
-    "coarse": {"": "lam1 rloo lam1-320 rloo-320 n28 n56"},
-    "updates": {"": "ppo n5 n5-macro n5-mean lines lines-macro lines-mean"},
 }
-"""By archive and reward model: the methods in the tables. The others still share the spread."""
+"""By archive and reward model: the methods in the tables of runs. All share the spread."""
 
 Measure = Callable[[Evaluation], Floats]
 
