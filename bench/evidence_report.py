@@ -2,13 +2,14 @@
 
     python bench/evidence_report.py docs/results/*.xz --docs docs
 
-Archives are what bench/evidence_pack.py makes; folders of sweeps do as well. The pages name them
-without .tar.xz. distil.jsonl.xz has the rounds of distillation, prompt by prompt.
+Archives are what bench/evidence_pack.py makes with --page. The pages name them without .tar.xz.
+distil.jsonl.xz has the rounds of distillation, prompt by prompt.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import tempfile
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from evidence.pack import unpack
 from evidence.page import write_page
 from evidence.results import read_results
 
-ROUNDS = ".jsonl.xz"
+ROUNDS = "distil"
 
 
 def main() -> None:
@@ -24,16 +25,17 @@ def main() -> None:
     parser.add_argument("archives", type=Path, nargs="+", metavar="archive")
     parser.add_argument("--docs", type=Path, required=True, help="the folder of results.md")
     args = parser.parse_args()
+    files = {file.name.split(".")[0]: file for file in args.archives}
+    pages = [args.docs / "results.md", *(args.docs / "results").glob("*.md")]
+    text = "".join(page.read_text("utf-8") for page in pages)
+    if missing := {*re.findall(r"<!-- evidence: \S+ of (\S+) -->", text)} - files.keys():
+        parser.error(f"the pages need more archives: {', '.join(sorted(missing))}")
+    rounds = files.pop(ROUNDS)
     with tempfile.TemporaryDirectory() as temporary:
         campaigns = {
-            given.name.removesuffix(".tar.xz"): read_results(
-                given if given.is_dir() else unpack(given, Path(temporary) / given.name)
-            )
-            for given in args.archives
-            if not given.name.endswith(ROUNDS)
+            name: read_results(unpack(file, Path(temporary) / name)) for name, file in files.items()
         }
-        rounds = next((file for file in args.archives if file.name.endswith(ROUNDS)), None)
-        print(write_page(campaigns, args.docs, rounds))
+        write_page(campaigns, rounds, args.docs)
 
 
 if __name__ == "__main__":

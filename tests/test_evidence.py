@@ -250,6 +250,15 @@ def test_the_pages_are_made_from_the_committed_archives(tmp_path, monkeypatch):
         assert marks == re.findall("<title>.*?</title>", committed)
 
 
+def test_a_missing_archive_is_named(monkeypatch, capsys):
+    archives = [f for f in (ROOT / "docs/results").glob("*.xz") if f.name != "rules.tar.xz"]
+    words = ["evidence_report.py", *map(str, archives), "--docs", str(ROOT / "docs")]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit):
+        evidence_report.main()
+    assert "the pages need more archives: rules\n" in capsys.readouterr().err
+
+
 def test_every_table_of_numbers_is_of_an_archive():
     """Where an experiment's page has a table, a script made it; what has no archive has none."""
     folder = ROOT / "docs" / "results"
@@ -257,7 +266,7 @@ def test_every_table_of_numbers_is_of_an_archive():
     named: set[str] = set()
     for file in folder.glob("*.md"):
         page = file.read_text("utf-8")
-        assert "\n| ---" not in MARKED.sub("", page), file.name
+        assert not re.search(r"^\|\s*:?---", MARKED.sub("", page), re.M), file.name
         named |= set(re.findall(r"<!-- evidence: [\w-]+ of ([\w-]+) -->", page))
     assert named == archives
     assert all(file.stat().st_size < MAX_ARCHIVE for file in folder.glob("*.xz"))

@@ -18,13 +18,10 @@ Line = dict[str, Any]
 MODELS = {
     "sft": "SFT",
     "ppo-b10": "PPO, beta .1",
-    "ppo": "PPO, beta .05",
-    "ppo-b02": "PPO, beta .02",
-    **{
-        f"{name}-round-{i}": f"{text}, round {i}"
-        for name, text in (("whole", "whole responses"), ("n12", "n = 12"), ("n5", "n = 5"))
-        for i in (1, 2, 3)
-    },
+    "whole-round-3": "whole responses, round 3",
+    "n12-round-3": "n = 12, round 3",
+    "n5-round-1": "n = 5, round 1",
+    "n5-round-2": "n = 5, round 2",
 }
 PAIRS = (
     ("n12-round-3", "ppo-b10"),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from evidence.distilled import distilled
@@ -35,6 +35,7 @@ from evidence.results import (
     OTHER_BETAS,
     QWEN_LABELS,
     QWEN_TASKS,
+    SHOWN,
     SUMS_LABELS,
     UPDATES_LABELS,
     Measure,
@@ -51,69 +52,59 @@ from evidence.results import (
 from evidence.tables import number, points, signed, table
 from marlhf.intervals import Floats, mean
 
-BLOCK = re.compile(
-    r"(<!-- evidence: ([\w-]+)(?: of ([\w-]+))? -->\n).*?(<!-- end of evidence -->)", re.S
-)
-FIRST = "identify"
-"""The campaign of the figure of end points."""
-FRONTIERS = {"auto": "frontier.svg", "betas": "betas.svg"}
-"""The campaigns in which methods were trained with several betas, and the figure of each."""
-PREDICTED = "predict-tldr"
-"""The campaign in which credit was measured before training."""
+BLOCK = re.compile(r"(<!-- evidence: (.+?) -->\n).*?(<!-- end of evidence -->)", re.S)
 TLDR = ("identify", "auto", "seeds", "three", "betas")
 """The campaigns of TL;DR's recipe, on different days."""
-SUMMARY = ("sums", "qwen", FIRST)
 LAST = 100
 """The last step of the runs on TL;DR."""
-DISTILLED = "distil"
 MINUS_BETA_KL = "\u2212 \u03b2 KL"
 
 
-def write_page(campaigns: Mapping[str, Results], docs: Path, rounds: Path | None = None) -> Path:
+def write_page(campaigns: Mapping[str, Results], rounds: Path, docs: Path) -> None:
     """Fill the marked blocks of the pages, and draw their figures.
 
-    Blocks of campaigns that are not given stay as they are. `rounds`: the file of distillation.
+    `campaigns`: all archives by name, without that of distillation, which is `rounds`.
     """
-    blocks: dict[str, Callable[[Results], str]] = {
-        "right-pairs": right_pairs,
-        "right": lambda results: shares_right(results, SUMS_LABELS),
-        "updates": lambda results: shares_right(results, UPDATES_LABELS),
-        "updates-fast": lambda results: shares_right(results, FAST_LABELS, "ppo-fast"),
-        "coarse": lambda results: shares_right(results, COARSE_LABELS, "lam1"),
-        "larger": larger,
-        "larger-pairs": larger_pairs,
-        "reward-models": reward_models,
-        "runs": runs,
-        "predicted": predicted,
+    sums, sparse, coarse, updates, qwen = (
+        campaigns[name] for name in ("sums", "sparse", "coarse", "updates", "qwen")
+    )
+    identify, rules, predict = (campaigns[name] for name in ("identify", "rules", "predict-tldr"))
+    starts = predictions_of(predict)
+    controls = "ppo lam99 lam1 rloo n5 lines auto monte-carlo"
+    tables = {
+        "summary": summary(sums, qwen, identify),
+        "right of sums": shares_right(sums, SUMS_LABELS, controls),
+        "sooner of sums": sooner(sums, controls),
+        "right-pairs of sums": right_pairs(sums),
+        "right of sparse": shares_right(sparse, SUMS_LABELS, "ppo lam1 rloo n5 lines monte-carlo"),
+        "coarse of coarse": shares_right(
+            coarse, COARSE_LABELS, "lam1 rloo lam1-320 rloo-320 n28 n56"
+        ),
+        "updates of updates": shares_right(updates, UPDATES_LABELS, " ".join(UPDATES_LABELS)),
+        "updates-fast of updates": shares_right(
+            updates, FAST_LABELS, "ppo-fast n5-fast n5-mean-fast"
+        ),
+        "larger of qwen": larger(qwen),
+        "larger-pairs of qwen": larger_pairs(qwen),
+        "all-days": all_days([campaigns[name] for name in TLDR]),
+        "reward-models of identify": reward_models(identify),
+        "reward-models of rules": reward_models(rules),
+        "predicted of predict-tldr": predicted(predict, starts),
+        "distilled of distil": distilled(rounds),
     }
-    several: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
-        "all-days": (TLDR, lambda: all_days([campaigns[name] for name in TLDR])),
-        "summary": (SUMMARY, lambda: summary(*(campaigns[name] for name in SUMMARY))),
-    }
-
-    def fill(found: re.Match[str]) -> str:
-        mark, block, campaign, end = found.groups()
-        if block in several:
-            needed, make = several[block]
-            return f"{mark}{make()}{end}" if campaigns.keys() >= set(needed) else found[0]
-        if campaign == DISTILLED:
-            return f"{mark}{distilled(rounds)}{end}" if rounds else found[0]
-        if campaign not in campaigns:
-            return found[0]
-        return f"{mark}{blocks[block](campaigns[campaign])}{end}"
-
+    tables |= {f"runs of {name}": runs(campaigns[name], shown) for name, shown in SHOWN.items()}
     folder = docs / "results"
     for page in [docs / "results.md", *sorted(folder.glob("*.md"))]:
-        page.write_text(BLOCK.sub(fill, page.read_text("utf-8")), encoding="utf-8")
-    if FIRST in campaigns:
-        (folder / "end-points.svg").write_text(end_points(campaigns[FIRST]), encoding="utf-8")
-    for name in FRONTIERS.keys() & campaigns.keys():
-        (folder / FRONTIERS[name]).write_text(frontier(campaigns[name]), encoding="utf-8")
-    if PREDICTED in campaigns:
-        starts = predictions_of(campaigns[PREDICTED])
-        drawn = predicted_gains({STARTS[start]: found for start, found in starts.items()})
-        (folder / "predicted.svg").write_text(drawn, encoding="utf-8")
-    return docs / "results.md"
+        filled = BLOCK.sub(lambda m: m[1] + tables[m[2]] + m[3], page.read_text("utf-8"))
+        page.write_text(filled, encoding="utf-8")
+    figures = {
+        "end-points": end_points(identify),
+        "frontier": frontier(campaigns["auto"]),
+        "betas": frontier(campaigns["betas"]),
+        "predicted": predicted_gains({STARTS[start]: found for start, found in starts.items()}),
+    }
+    for name, drawn in figures.items():
+        (folder / f"{name}.svg").write_text(drawn, encoding="utf-8")
 
 
 def summary(sums: Results, qwen: Results, tldr: Results) -> str:
@@ -142,9 +133,11 @@ def summary(sums: Results, qwen: Results, tldr: Results) -> str:
         cells = ["0.00", number(ends[0]), over, f"0.00 to {number(ends[1])}"]
         cells += [number(ends[2], 1), number(ends[3], 0), number(seconds, 1)]
         rows.append(["TL;DR, score", LABELS[method], *cells])
-    rows.append(["Turns", "any", "not measured", *[""] * 6])  # on language models, so far
+    for row, above in reversed([*zip(rows[1:], rows, strict=False)]):
+        if row[0] == above[0]:  # the same task, from the same start
+            row[0] = row[2] = ""
     head = ["before", "after", "over PPO .95", f"reward {MINUS_BETA_KL}", "KL", "tokens"]
-    return table(["task", "method", *head, "seconds per step"], rows)
+    return table(["task", "method", *head, "s/step"], rows)
 
 
 def summary_row(
@@ -185,35 +178,41 @@ def end_cells(
     ]
 
 
-def shares_right(results: Results, labels: Mapping[str, str], base: str = "ppo") -> str:
-    """The share of right answers at three steps and over the whole curve, against a base.
-
-    "Has its end at" is the first evaluation with what the base has at its last one, unless the
-    method began with that.
-    """
+def shares_right(results: Results, labels: Mapping[str, str], shown: str) -> str:
+    """The share of right answers at the end and over the whole curve, against the first method."""
     [nobody] = results.teachers  # the reward is a function
-    known = {method: text for method, text in labels.items() if (method, nobody) in results.runs}
-    steps = sorted(
-        {e.step for method in known for e in results.runs[method, nobody][0].evaluations}
-    )
-    shown = [steps[0], steps[(len(steps) - 1) // 3], steps[-1]]
-    goal = results.mean(score, base, nobody, shown[-1])
+    pool = [method for method in labels if (method, nobody) in results.runs]
+    base, *_ = methods = shown.split()
+    last = results.last_step(base, nobody)
     rows: list[list[str]] = []
-    for method, label in known.items():
-        reached = (s for s in steps if results.mean(score, method, nobody, s) >= goal)
-        end = next(map(str, reached), "never")
-        means = [f"{results.mean(score, method, nobody, each):.1%}" for each in (*shown, None)]
-        over = [
-            results.difference(score, method, base, nobody, each, known)
-            for each in (shown[-1], None)
-        ]
-        compared = [x.text(points) if x and method != base else "" for x in over]
-        seeds = str(len(results.by_seed(score, method, nobody, shown[-1])))
-        ends = end_cells(results, method, nobody, shown[-1], 2)
-        rows.append([label, seeds, *means, *compared, "" if end == "0" else end, *ends])
-    head = ["", "seeds", f"right after {shown[0]}", *map(str, shown[1:]), "whole curve"]
-    head += [f"end over {labels[base]}", "whole curve over it", "has its end at"]
-    return table([*head, f"reward {MINUS_BETA_KL}", "KL", "tokens", "seconds per step"], rows)
+    for method in methods:
+        over = [results.difference(score, method, base, nobody, x, pool) for x in (last, None)]
+        seeds = len(results.runs[method, nobody])
+        rows.append(
+            [
+                labels[method] + (", one seed" if seeds == 1 else ""),
+                f"{results.mean(score, method, nobody, last):.1%}",
+                *(x.text(points) if x and method != base else "" for x in over),
+                *end_cells(results, method, nobody, last, 2),
+            ]
+        )
+    head = ["", f"right after {last}", f"end over {labels[base]}", "whole curve over it"]
+    head += [f"reward {MINUS_BETA_KL}", "KL", "tokens", "s/step"]
+    return table(head, rows)
+
+
+def sooner(results: Results, shown: str) -> str:
+    """The first evaluation of each method with the last share of the first one, as a sentence."""
+    [nobody] = results.teachers
+    base, *_ = methods = shown.split()
+    steps = [e.step for e in results.runs[base, nobody][0].evaluations]
+    goal = results.mean(score, base, nobody, steps[-1])
+    first = [
+        next(s for s in steps if results.mean(score, method, nobody, s) >= goal)
+        for method in methods
+    ]
+    reached = "; ".join(f"{SUMS_LABELS[m]} ({s})" for m, s in zip(methods, first, strict=True))
+    return f"Steps to {goal:.1%} right: {reached}.\n"
 
 
 def right_pairs(results: Results) -> str:
@@ -231,10 +230,10 @@ def right_pairs(results: Results) -> str:
 
 
 def larger(results: Results) -> str:
-    """For each task how much a larger model solves before, half-way and after.
+    """For each task how much a larger model solves at the end.
 
     "First ended": before and after on the prompts whose response ended before training began, so
-    that learning to stop in time does not count. One seed of other weights has no differences.
+    that learning to stop in time does not count.
     """
     [nobody] = results.teachers
     tables: list[str] = []
@@ -242,47 +241,39 @@ def larger(results: Results) -> str:
         base, rows = f"{task}-ppo", []
         end = results.last_step(base, nobody)
         pool = [f"{task}-{each}" for each in QWEN_LABELS]
-        for label, text in QWEN_LABELS.items():
+        for label in ("ppo", "lam1", "rloo", "lines"):
             method = f"{task}-{label}"
-            if (method, nobody) not in results.runs:
-                continue
-            shares = [results.mean(solved, method, nobody, each) for each in (0, end // 2, end)]
-            seeds = results.by_seed(solved, method, nobody, end)
-            cells = [f"{share:.1%}" for share in shares]
-            if len(seeds) > 1:
-                gained = results.gain(solved, method, nobody, end, pool).text(points)
-                over = results.difference(solved, method, base, nobody, end, pool)
-                cells += [gained, over.text(points) if over and method != base else ""]
-            else:
-                cells += ["", "other weights"]
-            cells.append(solved_where_first_ended(results, method, end))
-            rows.append([text, str(len(seeds)), *cells, *end_cells(results, method, nobody, end)])
-        head = [f"{name}, held out", "seeds", "before", f"step {end // 2}", f"step {end}", "gained"]
-        head += ["over PPO .95", "first ended", f"reward {MINUS_BETA_KL}", "KL", "tokens"]
-        tables.append(table([*head, "seconds per step"], rows))
+            over = results.difference(solved, method, base, nobody, end, pool)
+            by_seed = results.differences(solved, method, base, nobody, end)
+            each = ", ".join(points(float(rises.mean())) for rises in by_seed)
+            rows.append(
+                [
+                    QWEN_LABELS[label],
+                    f"{results.mean(solved, method, nobody, end):.1%}",
+                    *((over.text(points), each) if over and method != base else ("", "")),
+                    solved_where_first_ended(results, method, end),
+                    *end_cells(results, method, nobody, end),
+                ]
+            )
+        head = [name, f"step {end}", "over PPO .95", "by seed", "first ended"]
+        head += [f"reward {MINUS_BETA_KL}", "KL", "tokens", "s/step"]
+        tables.append(table(head, rows))
     return "\n".join(tables)
 
 
 def larger_pairs(results: Results) -> str:
-    """What gained more than PPO, compared with each other at PPO's end; and PPO by seed."""
+    """Macro actions against what gained as much, at the end."""
     [nobody] = results.teachers
     rows: list[list[str]] = []
-    for ours, theirs in itertools.combinations(("lines", "lam1", "rloo"), 2):
+    for theirs in ("lam1", "rloo"):
         cells: list[str] = []
         for task in QWEN_TASKS:
             pool = [f"{task}-{each}" for each in QWEN_LABELS]
-            pair = f"{task}-{ours}", f"{task}-{theirs}"
+            pair = f"{task}-lines", f"{task}-{theirs}"
             end = results.last_step(f"{task}-ppo", nobody)
             found = results.difference(solved, *pair, nobody, end, pool)
             cells.append(found.text(points) if found else "")
-        rows.append([f"{QWEN_LABELS[ours]}, over {QWEN_LABELS[theirs]}", *cells])
-    for ours in ("lines", "lam1", "rloo"):
-        cells = []
-        for task in QWEN_TASKS:
-            end = results.last_step(f"{task}-ppo", nobody)
-            by_seed = results.differences(solved, f"{task}-{ours}", f"{task}-ppo", nobody, end)
-            cells.append(", ".join(points(float(each.mean())) for each in by_seed))
-        rows.append([f"{QWEN_LABELS[ours]}, over PPO .95, seed by seed", *cells])
+        rows.append([f"lines over {QWEN_LABELS[theirs]}", *cells])
     return table(["points at the end", *QWEN_TASKS.values()], rows)
 
 
@@ -301,34 +292,30 @@ def solved_where_first_ended(results: Results, method: str, step: int) -> str:
 
 
 def reward_models(results: Results) -> str:
-    """How often each reward model is right."""
-    rows = [
-        [f"`{name}`", f"{run.summary['eval/accuracy']:.1%}"]
+    """How often each reward model is right, as a sentence."""
+    right = [
+        f"`{name}` {run.summary['eval/accuracy']:.1%}"
         for name, run in results.reward_models.items()
     ]
-    return table(["reward model", "right on held-out pairs"], rows)
+    return f"Right on held-out pairs: {', '.join(right)}.\n"
 
 
-def runs(results: Results) -> str:
-    """Every method at its last evaluation, reward model by reward model."""
+def runs(results: Results, shown: Mapping[str, str]) -> str:
+    """Methods at their last evaluation, reward model by reward model."""
     rows: list[list[str]] = []
-    for teacher in results.teachers:
+    for teacher, names in shown.items():
         methods = results.methods(teacher)
-        for method in methods:
+        final = max(results.last_step(method, teacher) for method in methods)
+        for method in names.split():
             step = results.last_step(method, teacher)
-            if not step:
-                continue
-            measures: list[tuple[Measure, int]] = [(score, 2), (objective, 2)]
-            own = [number(results.mean(m, method, teacher, step), n) for m, n in measures]
             over = results.difference(objective, method, "ppo", teacher, step, methods)
             seconds = results.seconds_per_step(method, teacher)
             rows.append(
                 [
-                    LABELS[method],
-                    f"`{teacher}`",
-                    str(len(results.by_seed(score, method, teacher, step))),
-                    str(step),
-                    *own,
+                    LABELS[method] + (f", step {step}" if step < final else ""),
+                    *([f"`{teacher}`"] if len(shown) > 1 else []),
+                    number(results.mean(score, method, teacher, step)),
+                    number(results.mean(objective, method, teacher, step)),
                     over.text(signed) if over and method != "ppo" else "",
                     signed(results.gain(gold, method, teacher, step).mean),
                     number(results.mean(kl, method, teacher, step), 1),
@@ -336,8 +323,9 @@ def runs(results: Results) -> str:
                     "" if math.isnan(seconds) else number(seconds, 1),
                 ]
             )
-    head = ["", "reward model", "seeds", "step", "score", f"score \u2212 {BETA} KL", "over PPO"]
-    return table([*head, "gold gained", "KL", "tokens", "seconds per step"], rows)
+    head = ["", *(["reward model"] if len(shown) > 1 else []), "score"]
+    head += [f"score \u2212 {BETA} KL", "over PPO", "gold gained", "KL", "tokens", "s/step"]
+    return table(head, rows)
 
 
 def all_days(campaigns: Sequence[Results]) -> str:
@@ -374,28 +362,29 @@ def all_days(campaigns: Sequence[Results]) -> str:
     return table([*head, "gold", "score", "KL"], rows)
 
 
-def predicted(results: Results) -> str:
+def predicted(results: Results, starts: Mapping[str, list[Prediction]]) -> str:
     """What was measured at each start beside what each rule gained from there."""
-    tables: list[str] = []
     [teacher] = results.teachers
-    for start, found in predictions_of(results).items():
-        rows: list[list[str]] = []
+    cells: dict[str, list[str]] = {}
+    notes: list[str] = []
+    for start, found in starts.items():
         for each in found:
-            step = results.last_step(each.run, teacher)
-            over = results.difference(objective, each.run, f"{start}-ppo", teacher, step)
             cosine = f"{number(each.cosine)} \u00b1 {number(each.error)}"
-            cells = [f"`{each.rule}`", cosine, each.gained.text(signed)]
-            cells.append(over.text(signed) if over and each.method != "ppo" else "")
-            rows.append([*cells, *end_cells(results, each.run, teacher, step)])
-        head = [f"from {STARTS[start]}", "cosine", "gained in 30 steps", "over lambda .95"]
-        head += [f"score {MINUS_BETA_KL}", "KL", "tokens", "seconds per step"]
+            cells.setdefault(each.rule, [f"`{each.rule}`"]).extend(
+                [cosine, each.gained.text(signed)]
+            )
+        ends = [end_cells(results, each.run, teacher, 30)[1:] for each in found]
+        kls, tokens, seconds = (sorted(column, key=float) for column in zip(*ends))
         correlation, p_value = rank_correlation(found)
         by_cosine, by_reach, count = reach_correlation(found)
-        note = f"Rank correlation {number(correlation)} (p = {p_value:.2f}). "
-        note += f"Of the {count} token and n-gram rules: {number(by_cosine)}; "
-        note += f"longest reach first: {number(by_reach)}.\n"
-        tables.append(f"{table(head, rows)}\n{note}")
-    return "\n".join(tables)
+        notes.append(
+            f"- **From {STARTS[start]}:** rank correlation {number(correlation)} "
+            f"(p = {p_value:.2f}). Of the {count} token and n-gram rules: {number(by_cosine)}; "
+            f"longest reach first: {number(by_reach)}. KL {kls[0]} to {kls[-1]}, "
+            f"{tokens[0]} to {tokens[-1]} tokens, {seconds[0]} to {seconds[-1]} s/step.\n"
+        )
+    head = ["", *(text for start in starts for text in (f"from {STARTS[start]}: cosine", "gained"))]
+    return f"{table(head, list(cells.values()))}\n{''.join(notes)}"
 
 
 def predictions_of(results: Results) -> dict[str, list[Prediction]]:

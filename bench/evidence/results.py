@@ -22,40 +22,42 @@ LABELS = {
     "lam99": "PPO, lambda .99",
     "lam90": "PPO, lambda .9",
     "lam80": "PPO, lambda .8",
-    "n5-start": "n = 5, `sigma: start`",
+    "n5-start": "n = 5",
     "n5-equal": "n = 5, `sigma: equal`",
-    "sentences": "sentences, `sigma: start`",
-    "perplexity": "perplexity, `sigma: start`",
+    "sentences": "sentences",
+    "perplexity": "perplexity",
     "official": "n = 5, `preset: official`",
-    "rloo": "RLOO, 4 samples per prompt",
+    "rloo": "RLOO",
     "ppo-lr8": "PPO, lr 8e-5",
-    "n5-start-lr8": "n = 5, `start`, lr 8e-5",
+    "n5-start-lr8": "n = 5, lr 8e-5",
     "ppo-b02": "PPO, beta .02",
     "ppo-b10": "PPO, beta .1",
-    "n5-start-b02": "n = 5, `start`, beta .02",
-    "n5-start-b10": "n = 5, `start`, beta .1",
+    "n5-start-b02": "n = 5, beta .02",
+    "n5-start-b10": "n = 5, beta .1",
     "lam1-b02": "PPO, lambda 1, beta .02",
     "lam1-b10": "PPO, lambda 1, beta .1",
     "rloo-b02": "RLOO, beta .02",
     "rloo-b10": "RLOO, beta .1",
     "ppo-lr2": "PPO, lr 2e-5",
-    "n5-start-lr2": "n = 5, `start`, lr 2e-5",
+    "n5-start-lr2": "n = 5, lr 2e-5",
     "auto": "`credit: auto`",
     "n5-boundary": "n = 5, `credit: boundary`",
     "ppo-lr16": "PPO, lr 1.6e-4",
-    "n5-start-lr16": "n = 5, `start`, lr 1.6e-4",
+    "n5-start-lr16": "n = 5, lr 1.6e-4",
     "n12": "n = 12",
-    "random": "n-grams of random lengths",
+    "random": "random lengths",
     "words": "words",
     "surprise": "surprise",
-    "constituents": "constituents, `sigma: start`",
+    "constituents": "constituents",
 }
-"""Methods on TL;DR and the offline task, in the order of the tables and of their colours."""
+"""Methods on TL;DR and the offline task, in the order of their colours.
+
+With `sigma: start` unless they say otherwise."""
 SUMS_LABELS = {
     "ppo": "PPO, lambda .95",
     "lam99": "PPO, lambda .99",
     "lam1": "PPO, lambda 1",
-    "rloo": "RLOO, 4 samples per prompt",
+    "rloo": "RLOO",
     "n5": "n = 5",
     "lines": "lines",
     "lines-lam99": "lines, lambda .99",
@@ -64,7 +66,7 @@ SUMS_LABELS = {
     "unbiased-critic": "PPO, lambda .95, `lam_value: 1`",
     "lines-unbiased": "lines, `lam_value: 1`",
     "tree": "RLOO, `tree: [4, 4]` by lines",
-    "monte-carlo": "lines, `values: monte_carlo`, lambda 0",
+    "monte-carlo": "lines, `values: monte_carlo`",
 }
 """Methods on chained sums."""
 UPDATES_LABELS = {
@@ -81,7 +83,7 @@ FAST_LABELS = {f"{name}-fast": f"{text}, lr 1e-3" for name, text in UPDATES_LABE
 """The same at about three times the learning rate."""
 COARSE_LABELS = {
     "lam1": "PPO, lambda 1",
-    "rloo": "RLOO, 4 samples per prompt",
+    "rloo": "RLOO",
     "lam1-320": "PPO, lambda 1, 320 responses",
     "rloo-320": "RLOO, 320 responses",
     "n28": "n = 28, `values: monte_carlo`",
@@ -93,11 +95,28 @@ QWEN_TASKS = {"gsm8k": "GSM8K", "mbpp": "MBPP"}
 QWEN_LABELS = {
     "ppo": "PPO, lambda .95",
     "lam1": "PPO, lambda 1",
-    "rloo": "RLOO, 4 samples per prompt",
+    "rloo": "RLOO",
     "lines": "lines, lambda .95",
     "monte-carlo": "`values: monte_carlo`, lambda 0",
 }
 """Methods of the larger model, on each of its tasks."""
+SHOWN: dict[str, dict[str, str]] = {
+    "identify": {
+        "reward": "ppo lam1 lam99 n5-start n5-equal sentences perplexity official rloo",
+        "reward-r1": "ppo n5-start n5-equal",
+    },
+    "betas": {"reward": "ppo ppo-b02 ppo-b10 n5-start n5-start-b02"},
+    "auto": {"reward": "ppo auto rloo rloo-b02"},
+    "seeds": {"reward": "ppo n5-start ppo-lr8 n5-start-lr8"},
+    "three": dict.fromkeys(("reward", "reward-r1", "reward-r2"), "ppo n5-start"),
+    "rules": {
+        "reward": "ppo lam1 n5-start n5-equal random words constituents",
+        "reward-r1": "ppo lam1 lam99 n5-start n12",
+        "reward-r2": "ppo n5-start",
+    },
+    "offline": {"reward": "ppo auto"},
+}
+"""By archive and reward model: the methods in the tables of runs. All share the spread."""
 
 Measure = Callable[[Evaluation], Floats]
 

@@ -9,8 +9,8 @@ MINUS = "\u2212"
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Markdown, the first column to the left and the others to the right."""
-    lines = [list(head), ["---", *["---:"] * (len(head) - 1)], *map(list, rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    first, *others = [f"| {' | '.join(line)} |\n" for line in (head, *rows)]
+    return "".join([first, f"|---{'|---:' * (len(head) - 1)}|\n", *others])
 
 
 def number(value: float, decimals: int = 2) -> str:
