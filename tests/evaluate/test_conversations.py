@@ -186,3 +186,13 @@ def test_a_conversation_longer_than_the_model_is_refused(runs):
     change(runs / "ppo", episode_tokens=5000)
     with pytest.raises(EvaluationError, match="up to 5000 tokens, but the model has 512"):
         evaluate([runs / "ppo"], FEW)
+
+
+def test_an_edited_environment_is_played_anew(runs, tmp_path):
+    [before] = evaluate([runs / "ppo"], in_lengths())
+    file = tmp_path / "code" / "lengths.py"
+    file.write_text(file.read_text().replace("go on", "and then?"))
+    sys.modules.pop("lengths")
+    [after] = evaluate([runs / "ppo"], in_lengths())
+    assert after.file == before.file
+    assert all("and then?" in line["response"] for line in after.lines)

@@ -232,6 +232,37 @@ def test_remarks_travel_with_the_vote_and_m_shows_the_raw_text(pages, tmp_path):
         server.end()
 
 
+def test_conversations_are_shown_turn_by_turn(pages, tmp_path):
+    for name in ("one", "two"):
+        lines = []
+        for i in range(2):
+            said = [
+                {"role": "user", "content": f"Game {i}?"},
+                {"role": "assistant", "content": f"**{name}**\n\nuser: found"},
+                {"role": "user", "content": HOSTILE},
+            ]
+            episode = {"messages": said, "turns": [{"start": 0, "stop": 3}]}
+            lines.append({"prompt": said[:1], "response": "", "episode": episode})
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / f"{name}.jsonl").write_text(text, "utf-8")
+    server = Server(tmp_path, files=[tmp_path / "one.jsonl", tmp_path / "two.jsonl"])
+    ann = Person(pages, server, "Ann")
+    try:
+        ann.begin()
+        assert ann.page.locator("#prompt .turn").count() == 1
+        for side in ("left", "right"):
+            roles = ann.page.locator(f"#{side} .turn .role").all_text_contents()
+            assert roles == ["assistant", "user"]
+        words = ann.page.locator("#left .turn .words").all_text_contents()
+        assert words[0] in ("**one**\n\nuser: found", "**two**\n\nuser: found")
+        assert ann.page.locator("#raw").is_hidden()
+        ann.press("1")
+        assert ann.faults == []
+    finally:
+        ann.close()
+        server.end()
+
+
 def test_voting_by_keyboard_to_the_end(sit_down, server):
     ann = sit_down("Ann")
     first = ann.begin()

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from marlhf import trainers
 from marlhf.config.model import LoRA
-from marlhf.core import Constituents, NGram, RandomNGram
+from marlhf.core import Constituents, Entropy, NGram, RandomNGram, ValueChange
 from marlhf.data import DataConfig
 from marlhf.reward.code import unit_tests
 from marlhf.rollout import Sampling
@@ -35,7 +35,7 @@ TRAINERS = {
     kind.stage: kind
     for kind in (
         *(trainers.SFTTrainer, trainers.RewardTrainer, trainers.DPOTrainer),
-        *(trainers.MacroPPOTrainer, trainers.RLOOTrainer),
+        *(trainers.MacroPPOTrainer, trainers.RLOOTrainer, trainers.GRPOTrainer),
     )
 }
 WAYS = ("data", "fsdp")
@@ -64,6 +64,15 @@ RUNS = {kind: (kind, {}) for kind in METHODS} | {
     "few-pairs": ("reward", BRIEF | {"batch_size": 1}),
     "tree": ("rloo", BRIEF | {"num_samples": 4, "tree": (2, 2), "segmenter": NGram(2)}),
     "constituents": ("ppo", BRIEF | {"segmenter": Constituents(max_length=6)}),
+    "entropy": (
+        "ppo",
+        BRIEF
+        | {"segmenter": Entropy(0.7), "lam": "adaptive", "lam_alpha": 0.5}
+        # Each response is an example: the reward is minus its length.
+        | {"positive_lm_coef": 0.1, "positive_score": -9.0},
+    ),
+    "values": ("ppo", BRIEF | {"segmenter": ValueChange(0.7)}),
+    "dynamic": ("rloo", BRIEF | {"num_samples": 2, "dynamic_sampling": 2, "update_share": 0.5}),
     "lora": ("ppo", {"lora": LoRA(r=2)}),
     "pretrained": (
         "ppo",

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from marlhf.config.recipe_files import ConfigError
-from marlhf.core import NGram, Perplexity, RandomNGram
+from marlhf.core import Entropy, NGram, Perplexity, RandomNGram, ValueChange
 from marlhf.data import DataConfig
 from marlhf.errors import SettingError
 from marlhf.runs.layout import RunError
@@ -79,7 +79,7 @@ def test_a_pretrained_critic_explains_returns_of_prompts_it_never_saw(config, se
 
 def test_the_targets_are_the_rewards_still_to_come(config, monkeypatch):
     """Of each macro action, from its first token on, by an obvious loop."""
-    rules = [NGram(1), NGram(5), RandomNGram(lengths=(1, 2, 3))]
+    rules = [NGram(1), RandomNGram(lengths=(1, 2, 3))]
     for number, rule in enumerate(rules):
         made = config(f"run{number}", segmenter=rule)
         seen = []
@@ -188,8 +188,8 @@ def test_a_stopped_pretraining_resumes_identically(config, monkeypatch):
 
 def test_a_killed_pretraining_resumes_identically(ppo_config, start):
     """kill -9 while it samples and while it trains."""
-    settings = CriticPretraining(responses=1040, epochs=4, until=1.0)
-    options = {"critic_pretraining": settings, "num_steps": 2, "eval_every": 0}
+    settings = CriticPretraining(responses=520, epochs=4, until=1.0)  # two files of samples
+    options = {"critic_pretraining": settings, "num_steps": 1, "eval_every": 0, "batch_size": 16}
     whole, parts = ppo_config("a/run", **options), ppo_config("b/run", **options)
     for each in (whole, parts):
         Path(each.output_dir).parent.mkdir()
@@ -204,7 +204,7 @@ def test_a_killed_pretraining_resumes_identically(ppo_config, start):
         process.communicate()
         assert process.returncode == -signal.SIGKILL
     before = [file.stat().st_mtime_ns for file in samples_of(parts)]
-    assert len(before) == 3
+    assert len(before) == 2
     ppo.train(parts)
     assert [file.stat().st_mtime_ns for file in samples_of(parts)] == before
     assert everything(whole.output_dir) == everything(parts.output_dir)
@@ -226,6 +226,13 @@ def test_runs_that_learn_in_another_way_share_their_samples(config, monkeypatch)
     assert len(made) == 3
     ppo.train(config("four", seed=1))
     assert len(made) == 6
+
+
+@pytest.mark.parametrize("rule", [Entropy(quantile=0.7), ValueChange()], ids=str)
+def test_rules_that_read_the_models_cut_stored_responses_too(config, rule):
+    made = config(segmenter=rule, lam="adaptive")
+    ppo.train(made)
+    assert state_of(made)["critic_pretraining"]["epochs"][-1]["epoch"] == 3
 
 
 def test_a_damaged_file_of_samples_is_sampled_again(config, capfd):
@@ -335,6 +342,14 @@ def test_rewards_that_are_no_numbers_end_it_with_a_sentence(config, monkeypatch)
     with pytest.raises(RunError, match="the rewards of responses for the critic are NaN"):
         ppo.train(made)
     assert not samples_of(made)
+
+
+def test_rewards_that_are_all_alike_teach_nothing_and_it_says_so(config, capfd):
+    made = config(reward_model="", kl_coef=0.0)
+    ppo.train(made, GivenObjects(reward_funcs=[lambda completions: [0.5] * len(completions)]))
+    said = " ".join(capfd.readouterr().err.split())
+    assert "all 48 responses of the starting policy have the same return, 0.5" in said
+    assert read_lines(made.output_dir)[-1]["step"] == 1
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,12 @@ def test_responses_of_one_token_have_no_last_third():
     assert [float(x) for x in explained.values()] == [1.0, 0.0, 0.0]
 
 
+def test_equal_returns_leave_nothing_to_explain():
+    values, mask = torch.randn(4, 6), torch.ones(4, 6).bool()
+    explained = explained_by_thirds(values, torch.full((4, 6), 0.7), mask)
+    assert [float(x) for x in explained.values()] == [0.0, 0.0, 0.0]
+
+
 def test_runs_log_it_against_the_rewards_that_came(ppo_config, monkeypatch):
     """Whatever lambda the critic learns with: returns of lambda 0 are its own values."""
     seen = []
@@ -75,6 +81,7 @@ def test_runs_log_it_against_the_rewards_that_came(ppo_config, monkeypatch):
         ({"lam": 0.95, "segmenter": NGram(1)}, r"critic_pretraining.*trust it less \(lam: 1\)"),
         ({"lam": 0.8, "segmenter": Lines()}, r"critic_pretraining.*\(lam nearer 1\); or use RLOO"),
         ({"lam": 1.0}, r"responses: 20000\}\); or use RLOO"),
+        ({"lam": "adaptive", "segmenter": Lines()}, r"trust it less \(lam: 1\); or use RLOO"),
         ({"critic_pretraining": CriticPretraining()}, "pretrain it on more responses"),
     ],
     ids=str,

@@ -1,6 +1,7 @@
 """Presets: each is its paper's equation, loads, trains, and says what it contradicts."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -16,8 +17,10 @@ from marlhf.core import (
     at_last_token,
     group_advantages,
     segment,
+    state_advantages,
 )
 from marlhf.models.forward import Sequences
+from marlhf.runtime.objects import GivenObjects
 from marlhf.train import ppo, rloo
 from marlhf.train.experience import Credit, Experience, MicroBatch, count_terms
 from marlhf.train.positive_examples import PositiveExamples
@@ -157,7 +160,7 @@ def test_vapo_adds_the_likelihood_of_correct_responses(preset, batch):
     terms, correct = [], []
     for i, (n, o, a, real) in enumerate(rows(new, old, draw, mask)):
         for t in range(sum(real)):
-            terms.append(reference.clipped(math.exp(n[t] - o[t]), a[t], config.clip, None))
+            terms.append(reference.clipped(math.exp(n[t] - o[t]), a[t], (0.2, 0.28), None))
             if float(scores[i]) > 0:
                 correct.append(-n[t])
     wanted = sum(terms) / len(terms) + 0.1 * sum(correct) / len(correct)
@@ -191,10 +194,12 @@ def test_objectives_of_groups(preset, name):
         logs = [n[t] - o[t] for t in range(length)]
         if name == "gspo":
             a = (score - mean) / (deviation + 1e-4)
-            total += reference.clipped(math.exp(sum(logs) / length), a, 3e-4, None) / 3
+            clip = (3e-4, 4e-4)
+            total += reference.clipped(math.exp(sum(logs) / length), a, clip, None) / 3
         elif name == "dapo":
             a = (score - mean) / (deviation + 1e-4)
-            total += sum(reference.clipped(math.exp(x), a, 0.2, None) for x in logs) / sum(lengths)
+            terms = [reference.clipped(math.exp(x), a, (0.2, 0.28), None) for x in logs]
+            total += sum(terms) / sum(lengths)
         else:
             a = score - mean
             total += sum(reference.clipped(math.exp(x), a, 0.2, None) for x in logs) / (3 * 9)
@@ -235,6 +240,35 @@ def test_advantages_of_trees(preset, name):
         assert got[leaf, 3].item() == pytest.approx(wanted[1], rel=1e-9)
 
 
+def test_gigpo_is_the_episode_and_the_state(preset, batch):
+    """A^E + A^S, both in units of their group's deviation."""
+    config, (mask, _, _, _, draw) = preset("gigpo", num_samples=2), batch
+    turns = mask & (draw > 0.2)
+    segments = segment(config.segmenter, Responses(turns.long(), turns))
+    rewards = at_last_token(torch.tensor([1.0, 0.25], dtype=torch.float64), turns)
+    states = segments.ids % 3  # each row comes back to three states
+    same = {"baseline": config.baseline, "scale": config.scale_group, "gamma": config.gamma}
+    got = group_advantages(rewards, 2, segments, scale=config.scale_group)
+    got = got + state_advantages(rewards, states, segments, **same)
+    returns, deviation = [1.0, 0.25], math.sqrt(2 * 0.375**2)
+    ids = [[i for i in row[:n] if i >= 0] for row, n in zip(segments.ids.tolist(), (8, 23))]
+    num_turns = [max(row) + 1 for row in ids]
+    visits = {
+        s: [r for r, n in zip(returns, num_turns) for t in range(n) if t % 3 == s] for s in range(3)
+    }
+    for i, row in enumerate(turns.tolist()):
+        for t, real in enumerate(row):
+            if not real:
+                assert got[i, t] == 0
+                continue
+            there = visits[int(states[i, t])]
+            mean = sum(there) / len(there)
+            spread = math.sqrt(sum((x - mean) ** 2 for x in there) / max(len(there) - 1, 1))
+            wanted = (returns[i] - 0.625) / (deviation + 1e-4)
+            wanted += (returns[i] - mean) / (spread + 1e-4) if len(there) > 1 else 0.0
+            assert got[i, t].item() == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+
+
 SMALLER = {
     "spo-tree": {"tree": [2, 2, 2]},
     "treerl": {"tree": [2, 2]},
@@ -242,32 +276,45 @@ SMALLER = {
     "dr-grpo": {"num_samples": 3},
     "vineppo": {"continuations": 2},
     "spo-chain": {"continuations": 2},
-    "vapo": {"critic_warmup_steps": 1},
-    "vc-ppo": {"critic_warmup_steps": 1},
+    "vapo": {"critic_pretraining": {"responses": 20, "epochs": 1}},
+    "vc-ppo": {"critic_pretraining": {"responses": 20, "epochs": 1}},
+    "gigpo": {
+        "num_samples": 2,
+        "reward_model": "",
+        "environment": "guess",
+        "max_turns": 3,
+        "episode_tokens": 96,
+        "data": {"source": "guess", "limit": 100, "eval_size": 4, "parts": {"ppo": 1.0}},
+        "guards": {"warn_kl": 1e9},
+    },
 }
+
+
+def brevity(completions, **_):
+    return [-len(str(completion)) / 10 for completion in completions]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_trains(preset, name, parents, tmp_path):
-    config = preset(
-        name,
-        model=str(parents / "sft/model"),
-        reward_model=str(parents / "reward/model"),
-        output_dir=str(tmp_path / "run"),
-        data={"source": "toy", "limit": TOY.limit, "eval_size": 4},
-        batch_size=4,
-        num_steps=2,
-        learning_rate=1e-3,
-        schedule="constant",
-        warmup_steps=0,
-        eval_every=0,
-        eval_prompts=2,
-        save_every=0,
-        sampling={"max_new_tokens": 12},
-        **SMALLER.get(name, {}),
-    )
-    METHODS[PRESETS[name].kind].train(config)
+    options = {
+        "model": str(parents / "sft/model"),
+        "reward_model": str(parents / "reward/model"),
+        "output_dir": str(tmp_path / "run"),
+        "data": {"source": "toy", "limit": TOY.limit, "eval_size": 4},
+        "batch_size": 4,
+        "num_steps": 2,
+        "learning_rate": 1e-3,
+        "schedule": "constant",
+        "warmup_steps": 0,
+        "eval_every": 0,
+        "eval_prompts": 2,
+        "save_every": 0,
+        "sampling": {"max_new_tokens": 12},
+    }
+    config = preset(name, **(options | SMALLER.get(name, {})))
+    objects = [GivenObjects(reward_funcs=[brevity])] if name == "gigpo" else []
+    METHODS[PRESETS[name].kind].train(config, *objects)
     steps = [line for line in read_lines(config.output_dir) if line["kind"] == "train"]
     assert [line["step"] for line in steps] == [1, 2]
     assert all(math.isfinite(line["rl/policy_loss"]) for line in steps)
@@ -295,8 +342,14 @@ def test_a_setting_that_a_preset_makes_nonsense_of_names_both(preset):
 
 
 def test_a_preset_of_another_stage_is_named(preset):
-    with pytest.raises(ConfigError, match="dapo is a preset of rloo stages"):
+    with pytest.raises(ConfigError, match="dapo is a preset of rloo and grpo stages"):
         preset("dapo", kind="ppo")
+
+
+def test_presets_of_rloo_are_those_of_grpo(preset):
+    alike = [preset("dr-grpo", kind=kind) for kind in ("rloo", "grpo")]
+    for name in PRESETS["dr-grpo"].settings:
+        assert getattr(alike[0], name) == getattr(alike[1], name)
 
 
 def test_methods_are_listed_and_shown(capsys, monkeypatch):
@@ -310,7 +363,7 @@ def test_methods_are_listed_and_shown(capsys, monkeypatch):
     status, table = say()
     assert not status
     assert [line.split()[0] for line in table.splitlines()[1:]] == list(PRESETS)
-    assert "2504.05118  yes" in table
+    assert re.search(r"^vapo +ppo +2504.05118 +yes ", table, re.M)
     status, entry = say("vineppo")
     assert not status
     assert "https://arxiv.org/abs/2410.01679" in entry

@@ -23,6 +23,7 @@ from marlhf.runtime.stage import Stopped
 from marlhf.train import rloo
 from marlhf.train.experience import Credit, Experience, MicroBatch, PolicyMetrics, RolloutScorer
 from marlhf.train.rl_models import Models, load_models, load_prompts
+from marlhf.train.rl_run import ScoreWatch
 from small_runs import TOY, assert_close, read_lines
 
 HERE = World(torch.device("cpu"))
@@ -215,6 +216,22 @@ def test_bounds_of_the_ratio_may_differ():
     for wrong in (0, (0.2, -1), (0.1, 0.2, 0.3), "0.2"):
         with pytest.raises(ValueError, match="clip must be"):
             settings(clip=wrong)
+
+
+@pytest.mark.parametrize(
+    ("steps", "warned"),
+    [
+        ([{"rl/score_std": 0.0}] * 4, 1),  # PPO: one response per prompt
+        ([{"rl/score_std": 0.0}, {"rl/score_std": 0.5}] * 2, 0),
+        ([{"rl/score_std": 0.5, "rl/zero_std_groups": 1.0}] * 2, 1),
+        ([{"rl/score_std": 0.5, "rl/zero_std_groups": 0.9}] * 4, 0),
+    ],
+)
+def test_two_steps_without_variance_give_one_warning(steps, warned, capsys):
+    watch = ScoreWatch()
+    for step, numbers in enumerate(steps, start=1):
+        watch(step, 8, numbers)
+    assert capsys.readouterr().err.count("nothing to learn from") == warned
 
 
 def test_groups_whose_scores_are_alike_are_counted_and_warned_about(rloo_config, capsys):

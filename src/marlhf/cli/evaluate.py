@@ -493,11 +493,22 @@ def chat(
     temperature: Temperature = None,
     max_new_tokens: MaxNewTokens = None,
     seed: SampleSeed = 0,
+    environment: Annotated[
+        str | None, typer.Option(help="Watch the model play in it: guess, python, my_module:Class.")
+    ] = None,
+    as_: Annotated[
+        str | None, typer.Option("--as", help="world: answer in place of the environment.")
+    ] = None,
     device: Device = "auto",
     trust_code: TrustCode = False,
 ) -> None:
     """Chat with one or more models side by side; prompts may be piped in."""
     import signal
+
+    if environment is not None or as_ is not None:
+        options = {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
+        _play(runs, environment, as_, device=device, trust_code=trust_code, **options)
+        return
 
     from marlhf.chat.models import load_chat_models
     from marlhf.chat.terminal import converse
@@ -514,3 +525,20 @@ def chat(
     )
     if converse(chat_models, seed=seed):
         raise typer.Exit(1)
+
+
+def _play(runs: list[str], environment: str | None, as_: str | None, **options: Any) -> None:
+    """Watch a model converse with an environment, or answer as the world."""
+    import signal
+
+    from marlhf.chat.play import play_at_terminal
+    from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions
+
+    if as_ not in (None, "world"):
+        raise EvaluationError(f"There is no --as {as_}. The only choice is world.")
+    if len(runs) != 1:
+        raise EvaluationError(f"Give one run to converse with an environment, not {len(runs)}.")
+    for end in (signal.SIGINT, signal.SIGTERM):  # a thread may wait for a line
+        signal.signal(end, signal.SIG_DFL)
+    chosen = EvaluationOptions(prompts=64, environment=environment, reference="none", **options)
+    play_at_terminal(runs[0], chosen, as_world=as_ == "world")

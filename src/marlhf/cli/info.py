@@ -103,7 +103,7 @@ def methods(
             [p.name, p.kind, p.arxiv, "yes" if p.needs_critic else "no", p.cost, settings(n, True)]
             for n, p in PRESETS.items()
         ]
-        header = ["preset", "stage", "arXiv", "critic", "cost", "settings"]
+        header = ["preset", "stage", "paper (arXiv)", "critic", "cost", "settings"]
         typer.echo(text_table(header, rows, words=len(header)))
         return
     if name not in PRESETS:

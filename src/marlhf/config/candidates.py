@@ -27,6 +27,9 @@ CANDIDATES = (
 )
 """What `credit: auto` chooses among unless `credit_candidates` says otherwise."""
 
+TURN_CANDIDATES = ("turns lam=0.5", "turns lam=0.8", "turns lam=0.95", "turns lam=1")
+"""More to choose among where an environment answers between turns."""
+
 _CHOICES = {"sigma": ("equal", "unit", "position", "start"), "credit": ("macro", "boundary")}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Preset:
-    """A method of a paper, in settings of `marlhf ppo` or `marlhf rloo`.
+    """A method of a paper, in settings of `marlhf ppo`, or of `marlhf rloo` and `marlhf grpo`.
 
     >>> PRESETS["vineppo"].needs_critic, PRESETS["vapo"].needs_critic
     (False, True)
@@ -21,7 +21,7 @@ class Preset:
 
     name: str
     kind: str
-    """The stage it is for: ppo or rloo."""
+    """The stage it is for: ppo, or rloo and grpo."""
     paper: str
     arxiv: str
     cost: str
@@ -162,31 +162,37 @@ PRESETS = {
             "ppo",
             "What's behind PPO's collapse in long-CoT? (VC-PPO)",
             "2503.01491",
-            "1, and 50 steps for the critic",
-            {"segmenter": TOKENS, "lam": 0.95, "lam_value": 1.0, "critic_warmup_steps": 50},
-            "The critic learns from whole returns, first alone, then beside the policy.",
-            "The critic's first steps see each response once; the paper trains it until its loss "
-            "is low.",
+            "1, and 20000 responses before",
+            {
+                "segmenter": TOKENS,
+                "lam": 0.95,
+                "lam_value": 1.0,
+                "critic_pretraining": {"responses": 20000},
+            },
+            "The critic learns whole returns of the starting policy first, and goes on with whole "
+            "returns beside the policy.",
+            "Pretraining stops at an explained variance of 0.3, unless you set until.",
         ),
         Preset(
             "vapo",
             "ppo",
             "VAPO: efficient and reliable RL for advanced reasoning tasks",
             "2504.05118",
-            "1, and 50 steps for the critic",
+            "1, and 20000 responses before",
             {
                 "segmenter": TOKENS,
                 "lam": "adaptive",
                 "lam_alpha": 0.05,
                 "lam_value": 1.0,
                 "positive_lm_coef": 0.1,
-                "critic_warmup_steps": 50,
+                "critic_pretraining": {"responses": 20000},
+                "clip": [0.2, 0.28],
                 "kl_coef": 0.0,
             },
-            "Length-adaptive lambda, whole returns for the critic, a mean over tokens, and the "
-            "likelihood of correct responses in the loss.",
-            "One response per prompt, the paper samples 16 of fewer prompts. The critic's first "
-            "steps see each response once. clip is one number here, 0.2 and 0.28 there.",
+            "A pretrained critic of whole returns, length-adaptive lambda, a mean over tokens, a "
+            "higher upper clip, and the likelihood of correct responses in the loss.",
+            "One response per prompt, the paper samples 16 of fewer prompts. Pretraining stops at "
+            "an explained variance of 0.3, unless you set until.",
         ),
         Preset(
             "sao",
@@ -198,13 +204,13 @@ PRESETS = {
                 "segmenter": TOKENS,
                 "lam": "adaptive",
                 "lam_value": 1.0,
+                "critic_updates": 2,
                 "async_steps": 1,
             },
-            "One response per prompt, sampled while the policy trains. A critic of whole returns, "
-            "a length-adaptive lambda, and tools' output left out of both.",
+            "One response per prompt, sampled while the policy trains. A critic of whole returns "
+            "with two updates per batch, a length-adaptive lambda, tools' output left out of both.",
             "Weights of old samples are capped; the paper drops tokens outside a range. The critic "
-            "makes one update per batch with all its weights; the paper's makes two with its "
-            "attention frozen. lam_alpha is VAPO's.",
+            "trains all its weights; the paper freezes its attention. lam_alpha is VAPO's.",
         ),
         Preset(
             "gspo",
@@ -212,10 +218,10 @@ PRESETS = {
             "Group Sequence Policy Optimization",
             "2507.18071",
             "num_samples",
-            {**GROUP, "ratio": "macro_mean", "clip": 3e-4},
+            {**GROUP, "ratio": "macro_mean", "clip": [3e-4, 4e-4]},
             "The ratio is the geometric mean over the response, clipped as one, a mean over "
             "responses.",
-            "clip is one number here, 3e-4 and 4e-4 there. It acts with several mini-batches.",
+            "clip acts with several mini-batches only; the paper has four. kl_coef is yours.",
         ),
         Preset(
             "dapo",
@@ -229,12 +235,31 @@ PRESETS = {
                 "num_samples": 16,
                 "dynamic_sampling": 2,
                 "overlong": [0.8, 1.0],
+                "clip": [0.2, 0.28],
                 "kl_coef": 0.0,
             },
             "Prompts whose responses all score the same are replaced; long responses are punished "
-            "softly; the loss is a mean over tokens, without KL.",
+            "softly; the upper clip is higher; the loss is a mean over tokens, without KL.",
             "Prompts are replaced at most twice, and left out after that; the paper samples until "
-            "the batch is full. clip is one number here, 0.2 and 0.28 there.",
+            "the batch is full.",
+        ),
+        Preset(
+            "gigpo",
+            "rloo",
+            "Group-in-Group Policy Optimization for LLM agent training (GiGPO)",
+            "2505.10978",
+            "8",
+            {
+                **GROUP,
+                "segmenter": {"type": "turns"},
+                "group": "state",
+                "num_samples": 8,
+                "ratio": "token",
+            },
+            "A turn's advantage is that of its episode in its group, plus that of the turn among "
+            "the turns that were taken in the same state.",
+            "Needs an environment. Both parts count the reward still to come, and gamma is yours; "
+            "the paper discounts turns by 0.95.",
         ),
         Preset(
             "dr-grpo",

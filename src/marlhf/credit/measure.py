@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from marlhf.config.build import build, make_segmenter, raise_problems
-from marlhf.config.candidates import CANDIDATES, Candidate, parse_candidates
+from marlhf.config.candidates import CANDIDATES, TURN_CANDIDATES, Candidate, parse_candidates
 from marlhf.config.settings import SegmenterSpec
 from marlhf.core import Agreement, gradient_agreement
 from marlhf.environments import scored_row, turn_rewards
@@ -74,7 +74,7 @@ MEASURED = (
     "sentences lam=0.95 credit=boundary",
     "perplexity lam=0.77",
 )
-"""What `marlhf credit` compares unless told otherwise."""
+"""What `marlhf credit` compares unless told otherwise; with an environment, turns as well."""
 
 
 class CreditError(MarlhfError, ValueError):
@@ -282,7 +282,8 @@ def measure(state: RunState, rules: tuple[str, ...] = (), *, batches: int = 24, 
     """Compare ways to assign credit on `batches` batches of the size that the run trains with."""
     if batches < 3:
         raise CreditError(f"--batches must be at least 3 to compare anything; got {batches}.")
-    options = options_of(state.config, parse_candidates(rules or MEASURED))
+    turns = TURN_CANDIDATES if state.config.environment else ()
+    options = options_of(state.config, parse_candidates(rules or (*MEASURED, *turns)))
     state.score.provide_for(option.config.segmenter for option in options)
     configs = [*(option.config for option in options), unbiased(options[0].config)]
     size = state.config.batch_size

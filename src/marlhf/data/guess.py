@@ -23,8 +23,8 @@ import re
 
 from marlhf.data.rows import Message, Row, Source
 
-NUMBERS = 32
-TURNS = 6
+NUMBERS = 9
+TURNS = 3
 HIGHER, LOWER, FOUND = "higher", "lower", "found"
 GAMES = 100_000
 """Games have numbers below this as their names."""

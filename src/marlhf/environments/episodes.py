@@ -103,6 +103,10 @@ class Episodes:
         """The most tokens that may follow each prompt."""
         return [episode.limit for episode in self._episodes]
 
+    def messages(self, row: int) -> list[Message]:
+        """The conversation of a row so far."""
+        return list(self._episodes[row].messages)
+
     def reply(self, row: int, tokens: list[int]) -> list[int] | None:
         """The ids that follow a turn, None where the conversation is over."""
         episode = self._episodes[row]

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from marlhf.config.user_code import import_named
 from marlhf.data import (
     Encoded,
     Row,
@@ -42,6 +43,7 @@ from marlhf.evaluate.eval_plan import (
     EvaluationPlan,
     PolicySource,
     is_function,
+    is_user_environment,
 )
 from marlhf.models.base import Model, Tokenizer, autocast, pick_device
 from marlhf.models.forward import token_stats
@@ -205,7 +207,10 @@ class SamplingTask:
         which = [weights_digest(self.policy.model), asdict(plan.sampling), self.seed]
         which += [plan.all_rows, plan.train, *more]
         which += [data.source, data.path, data.split, data.max_prompt_tokens, data.too_long]
-        which += [] if plan.environment is None else [asdict(plan.environment)]
+        if (world := plan.environment) is not None:
+            which.append(asdict(world))
+            if is_user_environment(world.name):
+                which.append(_source_digest(import_named(world.name, to_call=False), world.name))
         return hashlib.sha256(json.dumps(which, default=str).encode()).hexdigest()[:12]
 
     def settings(self, *, with_rewards: bool = False) -> SamplingSettings:
@@ -228,11 +233,7 @@ class SamplingTask:
         """
         if self.conversations is None:
             return Answers(prompts, self.sample(prompts, numbers), [None] * len(prompts))
-        self._check_room(
-            self.conversations.episode_tokens,
-            "A conversation takes",
-            "Set episode_tokens lower in the run, or give --environment none.",
-        )
+        self.check_conversations_fit(self.conversations)
         keys = [key_of(p.row) for p in prompts]
         seeds = [seed_of(key, number, self.seed) for key, number in zip(keys, numbers)]
         starts = [seed_of(key, 0, self.seed) for key in keys]
@@ -242,6 +243,11 @@ class SamplingTask:
         )
         played = [as_played(p, ids, record) for p, ids, record in zip(prompts, first, records)]
         return Answers(played, rollout, records)
+
+    def check_conversations_fit(self, conversations: Conversations) -> None:
+        """Refuse conversations that may be longer than the model's positions."""
+        advice = "Set episode_tokens lower in the run, or give --environment none."
+        self._check_room(conversations.episode_tokens, "A conversation takes", advice)
 
     def _check_room(self, longest: int, what: str, advice: str) -> None:
         limit = getattr(self.engine.model.config, "max_position_embeddings", None)
@@ -400,8 +406,12 @@ def _digest(path: str) -> str:
     if not is_function(path):
         return weights_digest(path)
     function = import_function(path)
-    function = function.func if isinstance(function, partial) else function
-    try:  # an edited function is another reward
-        return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]
+    return _source_digest(function.func if isinstance(function, partial) else function, path)
+
+
+def _source_digest(code: Any, name: str) -> str:
+    """Of the source: an edited function is another reward, an edited class another environment."""
+    try:
+        return hashlib.sha256(inspect.getsource(code).encode()).hexdigest()[:12]
     except (TypeError, OSError):
-        return path
+        return name

@@ -114,6 +114,11 @@ class Criteria:
         parts |= {"response A": pair.a.text, "response B": pair.b.text}
         mark = _mark(list(parts.values()))
         shown = [f"[{mark} {name}]\n{text}\n[{mark} end]" for name, text in parts.items()]
+        if pair.played:
+            shown.append(
+                "Each response is a conversation. Judge what follows `assistant:` at the margin; "
+                "an environment wrote the rest."
+            )
         return "\n\n".join([*shown, "Which response is better? Answer with the JSON object."])
 
     def parse(self, content: str) -> tuple[Answer | None, str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from marlhf.errors import MarlhfError
-from marlhf.runs.episodes import as_text
+from marlhf.runs.episodes import as_text, opening_length, read_episode
 from marlhf.runs.jsonl import read_jsonl
 from marlhf.runs.layout import EVALUATION, SAMPLES, is_run
 from marlhf.runs.read import number
@@ -40,6 +40,8 @@ class Pair:
     b: Response
     reference: str = ""
     """Text that the answer should be based on, if the data has any."""
+    played: bool = False
+    """Whether the responses are conversations with an environment, as texts."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def prompt_text(prompt: Text) -> str:
     """A prompt as one text; in a chat each turn begins with its role."""
     if isinstance(prompt, str):
         return prompt
-    return as_text(prompt)
+    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
 
 
 def find_responses(path: Path) -> Path:
@@ -171,6 +173,7 @@ def _readable(row: Mapping[str, Any]) -> bool:
 
 
 def _pair(row_a: Mapping[str, Any], row_b: Mapping[str, Any]) -> Pair:
+    row_a, row_b, played = _as_conversations(row_a, row_b)
     prompt = row_a["prompt"]
     reference = row_a.get("reference") or row_b.get("reference")
     if isinstance(prompt, list):
@@ -181,7 +184,31 @@ def _pair(row_a: Mapping[str, Any], row_b: Mapping[str, Any]) -> Pair:
     else:
         prompt = _clean(prompt)
     reference = _clean(reference) if isinstance(reference, str) else ""
-    return Pair(prompt, _response(row_a), _response(row_b), reference)
+    return Pair(prompt, _response(row_a), _response(row_b), reference, played)
+
+
+def _as_conversations(
+    row_a: Mapping[str, Any], row_b: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
+    """The rows with whole conversations as their responses, where they have any.
+
+    What both models saw first is the prompt. Where they began in different states, each
+    conversation tells its own.
+    """
+    episodes = [episode for row in (row_a, row_b) if (episode := read_episode(row))]
+    if not episodes:
+        return row_a, row_b, False
+    lengths = [opening_length(e["messages"], len(e["turns"])) for e in episodes]
+    openings = [e["messages"][:length] for e, length in zip(episodes, lengths)]
+    shared = len(openings) == 2 and openings[0] == openings[1]
+    rows: list[Mapping[str, Any]] = []
+    for row in (row_a, row_b):
+        changed: dict[str, Any] = {"prompt": openings[0]} if shared else {}
+        if episode := read_episode(row):
+            skipped = lengths[0] if shared else 0
+            changed["response"] = as_text(episode["messages"][skipped:])
+        rows.append({**row, **changed})
+    return rows[0], rows[1], True
 
 
 def _response(row: Mapping[str, Any]) -> Response:

@@ -227,14 +227,16 @@ def reward_health(others: list[Group]) -> list[Markup]:
         rows = [number((run.about.get("rows") or {}).get("held-out")) for run in group.runs]
         pairs = min(filter(math.isfinite, rows), default=math.nan)
         of = f"{pairs:.0f} held-out pairs" if math.isfinite(pairs) else "held-out pairs"
-        said = f"The reward model {group.label} ranks {percent(accuracy)} of {of} correctly"
-        faults = ["hardly better than chance"] if accuracy < MIN_ACCURACY else []
-        faults += ["too few pairs to tell"] if pairs < MIN_PAIRS else []
-        words = f"{said}: {' and '.join(faults)}. " if faults else f"{said}."
-        advice = "Scores by it mean little; give it more, or better, preferences."
-        lines.append(
-            warn("Reward model:") + f" {words}{advice}" if faults else Markup(escape(words))
-        )
+        faults: list[tuple[str, str]] = []
+        if accuracy < MIN_ACCURACY:
+            advice = "Scores by it mean little: give it more, or better, preferences."
+            faults.append(("hardly better than chance", advice))
+        if pairs < MIN_PAIRS:
+            faults.append(("too few pairs to tell", "Hold out more (data.eval_size)."))
+        words = f" {group.label} ranks {percent(accuracy)} of {of} correctly"
+        words += f": {' and '.join(fault for fault, _ in faults)}" if faults else ""
+        words += "".join([".", *(f" {advice}" for _, advice in faults)])
+        lines.append((warn if faults else escape)("Reward model:") + words)
     return lines
 
 

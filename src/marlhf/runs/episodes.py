@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 Message = Mapping[str, str]
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""As in marlhf.data.rows, which needs torch; a test keeps them equal."""
 
 
 def opening_length(messages: Sequence[Message], num_turns: int) -> int:
@@ -19,12 +22,27 @@ def opening_length(messages: Sequence[Message], num_turns: int) -> int:
 
 
 def as_text(messages: Sequence[Message]) -> str:
-    """Messages as one text, each after its role.
+    """Messages as one text, each after its role; only roles begin at the margin.
 
-    >>> as_text([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}])
-    'user: Hi\\n\\nassistant: Hello'
+    >>> as_text([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "A\\n\\nB"}])
+    'user: Hi\\n\\nassistant: A\\n  \\n  B'
     """
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+    indented = (message["content"].replace("\n", "\n  ") for message in messages)
+    return "\n\n".join(f"{m['role']}: {content}" for m, content in zip(messages, indented))
+
+
+def split_turns(text: str) -> list[dict[str, str]]:
+    """The messages of a text made by `as_text`; none where it was not.
+
+    >>> split_turns("assistant: A\\n  B\\n\\nuser: go on")
+    [{'role': 'assistant', 'content': 'A\\nB'}, {'role': 'user', 'content': 'go on'}]
+    """
+    parts = [re.fullmatch(r"(\w+): (.*)", part, re.S) for part in text.split("\n\n")]
+    messages = [
+        {"role": part[1], "content": part[2].replace("\n  ", "\n")} for part in parts if part
+    ]
+    made = len(messages) == len(parts) and all(m["role"] in ROLES for m in messages)
+    return messages if made and as_text(messages) == text else []
 
 
 def read_episode(line: Mapping[str, Any]) -> dict[str, Any] | None:

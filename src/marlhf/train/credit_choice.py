@@ -182,8 +182,8 @@ class CreditChooser:
         """
         if not self.auto:
             return {}
-        assert self.config.lam != "adaptive"
-        metrics = {"credit/reach": float(credit.reach(self.config.lam))}
+        config = self.config
+        metrics = {"credit/reach": float(credit.reach(config.lam, config.lam_alpha))}
         if measurement is not None:
             allowed = None
             if knows_nothing(self.explained):
@@ -320,7 +320,7 @@ class CriticWatch:
             self.watch_knowledge(step, metrics)
         # The reach of an adaptive lambda is a share of the response, which the user chose.
         if step == 1 and not self.auto and not isinstance(self.lam, str):
-            reach = float(credit.reach(self.lam))
+            reach = float(credit.reach(self.lam, alpha=1.0))
             warn_about_short_reach(reach, metrics["rl/length"], self.lam)
 
     def check_variance(self, step: int, explained: float) -> None:

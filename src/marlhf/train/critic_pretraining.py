@@ -29,8 +29,15 @@ from marlhf.runtime.checkpoint import (
 )
 from marlhf.runtime.optim import make_optimizer
 from marlhf.runtime.progress import say, warn
-from marlhf.runtime.timing import Clock, explained_variance
-from marlhf.train.critic_quality import NOTHING, THIRDS, advice, explained_by_thirds
+from marlhf.runtime.timing import Clock
+from marlhf.train.critic_quality import (
+    NOTHING,
+    SPREAD,
+    THIRDS,
+    advice,
+    explained_by_thirds,
+    explained_or_nothing,
+)
 from marlhf.train.critic_samples import CriticSamples, Returns, Shape
 from marlhf.train.experience import all_values
 from marlhf.train.ppo_config import PPOConfig
@@ -106,6 +113,13 @@ class Pretraining:
                 "critic_pretraining holds out every tenth prompt, and there is only one prompt. "
                 "Give more data, or leave critic_pretraining out."
             )
+        if float(targets.returns[targets.mask].var()) < SPREAD:
+            warn(
+                f"all {len(targets)} responses of the starting policy have the same return, "
+                f"{float(targets.returns[0, 0]):.3g}, so pretraining has nothing to teach the "
+                "critic. Look at the rewards, or sample more responses."
+            )
+            return
         world.reshard([self.critic])  # the optimiser must know the shards, not what is gathered
         self.optimizer = make_optimizer(self.critic, self.rate, self.config.weight_decay)
         if self._resume(self.latest, {"critic": self.optimizer}):
@@ -140,7 +154,7 @@ class Pretraining:
                 for update in range(updates):
                     rows = [trained_on[i] for i in order[update * size : (update + 1) * size]]
                     losses.append(self._update(targets, rows))
-                    shown = {"loss": losses[-1], "held_out": self.epochs[-1][EXPLAINED]}
+                    shown = {"loss": losses[-1], "held-out explained": self.epochs[-1][EXPLAINED]}
                     bar.advance((done - 1) * updates + update + 1, shown)
                 loss = sum(losses) / len(losses)
                 self.epochs.append(
@@ -198,7 +212,7 @@ class Pretraining:
         thirds = explained_by_thirds(values, returns, mask)
         return {
             "error": float(masked_mean((values - returns).square(), mask)),
-            EXPLAINED: float(explained_variance(values, returns, mask)),
+            EXPLAINED: float(explained_or_nothing(values, returns, mask)),
             **{name.removeprefix("rl/"): float(x) for name, x in thirds.items()},
             "seconds": time.perf_counter() - self._start,
         }

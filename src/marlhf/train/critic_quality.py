@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from marlhf.core import NGram
+from marlhf.core import NGram, masked_mean
 from marlhf.runtime.progress import warn
 from marlhf.runtime.timing import explained_variance
 from marlhf.train.ppo_config import PPOConfig
@@ -23,6 +23,8 @@ from marlhf.train.ppo_config import PPOConfig
 THIRDS = tuple(f"rl/explained_variance_{third}" for third in (1, 2, 3))
 NOTHING = 0.05
 """Explained variance up to which a critic knows nothing: batches are small, so it is never 0."""
+SPREAD = 1e-8
+"""Variance of returns that is rounding: of equal scores and the KL of a policy to itself."""
 WATCHED = 20
 """Steps of which the median counts, and after which a critic should know something."""
 LONG_REACH = 0.5
@@ -39,13 +41,16 @@ def explained_by_thirds(values: Tensor, returns: Tensor, mask: Tensor) -> dict[s
     """
     place = mask.cumsum(dim=1) - 1
     third = place * 3 // mask.sum(dim=1, keepdim=True).clamp(min=1)
-    explained: dict[str, Tensor] = {}
-    for number, name in enumerate(THIRDS):
-        here = mask & (third == number)
-        variance = explained_variance(values, returns, here)
-        # Responses of one token have no last third.
-        explained[name] = torch.where(here.any(), variance, 0.0)
-    return explained
+    return {
+        name: explained_or_nothing(values, returns, mask & (third == number))
+        for number, name in enumerate(THIRDS)
+    }
+
+
+def explained_or_nothing(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """The explained variance; 0 where there is none to explain: no tokens, or equal returns."""
+    spread = masked_mean((returns - masked_mean(returns, mask)).square(), mask)
+    return torch.where(spread > SPREAD, explained_variance(values, returns, mask), 0.0)
 
 
 def knows_nothing(history: Sequence[float]) -> bool:
@@ -87,6 +92,8 @@ def advice(config: PPOConfig) -> str:
         teach = "pretrain it on more responses, or at another critic_pretraining.learning_rate"
     single = isinstance(config.segmenter, NGram) and config.segmenter.n == 1
     reach = "" if config.lam == 1 else "; or trust it less (lam: 1)"
-    if config.lam != 1 and not single:
+    if config.lam == "adaptive":
+        reach = "; or trust it less (a larger lam_alpha)"
+    elif config.lam < 1 and not single:
         reach = "; or trust it less (lam nearer 1)"
     return f"Either {teach}{reach}; or use RLOO, which needs no critic."

@@ -32,7 +32,7 @@ from marlhf.runs.atomic import FolderInUse, explain_disk_errors, lock_folder, wr
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.progress import say, warn
 from marlhf.spans.apply import explain_segmenter_errors
-from marlhf.train.experience import Experience, sample_examples
+from marlhf.train.experience import Experience, all_entropy, all_values, sample_examples
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_run import RLRun
 from marlhf.train.value_targets import ValueTargets
@@ -51,6 +51,9 @@ LEARNING = {
     "value_level",
     "rho",
     "lam",
+    "lam_alpha",
+    "positive_lm_coef",
+    "positive_score",
     "lam_value",
     "gamma",
     "credit",
@@ -234,6 +237,8 @@ class CriticSamples:
             on_device["ref_logprobs"],
             None,
             spans,
+            entropy=all_entropy(sequences, models) if self.rl.score.reads_entropy else None,
+            values=all_values(sequences, models) if self.rl.score.reads_values else None,
         )
         with explain_segmenter_errors(self.config.segmenter):
             segments = segment(

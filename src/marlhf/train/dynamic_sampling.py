@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from marlhf.models.sequences import send
-from marlhf.train.experience import Credit, Experience, sample_responses
+from marlhf.train.experience import Credit, Experience, sample_examples
 from marlhf.train.rl_run import RLRun
 from marlhf.train.rloo_config import RLOOConfig
 
@@ -50,17 +50,13 @@ def replace_equal_groups(
         seeds = rl.response_seeds(len(examples))
         reward = rl.models.reward
         of_batch = reward.latest
-        new = rl.score(examples, sample_responses([e.prompt for e in examples], rl.models, seeds))
+        new = rl.score(*sample_examples(examples, rl.models, seeds, size))
         rows = [group * size + i for group in groups for i in range(size)]
         experience = replace_rows(experience, new, rows)
         reward.latest = of_batch  # means over the prompts that were drawn without looking
         replaced += len(groups)
-    num_groups = len(experience.scores) // size
-    shares = {
-        "rl/replaced_prompts": replaced / num_groups,
-        "rl/equal_groups": len(equal_groups(experience, config)) / num_groups,
-    }
-    return experience, {name: torch.tensor(share) for name, share in shares.items()}
+    share = replaced * size / len(experience.scores)
+    return experience, {"rl/replaced_prompts": torch.tensor(share)}
 
 
 def rows_to_train(experience: Experience, credit: Credit, config: RLOOConfig) -> list[int] | None:
@@ -90,11 +86,12 @@ def replace_rows(old: T, new: T, rows: list[int]) -> T:
             return pad(x, (0, 0) * (x.ndim - 2) + (0, width[0] - x.shape[1])) if width else x
 
         return widened(old).index_copy(0, send(torch.tensor(rows), old.device), widened(new))
-    if isinstance(old, tuple):  # of numbers, one per row
+    assert (old is None) == (new is None), "a batch has what the others have"
+    if isinstance(old, (tuple, list)):  # one entry per row
         changed: list[Any] = list(old)
-        for row, value in zip(rows, new):  # pyright: ignore[reportArgumentType]
+        for row, value in zip(rows, cast(Any, new)):
             changed[row] = value
-        return tuple(changed)  # pyright: ignore[reportReturnType]
+        return cast(T, type(old)(changed))
     if dataclasses.is_dataclass(old) and not isinstance(old, type):
         fields = [field.name for field in dataclasses.fields(old)]
         parts = {x: replace_rows(getattr(old, x), getattr(new, x), rows) for x in fields}

@@ -164,10 +164,12 @@ class Credit:
             "rl/explained_variance": explained_variance(self.values, self.returns, mask),
         }
 
-    def reach(self, lam: float) -> Tensor:
+    def reach(self, lam: float | Literal["adaptive"], alpha: float) -> Tensor:
         """Over how many tokens credit is passed back on average, at most a whole response."""
         mask = self.segments.mask
         length = mask.sum() / len(mask)
+        if lam == "adaptive":
+            return length * min(alpha, 1.0)
         macro_length = mask.sum() / self.segments.macro_mask.sum().clamp(min=1)
         return length if lam == 1 else torch.minimum(length, macro_length / (1 - lam))
 

@@ -46,8 +46,7 @@ CARDS = {name: size for size, names in SIZES.items() for name in names.split()}
 BYTES = {"ppo": 42.0, "grpo": 24.0, "sft": 18.0}
 """Per parameter, where all weights train: docs/gpu.md."""
 LORA_BYTES = {"": 2.5, "4bit": 1.1}
-"""Per parameter of a frozen base, by `lora.quantize`; PPO's reward model is one more, unquantized,
-while policy, reference and critic share theirs."""
+"""Per parameter of the frozen base, which all models of a stage share, by `lora.quantize`."""
 ROOM = 0.7
 """The share of a card's memory that weights may take; activations need the rest."""
 
@@ -61,7 +60,7 @@ KINDS = {
 REWARD_LINES = {
     "answers": ["    reward_funcs: [marlhf.reward.gsm8k:right_answer]  # 1 for the right number"],
     "prompts": [
-        "    reward_funcs: [rewards:score]  # in rewards.py, beside this file",
+        "    reward_funcs: [rewards:score]  # rewards.py, where marlhf is run",
         "    code: [rewards]",
     ],
 }
@@ -104,7 +103,7 @@ def write_recipe(data: str, model: str, card: str, path: Path) -> NewRecipe:
     text = _recipe(data, facts, model, memory, lora, path)
     write_text(path, text)
     check_recipe(path)
-    rewards = path.parent / "rewards.py" if facts.kind == "prompts" else None
+    rewards = Path("rewards.py") if facts.kind == "prompts" else None  # imported from here
     if rewards is not None and not rewards.exists():
         write_text(rewards, REWARDS)
     return NewRecipe(path, rewards, facts)
@@ -226,11 +225,10 @@ def adapters(model: str, billions: float | None, memory: float, stage: str) -> d
     if billions is None or not memory or BYTES[stage] * billions <= ROOM * memory:
         return {}
     shared = {"shared_base": True} if stage == "ppo" else {}
-    sizes = {quantize: size + (2.5 if shared else 0) for quantize, size in LORA_BYTES.items()}
-    for quantize, size in sizes.items():
+    for quantize, size in LORA_BYTES.items():
         if size * billions <= ROOM * memory:
             return {"r": 16, **shared, **({"quantize": quantize} if quantize else {})}
-    most = ROOM * memory / sizes["4bit"]
+    most = ROOM * memory / LORA_BYTES["4bit"]
     raise ConfigError(
         f"{model} has {billions:g} billion parameters, too many for {memory:g} GB. Choose one of "
         f"at most {most:.1f} billion, or train on several GPUs with parallel: fsdp."

@@ -345,5 +345,7 @@ def reach_of_each(
         segments = segment(config.segmenter, responses, split_last=config.split_last)
         tokens = mask.float()
         credit = Credit(tokens, segments, tokens, tokens, tokens)
-        shares.append(float(credit.reach(config.lam) * len(mask) / mask.sum().clamp(min=1)))
+        shares.append(
+            float(credit.reach(config.lam, config.lam_alpha) * len(mask) / mask.sum().clamp(min=1))
+        )
     return shares

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from marlhf.config.candidates import CANDIDATES, Candidate, parse_candidates
+from marlhf.config.candidates import CANDIDATES, TURN_CANDIDATES, Candidate, parse_candidates
 from marlhf.config.presets import presets_of
 from marlhf.config.rl import RLConfig
 from marlhf.errors import SettingError
@@ -70,7 +70,7 @@ class PPOConfig(RLConfig):
     is measured to be best while training (auto)."""
     credit_candidates: tuple[str, ...] = ()
     """What `credit: auto` chooses among beside the settings here, such as [token lam=0.99,
-    ngram n=5 lam=0.95]; a list of eleven unless given."""
+    ngram n=5 lam=0.95]; a list of eleven unless given, and turns with an environment."""
     values: Literal["critic", "monte_carlo"] = setting("critic", on_card=True)
     """Where values come from: a critic, or the mean return of `continuations` sampled from the
     start of each macro action. Those need no critic, and sampling costs that many times more."""
@@ -111,11 +111,6 @@ class PPOConfig(RLConfig):
             self._need("credit: boundary", "credits tokens", pooling="sum", rho=1.0)
             self._need("credit: boundary", "credits tokens", ratio="token", value_level="token")
         if self.credit == "auto":
-            if self.lam == "adaptive":
-                raise SettingError(
-                    "credit: auto chooses a fixed lambda, so lam: adaptive does not fit. Set lam "
-                    "to a number, or credit: macro."
-                )
             known = "compares rules by their gradients"
             self._need("credit: auto", known, pooling="sum", rho=1.0, ratio="token")
             self._need("credit: auto", known, value_level="token", values="critic")
@@ -162,7 +157,8 @@ class PPOConfig(RLConfig):
     @property
     def candidates(self) -> list[Candidate]:
         """What `credit: auto` chooses among beside these settings."""
-        chosen = self.credit_candidates or CANDIDATES
+        turns = TURN_CANDIDATES if self.environment else ()
+        chosen = self.credit_candidates or (*CANDIDATES, *turns)
         return parse_candidates(chosen) if self.credit == "auto" else []
 
     @property

@@ -291,7 +291,8 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage 
     if preset is not None and preset not in presets:
         none = "" if presets else f" {kind} has no presets."
         if str(preset) in PRESETS:
-            none = f" {preset} is a preset of {PRESETS[str(preset)].kind} stages."
+            kinds = [name for name, method in METHODS.items() if preset in method.config.presets]
+            none = f" {preset} is a preset of {' and '.join(kinds)} stages."
         problems.append(unknown(at(where, "preset"), str(preset), presets) + none)
         return None
     root = Path(str(raw.get("output_dir", "runs/stage"))).parent

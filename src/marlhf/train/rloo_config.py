@@ -147,7 +147,7 @@ class GRPOConfig(RLOOConfig):
     """How the rate falls after warm-up."""
     warmup_ratio: float = 0.0
     """Share of the updates in which the rate rises."""
-    baseline: Literal["leave_one_out", "group"] = "group"
+    baseline: Literal["leave_one_out", "group", "global_local"] = "group"
     """The mean of all responses to the prompt, in units of their deviation."""
     kl_in: Literal["reward", "loss"] = "loss"
     """kl_coef weighs a term of the loss."""

@@ -126,7 +126,7 @@ function render(state) {
   at("bar").max = state.total;
   at("bar").value = state.done;
   at("confirmation").textContent = "";
-  renderTurns(pair.prompt);
+  at("prompt").replaceChildren(...pair.prompt.map(turnPart));
   at("reference-part").hidden = !pair.reference;
   at("reference").textContent = pair.reference;
   renderAnswers();
@@ -145,14 +145,18 @@ function render(state) {
 }
 
 // Both answers in the same way: as Markdown where one of them has any, unless the raw text is wanted.
+// Conversations are shown turn by turn, as prompts are.
 function renderAnswers() {
-  const marked = format.isMarkdown(pair.left) || format.isMarkdown(pair.right);
+  const sides = ["left", "right"].filter((side) => !pair.turns[side].length);
+  const marked = sides.some((side) => format.isMarkdown(pair[side]));
   at("raw").hidden = !marked;
   at("raw-label").textContent = isRaw ? "Show formatted" : "Show as written";
   for (const side of ["left", "right"]) {
     const text = pair[side];
-    const formatted = marked && !isRaw && Boolean(text.trim());
-    if (formatted) at(side).replaceChildren(...format.markdown(text));
+    const turns = pair.turns[side];
+    const formatted = marked && !isRaw && Boolean(text.trim()) && !turns.length;
+    if (turns.length) at(side).replaceChildren(...turns.map(turnPart));
+    else if (formatted) at(side).replaceChildren(...format.markdown(text));
     else at(side).textContent = text.trim() ? text : "(empty)";
     at(side).classList.toggle("formatted", formatted);
     at(side).classList.toggle("empty", !text.trim());
@@ -179,20 +183,18 @@ function remarks() {
   };
 }
 
-function renderTurns(turns) {
-  at("prompt").replaceChildren(...turns.map((turn) => {
-    const part = document.createElement("div");
-    part.className = "turn";
-    for (const [kind, words] of [["role", turn.role], ["words", turn.content]]) {
-      if (kind === "role" && !words) continue;
-      const piece = document.createElement("span");
-      piece.className = kind;
-      piece.dir = "auto";
-      piece.textContent = words;
-      part.append(piece);
-    }
-    return part;
-  }));
+function turnPart(turn) {
+  const part = document.createElement("div");
+  part.className = "turn";
+  for (const [kind, words] of [["role", turn.role], ["words", turn.content]]) {
+    if (kind === "role" && !words) continue;
+    const piece = document.createElement("span");
+    piece.className = kind;
+    piece.dir = "auto";
+    piece.textContent = words;
+    part.append(piece);
+  }
+  return part;
 }
 
 // Long prompts and references are folded at first; a conversation shows its end.

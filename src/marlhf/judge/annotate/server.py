@@ -33,6 +33,7 @@ from marlhf.judge.annotate.store import (
     VoteError,
 )
 from marlhf.judge.pairs import JudgeError
+from marlhf.runs.episodes import split_turns
 
 HERE = Path(__file__).parent
 LONGEST_BODY = 4096
@@ -268,6 +269,7 @@ def _shown(store: Store, state: AnnotatorProgress) -> dict[str, Any]:
             "reference": item.reference,
             "left": left,
             "right": right,
+            "turns": {"left": split_turns(left), "right": split_turns(right)},
         }
     return shown
 
