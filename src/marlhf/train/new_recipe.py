@@ -44,7 +44,7 @@ SIZES = {
 CARDS = {name: size for size, names in SIZES.items() for name in names.split()}
 """Memory of GPUs in GB, by name."""
 BYTES = {"ppo": 42.0, "grpo": 24.0, "sft": 18.0}
-"""Per parameter, where all weights train: docs/scale.md."""
+"""Per parameter, where all weights train: docs/gpu.md."""
 LORA_BYTES = {"": 2.5, "4bit": 1.1}
 """Per parameter of the frozen base, which all models of a stage share, by `lora.quantize`."""
 ROOM = 0.7
