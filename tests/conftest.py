@@ -25,6 +25,7 @@ EXPECTED_SKIPS = (
     "names no python with vLLM",
     "make test-engines",  # verl has an environment of its own
     "needs SkyRL",  # it cannot be installed beside our torch
+    "could not import 'textarena'",  # an extra with a dozen packages of its own
     "the real data is not on this machine",
     "this version of transformers",
     "only a fork of this process",

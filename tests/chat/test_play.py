@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from marlhf.chat.play import open_task, play, summary_of
 from marlhf.cli import app
-from marlhf.environments import ConversationError
+from marlhf.environments import ConversationError, EpisodeRecord, Turn
 from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions
 from marlhf.evaluate.score import evaluate
 
@@ -42,14 +42,18 @@ def console():
 
 def test_what_is_watched_is_what_was_evaluated(run):
     task, out = open_task(str(run), OPTIONS), console()
+    records = []
     for number, line in enumerate(evaluate([run], OPTIONS)[0].lines):
-        record = play(task, number, out, None)
-        assert record.to_dict() == line["episode"]
+        records.append(play(task, number, out, None))
+        assert records[-1].to_dict() == line["episode"]
     shown = out.file.getvalue().splitlines()
-    assert sum(text.startswith("assistant: ") for text in shown) == 4
-    assert sum(text.startswith("user: ") for text in shown) == 6
+    said = [message for record in records for message in record.messages]
+    for role in ("assistant", "user"):
+        written = sum(text.startswith(f"{role}: ") for text in shown)
+        assert written == sum(message["role"] == role for message in said) > 0
     assert shown[0].startswith("user: Game ")
-    assert "after 2 turns, reward 0, not solved" in summary_of(record, scored=True)
+    lost = EpisodeRecord(records[0].messages, [Turn(0, 2, 0.0, "")] * 2, "max_turns", success=False)
+    assert "after 2 turns, reward 0, not solved" in summary_of(lost, scored=True)
 
 
 def test_a_person_answers_in_place_of_the_environment(run):

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -293,7 +294,7 @@ def test_guess_by_halving_is_optimal_and_scores_by_the_rules():
         return f"{(low + high) // 2}{END}"
 
     for turns in (4, 5, 6):
-        records = play(Guess, halving, TINY, rows, max_turns=turns).records
+        records = play(partial(Guess, numbers=32), halving, TINY, rows, max_turns=turns).records
         found = sum(record.success for record in records) / 32
         assert found == optimum(32, turns)
         assert [record.turns[-1].reward for record in records] == [r.success for r in records]
@@ -302,7 +303,7 @@ def test_guess_by_halving_is_optimal_and_scores_by_the_rules():
 
 def test_guess_answers_wrongly_as_often_as_it_is_told_to():
     rows = [Row("", columns={"number": 32})] * 400
-    records = play(lambda: Guess(wrong=0.25), said("1"), TINY, rows, max_turns=2).records
+    records = play(lambda: Guess(32, wrong=0.25), said("1"), TINY, rows, max_turns=2).records
     answers = [m["content"] for r in records for m in r.messages[2::2]]
     assert 0.19 < answers.count("lower") / len(answers) < 0.31
     with pytest.raises(ConversationError, match="below one half"):

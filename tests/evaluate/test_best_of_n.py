@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import platform
 import random
 import shlex
 import sys
@@ -28,6 +29,21 @@ from marlhf.report.write import write_report
 from marlhf.runs.jsonl import append_jsonl
 
 FEW = EvaluationOptions(prompts=3, device="cpu")
+
+
+def assert_alike(ours, theirs):
+    """Equal, where products do not depend on the number of rows; else but for rounding."""
+    if platform.machine() == "aarch64":
+        assert ours == theirs
+    assert rounded(ours) == rounded(theirs)
+
+
+def rounded(x):
+    if isinstance(x, dict):
+        return {key: rounded(value) for key, value in x.items()}
+    if isinstance(x, list):
+        return [rounded(value) for value in x]
+    return pytest.approx(x, abs=1e-5) if isinstance(x, float) else x
 
 
 def test_the_estimate_by_hand():
@@ -100,7 +116,7 @@ def test_a_stopped_sampling_goes_on_to_the_same_end(finished, monkeypatch):
     text = file.read_text()
     file.write_text(text[: len(text) // 2])
     monkeypatch.setattr("marlhf.evaluate.best_of_n.ROWS", 1)
-    assert best_of_n(finished / "ppo", FEW, [3]).lines == whole.lines
+    assert_alike(best_of_n(finished / "ppo", FEW, [3]).lines, whole.lines)
     assert file.read_text() == text
 
 

@@ -268,7 +268,7 @@ def test_unit_tests_teach_a_tiny_model(method, tmp_path_factory):
     from marlhf.train import ppo, rloo, sft
 
     root = tmp_path_factory.getbasetemp() / "toy-code"
-    short = ["num_steps=20", "eval_every=0", "save_every=0"]
+    short = ["num_steps=30", "eval_every=0", "save_every=0"]
     stages = load_recipe("toy-code", [*short, f"output_dir={root}", "sft.num_steps=120"])
     configs = {stage.name: stage.config for stage in stages}
     sft.train(configs["sft"])  # once for all: it is skipped when finished

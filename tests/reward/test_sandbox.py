@@ -209,7 +209,10 @@ def test_the_host_is_unharmed(outcomes, host):
 def test_no_call_off_the_list_is_let_through(run):
     machine = os.uname().machine
     known = seccomp.numbers(seccomp._TABLE, machine) | seccomp.numbers(seccomp._WITH_RULES, machine)
-    others = sorted(set(range(600)) - set(known.values()))
+    # The kernel shows no filter its own calls at the ends of probed functions (uretprobe, uprobe);
+    # from anywhere else they only raise SIGILL or fail.
+    unfiltered = {335, 336} if machine == "x86_64" else set[int]()
+    others = sorted(set(range(600)) - set(known.values()) - unfiltered)
     tell = """
 import ctypes, errno
 libc = ctypes.CDLL(None, use_errno=True)

@@ -1,6 +1,6 @@
 """A guessing game: rows to imitate, and what `marlhf.environments.guess` plays.
 
-    user       Game 4711: a number from 1 to 32?
+    user       Game 4711: a number from 1 to 9?
     assistant  16
     user       higher
     assistant  21

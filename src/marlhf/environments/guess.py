@@ -26,9 +26,9 @@ class Guess:
     game; for others both are drawn.
 
     >>> game = Guess()
-    >>> game.reset(Row("", columns={"game": 7, "number": 20}), seed=0)[0]["content"]
-    'Game 7: a number from 1 to 32?'
-    >>> game.step("16").messages, game.step("20").reward
+    >>> game.reset(Row("", columns={"game": 7, "number": 8}), seed=0)[0]["content"]
+    'Game 7: a number from 1 to 9?'
+    >>> game.step("5").messages, game.step("8").reward
     ([{'role': 'user', 'content': 'higher'}], 1.0)
     """
 

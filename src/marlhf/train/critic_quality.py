@@ -91,9 +91,8 @@ def advice(config: PPOConfig) -> str:
     if config.critic_pretraining is not None:
         teach = "pretrain it on more responses, or at another critic_pretraining.learning_rate"
     single = isinstance(config.segmenter, NGram) and config.segmenter.n == 1
-    reach = "" if config.lam == 1 else "; or trust it less (lam: 1)"
-    if config.lam == "adaptive":
-        reach = "; or trust it less (a larger lam_alpha)"
-    elif config.lam < 1 and not single:
-        reach = "; or trust it less (lam nearer 1)"
+    reach = ""
+    if config.lam != 1:
+        less = "lam: 1" if single or config.lam == "adaptive" else "lam nearer 1"
+        reach = f"; or trust it less ({less})"
     return f"Either {teach}{reach}; or use RLOO, which needs no critic."
