@@ -1,17 +1,17 @@
 """A guessing game: rows to imitate, and what `marlhf.environments.guess` plays.
 
     user       Game 4711: a number from 1 to 9?
-    assistant  16
+    assistant  4
     user       higher
-    assistant  21
+    assistant  7
     user       lower
     ...
 
 A row is one game: its number, a clumsy player's game up to some turn as the prompt, and that
 player's next guess as the response. The player (`CLUMSY`) writes numbers and mostly heeds the
 answers, but guesses anywhere that is left, and now and then anywhere at all. It finds the number
-within `TURNS` turns about every other time, a tiny model that imitates it about one time in four;
-halving what is left always does.
+within `TURNS` turns about every other time, a tiny model that imitates it about one time in three,
+and halving what is left in seven games of nine.
 
 The game's name makes prompts differ, so that no game is in two stages; it says nothing.
 """

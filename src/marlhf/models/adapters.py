@@ -105,6 +105,11 @@ class FrozenBaseModel:
         self._names: set[str] = set()
         if linear_dtype is not None and not self.quantized:
             cast_linear_layers(module, linear_dtype)
+        for layer in module.modules():
+            # On some CPUs bitsandbytes repacks 4-bit weights at the first pass of a model in
+            # evaluation mode. Repacked ones have no gradients, and these are still to be trained on.
+            if hasattr(layer, "support_avx512bf16_for_cpu"):
+                layer.support_avx512bf16_for_cpu = False  # pyright: ignore[reportArgumentType]
         if module.is_gradient_checkpointing:
             # A checkpointed layer runs a second time in the backward pass. By then another
             # adapter may be active, so each checkpoint restores the one it was made under.
