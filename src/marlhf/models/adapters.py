@@ -107,7 +107,7 @@ class FrozenBaseModel:
             cast_linear_layers(module, linear_dtype)
         for layer in module.modules():
             # On some CPUs bitsandbytes repacks 4-bit weights at the first pass of a model in
-            # evaluation mode. Repacked ones have no gradients, and these are still to be trained on.
+            # evaluation mode. Repacked ones have no gradients, and adapters are trained on these.
             if hasattr(layer, "support_avx512bf16_for_cpu"):
                 layer.support_avx512bf16_for_cpu = False  # pyright: ignore[reportArgumentType]
         if module.is_gradient_checkpointing:
