@@ -7,7 +7,7 @@ import torch
 
 from marlhf.core import Lines, NGram
 from marlhf.runtime.timing import explained_variance
-from marlhf.train import critic_quality, ppo
+from marlhf.train import critic_quality, critic_training, ppo
 from marlhf.train.credit_choice import CreditChooser
 from marlhf.train.critic_quality import (
     THIRDS,
@@ -64,8 +64,10 @@ def test_equal_returns_leave_nothing_to_explain():
 def test_runs_log_it_against_the_rewards_that_came(ppo_config, monkeypatch):
     """Whatever lambda the critic learns with: returns of lambda 0 are its own values."""
     seen = []
-    real = ppo.explained_by_thirds
-    monkeypatch.setattr(ppo, "explained_by_thirds", lambda *x: seen.append(x) or real(*x))
+    real = critic_training.explained_by_thirds
+    monkeypatch.setattr(
+        critic_training, "explained_by_thirds", lambda *x: seen.append(x) or real(*x)
+    )
     ppo.train(ppo_config(lam=0.0, segmenter=NGram(1), num_steps=1, save_every=0))
     [(values, returns, mask)] = seen
     line = read_lines(ppo_config().output_dir)[1]

@@ -9,7 +9,7 @@ import torch
 from marlhf.core import RandomNGram
 from marlhf.errors import SettingError
 from marlhf.runtime.stage import Stopped
-from marlhf.train import critic_replay, ppo
+from marlhf.train import critic_replay, critic_training, ppo
 from marlhf.train.critic_replay import CriticReplay, decode, encode
 from marlhf.train.value_targets import ValueTargets
 from small_runs import everything, read_lines, stop_after, weights
@@ -26,7 +26,7 @@ def test_without_it_a_run_is_what_it_was(ppo_config, monkeypatch):
     never = ppo_config("never", save_every=0, critic_replay=0, critic_updates=1)
     with monkeypatch.context() as patched:
         patched.setattr(CriticReplay, "learn", lambda *_: {})
-        patched.setattr(ppo, "pretrain_critic", lambda *_: None)
+        patched.setattr(critic_training, "pretrain_critic", lambda *_: None)
         ppo.train(never)
     assert everything(plain.output_dir) == everything(never.output_dir)
     assert weights(plain.output_dir) == weights(never.output_dir)

@@ -36,9 +36,7 @@ from marlhf.runtime.objects import GivenObjects
 from marlhf.spans.apply import explain_segmenter_errors
 from marlhf.train.continuations import chosen_boundaries, monte_carlo_values
 from marlhf.train.credit_choice import CreditChooser, CriticWatch, Measurement
-from marlhf.train.critic_pretraining import forget_pretraining, pretrain_critic
-from marlhf.train.critic_quality import explained_by_thirds
-from marlhf.train.critic_replay import CriticReplay
+from marlhf.train.critic_training import CriticTraining
 from marlhf.train.experience import Credit, Experience, PolicyMetrics, count_terms
 from marlhf.train.positive_examples import PositiveExamples
 from marlhf.train.ppo_config import PPOConfig
@@ -53,8 +51,8 @@ def train(config: PPOConfig, objects: GivenObjects, world: World, run: RunFolder
     if config.has_critic:
         rates["critic"] = config.critic_learning_rate
     chooser, watch_critic = CreditChooser(config), CriticWatch(config)
-    replay = CriticReplay(config)
-    checkpointed = chooser.checkpointed | replay.checkpointed
+    critic = CriticTraining(config, shape_and_segment, lambda_one_returns)
+    checkpointed = {**chooser.checkpointed, **critic.checkpointed}
     credit_of_samples = partial(held_out_credit, chooser)
     rl = RLRun(config, run, world, objects, credit_of_samples, rates, checkpointed)
     rl.score.provide_for(option.config.segmenter for option in chooser.options)
@@ -62,8 +60,7 @@ def train(config: PPOConfig, objects: GivenObjects, world: World, run: RunFolder
 
     with rl.loop:
         for step in rl.steps():
-            if step == 1:
-                pretrain_critic(rl, config, shape_and_segment, lambda_one_returns)
+            critic.begin(step, rl)
             config = chooser.config  # with `credit: auto`, the candidate in use
             batch, rollout = rl.sample(step)
             rl.clock.mark("rollout")
@@ -91,13 +88,7 @@ def train(config: PPOConfig, objects: GivenObjects, world: World, run: RunFolder
             measurement = chooser.measure(step, candidates) if measured else None
             rl.clock.mark("credit")
             metrics |= update(experience, credit, rl.learner, learning_rates, config, measurement)
-            if config.has_critic:
-                returns = lambda_one_returns(rewards, segments, config)
-                metrics |= explained_by_thirds(values, returns, segments.mask)
-                rate = learning_rates["critic"]
-                metrics |= replay.learn(
-                    step, batch, experience, segments, returns, rl.learner, rate
-                )
+            metrics |= critic.learn(step, batch, experience, credit, config, rl, learning_rates)
             rl.clock.mark("update")
             reaches = partial(reach_of_each, experience, rl.models)
             chosen = chooser.update(step, credit, measurement, world, reaches)
@@ -105,7 +96,7 @@ def train(config: PPOConfig, objects: GivenObjects, world: World, run: RunFolder
             chooser.note(numbers)
             watch_critic(step, credit, numbers)
         policy = rl.close()
-        forget_pretraining(rl)
+        critic.close(rl)
         return policy
 
 
