@@ -19,6 +19,8 @@ from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
 from marlhf.train import ppo, rloo
 from marlhf.train.conversations import turn_states
 from marlhf.train.experience import RolloutScorer, sample_examples
+from marlhf.train.preflight import check_stages
+from marlhf.train.recipe import load_recipe
 from marlhf.train.rl_models import load_models, load_prompts
 from small_runs import everything, read_lines, wait_for_step, weights
 
@@ -270,3 +272,13 @@ def test_nonsense_gets_a_sentence_before_the_first_step(ppo_config, change, said
 def test_the_row_of_a_single_turn_stays_as_it_is(play):
     batch, *_ = play(rows=1)
     assert scored_row(batch[0].row, None) is batch[0].row
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [("gues", "Did you mean guess"), ("no_such_module:Game", "no module 'no_such_module'")],
+)
+def test_a_recipe_names_its_environment_before_the_first_stage_trains(environment, said, tmp_path):
+    stages = load_recipe("guess", [f"ppo.environment={environment}", f"output_dir={tmp_path}"])
+    with pytest.raises(ValueError, match=said):
+        check_stages(stages)

@@ -15,6 +15,7 @@ from marlhf.config.rl import RLConfig
 from marlhf.config.user_code import check_name
 from marlhf.core import parser_of
 from marlhf.data import Loaded, load_data
+from marlhf.environments import ChatTokens, find_environment
 from marlhf.errors import MarlhfError, SettingError
 from marlhf.models.adapter_files import import_peft, quantization
 from marlhf.models.base import ModelError, pick_device
@@ -87,6 +88,8 @@ def _checks(
     if isinstance(config, RLConfig):
         yield lambda: _check_rewards(config, made_by, located)
         yield lambda: _check_engine(config)
+        if config.environment and not _is_user_class(config.environment):
+            yield lambda: _check_environment(config, made_by)
         if parser := parser_of(config.segmenter):
             yield lambda: build_parser(parser)
 
@@ -97,6 +100,22 @@ def _checks_of_user_code(stage: Stage, read: dict[str, Loaded]) -> Iterator[Call
     for name in names:
         if ":" in name:
             yield lambda name=name: _check_function(name, config.code, read[_data_key(stage)])
+    if _is_user_class(getattr(config, "environment", "")):
+        yield lambda: find_environment(
+            config.environment, config.code, **config.environment_options
+        )
+
+
+def _is_user_class(environment: str) -> bool:
+    return ":" in environment and not environment.startswith("textarena:")
+
+
+def _check_environment(config: RLConfig, made_by: Mapping[str, Stage]) -> None:
+    """The environment exists, and the model's chat template can talk to it."""
+    find_environment(config.environment, config.code, **config.environment_options)
+    policy, remote = _first_model(config.model, made_by), config.trust_remote_code
+    tokenizer = load_tokenizer(policy, trust_remote_code=remote, setting="model")
+    ChatTokens(tokenizer, raw=config.raw_turns).check()
 
 
 def _check_function(name: str, code: Sequence[str], rows: Loaded) -> None:
