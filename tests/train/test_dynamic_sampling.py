@@ -240,3 +240,19 @@ def test_conversations_are_replaced_with_their_episodes(rloo_config, monkeypatch
             assert both.episodes[row] is new.episodes[own]
             width = new.mask.shape[1]
             assert torch.equal(both.mask[row, :width], new.mask[own])
+
+
+def test_rewards_with_a_place_may_come_in_some_batches_only(rloo_config):
+    calls = []
+
+    def sometimes_by_line(completions, **_):
+        calls.append(len(completions))
+        scores = ends_in_a(completions)
+        if len(calls) % 2:  # the same scores, at the ends of the first lines
+            return [[(0, score)] for score in scores]
+        return scores
+
+    placed, plain = rloo_config("placed", num_steps=2), rloo_config("plain", num_steps=2)
+    a, b = run(placed, sometimes_by_line), run(plain)
+    assert len(calls) > 2
+    assert [line["rl/score"] for line in a] == pytest.approx([line["rl/score"] for line in b])

@@ -52,11 +52,20 @@ def replace_equal_groups(
         of_batch = reward.latest
         new = rl.score(*sample_examples(examples, rl.models, seeds, size))
         rows = [group * size + i for group in groups for i in range(size)]
+        if (experience.earned is None) != (new.earned is None):  # one has rewards with places
+            experience, new = with_places(experience), with_places(new)
         experience = replace_rows(experience, new, rows)
         reward.latest = of_batch  # means over the prompts that were drawn without looking
         replaced += len(groups)
     share = replaced * size / len(experience.scores)
     return experience, {"rl/replaced_prompts": torch.tensor(share)}
+
+
+def with_places(experience: Experience) -> Experience:
+    """The same scores, all of them earned at the end if none has a place."""
+    if experience.earned is not None:
+        return experience
+    return dataclasses.replace(experience, earned=torch.zeros_like(experience.ref_logprobs))
 
 
 def rows_to_train(experience: Experience, credit: Credit, config: RLOOConfig) -> list[int] | None:
