@@ -362,7 +362,9 @@ def test_methods_are_listed_and_shown(capsys, monkeypatch):
 
     status, table = say()
     assert not status
+    table, _, note = table.partition("\n\n")
     assert [line.split()[0] for line in table.splitlines()[1:]] == list(PRESETS)
+    assert "may differ from a paper's tables" in note
     assert re.search(r"^vapo +ppo +2504.05118 +yes ", table, re.M)
     status, entry = say("vineppo")
     assert not status
