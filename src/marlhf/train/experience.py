@@ -269,7 +269,7 @@ class RolloutScorer:
         if self.reads_entropy and prefixes is None:
             entropy = all_entropy(sequences, models)
         if self.reads_values and prefixes is None:
-            values = _pass_over(sequences, models, models.values)
+            values = all_values(sequences, models)
         penalty = self.missing_eos_penalty * (~rollout.ended).float()
         if self.overlong is not None:
             begin, end = (share * models.sampling.max_new_tokens for share in self.overlong)
