@@ -97,3 +97,8 @@ def test_the_reward_is_for_the_right_number_at_the_end():
     assert [record.messages[2]["content"] for record in records] == ["42"] * 3
     [cut] = play(find_environment("python"), model, TOKENIZER, rows[:1], max_turns=1).records
     assert (cut.reason, cut.success, cut.tool_calls) == ("max_turns", False, 1)
+
+
+def test_an_instruction_follows_the_question():
+    [message] = Python(instruction="Use the tool.").reset(Row("2 + 2?"), seed=0)
+    assert message == {"role": "user", "content": "2 + 2?\nUse the tool."}

@@ -61,6 +61,8 @@ class Python:
 
     The reward is 1 where the last reply ends with the number in the row's column `answer`, as
     for `marlhf.reward.gsm8k:right_answer`. Rows without the column are left to reward functions.
+    The `instruction` is added to the question: small models often ignore a tool that only the chat
+    template describes.
     """
 
     timeout = None  # the sandbox has a time limit of its own, and waiting for one is no fault
@@ -69,11 +71,13 @@ class Python:
         self,
         *,
         answer: str = "answer",
+        instruction: str = "",
         seconds: float = 5.0,
         memory_mb: int = 512,
         output_chars: int = 2000,
     ) -> None:
         self._column, self._seconds, self._output_chars = answer, seconds, output_chars
+        self._more = f"\n{instruction}" if instruction else ""
         self._sandboxes = _sandboxes(memory_mb)
         self.tools: list[Callable[..., Any]] = [self.python]
 
@@ -83,7 +87,7 @@ class Python:
         self._answer = row.columns.get(self._column)
         with self._sandboxes.borrow():
             pass  # says before the first step where this machine cannot confine programs
-        return opening(row)
+        return opening(row, self._more)
 
     def python(self, code: str) -> str:
         """

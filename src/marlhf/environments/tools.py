@@ -206,20 +206,17 @@ class ToolEnvironment:
         self._inner: Any = None
 
     def reset(self, row: Row, seed: int) -> list[Message]:
-        messages = opening(row)
         if self._factory is None:
-            return messages
+            return opening(row)
         columns = {"prompt": row.prompt, **row.columns}
         self._inner = self._make(columns)
         self.tools = [*self._given, *public_methods(self._inner)]
         if "seed" in inspect.signature(self._inner.reset).parameters:
             columns.setdefault("seed", seed)
         seen = finish(self._inner.reset(**columns))
-        if seen is None:
-            return messages
-        if not isinstance(seen, str):
+        if not isinstance(seen, str | None):
             raise ConversationError(f"reset returns a text or None; got {seen!r:.80}")
-        return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + seen}]
+        return opening(row, seen or "")
 
     def step(self, reply: str) -> Step:
         return Step(done=True)
@@ -245,11 +242,12 @@ class ToolEnvironment:
         return self._factory[name]()
 
 
-def opening(row: Row) -> list[Message]:
-    """A row's prompt as messages."""
+def opening(row: Row, more: str = "") -> list[Message]:
+    """A row's prompt as messages, with more text at the end of the last of them."""
     if isinstance(row.prompt, str):
-        return [{"role": "user", "content": row.prompt}]
-    return list(row.prompt)
+        return [{"role": "user", "content": row.prompt + more}]
+    *first, last = row.prompt
+    return [*first, {**last, "content": last["content"] + more} if more else last]
 
 
 def public_methods(instance: Any) -> list[Callable[..., Any]]:
