@@ -14,7 +14,7 @@ from marlhf.environments.conversations import (
     turn_rewards,
 )
 from marlhf.environments.episodes import Episodes, check_limits, preflight
-from marlhf.environments.find import find_environment
+from marlhf.environments.find import environment_from, find_environment
 from marlhf.environments.protocol import (
     ConversationError,
     Environment,
@@ -23,7 +23,6 @@ from marlhf.environments.protocol import (
     Turn,
     count_endings,
 )
-from marlhf.environments.tools import environment_from
 
 __all__ = [
     "ChatTokens",

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from marlhf.data.rows import Message, Row
 from marlhf.environments.chat_tokens import WORLD_ROLES, ChatTokens, check_messages
+from marlhf.environments.processes import OwnProcess
 from marlhf.environments.protocol import (
     ConversationError,
     Environment,
@@ -42,7 +43,7 @@ class _Episode:
     environment: Environment | None
     messages: list[Message]
     prompt: list[int]
-    toolbox: Toolbox
+    toolbox: Toolbox | OwnProcess
     limit: int
     timeout: float | None
     state: str = ""
@@ -68,7 +69,8 @@ class Episodes:
 
     Every environment is built anew and reset from its row and seed, so an episode depends on
     nothing else in the batch. A call of an environment that takes longer than `timeout` seconds,
-    or raises, ends its episode with a reason. Python cannot stop its thread: what hangs stays.
+    or raises, ends its episode with a reason. Python cannot stop its thread: what hangs stays,
+    unless the environment is in a process of its own.
 
     `reply` may be called for several rows at once, by one thread each.
     """
@@ -175,7 +177,7 @@ class Episodes:
         try:
             answer = _within(episode.timeout, lambda: self._step(episode, text, tokens))
         except TimeoutError:
-            episode.reason, episode.environment = "timeout", None  # its thread still uses it
+            self._give_up(episode)
             return Step(), None
         except Exception as error:  # whatever the user's environment raises
             episode.reason = _shown(error)
@@ -193,10 +195,16 @@ class Episodes:
             episode.reason = _shown(error)
             return step, None
 
+    @staticmethod
+    def _give_up(episode: _Episode) -> None:
+        """Of an environment that hangs: a thread still uses it, so nobody calls it again."""
+        _kill(episode.environment)
+        episode.reason, episode.environment = "timeout", None
+
     def _step(self, episode: _Episode, text: str, tokens: list[int]) -> _Answer:
         """Changes nothing of the episode: where it takes too long, nobody waits for it."""
         toolbox = episode.toolbox
-        if toolbox.functions:
+        if toolbox.schemas:
             calls = read_calls(self._chat.tokenizer, tokens, episode.prompt, toolbox.schemas)
             if calls:
                 messages, errors = toolbox.run(calls)
@@ -214,7 +222,7 @@ class Episodes:
                 given = _within(episode.timeout, lambda: finish(get_reward()))
                 given = None if given is None else check_reward(given)
             except TimeoutError:
-                episode.reason, episode.environment = "timeout", None
+                self._give_up(episode)
                 return
             except Exception as error:  # as above
                 episode.reason = _shown(error)
@@ -304,13 +312,15 @@ def _begin(
     """Build and reset an environment; one that fails leaves an episode of a single token."""
     built: list[Environment] = []
 
-    def reset() -> tuple[list[Message], Toolbox]:
+    def reset() -> tuple[list[Message], Toolbox | OwnProcess]:
         built.append(make())
         messages = finish(built[0].reset(row, seed % SEEDS))
         roles = (*WORLD_ROLES, "assistant")
         messages = check_messages(messages, roles)
         if not messages or messages[-1]["role"] == "assistant":
             raise ConversationError("reset returns messages, and not the assistant's last")
+        if isinstance(built[0], OwnProcess):
+            return messages, built[0]
         return messages, Toolbox(getattr(built[0], "tools", ()))
 
     reason = ""
@@ -327,6 +337,7 @@ def _begin(
         reason = f"error: the prompt alone fills episode_tokens, which is {episode_tokens}"
     except TimeoutError:
         reason = "timeout"
+        _kill(*built)
     except Exception as error:  # whatever the user's environment raises
         reason = _shown(error)
     begun = built[0] if built and reason != "timeout" else None
@@ -340,7 +351,14 @@ def _close(environment: Environment | None, timeout: float | None) -> None:
         try:
             _within(timeout, lambda: finish(close()))
         except Exception as error:  # the episode is over: its record stands
+            _kill(environment)
             log.warning("An environment could not be closed: %s", _shown(error))
+
+
+def _kill(*environments: Environment | None) -> None:
+    for environment in environments:
+        if isinstance(environment, OwnProcess):
+            environment.kill()
 
 
 def _shown(error: BaseException) -> str:

@@ -1,19 +1,20 @@
-"""Environments by name."""
+"""Environments by name, or from a user's classes and functions."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from marlhf.config.user_code import declares, import_named
 from marlhf.environments.fix_code import FixCode
 from marlhf.environments.guess import Guess
+from marlhf.environments.processes import OwnProcess
 from marlhf.environments.protocol import ConversationError, Environment
 from marlhf.environments.python import Python
 from marlhf.environments.textarena import TextArena
-from marlhf.environments.tools import environment_from
+from marlhf.environments.tools import Toolbox, ToolEnvironment, public_methods
 
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
     "guess": Guess,
@@ -53,6 +54,54 @@ def find_environment(
         return environment_from(factory=make)
     except TypeError as error:
         raise ConversationError(f"The environment {name} cannot be built: {error}.") from error
+
+
+def environment_from(
+    tools: Sequence[Callable[..., Any]] | None = None,
+    factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
+) -> Callable[[], Environment]:
+    """What a trainer's `tools=` and `environment_factory=` mean.
+
+    Tools alone answer the rows' prompts. A factory makes TRL's environments, one or several by
+    name, or objects with a `step` of their own, which are used as they are.
+    """
+    shared = list(tools or ())
+    Toolbox(shared)  # says at once what cannot be described
+    if factory is None:
+        return partial(ToolEnvironment, tools=shared)
+    named = factory if isinstance(factory, Mapping) else {"": factory}
+    built = [make() for make in named.values()]
+    steps = [_has_step(each, shared) for each in built]
+    apart = any(getattr(each, "own_process", False) for each in built)
+    if not any(steps):
+        make = partial(ToolEnvironment, factory, shared)
+        return partial(OwnProcess, make) if apart else make
+    if shared or isinstance(factory, Mapping):
+        raise ConversationError(
+            "An environment with a `step` of its own is given alone: not among several, and with "
+            "its tools in an attribute `tools`."
+        )
+    return partial(OwnProcess, factory) if apart else factory
+
+
+def _has_step(instance: Any, shared: list[Callable[..., Any]]) -> bool:
+    """Whether an object is an Environment as it is; refuses what is neither that nor TRL's."""
+    what = type(instance).__name__
+    if not callable(getattr(instance, "reset", None)):
+        raise ConversationError(
+            f"The environment {what} has no `reset`. Give it `reset(self, row, seed)` and "
+            "`step(self, reply)`; or, with methods as tools, `reset(self, **row)`."
+        )
+    if callable(getattr(instance, "step", None)):
+        return True
+    found = [*shared, *public_methods(instance)]
+    if not found:
+        raise ConversationError(
+            f"The environment {what} has neither `step` nor public methods to call as tools. "
+            "Give it one of them."
+        )
+    Toolbox(found)
+    return False
 
 
 def _import(name: str, code: Collection[str] | None) -> Any:

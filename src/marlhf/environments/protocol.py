@@ -42,12 +42,13 @@ class Step:
 class Environment(Protocol):
     """One object per episode, built anew and reset from a seed.
 
-    Four more members are used where a class has them:
+    Five more members are used where a class has them:
 
     - `tools`: functions that the model may call; `step` then gets only replies without a call
     - `get_reward() -> float`: added to the last turn when the episode is over; None for no opinion
     - `timeout`: seconds for a call, in place of the run's; None where it limits itself
     - `close()`
+    - `own_process = True`: each episode runs in a process of its own, which a timeout ends
 
     >>> class Echo:
     ...     def reset(self, row, seed):

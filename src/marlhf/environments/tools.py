@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from transformers.utils.chat_template_utils import get_json_schema
 
 from marlhf.data.rows import Message, Row
-from marlhf.environments.protocol import ConversationError, Environment, Step
+from marlhf.environments.protocol import ConversationError, Step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -254,48 +254,3 @@ def public_methods(instance: Any) -> list[Callable[..., Any]]:
     """The methods that are tools. Looked up on the class: properties are not evaluated."""
     names = [name for name, _ in inspect.getmembers(type(instance), inspect.isfunction)]
     return [getattr(instance, n) for n in names if not n.startswith("_") and n not in NOT_TOOLS]
-
-
-def environment_from(
-    tools: Sequence[Callable[..., Any]] | None = None,
-    factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
-) -> Callable[[], Environment]:
-    """What a trainer's `tools=` and `environment_factory=` mean.
-
-    Tools alone answer the rows' prompts. A factory makes TRL's environments, one or several by
-    name, or objects with a `step` of their own, which are used as they are.
-    """
-    shared = list(tools or ())
-    Toolbox(shared)  # says at once what cannot be described
-    if factory is None:
-        return lambda: ToolEnvironment(tools=shared)
-    named = factory if isinstance(factory, Mapping) else {"": factory}
-    steps = [_has_step(make(), shared) for make in named.values()]
-    if not any(steps):
-        return lambda: ToolEnvironment(factory, shared)
-    if shared or isinstance(factory, Mapping):
-        raise ConversationError(
-            "An environment with a `step` of its own is given alone: not among several, and with "
-            "its tools in an attribute `tools`."
-        )
-    return factory
-
-
-def _has_step(instance: Any, shared: list[Callable[..., Any]]) -> bool:
-    """Whether an object is an Environment as it is; refuses what is neither that nor TRL's."""
-    what = type(instance).__name__
-    if not callable(getattr(instance, "reset", None)):
-        raise ConversationError(
-            f"The environment {what} has no `reset`. Give it `reset(self, row, seed)` and "
-            "`step(self, reply)`; or, with methods as tools, `reset(self, **row)`."
-        )
-    if callable(getattr(instance, "step", None)):
-        return True
-    found = [*shared, *public_methods(instance)]
-    if not found:
-        raise ConversationError(
-            f"The environment {what} has neither `step` nor public methods to call as tools. "
-            "Give it one of them."
-        )
-    Toolbox(found)
-    return False
