@@ -5,11 +5,13 @@
     python bench/decode.py --shared 8         # eight samples of each prompt
     python bench/decode.py --prompt 768       # longer ones
     python bench/decode.py --family gemma2    # through the modules of another family
+    python bench/decode.py --shape qwen2-1.5b --mean 600 --longest 4096 --only "marlhf native"
     python bench/decode.py --vllm-url http://127.0.0.1:8000    # a vLLM server, too
 
 `marlhf native` is what a training run takes, with its layers compiled on a GPU; families other than
 Llama and its like are computed by transformers' own modules, which `--modules` measures for every
 family, compiled and not.
+`--one-tier` is the native engine with all slots as long as the longest response may be.
 With `--shared k` each prompt is sampled k times, as RLOO and best-of-n do, and the native engine is
 measured with and without sharing the prefill among them.
 Random weights and prompts of one length. `fixed`: every response is as long as may be. `real`:
@@ -38,14 +40,13 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from marlhf.models.compile import compile_blocks
+from marlhf.rollout import tiers
 from marlhf.rollout.engine import Engine, Rollout, Sampling
 from marlhf.rollout.native import DecoderClass, NativeEngine
 from marlhf.rollout.plain import PlainEngine
 from marlhf.rollout.slots import CompiledDecoder, ModuleDecoder
 from marlhf.rollout.vllm import VLLM, VLLMEngine
 from marlhf.rollout.vllm_server import VLLMServer
-
-MEAN, LONGEST = 35, 512
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,9 @@ class Shape:
     rows: int
     prompt: int
     response: int
+    mean: int = 35
+    """Of real lengths, which end at `longest`."""
+    longest: int = 512
 
     def config(self, family: str) -> PretrainedConfig:
         return AutoConfig.for_model(
@@ -70,7 +74,7 @@ class Shape:
             head_dim=self.hidden // self.heads,
             intermediate_size=self.mlp,
             vocab_size=self.vocabulary,
-            max_position_embeddings=max(1024, self.prompt + LONGEST),
+            max_position_embeddings=max(1024, self.prompt + self.longest),
             tie_word_embeddings=True,
             bos_token_id=None,
             eos_token_id=None,
@@ -80,6 +84,8 @@ class Shape:
 
 SHAPES = {
     "smollm2": Shape(576, 30, 9, 3, 1536, 49152, 256, 256, 64),
+    "qwen2-1.5b": Shape(1536, 28, 12, 2, 8960, 151936, 256, 256, 1024),
+    "llama-8b": Shape(4096, 32, 32, 8, 14336, 128256, 128, 256, 512),
     "tiny": Shape(64, 2, 4, 2, 128, 512, 32, 32, 32),
 }
 FAMILIES = ["llama", "gemma2", "gpt_neox", "qwen3"]
@@ -106,21 +112,33 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--rows", type=int, help="prompts of the fixed task; real has four times")
     parser.add_argument("--prompt", type=int, help="tokens of a prompt")
+    parser.add_argument("--mean", type=int, help="mean of real lengths")
+    parser.add_argument("--longest", type=int, help="the most tokens of a response, real lengths")
+    parser.add_argument("--lengths", choices=["fixed", "real"], help="only one of both")
+    parser.add_argument("--one-tier", action="store_true", help="all slots for the longest")
+    parser.add_argument("--bfloat16", action="store_true", help="weights, not only products")
     parser.add_argument("--shared", type=int, default=1, help="samples of each prompt")
     parser.add_argument("--budget", type=int, help="rollout_tokens; auto unless given")
     parser.add_argument("--vllm-url", default="", help="address of a vLLM server")
     parser.add_argument("--only", nargs="+", help="systems to measure, by the start of their name")
     args = parser.parse_args()
     shape, device = SHAPES[args.shape], torch.device("cuda" if gpu else "cpu")
-    shape = replace(shape, rows=args.rows or shape.rows, prompt=args.prompt or shape.prompt)
+    given = {name: getattr(args, name) for name in ("rows", "prompt", "mean", "longest")}
+    shape = replace(shape, **{name: value for name, value in given.items() if value})
+    if args.one_tier:
+        tiers.GROWTH = 1 << 30  # no limit is so many times the shortest tier
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(shape.config(args.family))
-    model = model.to(device).eval()
+    with device:
+        model: Any = AutoModelForCausalLM.from_config(
+            shape.config(args.family), dtype=torch.bfloat16 if args.bfloat16 else torch.float32
+        )
+    model.eval()
     if gpu:
         compile_blocks(model)
     if args.shared < 1 or shape.rows % args.shared:
         parser.error(f"--shared must divide the {shape.rows} rows")
     tasks = make_tasks(shape, args.top_k, args.top_p, args.shared)
+    tasks = [task for task in tasks if args.lengths in (None, task.name)]
     engines: dict[str, NativeEngine] = {}
     known = systems(model, engines, args)
     wanted = tuple(args.only or [""])
@@ -159,11 +177,11 @@ def make_tasks(shape: Shape, top_k: int, top_p: float, shared: int) -> list[Task
         return distinct.repeat_interleave(shared, dim=0).tolist()
 
     fixed = Sampling(shape.response, top_k=top_k, top_p=top_p)
-    real = Sampling(LONGEST, top_k=top_k, top_p=top_p)
-    ends = list(range(shape.vocabulary // MEAN))  # each is as likely as any other
+    real = Sampling(shape.longest, top_k=top_k, top_p=top_p)
+    ends = list(range(shape.vocabulary // shape.mean))  # each is as likely as any other
     return [
         Task("fixed", prompts(shape.rows), fixed, [-1]),
-        Task("real", prompts(4 * shape.rows), real, ends),
+        Task("real", prompts(shape.rows * (4 if shape.mean < 100 else 1)), real, ends),
     ]
 
 
