@@ -21,8 +21,8 @@ from marlhf.credit.measure import MEASURED, credit_of, open_state, sample_batch
 from marlhf.evaluate.text_table import text_table
 from marlhf.models.forward import token_stats
 from marlhf.models.scores import BLOCKS
-from marlhf.train.credit_choice import Measurement, options_of, unbiased
-from marlhf.train.ppo import by_each
+from marlhf.train.credit_choice import Measurement, by_each, options_of, unbiased
+from marlhf.train.ppo import assign_credit
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
         experience, _ = sample_batch(state, number, seed=0)
         shuffler = torch.Generator().manual_seed(number)
         credit = credit_of(state, experience, shuffler)
-        advantages = by_each(experience, credit, models, shuffler, configs)
+        advantages = by_each(experience, credit, models, shuffler, configs, assign_credit)
         sketch, exact = Measurement(advantages, range(BLOCKS)), Measurement(advantages, None)
         models.policy.requires_grad_(True)
         whole = [torch.zeros(0)] * len(configs)

@@ -7,7 +7,7 @@ import torch
 
 from marlhf.core import Lines, NGram
 from marlhf.runtime.timing import explained_variance
-from marlhf.train import critic_quality, critic_training, ppo
+from marlhf.train import credit_choice, critic_quality, critic_training, ppo
 from marlhf.train.credit_choice import CreditChooser
 from marlhf.train.critic_quality import (
     THIRDS,
@@ -135,15 +135,15 @@ def test_auto_asks_for_reaches_only_where_the_critic_explains_nothing(ppo_config
 def test_reaches_are_shares_of_a_response(ppo_config, monkeypatch):
     """12 tokens: lambda .75 over tokens reaches 4 of them, over blocks of five all."""
     seen = []
-    real = ppo.reach_of_each
+    real = credit_choice.reach_of_each
 
     def spy(*args):
         shares = real(*args)
         seen.append((args[0], args[2], shares))
         return shares
 
-    monkeypatch.setattr(ppo, "reach_of_each", spy)
-    monkeypatch.setattr("marlhf.train.credit_choice.knows_nothing", lambda _: True)
+    monkeypatch.setattr(credit_choice, "reach_of_each", spy)
+    monkeypatch.setattr(credit_choice, "knows_nothing", lambda _: True)
     names = ("token lam=1", "ngram n=5 lam=0.75")
     config = ppo_config(
         credit="auto",

@@ -15,7 +15,8 @@ from marlhf.data import DataConfig
 from marlhf.evaluate.eval_plan import EvaluationError
 from marlhf.rollout import Sampling
 from marlhf.train import credit_choice, ppo
-from marlhf.train.ppo import assign_credit, by_each, shape_and_segment
+from marlhf.train.credit_choice import by_each
+from marlhf.train.ppo import assign_credit, shape_and_segment
 from small_runs import read_lines, small_ppo
 
 GAME = {
@@ -60,8 +61,9 @@ def test_a_turn_candidate_is_what_training_by_it_would_use(run):
 
     other = replace(state.config, lam=0.5)
     shuffler = torch.Generator().manual_seed(0)
-    both = by_each(experience, credit(state.config), state.models, shuffler, [state.config, other])
-    for advantages, config in zip(both, (state.config, other)):
+    own, configs = credit(state.config), [state.config, other]
+    both = by_each(experience, own, state.models, shuffler, configs, assign_credit)
+    for advantages, config in zip(both, configs):
         expected = credit(config).whitened(config.whiten) / experience.mask.sum()
         torch.testing.assert_close(advantages, expected)
         assert not bool(advantages[~experience.mask].any())

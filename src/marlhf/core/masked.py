@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def masked_mean(x: Tensor, mask: Tensor, count: Tensor | float | None = None) -> Tensor:
@@ -66,6 +67,13 @@ def keep(x: Tensor, mask: Tensor) -> Tensor:
     """`x` where the mask counts and 0 elsewhere, in float32 or wider."""
     x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     return torch.where(mask, x, 0.0)
+
+
+def shift(x: Tensor, by: int = 1) -> Tensor:
+    """Each row moved `by` places to the right, or to the left where it is negative; 0 comes in."""
+    if not x.shape[1]:
+        return x
+    return pad(x[:, :-by], (by, 0)) if by > 0 else pad(x[:, -by:], (0, -by))
 
 
 def last_token(mask: Tensor) -> Tensor:

@@ -11,19 +11,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from marlhf.core.masked import check_choice
+from marlhf.core.masked import check_choice, shift
 from marlhf.core.responses import Responses, Vocabulary
 from marlhf.core.segments import Segments
 
 Segmenter = Callable[[Responses], Tensor]
 Need = Literal["ref_logprobs", "logprobs", "spans", "vocabulary", "seeds", "entropy", "values"]
 """What a rule reads of `Responses` beside tokens and mask. A class says so in `needs`."""
+
+READ = {
+    "ref_logprobs": "the reference's log-probs",
+    "logprobs": "the policy's log-probs",
+    "spans": "from a parser that has seen the response",
+    "vocabulary": "what each token's text looks like: marlhf.spans.vocabulary(tokenizer)",
+    "entropy": "that of the policy's choices",
+    "values": "those of the critic",
+}
+"""What a rule that lacks something is told."""
 
 LooksAt = Literal["prefix", "token", "response"]
 """What decides whether a macro action starts at a token: those before it, it as well, or all. A
@@ -60,6 +70,38 @@ def segment(segmenter: Segmenter, responses: Responses, *, split_last: bool = Fa
     if type(segmenter).__module__ != __name__:
         segments.validate()  # waits for the device, which rules of our own need not
     return segments
+
+
+class _Rule:
+    """What rules share that read more than the mask, or bound the length of macro actions."""
+
+    needs: ClassVar[tuple[Need, ...]] = ()
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_length is not None and self.max_length < 1:
+            raise ValueError(f"max_length must be at least 1; got {self.max_length}.")
+
+    def read(self, responses: Responses, what: Need) -> Tensor:
+        """What the rule needs of the responses, if it is there."""
+        found = getattr(responses, what)
+        if found is None:
+            raise ValueError(f"{type(self).__name__} needs Responses.{what}, {READ[what]}.")
+        return found
+
+    def vocabulary(self, responses: Responses) -> tuple[Vocabulary, Tensor]:
+        """The tables of tokens, and where in them each token stands."""
+        table: Any = self.read(responses, "vocabulary")
+        return table, torch.where(responses.mask, responses.tokens, 0)
+
+    def finish(self, starts: Tensor, mask: Tensor) -> Tensor:
+        """Start at the first token, and again whenever `max_length` tokens have passed."""
+        starts = starts | (_place(mask) == 0)
+        if self.max_length is None or not starts.shape[1]:
+            return starts
+        place = mask.cumsum(dim=1) - 1
+        latest = torch.where(starts, place, 0).cummax(dim=1).values
+        return (place - latest) % self.max_length == 0
 
 
 @dataclass(frozen=True)
@@ -135,7 +177,7 @@ class RandomNGram:
 
 
 @dataclass(frozen=True)
-class Perplexity:
+class Perplexity(_Rule):
     """Keep tokens together while the reference model finds them ever easier.
 
     The paper describes this rule in three ways that are not the same; each has a name here.
@@ -159,22 +201,21 @@ class Perplexity:
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, ("macro", "prefix", "token"))
-        _check_cap(self.max_length)
+        super().__post_init__()
 
     def __call__(self, responses: Responses) -> Tensor:
-        if responses.ref_logprobs is None:
-            raise ValueError("Perplexity needs Responses.ref_logprobs, the reference's log-probs.")
-        nll = torch.where(responses.mask, -responses.ref_logprobs.double(), 0.0)
+        logprobs = self.read(responses, "ref_logprobs").double()
+        nll = torch.where(responses.mask, -logprobs, 0.0)
         if self.kind == "macro":
             return _greedy_starts(nll, responses.mask, self.max_length)
         if self.kind == "prefix":
             nll = nll.cumsum(dim=1) / responses.mask.cumsum(dim=1).clamp(min=1)
         rises = nll[:, 1:] > _tie(nll[:, :-1])
-        return _finish(pad(rises, (1, 0)), responses.mask, self.max_length)
+        return self.finish(pad(rises, (1, 0)), responses.mask)
 
 
 @dataclass(frozen=True)
-class Constituents:
+class Constituents(_Rule):
     """Follow the constituents of a parse, given as `responses.spans`.
 
     Depth first, the first node small enough is a macro action; a single token that no such node
@@ -206,28 +247,23 @@ class Constituents:
     def __post_init__(self) -> None:
         if self.cutoff < 1:
             raise ValueError(f"cutoff must be at least 1; got {self.cutoff}.")
-        _check_cap(self.max_length)
+        super().__post_init__()
 
     def __call__(self, responses: Responses) -> Tensor:
-        if responses.spans is None:
-            raise ValueError(
-                "Constituents needs Responses.spans: a parser must have seen the response."
-            )
-        assert isinstance(responses.spans, Tensor)
         mask = responses.mask
         width = mask.shape[1]
-        begin, end = responses.spans.clamp(0, width).unbind(dim=2)  # [B, S]
+        begin, end = self.read(responses, "spans").clamp(0, width).unbind(dim=2)  # [B, S]
         size = end - begin
         largest = self.cutoff if self.inclusive else self.cutoff - 1
         starts = _outermost_starts(begin, end, (size >= 2) & (size <= largest), width)
         if self.sentences:
             starts = starts | _outermost_starts(begin, end, size > 0, width)
         unparsed = ~(size > 0).any(dim=1, keepdim=True)
-        return _finish(starts | unparsed, mask, self.max_length)
+        return self.finish(starts | unparsed, mask)
 
 
 @dataclass(frozen=True)
-class Words:
+class Words(_Rule):
     """One macro action a word: undo the splitting of words into sub-words.
 
     >>> from marlhf.models.tiny import tiny_tokenizer
@@ -246,21 +282,18 @@ class Words:
     max_length: int | None = None
     """The most tokens in a macro action. Languages without spaces need one."""
 
-    def __post_init__(self) -> None:
-        _check_cap(self.max_length)
-
     def __call__(self, responses: Responses) -> Tensor:
-        vocabulary, tokens = _vocabulary(responses, "Words")
+        vocabulary, tokens = self.vocabulary(responses)
         begins, space = vocabulary.begins_word[tokens], vocabulary.is_space[tokens]
         # White space belongs to the word it stands before, but for a line break that some
         # tokenizers join to the full stop before it.
         closed = vocabulary.has_newline[tokens] & ~space
-        starts = (begins & ~_shift(space)) | _shift(closed)
-        return _finish(starts, responses.mask, self.max_length)
+        starts = (begins & ~shift(space)) | shift(closed)
+        return self.finish(starts, responses.mask)
 
 
 @dataclass(frozen=True)
-class Sentences:
+class Sentences(_Rule):
     """One macro action a sentence or line. The number of a list item is not one.
 
     >>> from marlhf.models.tiny import tiny_tokenizer
@@ -279,31 +312,28 @@ class Sentences:
     max_length: int | None = None
     """The most tokens in a macro action."""
 
-    def __post_init__(self) -> None:
-        _check_cap(self.max_length)
-
     def __call__(self, responses: Responses) -> Tensor:
-        vocabulary, tokens = _vocabulary(responses, "Sentences")
+        vocabulary, tokens = self.vocabulary(responses)
         newline, closing = vocabulary.has_newline[tokens], vocabulary.is_closing[tokens]
         # A number that begins a line is that of a list item: "1." ends no sentence.
         number = _look_up(vocabulary.is_number, tokens)
-        item = number & (_shift(newline) | (_place(responses.mask) == 0))
+        item = number & (shift(newline) | (_place(responses.mask) == 0))
         for _ in range(2):  # numbers of up to three tokens
-            item = item | (number & _shift(item))
-        inside = _shift(item | _look_up(vocabulary.is_abbreviation, tokens))
+            item = item | (number & shift(item))
+        inside = shift(item | _look_up(vocabulary.is_abbreviation, tokens))
         ends = vocabulary.ends_sentence[tokens] & ~inside
-        ends = ends | (closing & _shift(ends))
+        ends = ends | (closing & shift(ends))
         wide = _look_up(vocabulary.ends_wide, tokens)
-        wide = wide | (closing & _shift(wide))
+        wide = wide | (closing & shift(wide))
         # A full stop ends a sentence only before white space (not in 3.5), a full-width one and a
         # line break always; blank lines stay with the line they close.
-        after_stop = (_shift(ends) & vocabulary.begins_word[tokens]) | (_shift(wide) & ~closing)
-        starts = (after_stop | _shift(newline)) & ~newline
-        return _finish(starts, responses.mask, self.max_length)
+        after_stop = (shift(ends) & vocabulary.begins_word[tokens]) | (shift(wide) & ~closing)
+        starts = (after_stop | shift(newline)) & ~newline
+        return self.finish(starts, responses.mask)
 
 
 @dataclass(frozen=True)
-class Lines:
+class Lines(_Rule):
     """One macro action per line: a step of a derivation, a statement, an item of a list.
 
     The line break ends its line, and blank lines stay with the line that they close.
@@ -324,18 +354,15 @@ class Lines:
     max_length: int | None = None
     """The most tokens in a macro action. Text without line breaks needs one."""
 
-    def __post_init__(self) -> None:
-        _check_cap(self.max_length)
-
     def __call__(self, responses: Responses) -> Tensor:
-        vocabulary, tokens = _vocabulary(responses, "Lines")
+        vocabulary, tokens = self.vocabulary(responses)
         newline = vocabulary.has_newline[tokens]
         blank = newline & vocabulary.is_space[tokens]  # but "}\n" is a line of its own
-        return _finish(_shift(newline) & ~blank, responses.mask, self.max_length)
+        return self.finish(shift(newline) & ~blank, responses.mask)
 
 
 @dataclass(frozen=True)
-class Turns:
+class Turns(_Rule):
     """One macro action for each unbroken run of response tokens: a turn of a dialogue or agent.
 
     >>> mask = torch.tensor([[True, True, False, True]])  # tool output between two turns
@@ -349,16 +376,13 @@ class Turns:
     max_length: int | None = None
     """The most tokens in a macro action."""
 
-    def __post_init__(self) -> None:
-        _check_cap(self.max_length)
-
     def __call__(self, responses: Responses) -> Tensor:
         mask = responses.mask
-        return _finish(torch.zeros_like(mask), mask, self.max_length) & mask
+        return self.finish(torch.zeros_like(mask), mask) & mask
 
 
 @dataclass(frozen=True)
-class Surprise:
+class Surprise(_Rule):
     """Start where the policy found the token it sampled unlikely: there it decided something.
 
     >>> logprobs = torch.tensor([[0.5, 0.9, 0.1, 0.6]]).log()
@@ -382,19 +406,49 @@ class Surprise:
             raise ValueError(f"probability must be above 0 and at most 1; got {self.probability}.")
         if self.every < 1:
             raise ValueError(f"every must be at least 1; got {self.every}.")
-        _check_cap(self.max_length)
+        super().__post_init__()
 
     def __call__(self, responses: Responses) -> Tensor:
-        if responses.logprobs is None:
-            raise ValueError("Surprise needs Responses.logprobs, the policy's log-probs.")
-        starts = (responses.logprobs <= math.log(self.probability)) & responses.mask
+        logprobs = self.read(responses, "logprobs")
+        starts = (logprobs <= math.log(self.probability)) & responses.mask
         starts = starts & (starts.cumsum(dim=1) % self.every == 0)
-        return _finish(starts, responses.mask, self.max_length)
+        return self.finish(starts, responses.mask)
 
 
 @dataclass(frozen=True)
-class Entropy:
+class _Peaks(_Rule):
+    """Rules that start where a number is high."""
+
+    quantile: float = 0.9
+    """Start at the highest numbers of their response: 0.9 takes a tenth of them."""
+    threshold: float | None = None
+    """Start at numbers of more than this, instead of by quantile."""
+    max_length: int | None = None
+    """The most tokens in a macro action. Where nothing stands out, they are long."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.quantile < 1.0:
+            raise ValueError(f"quantile must be at least 0 and below 1; got {self.quantile}.")
+        super().__post_init__()
+
+    @property
+    def looks_at(self) -> LooksAt:
+        """A quantile is known at the end of the response, a number before its token."""
+        return "response" if self.threshold is None else "prefix"
+
+    def peaks(self, x: Tensor, among: Tensor) -> Tensor:
+        """Where x is above the threshold, or in the highest part of its row: [B, T] bool."""
+        if self.threshold is not None:
+            return among & (x > self.threshold)
+        count = ((1 - self.quantile) * among.sum(dim=1, keepdim=True)).round()
+        return _highest(x, among, count)
+
+
+@dataclass(frozen=True)
+class Entropy(_Peaks):
     """Start where the policy was unsure which token to write: at high entropy of its choice.
+
+    `threshold` is in nats.
 
     >>> entropy = torch.tensor([[0.9, 0.1, 2.0, 0.3]])
     >>> mask = torch.ones(1, 4).bool()
@@ -404,32 +458,16 @@ class Entropy:
 
     needs: ClassVar[tuple[Need, ...]] = ("entropy",)
 
-    quantile: float = 0.9
-    """Start at the tokens with the highest entropy of their response: 0.9 takes a tenth of them."""
-    threshold: float | None = None
-    """Start at tokens of more than this entropy, in nats, instead of by quantile."""
-    max_length: int | None = None
-    """The most tokens in a macro action. A policy that is sure of all makes long ones."""
-
-    def __post_init__(self) -> None:
-        _check_peaks(self.quantile, self.max_length)
-
-    @property
-    def looks_at(self) -> LooksAt:
-        """A quantile is known at the end of the response, an entropy before its token."""
-        return "response" if self.threshold is None else "prefix"
-
     def __call__(self, responses: Responses) -> Tensor:
-        if responses.entropy is None:
-            raise ValueError("Entropy needs Responses.entropy, that of the policy's choices.")
         mask = responses.mask
-        starts = _peaks(responses.entropy, mask, self.quantile, self.threshold)
-        return _finish(starts, mask, self.max_length)
+        return self.finish(self.peaks(self.read(responses, "entropy"), mask), mask)
 
 
 @dataclass(frozen=True)
-class ValueChange:
+class ValueChange(_Peaks):
     """Start after a token that moved the critic's value most: termination that the critic learns.
+
+    Changes count up or down.
 
     >>> values = torch.tensor([[0.5, 0.5, 0.9, 0.8]])  # the second token raised it by 0.4
     >>> mask = torch.ones(1, 4).bool()
@@ -439,28 +477,10 @@ class ValueChange:
 
     needs: ClassVar[tuple[Need, ...]] = ("values",)
 
-    quantile: float = 0.9
-    """Start after the largest changes of their response: 0.9 takes a tenth of them."""
-    threshold: float | None = None
-    """Start after changes of more than this, up or down, instead of by quantile."""
-    max_length: int | None = None
-    """The most tokens in a macro action. A critic that knows nothing makes long ones."""
-
-    def __post_init__(self) -> None:
-        _check_peaks(self.quantile, self.max_length)
-
-    @property
-    def looks_at(self) -> LooksAt:
-        """A quantile is known at the end of the response, a value before its token."""
-        return "response" if self.threshold is None else "prefix"
-
     def __call__(self, responses: Responses) -> Tensor:
-        if responses.values is None:
-            raise ValueError("ValueChange needs Responses.values, those of the critic.")
-        mask, values = responses.mask, responses.values
-        changes = (values - _shift(values)).abs()
-        starts = _peaks(changes, mask & _shift(mask), self.quantile, self.threshold)
-        return _finish(starts, mask, self.max_length)
+        mask, values = responses.mask, self.read(responses, "values")
+        changes = (values - shift(values)).abs()
+        return self.finish(self.peaks(changes, mask & shift(mask)), mask)
 
 
 def thin_out(segments: Segments, scores: Tensor, count: int) -> Segments:
@@ -481,24 +501,10 @@ def thin_out(segments: Segments, scores: Tensor, count: int) -> Segments:
     return Segments.from_starts(first | kept, segments.mask)
 
 
-def _peaks(x: Tensor, among: Tensor, quantile: float, threshold: float | None) -> Tensor:
-    """Where x is above the threshold, or in the highest part of its row: [B, T] bool."""
-    if threshold is not None:
-        return among & (x > threshold)
-    count = ((1 - quantile) * among.sum(dim=1, keepdim=True)).round()
-    return _highest(x, among, count)
-
-
 def _highest(x: Tensor, among: Tensor, count: Tensor | int) -> Tensor:
     """The `count` largest of each row, [B, 1] or for all; of equal ones the first: [B, T] bool."""
     order = torch.where(among, x, -math.inf).argsort(dim=1, descending=True, stable=True)
     return among & (order.argsort(dim=1) < count)
-
-
-def _check_peaks(quantile: float, max_length: int | None) -> None:
-    if not 0.0 <= quantile < 1.0:
-        raise ValueError(f"quantile must be at least 0 and below 1; got {quantile}.")
-    _check_cap(max_length)
 
 
 def _outermost_starts(begin: Tensor, end: Tensor, chosen: Tensor, width: int) -> Tensor:
@@ -516,23 +522,8 @@ def _outermost_starts(begin: Tensor, end: Tensor, chosen: Tensor, width: int) ->
 def _place(mask: Tensor) -> Tensor:
     """0 at the first response token, 1 at the second, ..., and again after each hole: [B, T]."""
     place = mask.cumsum(dim=1) - 1
-    begins = mask & ~_shift(mask)
+    begins = mask & ~shift(mask)
     return place - (place * begins).cummax(dim=1).values if mask.shape[1] else place
-
-
-def _shift(x: Tensor) -> Tensor:
-    """One place to the right, False at the edge."""
-    return pad(x[:, :-1], (1, 0)) if x.shape[1] else x
-
-
-def _finish(starts: Tensor, mask: Tensor, max_length: int | None) -> Tensor:
-    """Start at the first token, and again whenever `max_length` tokens have passed."""
-    starts = starts | (_place(mask) == 0)
-    if max_length is None or not starts.shape[1]:
-        return starts
-    place = mask.cumsum(dim=1) - 1
-    latest = torch.where(starts, place, 0).cummax(dim=1).values
-    return (place - latest) % max_length == 0
 
 
 def _greedy_starts(nll: Tensor, mask: Tensor, max_length: int | None) -> Tensor:
@@ -581,20 +572,6 @@ def mix(x: Tensor) -> Tensor:
     return x ^ (x >> 31)
 
 
-def _vocabulary(responses: Responses, rule: str) -> tuple[Vocabulary, Tensor]:
-    if responses.vocabulary is None:
-        raise ValueError(
-            f"{rule} needs Responses.vocabulary, what each token's text looks like. "
-            "Build it once with `marlhf.spans.vocabulary(tokenizer)`."
-        )
-    return responses.vocabulary, torch.where(responses.mask, responses.tokens, 0)
-
-
 def _look_up(table: Tensor | None, tokens: Tensor) -> Tensor:
     """A table at some tokens; False everywhere where there is none."""
     return torch.zeros_like(tokens, dtype=torch.bool) if table is None else table[tokens]
-
-
-def _check_cap(max_length: int | None) -> None:
-    if max_length is not None and max_length < 1:
-        raise ValueError(f"max_length must be at least 1; got {max_length}.")

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from marlhf.core.masked import check_choice, check_tokens, complain, keep, last_token
+from marlhf.core.masked import check_choice, check_tokens, complain, keep, last_token, shift
 
 Sigma = Literal["equal", "unit", "position", "start"]
 
@@ -69,7 +69,7 @@ class Segments:
                 f"got {list(starts.shape)}."
             )
         late = (mask & (mask.cumsum(dim=1) == 1) & ~starts).any(dim=1)
-        starts = (starts & mask) | (mask & ~_previous(mask))
+        starts = (starts & mask) | (mask & ~shift(mask))
         if split_last:
             starts = starts | last_token(mask)
         return cls((starts.cumsum(dim=1) - 1).clamp(min=0), mask, late)
@@ -103,12 +103,12 @@ class Segments:
     @property
     def starts(self) -> Tensor:
         """True on the first token of each macro action: [B, T] bool."""
-        return self.mask & ~(_previous(self.mask) & (self.ids == self.ids.roll(1, dims=1)))
+        return self.mask & ~(shift(self.mask) & (self.ids == self.ids.roll(1, dims=1)))
 
     @property
     def ends(self) -> Tensor:
         """True on the last token of each macro action: [B, T] bool."""
-        return self.mask & ~(_following(self.mask) & (self.ids == self.ids.roll(-1, dims=1)))
+        return self.mask & ~(shift(self.mask, -1) & (self.ids == self.ids.roll(-1, dims=1)))
 
     @property
     def offsets(self) -> Tensor:
@@ -163,13 +163,3 @@ class Segments:
                 f"spread takes [B, M] with B = {self.ids.shape[0]}, got {list(x.shape)}."
             )
         return torch.where(self.mask, x.gather(1, self.ids), 0)
-
-
-def _previous(mask: Tensor) -> Tensor:
-    """What stands one place to the left, False at the edge."""
-    return torch.nn.functional.pad(mask[:, :-1], (1, 0)) if mask.shape[1] else mask
-
-
-def _following(mask: Tensor) -> Tensor:
-    """What stands one place to the right, False at the edge."""
-    return torch.nn.functional.pad(mask[:, 1:], (0, 1)) if mask.shape[1] else mask

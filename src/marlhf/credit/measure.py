@@ -52,6 +52,7 @@ from marlhf.train.credit_choice import (
     Measurement,
     Option,
     better,
+    by_each,
     decode_sketch,
     encode_sketch,
     options_of,
@@ -60,7 +61,7 @@ from marlhf.train.credit_choice import (
 from marlhf.train.critic_quality import NOTHING, THIRDS, advice, explained_by_thirds
 from marlhf.train.experience import Credit, Experience, RolloutScorer, sample_examples
 from marlhf.train.held_out import sample_held_out, score_scale
-from marlhf.train.ppo import assign_credit, by_each, lambda_one_returns, shape_and_segment
+from marlhf.train.ppo import assign_credit, lambda_one_returns, shape_and_segment
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models, load_models, load_prompts
 from marlhf.train.stages import METHODS
@@ -328,7 +329,7 @@ def _batch(
         _check_reward(state, experience, examples)
     shuffler = torch.Generator().manual_seed(seed * 1_000_003 + number)
     credit = credit_of(state, experience, shuffler)
-    advantages = by_each(experience, credit, models, shuffler, configs)
+    advantages = by_each(experience, credit, models, shuffler, configs, assign_credit)
     measurement = Measurement(advantages, [seed] * BLOCKS)
     part = measurement.begin()
     for micro in experience.micro_batches(models):

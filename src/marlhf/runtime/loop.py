@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,7 +38,17 @@ from marlhf.runtime.progress import Steps, format_numbers, say, warn
 from marlhf.runtime.stage import Stopped, due, finish, record_outcome, seed_run
 from marlhf.runtime.trackers import Trackers
 
-Method = Callable[[Any, GivenObjects, World, RunFolder], Path]
+
+@dataclass(frozen=True)
+class OpenRun:
+    """What a method trains with, beside its config."""
+
+    folder: RunFolder
+    world: World
+    objects: GivenObjects
+
+
+Method = Callable[[Any, OpenRun], Path]
 """The loop of a method: trains by its config, and returns the folder of the model."""
 
 
@@ -59,7 +70,7 @@ def in_run_folder(stage: str) -> Callable[[Method], Callable[..., Path]]:
             if run.finished:
                 return run.model
             seed_run(config.seed, config.deterministic)
-            return method(config, objects, world, run)
+            return method(config, OpenRun(run, world, objects))
 
         return train
 

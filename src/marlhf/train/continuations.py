@@ -63,14 +63,18 @@ def monte_carlo_values(
     segments: Segments,
     rl: RLRun,
     config: PPOConfig,
-) -> Tensor:
-    """The value of the state at the start of each macro action, 0 elsewhere: [B, T]."""
+) -> tuple[Segments, Tensor]:
+    """The macro actions that have values, and the value of the state at the start of each.
+
+    Values are 0 elsewhere: [B, T].
+    """
+    segments = chosen_boundaries(segments, experience, config)
     states, count = states_of(examples, segments, experience), config.continuations
     seeds = rl.response_seeds(len(states) * count)
     returns = continuation_returns(states, rl.score, count, seeds, rl.kl.coef, config.kl_estimator)
     values = torch.zeros(segments.mask.shape, device=returns.device)
     values[segments.starts] = returns.mean(dim=1)  # both row by row
-    return values
+    return segments, values
 
 
 @torch.no_grad()

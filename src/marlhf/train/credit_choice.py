@@ -26,13 +26,15 @@ from torch import Tensor
 
 from marlhf.config.candidates import Candidate
 from marlhf.config.settings import to_raw
-from marlhf.core import Agreement, NGram, gradient_agreement
+from marlhf.core import Agreement, NGram, Segments, gradient_agreement, segment
 from marlhf.models.scores import BLOCK, BLOCKS, TokenScores
 from marlhf.runtime.distributed import World
 from marlhf.runtime.progress import say, warn
 from marlhf.train.critic_quality import LONG_REACH, THIRDS, WATCHED, KnowledgeWatch, knows_nothing
-from marlhf.train.experience import Credit, MicroBatch
+from marlhf.train.experience import Credit, Experience, MicroBatch
 from marlhf.train.ppo_config import PPOConfig
+from marlhf.train.rl_models import Models
+from marlhf.train.rl_run import RLRun
 
 WINDOW = 12
 """Batches that the choice looks back on. Weights move little in so many steps."""
@@ -43,6 +45,9 @@ PERIOD = 48
 ERRORS = 2.0
 """Standard errors by which a candidate must be ahead. With eleven candidates and a choice at every
 step, one would too often switch on noise."""
+
+AssignCredit = Callable[[Tensor, Tensor, Segments, PPOConfig], Credit]
+"""`assign_credit` of ppo.py, which imports this file."""
 
 
 @dataclass(frozen=True)
@@ -163,23 +168,25 @@ class CreditChooser:
         return [*(option.config for option in self.options), unbiased(own)]
 
     def measure(
-        self, step: int, advantages: Callable[[list[PPOConfig]], Tensor]
+        self, step: int, experience: Experience, credit: Credit, rl: RLRun, assign: AssignCredit
     ) -> Measurement | None:
-        """To be taken in the passes of the next update: a batch's `advantages` by each config."""
-        return Measurement(advantages(self.configs), sketch_seeds(step)) if self.auto else None
+        """To be taken in the passes of the next update: a batch's advantages by each config."""
+        if not self.auto:
+            return None
+        return Measurement(
+            by_each(experience, credit, rl.models, rl.shuffler, self.configs, assign),
+            sketch_seeds(step),
+        )
 
     def update(
         self,
         step: int,
+        experience: Experience,
         credit: Credit,
         measurement: Measurement | None,
-        world: World,
-        reaches: Callable[[list[PPOConfig]], list[float]],
+        models: Models,
     ) -> dict[str, float]:
-        """Take in a batch, and choose for the next. Returns metrics.
-
-        `reaches` gives the share of a response that credit by each config reaches back over.
-        """
+        """Take in a batch, and choose for the next. Returns metrics."""
         if not self.auto:
             return {}
         config = self.config
@@ -187,8 +194,9 @@ class CreditChooser:
         if measurement is not None:
             allowed = None
             if knows_nothing(self.explained):
-                allowed = [reach >= LONG_REACH for reach in reaches(self.configs[:-1])]
-            sums = measurement.over_ranks(world)
+                reaches = reach_of_each(experience, models, self.configs[:-1])
+                allowed = [reach >= LONG_REACH for reach in reaches]
+            sums = measurement.over_ranks(models.world)
             metrics |= self.choose(step, sums, measurement.seeds, allowed)
         return metrics
 
@@ -246,6 +254,43 @@ class CreditChooser:
         saved = decode_sketch(state["window"])
         self.window.extend(zip(state["seeds"], saved.double()))
         self.explained.extend(state.get("explained", []))  # not in checkpoints of earlier versions
+
+
+@torch.no_grad()
+def by_each(
+    experience: Experience,
+    credit: Credit,
+    models: Models,
+    shuffler: torch.Generator,
+    configs: Sequence[PPOConfig],
+    assign: AssignCredit,
+) -> Tensor:
+    """A batch's advantages by every way to assign credit that is compared: [E, B, T]."""
+    responses = experience.responses(models.vocabulary, shuffler)
+    advantages: list[Tensor] = []
+    for config in configs:
+        segments = segment(config.segmenter, responses, split_last=config.split_last)
+        assigned = assign(credit.rewards, credit.values, segments, config)
+        advantages.append(assigned.whitened(config.whiten))
+    return torch.stack(advantages) / credit.segments.mask.sum().clamp(min=1)
+
+
+@torch.no_grad()
+def reach_of_each(
+    experience: Experience, models: Models, configs: Sequence[PPOConfig]
+) -> list[float]:
+    """The share of a response that credit reaches back over, by every way to assign it."""
+    responses = experience.responses(models.vocabulary, torch.Generator().manual_seed(0))
+    mask, shares = experience.mask, list[float]()
+    for config in configs:
+        assert config.lam != "adaptive", "`credit: auto` compares fixed lambdas"
+        segments = segment(config.segmenter, responses, split_last=config.split_last)
+        tokens = mask.float()
+        credit = Credit(tokens, segments, tokens, tokens, tokens)
+        shares.append(
+            float(credit.reach(config.lam, config.lam_alpha) * len(mask) / mask.sum().clamp(min=1))
+        )
+    return shares
 
 
 def encode_sketch(sketch: Tensor) -> dict[str, Any]:

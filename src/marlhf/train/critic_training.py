@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from marlhf.runtime.stage import Example
+from marlhf.train.credit_choice import CriticWatch
 from marlhf.train.critic_pretraining import forget_pretraining, pretrain_critic
 from marlhf.train.critic_quality import explained_by_thirds
 from marlhf.train.critic_replay import CriticReplay
@@ -20,6 +21,8 @@ from marlhf.train.rl_run import RLRun
 class CriticTraining:
     """Pretraining, replay, and how much the critic explains; nothing without a critic.
 
+    `watch` warns where it misleads.
+
     `shape` and `returns_of` are PPO's own: token rewards with macro actions, and the returns of
     lambda 1 that a critic regresses on.
     """
@@ -27,6 +30,7 @@ class CriticTraining:
     def __init__(self, config: PPOConfig, shape: Shape, returns_of: Returns) -> None:
         self.config, self.shape, self.returns_of = config, shape, returns_of
         self.replay = CriticReplay(config)
+        self.watch = CriticWatch(config)
 
     @property
     def checkpointed(self) -> Mapping[str, Any]:

@@ -32,8 +32,7 @@ from marlhf.runs.atomic import explain_disk_errors, replacing
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.checkpoint import list_checkpoints
-from marlhf.runtime.distributed import World
-from marlhf.runtime.loop import in_run_folder
+from marlhf.runtime.loop import OpenRun, in_run_folder
 from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.model_loader import check_tokenizer, load_trained_policy
 from marlhf.runtime.objects import GivenObjects
@@ -51,12 +50,12 @@ ROUNDING = 1e-3
 
 
 @in_run_folder("dpo")
-def train(config: DPOConfig, objects: GivenObjects, world: World, run: RunFolder) -> Path:
+def train(config: DPOConfig, run: OpenRun) -> Path:
     """Train, or resume training; returns the folder of the policy."""
-    dpo = SupervisedRun(config, run, world, objects, load_trained_policy, config.part)
+    dpo, world = SupervisedRun(config, run, load_trained_policy, config.part), run.world
     held_out = dpo.held_out = dpo.held_out[:MAX_HELD_OUT]
     with world.raise_on_all_ranks():
-        reference = load_reference(config, objects, dpo.tokenizer, dpo.model)
+        reference = load_reference(config, run.objects, dpo.tokenizer, dpo.model)
         check_positions(reference, dpo.examples + held_out, name="reference")
         used = sorted({i for step in range(dpo.num_steps) for i in dpo.row_numbers(step + 1)})
         pairs = [dpo.examples[i] for i in used]
@@ -65,7 +64,8 @@ def train(config: DPOConfig, objects: GivenObjects, world: World, run: RunFolder
     # pair near a tie changes sides with the size of passes.
     passes = dpo.place(unpadded=False)
     # Before a checkpoint is loaded: the policy is still its own reference.
-    train_ref, held_out_ref = reference_logprobs(passes, reference, (pairs, held_out), key, run)
+    sets = pairs, held_out
+    train_ref, held_out_ref = reference_logprobs(passes, reference, sets, key, run.folder)
     del reference
     ref_logprobs = torch.full((2, len(dpo.examples)), torch.nan, device=world.device)
     ref_logprobs[:, torch.tensor(used, device=world.device)] = train_ref
@@ -90,7 +90,7 @@ def train(config: DPOConfig, objects: GivenObjects, world: World, run: RunFolder
                 "dpo/rejected_reward": float(rejected.mean()),
             } | {f"dpo/{k}": x for k, x in numbers.items()}
             loop.log(metrics, show=("dpo/loss", "dpo/accuracy"))
-        root = run.path.parent
+        root = run.folder.path.parent
         return dpo.close(f"marlhf report {root} -o {root / 'report.html'}")
 
 

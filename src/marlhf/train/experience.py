@@ -37,7 +37,6 @@ from marlhf.models.base import Model
 from marlhf.models.sequences import Sequences, send
 from marlhf.rollout.engine import Rollout
 from marlhf.runtime.distributed import World, gather_rollout
-from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.stage import Example
 from marlhf.runtime.timing import explained_variance
 from marlhf.train.conversations import gather_played, play_share
@@ -253,7 +252,7 @@ class RolloutScorer:
         # Parsers run in processes of their own, while the models score on this one.
         parse = models.parsing and prefixes is None and models.parsing.begin(responses)
         rows = [scored_row(e.row, e.episode) for e in examples]
-        raw = fit_memory(world, partial(models.reward, prompts, whole, rows))
+        raw = models.fit_memory(partial(models.reward, prompts, whole, rows))
         before = prompts if prefixes is None else _joined(prompts, prefixes)
         sequences = models.sequences(before, responses, rollout.sampled)
         episodes = [e.episode for e in examples if e.episode is not None] or None
@@ -343,7 +342,7 @@ def _pass_over(
         return models.world.sum(result)
 
     with torch.no_grad():
-        return fit_memory(models.world, whole)
+        return models.fit_memory(whole)
 
 
 @dataclass(frozen=True)

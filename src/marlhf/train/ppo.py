@@ -4,12 +4,12 @@ Each step of `train`: sample responses and score them, shape the rewards of thei
 them into macro actions, estimate each one's advantage, update policy and critic. With
 `segmenter: {type: ngram, n: 1}` this is ordinary PPO.
 
-Axes: B rows, T response tokens, M macro actions, E ways to assign credit.
+Axes: B rows, T response tokens, M macro actions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,14 +28,10 @@ from marlhf.core import (
     segment,
     shape_rewards,
 )
-from marlhf.runs.write import RunFolder
-from marlhf.runtime.distributed import World
-from marlhf.runtime.loop import in_run_folder
-from marlhf.runtime.memory import fit_memory
-from marlhf.runtime.objects import GivenObjects
+from marlhf.runtime.loop import OpenRun, in_run_folder
 from marlhf.spans.apply import explain_segmenter_errors
-from marlhf.train.continuations import chosen_boundaries, monte_carlo_values
-from marlhf.train.credit_choice import CreditChooser, CriticWatch, Measurement
+from marlhf.train.continuations import monte_carlo_values
+from marlhf.train.credit_choice import CreditChooser, Measurement
 from marlhf.train.critic_training import CriticTraining
 from marlhf.train.experience import Credit, Experience, PolicyMetrics, count_terms
 from marlhf.train.positive_examples import PositiveExamples
@@ -45,16 +41,15 @@ from marlhf.train.rl_run import Learner, RLRun
 
 
 @in_run_folder("ppo")
-def train(config: PPOConfig, objects: GivenObjects, world: World, run: RunFolder) -> Path:
+def train(config: PPOConfig, run: OpenRun) -> Path:
     """Train, or resume training; returns the folder of the policy."""
     rates = {"policy": config.learning_rate}
     if config.has_critic:
         rates["critic"] = config.critic_learning_rate
-    chooser, watch_critic = CreditChooser(config), CriticWatch(config)
+    chooser = CreditChooser(config)
     critic = CriticTraining(config, shape_and_segment, lambda_one_returns)
     checkpointed = {**chooser.checkpointed, **critic.checkpointed}
-    credit_of_samples = partial(held_out_credit, chooser)
-    rl = RLRun(config, run, world, objects, credit_of_samples, rates, checkpointed)
+    rl = RLRun(config, run, partial(held_out_credit, chooser), rates, checkpointed)
     rl.score.provide_for(option.config.segmenter for option in chooser.options)
     rl.score.reads_entropy |= config.boundaries is not None
 
@@ -71,8 +66,7 @@ def train(config: PPOConfig, objects: GivenObjects, world: World, run: RunFolder
             )
             metrics: dict[str, Tensor] = {}
             if not config.has_critic:
-                segments = chosen_boundaries(segments, experience, config)
-                values = monte_carlo_values(batch, experience, segments, rl, config)
+                segments, values = monte_carlo_values(batch, experience, segments, rl, config)
             elif config.one_update:
                 values, metrics = critic_values_and_backward(
                     experience, rewards, segments, rl.models, config
@@ -80,21 +74,19 @@ def train(config: PPOConfig, objects: GivenObjects, world: World, run: RunFolder
             else:
                 values = experience.critic_values(rl.models)
             credit = assign_credit(rewards, values, segments, config)
-            learning_rates = rl.rates(step)
+            learning_rates, measurement = rl.rates(step), None
             if step <= config.critic_warmup_steps:
                 del learning_rates["policy"]
-            candidates = partial(by_each, experience, credit, rl.models, rl.shuffler)
-            measured = "policy" in learning_rates
-            measurement = chooser.measure(step, candidates) if measured else None
+            else:
+                measurement = chooser.measure(step, experience, credit, rl, assign_credit)
             rl.clock.mark("credit")
             metrics |= update(experience, credit, rl.learner, learning_rates, config, measurement)
             metrics |= critic.learn(step, batch, experience, credit, config, rl, learning_rates)
             rl.clock.mark("update")
-            reaches = partial(reach_of_each, experience, rl.models)
-            chosen = chooser.update(step, credit, measurement, world, reaches)
+            chosen = chooser.update(step, experience, credit, measurement, rl.models)
             numbers = rl.log(experience, credit, metrics | credit.value_metrics(), chosen)
             chooser.note(numbers)
-            watch_critic(step, credit, numbers)
+            critic.watch(step, credit, numbers)
         policy = rl.close()
         critic.close(rl)
         return policy
@@ -145,7 +137,7 @@ def critic_values_and_backward(
             total_loss += loss.detach()
         return values, total_loss
 
-    values, loss = fit_memory(models.world, compute, models.critic)
+    values, loss = models.fit_memory(compute, models.critic)
     return models.world.sum(values), {"rl/value_loss": models.world.sum(loss)}
 
 
@@ -304,39 +296,3 @@ def held_out_credit(
     # value of every state.
     values = torch.where(segments.mask, rewards.sum(dim=1).mean(), 0.0)
     return assign_credit(rewards, values, segments, replace(config, lam=1.0))
-
-
-@torch.no_grad()
-def by_each(
-    experience: Experience,
-    credit: Credit,
-    models: Models,
-    shuffler: torch.Generator,
-    configs: Sequence[PPOConfig],
-) -> Tensor:
-    """A batch's advantages by every way to assign credit that is compared: [E, B, T]."""
-    responses = experience.responses(models.vocabulary, shuffler)
-    advantages: list[Tensor] = []
-    for config in configs:
-        segments = segment(config.segmenter, responses, split_last=config.split_last)
-        assigned = assign_credit(credit.rewards, credit.values, segments, config)
-        advantages.append(assigned.whitened(config.whiten))
-    return torch.stack(advantages) / credit.segments.mask.sum().clamp(min=1)
-
-
-@torch.no_grad()
-def reach_of_each(
-    experience: Experience, models: Models, configs: Sequence[PPOConfig]
-) -> list[float]:
-    """The share of a response that credit reaches back over, by every way to assign it."""
-    responses = experience.responses(models.vocabulary, torch.Generator().manual_seed(0))
-    mask, shares = experience.mask, list[float]()
-    for config in configs:
-        assert config.lam != "adaptive", "`credit: auto` compares fixed lambdas"
-        segments = segment(config.segmenter, responses, split_last=config.split_last)
-        tokens = mask.float()
-        credit = Credit(tokens, segments, tokens, tokens, tokens)
-        shares.append(
-            float(credit.reach(config.lam, config.lam_alpha) * len(mask) / mask.sum().clamp(min=1))
-        )
-    return shares

@@ -10,11 +10,8 @@ from torch import Tensor
 
 from marlhf.core import reward_loss
 from marlhf.models.forward import final_scores
-from marlhf.runs.write import RunFolder
-from marlhf.runtime.distributed import World
-from marlhf.runtime.loop import in_run_folder
+from marlhf.runtime.loop import OpenRun, in_run_folder
 from marlhf.runtime.model_loader import load_trained_scalar
-from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.stage import Example
 from marlhf.train.reward_config import RewardConfig
@@ -25,9 +22,9 @@ MAX_HELD_OUT = 1024
 
 
 @in_run_folder("reward")
-def train(config: RewardConfig, objects: GivenObjects, world: World, run: RunFolder) -> Path:
+def train(config: RewardConfig, run: OpenRun) -> Path:
     """Train, or resume training; returns the folder of the model."""
-    stage = SupervisedRun(config, run, world, objects, load_trained_scalar, "reward")
+    stage = SupervisedRun(config, run, load_trained_scalar, "reward")
     stage.model.config.pad_token_id = stage.tokenizer.pad_token_id
     passes = stage.place()
     measure = partial(evaluate, passes, stage.held_out[:MAX_HELD_OUT])
@@ -42,7 +39,7 @@ def train(config: RewardConfig, objects: GivenObjects, world: World, run: RunFol
                 "reward/margin": float(margins.mean()),
             } | {f"reward/{k}": x for k, x in numbers.items()}
             loop.log(metrics, show=("reward/loss", "reward/accuracy"))
-        return stage.close(f"marlhf ppo, with reward_model: {run.model}")
+        return stage.close(f"marlhf ppo, with reward_model: {run.folder.model}")
 
 
 def backward(passes: Passes, rows: list[Example], center_coef: float) -> tuple[Tensor, Tensor]:

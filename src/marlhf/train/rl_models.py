@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from marlhf.rollout.vllm import VLLMEngine
 from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World, gather_rollout
+from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.model_loader import RewardItem, load_sources, reward_items, rl_sources
 from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.progress import say
@@ -37,6 +38,8 @@ from marlhf.runtime.stage import Example, check_positions, each_prompt_once, loa
 from marlhf.spans import vocabulary
 from marlhf.spans.apply import Parsing, open_parsing
 from marlhf.train.conversations import conversations_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,10 @@ class Models:
     ) -> Sequences:
         pad_id = self.tokenizer.pad_token_id
         return Sequences.from_lists(prompts, responses, pad_id, self.world.device, sampled)
+
+    def fit_memory(self, compute: Callable[[], T], *trained: Model) -> T:
+        """What `compute` returns, whose passes are made to fit into memory."""
+        return fit_memory(self.world, compute, *trained)
 
     def logprobs(
         self, model: Model, sequences: Sequences, scores: TokenScores | None = None

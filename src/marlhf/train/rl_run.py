@@ -16,12 +16,8 @@ from marlhf.config.sampling import Sampling
 from marlhf.core import masked_mean
 from marlhf.rollout.engine import AsyncEngine, Rollout
 from marlhf.runs.layout import CRITIC, RunError
-from marlhf.runs.write import RunFolder
 from marlhf.runtime.checkpoint import generator_state, set_generator_state
-from marlhf.runtime.distributed import World
-from marlhf.runtime.loop import Loop
-from marlhf.runtime.memory import fit_memory
-from marlhf.runtime.objects import GivenObjects
+from marlhf.runtime.loop import Loop, OpenRun
 from marlhf.runtime.optim import Update, apply_updates, make_optimizer
 from marlhf.runtime.progress import warn
 from marlhf.runtime.stage import Example, batch_rows, count_steps
@@ -80,7 +76,7 @@ class Learner:
         updates: list[dict[str, Tensor]] = []
         for backward in passes:
             for part in self.mini_batches(rows or list(range(len(experience.scores)))):
-                metrics = fit_memory(models.world, partial(backward, part), *trained.values())
+                metrics = models.fit_memory(partial(backward, part), *trained.values())
                 norms = apply_updates(
                     [Update(trained[x], self.optimizers[x], learning_rates[x]) for x in trained],
                     self.max_grad_norm,
@@ -111,13 +107,12 @@ class RLRun:
     def __init__(
         self,
         config: RLConfig,
-        run: RunFolder,
-        world: World,
-        objects: GivenObjects,
+        opened: OpenRun,
         held_out_credit: Callable[..., Credit],
         learning_rates: Mapping[str, float],
         checkpointed: Mapping[str, HasState] | None = None,
     ) -> None:
+        run, world, objects = opened.folder, opened.world, opened.objects
         self.run, self.world, self.learning_rates, self.config = run, world, learning_rates, config
         if config.sampling.truncated:
             warn(

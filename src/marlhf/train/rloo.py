@@ -26,10 +26,7 @@ from marlhf.core import (
     state_advantages,
 )
 from marlhf.errors import SettingError
-from marlhf.runs.write import RunFolder
-from marlhf.runtime.distributed import World
-from marlhf.runtime.loop import in_run_folder
-from marlhf.runtime.objects import GivenObjects
+from marlhf.runtime.loop import OpenRun, in_run_folder
 from marlhf.train.conversations import turn_states
 from marlhf.train.dynamic_sampling import replace_equal_groups, rows_to_train
 from marlhf.train.experience import Credit, Experience, PolicyMetrics, count_terms
@@ -41,7 +38,7 @@ from marlhf.train.tree_rollout import Tree, grow_tree
 
 
 @in_run_folder("rloo")
-def train(config: RLOOConfig, objects: GivenObjects, world: World, run: RunFolder) -> Path:
+def train(config: RLOOConfig, run: OpenRun) -> Path:
     """Train, or resume training; returns the folder of the policy."""
     if config.group == "state" and not config.environment:
         raise SettingError(
@@ -49,7 +46,7 @@ def train(config: RLOOConfig, objects: GivenObjects, world: World, run: RunFolde
             "there is none. Set environment, or leave out group."
         )
     rates = {"policy": config.learning_rate}
-    rl = RLRun(config, run, world, objects, partial(held_out_credit, config), rates)
+    rl = RLRun(config, run, partial(held_out_credit, config), rates)
 
     with rl.loop:
         for step in rl.steps():

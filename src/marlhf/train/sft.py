@@ -12,11 +12,8 @@ from torch import Tensor
 
 from marlhf.core import sft_loss
 from marlhf.models.forward import token_stats
-from marlhf.runs.write import RunFolder
-from marlhf.runtime.distributed import World
-from marlhf.runtime.loop import in_run_folder
+from marlhf.runtime.loop import OpenRun, in_run_folder
 from marlhf.runtime.model_loader import load_trained_policy
-from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.stage import Example
 from marlhf.train.sft_config import SFTConfig
@@ -27,9 +24,9 @@ MAX_HELD_OUT = 512
 
 
 @in_run_folder("sft")
-def train(config: SFTConfig, objects: GivenObjects, world: World, run: RunFolder) -> Path:
+def train(config: SFTConfig, run: OpenRun) -> Path:
     """Train, or resume training; returns the folder of the model."""
-    sft = SupervisedRun(config, run, world, objects, load_trained_policy, "sft")
+    sft = SupervisedRun(config, run, load_trained_policy, "sft")
     passes = sft.place()
     with sft.begin(partial(evaluate, passes, sft.held_out[:MAX_HELD_OUT]), metric="loss") as loop:
         for step in sft.steps():
@@ -40,7 +37,7 @@ def train(config: SFTConfig, objects: GivenObjects, world: World, run: RunFolder
             metrics = {"sft/loss": float(loss)} | {f"sft/{k}": x for k, x in numbers.items()}
             metrics["time/tokens_per_second"] = tokens / (time.perf_counter() - start_time)
             loop.log(metrics, show=("sft/loss",))
-        return sft.close(f"marlhf reward, and then marlhf ppo, with model: {run.model}")
+        return sft.close(f"marlhf reward, and then marlhf ppo, with model: {run.folder.model}")
 
 
 def backward(passes: Passes, rows: list[Example]) -> list[Tensor]:

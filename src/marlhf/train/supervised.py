@@ -14,11 +14,9 @@ from marlhf.config.model import Precision
 from marlhf.data.collate import Micro
 from marlhf.models.base import Model, autocast
 from marlhf.models.sequences import Sequences
-from marlhf.runs.write import RunFolder
 from marlhf.runtime.distributed import World
-from marlhf.runtime.loop import Loop
+from marlhf.runtime.loop import Loop, OpenRun
 from marlhf.runtime.memory import fit_memory
-from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.optim import Update, apply_updates, make_optimizer
 from marlhf.runtime.stage import Example, batch_rows, count_steps, load_supervised
 
@@ -58,14 +56,13 @@ class SupervisedRun:
     def __init__(
         self,
         config: Any,
-        run: RunFolder,
-        world: World,
-        objects: GivenObjects,
+        opened: OpenRun,
         load_model: Callable[..., Model],
         part: str,
     ) -> None:
-        self.config, self.run, self.world, self.objects = config, run, world, objects
-        loaded = load_supervised(config, part, objects, world, load_model)
+        self.config, self.run, self.world = config, opened.folder, opened.world
+        self.objects = opened.objects
+        loaded = load_supervised(config, part, self.objects, self.world, load_model)
         self.tokenizer, self.model, self.examples, self.held_out = loaded
         self.num_steps = count_steps(config, len(self.examples))
 

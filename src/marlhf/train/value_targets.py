@@ -17,7 +17,6 @@ from torch import Tensor
 
 from marlhf.core import Segments, ppo_value_loss
 from marlhf.models.sequences import Sequences, send
-from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.optim import Update, apply_updates
 from marlhf.train.experience import Experience, count_terms, micro_batches
 from marlhf.train.ppo_config import PPOConfig
@@ -107,7 +106,7 @@ def regress(
             total += loss.detach() * micro.weight
         return total
 
-    loss = models.world.sum(fit_memory(models.world, backward, models.critic))
+    loss = models.world.sum(models.fit_memory(backward, models.critic))
     finite = [("the returns", returns), ("the critic's loss", loss)]
     update = Update(models.critic, optimizer, learning_rate)
     apply_updates([update], config.max_grad_norm, models.world, finite)
