@@ -195,7 +195,7 @@ def test_a_text_is_cut_by_entropy(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"boundaries": 2}, "values: critic samples none"),
+        ({"boundaries": 2}, "values: critic has one per token"),
         ({"values": "monte_carlo", "segmenter": ValueChange()}, "values: monte_carlo has none"),
         ({"lam": "long"}, "lam must be a number or adaptive"),
         ({"lam_alpha": 0.0}, "lam_alpha must be positive"),

@@ -147,10 +147,10 @@ def _ppo_run(folder: Path) -> Run:
             f"{folder} is a run of {run.stage or 'an unknown stage'}, which has no critic: credit "
             "is measured for PPO. Give the folder of a PPO run."
         )
-    if run.config.get("values") == "monte_carlo":
+    if (values := run.config.get("values", "critic")) != "critic":
         raise CreditError(
-            f"{folder} takes its values from continuations (values: monte_carlo) and has no "
-            "critic to measure. Give a run with values: critic."
+            f"{folder} was trained with values: {values} and has no critic to measure. Give a run "
+            "with values: critic."
         )
     return run
 

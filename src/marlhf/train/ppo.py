@@ -34,6 +34,7 @@ from marlhf.runtime.loop import in_run_folder
 from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.objects import GivenObjects
 from marlhf.spans.apply import explain_segmenter_errors
+from marlhf.train.answer_values import answer_values, check_answers
 from marlhf.train.continuations import chosen_boundaries, monte_carlo_values
 from marlhf.train.credit_choice import CreditChooser, CriticWatch, Measurement
 from marlhf.train.critic_training import CriticTraining
@@ -57,6 +58,8 @@ def train(config: PPOConfig, objects: GivenObjects, world: World, run: RunFolder
     rl = RLRun(config, run, world, objects, credit_of_samples, rates, checkpointed)
     rl.score.provide_for(option.config.segmenter for option in chooser.options)
     rl.score.reads_entropy |= config.boundaries is not None
+    if config.values == "answer":
+        check_answers([example.row for example in rl.examples], config)
 
     with rl.loop:
         for step in rl.steps():
@@ -72,7 +75,9 @@ def train(config: PPOConfig, objects: GivenObjects, world: World, run: RunFolder
             metrics: dict[str, Tensor] = {}
             if not config.has_critic:
                 segments = chosen_boundaries(segments, experience, config)
-                values = monte_carlo_values(batch, experience, segments, rl, config)
+                sampled = config.values == "monte_carlo"
+                values_at_starts = monte_carlo_values if sampled else answer_values
+                values = values_at_starts(batch, experience, segments, rl, config)
             elif config.one_update:
                 values, metrics = critic_values_and_backward(
                     experience, rewards, segments, rl.models, config
