@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from marlhf.models.forward import pass_choice
 from marlhf.rollout import Sampling
 from marlhf.runtime.distributed import start as start_world
 from marlhf.runtime.objects import GivenObjects
+from marlhf.runtime.stage import Example
 from marlhf.train import answer_values as room
 from marlhf.train import ppo
 from marlhf.train.answer_values import (
@@ -20,7 +22,7 @@ from marlhf.train.answer_values import (
     answer_values,
     check_answers,
 )
-from marlhf.train.continuations import State, states_of
+from marlhf.train.continuations import State, states_of, values_without_critic
 from marlhf.train.experience import RolloutScorer, sample_responses
 from marlhf.train.rl_models import load_models
 from small_runs import assert_close, everything, read_lines, stop_after, weights
@@ -58,9 +60,7 @@ def loaded(ppo_config):
         )
         models = load_models(config, given(), start_world("cpu", "auto"), critic=False)
         models.policy.double()
-        examples = [
-            room.Example(row, models.tokenizer.encode(row.prompt), [], []) for row in rows(5)
-        ]
+        examples = [Example(row, models.tokenizer.encode(row.prompt), [], []) for row in rows(5)]
         rollout = sample_responses([e.prompt for e in examples], models, list(range(5)))
         experience = RolloutScorer(models, config)(examples, rollout)
         responses = experience.responses(models.vocabulary, torch.Generator().manual_seed(0))
@@ -70,9 +70,11 @@ def loaded(ppo_config):
     return load
 
 
-class Run:
-    def __init__(self, models):
-        self.models = models
+def values_by(config, models, examples, experience, segments):
+    """[B, T]."""
+    of_states = partial(answer_values, experience=experience, models=models, config=config)
+    rewards = torch.zeros(segments.mask.shape)
+    return values_without_critic(of_states, examples, experience, segments, rewards, config)
 
 
 def one_by_one(states, branches, models):
@@ -98,13 +100,13 @@ def test_values_are_those_of_one_pass_per_boundary(loaded):
     assert pass_choice(models.policy).branches_until > 0  # rows were read once
     torch.testing.assert_close(found.double(), slow, rtol=1e-6, atol=1e-6)
 
-    values = answer_values(examples, experience, segments, Run(models), config)
+    values = values_by(config, models, examples, experience, segments)
     torch.testing.assert_close(values[segments.starts].double(), slow.exp(), rtol=1e-5, atol=1e-9)
     assert not values[~segments.starts].any()
     scored = torch.tensor([len(b.tokens) - b.first for b in branches])
     assert (scored > 1).any()
     by_token = replace(config, answer_value="token_prob")
-    values = answer_values(examples, experience, segments, Run(models), by_token)
+    values = values_by(by_token, models, examples, experience, segments)
     expected = (slow / scored).exp()
     torch.testing.assert_close(values[segments.starts].double(), expected, rtol=1e-5, atol=1e-9)
 
@@ -112,15 +114,13 @@ def test_values_are_those_of_one_pass_per_boundary(loaded):
 @torch.no_grad()
 def test_micro_batches_and_the_rest_of_a_batch_change_nothing(loaded):
     config, models, examples, experience, segments = loaded()
-    whole = answer_values(examples, experience, segments, Run(models), config)
-    small = answer_values(
-        examples, experience, segments, Run(replace(models, pass_tokens=40)), config
-    )
+    whole = values_by(config, models, examples, experience, segments)
+    small = values_by(config, replace(models, pass_tokens=40), examples, experience, segments)
     torch.testing.assert_close(whole, small, rtol=1e-6, atol=0)
     alone = replace(experience, sequences=experience.sequences.rows([2]))
     width = alone.mask.shape[1]
     own = Segments(segments.ids[2:3, :width], alone.mask)
-    single = answer_values(examples[2:3], alone, own, Run(models), config)
+    single = values_by(config, models, examples[2:3], alone, own)
     torch.testing.assert_close(whole[2:3, :width], single, rtol=1e-6, atol=0)
 
 
@@ -128,7 +128,7 @@ def test_micro_batches_and_the_rest_of_a_batch_change_nothing(loaded):
 def test_a_model_that_cannot_branch_is_read_once_per_boundary(loaded, monkeypatch, capfd):
     """Its own passes ignore the mask, as those of some families do."""
     config, models, examples, experience, segments = loaded()
-    expected = answer_values(examples, experience, segments, Run(models), config)
+    expected = values_by(config, models, examples, experience, segments)
     pass_choice(models.policy).branches_until = 0
     forward = models.policy.forward
 
@@ -136,11 +136,11 @@ def test_a_model_that_cannot_branch_is_read_once_per_boundary(loaded, monkeypatc
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(models.policy, "forward", deaf)
-    found = answer_values(examples, experience, segments, Run(models), config)
+    found = values_by(config, models, examples, experience, segments)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
     assert "cannot read several ends of a text" in capfd.readouterr().err
     monkeypatch.setattr(room, "branch_logprobs", None)  # asked once, and never again
-    answer_values(examples, experience, segments, Run(models), config)
+    values_by(config, models, examples, experience, segments)
 
 
 def test_the_answer_is_scored_and_what_comes_before_it_is_given(loaded, ppo_config):

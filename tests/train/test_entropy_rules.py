@@ -124,13 +124,13 @@ def test_continuations_at_few_boundaries_of_high_entropy(ppo_config, scored, mon
         assert [t for t, start in enumerate(kept.tolist()) if start] == sorted([0, *highest])
 
     counts = []
-    real = ppo.monte_carlo_values
+    real = ppo.values_without_critic
 
-    def watched(batch, experience, segments, *more):
+    def watched(of_states, batch, experience, segments, *more):
         counts.append(segments.macro_mask.sum(dim=1).max())
-        return real(batch, experience, segments, *more)
+        return real(of_states, batch, experience, segments, *more)
 
-    monkeypatch.setattr(ppo, "monte_carlo_values", watched)
+    monkeypatch.setattr(ppo, "values_without_critic", watched)
     options = {"values": "monte_carlo", "continuations": 2, "boundaries": 1}
     steps(ppo_config("few", num_steps=1, save_every=0, segmenter=NGram(2), **options))
     assert [int(count) for count in counts] == [2]

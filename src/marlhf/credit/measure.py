@@ -286,7 +286,7 @@ def measure(state: RunState, rules: tuple[str, ...] = (), *, batches: int = 24, 
     options = options_of(state.config, parse_candidates(rules or (*MEASURED, *turns)))
     state.score.provide_for(option.config.segmenter for option in options)
     configs = [*(option.config for option in options), unbiased(options[0].config)]
-    size = state.config.batch_size
+    size = state.config.batch_size * state.config.num_samples
     file = state.folder / CREDIT_LINES
     setting = _setting(state, [o.name for o in options], seed)
     lines = read_keyed(file, setting)
@@ -354,6 +354,7 @@ def sample_batch(
     """A batch that training could meet next, or the first `most` rows of it."""
     size, run_seed = state.config.batch_size, state.config.seed
     rows = batch_rows(state.step + number, len(state.examples), size, run_seed)
+    rows = [row for row in rows for _ in range(state.config.num_samples)]
     examples = [state.examples[i] for i in rows[:most]]
     generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
     seeds = torch.randint(2**62, (len(rows),), generator=generator).tolist()

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from marlhf.core import Segments
 from marlhf.data import Row
 from marlhf.data.encode import tokenize_after_text
 from marlhf.errors import SettingError
@@ -26,12 +25,10 @@ from marlhf.models.forward import cast_dtype, pass_choice
 from marlhf.models.sequences import send
 from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.progress import warn
-from marlhf.runtime.stage import Example
-from marlhf.train.continuations import State, states_of
+from marlhf.train.continuations import State
 from marlhf.train.experience import Experience, all_logprobs
 from marlhf.train.ppo_config import ANSWER, PPOConfig
 from marlhf.train.rl_models import Models
-from marlhf.train.rl_run import RLRun
 
 TOLERANCE = 0.1
 """How far the log-prob of an answer may be off in bfloat16, relative to its size or to 1. A wrong
@@ -41,21 +38,14 @@ NEVER = -1
 
 
 def answer_values(
-    examples: Sequence[Example],
-    experience: Experience,
-    segments: Segments,
-    rl: RLRun,
-    config: PPOConfig,
+    states: Sequence[State], experience: Experience, models: Models, config: PPOConfig
 ) -> Tensor:
-    """The value of the state at the start of each macro action, 0 elsewhere: [B, T]."""
-    states = states_of(examples, segments, experience)
-    branches = answer_branches(states, rl.models.tokenizer, config)
-    logprobs = answer_logprobs(states, branches, experience, rl.models)
+    """The probability of the right answer in each state, [S]."""
+    branches = answer_branches(states, models.tokenizer, config)
+    logprobs = answer_logprobs(states, branches, experience, models)
     if config.answer_value == "token_prob":
         logprobs = logprobs / torch.tensor([len(b.tokens) - b.first for b in branches]).to(logprobs)
-    values = torch.zeros(segments.mask.shape, device=logprobs.device)
-    values[segments.starts] = logprobs.exp()  # both row by row
-    return values
+    return logprobs.exp()
 
 
 def check_answers(rows: Iterable[Row], config: PPOConfig) -> None:

@@ -9,7 +9,7 @@ Axes: B rows, T response tokens, S states, K continuations of each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,10 +42,15 @@ def states_of(
     examples: Sequence[Example], segments: Segments, experience: Experience
 ) -> list[State]:
     """Every start of a macro action, row by row."""
+    return states_at(segments.starts, examples, experience)
+
+
+def states_at(starts: Tensor, examples: Sequence[Example], experience: Experience) -> list[State]:
+    """The states before some tokens, [B, T], row by row."""
     responses = experience.sequences.responses.tolist()
     return [
         State(row, column, examples[row], responses[row][:column])
-        for row, column in segments.starts.nonzero().tolist()
+        for row, column in starts.nonzero().tolist()
     ]
 
 
@@ -57,20 +62,38 @@ def chosen_boundaries(segments: Segments, experience: Experience, config: PPOCon
     return thin_out(segments, experience.entropy, config.boundaries)
 
 
-def monte_carlo_values(
+def values_without_critic(
+    of_states: Callable[[list[State]], Tensor],
     examples: Sequence[Example],
     experience: Experience,
     segments: Segments,
-    rl: RLRun,
+    rewards: Tensor,
     config: PPOConfig,
 ) -> Tensor:
-    """The value of the state at the start of each macro action, 0 elsewhere: [B, T]."""
-    states, count = states_of(examples, segments, experience), config.continuations
-    seeds = rl.response_seeds(len(states) * count)
-    returns = continuation_returns(states, rl.score, count, seeds, rl.kl.coef, config.kl_estimator)
-    values = torch.zeros(segments.mask.shape, device=returns.device)
-    values[segments.starts] = returns.mean(dim=1)  # both row by row
+    """The value of the state at the start of each macro action, 0 elsewhere: [B, T].
+
+    At the start of a response it only serves as a baseline. With several responses to a prompt it
+    is the mean return of the others, as in RLOO, which costs nothing.
+    """
+    values, starts = torch.zeros_like(rewards), segments.starts
+    if config.num_samples > 1:
+        returns = rewards.sum(dim=1).view(-1, config.num_samples)
+        others = (returns.sum(dim=1, keepdim=True) - returns) / (config.num_samples - 1)
+        values[:, 0] = torch.where(segments.mask[:, 0], others.flatten(), 0.0)
+        starts = starts.clone()
+        starts[:, 0] = False
+    if states := states_at(starts, examples, experience):
+        values[starts] = of_states(states).to(values)  # both row by row
     return values
+
+
+def monte_carlo_values(states: list[State], rl: RLRun, config: PPOConfig) -> Tensor:
+    """The mean return of continuations of each state, [S]."""
+    count = config.continuations
+    seeds = rl.response_seeds(len(states) * count)
+    kl_coef = rl.kl.coef if config.continuation_kl else 0.0
+    returns = continuation_returns(states, rl.score, count, seeds, kl_coef, config.kl_estimator)
+    return returns.mean(dim=1)
 
 
 @torch.no_grad()
@@ -87,7 +110,13 @@ def continuation_returns(
     limits = [models.sampling.max_new_tokens - len(state.prefix) for state in repeated]
     rollout = sample_responses([state.prompt for state in repeated], models, seeds, limits)
     of_batch = models.reward.latest
-    scored = score([s.example for s in repeated], rollout, [s.prefix for s in repeated])
+    # The reference would read every prefix and continuation.
+    scored = score(
+        [s.example for s in repeated],
+        rollout,
+        [s.prefix for s in repeated],
+        reference=kl_coef != 0,
+    )
     models.reward.latest = of_batch  # the metrics are of the batch, not of what continued it
     rewards = shape_rewards(
         scored.token_scores, scored.logprobs, scored.ref_logprobs, scored.mask, kl_coef, kl=kl

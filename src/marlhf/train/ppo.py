@@ -35,7 +35,11 @@ from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.objects import GivenObjects
 from marlhf.spans.apply import explain_segmenter_errors
 from marlhf.train.answer_values import answer_values, check_answers
-from marlhf.train.continuations import chosen_boundaries, monte_carlo_values
+from marlhf.train.continuations import (
+    chosen_boundaries,
+    monte_carlo_values,
+    values_without_critic,
+)
 from marlhf.train.credit_choice import CreditChooser, CriticWatch, Measurement
 from marlhf.train.critic_training import CriticTraining
 from marlhf.train.experience import Credit, Experience, PolicyMetrics, count_terms
@@ -75,9 +79,15 @@ def train(config: PPOConfig, objects: GivenObjects, world: World, run: RunFolder
             metrics: dict[str, Tensor] = {}
             if not config.has_critic:
                 segments = chosen_boundaries(segments, experience, config)
-                sampled = config.values == "monte_carlo"
-                values_at_starts = monte_carlo_values if sampled else answer_values
-                values = values_at_starts(batch, experience, segments, rl, config)
+                if config.values == "answer":
+                    of_states = partial(
+                        answer_values, experience=experience, models=rl.models, config=config
+                    )
+                else:
+                    of_states = partial(monte_carlo_values, rl=rl, config=config)
+                values = values_without_critic(
+                    of_states, batch, experience, segments, rewards, config
+                )
             elif config.one_update:
                 values, metrics = critic_values_and_backward(
                     experience, rewards, segments, rl.models, config

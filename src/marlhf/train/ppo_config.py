@@ -79,6 +79,10 @@ class PPOConfig(RLConfig):
     right answer there (answer), for rewards of 1 for right and 0 for wrong."""
     continuations: int = setting(4, above=0, on_card=True)
     """Responses sampled from the start of each macro action for `values: monte_carlo`."""
+    continuation_kl: bool = setting(True, on_card=True)
+    """Charge continuations the KL penalty too, which takes a pass of the reference over them all.
+    Without it values are mean scores alone; at `lam: 1`, where they only are a baseline, credit is
+    as unbiased as before."""
     boundaries: int | None = setting(None, above=0, on_card=True)
     """Without a critic, take values at the start of the response and at so many starts of macro
     actions where the policy's entropy is highest; the others are merged."""
@@ -90,6 +94,9 @@ class PPOConfig(RLConfig):
     answer_value: Literal["prob", "token_prob"] = setting("prob", on_card=True)
     """With `values: answer`: the probability of the whole answer, or the geometric mean of its
     tokens' probabilities (IGPO), for answers of many tokens."""
+    num_samples: int = setting(1, above=0, on_card=True)
+    """Responses to each prompt; batch_size counts prompts. With several and no critic, the value of
+    a response's start is the mean return of the others (RLOO's baseline) and costs nothing."""
     whiten: Literal["tokens", "macros", "none"] = setting("tokens", on_card=True)
     """Scale advantages to mean 0 and deviation 1 over the batch, counting tokens or actions."""
     critic_learning_rate: float = setting(1.5e-5, above=0, on_card=True)
@@ -186,6 +193,10 @@ class PPOConfig(RLConfig):
     @property
     def has_critic(self) -> bool:
         return self.values == "critic"
+
+    @property
+    def responses_per_prompt(self) -> int:
+        return self.num_samples
 
     @property
     def extra_critic_updates(self) -> int:
