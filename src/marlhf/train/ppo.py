@@ -33,6 +33,7 @@ from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import in_run_folder
 from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.objects import GivenObjects
+from marlhf.runtime.stage import Example
 from marlhf.spans.apply import explain_segmenter_errors
 from marlhf.train.answer_values import answer_values, check_answers
 from marlhf.train.continuations import (
@@ -79,15 +80,7 @@ def train(config: PPOConfig, objects: GivenObjects, world: World, run: RunFolder
             metrics: dict[str, Tensor] = {}
             if not config.has_critic:
                 segments = chosen_boundaries(segments, experience, config)
-                if config.values == "answer":
-                    of_states = partial(
-                        answer_values, experience=experience, models=rl.models, config=config
-                    )
-                else:
-                    of_states = partial(monte_carlo_values, rl=rl, config=config)
-                values = values_without_critic(
-                    of_states, batch, experience, segments, rewards, config
-                )
+                values = state_values(batch, experience, segments, rewards, rl, config)
             elif config.one_update:
                 values, metrics = critic_values_and_backward(
                     experience, rewards, segments, rl.models, config
@@ -136,6 +129,23 @@ def shape_and_segment(
     with explain_segmenter_errors(config.segmenter):  # it may be the user's own code
         segments = segment(config.segmenter, responses, split_last=config.split_last)
     return rewards, segments
+
+
+def state_values(
+    batch: Sequence[Example],
+    experience: Experience,
+    segments: Segments,
+    rewards: Tensor,
+    rl: RLRun,
+    config: PPOConfig,
+) -> Tensor:
+    """Without a critic: values at the starts of macro actions, [B, T]."""
+    if config.values == "answer":
+        options = {"experience": experience, "models": rl.models, "config": config}
+        of_states = partial(answer_values, **options)
+    else:
+        of_states = partial(monte_carlo_values, rl=rl, config=config)
+    return values_without_critic(of_states, batch, experience, segments, rewards, config)
 
 
 def critic_values_and_backward(
