@@ -8,8 +8,13 @@ from marlhf.models.forward import Sequences, token_stats
 from marlhf.rollout import Sampling
 from marlhf.runtime.distributed import start
 from marlhf.runtime.objects import GivenObjects
-from marlhf.train import continuations, ppo
-from marlhf.train.continuations import State, continuation_returns, states_of
+from marlhf.train import continuations, experience, ppo
+from marlhf.train.continuations import (
+    State,
+    continuation_returns,
+    states_of,
+    values_at_starts,
+)
 from marlhf.train.experience import RolloutScorer
 from marlhf.train.rl_models import load_models, load_prompts
 from small_runs import read_lines
@@ -90,6 +95,50 @@ def test_states_are_the_starts_of_macro_actions(loaded):
     Sampled.sequences = sequences
     found = states_of(examples, segments, Sampled)
     assert [(s.row, s.column, s.prefix) for s in found] == [(0, 0, []), (0, 2, [5, 6]), (1, 0, [])]
+
+
+def test_without_their_kl_continuations_take_no_pass_of_the_reference(loaded, monkeypatch):
+    config, models, examples = loaded
+    score = RolloutScorer(models, config)
+    states = [State(0, n, examples[0], [7] * n) for n in (0, 1)]
+    exact = continuation_returns(states, score, 3, list(range(6)), 0.0, "k1")
+    charged = continuation_returns(states, score, 3, list(range(6)), 0.1, "k1")
+    assert not torch.equal(exact, charged)
+    monkeypatch.setattr(experience, "all_logprobs", None)
+    free = continuation_returns(states, score, 3, list(range(6)), 0.0, "k1")
+    assert torch.equal(free, exact)
+    assert free.unique().numel() > 1
+
+
+def test_the_other_responses_to_a_prompt_give_the_value_of_its_start(ppo_config):
+    config = ppo_config(**MC, num_samples=2)
+    mask = torch.tensor([[True, True, True], [True, True, False], [True, True, True], [True] * 3])
+    segments = Segments.from_starts(torch.tensor([[True, False, True]] * 4), mask)
+    rewards = torch.zeros(4, 3)
+    rewards[:, 1] = torch.tensor([1.0, 0.0, 0.5, 0.25])
+    rewards[0, 2] = 3.0
+    sequences = Sequences.from_lists([[1]] * 4, [[5, 6, 7], [5, 6], [5, 6, 7], [5, 6, 7]], 0)
+    asked = []
+
+    def of_states(states):
+        asked.extend((s.row, s.column) for s in states)
+        return torch.tensor([10.0, 20.0, 30.0])
+
+    class Sampled:
+        pass
+
+    Sampled.sequences = sequences
+    values = values_at_starts(of_states, [None] * 4, Sampled, segments, rewards, config.num_samples)
+    assert asked == [(0, 2), (2, 2), (3, 2)]  # the start itself is continued nowhere
+    expected = [[0.0, 0, 10], [4.0, 0, 0], [0.25, 0, 20], [0.5, 0, 30]]
+    torch.testing.assert_close(values, torch.tensor(expected))
+
+
+def test_training_with_several_responses_to_a_prompt(ppo_config):
+    config = ppo_config("many", **MC, num_samples=2, batch_size=4, num_steps=1, boundaries=1)
+    ppo.train(replace(config, continuation_kl=False))
+    [step] = [x for x in read_lines(config.output_dir) if x["kind"] == "train"]
+    assert step["rl/policy_grad_norm"] > 0
 
 
 def test_training_without_a_critic(ppo_config, tmp_path):

@@ -17,9 +17,9 @@ from marlhf.runtime.distributed import start
 from marlhf.runtime.objects import NO_OBJECTS
 from marlhf.spans.show import cut_text
 from marlhf.train import ppo, rloo
-from marlhf.train.continuations import chosen_boundaries
 from marlhf.train.experience import RolloutScorer, sample_responses
 from marlhf.train.rl_models import load_models, load_prompts
+from marlhf.train.state_values import chosen_boundaries
 from small_runs import TOY, read_lines
 
 
@@ -124,14 +124,14 @@ def test_continuations_at_few_boundaries_of_high_entropy(ppo_config, scored, mon
         assert [t for t, start in enumerate(kept.tolist()) if start] == sorted([0, *highest])
 
     counts = []
-    real = ppo.monte_carlo_values
+    real = ppo.values_without_critic
 
     def watched(*given):
         segments, values = real(*given)
         counts.append(segments.macro_mask.sum(dim=1).max())
         return segments, values
 
-    monkeypatch.setattr(ppo, "monte_carlo_values", watched)
+    monkeypatch.setattr(ppo, "values_without_critic", watched)
     options = {"values": "monte_carlo", "continuations": 2, "boundaries": 1}
     steps(ppo_config("few", num_steps=1, save_every=0, segmenter=NGram(2), **options))
     assert [int(count) for count in counts] == [2]
@@ -196,7 +196,7 @@ def test_a_text_is_cut_by_entropy(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"boundaries": 2}, "values: critic samples none"),
+        ({"boundaries": 2}, "values: critic has one per token"),
         ({"values": "monte_carlo", "segmenter": ValueChange()}, "values: monte_carlo has none"),
         ({"lam": "long"}, "lam must be a number or adaptive"),
         ({"lam_alpha": 0.0}, "lam_alpha must be positive"),

@@ -38,7 +38,7 @@ class Preset:
 
     @property
     def needs_critic(self) -> bool:
-        return self.kind == "ppo" and self.settings.get("values") != "monte_carlo"
+        return self.kind == "ppo" and self.settings.get("values", "critic") == "critic"
 
 
 TOKENS = {"type": "ngram", "n": 1}

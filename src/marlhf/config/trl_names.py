@@ -177,7 +177,7 @@ def hint_for(name: str, known: Iterable[str] = ()) -> str:
         ours, known = re.split(r"\W", new)[0], set(known)
         if "output_dir" in known and ours not in known:  # the settings of a stage without it
             return f"Leave it out: in marlhf it is {ours}, which this stage does not have."
-        if ours == "batch_size" and "num_samples" in known:  # GRPO, RLOO
+        if ours == "batch_size" and "tree" in known:  # GRPO, RLOO
             return f"In marlhf it is {new}; TRL counts responses there, and marlhf prompts."
         return f"In marlhf it is {new}."
     if name in REMOVED:

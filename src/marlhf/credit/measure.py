@@ -148,10 +148,10 @@ def _ppo_run(folder: Path) -> Run:
             f"{folder} is a run of {run.stage or 'an unknown stage'}, which has no critic: credit "
             "is measured for PPO. Give the folder of a PPO run."
         )
-    if run.config.get("values") == "monte_carlo":
+    if (values := run.config.get("values", "critic")) != "critic":
         raise CreditError(
-            f"{folder} takes its values from continuations (values: monte_carlo) and has no "
-            "critic to measure. Give a run with values: critic."
+            f"{folder} was trained with values: {values} and has no critic to measure. Give a run "
+            "with values: critic."
         )
     return run
 
@@ -287,7 +287,7 @@ def measure(state: RunState, rules: tuple[str, ...] = (), *, batches: int = 24, 
     options = options_of(state.config, parse_candidates(rules or (*MEASURED, *turns)))
     state.score.provide_for(option.config.segmenter for option in options)
     configs = [*(option.config for option in options), unbiased(options[0].config)]
-    size = state.config.batch_size
+    size = state.config.batch_size * state.config.num_samples
     file = state.folder / CREDIT_LINES
     setting = _setting(state, [o.name for o in options], seed)
     lines = read_keyed(file, setting)
@@ -355,6 +355,7 @@ def sample_batch(
     """A batch that training could meet next, or the first `most` rows of it."""
     size, run_seed = state.config.batch_size, state.config.seed
     rows = batch_rows(state.step + number, len(state.examples), size, run_seed)
+    rows = [row for row in rows for _ in range(state.config.num_samples)]
     examples = [state.examples[i] for i in rows[:most]]
     generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
     seeds = torch.randint(2**62, (len(rows),), generator=generator).tolist()

@@ -120,7 +120,7 @@ def encode_responses(
                 turn = _as_messages(response, "assistant")
                 text = render_turn(tokenizer, _as_messages(prompt, "user"), turn)
                 turns[row] = _ends(tokenizer, text, max_tokens)
-        ids = dict(zip(texts, _tokenize_after_text(tokenizer, [*texts.values()])))
+        ids = dict(zip(texts, tokenize_after_text(tokenizer, [*texts.values()])))
         if turns:
             ids |= zip(turns, _tokenize(tokenizer, [*turns.values()]))
         encoded += [ids[row] for row in sorted(ids)]
@@ -250,7 +250,7 @@ def _tokenize(tokenizer: Tokenizer, texts: list[str], **options: Any) -> list[li
     return [list(ids[text]) for text in texts]
 
 
-def _tokenize_after_text(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+def tokenize_after_text(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     """Ids of texts that follow other text.
 
     SentencePiece tokenizers put a space before the first word of a text. A text

@@ -35,6 +35,8 @@ class PassChoice:
     logit_rule: LogitRule | None = None
     """What the model does to its head's output, found in its first pass; None if no rule fits."""
     rule_known: bool = False
+    branches_until: int = 0
+    """Up to how many tokens `branches.py` was seen to give the numbers of plain passes."""
 
 
 def pass_choice(model: nn.Module) -> PassChoice:
@@ -98,7 +100,7 @@ def token_stats(
     options: dict[str, Any] = {"entropy": entropy, "scores": scores}
     choice = pass_choice(model)
     unruly = choice.rule_known and choice.logit_rule is None
-    if not sum(sequences.lengths) or unruly or not _plain(head):
+    if not sum(sequences.lengths) or unruly or not is_plain_head(head):
         return plain_token_stats(model, sequences, temperature, **options)
     real = sequences.real_tokens()  # [N]
     tokens = sequences.responses.flatten()[real]
@@ -108,7 +110,7 @@ def token_stats(
     else:
         rows, width = real // sequences.mask.shape[1], sequences.ids.shape[1]
         positions = rows * width + sequences.before.flatten()[real]
-        hidden, rule = _hidden_at(model, sequences.ids, positions)
+        hidden, rule = hidden_at(model, sequences.ids, positions)
     if rule is None:
         return plain_token_stats(model, sequences, temperature, **options)
     if scores is not None and not hidden.requires_grad:
@@ -121,7 +123,7 @@ def token_stats(
         rule=rule,
         temperature=temperature,
         entropy=entropy,
-        dtype=_cast_dtype(hidden),
+        dtype=cast_dtype(hidden),
     )
     if scores is not None:
         scores.watch(hidden, logprobs)
@@ -180,7 +182,7 @@ def _llama_hidden(
         check_rotary(llama, sequences.ids.shape[1])
     if not pass_choice(model).by_llama or not is_unchanged(llama, sequences.ids.shape[1]):
         return None
-    dtype = _cast_dtype(llama.base_model.embed_tokens.weight)
+    dtype = cast_dtype(llama.base_model.embed_tokens.weight)
     return selected_hidden(llama, sequences.ids, sequences.total_lengths, selected, dtype)
 
 
@@ -216,7 +218,9 @@ def _head_at(model: nn.Module, columns: Tensor, *, leaf: bool = False) -> Iterat
         handle.remove()
 
 
-def _hidden_at(model: nn.Module, ids: Tensor, positions: Tensor) -> tuple[Tensor, LogitRule | None]:
+def hidden_at(
+    model: nn.Module, ids: Tensor, positions: Tensor, **more: Any
+) -> tuple[Tensor, LogitRule | None]:
     """The head's input at flat positions [N], [N, H]; and what the model does to its output.
 
     Hooks on the head take its input and let it compute nothing. In a model's first pass they also
@@ -240,7 +244,7 @@ def _hidden_at(model: nn.Module, ids: Tensor, positions: Tensor) -> tuple[Tensor
         head.register_forward_hook(replace_output),
     )
     try:
-        logits = model(input_ids=ids, use_cache=False).logits
+        logits = model(input_ids=ids, use_cache=False, **more).logits
     finally:
         for handle in handles:
             handle.remove()
@@ -256,11 +260,11 @@ def _rule(model: nn.Module) -> LogitRule | None:
     if not choice.rule_known:
         first = torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)
         with uncompiled():
-            _hidden_at(model, first[None], first)
+            hidden_at(model, first[None], first)
     return choice.logit_rule
 
 
-def _plain(head: nn.Module) -> bool:
+def is_plain_head(head: nn.Module) -> bool:
     """Whether a head is a matrix and no more: not adapted, sharded, quantised or hooked."""
     hooked = head._forward_hooks or head._forward_pre_hooks  # they may change its output
     return type(head) is nn.Linear and type(head.weight.data) is Tensor and not hooked
@@ -285,7 +289,7 @@ def _at(hidden: Tensor, columns: Tensor) -> Tensor:
     return hidden.gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[2]))
 
 
-def _cast_dtype(hidden: Tensor) -> torch.dtype:
+def cast_dtype(hidden: Tensor) -> torch.dtype:
     """What matrices are multiplied in: autocast's type, or the hidden states' own."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from marlhf.config.rl import KLEstimator
-from marlhf.core import Segments, shape_rewards, thin_out
+from marlhf.core import Segments, shape_rewards
 from marlhf.runtime.stage import Example
 from marlhf.train.experience import Experience, RolloutScorer, sample_responses
 from marlhf.train.ppo_config import PPOConfig
@@ -42,39 +42,25 @@ def states_of(
     examples: Sequence[Example], segments: Segments, experience: Experience
 ) -> list[State]:
     """Every start of a macro action, row by row."""
+    return states_at(segments.starts, examples, experience)
+
+
+def states_at(starts: Tensor, examples: Sequence[Example], experience: Experience) -> list[State]:
+    """The states before some tokens, [B, T], row by row."""
     responses = experience.sequences.responses.tolist()
     return [
         State(row, column, examples[row], responses[row][:column])
-        for row, column in segments.starts.nonzero().tolist()
+        for row, column in starts.nonzero().tolist()
     ]
 
 
-def chosen_boundaries(segments: Segments, experience: Experience, config: PPOConfig) -> Segments:
-    """With `boundaries`, the macro actions that begin where the policy's entropy is highest."""
-    if config.boundaries is None:
-        return segments
-    assert experience.entropy is not None
-    return thin_out(segments, experience.entropy, config.boundaries)
-
-
-def monte_carlo_values(
-    examples: Sequence[Example],
-    experience: Experience,
-    segments: Segments,
-    rl: RLRun,
-    config: PPOConfig,
-) -> tuple[Segments, Tensor]:
-    """The macro actions that have values, and the value of the state at the start of each.
-
-    Values are 0 elsewhere: [B, T].
-    """
-    segments = chosen_boundaries(segments, experience, config)
-    states, count = states_of(examples, segments, experience), config.continuations
+def monte_carlo_values(states: list[State], rl: RLRun, config: PPOConfig) -> Tensor:
+    """The mean return of continuations of each state, [S]."""
+    count = config.continuations
     seeds = rl.response_seeds(len(states) * count)
-    returns = continuation_returns(states, rl.score, count, seeds, rl.kl.coef, config.kl_estimator)
-    values = torch.zeros(segments.mask.shape, device=returns.device)
-    values[segments.starts] = returns.mean(dim=1)  # both row by row
-    return segments, values
+    kl_coef = rl.kl.coef if config.continuation_kl else 0.0
+    returns = continuation_returns(states, rl.score, count, seeds, kl_coef, config.kl_estimator)
+    return returns.mean(dim=1)
 
 
 @torch.no_grad()
@@ -91,7 +77,13 @@ def continuation_returns(
     limits = [models.sampling.max_new_tokens - len(state.prefix) for state in repeated]
     rollout = sample_responses([state.prompt for state in repeated], models, seeds, limits)
     of_batch = models.reward.latest
-    scored = score([s.example for s in repeated], rollout, [s.prefix for s in repeated])
+    # The reference would read every prefix and continuation.
+    scored = score(
+        [s.example for s in repeated],
+        rollout,
+        [s.prefix for s in repeated],
+        reference=kl_coef != 0,
+    )
     models.reward.latest = of_batch  # the metrics are of the batch, not of what continued it
     rewards = shape_rewards(
         scored.token_scores, scored.logprobs, scored.ref_logprobs, scored.mask, kl_coef, kl=kl

@@ -241,10 +241,13 @@ class RolloutScorer:
         examples: Sequence[Example],
         rollout: Rollout,
         prefixes: Sequence[list[int]] | None = None,
+        *,
+        reference: bool = True,
     ) -> Experience:
         """The experience of a batch; of what was sampled after `prefixes` of responses, if given.
 
-        The reward always sees a whole response, the log-probs are of what was sampled.
+        The reward always sees a whole response, the log-probs are of what was sampled. Without a
+        pass of the `reference` the policy's stand in for its own, so that the KL is 0.
         """
         models, world = self.models, self.models.world
         prompts, responses = [e.prompt for e in examples], rollout.responses
@@ -259,7 +262,9 @@ class RolloutScorer:
         earned = self._earned(raw, sequences, prefixes, episodes)
         if earned is not None:
             raw = earned.sum(dim=1) if raw.ndim == 2 else raw + earned.sum(dim=1)
-        ref_logprobs = all_logprobs(models.reference, sequences, models)
+        ref_logprobs = rollout.logprobs
+        if reference:
+            ref_logprobs = all_logprobs(models.reference, sequences, models)
         old_logprobs = None
         if self.needs_old_logprobs and prefixes is None:
             old_logprobs = all_logprobs(models.policy, sequences, models)

@@ -30,7 +30,6 @@ from marlhf.core import (
 )
 from marlhf.runtime.loop import OpenRun, in_run_folder
 from marlhf.spans.apply import explain_segmenter_errors
-from marlhf.train.continuations import monte_carlo_values
 from marlhf.train.credit_choice import CreditChooser, Measurement
 from marlhf.train.critic_training import CriticTraining
 from marlhf.train.experience import Credit, Experience, PolicyMetrics, count_terms
@@ -38,6 +37,7 @@ from marlhf.train.positive_examples import PositiveExamples
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import Learner, RLRun
+from marlhf.train.state_values import prepare_values, values_without_critic
 
 
 @in_run_folder("ppo")
@@ -51,7 +51,7 @@ def train(config: PPOConfig, run: OpenRun) -> Path:
     checkpointed = {**chooser.checkpointed, **critic.checkpointed}
     rl = RLRun(config, run, partial(held_out_credit, chooser), rates, checkpointed)
     rl.score.provide_for(option.config.segmenter for option in chooser.options)
-    rl.score.reads_entropy |= config.boundaries is not None
+    prepare_values(rl, config)
 
     with rl.loop:
         for step in rl.steps():
@@ -66,7 +66,9 @@ def train(config: PPOConfig, run: OpenRun) -> Path:
             )
             metrics: dict[str, Tensor] = {}
             if not config.has_critic:
-                segments, values = monte_carlo_values(batch, experience, segments, rl, config)
+                segments, values = values_without_critic(
+                    batch, experience, segments, rewards, rl, config
+                )
             elif config.one_update:
                 values, metrics = critic_values_and_backward(
                     experience, rewards, segments, rl.models, config

@@ -15,6 +15,8 @@ from marlhf.fields import check_settings, setting
 Pooling = Literal["sum", "mean"]
 Level = Literal["token", "macro"]
 Sigma = Literal["equal", "unit", "position", "start"]
+ANSWER = "{answer}"
+"""Stands for the right answer in `answer_template`."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +73,30 @@ class PPOConfig(RLConfig):
     credit_candidates: tuple[str, ...] = ()
     """What `credit: auto` chooses among beside the settings here, such as [token lam=0.99,
     ngram n=5 lam=0.95]; a list of eleven unless given, and turns with an environment."""
-    values: Literal["critic", "monte_carlo"] = setting("critic", on_card=True)
+    values: Literal["critic", "monte_carlo", "answer"] = setting("critic", on_card=True)
     """Where values come from: a critic, or the mean return of `continuations` sampled from the
-    start of each macro action. Those need no critic, and sampling costs that many times more."""
+    start of each macro action, which costs that many times more; or the policy's probability of the
+    right answer there (answer), for rewards of 1 for right and 0 for wrong."""
     continuations: int = setting(4, above=0, on_card=True)
     """Responses sampled from the start of each macro action for `values: monte_carlo`."""
+    continuation_kl: bool = setting(True, on_card=True)
+    """Charge continuations the KL penalty too, which takes a pass of the reference over them all.
+    Without it values are mean scores alone; at `lam: 1`, where they only are a baseline, credit is
+    as unbiased as before."""
     boundaries: int | None = setting(None, above=0, on_card=True)
-    """With `values: monte_carlo`, sample continuations at the start of the response and at so many
-    starts of macro actions where the policy's entropy is highest; the others are merged."""
+    """Without a critic, take values at the start of the response and at so many starts of macro
+    actions where the policy's entropy is highest; the others are merged."""
+    answer_column: str = setting("answer", on_card=True)
+    """With `values: answer`: the column of the data that has the right answer."""
+    answer_template: str = setting("\n#### {answer}", on_card=True)
+    """With `values: answer`: how the policy writes its answer, after any part of a response. What
+    comes before {answer} is given, the rest is scored."""
+    answer_value: Literal["prob", "token_prob"] = setting("prob", on_card=True)
+    """With `values: answer`: the probability of the whole answer, or the geometric mean of its
+    tokens' probabilities (IGPO), for answers of many tokens."""
+    num_samples: int = setting(1, above=0, on_card=True)
+    """Responses to each prompt; batch_size counts prompts. With several and no critic, the value of
+    a response's start is the mean return of the others (RLOO's baseline) and costs nothing."""
     whiten: Literal["tokens", "macros", "none"] = setting("tokens", on_card=True)
     """Scale advantages to mean 0 and deviation 1 over the batch, counting tokens or actions."""
     critic_learning_rate: float = setting(1.5e-5, above=0, on_card=True)
@@ -120,28 +138,39 @@ class PPOConfig(RLConfig):
         parse_candidates(self.credit_candidates)
         if self.values == "critic" and self.boundaries is not None:
             raise SettingError(
-                "boundaries limit continuations, and values: critic samples none. Leave boundaries "
-                "out, or set values: monte_carlo."
+                "boundaries limit where values are taken, and values: critic has one per token. "
+                "Leave boundaries out, or set values: monte_carlo or values: answer."
             )
-        if self.values == "monte_carlo":
-            self._refuse_critic_rules("values: monte_carlo has none")
-            known = "knows values at the starts of macro actions only"
-            self._need("values: monte_carlo", known, sigma="start", credit="macro")
-            none = "has no critic"
-            self._need("values: monte_carlo", none, critic_warmup_steps=0, critic_model=None)
-            self._need("values: monte_carlo", none, lam_value=None, critic_pretraining=None)
-            self._need("values: monte_carlo", none, critic_replay=0, critic_updates=None)
-            self._need("values: monte_carlo", "adds up rewards as they are", gamma=1.0)
-            after = "samples again after each rollout"
-            self._need("values: monte_carlo", after, async_steps=0)
-            middle = "continues responses from the middle, where no environment can be put back"
-            self._need("values: monte_carlo", middle, environment="")
-
+        if not self.has_critic:
+            self._check_without_critic()
         if self.critic_replay and self.critic_updates == 1:
             raise SettingError(
                 f"critic_replay: {self.critic_replay} keeps batches that critic_updates: 1 never "
                 "learns from. Leave critic_updates out, or set it to 2 or more."
             )
+
+    def _check_without_critic(self) -> None:
+        choice = f"values: {self.values}"
+        self._refuse_critic_rules(f"{choice} has none")
+        known = "knows values at the starts of macro actions only"
+        self._need(choice, known, sigma="start", credit="macro")
+        none = "has no critic"
+        self._need(choice, none, critic_warmup_steps=0, critic_model=None)
+        self._need(choice, none, lam_value=None, critic_pretraining=None)
+        self._need(choice, none, critic_replay=0, critic_updates=None)
+        self._need(choice, "adds up rewards as they are", gamma=1.0)
+        if self.values == "answer":
+            scale = "is a probability, which a reward of 0 or 1 has for its mean"
+            self._need(choice, scale, normalize_scores=False)
+            if self.answer_template.count(ANSWER) != 1:
+                raise SettingError(
+                    f"answer_template must have {ANSWER} once, as in '\\n#### {ANSWER}'; got "
+                    f"{self.answer_template!r}."
+                )
+            return
+        self._need(choice, "samples again after each rollout", async_steps=0)
+        middle = "continues responses from the middle, where no environment can be put back"
+        self._need(choice, middle, environment="")
 
     def _need(self, choice: str, why: str, **settings: object) -> None:
         """Refuse settings that another one makes meaningless, rather than ignore them."""
@@ -164,6 +193,10 @@ class PPOConfig(RLConfig):
     @property
     def has_critic(self) -> bool:
         return self.values == "critic"
+
+    @property
+    def responses_per_prompt(self) -> int:
+        return self.num_samples
 
     @property
     def extra_critic_updates(self) -> int:

@@ -31,6 +31,8 @@ from marlhf.runtime.objects import NO_OBJECTS
 from marlhf.runtime.progress import say
 from marlhf.runtime.trackers import check_installed
 from marlhf.spans.parser import build_parser
+from marlhf.train.answer_values import check_answers
+from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.recipe import ConfigError, Stage, make_segmenters
 
 
@@ -143,6 +145,8 @@ def _check_data(stage: Stage, read: dict[str, Loaded]) -> None:
             f"{loaded.counts.read} that were read.{config.data.explain_shares()} Lower "
             "batch_size, or give more data."
         )
+    if isinstance(config, PPOConfig) and config.values == "answer":
+        check_answers(loaded.train, config)
 
 
 def _check_model(
