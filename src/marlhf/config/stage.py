@@ -15,6 +15,7 @@ from marlhf.fields import check_settings, setting
 
 Parallel = Literal["data", "fsdp"]
 Schedule = Literal["constant", "linear", "cosine"]
+OptimizerName = Literal["adamw", "adamw_8bit", "adafactor"]
 
 Config = TypeVar("Config", bound="StageConfig")
 DEFAULT_DATA = DataConfig(source="toy")
@@ -39,11 +40,17 @@ class StageConfig:
     batch_size: int = setting(64, above=0, on_card=True)
     """Rows in an update."""
     learning_rate: float = setting(1e-5, above=0, on_card=True)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of the optimizer."""
     schedule: Schedule = setting("cosine", on_card=True)
     """How the rate falls after warm-up."""
     warmup_ratio: float = setting(0.1, least=0, most=1, on_card=True)
     """Share of the updates in which the rate rises."""
+    optimizer: OptimizerName = setting("adamw", on_card=True)
+    """Bytes that it keeps per weight: `adamw` 8; `adamw_8bit` 2, by torchao; `adafactor` next to
+    none, without momentum."""
+    trained_weights: Literal["float32", "bfloat16"] = setting("float32", on_card=True)
+    """What trained weights and their gradients are kept in. `bfloat16` takes half the memory, and
+    rounds at random so that small updates are not lost: with `optimizer: adamw_8bit`."""
     weight_decay: float = setting(0.0, least=0)
     """Decay of weights, not of biases and norms."""
     max_grad_norm: float = setting(1.0, above=0)
@@ -111,6 +118,26 @@ class StageConfig:
         check_settings(self)
         if abs(self.seed) >= 2**32:
             raise SettingError(f"seed must be below 2 to the 32; got {self.seed}.")
+        if self.trained_weights == "bfloat16" and self.optimizer != "adamw_8bit":
+            raise SettingError(
+                "trained_weights: bfloat16 needs an optimizer that rounds at random, or small "
+                "updates are lost. Set optimizer: adamw_8bit, or leave trained_weights out."
+            )
+        if self.trained_weights == "bfloat16" and self.precision == "float32":
+            raise SettingError(
+                "trained_weights: bfloat16 and precision: float32 contradict each other. Leave one "
+                "of them out."
+            )
+        if self.trained_weights == "bfloat16" and self.lora is not None:
+            raise SettingError(
+                "trained_weights: bfloat16 is of no use with lora, whose adapters are small. Leave "
+                "one of them out."
+            )
+        if self.optimizer != "adamw" and self.parallel == "fsdp":
+            raise SettingError(
+                f"optimizer: {self.optimizer} is not for weights in shards, and parallel: fsdp "
+                "shards the optimizer's state anyway. Leave one of them out."
+            )
 
     @property
     def pass_tokens(self) -> int:

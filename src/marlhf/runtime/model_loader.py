@@ -27,6 +27,7 @@ from marlhf.models.load import has_same_tokenizer, is_scalar, load_policy, load_
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World
 from marlhf.runtime.objects import GivenObjects
+from marlhf.runtime.optim import cast_trained_weights
 from marlhf.runtime.progress import say, warn
 
 NOT_COMPILED = {"gold"}
@@ -351,6 +352,12 @@ class ModelLoader:
         self.remote, self.seed = config.trust_remote_code, config.seed
         # What autocast would cast frozen matrices to at every pass. FSDP casts what it gathers.
         self.dtype = None if world.sharded else frozen_dtype(world.device, config.precision)
+        self.half = config.trained_weights == "bfloat16"
+        if self.half and self.dtype is None:
+            raise RunError(
+                "trained_weights: bfloat16 needs arithmetic in bfloat16, and this device computes "
+                "in float32. Set precision: bfloat16, or leave trained_weights out."
+            )
         self._bases: dict[WholeModel, FrozenBaseModel] = {}
 
     def read(self, role: str, source: Source, *, trains: bool) -> Model:
@@ -361,6 +368,8 @@ class ModelLoader:
             ours = isinstance(source.origin, str) or source.copied
             if self.dtype is not None and ours and not trains:
                 cast_linear_layers(model, self.dtype)
+            if trains and self.half:
+                cast_trained_weights(model)
             return model
         if source.base not in self._bases:
             self._bases[source.base] = self._read_base(source.base)

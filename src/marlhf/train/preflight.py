@@ -28,6 +28,7 @@ from marlhf.runs.write import is_finished
 from marlhf.runtime.model_card import check_push, hub_name
 from marlhf.runtime.model_loader import check_tokenizer, reward_items
 from marlhf.runtime.objects import NO_OBJECTS
+from marlhf.runtime.optim import import_adamw_8bit
 from marlhf.runtime.progress import say
 from marlhf.runtime.trackers import check_installed
 from marlhf.spans.parser import build_parser
@@ -81,6 +82,8 @@ def _checks(
         )
     yield lambda: _check_length(config, made_by)
     yield lambda: _check_tokenizers(config, made_by)
+    if config.optimizer == "adamw_8bit":
+        yield import_adamw_8bit
     if config.lora is not None:
         yield import_peft
         yield lambda: quantization(config.lora)
