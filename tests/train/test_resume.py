@@ -365,11 +365,11 @@ def test_a_bad_gradient_is_named_and_not_applied(ppo_config, monkeypatch):
 
     def broken(experience, credit, models, *more):
         losses = real(experience, credit, models, *more)
-        models.critic.score.weight.grad.fill_(float("inf"))
+        models.policy.model.norm.weight.grad.fill_(float("inf"))
         return losses
 
     monkeypatch.setattr(ppo, "backward", broken)
-    with pytest.raises(RunError, match=r"gradient of score.weight"):
+    with pytest.raises(RunError, match=r"gradient of model.norm.weight"):
         ppo.train(config)
 
 
