@@ -224,6 +224,11 @@ class RLConfig(StageConfig):
             raise SettingError("The policy must explore: set sampling.temperature above 0.")
         if not all(math.isfinite(weight) for weight in self.reward_weights or ()):
             raise SettingError(f"reward_weights must be finite; got {self.reward_weights}.")
+        if self.offload and self.parallel == "fsdp":
+            raise SettingError(
+                "offload: true is for whole models, and parallel: fsdp shards them. Leave one of "
+                "them out."
+            )
         if self.vllm_url and self.engine != "vllm":
             raise SettingError("vllm_url is set, but vLLM is not asked for. Set engine: vllm.")
         if self.vllm_url:

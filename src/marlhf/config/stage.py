@@ -60,9 +60,9 @@ class StageConfig:
     num_steps: int | None = setting(None, least=1, on_card=True)
     """Stop after so many steps, whatever the epochs."""
     token_budget: int | Literal["auto"] = setting("auto", above=0, may_change=True)
-    """Padded tokens in one forward pass. `auto`: 16384, and more once two steps have shown how much
-    of a GPU's memory a token takes. Where memory runs out, passes are halved until they fit.
-    Changes no result."""
+    """Padded tokens in one forward pass. `auto`: 16384 at first, and on a GPU as many as keep it
+    busy (32768 for a model of 135M, 4096 for 1.5B) as far as two steps have shown that they fit.
+    Where memory runs out, passes are halved until they fit. Changes no result."""
     precision: Precision = "auto"
     """What to compute in. `auto`: bfloat16 on GPUs that have it, else float32."""
     compile: bool = setting(True, may_change=True)
@@ -71,8 +71,9 @@ class StageConfig:
     deterministic: bool = setting(False, may_change=True)
     """On a GPU, only kernels that repeat bit for bit, none that add up in any order. Slower, also
     since `token_budget: auto` stays at 16384. A CPU repeats anyway."""
-    gradient_checkpointing: bool = setting(False, may_change=True)
-    """Trade time for memory in the backward pass."""
+    gradient_checkpointing: bool | Literal["auto"] = setting("auto", may_change=True)
+    """Trade time for memory in the backward pass. `auto`: where a GPU's memory is too small
+    without, by the arithmetic of `marlhf doctor RECIPE`."""
     device: str = setting("auto", may_change=True, private=True)
     """`auto`, `cpu`, `cuda` or `cuda:1`."""
     trust_remote_code: bool = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ from marlhf.models.logprobs import CHUNK, CHUNK_ROWS
 from marlhf.models.tiny import tiny_config
 from marlhf.rollout.native import AUTO_TOKENS, KEPT_CACHE_SHARE, SIZE_MULTIPLE, token_bytes
 from marlhf.rollout.slots import PREFILL_TOKENS
-from marlhf.runtime.model_loader import reward_items
-from marlhf.runtime.objects import NO_OBJECTS
+from marlhf.runtime.memory import busy_tokens
+from marlhf.runtime.progress import say
 
 GIB = 2**30
 CONTEXT = 0.6 * GIB
@@ -43,19 +44,6 @@ SAVED_CASTS = 1.3
 """Bytes per weight of a layer: casts to bfloat16 that the fast pass keeps for its backward pass."""
 BY_MODULES, BY_ADAPTERS = 1.3, 1.5
 """What transformers' layers keep, and layers with adapters, relative to the fast pass."""
-BUSY = 1 << 34
-LEAST_BUSY, MOST_BUSY = 1 << 11, 1 << 16
-
-
-def busy_tokens(hidden: int) -> int:
-    """Tokens of a pass that keep a GPU busy: twice as many gain 1 or 2%, and take twice the memory.
-
-    >>> [busy_tokens(hidden) for hidden in (576, 896, 1536, 4096)]  # 135M, 0.5B, 1.5B, 8B
-    [32768, 16384, 4096, 2048]
-    """
-    tokens = 1 << (BUSY // hidden**2).bit_length() - 1
-    return min(max(tokens, LEAST_BUSY), MOST_BUSY)
-
 
 #           family, hidden, layers, heads, KV heads, head size, MLP, vocabulary, tied embeddings
 _SHAPES = {
@@ -163,7 +151,7 @@ def size_named(name: str, trust_remote_code: bool = False) -> Size:
     """The size of a model by its folder, its hub name, or a well-known name."""
     if name == "tiny":
         return Size.of(tiny_config())
-    known = named_config(name)
+    known = None if Path(name).exists() else named_config(name)
     if known is None:
         try:
             with quiet_transformers():
@@ -291,10 +279,10 @@ class _Arithmetic:
         frozen: dict[str, float] = {}
         if config.lora is None or config.ref_model:
             frozen["reference"] = _frozen(self.size(config.ref_model or config.model), head=True)
-        # With a shared base an adapter-form reward model is on that base, too.
-        if not shared:
-            for item in (x for x in reward_items(config, NO_OBJECTS) if x.is_model):
-                frozen[item.role] = _frozen(self.size(str(item.item)))
+        for name in (config.reward_model, *config.reward_funcs):
+            # With adapters a reward model is on the base of the critic, or of all.
+            if name and ":" not in name and not shared and (not config.lora or name != critic_name):
+                frozen[f"reward model {name}"] = _frozen(self.size(name))
         largest = max(frozen.values(), default=0.0) if config.offload else 0.0
         kept |= {} if config.offload else frozen
         fast = policy.fast and config.lora is None
@@ -368,9 +356,10 @@ class _Arithmetic:
     def _sampling(self, policy: Size) -> float:
         """A prefill's layer, and the logits of a step."""
         prefill = min(PREFILL_TOKENS, self.rows * self.length)
-        return prefill * (6.0 * policy.mlp + 12.0 * policy.hidden) + 8.0 * min(
-            self.rows, 1024
-        ) * policy.vocabulary
+        return (
+            prefill * (6.0 * policy.mlp + 12.0 * policy.hidden)
+            + 8.0 * min(self.rows, 1024) * policy.vocabulary
+        )
 
 
 def _frozen(size: Size, *, head: bool = False) -> float:
@@ -383,3 +372,17 @@ def _chunk(size: Size) -> float:
     """The logits that exist at once, with their gradient; and the head in bfloat16."""
     rows = max(CHUNK_ROWS, CHUNK // size.vocabulary)
     return 6.0 * rows * size.vocabulary + 2.0 * size.head
+
+
+def checkpoints_activations(config: StageConfig, device: torch.device) -> bool:
+    """Whether a run checkpoints its activations: with `auto`, where it would not fit without."""
+    if config.gradient_checkpointing != "auto" or device.type != "cuda":
+        return config.gradient_checkpointing is True
+    gpu = torch.cuda.get_device_properties(device).total_memory
+    try:
+        fits = plan_run(config, gpu).fits(gpu)
+    except MarlhfError:  # a model of another kind, or an object given in Python
+        return False
+    if not fits:
+        say("gradient_checkpointing: auto checkpoints activations, or this run would not fit")
+    return not fits
