@@ -5,8 +5,18 @@ import copy
 import pytest
 import torch
 
+from marlhf.errors import SettingError
+from marlhf.models.load import load_scalar
 from marlhf.runtime.distributed import start
-from marlhf.runtime.optim import Diverged, Update, apply_updates, make_optimizer
+from marlhf.runtime.optim import (
+    Diverged,
+    Update,
+    apply_updates,
+    cast_trained_weights,
+    make_optimizer,
+    set_learning_rate,
+)
+from marlhf.train.sft_config import SFTConfig
 
 DEVICES = [
     "cpu",
@@ -102,3 +112,107 @@ def test_other_optimisers_are_not_stepped_either():
     with pytest.raises(Diverged):
         apply_updates([update._replace(optimizer=plain)], 1.0, start("cpu"), [])
     assert all(map(torch.equal, update.model.parameters(), before))
+
+
+SAVING = [("adamw_8bit", False), ("adamw_8bit", True), ("adafactor", False)]
+
+
+@pytest.mark.parametrize(("name", "half"), SAVING)
+def test_optimisers_that_save_memory_learn_what_adamw_does(name, half):
+    """A regression on 8192 weights, enough for moments of 8 bits: losses stay close to AdamW's."""
+    if name == "adamw_8bit":
+        pytest.importorskip("torchao")
+
+    def losses(name, half):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64)
+        )
+        x, target = torch.randn(2, 256, 64)
+        if half:
+            cast_trained_weights(model)
+        optimizer, found = make_optimizer(model, 6e-3, name=name), []
+        for _ in range(30):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+                loss = (model(x).float() - target).square().mean()
+            loss.backward()
+            apply_updates([Update(model, optimizer, 6e-3)], 1.0, start("cpu"), [])
+            found.append(loss.item())
+        return torch.tensor(found)
+
+    expected, found = losses("adamw", False), losses(name, half)
+    assert expected[-1] < 0.6 * expected[0]
+    bound = 0.05 if name == "adamw_8bit" else 0.5  # Adafactor has no momentum
+    assert ((found - expected).abs() < bound * expected).all()
+
+
+def test_small_updates_are_not_lost_in_bfloat16():
+    """A hundred steps, each a hundredth of what bfloat16 can tell apart at 1, are not nothing."""
+    pytest.importorskip("torchao")
+    weight = torch.nn.Linear(64, 64, bias=False)
+    torch.nn.init.ones_(weight.weight)
+    cast_trained_weights(weight)
+    optimizer = make_optimizer(weight, 2**-14, name="adamw_8bit")
+    for _ in range(100):
+        weight.weight.grad = torch.ones_like(weight.weight)
+        optimizer.step()
+    moved = 1 - weight.weight.float().mean()
+    torch.testing.assert_close(moved.item(), 100 * 2**-14, rtol=0.1, atol=0)
+
+
+def test_rounding_depends_on_the_step_alone():
+    """So that ranks whose generators differ move alike, and the run's own numbers stay."""
+    pytest.importorskip("torchao")
+
+    def moved(seed):
+        model = torch.nn.Linear(64, 64)
+        torch.nn.init.constant_(model.weight, 0.3)
+        cast_trained_weights(model)
+        torch.manual_seed(seed)
+        optimizer = make_optimizer(model, 1e-4, name="adamw_8bit")
+        model.weight.grad = torch.linspace(-1, 1, 4096).view(64, 64).to(torch.bfloat16)
+        optimizer.step()
+        return model.weight.detach(), torch.rand(1)
+
+    (first, _), (second, drawn) = moved(1), moved(2)
+    assert torch.equal(first, second)
+    torch.manual_seed(2)
+    assert torch.equal(drawn, torch.rand(1))
+
+
+def test_heads_and_vectors_stay_in_float32():
+    model = load_scalar("tiny")
+    cast_trained_weights(model)
+    kinds = {name: p.dtype for name, p in model.named_parameters()}
+    assert kinds["score.weight"] == kinds["model.norm.weight"] == torch.float32
+    assert kinds["model.embed_tokens.weight"] == torch.bfloat16
+
+
+def test_a_rate_reaches_every_optimiser():
+    model = torch.nn.Linear(2, 2)
+    for name in ("adamw", "adafactor", "adamw_8bit"):
+        if name == "adamw_8bit":
+            pytest.importorskip("torchao")
+        optimizer = make_optimizer(model, 0.5, name=name)
+        set_learning_rate(optimizer, 0.25)
+        assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"trained_weights": "bfloat16"}, "Set optimizer: adamw_8bit"),
+        ({"optimizer": "adafactor", "parallel": "fsdp"}, "not for weights in shards"),
+        (
+            {
+                "trained_weights": "bfloat16",
+                "optimizer": "adamw_8bit",
+                "precision": "float32",
+            },
+            "contradict",
+        ),
+    ],
+)
+def test_settings_that_do_not_work_together_are_refused(settings, sentence):
+    with pytest.raises(SettingError, match=sentence):
+        SFTConfig(model="tiny", output_dir="unused", **settings)

@@ -123,6 +123,33 @@ def test_sft_and_reward_resume_identically(module, config, tmp_path, monkeypatch
     assert weights(whole.output_dir) == weights(parts.output_dir)
 
 
+SAVING = {
+    "adamw_8bit": {"optimizer": "adamw_8bit"},
+    "bfloat16": {
+        "optimizer": "adamw_8bit",
+        "trained_weights": "bfloat16",
+        "precision": "bfloat16",
+    },
+    "adafactor": {"optimizer": "adafactor"},
+}
+
+
+@pytest.mark.parametrize("settings", SAVING.values(), ids=SAVING)
+def test_other_optimisers_resume_identically(settings, ppo_config, monkeypatch):
+    if settings["optimizer"] == "adamw_8bit":
+        pytest.importorskip("torchao")
+    whole = ppo_config("whole", eval_every=0, **settings)
+    ppo.train(whole)
+    parts = ppo_config("parts", eval_every=0, **settings)
+    with monkeypatch.context() as patched:
+        stop_after(2, patched, ppo)
+        with pytest.raises(Stopped):
+            ppo.train(parts)
+    ppo.train(parts)
+    assert read_lines(whole.output_dir) == read_lines(parts.output_dir)
+    assert weights(whole.output_dir) == weights(parts.output_dir)
+
+
 @pytest.fixture(scope="module")
 def stopped_once(parents, tmp_path_factory):
     """`stopped_once(step)`: the folder of a run of four steps that was stopped after some."""
@@ -338,11 +365,11 @@ def test_a_bad_gradient_is_named_and_not_applied(ppo_config, monkeypatch):
 
     def broken(experience, credit, models, *more):
         losses = real(experience, credit, models, *more)
-        models.critic.score.weight.grad.fill_(float("inf"))
+        models.policy.model.norm.weight.grad.fill_(float("inf"))
         return losses
 
     monkeypatch.setattr(ppo, "backward", broken)
-    with pytest.raises(RunError, match=r"gradient of score.weight"):
+    with pytest.raises(RunError, match=r"gradient of model.norm.weight"):
         ppo.train(config)
 
 

@@ -30,6 +30,7 @@ EXTRAS = {
     "gguf": ("gguf", "models from GGUF files"),
     "lora": ("peft", "LoRA adapters"),
     "quant": ("bitsandbytes", "QLoRA: adapters on a 4- or 8-bit base"),
+    "memory": ("torchao", "optimizer: adamw_8bit, trained_weights: bfloat16"),
     "code": ("tree-sitter-python", "macro actions in Python code"),
     "spacy": ("spacy", "macro actions by spaCy's parses"),
     "stanza": ("stanza", "macro actions by stanza's parses"),
@@ -155,9 +156,30 @@ def segment(
 
 
 @app.command()
-def doctor() -> None:
-    """Show versions, devices and installed extras."""
-    for line in _examine():
+def doctor(
+    recipe: Annotated[
+        str | None, typer.Argument(help="A recipe: say how much GPU memory its stages take.")
+    ] = None,
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="The same for PPO with this model: a folder, a hub name, qwen3-4b ..."),
+    ] = None,
+    train: Annotated[str, typer.Option(help="With --model: full, lora or qlora.")] = "full",
+    gpu: Annotated[
+        float | None, typer.Option(metavar="GB", help="The card's memory (default: this one's).")
+    ] = None,
+) -> None:
+    """Show versions, devices and installed extras; or what a recipe or model takes of a GPU."""
+    if recipe is None and model is None:
+        for line in _examine():
+            typer.echo(line)
+        return
+    from marlhf.cli.memory import explain_memory, planned_stages
+
+    words = [*([recipe] if recipe and model else []), *(overrides or [])]
+    stages = planned_stages(None if model else recipe, words, model, train)
+    for line in explain_memory(stages, gpu):
         typer.echo(line)
 
 

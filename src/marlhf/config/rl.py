@@ -118,6 +118,9 @@ class RLConfig(StageConfig):
     rollout_tokens: int | Literal["auto"] = setting("auto", above=0, may_change=True)
     """Padded tokens sampled at once: lower it when memory runs out while sampling. `auto` is
     131072, or more where that takes less than a twelfth of a GPU's memory. Changes no result."""
+    offload: bool = setting(False, may_change=True)
+    """Keep reference and reward models in host memory, and on the GPU only while they score. Costs
+    a few percent of a step. Not for models on a shared base, or with `parallel: fsdp`."""
     engine: Literal["native", "vllm"] = "native"
     """What samples: marlhf itself, or vLLM, in this process or as a server."""
     vllm_url: str = setting("", may_change=True)
@@ -221,6 +224,11 @@ class RLConfig(StageConfig):
             raise SettingError("The policy must explore: set sampling.temperature above 0.")
         if not all(math.isfinite(weight) for weight in self.reward_weights or ()):
             raise SettingError(f"reward_weights must be finite; got {self.reward_weights}.")
+        if self.offload and self.parallel == "fsdp":
+            raise SettingError(
+                "offload: true is for whole models, and parallel: fsdp shards them. Leave one of "
+                "them out."
+            )
         if self.vllm_url and self.engine != "vllm":
             raise SettingError("vllm_url is set, but vLLM is not asked for. Set engine: vllm.")
         if self.vllm_url:

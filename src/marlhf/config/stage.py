@@ -15,6 +15,7 @@ from marlhf.fields import check_settings, setting
 
 Parallel = Literal["data", "fsdp"]
 Schedule = Literal["constant", "linear", "cosine"]
+OptimizerName = Literal["adamw", "adamw_8bit", "adafactor"]
 
 Config = TypeVar("Config", bound="StageConfig")
 DEFAULT_DATA = DataConfig(source="toy")
@@ -39,11 +40,17 @@ class StageConfig:
     batch_size: int = setting(64, above=0, on_card=True)
     """Rows in an update."""
     learning_rate: float = setting(1e-5, above=0, on_card=True)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of the optimizer."""
     schedule: Schedule = setting("cosine", on_card=True)
     """How the rate falls after warm-up."""
     warmup_ratio: float = setting(0.1, least=0, most=1, on_card=True)
     """Share of the updates in which the rate rises."""
+    optimizer: OptimizerName = setting("adamw", on_card=True)
+    """Bytes that it keeps per weight: `adamw` 8; `adamw_8bit` 2, by torchao; `adafactor` next to
+    none, without momentum."""
+    trained_weights: Literal["float32", "bfloat16"] = setting("float32", on_card=True)
+    """What trained weights and their gradients are kept in. `bfloat16` takes half the memory, and
+    rounds at random so that small updates are not lost: with `optimizer: adamw_8bit`."""
     weight_decay: float = setting(0.0, least=0)
     """Decay of weights, not of biases and norms."""
     max_grad_norm: float = setting(1.0, above=0)
@@ -53,9 +60,9 @@ class StageConfig:
     num_steps: int | None = setting(None, least=1, on_card=True)
     """Stop after so many steps, whatever the epochs."""
     token_budget: int | Literal["auto"] = setting("auto", above=0, may_change=True)
-    """Padded tokens in one forward pass. `auto`: 16384, and more once two steps have shown how much
-    of a GPU's memory a token takes. Where memory runs out, passes are halved until they fit.
-    Changes no result."""
+    """Padded tokens in one forward pass. `auto`: 16384 at first, and on a GPU as many as keep it
+    busy (32768 for a model of 135M, 4096 for 1.5B) as far as two steps have shown that they fit.
+    Where memory runs out, passes are halved until they fit. Changes no result."""
     precision: Precision = "auto"
     """What to compute in. `auto`: bfloat16 on GPUs that have it, else float32."""
     compile: bool = setting(True, may_change=True)
@@ -64,8 +71,9 @@ class StageConfig:
     deterministic: bool = setting(False, may_change=True)
     """On a GPU, only kernels that repeat bit for bit, none that add up in any order. Slower, also
     since `token_budget: auto` stays at 16384. A CPU repeats anyway."""
-    gradient_checkpointing: bool = setting(False, may_change=True)
-    """Trade time for memory in the backward pass."""
+    gradient_checkpointing: bool | Literal["auto"] = setting("auto", may_change=True)
+    """Trade time for memory in the backward pass. `auto`: where a GPU's memory is too small
+    without, by the arithmetic of `marlhf doctor RECIPE`."""
     device: str = setting("auto", may_change=True, private=True)
     """`auto`, `cpu`, `cuda` or `cuda:1`."""
     trust_remote_code: bool = False
@@ -111,6 +119,26 @@ class StageConfig:
         check_settings(self)
         if abs(self.seed) >= 2**32:
             raise SettingError(f"seed must be below 2 to the 32; got {self.seed}.")
+        if self.trained_weights == "bfloat16" and self.optimizer != "adamw_8bit":
+            raise SettingError(
+                "trained_weights: bfloat16 needs an optimizer that rounds at random, or small "
+                "updates are lost. Set optimizer: adamw_8bit, or leave trained_weights out."
+            )
+        if self.trained_weights == "bfloat16" and self.precision == "float32":
+            raise SettingError(
+                "trained_weights: bfloat16 and precision: float32 contradict each other. Leave one "
+                "of them out."
+            )
+        if self.trained_weights == "bfloat16" and self.lora is not None:
+            raise SettingError(
+                "trained_weights: bfloat16 is of no use with lora, whose adapters are small. Leave "
+                "one of them out."
+            )
+        if self.optimizer != "adamw" and self.parallel == "fsdp":
+            raise SettingError(
+                f"optimizer: {self.optimizer} is not for weights in shards, and parallel: fsdp "
+                "shards the optimizer's state anyway. Leave one of them out."
+            )
 
     @property
     def pass_tokens(self) -> int:

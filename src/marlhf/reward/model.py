@@ -18,6 +18,7 @@ from marlhf.data.encode import decode, encode_prompts, encode_responses, opening
 from marlhf.models.base import Precision, autocast
 from marlhf.models.forward import final_scores
 from marlhf.models.load import same_tokenizer
+from marlhf.models.offload import loaded
 from marlhf.models.sequences import Sequences, send
 from marlhf.spans import special_tokens
 
@@ -70,6 +71,12 @@ class RewardModel:
         """One score per row: [B], float32. `rows` is for reward functions only."""
         if self.foreign:
             prompts, responses = self._translate(prompts, responses)
+        with loaded(self.model):
+            return self._scores(prompts, responses)
+
+    def _scores(
+        self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+    ) -> Tensor:
         device = self.model.device
         pad_id = cast(int, self.tokenizer.pad_token_id)
         whole = Sequences.from_lists(prompts, responses, pad_id, device)

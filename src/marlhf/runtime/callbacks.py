@@ -267,7 +267,7 @@ def _arguments(config: Any, total_steps: int, metric: str) -> Arguments:
         save_steps=config.save_every,
         save_strategy=SaveStrategy.STEPS if config.save_every else SaveStrategy.NO,
         save_total_limit=config.keep_checkpoints,
-        gradient_checkpointing=config.gradient_checkpointing,
+        gradient_checkpointing=config.gradient_checkpointing is True,
         metric_for_best_model=metric,
         greater_is_better=not metric.endswith("loss"),
         report_to=[],

@@ -34,8 +34,9 @@ from marlhf.runs.atomic import explain_disk_errors, replace_folder
 from marlhf.runs.layout import CHECKPOINT_STATE, RunError, is_checkpoint_name, leads_out
 from marlhf.runtime.distributed import World
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps for each parameter, besides its number of steps."""
+NOT_KEPT = ("step", "RMS")
+"""Of an optimiser's state: numbers of steps are in `state.json`, and what Adafactor computes anew
+at each step is nowhere."""
 MANIFEST = "manifest.json"
 STATE = {
     "step": int,
@@ -208,12 +209,18 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _moments(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimiser's moments of each parameter that has had a gradient."""
-    moments = {}
+    """The optimiser's moments of each parameter that has had a gradient, as plain tensors."""
+    moments: dict[str, Tensor] = {}
     for name, p in model.named_parameters():
-        for kind in MOMENTS:
-            if kind in optimizer.state.get(p, {}):
-                moments[f"{kind}.{name}"] = optimizer.state[p][kind].contiguous()
+        for kind, x in optimizer.state.get(p, {}).items():
+            if kind in NOT_KEPT:
+                continue
+            # Those of 8 bits are several tensors in one: codes and their scales.
+            parts = x.__tensor_flatten__()[0] if hasattr(x, "codes") else []
+            for part in parts:
+                moments[f"{kind}.{part}.{name}"] = getattr(x, part)
+            if not parts:
+                moments[f"{kind}.{name}"] = x.contiguous()
     return moments
 
 
@@ -252,18 +259,22 @@ def _progress(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def _allocate(model: nn.Module, optimizer: Optimizer, progress: dict[str, Any]) -> None:
     """Allocate the optimiser's state, for the moments of a checkpoint to be copied into.
 
-    AdamW allocates it in its first step, which is yet to come after a resume.
+    It does so itself in a step, here one without gradients, before the weights are restored.
     """
     optimizer.state.clear()
-    # Fused AdamW keeps its step counts on the device of the parameters, other kinds on the CPU.
-    on_device = any(group.get("fused") for group in optimizer.param_groups)
-    for name, p in model.named_parameters():
-        if not p.requires_grad or name in progress["without"]:
-            continue
-        step = torch.tensor(progress["others"].get(name, progress["step"]))
-        optimizer.state[p] = {"step": step.to(p.device) if on_device else step} | {
-            kind: torch.zeros_like(p, memory_format=torch.preserve_format) for kind in MOMENTS
-        }
+    trained = {
+        name: p
+        for name, p in model.named_parameters()
+        if p.requires_grad and name not in progress["without"]
+    }
+    for p in trained.values():
+        p.grad = torch.zeros_like(p, memory_format=torch.preserve_format)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for name, p in trained.items():
+        state, steps = optimizer.state[p], progress["others"].get(name, progress["step"])
+        step = state["step"]
+        state["step"] = torch.full_like(step, steps) if isinstance(step, Tensor) else int(steps)
 
 
 def _restore(

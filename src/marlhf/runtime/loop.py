@@ -134,7 +134,8 @@ class Loop:
         )
         self.rows = run.state["rows"] = {"training": rows[0], "held-out": rows[1]}
         if config.token_budget == "auto" and not config.deterministic:
-            seek_token_budget(world, run)
+            hidden = next(iter(models.values())).config.get_text_config().hidden_size
+            seek_token_budget(world, run, hidden)
         self._stack = contextlib.ExitStack()
         self._stopping = False  # a signal has reached some rank
         self._last_evaluation: tuple[int, dict[str, float]] | None = None  # its step, and metrics

@@ -31,6 +31,9 @@ WATCHED_STEPS = 2
 SHARE = 0.5
 """Of the memory that is free after them, what passes may take: other batches have other shapes, and
 other runs may share the GPU."""
+BUSY = 1 << 34
+"""Tokens of a pass times the square of the hidden size."""
+LEAST_BUSY, MOST_BUSY = 1 << 11, 1 << 16
 BUDGET = "token_budget"
 """Where a run's state has what was found."""
 
@@ -67,8 +70,23 @@ def fit_memory(world: World, compute: Callable[[], T], *trained: nn.Module) -> T
         )
 
 
-def seek_token_budget(world: World, run: RunFolder) -> None:
-    """On a GPU, measure memory from here on, or take the budget that the run has found."""
+def busy_tokens(hidden: int) -> int:
+    """Tokens of a pass that keep a GPU busy: twice as many gain 1 or 2%, and take twice the memory.
+
+    >>> [busy_tokens(hidden) for hidden in (576, 896, 1536, 4096)]  # 135M, 0.5B, 1.5B, 8B
+    [32768, 16384, 4096, 2048]
+    """
+    tokens = 1 << (BUSY // hidden**2).bit_length() - 1
+    return min(max(tokens, LEAST_BUSY), MOST_BUSY)
+
+
+def seek_token_budget(world: World, run: RunFolder, hidden: int) -> None:
+    """On a GPU, measure memory from here on, or take the budget that the run has found.
+
+    Passes have no more tokens than keep it busy with a model of this hidden size.
+    """
+    if world.device.type == "cuda":
+        world.pass_limit.tokens = busy_tokens(hidden)
     if world.size == 1 and world.device.type == "cuda":  # several would find different numbers
         world.pass_limit.auto_tokens = run.state.get(BUDGET)
         world.pass_limit.watching = world.pass_limit.auto_tokens is None
@@ -137,7 +155,7 @@ def _remedies(config: StageConfig) -> Iterator[str]:
         tokens = config.rollout_tokens
         tokens = f"auto, at least {AUTO_TOKENS}" if tokens == "auto" else tokens
         yield f"While sampling, lower rollout_tokens ({tokens}) or {limits}."
-    if not config.gradient_checkpointing:
+    if config.gradient_checkpointing is not True:
         yield "gradient_checkpointing: true saves most of the activations."
     if config.lora is None:
         yield "lora: {r: 16} trains few weights, so that gradients and optimizer take little."

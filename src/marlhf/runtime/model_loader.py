@@ -24,9 +24,12 @@ from marlhf.models.adapters import AdapterInit, FrozenBaseModel, cast_linear_lay
 from marlhf.models.base import Head, Model, Tokenizer
 from marlhf.models.heads import with_scalar_head
 from marlhf.models.load import has_same_tokenizer, is_scalar, load_policy, load_scalar
+from marlhf.models.offload import offload
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World
+from marlhf.runtime.memory_plan import checkpoints_activations
 from marlhf.runtime.objects import GivenObjects
+from marlhf.runtime.optim import cast_trained_weights
 from marlhf.runtime.progress import say, warn
 
 NOT_COMPILED = {"gold"}
@@ -328,6 +331,9 @@ def load_sources(
             unpadded=config.lora is None,  # adapted models are padded, and the others match them
         )
         models[role] = placed if role in trained else placed.requires_grad_(False)
+        whole = role not in trained and isinstance(sources[role], WholeModel)
+        if whole and world.device.type == "cuda" and getattr(config, "offload", False):
+            offload(placed)
 
     late: list[str] = []
     for role in sorted(sources, key=lambda role: not sources[role].copied):
@@ -347,10 +353,16 @@ class ModelLoader:
     def __init__(self, config: StageConfig, world: World) -> None:
         self.world = world
         self.lora = config.lora or LoRA()
-        self.checkpointing = config.gradient_checkpointing
+        self.checkpointing = checkpoints_activations(config, world.device)
         self.remote, self.seed = config.trust_remote_code, config.seed
         # What autocast would cast frozen matrices to at every pass. FSDP casts what it gathers.
         self.dtype = None if world.sharded else frozen_dtype(world.device, config.precision)
+        self.half = config.trained_weights == "bfloat16"
+        if self.half and self.dtype is None:
+            raise RunError(
+                "trained_weights: bfloat16 needs arithmetic in bfloat16, and this device computes "
+                "in float32. Set precision: bfloat16, or leave trained_weights out."
+            )
         self._bases: dict[WholeModel, FrozenBaseModel] = {}
 
     def read(self, role: str, source: Source, *, trains: bool) -> Model:
@@ -361,6 +373,8 @@ class ModelLoader:
             ours = isinstance(source.origin, str) or source.copied
             if self.dtype is not None and ours and not trains:
                 cast_linear_layers(model, self.dtype)
+            if trains and self.half:
+                cast_trained_weights(model)
             return model
         if source.base not in self._bases:
             self._bases[source.base] = self._read_base(source.base)

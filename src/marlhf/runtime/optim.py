@@ -1,15 +1,18 @@
-"""The optimiser, and an update that refuses gradients which are not finite."""
+"""The optimisers, and an update that refuses gradients which are not finite."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.optimization import Adafactor
 
-from marlhf.errors import MarlhfError
+from marlhf.config.stage import OptimizerName
+from marlhf.errors import MarlhfError, SettingError
 from marlhf.runtime.distributed import World
 
 
@@ -18,16 +21,74 @@ class Diverged(MarlhfError, ArithmeticError):
 
 
 def make_optimizer(
-    model: nn.Module, learning_rate: float, weight_decay: float = 0.0
-) -> torch.optim.AdamW:
-    """AdamW over what trains; decay spares biases and norms, as is usual."""
+    model: nn.Module,
+    learning_rate: float,
+    weight_decay: float = 0.0,
+    name: OptimizerName = "adamw",
+) -> torch.optim.Optimizer:
+    """An optimiser over what trains; decay spares biases and norms, as is usual."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim > 1], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
     ]
+    if name == "adafactor":
+        # Torch's own scales the rate by the size of the weights, so that one for AdamW is no guide.
+        fixed = {"scale_parameter": False, "relative_step": False, "warmup_init": False}
+        return Adafactor(groups, lr=learning_rate, **fixed)
+    options: dict[str, Any] = {"lr": learning_rate, "betas": (0.9, 0.95), "eps": 1e-8}
+    if name == "adamw_8bit":
+        return import_adamw_8bit()(groups, **options)
     fused = trainable[0].device.type in ("cuda", "cpu")
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=fused)
+    return torch.optim.AdamW(groups, fused=fused, **options)
+
+
+@cache
+def import_adamw_8bit() -> Any:
+    """torchao's AdamW with moments of 8 bits, which rounds bfloat16 weights at random."""
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise SettingError(
+            "optimizer: adamw_8bit needs torchao, which is not installed. Run `pip install "
+            "'marlhf[memory]'`, or leave out optimizer."
+        ) from error
+
+    class SeededAdamW8bit(AdamW8bit):
+        """Rounds by the number of the step alone: alike on all ranks, and after a resume."""
+
+        def __init__(self, groups: Any, **options: Any) -> None:
+            super().__init__(groups, bf16_stochastic_round=True, **options)
+
+        def step(self, closure: Any = None) -> Any:
+            steps = (state["step"] for state in self.state.values() if "step" in state)
+            device = self.param_groups[0]["params"][0].device
+            # On a CPU compiling takes longer than it saves.
+            stance = "default" if device.type == "cuda" else "force_eager"
+            devices = [device] if device.type == "cuda" else []
+            with torch.random.fork_rng(devices), torch.compiler.set_stance(stance):
+                torch.manual_seed(int(next(steps, 0)))
+                return super().step(closure)
+
+    return SeededAdamW8bit
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):  # torchao's, compiled once for all rates
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def cast_trained_weights(model: nn.Module) -> None:
+    """Keep trained matrices in bfloat16. Scalar heads stay float32, in which they compute, and so
+    do vectors, which take next to no memory."""
+    head = getattr(model, "score", None)
+    kept = set() if head is None else {*head.parameters()}
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.ndim > 1 and parameter not in kept:
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 Named = Sequence[tuple[str, Tensor]]
@@ -74,8 +135,7 @@ def apply_updates(
             name = _first_bad(updates[bad].model)
             raise Diverged(f"the gradient of {name} is {float(norms[bad])}")
         for _, optimizer, learning_rate in updates:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
+            set_learning_rate(optimizer, learning_rate)
             optimizer.step()
     finally:
         for _, optimizer, _ in updates:

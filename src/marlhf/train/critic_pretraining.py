@@ -121,7 +121,9 @@ class Pretraining:
             )
             return
         world.reshard([self.critic])  # the optimiser must know the shards, not what is gathered
-        self.optimizer = make_optimizer(self.critic, self.rate, self.config.weight_decay)
+        self.optimizer = make_optimizer(
+            self.critic, self.rate, self.config.weight_decay, self.config.optimizer
+        )
         if self._resume(self.latest, {"critic": self.optimizer}):
             self._start -= self.epochs[-1]["seconds"]
         else:

@@ -34,6 +34,7 @@ from marlhf.core import (
 )
 from marlhf.environments import EpisodeRecord, episode_metrics, scored_row, turn_rewards
 from marlhf.models.base import Model
+from marlhf.models.offload import loaded
 from marlhf.models.sequences import Sequences, send
 from marlhf.rollout.engine import Rollout
 from marlhf.runtime.distributed import World, gather_rollout
@@ -323,7 +324,8 @@ def _joined(first: Sequence[list[int]], second: Sequence[list[int]]) -> list[lis
 
 def all_logprobs(model: Model, sequences: Sequences, models: Models) -> Tensor:
     """Log-probs of the response tokens under a model, [B, T], without gradients."""
-    return _pass_over(sequences, models, partial(models.logprobs, model))
+    with loaded(model):
+        return _pass_over(sequences, models, partial(models.logprobs, model))
 
 
 def all_values(sequences: Sequences, models: Models) -> Tensor:

@@ -187,7 +187,9 @@ def update(
     compute = partial(backward, experience, credit, learner.models, config, train_policy)
     passes = [partial(compute, None)] * config.num_ppo_epochs
     passes[0] = partial(compute, measurement)
-    return learner.update(passes, experience, credit, learning_rates)
+    # The pass that computed the critic's values has left its gradients.
+    ready = ["critic"] if config.has_critic and config.one_update else []
+    return learner.update(passes, experience, credit, learning_rates, ready=ready)
 
 
 def backward(

@@ -28,6 +28,7 @@ from marlhf.runs.write import is_finished
 from marlhf.runtime.model_card import check_push, hub_name
 from marlhf.runtime.model_loader import check_tokenizer, reward_items
 from marlhf.runtime.objects import NO_OBJECTS
+from marlhf.runtime.optim import import_adamw_8bit
 from marlhf.runtime.progress import say
 from marlhf.runtime.trackers import check_installed
 from marlhf.spans.parser import build_parser
@@ -83,6 +84,8 @@ def _checks(
         )
     yield lambda: _check_length(config, made_by)
     yield lambda: _check_tokenizers(config, made_by)
+    if config.optimizer == "adamw_8bit":
+        yield import_adamw_8bit
     if config.lora is not None:
         yield import_peft
         yield lambda: quantization(config.lora)
@@ -115,7 +118,7 @@ def _is_user_class(environment: str) -> bool:
 def _check_environment(config: RLConfig, made_by: Mapping[str, Stage]) -> None:
     """The environment exists, and the model's chat template can talk to it."""
     find_environment(config.environment, config.code, **config.environment_options)
-    policy, remote = _first_model(config.model, made_by), config.trust_remote_code
+    policy, remote = first_model(config.model, made_by), config.trust_remote_code
     tokenizer = load_tokenizer(policy, trust_remote_code=remote, setting="model")
     ChatTokens(tokenizer, raw=config.raw_turns).check()
 
@@ -166,7 +169,7 @@ def _check_model(
         raise SettingError(located[name])
 
 
-def _first_model(name: str, made_by: Mapping[str, Stage]) -> str:
+def first_model(name: str, made_by: Mapping[str, Stage]) -> str:
     """What the stages begin with that lead to a model."""
     while name in made_by:
         name = made_by[name].config.model
@@ -175,9 +178,9 @@ def _first_model(name: str, made_by: Mapping[str, Stage]) -> str:
 
 def _check_tokenizers(config: Any, made_by: Mapping[str, Stage]) -> None:
     """Reference and critic read the policy's tokens, and have an embedding for each."""
-    policy = _first_model(config.model, made_by)
+    policy = first_model(config.model, made_by)
     for role, setting in (("reference", "ref_model"), ("critic", "critic_model")):
-        name = _first_model(getattr(config, setting, None) or config.model, made_by)
+        name = first_model(getattr(config, setting, None) or config.model, made_by)
         if name == policy:
             continue
         remote = config.trust_remote_code
@@ -189,7 +192,7 @@ def _check_tokenizers(config: Any, made_by: Mapping[str, Stage]) -> None:
 
 def _check_length(config: Any, made_by: Mapping[str, Stage]) -> None:
     """A response alone fits into the positions of the model that the stages begin with."""
-    name = _first_model(config.model, made_by)
+    name = first_model(config.model, made_by)
     file = Path(name).expanduser() / "config.json"
     if name == "tiny":
         limit = MAX_POSITIONS

@@ -181,6 +181,17 @@ def check_stage(
     return built
 
 
+def stage_of(kind: str, raw: Raw, overrides: Sequence[str]) -> Stage:
+    """A stage of a kind by its settings, validated: of no file."""
+    raw, problems = {**raw, "kind": kind}, list[str]()
+    for key, value in map(read_override, overrides):
+        assign(raw, key, value)
+    built = _build_stage(kind, raw, "", problems)
+    raise_problems(problems)
+    assert built
+    return built
+
+
 def kind_class(kind: str) -> type[StageConfig]:
     """The dataclass of a kind of stage."""
     if kind not in METHODS:

@@ -18,7 +18,7 @@ from marlhf.rollout.engine import AsyncEngine, Rollout
 from marlhf.runs.layout import CRITIC, RunError
 from marlhf.runtime.checkpoint import generator_state, set_generator_state
 from marlhf.runtime.loop import Loop, OpenRun
-from marlhf.runtime.optim import Update, apply_updates, make_optimizer
+from marlhf.runtime.optim import Named, Update, apply_updates, make_optimizer
 from marlhf.runtime.progress import warn
 from marlhf.runtime.stage import Example, batch_rows, count_steps
 from marlhf.runtime.timing import Clock, to_numbers
@@ -58,12 +58,14 @@ class Learner:
         credit: Credit,
         learning_rates: Mapping[str, float],
         rows: list[int] | None = None,
+        ready: Sequence[str] = (),
     ) -> dict[str, Tensor]:
         """All updates of the models with a learning rate that a batch of responses is used for.
 
         Each of `passes` goes over the batch once: it leaves the gradients of some rows, and returns
         their metrics. No model moves where the batch holds NaN or infinity. Only some `rows` are
-        used, if given.
+        used, if given. Models that are `ready` have their gradients already, and move first, so
+        that those are out of memory before others have theirs.
         """
         models = self.models
         trained = {role: getattr(models, role) for role in learning_rates}
@@ -73,17 +75,20 @@ class Learner:
             ("the critic's values", credit.values),
             ("the rewards", credit.rewards),
         ]
+
+        def apply(roles: Sequence[str], finite: Named) -> dict[str, Tensor]:
+            moves = [Update(trained[x], self.optimizers[x], learning_rates[x]) for x in roles]
+            norms = apply_updates(moves, self.max_grad_norm, models.world, finite)
+            return {f"rl/{x}_grad_norm": norm for x, norm in zip(roles, norms)}
+
+        first = apply(ready, must_be_finite) if ready else {}
+        others = [x for x in trained if x not in ready]
         updates: list[dict[str, Tensor]] = []
         for backward in passes:
             for part in self.mini_batches(rows or list(range(len(experience.scores)))):
                 metrics = models.fit_memory(partial(backward, part), *trained.values())
-                norms = apply_updates(
-                    [Update(trained[x], self.optimizers[x], learning_rates[x]) for x in trained],
-                    self.max_grad_norm,
-                    models.world,
-                    [*must_be_finite, *metrics.items()],
-                )
-                updates.append(metrics | {f"rl/{x}_grad_norm": n for x, n in zip(trained, norms)})
+                norms = apply(others, [*must_be_finite, *metrics.items()]) if others else {}
+                updates.append(metrics | first | norms)
         if "policy" in learning_rates:
             models.engine.update_weights(models.policy)
         means = {name: torch.stack([u[name] for u in updates]).mean() for name in updates[0]}
@@ -127,7 +132,7 @@ class RLRun:
             run.state["sandbox"] = sandbox_layers
         trained = {role: getattr(self.models, role) for role in learning_rates}
         optimizers = {
-            role: make_optimizer(model, learning_rates[role], config.weight_decay)
+            role: make_optimizer(model, learning_rates[role], config.weight_decay, config.optimizer)
             for role, model in trained.items()
         }
         self.loop = Loop(

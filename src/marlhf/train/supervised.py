@@ -72,7 +72,9 @@ class SupervisedRun:
         self.model = self.world.place(
             self.model, config.precision, compiled=config.compile, **options
         )
-        self.optimizer = make_optimizer(self.model, config.learning_rate, config.weight_decay)
+        self.optimizer = make_optimizer(
+            self.model, config.learning_rate, config.weight_decay, config.optimizer
+        )
         return Passes(self.model, pad_id, config.pass_tokens, config.precision, self.world)
 
     def begin(self, evaluate: Callable[[], dict[str, float]], metric: str) -> Loop:
