@@ -22,9 +22,10 @@ from marlhf.train.answer_values import (
     answer_values,
     check_answers,
 )
-from marlhf.train.continuations import State, states_of, values_at_starts
+from marlhf.train.continuations import State, states_of
 from marlhf.train.experience import RolloutScorer, sample_responses
 from marlhf.train.rl_models import load_models
+from marlhf.train.state_values import values_at_starts
 from small_runs import assert_close, everything, read_lines, stop_after, weights
 
 ANSWER = {"values": "answer", "sigma": "start"}

@@ -9,14 +9,10 @@ from marlhf.rollout import Sampling
 from marlhf.runtime.distributed import start
 from marlhf.runtime.objects import GivenObjects
 from marlhf.train import continuations, experience, ppo
-from marlhf.train.continuations import (
-    State,
-    continuation_returns,
-    states_of,
-    values_at_starts,
-)
+from marlhf.train.continuations import State, continuation_returns, states_of
 from marlhf.train.experience import RolloutScorer
 from marlhf.train.rl_models import load_models, load_prompts
+from marlhf.train.state_values import values_at_starts
 from small_runs import read_lines
 
 MC = {"values": "monte_carlo", "sigma": "start", "continuations": 2}
