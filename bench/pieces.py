@@ -86,7 +86,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     args = parser.parse_args()
     shape, device = ppo_step.SHAPES[args.shape], torch.device("cuda")
-    options = argparse.Namespace(eager=False, modules=False, checkpointing=False, lengths="fixed")
+    options = argparse.Namespace(
+        eager=False,
+        modules=False,
+        checkpointing=False,
+        lengths="fixed",
+        budget=None,
+        optimizer="adamw",
+        weights="float32",
+        offload=False,
+    )
     torch.manual_seed(0)
     models, config = ppo_step.build(shape, device, options)
     bench = ppo_step.Bench(models, config, shape)

@@ -21,7 +21,6 @@ cache once through memory.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib.metadata
 import json
 import math
@@ -35,7 +34,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -44,16 +43,19 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from marlhf.config.model import LoRA
 from marlhf.core import NGram, Perplexity, RandomNGram, Vocabulary
-from marlhf.data import Row
+from marlhf.data import DataConfig, Row
 from marlhf.models.adapters import FrozenBaseModel, cast_linear_layers, frozen_dtype
 from marlhf.models.compile import compile_blocks
 from marlhf.models.forward import choose_passes
+from marlhf.models.offload import offload
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.reward import RewardModel, Rewards
 from marlhf.rollout import Sampling
-from marlhf.rollout.native import NativeEngine
+from marlhf.rollout.native import NativeEngine, total_memory
 from marlhf.runtime.distributed import start
-from marlhf.runtime.optim import make_optimizer
+from marlhf.runtime.memory import busy_tokens
+from marlhf.runtime.memory_plan import GIB, Plan, Size, plan_run
+from marlhf.runtime.optim import cast_trained_weights, make_optimizer
 from marlhf.runtime.stage import Example
 from marlhf.runtime.timing import Clock, to_numbers
 from marlhf.spans import vocabulary
@@ -82,8 +84,13 @@ class Shape:
     rows: int
     prompt: int
     response: int
-    budget: int  # tokens in a micro-batch
     lora: bool = False
+    quantize: Literal["none", "4bit"] = "none"
+
+    @property
+    def budget(self) -> int:
+        """Tokens in a micro-batch, as `token_budget: auto` has them on a GPU."""
+        return busy_tokens(self.hidden)
 
     def config(self) -> Any:
         return getattr(transformers, self.kind)(
@@ -94,8 +101,8 @@ class Shape:
             head_dim=self.head,
             intermediate_size=self.mlp,
             vocab_size=self.vocabulary,
-            tie_word_embeddings=not self.lora,
-            max_position_embeddings=max(1024, self.prompt + self.response),
+            tie_word_embeddings=not self.lora or self.kind == "Qwen3Config",
+            max_position_embeddings=max(2048, self.prompt + self.response),
             num_labels=1,
             eos_token_id=1,
             pad_token_id=0,
@@ -127,13 +134,24 @@ class Shape:
 
 
 SHAPES = {
-    "tiny": Shape("LlamaConfig", 64, 2, 4, 2, 16, 128, 512, 32, 32, 32, 16384),
-    "smollm2": Shape("LlamaConfig", 576, 30, 9, 3, 64, 1536, 49152, 256, 256, 64, 40960),
-    "qwen2.5-0.5b": Shape("Qwen2Config", 896, 24, 14, 2, 64, 4864, 151936, 128, 256, 256, 16384),
-    "qwen2-1.5b": Shape("Qwen2Config", 1536, 28, 12, 2, 128, 8960, 151936, 64, 256, 256, 8192),
-    "gemma-2b": Shape("GemmaConfig", 2048, 18, 8, 1, 256, 16384, 256000, 64, 256, 128, 4096),
+    "tiny": Shape("LlamaConfig", 64, 2, 4, 2, 16, 128, 512, 32, 32, 32),
+    "smollm2": Shape("LlamaConfig", 576, 30, 9, 3, 64, 1536, 49152, 256, 256, 64),
+    "qwen2.5-0.5b": Shape("Qwen2Config", 896, 24, 14, 2, 64, 4864, 151936, 128, 256, 256),
+    "qwen2-1.5b": Shape("Qwen2Config", 1536, 28, 12, 2, 128, 8960, 151936, 64, 256, 256),
+    "gemma-2b": Shape("GemmaConfig", 2048, 18, 8, 1, 256, 16384, 256000, 64, 256, 128),
     "llama-7b-lora": Shape(
-        "LlamaConfig", 4096, 32, 32, 32, 128, 11008, 32000, 64, 256, 128, 4096, lora=True
+        "LlamaConfig", 4096, 32, 32, 32, 128, 11008, 32000, 64, 256, 128, lora=True
+    ),
+    "llama-8b-lora": Shape(
+        "LlamaConfig", 4096, 32, 32, 8, 128, 14336, 128256, 32, 512, 512, lora=True
+    ),
+    "llama-8b-qlora": Shape(
+        *("LlamaConfig", 4096, 32, 32, 8, 128, 14336, 128256, 32, 512, 512),
+        lora=True,
+        quantize="4bit",
+    ),
+    "qwen3-4b-lora": Shape(
+        "Qwen3Config", 2560, 36, 32, 8, 128, 9728, 151936, 64, 512, 1024, lora=True
     ),
 }
 RULES: dict[str, Callable[..., Any]] = {
@@ -157,7 +175,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="smollm2" if gpu else "tiny")
     parser.add_argument("--steps", type=int, default=8, help="timed steps, of each rule")
-    parser.add_argument("--budget", type=int, help="tokens in a micro-batch")
+    parser.add_argument("--budget", type=int, help="tokens in a micro-batch (default: as auto)")
+    parser.add_argument("--optimizer", default="adamw", help="adamw, adamw_8bit or adafactor")
+    parser.add_argument("--weights", default="float32", help="trained in float32 or bfloat16")
+    parser.add_argument("--offload", action="store_true", help="of reference and reward model")
     parser.add_argument("--lengths", choices=("fixed", "tldr"), default="fixed")
     parser.add_argument("--rules", action="store_true", help="compare rules of macro actions")
     parser.add_argument("--eager", action="store_true", help="do not compile")
@@ -172,7 +193,6 @@ def main() -> None:
     shape = SHAPES[args.shape]
     varied = args.lengths == "tldr"
     shape = replace(shape, **TLDR) if varied else shape
-    shape = replace(shape, budget=args.budget) if args.budget else shape
     device = torch.device("cuda" if gpu else "cpu")
     if args.trl_only:
         print(json.dumps(trl_times(shape, device, args.steps, None)))
@@ -182,6 +202,9 @@ def main() -> None:
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     print(f"{name}{threads}, {versions}")
 
+    beside_trl = not args.no_trl and not shape.lora and not varied
+    # First: neither half holds memory that the other needs, for each has a process of its own.
+    theirs = trl_process(args.shape, args.steps) if beside_trl and gpu else {}
     torch.manual_seed(0)
     models, config = build(shape, device, args)
     parameters = {p for m in (models.policy, models.critic) for p in m.parameters()}
@@ -189,7 +212,7 @@ def main() -> None:
         f"{args.shape}: {shape.matrices / 1e6:.1f}M weights in layers, "
         f"{sum(p.numel() for p in parameters) / 1e6:.1f}M trained, "
         f"{shape.rows} x ({shape.prompt} + {shape.response}) tokens, "
-        f"{shape.budget} in a micro-batch\n"
+        f"{config.token_budget} in a micro-batch\n"
     )
     rules = RULES if args.rules else {"ngram 5": RULES["ngram 5"]}
     bench = Bench(models, config, shape, tldr_prompts(shape.rows) if varied else None)
@@ -207,14 +230,16 @@ def main() -> None:
     print(f"rollout tokens/s     {tokens:.0f} (with prefill)")
     print(f"log-prob gap         {bench.numbers['rl/logprob_gap']:.2e} (rollout - training)")
     if peak is not None:
-        print(f"peak memory          {peak:.1f} GiB")
+        predicted = predict(shape, config).peak / GIB
+        print(f"peak memory          {peak:.1f} GiB, {predicted:.1f} by `marlhf doctor`")
     print_limit(shape, device, min(phases["step"]))
     if args.rules:
         print_rules(by_rule)
     if args.profile:
         print_profile(bench)
-    if not args.no_trl and not shape.lora and not varied:
-        print_trl(args.shape, shape, args.steps, bench, phases["step"], gpu=gpu)
+    if beside_trl:
+        # On a CPU the two take turns, step by step: a busy machine is busy for both.
+        print_trl(shape, theirs or trl_times(shape, device, args.steps, bench), phases["step"])
 
 
 def build(shape: Shape, device: torch.device, args: argparse.Namespace) -> tuple[Models, PPOConfig]:
@@ -224,24 +249,38 @@ def build(shape: Shape, device: torch.device, args: argparse.Namespace) -> tuple
         reward_model="random",
         output_dir="unused",
         batch_size=shape.rows,
-        token_budget=shape.budget,
+        token_budget=args.budget or shape.budget,
+        optimizer=args.optimizer,
+        trained_weights=args.weights,
+        precision="auto" if args.weights == "float32" else "bfloat16",
+        offload=args.offload,
+        gradient_checkpointing=args.checkpointing,
+        lora=LoRA(shared_base=True, quantize=shape.quantize) if shape.lora else None,
+        data=DataConfig(source="toy", max_prompt_tokens=shape.prompt),
         sampling=Sampling(max_new_tokens=shape.response, temperature=1.0, top_k=0),
     )
     tokenizer = tiny_tokenizer()
     policy, reference, critic, reward = build_four(shape, device, args.checkpointing)
+    if args.weights == "bfloat16":
+        for model in (policy, critic):
+            cast_trained_weights(model)
     if not args.eager and not shape.lora:  # as World.place does it
         for model in (policy, reference, critic, reward):
             if not args.modules:
                 choose_passes(model)
             elif device.type == "cuda":
                 compile_blocks(model)
-    budget = 2 * shape.budget
+    if args.offload and not shape.lora:
+        for model in (reference, reward):
+            offload(model)
+    budget = 2 * config.pass_tokens
     scorer = RewardModel(reward, tokenizer, tokenizer, token_budget=budget)
     table = vocabulary(tokenizer, shape.vocabulary)
     ends = [-1]
     if args.lengths == "tldr":
         ends = list(range(1, 1 + round(TLDR_ENDS * shape.vocabulary)))
-    engine = NativeEngine(policy, ends, 0, token_budget=config.rollout_tokens)
+    precision = config.precision
+    engine = NativeEngine(policy, ends, 0, token_budget=config.rollout_tokens, precision=precision)
     models = Models(
         policy,
         reference,
@@ -253,8 +292,15 @@ def build(shape: Shape, device: torch.device, args: argparse.Namespace) -> tuple
         start(device.type),
         config.sampling,
         config.pass_tokens,
+        precision,
     )
     return models, config
+
+
+def predict(shape: Shape, config: PPOConfig) -> Plan:
+    """The memory that `marlhf doctor` would say."""
+    gpu = total_memory(torch.device("cuda")) if torch.cuda.is_available() else 141 * GIB
+    return plan_run(config, gpu, lambda _: Size.of(shape.config()))
 
 
 def build_four(
@@ -267,9 +313,10 @@ def build_four(
     if shape.lora:
         lora = LoRA(shared_base=True)
         dtype = frozen_dtype(device, "auto")
-        base = FrozenBaseModel(
-            random_model(shape, device, False, checkpointing), linear_dtype=dtype
-        )
+        model = random_model(shape, device, False, checkpointing)
+        if shape.quantize != "none":
+            quantize(model)
+        base = FrozenBaseModel(model, linear_dtype=dtype)
         reward = base.scalar_model(lora, "reward", trainable=False)
         views = (
             base.language_model(lora),
@@ -285,6 +332,22 @@ def build_four(
         for frozen in (reference, reward):
             cast_linear_layers(frozen.requires_grad_(False), dtype)
     return policy, reference, critic, reward
+
+
+def quantize(model: Any) -> None:
+    """Put the matrices of a model into 4 bits in place, as `lora.quantize: 4bit` loads them."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    model.hf_quantizer = "bitsandbytes"  # how marlhf knows
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+            options: dict[str, Any] = {"compute_dtype": torch.bfloat16, "quant_type": "nf4"}
+            with torch.device("meta"):
+                packed = Linear4bit(layer.in_features, layer.out_features, False, **options)
+            weight = layer.weight.data.to(torch.bfloat16)
+            packed.weight = Params4bit(weight, requires_grad=False, quant_type="nf4")
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, packed.to(layer.weight.device))
 
 
 def random_model(shape: Shape, device: torch.device, scalar: bool, checkpointing: bool) -> Any:
@@ -304,8 +367,8 @@ class Bench:
     ) -> None:
         self.models, self.config, self.shape = models, config, shape
         self.optimizers = {
-            "policy": make_optimizer(models.policy, 1e-6),
-            "critic": make_optimizer(models.critic, 1e-6),
+            "policy": make_optimizer(models.policy, 1e-6, name=config.optimizer),
+            "critic": make_optimizer(models.critic, 1e-6, name=config.optimizer),
         }
         lengths = prompts or [shape.prompt] * shape.rows
         ids = [torch.randint(2, shape.vocabulary, (n,)).tolist() for n in lengths]
@@ -370,7 +433,20 @@ def measure(
 
 
 def print_limit(shape: Shape, device: torch.device, seconds: float) -> None:
-    """What the step would take if nothing but multiplying and reading weights took time."""
+    compute, decode, rates = limit_seconds(shape, device)
+    limit = compute + decode
+    print(
+        f"limit                {shape.rows / limit:.1f} samples/s: {compute:.4f} s at "
+        f"{rates[0] / 1e12:.3g} TFLOP/s and {decode:.4f} s at {rates[1] / 1e12:.3g} TB/s; "
+        f"{100 * limit / seconds:.0f}% of it reached"
+    )
+
+
+def limit_seconds(shape: Shape, device: torch.device) -> tuple[float, float, tuple[float, float]]:
+    """What a step would take if nothing but multiplying and reading weights took time.
+
+    Seconds of both, and the rates that this machine reaches.
+    """
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     rate = 2 * size**3 / best_time(lambda: a @ b, device)
@@ -378,13 +454,8 @@ def print_limit(shape: Shape, device: torch.device, seconds: float) -> None:
     target = torch.empty_like(source)
     bandwidth = 2 * 4 * source.numel() / best_time(lambda: target.copy_(source), device)
     width = 2 if device.type == "cuda" else 4
-    compute, decode = shape.operations() / rate, shape.decode_bytes(width) / bandwidth
-    limit = compute + decode
-    print(
-        f"limit                {shape.rows / limit:.1f} samples/s: {compute:.4f} s at "
-        f"{rate / 1e12:.3g} TFLOP/s and {decode:.4f} s at {bandwidth / 1e12:.3g} TB/s; "
-        f"{100 * limit / seconds:.0f}% of it reached"
-    )
+    decode = shape.decode_bytes(width) / bandwidth
+    return shape.operations() / rate, decode, (rate, bandwidth)
 
 
 def best_time(run: Callable[[], Any], device: torch.device) -> float:
@@ -437,26 +508,20 @@ def print_profile(bench: Bench) -> None:
         print(f"{gap / 1000:8.2f}         {where}")
 
 
-def print_trl(
-    name: str, shape: Shape, steps: int, bench: Bench, ours: list[float], *, gpu: bool
-) -> None:
-    """TRL's PPOTrainer on models of the same shape, as it comes.
+def trl_process(name: str, steps: int) -> dict[str, Any]:
+    """TRL's half on a GPU."""
+    command = [sys.executable, __file__, "--shape", name, "--steps", str(steps), "--trl-only"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"failed": done.stderr[-2000:]}
+    return json.loads(done.stdout.splitlines()[-1])
 
-    On a CPU the two take turns, step by step: a busy machine is busy for both. On a GPU TRL has a
-    process of its own, so that neither half holds memory that the other needs.
-    """
-    if gpu:
-        bench.models = bench.optimizers = None  # room for a card that is not large
-        gc.collect()
-        torch.cuda.empty_cache()
-        command = [sys.executable, __file__, "--shape", name, "--steps", str(steps), "--trl-only"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            print(f"\nTRL's half failed:\n{done.stderr[-2000:]}")
-            return
-        found = json.loads(done.stdout.splitlines()[-1])
-    else:
-        found = trl_times(shape, torch.device("cpu"), steps, bench)
+
+def print_trl(shape: Shape, found: dict[str, Any], ours: list[float]) -> None:
+    """TRL's PPOTrainer on models of the same shape, as it comes."""
+    if "failed" in found:
+        print(f"\nTRL's half failed:\n{found['failed']}")
+        return
     if "missing" in found:
         print(
             f"\nTRL's PPOTrainer is not here ({found['missing']}); TRL 1.12 is the last to have it."
@@ -468,7 +533,7 @@ def print_trl(
         for times in (found["seconds"], ours)
         for f in (min, statistics.median)
     ]
-    memory = f", {found['gibibytes']:.1f} GiB" if gpu else ""
+    memory = f", {found['gibibytes']:.1f} GiB" if found["gibibytes"] else ""
     print(
         f"\nTRL {found['version']} PPOTrainer: {rates[0]:.1f} samples/s (best), "
         f"{rates[1]:.1f} (median){memory}. marlhf{', in turns' if found['turns'] else ''}: "
@@ -511,6 +576,8 @@ def trl_times(
         torch.cuda.reset_peak_memory_stats()
     micro = min(shape.rows, max(1, shape.budget // (shape.prompt + shape.response)))
     accumulation = math.ceil(shape.rows / micro)
+    while shape.rows % accumulation:
+        accumulation += 1
     total = shape.rows * (steps + WARMUP)
     ids = torch.randint(2, shape.vocabulary, (total, shape.prompt)).tolist()
     tokenizer = tiny_tokenizer()
