@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from marlhf.core.masked import check_choice, check_rows, check_tokens, keep, pack, unpack
+from marlhf.core.masked import check_choice, check_rows, check_tokens, keep, pack, shift, unpack
 from marlhf.core.segments import Segments, Sigma
 
 Pooling = Literal["sum", "mean"]
@@ -187,7 +187,7 @@ def rloo_advantages(
     """
     to_go, total = _group_returns(rewards, num_samples, segments, gamma)
     baseline = (total.sum(dim=1, keepdim=True) - total) / (num_samples - 1)
-    return _by_row(to_go, baseline.reshape(-1), None, segments)
+    return _of_tokens(to_go - baseline.reshape(-1, 1), segments)
 
 
 def group_advantages(
@@ -208,11 +208,11 @@ def group_advantages(
     tensor([-1.,  1.])
     """
     to_go, total = _group_returns(rewards, num_samples, segments, gamma)
-    mean = total.mean(dim=1, keepdim=True).expand_as(total).reshape(-1)
-    if not scale:
-        return _by_row(to_go, mean, None, segments)
-    deviation = total.std(dim=1, keepdim=True).expand_as(total).reshape(-1) + eps
-    return _by_row(to_go, mean, deviation, segments)
+    centred = to_go - _mean_of_each(total.reshape(-1), num_samples)[:, None]
+    if scale:
+        deviation = total.std(dim=1, keepdim=True).expand_as(total)
+        centred = centred / (deviation.reshape(-1, 1) + eps)
+    return _of_tokens(centred, segments)
 
 
 def tree_advantages(
@@ -273,23 +273,17 @@ def tree_advantages(
     exists = segments.macro_mask
     macro_levels = segments.first(levels.to(rewards.dtype))  # [B, M]
     earned = by_macro.cumsum(dim=1) - by_macro  # before each macro action
-    root = by_macro.sum(dim=1).view(-1, math.prod(tree)).mean(dim=1)  # of each prompt
-    root = root.repeat_interleave(math.prod(tree), output_size=len(rewards))[:, None]
+    root = _mean_of_each(by_macro.sum(dim=1), math.prod(tree))[:, None]  # of each prompt
     advantages = torch.zeros_like(by_macro)
     values = by_macro.new_zeros(len(by_macro))  # [B], of the node one level below
     for level in reversed(range(len(tree))):
         num_leaves = math.prod(tree[level + 1 :])  # below a node of this level
         here = exists & (macro_levels == level)
-        last = here & ~pad(here[:, 1:], (0, 1))
-        first = here & ~pad(here[:, :-1], (1, 0))
-        following = (
-            values.view(-1, num_leaves)
-            .mean(dim=1)
-            .repeat_interleave(num_leaves, output_size=len(values))
-        )
+        last, first = here & ~shift(here, -1), here & ~shift(here)
         rewards_here = torch.where(here, by_macro, 0.0)
         if num_leaves > 1:
-            rewards_here = rewards_here + torch.where(last, gamma * following[:, None], 0.0)
+            following = gamma * _mean_of_each(values, num_leaves)[:, None]
+            rewards_here = rewards_here + torch.where(last, following, 0.0)
         to_go = _discounted_to_go(rewards_here, gamma)
         values = torch.where(first, to_go, 0.0).sum(dim=1)
         siblings = values.view(-1, tree[level], num_leaves)
@@ -361,15 +355,17 @@ def state_advantages(
 def _group_returns(
     rewards: Tensor, num_samples: int, segments: Segments | None, gamma: float
 ) -> tuple[Tensor, Tensor]:
-    """Return still to come, [B] or [B, M], and the whole return by prompt, [B / k, k]."""
+    """Return still to come, [B, M], and the whole return by prompt, [B / k, k].
+
+    Without segments a response is one action, and M is 1.
+    """
     if segments is None:
         check_rows(rewards=rewards)
-        to_go = keep(rewards, torch.ones_like(rewards, dtype=torch.bool))
-        total = to_go
+        to_go = keep(rewards, torch.ones_like(rewards, dtype=torch.bool))[:, None]
     else:
         check_tokens(segments.mask, rewards=rewards)
         to_go = _discounted_to_go(segments.sum(rewards), gamma)
-        total = to_go[:, 0] if to_go.shape[1] else to_go.sum(dim=1)
+    total = to_go[:, 0] if to_go.shape[1] else to_go.sum(dim=1)
     if num_samples < 2 or len(rewards) % num_samples:
         raise ValueError(
             f"num_samples must be at least 2 and divide the number of rows; "
@@ -378,13 +374,14 @@ def _group_returns(
     return to_go, total.reshape(-1, num_samples)
 
 
-def _by_row(
-    to_go: Tensor, baseline: Tensor, deviation: Tensor | None, segments: Segments | None
-) -> Tensor:
-    if segments is None:
-        return to_go - baseline if deviation is None else (to_go - baseline) / deviation
-    centred = to_go - baseline[:, None]
-    return segments.spread(centred if deviation is None else centred / deviation[:, None])
+def _of_tokens(advantages: Tensor, segments: Segments | None) -> Tensor:
+    """[B, M] -> [B, T]; of whole responses, [B, 1] -> [B]."""
+    return advantages[:, 0] if segments is None else segments.spread(advantages)
+
+
+def _mean_of_each(x: Tensor, count: int) -> Tensor:
+    """Each row takes the mean of the `count` neighbours that it is one of: [B]."""
+    return x.view(-1, count).mean(dim=1, keepdim=True).expand(-1, count).reshape(-1)
 
 
 def _gae(rewards: Tensor, values: Tensor, gamma: float, lam: float | Tensor) -> Tensor:

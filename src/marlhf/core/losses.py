@@ -10,7 +10,7 @@ Axes: B rows, T response tokens, M macro actions.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -51,17 +51,12 @@ def ppo_policy_loss(
     tensor(-1.5000)
     """
     check_tokens(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    check_choice("ratio", ratio, ("token", "macro", "macro_mean"))
     if dual_clip is not None and dual_clip <= 1.0:
         raise ValueError(f"dual_clip must be larger than 1; got {dual_clip}.")
-    log_ratio = keep(logprobs - old_logprobs, mask)
+    change = pool_ratio(keep(logprobs - old_logprobs, mask), ratio, segments).exp()
     advantages = keep(advantages, mask)
-    if ratio != "token":
-        segments = _need(segments, f"ratio={ratio!r}")
-        pool = segments.sum if ratio == "macro" else segments.mean
-        # One term a macro action, read at its first token.
-        log_ratio, mask = segments.spread(pool(log_ratio)), segments.starts
-    change = log_ratio.exp()
+    if segments is not None and ratio != "token":
+        mask = segments.starts  # one term a macro action, read at its first token
     low, high = clip if isinstance(clip, tuple) else (clip, clip)
     loss = torch.maximum(-advantages * change, -advantages * change.clamp(1 - low, 1 + high))
     if dual_clip is not None:
@@ -89,16 +84,25 @@ def importance_weights(
     tensor([[0.8000, 2.0000]])
     """
     check_tokens(mask, logprobs=logprobs, sampled_logprobs=sampled_logprobs)
-    check_choice("ratio", ratio, ("token", "macro", "macro_mean"))
     if not cap > 0:
         raise ValueError(f"cap must be positive; got {cap}.")
     log_weight = keep(logprobs.detach() - sampled_logprobs.detach(), mask)
-    if ratio != "token":
-        segments = _need(segments, f"ratio={ratio!r}")
-        pool = segments.sum if ratio == "macro" else segments.mean
-        log_weight = segments.spread(pool(log_weight))
+    log_weight = pool_ratio(log_weight, ratio, segments)
     # Truncated before the exponential, which could overflow for a long macro action.
     return keep(log_weight.clamp(max=math.log(cap)).exp().clamp(max=cap), mask)
+
+
+def pool_ratio(
+    log_ratio: Tensor,  # [B, T]
+    ratio: Ratio,
+    segments: Segments | None,
+) -> Tensor:
+    """The log-ratio that counts for each token: its own, or that of its macro action."""
+    check_choice("ratio", ratio, get_args(Ratio))
+    if ratio == "token":
+        return log_ratio
+    segments = _need(segments, f"ratio={ratio!r}")
+    return segments.spread((segments.sum if ratio == "macro" else segments.mean)(log_ratio))
 
 
 def ppo_value_loss(

@@ -32,6 +32,7 @@ from marlhf.core import (
     overlong_penalty,
     whiten,
 )
+from marlhf.core.losses import pool_ratio
 from marlhf.environments import EpisodeRecord, episode_metrics, scored_row, turn_rewards
 from marlhf.models.base import Model
 from marlhf.models.offload import loaded
@@ -407,7 +408,8 @@ class PolicyMetrics:
         self, experience: Experience, num_tokens: Tensor, config: RLConfig, *more: str
     ) -> None:
         self.experience, self.num_tokens = experience, num_tokens
-        self.ratio, self.clip_range = config.ratio, config.clip_range
+        self.ratio: Ratio = config.ratio
+        self.clip_range = config.clip_range
         names = ("rl/policy_loss", "rl/clip_fraction", "rl/approx_kl", "rl/logprob_gap", *more)
         self.sums = {name: torch.zeros((), device=num_tokens.device) for name in names}
 
@@ -422,9 +424,7 @@ class PolicyMetrics:
     ) -> None:
         """Losses, how far the policy has moved in this step, and sampling is from training."""
         mask, change, tokens = segments.mask, logprobs - old_logprobs, self.num_tokens
-        if self.ratio != "token":
-            pool = segments.sum if self.ratio == "macro" else segments.mean
-            change = segments.spread(pool(change))
+        change = pool_ratio(change, self.ratio, segments)
         low, high = self.clip_range
         outside = ((change.exp() < 1 - low) | (change.exp() > 1 + high)).float()
         gap = (logprobs - micro.take(self.experience.logprobs)).abs()
