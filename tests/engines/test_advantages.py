@@ -320,9 +320,8 @@ def test_macro_state_adds_a_loop_over_states(grouped):
     names = [["s", "x"], ["s", "y"], ["s", "x", "z"], ["s"], ["s", "x", "w"], ["s"]]
     batch = replace(grouped, turn_states=names)
     settings = MacroSettings(segmenter=Turns())
-    options = {"gamma": 0.9, "lam": 1.0}
     both, alone = (
-        macro_advantages(batch, settings, **options, estimator=name)[0]
+        macro_advantages(batch, settings, gamma=0.9, lam=1.0, estimator=name)[0]
         for name in ("macro_state", "macro_grpo")
     )
     segments = segment_batch(batch, settings)
@@ -425,3 +424,11 @@ def test_rows_of_an_episode_are_joined_in_the_order_of_their_steps(grouped):
     assert episodes.last_steps.tolist() == [2, 1, 2, 0, 1, 2]
     with pytest.raises(EngineError, match="Episode x has two rows for its step 2"):
         Episodes.of(["x", "x"], [2, 2])
+
+
+@pytest.mark.parametrize("wrong", ["room", ["s"], None])
+def test_states_without_a_name_for_each_turn_are_a_sentence(grouped, wrong):
+    batch = replace(grouped, turn_states=[wrong, *[["s"] * 3] * 5])
+    settings = MacroSettings(segmenter=Turns())
+    with pytest.raises(EngineError, match=r"Turn . of row 0 has no state"):
+        macro_advantages(batch, settings, gamma=1.0, lam=1.0, estimator="macro_state")

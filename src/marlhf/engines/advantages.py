@@ -524,7 +524,7 @@ def turn_states(batch: EngineBatch, groups: Sequence[int], mask: Tensor) -> Tens
         turn = turn + 1 if row == previous_row else 0
         if batch.turn_states is not None:
             names = batch.turn_states[row]
-            if not isinstance(names, Sequence) or len(names) <= turn:
+            if not isinstance(names, Sequence) or isinstance(names, str) or len(names) <= turn:
                 raise EngineError(
                     f"Turn {turn + 1} of row {row} has no state: its turn_states are "
                     f"{names!r:.80}. Give one name per turn."
