@@ -44,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
             config.pluginmanager.import_plugin(name)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Processes of `-n auto`: one more than cores, for the time in which a test waits.
 

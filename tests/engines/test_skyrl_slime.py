@@ -11,7 +11,7 @@ from marlhf.config.recipe_files import ConfigError
 from marlhf.core import Turns, gae, macro_gae, segment, whiten
 from marlhf.core.responses import Responses
 from marlhf.engines import skyrl, slime
-from marlhf.engines.advantages import EngineError
+from marlhf.engines.advantages import EngineError, move_to_policy_tokens
 from marlhf.models.tiny import tiny_tokenizer
 
 
@@ -26,13 +26,10 @@ def skyrl_batch(loss_masks, rewards=None):
     responses = [[7] * len(mask) for mask in loss_masks]
     convert = skyrl_excerpt.convert_prompts_responses_to_batch_tensors
     response_mask, rewards, loss_mask = convert(responses, rewards, loss_masks)
-    return {
-        "response_mask": response_mask,
-        "rewards": rewards,
-        "loss_mask": loss_mask,
-        "values": torch.randn(loss_mask.shape),
-        "uids": [str(i) for i in range(len(loss_masks))],
-    }
+    tensors = {"response_mask": response_mask, "rewards": rewards, "loss_mask": loss_mask}
+    tensors["values"] = torch.randn(loss_mask.shape)
+    uids = [str(i) for i in range(len(loss_masks))]
+    return skyrl_excerpt.TrainingInputBatch(tensors, uids=uids)
 
 
 LOSS_MASKS = [[1, 1, 1, 0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 0, 1, 0]]
@@ -56,7 +53,7 @@ def test_skyrl_is_macro_gae_over_the_loss_mask():
     Trainer(estimate, gamma=1.0, lambd=0.9).compute_advantages_and_returns(data)
     mask = data["loss_mask"].bool()
     segments = segment(Turns(), Responses(torch.zeros_like(mask).long(), mask))
-    rewards = skyrl.move_to_policy_tokens(data["rewards"], mask)
+    rewards = move_to_policy_tokens(data["rewards"], mask)
     expected = macro_gae(rewards, data["values"], segments, lam=0.9, sigma="start")
     assert torch.equal(data["advantages"], expected[0])
     assert torch.equal(data["returns"], expected[1])
@@ -67,7 +64,7 @@ def test_skyrl_with_single_tokens_is_gae():
     estimate = skyrl.macro_gae(segmenter={"type": "ngram", "n": 1})
     Trainer(estimate, gamma=0.99, lambd=0.9).compute_advantages_and_returns(data)
     mask = data["loss_mask"].bool()
-    rewards = skyrl.move_to_policy_tokens(data["rewards"], mask)
+    rewards = move_to_policy_tokens(data["rewards"], mask)
     expected, targets = gae(rewards, data["values"], mask, gamma=0.99, lam=0.9)
     torch.testing.assert_close(data["advantages"], whiten(expected, mask))
     torch.testing.assert_close(data["returns"], targets)
@@ -102,9 +99,6 @@ def test_skyrl_without_the_loss_mask_is_refused():
     Trainer(skyrl.macro_gae(), 1.0, 0.9).compute_advantages_and_returns(data)
     with pytest.raises(EngineError, match="MacroTrainerMixin"):  # the mask is of one call
         trainer.compute_advantages_and_returns(data)
-    data["loss_mask"] = data["loss_mask"][:1]
-    with pytest.raises(EngineError, match="step_wise_trajectories"):
-        Trainer(skyrl.macro_gae(), 1.0, 0.9).compute_advantages_and_returns(data)
 
 
 def test_skyrl_estimators_survive_the_way_through_ray():
@@ -140,9 +134,132 @@ def test_skyrl_says_what_is_wrong():
         skyrl.macro_gae(sigmas="start")
     with pytest.raises(EngineError, match="Set value_level: token"):
         skyrl.macro_gae(value_level="macro")
-    data = {**skyrl_batch(LOSS_MASKS), "values": None}
+    data = skyrl_batch(LOSS_MASKS)
+    data["values"] = None
     with pytest.raises(EngineError, match="critic"):
         Trainer(skyrl.macro_gae(), 1.0, 1.0).compute_advantages_and_returns(data)
+    with pytest.raises(EngineError, match="compares the responses to one prompt"):
+        Trainer(skyrl.macro_estimator("macro_rloo"), 1.0, 1.0).compute_advantages_and_returns(data)
+    with pytest.raises(EngineError, match="SkyRL shows an estimator none"):
+        skyrl.macro_gae(turn_rewards="turn_scores")
+
+
+# Two prompts; for each, episodes as steps: what the policy read since its last step (for the first
+# step the prompt), what it wrote, and the reward of the step.
+EPISODES = [
+    ("a", [([1, 2], [11, 12, 13], 0.5), ([3], [14], 0.0), ([4], [15, 16], 1.0)]),
+    ("a", [([1, 2], [11, 17], 0.0), ([3], [18, 19, 20], -1.0)]),
+    ("a", [([1, 2], [21], 2.0)]),
+    ("b", [([5], [22, 23], 1.0), ([6, 7], [24], 0.25)]),
+    ("b", [([5], [25], 0.0), ([6, 7], [26, 27], 3.0)]),
+]
+
+
+def skyrl_rows(rows, uids, **metadata):
+    """A batch of rows (prompt, response, loss mask, rewards of tokens, values)."""
+    prompts, responses, loss_masks, rewards, values = zip(*rows)
+    convert = skyrl_excerpt.convert_prompts_responses_to_batch_tensors
+    response_mask, rewards, loss_mask = convert(responses, rewards, loss_masks)
+    sequences, attention_mask = skyrl_excerpt.lay_out_sequences(prompts, responses)
+    tensors = {"response_mask": response_mask, "rewards": rewards, "loss_mask": loss_mask}
+    tensors |= {"sequences": sequences, "attention_mask": attention_mask}
+    tensors["values"] = convert(responses, values, loss_masks)[1]
+    return skyrl_excerpt.TrainingInputBatch(tensors, uids=list(uids), **metadata)
+
+
+def step_wise_and_whole():
+    """The same episodes twice: a row for each step, and one row with tool output in between."""
+    torch.manual_seed(0)
+    steps, whole, uids, last = [], [], [], []
+    for uid, episode in EPISODES:
+        context, row = [], ([], [], [], [])
+        for read, wrote, reward in episode:
+            values = torch.randn(len(wrote)).tolist()
+            rewards = [0.0] * (len(wrote) - 1) + [reward]
+            prompt = context + read
+            steps.append((prompt, wrote, [1] * len(wrote), rewards, values))
+            hole = read if context else []
+            parts = (hole + wrote, [0] * len(hole) + [1] * len(wrote))
+            parts += ([0.0] * len(hole) + rewards, [0.0] * len(hole) + values)
+            for column, part in zip(row, parts):
+                column += part
+            context = prompt + wrote
+        whole.append((episode[0][0], *row))
+        uids += [uid] * len(episode)
+        last += [False] * (len(episode) - 1) + [True]
+    return (
+        skyrl_rows(steps, uids, is_last_step=last),
+        skyrl_rows(whole, [uid for uid, _ in EPISODES]),
+    )
+
+
+@pytest.mark.parametrize("rule", ["turns", {"type": "ngram", "n": 2}])
+@pytest.mark.parametrize("estimator", ["macro_gae", "macro_rloo", "macro_grpo"])
+def test_skyrl_credits_step_wise_rows_as_one_row_with_the_whole_episode(estimator, rule):
+    macro = {"segmenter": rule, "whiten": "tokens"}
+    estimate = skyrl.macro_estimator(estimator, **macro)
+    both = step_wise_and_whole()
+    for data in both:
+        Trainer(estimate, gamma=0.9, lambd=0.8).compute_advantages_and_returns(data)
+    for name in ("advantages", "returns"):
+        by_step, by_episode = (data[name][data["loss_mask"].bool()] for data in both)
+        assert by_step.unique().numel() > 5
+        torch.testing.assert_close(by_step, by_episode)
+
+
+def test_skyrl_step_wise_rloo_is_a_loop_over_steps():
+    data, _ = step_wise_and_whole()
+    estimate = skyrl.macro_estimator("macro_rloo", segmenter="turns")
+    Trainer(estimate, gamma=0.9, lambd=1.0).compute_advantages_and_returns(data)
+    to_go = []
+    for _, episode in EPISODES:
+        later, of_episode = 0.0, []
+        for *_, reward in reversed(episode):
+            later = reward + 0.9 * later
+            of_episode.insert(0, later)
+        to_go.append(of_episode)
+    rows = iter(data["advantages"])
+    masks = iter(data["loss_mask"].bool())
+    for i, (uid, _) in enumerate(EPISODES):
+        others = [to_go[j][0] for j, (of, _) in enumerate(EPISODES) if of == uid and j != i]
+        for value in to_go[i]:
+            expected = value - sum(others) / len(others)
+            row, mask = next(rows), next(masks)
+            assert row[mask].tolist() == pytest.approx([expected] * int(mask.sum()), abs=1e-6)
+            assert (row[~mask] == 0).all()
+
+
+def test_skyrl_padding_rows_change_nothing():
+    """SkyRL fills a batch up with copies of row 0 that train nothing."""
+    data, _ = step_wise_and_whole()
+    padded = skyrl_excerpt.TrainingInputBatch(
+        {name: torch.cat([x, x[:1]]) for name, x in data.items()},
+        uids=[*data.metadata["uids"], "pad0"],
+        is_last_step=[*data.metadata["is_last_step"], True],
+    )
+    padded["loss_mask"][-1] = 0
+    for estimator in ("macro_gae", "macro_grpo", "macro_state"):
+        estimate = skyrl.macro_estimator(estimator, segmenter="turns")
+        for batch in (data, padded):
+            Trainer(estimate, gamma=1.0, lambd=1.0).compute_advantages_and_returns(batch)
+        torch.testing.assert_close(padded["advantages"][:-1], data["advantages"])
+        assert (padded["advantages"][-1] == 0).all()
+
+
+def test_skyrl_step_wise_states_are_prompts():
+    """The first two episodes of `a` part at step 0; both of `b` are in one state at step 0."""
+    data, _ = step_wise_and_whole()
+    state, group = (
+        skyrl.macro_estimator(name, segmenter="turns") for name in ("macro_state", "macro_grpo")
+    )
+    advantages = []
+    for estimate in (state, group):
+        Trainer(estimate, gamma=1.0, lambd=1.0).compute_advantages_and_returns(data)
+        advantages.append(data["advantages"][:, -1])  # the last token of each step
+    first = torch.tensor([0, 3, 5, 6, 8])
+    later = torch.tensor([1, 2, 4, 7, 9])  # another history each
+    torch.testing.assert_close(advantages[0][first], 2 * advantages[1][first])
+    torch.testing.assert_close(advantages[0][later], advantages[1][later])
 
 
 def arguments(**macro):
@@ -224,6 +341,48 @@ def test_slime_shows_no_prompt_as_the_response():
     """A response of length 0 has no tokens; its prompt is not one."""
     tokens = slime._responses({"tokens": [torch.arange(4)], "loss_masks": [torch.ones(0)]})
     assert tokens[0].tolist() == []
+
+
+def grouped(n=2):
+    """A rank's four responses: two prompts of two."""
+    torch.manual_seed(3)
+    data = rollout((5, 3, 4, 2))
+    data |= {"rewards": [1.0, -2.0, 0.5, 3.0], "sample_indices": [6, 2, 3, 7]}
+    data["kl"] = [torch.zeros(len(mask)) for mask in data["loss_masks"]]
+    args = {
+        "n_samples_per_prompt": n,
+        "rewards_normalization": False,
+        "advantage_estimator": "grpo",
+    }
+    return args, data
+
+
+def test_slime_compares_the_responses_to_a_prompt():
+    extra, data = grouped()
+    bandit = {"type": "ngram", "n": float("inf")}
+    for function, expected in (
+        (slime.macro_rloo, [-2.0, -2.5, 2.5, 2.0]),
+        (slime.macro_grpo, [-(0.5**0.5), -(0.5**0.5), 0.5**0.5, 0.5**0.5]),
+    ):
+        args = Namespace(**{**vars(arguments(segmenter=bandit)), **extra, "gamma": 1.0})
+        data["loss_masks"] = [torch.ones(n) for n in (5, 3, 4, 2)]
+        function(args, data)
+        for row, value in zip(data["advantages"], expected, strict=True):
+            torch.testing.assert_close(row, torch.full_like(row, value), atol=1e-5, rtol=1e-5)
+
+
+def test_slime_says_why_groups_cannot_be_compared():
+    extra, data = grouped()
+    for changes, words in (
+        ({"rewards_normalization": True}, "disable-rewards-normalization"),
+        ({"n_samples_per_prompt": 4}, "A rank needs all 4 responses"),
+    ):
+        args = Namespace(**{**vars(arguments()), **extra, **changes})
+        with pytest.raises(EngineError, match=words):
+            slime.macro_rloo(args, data)
+    args = Namespace(**vars(arguments(turn_rewards="x")), **extra)
+    with pytest.raises(EngineError, match="slime shows an estimator none"):
+        slime.macro_rloo(args, data)
 
 
 def test_slime_says_what_is_wrong():

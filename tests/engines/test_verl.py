@@ -332,6 +332,47 @@ def test_a_trainer_shows_the_estimator_its_batch_and_the_workers_its_macro_actio
     assert metrics["macro/actions"] == segments.macro_mask.sum()
 
 
+def test_the_rows_of_a_session_are_one_episode_whose_score_counts_once(batch, monkeypatch):
+    """verl's agent loops may return several outputs, each with the score of the last."""
+    keys = ["a_0_0", "a_0_1", "a_1_0", "b_0_0", "b_1_0", "b_1_1"]
+    mask = torch.ones(B, T)
+    scores = torch.zeros(B, T)
+    scores[:, -1] = torch.tensor([3.0, 3.0, 1.0, 0.0, 2.0, 2.0])
+    extra = [{"reward_extra_info": {"bonus": [float(i)]}} for i in range(B)]
+    tensors = {"responses": batch["responses"], "response_mask": mask.long(), "rm_scores": scores}
+    fields = {name: nested(x, [T] * B) for name, x in tensors.items()}
+    fields |= {"uid": NonTensorStack(*"aaabbb"), "extra_fields": NonTensorStack(*extra)}
+    fields["prompts"] = nested(batch["responses"], [3] * B)
+
+    class Session(list):
+        pass
+
+    def get(keys, partition_id, select_fields):
+        chosen = {name: fields[name] for name in select_fields if name in fields}
+        return TensorDict(chosen, batch_size=B)
+
+    def put(keys, partition_id, fields):
+        stored.update(fields.items())
+        return Session(keys)
+
+    queue, stored, rows = SimpleNamespace(kv_batch_get=get, kv_batch_put=put), {}, Session(keys)
+    rows.keys, rows.partition_id = keys, "train"
+    monkeypatch.setattr(plugin.trainer_base, "tq", queue)
+    trainer = object.__new__(get_trainer_cls("sync"))
+    algorithm = {"adv_estimator": "macro_rloo", "gamma": 1.0, "lam": 1.0, "use_kl_in_reward": False}
+    config = {"algorithm": algorithm, "actor_rollout_ref": {"rollout": {"n": 2}}}
+    trainer.config = OmegaConf.create(config)
+    trainer.macro = MacroSettings(segmenter=Turns(), turn_rewards="bonus")
+    trainer.macro_text = TokenText(trainer.macro.segmenter, None)
+    trainer._compute_advantage(rows, {})
+    # Returns of the episodes of a: 0 + 1 + 3 and 2 + 1; of b: 3 + 0 and 4 + 5 + 2.
+    expected = [4 - 3, 4 - 3, 3 - 4, 3 - 11, 11 - 3, 7 - 3]
+    assert torch.stack(list(stored["advantages"].unbind()))[:, 0].tolist() == expected
+    trainer.macro = MacroSettings(segmenter=Turns(), turn_rewards="bonuss")
+    with pytest.raises(EngineError, match=r"no field bonuss.*there is: bonus, extra_fields"):
+        trainer._compute_advantage(rows, {})
+
+
 def test_workers_count_the_macro_actions_of_a_mini_batch(batch, update, tmp_path, monkeypatch):
     monkeypatch.setattr(plugin.engine_workers, "get_device_name", lambda: "cpu")
     lengths = (batch["response_mask"].cumsum(1).argmax(1) + 1).tolist()

@@ -58,12 +58,36 @@ def test_settings_are_read_from_the_algorithm():
         ("trainer.use_v1", False, "v1 trainers"),
         ("algorithm.macro", {"segmenter": "perplexity"}, "use_kl_in_reward=True"),
         ("algorithm.macro", {"segmentr": "ngram"}, "algorithm.macro.segmentr.*mean segmenter"),
-        ("algorithm", {"adv_estimator": "gae", "macro": {"rho": 1}}, "adv_estimator=macro_gae"),
+        ("algorithm", {"adv_estimator": "gae", "macro": {"rho": 1}}, "one of macro_gae"),
+        ("algorithm", {"adv_estimator": "macro_rlo"}, "Ours are macro_gae, macro_rloo"),
     ],
 )
 def test_mistakes_are_sentences(path, value, words):
     with pytest.raises((EngineError, ConfigError), match=words):
         check_config(changed(path, value))
+
+
+@pytest.mark.parametrize("estimator", ["macro_rloo", "macro_grpo", "macro_state"])
+def test_critic_free_estimators_want_groups_and_no_critic(estimator, monkeypatch):
+    algorithm = {"adv_estimator": estimator, "macro": {"segmenter": "turns"}}
+    config = {**changed("actor_rollout_ref.rollout.n", 4), "algorithm": algorithm}
+    assert check_config({**config, "critic": {"enable": False}}) is not None
+    with pytest.raises(EngineError, match=r"rollout\.n is 1\. Set it to 2"):
+        check_config({**changed("actor_rollout_ref.rollout.n", 1), "algorithm": algorithm})
+    with pytest.raises(EngineError, match="credit is a setting of macro_gae"):
+        check_config({**config, "algorithm": {**algorithm, "macro": {"credit": "boundary"}}})
+    installed(monkeypatch, "0.9.1")
+    monkeypatch.setattr(verl_config, "compose", lambda words: config)
+    assert "critic.enable=True" not in launch_arguments([])[0]
+
+
+def test_macro_state_wants_turns():
+    algorithm = {"adv_estimator": "macro_state"}
+    with pytest.raises(EngineError, match=r"segmenter is NGram.*Set it to turns"):
+        check_config({**CONFIG, "algorithm": algorithm})
+    algorithm = {"adv_estimator": "macro_rloo", "macro": {"turn_states": "rooms"}}
+    with pytest.raises(EngineError, match="turn_states is for macro_state"):
+        check_config({**CONFIG, "algorithm": algorithm})
 
 
 def test_a_macro_ratio_needs_credit_by_macro_action():
@@ -72,7 +96,7 @@ def test_a_macro_ratio_needs_credit_by_macro_action():
     algorithm = {"adv_estimator": "macro_gae", "macro": {"credit": "boundary"}}
     with pytest.raises(EngineError, match="one advantage per macro action"):
         check_config({**config, "algorithm": algorithm})
-    with pytest.raises(EngineError, match="Set it to macro_gae"):
+    with pytest.raises(EngineError, match="Set it to one of macro_gae"):
         check_config({**config, "algorithm": {"adv_estimator": "gae"}})
     with pytest.raises(EngineError, match="distillation"):
         check_config({**config, "distillation": {"enabled": True}})

@@ -6,6 +6,7 @@ loaded when it does.
 
 import asyncio
 import zlib
+from collections import Counter
 
 import torch
 
@@ -16,9 +17,9 @@ PATIENCE = 0.5
 class HFServer:
     """One model, which samples up to `max_batch` requests at once.
 
-    A batch is in the order of its prompts and has a seed of its own, from its prompts and its
-    weights' step. So responses do not depend on the order of requests; with a batch of one, nor on
-    how many servers share them.
+    A batch is in the order of its prompts and has a seed of its own, from its prompts, its weights'
+    step, and how often it was asked for. So responses do not depend on the order of requests; with
+    a batch of one and one response per prompt, nor on how many servers share them.
     """
 
     def __init__(self, path, *, device, dtype, max_tokens, max_batch):
@@ -29,7 +30,7 @@ class HFServer:
         self.model, self.device = model.to(device).eval(), device
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.max_tokens, self.max_batch, self.steps = max_tokens, max_batch, 0
-        self.waiting = []
+        self.waiting, self.asked = [], Counter()
         self.lock = asyncio.Lock()
 
     async def ready(self):
@@ -57,7 +58,9 @@ class HFServer:
 
         temperature = params.get("temperature", 1.0)
         eos, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
-        torch.manual_seed(zlib.crc32(repr((self.steps, prompts)).encode()))
+        seed = repr((self.steps, prompts))
+        torch.manual_seed(zlib.crc32(seed.encode()) + self.asked[seed])
+        self.asked[seed] += 1
         width = max(len(prompt) for prompt in prompts)
         rows = [[pad] * (width - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]

@@ -3,15 +3,16 @@
 Pure functions: no engine is imported here, and nothing is kept between calls but the text of the
 vocabulary. The settings have the names that recipes use.
 
-Axes: B rows, T response tokens, M macro actions.
+Axes: B rows, T response tokens, M macro actions, E episodes, S steps of the longest episode.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,11 +24,16 @@ from marlhf.core import (
     Responses,
     Segmenter,
     Segments,
+    Turns,
     Vocabulary,
+    adaptive_lam,
     boundary_gae,
+    group_advantages,
     macro_gae,
     moments,
     needs,
+    rloo_advantages,
+    state_advantages,
     whiten,
 )
 from marlhf.core.segmenters import mix
@@ -42,6 +48,14 @@ if TYPE_CHECKING:
 # The same as in marlhf.core; spelled out, so that the engine's log shows what may be written.
 Sigma = Literal["equal", "unit", "position", "start"]
 Pooling = Literal["sum", "mean"]
+
+Estimator = Literal["macro_gae", "macro_rloo", "macro_grpo", "macro_state"]
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+"""`macro_gae` needs a critic. The others compare the responses to one prompt: `macro_rloo` with the
+mean of the others, `macro_grpo` with the mean of all in units of their deviation, `macro_state` the
+same plus each turn among the turns in its state (GiGPO)."""
+GRPO_EPS = 1e-6
+"""Added to a group's deviation, as verl, SkyRL and slime do."""
 
 
 class EngineError(MarlhfError, ValueError):
@@ -66,15 +80,26 @@ class MacroSettings:
     """Macro reward as a sum of token rewards (the paper's equation) or a mean."""
     rho: float = setting(1.0, least=0, most=1)
     """Discount of rewards inside a macro action."""
-    whiten: Literal["tokens", "macros", "none"] = "tokens"
-    """Scale advantages to mean 0 and deviation 1 over the batch, counting tokens or actions."""
+    whiten: Literal["auto", "tokens", "macros", "none"] = "auto"
+    """Scale advantages to mean 0 and deviation 1 over the batch, counting tokens or actions.
+    `auto`: tokens with a critic, none without."""
     value_level: Literal["token", "macro"] = "token"
     """What the critic learns: each token's value, or that of the macro action."""
     credit: Literal["macro", "boundary"] = "macro"
     """`macro`: one advantage per macro action. `boundary`: GAE over tokens that bootstraps at the
     ends of macro actions only."""
     lam_value: float | None = setting(None, least=0, most=1)
-    """Lambda of the returns that the critic learns from; the engine's lambda unless given."""
+    """Lambda of the returns that the critic learns from; the lambda of advantages unless given."""
+    lam: Literal["engine", "adaptive"] = "engine"
+    """Lambda of advantages: the engine's, or 1 - 1 / (lam_alpha L) where a response has L macro
+    actions (VAPO)."""
+    lam_alpha: float = setting(0.05, above=0)
+    """With `lam: adaptive`, the share of a response that credit reaches over."""
+    turn_rewards: str = ""
+    """The field of a sample with one reward per turn; they are added at the ends of turns."""
+    turn_states: str = ""
+    """For `macro_state`: the field of a sample that names the state of each turn. Turns are in the
+    same state if they follow the same tokens, unless given."""
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -87,7 +112,9 @@ class MacroSettings:
                 )
 
 
-def read_settings(raw: Mapping[str, Any] | None, where: str) -> MacroSettings:
+def read_settings(
+    raw: Mapping[str, Any] | None, where: str, estimator: Estimator = "macro_gae"
+) -> MacroSettings:
     """Settings from plain data; all mistakes at once, under the name `where` they were given.
 
     >>> read_settings({"segmenter": {"type": "ngram", "n": 3}}, "algorithm.macro").segmenter
@@ -102,7 +129,39 @@ def read_settings(raw: Mapping[str, Any] | None, where: str) -> MacroSettings:
     if not problems:
         settings = make_segmenter(settings, f"{where}.segmenter", problems)
     raise_problems(problems)
+    _check_estimator(settings, where, estimator)
     return settings
+
+
+def _check_estimator(settings: MacroSettings, where: str, estimator: Estimator) -> None:
+    """Refuse settings that this estimator would not read."""
+    with_critic = ("sigma", "pooling", "rho", "value_level", "credit", "lam", "lam_value")
+    for name in with_critic if estimator != "macro_gae" else ():
+        if getattr(settings, name) != getattr(MacroSettings(), name):
+            raise EngineError(
+                f"{where}.{name} is a setting of macro_gae, and {estimator} has no critic. Leave "
+                "it out."
+            )
+    if estimator != "macro_state" and settings.turn_states:
+        raise EngineError(
+            f"{where}.turn_states is for macro_state, and the estimator is {estimator}. Leave it "
+            "out, or change the estimator."
+        )
+    if estimator == "macro_state" and not isinstance(settings.segmenter, Turns):
+        raise EngineError(
+            f"macro_state compares turns, but {where}.segmenter is {settings.segmenter}. Set it to "
+            "turns."
+        )
+
+
+def refuse_sample_fields(settings: MacroSettings, engine: str) -> None:
+    """For engines whose estimators see no field of a sample."""
+    for name in ("turn_rewards", "turn_states"):
+        if getattr(settings, name):
+            raise EngineError(
+                f"{name} names a field of samples, and {engine} shows an estimator none. Leave it "
+                "out; rewards of turns go into the rewards of tokens."
+            )
 
 
 def needs_reference(segmenter: Segmenter) -> bool:
@@ -130,6 +189,66 @@ class EngineBatch:
     tokens: Tensor | None = None  # [B, T] int64
     ref_logprobs: Tensor | None = None  # [B, T], of the reference
     logprobs: Tensor | None = None  # [B, T], of the policy that sampled
+    groups: Sequence[Any] | None = None  # [B], equal for responses to one prompt
+    episodes: Episodes | None = None  # where an episode has several rows
+    prompts: Sequence[Sequence[int]] | None = None  # [B], tokens before each response
+    turn_rewards: Sequence[Any] | None = None  # [B], a number for each turn
+    turn_states: Sequence[Any] | None = None  # [B], a name for each turn's state
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Rows that are steps of episodes, and how an episode becomes one row.
+
+    >>> episodes = Episodes.of(["a", "b", "a"], [0, 0, 1])
+    >>> episodes.join(torch.tensor([[1.0], [2.0], [3.0]]))
+    tensor([[1., 0., 3., 0.],
+            [2., 0., 0., 0.]])
+    """
+
+    episode: Tensor  # [B] int64, counted from 0
+    step: Tensor  # [B] int64, counted from 0 within the episode
+
+    @classmethod
+    def of(cls, ids: Sequence[Any], steps: Sequence[int]) -> Episodes:
+        """From an episode's name and a step's number for each row, in any order of rows."""
+        pairs = list(zip(ids, steps, strict=True))
+        twice = next((pair for pair, count in Counter(pairs).items() if count > 1), None)
+        if twice is not None:
+            raise EngineError(f"Episode {twice[0]} has two rows for its step {twice[1]}.")
+        step = torch.empty(len(pairs), dtype=torch.int64)
+        taken: Counter[Any] = Counter()
+        for row in sorted(range(len(pairs)), key=lambda row: pairs[row][1]):
+            step[row] = taken[ids[row]]
+            taken[ids[row]] += 1
+        return cls(number(ids), step)
+
+    @property
+    def last_steps(self) -> Tensor:
+        """The number of the last step of each row's episode: [B] int64."""
+        last = torch.zeros_like(self.step).scatter_reduce(0, self.episode, self.step, "amax")
+        return last[self.episode]
+
+    def join(self, x: Tensor) -> Tensor:
+        """One row per episode, [B, T] -> [E, S * (T + 1)].
+
+        The empty column behind each step is a hole in the mask, which no macro action spans.
+        """
+        shape = (int(self.episode.max()) + 1, int(self.step.max()) + 1, x.shape[1] + 1)
+        joined = x.new_zeros(shape)
+        joined[self.episode, self.step, :-1] = x
+        return joined.flatten(1)
+
+    def split(self, x: Tensor) -> Tensor:
+        """The way back: [E, S * (T + 1)] -> [B, T]."""
+        steps = int(self.step.max()) + 1
+        return x.unflatten(1, (steps, -1))[self.episode, self.step, :-1]
+
+
+def number(names: Sequence[Any]) -> Tensor:
+    """Equal names as equal numbers, counted from 0: [B] int64."""
+    numbers: dict[Any, int] = {}
+    return torch.tensor([numbers.setdefault(name, len(numbers)) for name in names])
 
 
 class TokenText:
@@ -172,6 +291,8 @@ def macro_advantages(
     gamma: float,
     lam: float,
     text: TokenText | None = None,
+    estimator: Estimator = "macro_gae",
+    scale: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Advantages, whitened as the settings say, and returns: both [B, T].
 
@@ -183,7 +304,8 @@ def macro_advantages(
     >>> returns
     tensor([[4., 4., 2., 2.]])
     """
-    return credit_segments(batch, segment_batch(batch, settings, text), settings, gamma, lam)
+    segments = segment_batch(batch, settings, text)
+    return credit_segments(batch, segments, settings, gamma, lam, estimator, scale)
 
 
 @torch.no_grad()
@@ -224,26 +346,204 @@ def segment_batch(
 
 @torch.no_grad()
 def credit_segments(
-    batch: EngineBatch, segments: Segments, settings: MacroSettings, gamma: float, lam: float
+    batch: EngineBatch,
+    segments: Segments,
+    settings: MacroSettings,
+    gamma: float,
+    lam: float,
+    estimator: Estimator = "macro_gae",
+    scale: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of macro actions that are known already: both [B, T]."""
-    if batch.values is None:
+    """Advantages and returns of macro actions that are known already: both [B, T].
+
+    `scale`: whether `macro_grpo` and `macro_state` divide by the deviation of a group. Without a
+    critic there are no returns to learn from, and the advantages are given as these.
+    """
+    rewards = batch.rewards
+    if batch.turn_rewards is not None:
+        rewards = rewards + place_turn_rewards(batch.turn_rewards, segments.mask)
+    if estimator == "macro_gae":
+        advantages, returns = _critic_credit(batch, rewards, segments, settings, gamma, lam)
+    else:
+        advantages = _group_credit(batch, rewards, segments, estimator, gamma, scale)
+        returns = advantages
+    by = settings.whiten
+    if by == "none" or (by == "auto" and estimator != "macro_gae"):
+        return advantages, returns
+    stats = None
+    if by == "macros":
+        stats = moments(segments.first(advantages), segments.macro_mask)
+    return whiten(advantages, segments.mask, stats=stats), returns
+
+
+def _critic_credit(
+    batch: EngineBatch,
+    rewards: Tensor,
+    segments: Segments,
+    settings: MacroSettings,
+    gamma: float,
+    lam: float | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over macro actions: advantages and returns, [B, T]."""
+    values, episodes = batch.values, batch.episodes
+    if values is None:
         raise EngineError(
             "Advantages over macro actions need a critic, and this batch has no values. Give the "
-            "engine a critic, as for its own GAE."
+            "engine a critic, as for its own GAE, or choose macro_rloo, macro_grpo or macro_state."
         )
+    rewards = move_to_policy_tokens(rewards, segments.mask)
+    if episodes is not None:
+        segments, rewards, values = _joined(episodes, segments, rewards, values)
     estimate = boundary_gae
     if settings.credit == "macro":
         pooled = {"rho": settings.rho, "sigma": settings.sigma, "pooling": settings.pooling}
         estimate = functools.partial(macro_gae, **pooled)
+    if settings.lam == "adaptive":
+        lam = adaptive_lam(segments, settings.lam_alpha)
     discounts = {"gamma": gamma, "lam": lam, "lam_value": settings.lam_value}
-    advantages, returns = estimate(batch.rewards, batch.values, segments, **discounts)
-    if settings.whiten == "none":
-        return advantages, returns
-    stats = None
-    if settings.whiten == "macros":
-        stats = moments(segments.first(advantages), segments.macro_mask)
-    return whiten(advantages, segments.mask, stats=stats), returns
+    advantages, returns = estimate(rewards, values, segments, **discounts)
+    if episodes is not None:
+        advantages, returns = episodes.split(advantages), episodes.split(returns)
+    return advantages, returns
+
+
+def _group_credit(
+    batch: EngineBatch,
+    rewards: Tensor,
+    segments: Segments,
+    estimator: Estimator,
+    gamma: float,
+    scale: bool,
+) -> Tensor:
+    """The reward still to come from each macro action on, against the responses of its group.
+
+    A response that is alone in its group gets 0, since nothing compares with it.
+    """
+    if batch.groups is None or len(set(batch.groups)) == len(batch.groups):
+        raise EngineError(
+            f"{estimator} compares the responses to one prompt, and no prompt of this batch has "
+            "two. Sample more: actor_rollout_ref.rollout.n in verl, generator.n_samples_per_prompt "
+            "in SkyRL, --n-samples-per-prompt in slime."
+        )
+    groups, episodes, mask = number(batch.groups).to(rewards.device), batch.episodes, segments.mask
+    states = None
+    if estimator == "macro_state":
+        states = turn_states(batch, groups.tolist(), mask)
+    # A response that is masked as a whole trains nothing, but its score counts in the baseline.
+    counted = mask.clone()
+    counted[:, :1] |= ~mask.any(dim=1, keepdim=True)
+    rewards = move_to_policy_tokens(rewards, counted)
+    scored = Segments(segments.ids, counted)
+    if episodes is not None:
+        segments, _ = _joined(episodes, segments, rewards)
+        scored, rewards = _joined(episodes, scored, rewards)
+        states = None if states is None else episodes.join(states)
+        groups = groups.new_empty(len(rewards)).index_copy(0, episodes.episode, groups)
+    group_scale = {"gamma": gamma, "scale": scale, "eps": GRPO_EPS}
+    advantages = torch.zeros_like(rewards)
+    for size, rows in _rows_by_group_size(groups):
+        part = rewards[rows], size, Segments(scored.ids[rows], scored.mask[rows])
+        if size > 1 and estimator == "macro_rloo":
+            advantages[rows] = rloo_advantages(*part, gamma=gamma)
+        elif size > 1:
+            advantages[rows] = group_advantages(*part, **group_scale)
+    if states is not None:
+        same_state = {"baseline": "group", **group_scale}
+        advantages = advantages + state_advantages(rewards, states, segments, **same_state)
+    return (advantages if episodes is None else episodes.split(advantages)) * mask
+
+
+def _rows_by_group_size(groups: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Each size of groups, and the rows of all groups of that size, group by group.
+
+    Engines drop and add responses, while the core wants groups of one size, side by side.
+    """
+    sizes = groups.bincount()[groups]
+    by_group = groups.argsort(stable=True)
+    for size in sizes.unique().tolist():
+        yield size, by_group[sizes[by_group] == size]
+
+
+def _joined(episodes: Episodes, segments: Segments, *tensors: Tensor) -> Any:
+    """Macro actions and tensors with one row per episode."""
+    mask, starts = episodes.join(segments.mask), episodes.join(segments.starts)
+    return Segments.from_starts(starts, mask), *map(episodes.join, tensors)
+
+
+def move_to_policy_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
+    """Rewards with those of masked tokens moved to the last policy token before them: [B, T].
+
+    Engines put a reward on the last token of a turn or response, which may be tool output or an EOS
+    that the policy did not write. Rewards before the first policy token move to that one. Without
+    any they are lost.
+
+    >>> mask = torch.tensor([[False, True, True, False]])
+    >>> move_to_policy_tokens(torch.tensor([[1.0, 2.0, 0.0, 4.0]]), mask)
+    tensor([[0., 3., 4., 0.]])
+    """
+    if not mask.shape[1]:
+        return rewards
+    position = torch.arange(mask.shape[1], device=mask.device)
+    before = torch.where(mask, position, -1).cummax(dim=1).values  # [B, T]
+    first = mask.int().argmax(dim=1, keepdim=True)
+    target = torch.where(before < 0, first, before)
+    return torch.zeros_like(rewards).scatter_add(1, target, rewards) * mask
+
+
+def place_turn_rewards(rewards: Sequence[Any], mask: Tensor) -> Tensor:
+    """One reward per turn, at the last token of each: [B, T].
+
+    >>> place_turn_rewards([[1.0, 2.0]], torch.tensor([[True, True, False, True]]))
+    tensor([[0., 1., 0., 2.]])
+    """
+    turns = _turns(mask)
+    counts = turns.starts.sum(dim=1).tolist()
+    for row, (of_row, count) in enumerate(zip(rewards, counts, strict=True)):
+        if not isinstance(of_row, Sequence) or len(of_row) != count:
+            raise EngineError(
+                f"Row {row} has {count} turns, and its turn_rewards are {of_row!r:.80}. Give one "
+                "number per turn, and only for turns that are left where a response is cut short."
+            )
+    placed = torch.zeros_like(mask, dtype=torch.float32)
+    placed[turns.ends] = placed.new_tensor([float(x) for of_row in rewards for x in of_row])
+    return placed
+
+
+def turn_states(batch: EngineBatch, groups: Sequence[int], mask: Tensor) -> Tensor:
+    """A number for the state in which each turn was taken, equal within a group: [B, T].
+
+    States have the names that the batch gives them. Otherwise the state of a turn is what the
+    policy read last: the tokens since its previous turn, or the prompt.
+    """
+    turns = _turns(mask)
+    starts, ends = turns.starts.nonzero().tolist(), turns.ends.nonzero().tolist()
+    numbers: dict[Any, int] = {}
+    states = torch.zeros_like(mask, dtype=torch.int64)
+    previous_row, previous_end, turn = -1, 0, 0
+    for (row, start), (_, end) in zip(starts, ends, strict=True):
+        turn = turn + 1 if row == previous_row else 0
+        if batch.turn_states is not None:
+            names = batch.turn_states[row]
+            if not isinstance(names, Sequence) or isinstance(names, str) or len(names) <= turn:
+                raise EngineError(
+                    f"Turn {turn + 1} of row {row} has no state: its turn_states are "
+                    f"{names!r:.80}. Give one name per turn."
+                )
+            name = str(names[turn])
+        elif turn:
+            assert batch.tokens is not None
+            name = tuple(batch.tokens[row, previous_end:start].tolist())
+        else:
+            name = () if batch.prompts is None else tuple(batch.prompts[row])
+        key = (groups[row], name)
+        states[row, start : end + 1] = numbers.setdefault(key, len(numbers))
+        previous_row, previous_end = row, end + 1
+    return states
+
+
+def _turns(mask: Tensor) -> Segments:
+    """Tokens without a hole between them."""
+    return Segments.from_starts(torch.zeros_like(mask), mask)
 
 
 def segment_metrics(segments: Segments) -> dict[str, float]:

@@ -1,12 +1,16 @@
-"""Macro actions in SkyRL: an estimator for its registry, and a mixin for its trainer.
+"""Macro actions in SkyRL: estimators for its registry, and a mixin for its trainer.
 
 SkyRL shows an estimator rewards, values, gamma, lambda and `response_mask`, which is 1 on every
 token of a conversation, tool output included. Which tokens the policy wrote is in the batch's
-`loss_mask`. `MacroTrainerMixin` shows the estimator that one; without it the estimator refuses to
+`loss_mask`. `MacroTrainerMixin` shows the estimator the batch; without it the estimator refuses to
 run, since a macro action would span what the tools wrote.
 
-SkyRL shows neither tokens nor log-probs, so `ngram` and `turns` work; other segmenters are refused
-when the estimator is made, before anything runs.
+With `generator.step_wise_trajectories` an episode has a row for each step, and SkyRL shows an
+estimator the last ones alone. Ours takes all rows from the batch, credits the episode as one, and
+the mixin gives each row its own part.
+
+Texts and log-probs are not shown, so `ngram` and `turns` work; other segmenters are refused when
+the estimator is made, before anything runs.
 
 Axes: B rows, T tokens of the longest response. SkyRL pads on the left.
 """
@@ -15,35 +19,54 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from marlhf.core import needs
 from marlhf.engines.advantages import (
     EngineBatch,
     EngineError,
+    Episodes,
+    Estimator,
     MacroSettings,
     macro_advantages,
     needs_logprobs,
     needs_reference,
     needs_text,
     read_settings,
+    refuse_sample_fields,
 )
 
-_loss_mask: ContextVar[Tensor | None] = ContextVar("loss mask of the batch", default=None)
+
+@dataclass
+class ShownBatch:
+    """What the trainer shows the estimator, and the credit that it leaves there."""
+
+    data: Any  # SkyRL's TrainingInputBatch
+    credit: tuple[Tensor, Tensor] | None = None  # advantages and returns, [B, T]
+
+
+_shown: ContextVar[ShownBatch | None] = ContextVar("the batch under estimation", default=None)
 
 
 class MacroTrainerMixin:
-    """Shows the estimator the loss mask: `class Trainer(MacroTrainerMixin, RayPPOTrainer)`."""
+    """Shows the estimator the batch: `class Trainer(MacroTrainerMixin, RayPPOTrainer)`."""
 
     def compute_advantages_and_returns(self, data: Any) -> Any:
-        token = _loss_mask.set(data["loss_mask"])
+        shown = ShownBatch(data)
+        token = _shown.set(shown)
         try:
-            return super().compute_advantages_and_returns(data)  # pyright: ignore
+            data = super().compute_advantages_and_returns(data)  # pyright: ignore
         finally:
-            _loss_mask.reset(token)
+            _shown.reset(token)
+        if shown.credit is not None and data.metadata.get("is_last_step") is not None:
+            # SkyRL gave each row the advantage of its episode's last one.
+            device = data["advantages"].device
+            data["advantages"], data["returns"] = (x.to(device) for x in shown.credit)
+        return data
 
 
 @dataclass(frozen=True)
@@ -51,47 +74,73 @@ class MacroEstimator:
     """An estimator in the form in which SkyRL calls them.
 
     An object of a class, not a nested function: Ray sends it to other processes, where it has to
-    find this module's `_loss_mask` and not a copy.
+    find this module's `_shown` and not a copy.
     """
 
     settings: MacroSettings
+    estimator: Estimator = "macro_gae"
 
     def __call__(
         self,
-        token_level_rewards: Tensor,  # [B, T]
-        response_mask: Tensor,  # [B, T]
-        values: Tensor | None = None,  # [B, T]
+        token_level_rewards: Tensor,  # [B, T], or of last steps only
         gamma: float = 1.0,
         lambd: float = 1.0,
+        grpo_norm_by_std: bool = True,
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
-        mask = _loss_mask.get()
-        if mask is None:
+        shown = _shown.get()
+        if shown is None:
             raise EngineError(
-                "macro_gae needs SkyRL's loss mask: response_mask also counts tool output, and "
-                "macro actions would span it. Train with `class Trainer(MacroTrainerMixin, "
+                f"{self.estimator} needs SkyRL's loss mask: response_mask also counts tool output, "
+                "and macro actions would span it. Train with `class Trainer(MacroTrainerMixin, "
                 "RayPPOTrainer)` from marlhf.engines.skyrl; docs/verl.md shows how."
             )
-        if mask.shape != response_mask.shape:
-            raise EngineError(
-                f"The loss mask is {list(mask.shape)} and the rewards {list(response_mask.shape)}, "
-                "as with step-wise trajectories. Leave out generator.step_wise_trajectories."
-            )
-        mask = mask.to(response_mask.device).bool()
-        rewards = move_to_policy_tokens(token_level_rewards, mask)
-        batch = EngineBatch(rewards, mask, values)
-        return macro_advantages(batch, self.settings, gamma=gamma, lam=lambd)
+        data, device = shown.data, token_level_rewards.device
+        last = data.metadata.get("is_last_step")
+        mask = data["loss_mask"].to(device).bool()
+        batch = EngineBatch(
+            data["rewards"],
+            mask,
+            data["values"],
+            groups=data.metadata["uids"],
+            episodes=None if last is None else episodes_of(last),
+            **(self._text(data, mask) if self.estimator == "macro_state" else {}),
+        )
+        options = {"estimator": self.estimator, "scale": grpo_norm_by_std}
+        credit = macro_advantages(batch, self.settings, gamma=gamma, lam=lambd, **options)
+        shown.credit = credit
+        if len(token_level_rewards) == len(mask):
+            return credit
+        return credit[0][last], credit[1][last]
+
+    def _text(self, data: Any, mask: Tensor) -> dict[str, Any]:
+        """The tokens that states are known by: those of the response, and of its prompt."""
+        width = mask.shape[1]
+        in_prompt = data["attention_mask"].bool().clone()
+        in_prompt[:, -width:] &= ~data["response_mask"].bool()
+        prompts = [row[keep].tolist() for row, keep in zip(data["sequences"], in_prompt)]
+        return {"tokens": data["sequences"][:, -width:].to(mask.device), "prompts": prompts}
 
 
-def macro_gae(**macro: Any) -> MacroEstimator:
-    """An estimator with these settings, to be registered with SkyRL:
+def episodes_of(is_last_step: list[bool]) -> Episodes:
+    """The episodes of SkyRL's step-wise rows, which come in order, each up to its last step.
 
-        AdvantageEstimatorRegistry.register("macro_gae", macro_gae(segmenter="turns"))
+    >>> episodes_of([False, True, True]).episode.tolist()
+    [0, 0, 1]
+    """
+    ids = list(accumulate(is_last_step[:-1], initial=0))
+    return Episodes.of(ids, range(len(ids)))
 
-    >>> macro_gae(segmenter={"type": "ngram", "n": 2}).settings.segmenter
+
+def macro_estimator(estimator: Estimator = "macro_gae", **macro: Any) -> MacroEstimator:
+    """An estimator with these settings, to be registered with SkyRL under its name:
+
+        AdvantageEstimatorRegistry.register("macro_rloo", macro_estimator("macro_rloo"))
+
+    >>> macro_estimator(segmenter={"type": "ngram", "n": 2}).settings.segmenter
     NGram(n=2)
     """
-    settings = read_settings(macro, "macro_gae")
+    settings = read_settings(macro, estimator, estimator)
     rule = settings.segmenter
     seeded = needs(rule, "seeds")  # by the tokens, so that a resumed run draws the same
     if seeded or needs_text(rule) or needs_reference(rule) or needs_logprobs(rule):
@@ -104,21 +153,9 @@ def macro_gae(**macro: Any) -> MacroEstimator:
             "value_level: macro needs the macro actions in the critic's loss, and SkyRL's critic "
             "does not see them. Set value_level: token."
         )
-    return MacroEstimator(settings)
+    refuse_sample_fields(settings, "SkyRL")
+    return MacroEstimator(settings, estimator)
 
 
-def move_to_policy_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Rewards with those of masked tokens moved to the last policy token before them: [B, T].
-
-    SkyRL puts a turn's reward on its last token, which may be an EOS that the policy did not
-    write. Rewards before the first policy token move to that one. Without any they are lost.
-
-    >>> mask = torch.tensor([[False, True, True, False]])
-    >>> move_to_policy_tokens(torch.tensor([[1.0, 2.0, 0.0, 4.0]]), mask)
-    tensor([[0., 3., 4., 0.]])
-    """
-    position = torch.arange(mask.shape[1], device=mask.device)
-    before = torch.where(mask, position, -1).cummax(dim=1).values  # [B, T]
-    first = mask.int().argmax(dim=1, keepdim=True)
-    target = torch.where(before < 0, first, before)
-    return torch.zeros_like(rewards).scatter_add(1, target, rewards) * mask
+macro_gae = partial(macro_estimator, "macro_gae")
+"""`macro_gae(segmenter="turns")`: the same for the estimator with a critic."""

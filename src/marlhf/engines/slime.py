@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,11 +22,13 @@ from torch.nn.utils.rnn import pad_sequence
 from marlhf.engines.advantages import (
     EngineBatch,
     EngineError,
+    Estimator,
     MacroSettings,
     TokenText,
     macro_advantages,
     needs_text,
     read_settings,
+    refuse_sample_fields,
 )
 
 
@@ -42,7 +45,26 @@ def macro_gae(args: Any, rollout_data: dict[str, Any]) -> None:
     >>> data["advantages"], data["returns"]
     ([tensor([0., 0., 0.])], [tensor([1., 1., 1.])])
     """
-    settings, text = _prepared(json.dumps(vars(args).get("macro")), args.hf_checkpoint)
+    _credit(args, rollout_data, "macro_gae")
+
+
+def macro_rloo(args: Any, rollout_data: dict[str, Any]) -> None:
+    """`macro_gae` without a critic: each response against the others to its prompt."""
+    _credit(args, rollout_data, "macro_rloo")
+
+
+def macro_grpo(args: Any, rollout_data: dict[str, Any]) -> None:
+    """The same against the mean of all, in units of their deviation."""
+    _credit(args, rollout_data, "macro_grpo")
+
+
+def macro_state(args: Any, rollout_data: dict[str, Any]) -> None:
+    """The same plus each turn against the turns in its state."""
+    _credit(args, rollout_data, "macro_state")
+
+
+def _credit(args: Any, rollout_data: dict[str, Any], estimator: Estimator) -> None:
+    settings, text = _prepared(json.dumps(vars(args).get("macro")), args.hf_checkpoint, estimator)
     if args.context_parallel_size > 1:
         raise EngineError(
             "Macro actions need whole responses, and with --context-parallel-size above 1 a rank "
@@ -56,19 +78,42 @@ def macro_gae(args: Any, rollout_data: dict[str, Any]) -> None:
         tokens=_padded(_responses(rollout_data)),
         ref_logprobs=_optional(rollout_data.get("ref_log_probs")),
         logprobs=_optional(rollout_data.get("rollout_log_probs") or rollout_data.get("log_probs")),
+        groups=None if estimator == "macro_gae" else _groups(args, rollout_data),
     )
+    options = {"estimator": estimator, "scale": vars(args).get("grpo_std_normalization", True)}
     advantages, returns = macro_advantages(
-        batch, settings, gamma=args.gamma, lam=args.lambd, text=text
+        batch, settings, gamma=args.gamma, lam=args.lambd, text=text, **options
     )
     lengths = [len(mask) for mask in masks]
     rollout_data["advantages"] = [row[:n] for row, n in zip(advantages, lengths)]
     rollout_data["returns"] = [row[:n] for row, n in zip(returns, lengths)]
 
 
+def _groups(args: Any, rollout_data: dict[str, Any]) -> list[int]:
+    """The prompt of each row. slime numbers samples prompt by prompt."""
+    if args.rewards_normalization and args.advantage_estimator != "ppo":
+        raise EngineError(
+            "slime has already compared the rewards of a group before a custom advantage function "
+            "sees them. Add --disable-rewards-normalization."
+        )
+    num_samples = args.n_samples_per_prompt
+    groups = [index // num_samples for index in rollout_data["sample_indices"]]
+    if any(count != num_samples for count in Counter(groups).values()):
+        raise EngineError(
+            f"A rank needs all {num_samples} responses to a prompt, one row each, and has others. "
+            "Set --micro-batch-size to a multiple of --n-samples-per-prompt, and leave out "
+            "--use-dynamic-batch-size and --balance-data."
+        )
+    return groups
+
+
 @functools.lru_cache
-def _prepared(macro: str, checkpoint: str) -> tuple[MacroSettings, TokenText | None]:
+def _prepared(
+    macro: str, checkpoint: str, estimator: Estimator
+) -> tuple[MacroSettings, TokenText | None]:
     """Settings, and the tokenizer's tables where they are needed, once per process."""
-    settings = read_settings(json.loads(macro), "macro")
+    settings = read_settings(json.loads(macro), "macro", estimator)
+    refuse_sample_fields(settings, "slime")
     if settings.value_level != "token":
         raise EngineError(
             "value_level: macro needs the macro actions in the critic's loss, and slime's critic "
@@ -89,7 +134,7 @@ def _token_rewards(
     slime puts the score on the last token. Where that is masked, such as tool output, no macro
     action would have it. A response without any token of the policy has nothing to learn from it.
     """
-    rows = [-kl_coef * of_row.float() for of_row in kl]
+    rows = [-kl_coef * of_row.float() * torch.as_tensor(mask) for of_row, mask in zip(kl, masks)]
     for row, mask, score in zip(rows, masks, scores, strict=True):
         written = torch.as_tensor(mask).nonzero()
         if len(written):

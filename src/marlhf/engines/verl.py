@@ -1,9 +1,10 @@
-"""Macro actions in verl: the estimator `macro_gae`, losses, and trainers that show them the batch.
+"""Macro actions in verl: estimators, losses, and trainers that show them the batch.
 
 verl imports this module in every process, by the environment variable that `marlhf verl` sets.
 Its estimators see rewards and a mask only. The v1 trainers are therefore replaced by subclasses
-that fetch values, tokens and log-probs as well, and leave the macro action of each token in the
-batch, where the losses of the workers find it. With another estimator they do what verl's do.
+that fetch values, tokens, log-probs and fields of samples as well, and leave the macro action of
+each token in the batch, where the losses of the workers find it. With another estimator they do
+what verl's do.
 
 The losses pool their inputs over macro actions, keep one token of each, and call verl's own loss.
 So clip_ratio_low, clip_ratio_high, clip_ratio_c, loss_agg_mode and cliprange_value mean what they
@@ -42,15 +43,18 @@ from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 from marlhf.core import Segments
 from marlhf.core.segments import Sigma
 from marlhf.engines.advantages import (
+    ESTIMATORS,
     EngineBatch,
     EngineError,
+    Episodes,
+    Estimator,
     MacroSettings,
     TokenText,
     credit_segments,
     segment_batch,
     segment_metrics,
 )
-from marlhf.engines.verl_config import ESTIMATOR, RATIOS, check_config, check_version
+from marlhf.engines.verl_config import RATIOS, check_config, check_version
 
 IDS = "macro_ids"
 """The field of a batch that holds the macro action of each response token."""
@@ -58,7 +62,7 @@ COUNT = "num_macro_actions"
 """Macro actions in a mini-batch over all ranks, what a mean over macro actions divides by."""
 
 _micro_batch: ContextVar[tuple[Segments, int]] = ContextVar("segments of a micro-batch, and COUNT")
-FIELDS = ["responses", "response_mask", "values", "ref_log_prob", "old_log_probs"]
+FIELDS = ["responses", "response_mask", "values", "ref_log_prob", "old_log_probs", "rm_scores"]
 ROLLOUT_LOGPROBS = "rollout_log_probs"
 
 
@@ -69,24 +73,33 @@ class ShownBatch:
     settings: MacroSettings
     text: TokenText
     batch: Any  # padded tensors by verl's names
-    segments: Segments | None = field(default=None)
+    fields: dict[str, Any] = field(default_factory=dict)  # what else an `EngineBatch` has, by name
+    segments: Segments | None = None
 
 
 _shown: ContextVar[ShownBatch | None] = ContextVar("the batch under estimation", default=None)
 
 
-@core_algos.register_adv_est(ESTIMATOR)
-def macro_gae_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, config: Any, **_: Any
+def macro_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    config: Any,
+    index: Any = None,  # [B], the uid of each row's prompt
+    *,
+    estimator: Estimator,
+    **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns, in the form in which verl calls its estimators."""
     shown = _shown.get()
     if shown is None:
         raise EngineError(
-            f"{ESTIMATOR} was called by a trainer that shows it no values. It works with verl's v1 "
+            f"{estimator} was called by a trainer that shows it no tokens. It works with verl's v1 "
             "trainers: sync, colocate_async, separate_async."
         )
-    batch = shown.batch
+    batch, episodes = shown.batch, shown.fields.get("episodes")
+    if episodes is not None:  # verl repeats the score of the last row in all of an episode
+        not_last = episodes.step != episodes.last_steps
+        token_level_rewards = token_level_rewards - batch["rm_scores"] * not_last[:, None]
     inputs = EngineBatch(
         token_level_rewards,
         response_mask,
@@ -94,9 +107,41 @@ def macro_gae_advantage(
         tokens=batch["responses"],
         ref_logprobs=batch.get("ref_log_prob", None),
         logprobs=batch.get(ROLLOUT_LOGPROBS, batch.get("old_log_probs", None)),
+        groups=None if index is None else list(index),
+        **shown.fields,
     )
     shown.segments = segment_batch(inputs, shown.settings, shown.text)
-    return credit_segments(inputs, shown.segments, shown.settings, config.gamma, config.lam)
+    return credit_segments(
+        inputs,
+        shown.segments,
+        shown.settings,
+        config.gamma,
+        config.lam,
+        estimator,
+        scale=config.get("norm_adv_by_std_in_grpo", True),
+    )
+
+
+def sample_field(data: Any, name: str) -> list[Any]:
+    """A field of each sample by its name: `[B]`, in verl's rows, or in one of their dicts.
+
+    Agent loops write `extra_fields`, reward functions `reward_extra_info` within it, and data sets
+    `extra_info`.
+    """
+    rows = [{key: data[key][row] for key in data.keys()} for row in range(len(data))]  # noqa: SIM118
+    found = []
+    for row in [{key: getattr(x, "data", x) for key, x in row.items()} for row in rows]:
+        extra = row.get("extra_fields") or {}
+        places = (row, extra, extra.get("reward_extra_info") or {}, row.get("extra_info") or {})
+        place = next((place for place in places if name in place), None)
+        if place is None:
+            raise EngineError(
+                f"Samples have no field {name}. Put it into extra_fields of the agent loop, what "
+                f"the reward function returns, or extra_info of the data; there is: "
+                f"{', '.join(sorted({key for place in places for key in place}))}."
+            )
+        found.append(place[name])
+    return found
 
 
 def read_segments(data: Any) -> Segments:
@@ -216,9 +261,10 @@ class MacroActions:
     def __init__(self, config: Any) -> None:
         check_version()
         self.macro = check_config(OmegaConf.to_container(config, resolve=True))  # pyright: ignore
-        if self.macro is not None and not config.critic.enable:
+        with_critic = config.algorithm.adv_estimator == "macro_gae"
+        if with_critic and not config.critic.enable:
             raise EngineError(
-                f"{ESTIMATOR} needs a critic, which verl enables by itself for its own gae alone. "
+                "macro_gae needs a critic, which verl enables by itself for its own gae alone. "
                 "Set critic.enable=True, or start with `marlhf verl`, which does."
             )
         super().__init__(config)  # pyright: ignore[reportCallIssue]
@@ -241,7 +287,8 @@ class MacroActions:
             return super()._compute_advantage(batch, metrics)  # pyright: ignore
         queue = {"keys": batch.keys, "partition_id": batch.partition_id}
         data = trainer_base.tq.kv_batch_get(**queue, select_fields=[*FIELDS, ROLLOUT_LOGPROBS])
-        shown = ShownBatch(self.macro, self.macro_text, data.to_padded_tensor())
+        fields = self._sample_fields(queue)
+        shown = ShownBatch(self.macro, self.macro_text, data.to_padded_tensor(), fields)
         token = _shown.set(shown)
         try:
             batch = super()._compute_advantage(batch, metrics)  # pyright: ignore
@@ -253,9 +300,32 @@ class MacroActions:
         metrics.update(segment_metrics(shown.segments))
         return trainer_base.tq.kv_batch_put(**queue, fields=fields)
 
+    def _sample_fields(self, queue: dict[str, Any]) -> dict[str, Any]:
+        """What an `EngineBatch` has beside verl's tensors: fields of samples, and episodes."""
+        assert self.macro is not None
+        fields: dict[str, Any] = {}
+        # Keys are uid_session_row, with a row for each output of an agent loop.
+        ids, steps = zip(*(key.rsplit("_", 1) for key in queue["keys"]), strict=True)
+        episodes = Episodes.of(ids, [int(step) for step in steps])
+        if episodes.step.any():
+            fields["episodes"] = episodes
+        names = {"turn_rewards": self.macro.turn_rewards, "turn_states": self.macro.turn_states}
+        names = {kind: name for kind, name in names.items() if name}
+        if names:
+            places = [*names.values(), "extra_fields", "extra_info"]
+            data = trainer_base.tq.kv_batch_get(**queue, select_fields=places)
+            fields |= {kind: sample_field(data, name) for kind, name in names.items()}
+        if self.config.algorithm.adv_estimator == "macro_state":
+            data = trainer_base.tq.kv_batch_get(**queue, select_fields=["prompts"])
+            fields["prompts"] = [row.tolist() for row in data["prompts"]]
+        return fields
+
 
 def register() -> None:
     """Put the trainers with macro actions in the place of verl's own, under the same names."""
+    for estimator in ESTIMATORS:
+        estimate = functools.partial(macro_advantage, estimator=estimator)
+        core_algos.register_adv_est(estimator)(estimate)
     for name, ratio in RATIOS.items():
         loss = functools.partial(macro_policy_loss, ratio=ratio)
         core_algos.register_policy_loss(name)(loss)

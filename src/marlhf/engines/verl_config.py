@@ -16,12 +16,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from marlhf.engines.advantages import EngineError, MacroSettings, needs_reference, read_settings
+from marlhf.engines.advantages import (
+    ESTIMATORS,
+    EngineError,
+    MacroSettings,
+    needs_reference,
+    read_settings,
+)
 
 TESTED = ("0.9.1",)
 """Versions of verl that the tests run. Its trainer's internals change between releases."""
-ESTIMATOR = "macro_gae"
-"""The name of our estimator in `algorithm.adv_estimator`."""
 RATIOS = {"macro_ratio": "macro", "macro_mean_ratio": "macro_mean"}
 """Our policy losses in `actor_rollout_ref.actor.policy_loss.loss_mode`: the `ratio` of recipes."""
 WHERE = "algorithm.macro"
@@ -54,27 +58,34 @@ def check_config(config: Mapping[str, Any]) -> MacroSettings | None:
     algorithm = config["algorithm"]
     estimator = str(algorithm.get("adv_estimator"))
     loss_mode = _at(config, "actor_rollout_ref.actor.policy_loss.loss_mode")
-    if estimator != ESTIMATOR:
+    if estimator not in ESTIMATORS:
+        ours = ", ".join(ESTIMATORS)
+        if estimator.startswith("macro_"):
+            raise EngineError(f"algorithm.adv_estimator={estimator} is unknown. Ours are {ours}.")
         if algorithm.get("macro") is not None:
             raise EngineError(
-                f"{WHERE} is given, but algorithm.adv_estimator is {estimator}. Set "
-                f"algorithm.adv_estimator={ESTIMATOR}, or leave {WHERE} out."
+                f"{WHERE} is given, but algorithm.adv_estimator is {estimator}. Set it to one of "
+                f"{ours}, or leave {WHERE} out."
             )
         if loss_mode in RATIOS:
             raise EngineError(
                 f"policy_loss.loss_mode={loss_mode} takes the ratio of macro actions, but "
-                f"algorithm.adv_estimator is {estimator}. Set it to {ESTIMATOR}."
+                f"algorithm.adv_estimator is {estimator}. Set it to one of {ours}."
             )
         return None
-    settings = read_settings(algorithm.get("macro"), WHERE)
-    if _at(config, "critic.enable") is False:
+    settings = read_settings(algorithm.get("macro"), WHERE, estimator)
+    if estimator == "macro_gae" and _at(config, "critic.enable") is False:
         raise EngineError(
-            f"{ESTIMATOR} needs a critic, but critic.enable is False. Leave it out or set it to "
-            "True."
+            "macro_gae needs a critic, but critic.enable is False. Leave it out or set it to True."
+        )
+    if estimator != "macro_gae" and _at(config, "actor_rollout_ref.rollout.n") == 1:
+        raise EngineError(
+            f"{estimator} compares the responses to one prompt, but actor_rollout_ref.rollout.n is "
+            "1. Set it to 2 or more."
         )
     if _at(config, "trainer.use_v1") is False:
         raise EngineError(
-            f"{ESTIMATOR} works with verl's v1 trainers: its older one shows an estimator neither "
+            f"{estimator} works with verl's v1 trainers: its older one shows an estimator neither "
             "values nor tokens. Leave out trainer.use_v1=False."
         )
     penalised = algorithm.get("use_kl_in_reward") or _at(
@@ -151,7 +162,8 @@ def launch_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, str
     modules = _at(config, f"ray_kwargs.ray_init.runtime_env.env_vars.{MODULES}")
     names = (modules or os.environ.get(MODULES, "")).split(",")
     modules = ",".join(dict.fromkeys([*filter(None, map(str.strip, names)), PLUGIN]))
-    if settings is not None and _at(config, "critic.enable") is None:
+    with_critic = settings is not None and _at(config, "algorithm.adv_estimator") == "macro_gae"
+    if with_critic and _at(config, "critic.enable") is None:
         words.append("critic.enable=True")  # verl's default enables it for its own gae alone
     # Workers on other machines do not inherit this process's environment, but Ray's runtime_env.
     words.append(f"++ray_kwargs.ray_init.runtime_env.env_vars.{MODULES}='{modules}'")
