@@ -165,7 +165,7 @@ def main() -> None:
             numbers = f"{len(lengths):6}{tokens:9}{tokens / len(lengths):6.1f}"
             rates = f"{times[0]:9.3f}{best:9.3f}{tokens / best:11.0f}"
             print(f"{system:24}{task.name:9}{numbers}{rates}", flush=True)
-    for system, engine in engines.items():
+    for system, engine in engines.items() if tasks[0].name == "fixed" else ():
         print_phases(system, engine, tasks[0])
     if gpu:
         print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
