@@ -22,7 +22,8 @@ from marlhf.core import (
     segment,
     whiten,
 )
-from marlhf.engines.advantages import EngineError, MacroSettings, TokenText
+from marlhf.engines.advantages import MacroSettings, TokenText
+from marlhf.engines.batch import EngineError
 
 pytestmark = pytest.mark.engines
 pytest.importorskip("verl", reason="needs verl: make test-engines")

@@ -44,9 +44,6 @@ from marlhf.core import Segments
 from marlhf.core.segments import Sigma
 from marlhf.engines.advantages import (
     ESTIMATORS,
-    EngineBatch,
-    EngineError,
-    Episodes,
     Estimator,
     MacroSettings,
     TokenText,
@@ -54,6 +51,7 @@ from marlhf.engines.advantages import (
     segment_batch,
     segment_metrics,
 )
+from marlhf.engines.batch import EngineBatch, EngineError, Episodes
 from marlhf.engines.verl_config import RATIOS, check_config, check_version
 
 IDS = "macro_ids"
