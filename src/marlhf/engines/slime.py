@@ -124,7 +124,10 @@ def _token_rewards(
     slime puts the score on the last token. Where that is masked, such as tool output, no macro
     action would have it. A response without any token of the policy has nothing to learn from it.
     """
-    rows = [-kl_coef * of_row.float() * torch.as_tensor(mask) for of_row, mask in zip(kl, masks)]
+    rows = [
+        -kl_coef * of_row.float() * torch.as_tensor(mask, device=of_row.device)
+        for of_row, mask in zip(kl, masks)
+    ]
     for row, mask, score in zip(rows, masks, scores, strict=True):
         written = torch.as_tensor(mask).nonzero()
         if len(written):
