@@ -26,17 +26,14 @@ from marlhf.core import (
     whiten,
 )
 from marlhf.engines.advantages import (
-    EngineBatch,
-    EngineError,
-    Episodes,
     MacroSettings,
     TokenText,
     macro_advantages,
     read_settings,
     segment_batch,
     segment_metrics,
-    turn_states,
 )
+from marlhf.engines.batch import EngineBatch, EngineError, Episodes, turn_states
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.spans import vocabulary
 from marlhf.spans.apply import Parsing, SegmenterError
@@ -317,7 +314,7 @@ def test_the_deviation_of_groups_can_be_left_out(grouped):
 
 def test_macro_state_adds_a_loop_over_states(grouped):
     """States by name: turns of one prompt with equal names, in units of their deviation."""
-    names = [["s", "x"], ["s", "y"], ["s", "x", "z"], ["s"], ["s", "x", "w"], ["s"]]
+    names = [["s", "x"], ["s", "y"], ["s", "x"], ["s"], ["s", "x", "w"], ["s"]]
     batch = replace(grouped, turn_states=names)
     settings = MacroSettings(segmenter=Turns())
     both, alone = (
@@ -422,7 +419,7 @@ def test_rows_of_an_episode_are_joined_in_the_order_of_their_steps(grouped):
     assert joined[0].view(3, 13)[:, 0].tolist() == [24.0, 60.0, 0.0]  # rows 2, 5, 0
     assert torch.equal(episodes.split(joined), values)
     assert episodes.last_steps.tolist() == [2, 1, 2, 0, 1, 2]
-    with pytest.raises(EngineError, match="Episode x has two rows for its step 2"):
+    with pytest.raises(EngineError, match="Episode x has 2 rows for its step 2"):
         Episodes.of(["x", "x"], [2, 2])
 
 
@@ -430,5 +427,5 @@ def test_rows_of_an_episode_are_joined_in_the_order_of_their_steps(grouped):
 def test_states_without_a_name_for_each_turn_are_a_sentence(grouped, wrong):
     batch = replace(grouped, turn_states=[wrong, *[["s"] * 3] * 5])
     settings = MacroSettings(segmenter=Turns())
-    with pytest.raises(EngineError, match=r"Turn . of row 0 has no state"):
+    with pytest.raises(EngineError, match="Row 0 has 2 turns, and its turn_states"):
         macro_advantages(batch, settings, gamma=1.0, lam=1.0, estimator="macro_state")

@@ -11,7 +11,7 @@ from marlhf.config.recipe_files import ConfigError
 from marlhf.core import Turns, gae, macro_gae, segment, whiten
 from marlhf.core.responses import Responses
 from marlhf.engines import skyrl, slime
-from marlhf.engines.advantages import EngineError, move_to_policy_tokens
+from marlhf.engines.batch import EngineError, move_to_policy_tokens
 from marlhf.models.tiny import tiny_tokenizer
 
 

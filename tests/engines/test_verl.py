@@ -7,6 +7,7 @@ import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +23,8 @@ from marlhf.core import (
     segment,
     whiten,
 )
-from marlhf.engines.advantages import EngineError, MacroSettings, TokenText
+from marlhf.engines.advantages import MacroSettings, TokenText
+from marlhf.engines.batch import EngineError
 
 pytestmark = pytest.mark.engines
 pytest.importorskip("verl", reason="needs verl: make test-engines")
@@ -338,7 +340,8 @@ def test_the_rows_of_a_session_are_one_episode_whose_score_counts_once(batch, mo
     mask = torch.ones(B, T)
     scores = torch.zeros(B, T)
     scores[:, -1] = torch.tensor([3.0, 3.0, 1.0, 0.0, 2.0, 2.0])
-    extra = [{"reward_extra_info": {"bonus": [float(i)]}} for i in range(B)]
+    bonus = ["[0.0]", [1.0], np.array([2.0]), [3.0], [4.0], "[5.0]"]
+    extra = [{"reward_extra_info": {"bonus": of_row}} for of_row in bonus]
     tensors = {"responses": batch["responses"], "response_mask": mask.long(), "rm_scores": scores}
     fields = {name: nested(x, [T] * B) for name, x in tensors.items()}
     fields |= {"uid": NonTensorStack(*"aaabbb"), "extra_fields": NonTensorStack(*extra)}

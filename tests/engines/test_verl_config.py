@@ -9,7 +9,7 @@ from marlhf.cli import main
 from marlhf.config.recipe_files import ConfigError
 from marlhf.core import NGram
 from marlhf.engines import verl_config
-from marlhf.engines.advantages import EngineError
+from marlhf.engines.batch import EngineError
 from marlhf.engines.verl_config import check_config, check_version, launch_arguments
 
 CONFIG = {

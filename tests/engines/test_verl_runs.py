@@ -136,7 +136,7 @@ def test_whole_responses_train_as_verls_own_group_estimators(start, tmp_path, na
 BONUS = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     score = sum(letter == "e" for letter in solution_str) / max(len(solution_str), 1)
-    return {"score": score, "bonus": [score], "place": ["start"]}
+    return {"score": score, "bonus": f"[{score}]", "place": '["start"]'}
 """
 
 

@@ -3,14 +3,13 @@
 Pure functions: no engine is imported here, and nothing is kept between calls but the text of the
 vocabulary. The settings have the names that recipes use.
 
-Axes: B rows, T response tokens, M macro actions, E episodes, S steps of the longest episode.
+Axes: B rows, T response tokens, M macro actions.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -37,7 +36,15 @@ from marlhf.core import (
     whiten,
 )
 from marlhf.core.segmenters import mix
-from marlhf.errors import MarlhfError
+from marlhf.engines.batch import (
+    EngineBatch,
+    EngineError,
+    Episodes,
+    move_to_policy_tokens,
+    number,
+    place_turn_rewards,
+    turn_states,
+)
 from marlhf.fields import check_settings, setting
 from marlhf.spans import vocabulary
 from marlhf.spans.apply import Parsing, apply_segmenter, open_parsing
@@ -54,12 +61,6 @@ ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 """`macro_gae` needs a critic. The others compare the responses to one prompt: `macro_rloo` with the
 mean of the others, `macro_grpo` with the mean of all in units of their deviation, `macro_state` the
 same plus each turn among the turns in its state (GiGPO)."""
-GRPO_EPS = 1e-6
-"""Added to a group's deviation, as verl, SkyRL and slime do."""
-
-
-class EngineError(MarlhfError, ValueError):
-    """An engine's configuration that cannot work with macro actions, and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,78 +178,6 @@ def needs_logprobs(segmenter: Segmenter) -> bool:
 def needs_text(segmenter: Segmenter) -> bool:
     """Whether a segmenter reads the text of tokens, so that a tokenizer is needed."""
     return needs(segmenter, "vocabulary") or needs(segmenter, "spans")
-
-
-@dataclass(frozen=True)
-class EngineBatch:
-    """Responses as an engine stores them. What an engine cannot see is None."""
-
-    rewards: Tensor  # [B, T], of tokens, any KL penalty included
-    mask: Tensor  # [B, T], not 0 on tokens that the policy wrote
-    values: Tensor | None = None  # [B, T], of the state before each token
-    tokens: Tensor | None = None  # [B, T] int64
-    ref_logprobs: Tensor | None = None  # [B, T], of the reference
-    logprobs: Tensor | None = None  # [B, T], of the policy that sampled
-    groups: Sequence[Any] | None = None  # [B], equal for responses to one prompt
-    episodes: Episodes | None = None  # where an episode has several rows
-    prompts: Sequence[Sequence[int]] | None = None  # [B], tokens before each response
-    turn_rewards: Sequence[Any] | None = None  # [B], a number for each turn
-    turn_states: Sequence[Any] | None = None  # [B], a name for each turn's state
-
-
-@dataclass(frozen=True)
-class Episodes:
-    """Rows that are steps of episodes, and how an episode becomes one row.
-
-    >>> episodes = Episodes.of(["a", "b", "a"], [0, 0, 1])
-    >>> episodes.join(torch.tensor([[1.0], [2.0], [3.0]]))
-    tensor([[1., 0., 3., 0.],
-            [2., 0., 0., 0.]])
-    """
-
-    episode: Tensor  # [B] int64, counted from 0
-    step: Tensor  # [B] int64, counted from 0 within the episode
-
-    @classmethod
-    def of(cls, ids: Sequence[Any], steps: Sequence[int]) -> Episodes:
-        """From an episode's name and a step's number for each row, in any order of rows."""
-        pairs = list(zip(ids, steps, strict=True))
-        twice = next((pair for pair, count in Counter(pairs).items() if count > 1), None)
-        if twice is not None:
-            raise EngineError(f"Episode {twice[0]} has two rows for its step {twice[1]}.")
-        step = torch.empty(len(pairs), dtype=torch.int64)
-        taken: Counter[Any] = Counter()
-        for row in sorted(range(len(pairs)), key=lambda row: pairs[row][1]):
-            step[row] = taken[ids[row]]
-            taken[ids[row]] += 1
-        return cls(number(ids), step)
-
-    @property
-    def last_steps(self) -> Tensor:
-        """The number of the last step of each row's episode: [B] int64."""
-        last = torch.zeros_like(self.step).scatter_reduce(0, self.episode, self.step, "amax")
-        return last[self.episode]
-
-    def join(self, x: Tensor) -> Tensor:
-        """One row per episode, [B, T] -> [E, S * (T + 1)].
-
-        The empty column behind each step is a hole in the mask, which no macro action spans.
-        """
-        shape = (int(self.episode.max()) + 1, int(self.step.max()) + 1, x.shape[1] + 1)
-        joined = x.new_zeros(shape)
-        joined[self.episode, self.step, :-1] = x
-        return joined.flatten(1)
-
-    def split(self, x: Tensor) -> Tensor:
-        """The way back: [E, S * (T + 1)] -> [B, T]."""
-        steps = int(self.step.max()) + 1
-        return x.unflatten(1, (steps, -1))[self.episode, self.step, :-1]
-
-
-def number(names: Sequence[Any]) -> Tensor:
-    """Equal names as equal numbers, counted from 0: [B] int64."""
-    numbers: dict[Any, int] = {}
-    return torch.tensor([numbers.setdefault(name, len(numbers)) for name in names])
 
 
 class TokenText:
@@ -439,7 +368,7 @@ def _group_credit(
         scored, rewards = _joined(episodes, scored, rewards)
         states = None if states is None else episodes.join(states)
         groups = groups.new_empty(len(rewards)).index_copy(0, episodes.episode, groups)
-    group_scale = {"gamma": gamma, "scale": scale, "eps": GRPO_EPS}
+    group_scale = {"gamma": gamma, "scale": scale, "eps": 1e-6}  # added to a deviation, as in verl
     advantages = torch.zeros_like(rewards)
     for size, rows in _rows_by_group_size(groups):
         part = rewards[rows], size, Segments(scored.ids[rows], scored.mask[rows])
@@ -468,82 +397,6 @@ def _joined(episodes: Episodes, segments: Segments, *tensors: Tensor) -> Any:
     """Macro actions and tensors with one row per episode."""
     mask, starts = episodes.join(segments.mask), episodes.join(segments.starts)
     return Segments.from_starts(starts, mask), *map(episodes.join, tensors)
-
-
-def move_to_policy_tokens(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Rewards with those of masked tokens moved to the last policy token before them: [B, T].
-
-    Engines put a reward on the last token of a turn or response, which may be tool output or an EOS
-    that the policy did not write. Rewards before the first policy token move to that one. Without
-    any they are lost.
-
-    >>> mask = torch.tensor([[False, True, True, False]])
-    >>> move_to_policy_tokens(torch.tensor([[1.0, 2.0, 0.0, 4.0]]), mask)
-    tensor([[0., 3., 4., 0.]])
-    """
-    if not mask.shape[1]:
-        return rewards
-    position = torch.arange(mask.shape[1], device=mask.device)
-    before = torch.where(mask, position, -1).cummax(dim=1).values  # [B, T]
-    first = mask.int().argmax(dim=1, keepdim=True)
-    target = torch.where(before < 0, first, before)
-    return torch.zeros_like(rewards).scatter_add(1, target, rewards) * mask
-
-
-def place_turn_rewards(rewards: Sequence[Any], mask: Tensor) -> Tensor:
-    """One reward per turn, at the last token of each: [B, T].
-
-    >>> place_turn_rewards([[1.0, 2.0]], torch.tensor([[True, True, False, True]]))
-    tensor([[0., 1., 0., 2.]])
-    """
-    turns = _turns(mask)
-    counts = turns.starts.sum(dim=1).tolist()
-    for row, (of_row, count) in enumerate(zip(rewards, counts, strict=True)):
-        if not isinstance(of_row, Sequence) or len(of_row) != count:
-            raise EngineError(
-                f"Row {row} has {count} turns, and its turn_rewards are {of_row!r:.80}. Give one "
-                "number per turn, and only for turns that are left where a response is cut short."
-            )
-    placed = torch.zeros_like(mask, dtype=torch.float32)
-    placed[turns.ends] = placed.new_tensor([float(x) for of_row in rewards for x in of_row])
-    return placed
-
-
-def turn_states(batch: EngineBatch, groups: Sequence[int], mask: Tensor) -> Tensor:
-    """A number for the state in which each turn was taken, equal within a group: [B, T].
-
-    States have the names that the batch gives them. Otherwise the state of a turn is what the
-    policy read last: the tokens since its previous turn, or the prompt.
-    """
-    turns = _turns(mask)
-    starts, ends = turns.starts.nonzero().tolist(), turns.ends.nonzero().tolist()
-    numbers: dict[Any, int] = {}
-    states = torch.zeros_like(mask, dtype=torch.int64)
-    previous_row, previous_end, turn = -1, 0, 0
-    for (row, start), (_, end) in zip(starts, ends, strict=True):
-        turn = turn + 1 if row == previous_row else 0
-        if batch.turn_states is not None:
-            names = batch.turn_states[row]
-            if not isinstance(names, Sequence) or isinstance(names, str) or len(names) <= turn:
-                raise EngineError(
-                    f"Turn {turn + 1} of row {row} has no state: its turn_states are "
-                    f"{names!r:.80}. Give one name per turn."
-                )
-            name = str(names[turn])
-        elif turn:
-            assert batch.tokens is not None
-            name = tuple(batch.tokens[row, previous_end:start].tolist())
-        else:
-            name = () if batch.prompts is None else tuple(batch.prompts[row])
-        key = (groups[row], name)
-        states[row, start : end + 1] = numbers.setdefault(key, len(numbers))
-        previous_row, previous_end = row, end + 1
-    return states
-
-
-def _turns(mask: Tensor) -> Segments:
-    """Tokens without a hole between them."""
-    return Segments.from_starts(torch.zeros_like(mask), mask)
 
 
 def segment_metrics(segments: Segments) -> dict[str, float]:

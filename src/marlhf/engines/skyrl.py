@@ -27,9 +27,6 @@ from torch import Tensor
 
 from marlhf.core import needs
 from marlhf.engines.advantages import (
-    EngineBatch,
-    EngineError,
-    Episodes,
     Estimator,
     MacroSettings,
     macro_advantages,
@@ -39,6 +36,7 @@ from marlhf.engines.advantages import (
     read_settings,
     refuse_sample_fields,
 )
+from marlhf.engines.batch import EngineBatch, EngineError, Episodes
 
 
 @dataclass

@@ -20,8 +20,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from marlhf.engines.advantages import (
-    EngineBatch,
-    EngineError,
     Estimator,
     MacroSettings,
     TokenText,
@@ -30,6 +28,7 @@ from marlhf.engines.advantages import (
     read_settings,
     refuse_sample_fields,
 )
+from marlhf.engines.batch import EngineBatch, EngineError
 
 
 def macro_gae(args: Any, rollout_data: dict[str, Any]) -> None:
@@ -46,21 +45,6 @@ def macro_gae(args: Any, rollout_data: dict[str, Any]) -> None:
     ([tensor([0., 0., 0.])], [tensor([1., 1., 1.])])
     """
     _credit(args, rollout_data, "macro_gae")
-
-
-def macro_rloo(args: Any, rollout_data: dict[str, Any]) -> None:
-    """`macro_gae` without a critic: each response against the others to its prompt."""
-    _credit(args, rollout_data, "macro_rloo")
-
-
-def macro_grpo(args: Any, rollout_data: dict[str, Any]) -> None:
-    """The same against the mean of all, in units of their deviation."""
-    _credit(args, rollout_data, "macro_grpo")
-
-
-def macro_state(args: Any, rollout_data: dict[str, Any]) -> None:
-    """The same plus each turn against the turns in its state."""
-    _credit(args, rollout_data, "macro_state")
 
 
 def _credit(args: Any, rollout_data: dict[str, Any], estimator: Estimator) -> None:
@@ -107,6 +91,12 @@ def _groups(args: Any, rollout_data: dict[str, Any]) -> list[int]:
     return groups
 
 
+macro_rloo = functools.partial(_credit, estimator="macro_rloo")
+macro_grpo = functools.partial(_credit, estimator="macro_grpo")
+macro_state = functools.partial(_credit, estimator="macro_state")
+"""The same without a critic, each response against the others to its prompt."""
+
+
 @functools.lru_cache
 def _prepared(
     macro: str, checkpoint: str, estimator: Estimator
@@ -134,7 +124,10 @@ def _token_rewards(
     slime puts the score on the last token. Where that is masked, such as tool output, no macro
     action would have it. A response without any token of the policy has nothing to learn from it.
     """
-    rows = [-kl_coef * of_row.float() * torch.as_tensor(mask) for of_row, mask in zip(kl, masks)]
+    rows = [
+        -kl_coef * of_row.float() * torch.as_tensor(mask, device=of_row.device)
+        for of_row, mask in zip(kl, masks)
+    ]
     for row, mask, score in zip(rows, masks, scores, strict=True):
         written = torch.as_tensor(mask).nonzero()
         if len(written):

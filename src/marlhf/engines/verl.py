@@ -16,12 +16,15 @@ Axes: B rows, T response tokens.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
@@ -44,9 +47,6 @@ from marlhf.core import Segments
 from marlhf.core.segments import Sigma
 from marlhf.engines.advantages import (
     ESTIMATORS,
-    EngineBatch,
-    EngineError,
-    Episodes,
     Estimator,
     MacroSettings,
     TokenText,
@@ -54,6 +54,7 @@ from marlhf.engines.advantages import (
     segment_batch,
     segment_metrics,
 )
+from marlhf.engines.batch import EngineBatch, EngineError, Episodes
 from marlhf.engines.verl_config import RATIOS, check_config, check_version
 
 IDS = "macro_ids"
@@ -126,7 +127,7 @@ def sample_field(data: Any, name: str) -> list[Any]:
     """A field of each sample by its name: `[B]`, in verl's rows, or in one of their dicts.
 
     Agent loops write `extra_fields`, reward functions `reward_extra_info` within it, and data sets
-    `extra_info`.
+    `extra_info`. Text is read as JSON: verl's validation stumbles over lists from reward functions.
     """
     rows = [{key: data[key][row] for key in data.keys()} for row in range(len(data))]  # noqa: SIM118
     found = []
@@ -140,7 +141,11 @@ def sample_field(data: Any, name: str) -> list[Any]:
                 f"the reward function returns, or extra_info of the data; there is: "
                 f"{', '.join(sorted({key for place in places for key in place}))}."
             )
-        found.append(place[name])
+        value = place[name]
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):  # else it is no list, which is said later
+                value = json.loads(value)
+        found.append(value.tolist() if isinstance(value, np.ndarray | Tensor) else value)
     return found
 
 

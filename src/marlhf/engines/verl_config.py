@@ -18,11 +18,11 @@ from typing import Any
 
 from marlhf.engines.advantages import (
     ESTIMATORS,
-    EngineError,
     MacroSettings,
     needs_reference,
     read_settings,
 )
+from marlhf.engines.batch import EngineError
 
 TESTED = ("0.9.1",)
 """Versions of verl that the tests run. Its trainer's internals change between releases."""
