@@ -55,8 +55,8 @@ def explain_memory(stages: Sequence[Stage], gpu: float | None) -> Iterator[str]:
     card, name = _card(gpu)
     for stage in stages:
         config, size = stage.config, size_named(stage.config.model)
-        fitting = None if card else _smallest(config)
-        plan = plan_run(config, card or _bytes(fitting or CARDS[-1]))
+        fitting = None if card else smallest_card(config)
+        plan = plan_run(config, card or card_bytes(fitting or CARDS[-1]))
         yield (
             f"{stage.name}: {config.model}, {size.total / 1e9:.2f}B parameters, {plan.rows} rows "
             f"of up to {plan.length} tokens, {plan.tokens} tokens in a pass"
@@ -68,7 +68,7 @@ def explain_memory(stages: Sequence[Stage], gpu: float | None) -> Iterator[str]:
         if card is None and fitting:
             yield f"  fits a GPU of {fitting} GB"
             continue
-        where = card or _bytes(CARDS[-1])
+        where = card or card_bytes(CARDS[-1])
         fits = plan.fits(where)
         yield f"  {'fits' if fits else 'does not fit'} {name or f'a GPU of {CARDS[-1]} GB'}"
         if not fits:
@@ -90,19 +90,19 @@ def _advice(config: Any, card: float) -> Iterator[str]:
 def _card(gpu: float | None) -> tuple[float | None, str]:
     """The bytes of the card in question and what to call it; of the one here, if none is named."""
     if gpu is not None:
-        return _bytes(gpu), f"a GPU of {gpu:g} GB"
+        return card_bytes(gpu), f"a GPU of {gpu:g} GB"
     if not torch.cuda.is_available():
         return None, ""
     properties = torch.cuda.get_device_properties(0)
     return float(properties.total_memory), properties.name
 
 
-def _smallest(config: Any) -> float | None:
+def smallest_card(config: Any) -> float | None:
     """The smallest of the usual cards that a run fits."""
-    return next((x for x in CARDS if plan_run(config, _bytes(x)).fits(_bytes(x))), None)
+    return next((x for x in CARDS if plan_run(config, card_bytes(x)).fits(card_bytes(x))), None)
 
 
-def _bytes(gigabytes: float) -> float:
+def card_bytes(gigabytes: float) -> float:
     """Of a card that is sold by this number: drivers keep some."""
     return gigabytes * 0.99 * GIB
 
