@@ -338,7 +338,7 @@ def quantize(model: Any) -> None:
     """Put the matrices of a model into 4 bits in place, as `lora.quantize: 4bit` loads them."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    model.hf_quantizer = "bitsandbytes"  # how marlhf knows
+    model.hf_quantizer, model.is_loaded_in_4bit = "bitsandbytes", True  # as marlhf and peft ask
     for name, layer in list(model.named_modules()):
         if isinstance(layer, torch.nn.Linear) and name != "lm_head":
             options: dict[str, Any] = {"compute_dtype": torch.bfloat16, "quant_type": "nf4"}

@@ -19,8 +19,10 @@ import yaml
 
 from marlhf import core
 from marlhf.cli import app, main
+from marlhf.cli.memory import card_bytes, planned_stages, smallest_card
 from marlhf.config.settings import SEGMENTERS, describe
 from marlhf.report.page import TITLES
+from marlhf.runtime.memory_plan import GIB, plan_run
 from marlhf.train.recipe import kind_class, load_recipe, load_stage
 from marlhf.train.stages import METHODS
 
@@ -359,6 +361,19 @@ def test_the_memory_table_is_what_the_formula_says():
         for cell, way in zip(cells, ("data", "fsdp", "LoRA", "LoRA, shared base"), strict=True):
             found = round(space["gigabytes"](size, int(gpus), way))
             assert cell == ("-" if way == "fsdp" and gpus == "1" else str(found))
+
+
+def test_the_table_of_models_and_cards_is_what_doctor_says():
+    """One of its rows, in every way to train."""
+    [table] = tables(ROOT / "docs/gpu.md", "shape")
+    [cells] = [cells for name, *cells in table if name == "Llama-3.2-3B"]
+    saving = ["optimizer=adamw_8bit", "trained_weights=bfloat16", "offload=true"]
+    ways = [("full", []), ("full", saving[:1]), ("full", saving), ("lora", []), ("qlora", [])]
+    for cell, (train, changes) in zip(cells, ways, strict=True):
+        words = ["batch_size=64", *changes]
+        config = planned_stages(None, words, "Llama-3.2-3B", train)[0].config
+        peak = plan_run(config, card_bytes(141)).peak / GIB
+        assert cell == f"{peak:.0f} ({smallest_card(config) or '-'})"
 
 
 def test_the_notebook_runs(tmp_path, monkeypatch):

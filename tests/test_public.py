@@ -5,6 +5,7 @@ import importlib
 import inspect
 import re
 import sys
+import tomllib
 import types
 from pathlib import Path
 
@@ -35,7 +36,6 @@ def test_all_is_sorted_and_there(package):
 
 
 def test_what_is_imported_is_declared():
-    tomllib = pytest.importorskip("tomllib")  # Python 3.10 has none
     source = Path(marlhf.__file__).parent
     project = tomllib.loads((source.parents[1] / "pyproject.toml").read_text())["project"]
     extras = [each for extra in project["optional-dependencies"].values() for each in extra]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from marlhf.models.load import load_policy
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import Loop
@@ -153,7 +154,7 @@ class FakeGPU:
 def auto_run(world: World, tmp_path) -> tuple[PPOConfig, RunFolder]:
     config = PPOConfig(model="tiny", reward_model="x", output_dir=str(tmp_path))
     run = RunFolder(config.output_dir, "ppo", config)
-    seek_token_budget(world, run)
+    seek_token_budget(world, run, load_policy("tiny"))
     return config, run
 
 
@@ -183,6 +184,15 @@ def test_the_token_budget_grows_to_what_memory_holds(monkeypatch, tmp_path):
     assert not again.pass_limit.watching
 
 
+def test_passes_of_a_large_model_are_small_however_much_memory_there_is(tmp_path):
+    world, large = World(torch.device("cuda")), load_policy("tiny")
+    large.config.hidden_size = 1536
+    run = RunFolder(str(tmp_path), "ppo", PPOConfig(model="tiny", output_dir=str(tmp_path)))
+    seek_token_budget(world, run, large)
+    world.pass_limit.auto_tokens = 1 << 18
+    assert [len(micro.rows) for micro in world.batches([512] * 20, 16384)] == [8, 8, 4]
+
+
 def test_a_model_that_leaves_little_room_keeps_its_passes(monkeypatch, tmp_path):
     world, gpu = World(torch.device("cuda")), FakeGPU(monkeypatch, free=1 << 33)
     config, run = auto_run(world, tmp_path)
@@ -206,15 +216,15 @@ def test_a_model_that_leaves_little_room_keeps_its_passes(monkeypatch, tmp_path)
     ],
 )
 def test_nothing_is_measured_on_a_cpu_by_several_or_with_a_number(device, size, change, tmp_path):
-    world, layer = World(torch.device(device), size=size), torch.nn.Linear(1, 1)
+    world, model = World(torch.device(device), size=size), load_policy("tiny")
     config = PPOConfig(model="tiny", reward_model="x", output_dir=str(tmp_path), **change)
     Loop(
         RunFolder(config.output_dir, "ppo", config),
         config,
         world,
         total=10,
-        models={"policy": layer},
-        optimizers={"policy": torch.optim.AdamW(layer.parameters())},
+        models={"policy": model},
+        optimizers={"policy": torch.optim.AdamW(model.parameters())},
         tokenizer=None,
         objects=NO_OBJECTS,
         rows=(64, 0),

@@ -4,7 +4,7 @@ report, watch, export, chat."""
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -454,7 +454,7 @@ def watch_runs(runs: RunFolders, output: ReportFile = REPORT, every: Every = 30.
     tell("All runs have ended.")
 
 
-class ExportFormat(str, Enum):
+class ExportFormat(StrEnum):
     """Who is to load the model."""
 
     vllm = "vllm"

@@ -55,7 +55,8 @@ def explain_memory(stages: Sequence[Stage], gpu: float | None) -> Iterator[str]:
     card, name = _card(gpu)
     for stage in stages:
         config, size = stage.config, size_named(stage.config.model)
-        plan = plan_run(config, card or CARDS[-1] * 0.99 * GIB)
+        fitting = None if card else smallest_card(config)
+        plan = plan_run(config, card or card_bytes(fitting or CARDS[-1]))
         yield (
             f"{stage.name}: {config.model}, {size.total / 1e9:.2f}B parameters, {plan.rows} rows "
             f"of up to {plan.length} tokens, {plan.tokens} tokens in a pass"
@@ -64,12 +65,14 @@ def explain_memory(stages: Sequence[Stage], gpu: float | None) -> Iterator[str]:
         rows += [[f"  for the time of {part}", _gib(x)] for part, x in plan.passes.items()]
         rows.append(["  at most", _gib(plan.peak)])
         yield text_table(["  what stays, and what comes and goes", "GiB"], rows)
-        if card is None:
-            yield f"  fits a GPU of {_smallest(config)}"
+        if card is None and fitting:
+            yield f"  fits a GPU of {fitting} GB"
             continue
-        yield f"  {'fits' if plan.fits(card) else 'does not fit'} {name}"
-        if not plan.fits(card):
-            yield from _advice(config, card)
+        where = card or card_bytes(CARDS[-1])
+        fits = plan.fits(where)
+        yield f"  {'fits' if fits else 'does not fit'} {name or f'a GPU of {CARDS[-1]} GB'}"
+        if not fits:
+            yield from _advice(config, where)
 
 
 def _advice(config: Any, card: float) -> Iterator[str]:
@@ -87,19 +90,21 @@ def _advice(config: Any, card: float) -> Iterator[str]:
 def _card(gpu: float | None) -> tuple[float | None, str]:
     """The bytes of the card in question and what to call it; of the one here, if none is named."""
     if gpu is not None:
-        return gpu * 0.99 * GIB, f"{gpu:g} GB"
+        return card_bytes(gpu), f"a GPU of {gpu:g} GB"
     if not torch.cuda.is_available():
         return None, ""
     properties = torch.cuda.get_device_properties(0)
     return float(properties.total_memory), properties.name
 
 
-def _smallest(config: Any) -> str:
-    for size in CARDS:
-        card = size * 0.99 * GIB
-        if plan_run(config, card).fits(card):
-            return f"{size} GB"
-    return f"more than {CARDS[-1]} GB; --gpu {CARDS[-1]} says what would make it fit"
+def smallest_card(config: Any) -> float | None:
+    """The smallest of the usual cards that a run fits."""
+    return next((x for x in CARDS if plan_run(config, card_bytes(x)).fits(card_bytes(x))), None)
+
+
+def card_bytes(gigabytes: float) -> float:
+    """Of a card that is sold by this number: drivers keep some."""
+    return gigabytes * 0.99 * GIB
 
 
 def _gib(x: float) -> str:

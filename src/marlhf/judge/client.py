@@ -330,7 +330,7 @@ class OpenAIJudge:
             async def send(self, request: Any, **options: Any) -> Any:
                 try:
                     return await asyncio.wait_for(super().send(request, **options), timeout)
-                except asyncio.TimeoutError:
+                except TimeoutError:
                     raise openai.APITimeoutError(request=request) from None
 
         return openai.AsyncOpenAI(

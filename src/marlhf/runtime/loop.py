@@ -134,8 +134,7 @@ class Loop:
         )
         self.rows = run.state["rows"] = {"training": rows[0], "held-out": rows[1]}
         if config.token_budget == "auto" and not config.deterministic:
-            hidden = next(iter(models.values())).config.get_text_config().hidden_size
-            seek_token_budget(world, run, hidden)
+            seek_token_budget(world, run, next(iter(models.values())))
         self._stack = contextlib.ExitStack()
         self._stopping = False  # a signal has reached some rank
         self._last_evaluation: tuple[int, dict[str, float]] | None = None  # its step, and metrics

@@ -11,7 +11,7 @@ import contextlib
 import gc
 import math
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -80,13 +80,13 @@ def busy_tokens(hidden: int) -> int:
     return min(max(tokens, LEAST_BUSY), MOST_BUSY)
 
 
-def seek_token_budget(world: World, run: RunFolder, hidden: int) -> None:
+def seek_token_budget(world: World, run: RunFolder, model: Any) -> None:
     """On a GPU, measure memory from here on, or take the budget that the run has found.
 
-    Passes have no more tokens than keep it busy with a model of this hidden size.
+    Passes have no more tokens than keep it busy with this model.
     """
     if world.device.type == "cuda":
-        world.pass_limit.tokens = busy_tokens(hidden)
+        world.pass_limit.tokens = busy_tokens(model.config.get_text_config().hidden_size)
     if world.size == 1 and world.device.type == "cuda":  # several would find different numbers
         world.pass_limit.auto_tokens = run.state.get(BUDGET)
         world.pass_limit.watching = world.pass_limit.auto_tokens is None

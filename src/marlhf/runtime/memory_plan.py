@@ -211,26 +211,31 @@ def remedies(
     config: StageConfig, gpu: float, size: Callable[[str], Size] = size_named
 ) -> Iterator[tuple[str, Plan]]:
     """Settings that take less and less memory, each with its plan, up to the first that fits."""
-    eight_bit = {"optimizer": "adamw_8bit"}
+    small_cache = {"rollout_tokens": 1 << 15}
+    eight_bit = small_cache | {"optimizer": "adamw_8bit"}
     checkpointed = {"gradient_checkpointing": True}
     adapters = {"lora": replace(config.lora or LoRA(), shared_base=True)}
     quantized = {"lora": replace(adapters["lora"], quantize="4bit")}
     whole: list[dict[str, Any]] = [
+        small_cache,
         eight_bit,
         eight_bit | {"offload": True},
         eight_bit | {"offload": True} | checkpointed,
         eight_bit | {"offload": True, "trained_weights": "bfloat16"} | checkpointed,
     ]
     plain = {"optimizer": "adamw", "trained_weights": "float32", "offload": False}
-    ladder = [] if config.lora else [x for x in whole if isinstance(config, RLConfig) or len(x) < 2]
+    plain |= small_cache
+    ladder = [] if config.lora else whole
     ladder += [plain | x for x in (adapters, adapters | checkpointed)]
     ladder += [plain | x for x in (quantized, quantized | checkpointed)]
+    seen: set[float] = set()
     for changes in ladder:
         known = {name: x for name, x in changes.items() if hasattr(config, name)}
         new = {name: x for name, x in known.items() if getattr(config, name) != x}
-        if not new:
-            continue
         plan = plan_run(replace(config, **known), gpu, size)
+        if not new or plan.peak in seen:  # it has no such setting, or nothing of that kind
+            continue
+        seen.add(plan.peak)
         yield ", ".join(f"{name}: {_shown(x)}" for name, x in new.items()), plan
         if plan.fits(gpu):
             return

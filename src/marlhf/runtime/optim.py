@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -63,10 +64,10 @@ def import_adamw_8bit() -> Any:
         def step(self, closure: Any = None) -> Any:
             steps = (state["step"] for state in self.state.values() if "step" in state)
             device = self.param_groups[0]["params"][0].device
+            gpu = device.type == "cuda"
             # On a CPU compiling takes longer than it saves.
-            stance = "default" if device.type == "cuda" else "force_eager"
-            devices = [device] if device.type == "cuda" else []
-            with torch.random.fork_rng(devices), torch.compiler.set_stance(stance):
+            eager = contextlib.nullcontext() if gpu else torch.compiler.set_stance("force_eager")
+            with torch.random.fork_rng([device] if gpu else []), eager:
                 torch.manual_seed(int(next(steps, 0)))
                 return super().step(closure)
 

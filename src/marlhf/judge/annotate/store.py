@@ -14,7 +14,7 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -250,7 +250,7 @@ class Store:
 
     def _add(self, action: str | None, *event: str, undoes: int | None) -> int | None:
         """Append an event (annotator, pair, kind, left_run), and return its number."""
-        now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
         return self._db.execute(
             "INSERT INTO events (action, time, annotator, pair, kind, left_run, undoes) "
             "VALUES (?, ?, ?, ?, ?, ?, ?)",
