@@ -125,6 +125,21 @@ def test_micro_batches_and_the_rest_of_a_batch_change_nothing(loaded):
 
 
 @torch.no_grad()
+def test_rows_without_a_later_start_cost_nothing(loaded):
+    config, models, examples, experience, segments = loaded()
+    starts = segments.starts.clone()
+    starts[1:, 1:] = False
+    few = Segments.from_starts(starts, segments.mask)
+    rewards = torch.arange(float(segments.mask.numel())).view(segments.mask.shape)
+    of_states = partial(answer_values, experience=experience, models=models, config=config)
+    several = replace(config, num_samples=5)
+    values = values_without_critic(of_states, examples, experience, few, rewards, several)
+    everywhere = values_by(config, models, examples, experience, segments)
+    torch.testing.assert_close(values[0, 1:], everywhere[0, 1:], rtol=1e-6, atol=0)
+    assert not values[1:, 1:].any()
+
+
+@torch.no_grad()
 def test_a_model_that_cannot_branch_is_read_once_per_boundary(loaded, monkeypatch, capfd):
     """Its own passes ignore the mask, as those of some families do."""
     config, models, examples, experience, segments = loaded()
@@ -138,7 +153,7 @@ def test_a_model_that_cannot_branch_is_read_once_per_boundary(loaded, monkeypatc
     monkeypatch.setattr(models.policy, "forward", deaf)
     found = values_by(config, models, examples, experience, segments)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
-    assert "cannot read several ends of a text" in capfd.readouterr().err
+    assert "does not read several ends of a text" in capfd.readouterr().err
     monkeypatch.setattr(room, "branch_logprobs", None)  # asked once, and never again
     values_by(config, models, examples, experience, segments)
 
