@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="continue every so many starts")
     parser.add_argument("--continuations", type=int, default=32)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--times", action="store_true", help="only the times of passes")
     args = parser.parse_args()
     config = PPOConfig(
         model=args.model,
@@ -91,6 +92,8 @@ def main() -> None:
         print(f"seed {seed}: {len(states)} states of {len(chosen)} responses, {right:.0%} right")
         if seed == args.seeds[0]:
             print_times(states, branches, experience, segments, models)
+            if args.times:
+                return
         states = [state for state, keep in zip(states, kept.tolist()) if keep]
         for begin in range(0, len(states), CHUNK):
             part = states[begin : begin + CHUNK]
@@ -158,13 +161,16 @@ def print_times(states, branches, experience, segments, models) -> None:
 
 
 def best(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds; on a CPU those of the process, whatever else the machine does."""
+    gpu = device.type == "cuda"
+    clock = time.perf_counter if gpu else time.process_time
     seconds: list[float] = []
     for _ in range(4):
-        begin = time.perf_counter()
+        begin = clock()
         work()
-        if device.type == "cuda":
+        if gpu:
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(clock() - begin)
     return min(seconds[1:])
 
 

@@ -4,7 +4,8 @@ from functools import partial
 import pytest
 import torch
 
-from marlhf.core import Lines, NGram, Segments, segment
+from marlhf.config.rl import Guards
+from marlhf.core import Lines, NGram, Segments, Turns, segment
 from marlhf.data import DataConfig, Row
 from marlhf.data.encode import decode
 from marlhf.data.rows import as_chat, response_text
@@ -188,6 +189,28 @@ def test_training_on_chats_resumes_identically(ppo_config, monkeypatch):
     assert weights(whole.output_dir) == weights(cut.output_dir)
     steps = [x for x in read_lines(whole.output_dir) if x["kind"] == "train"]
     assert all("rl/value_loss" not in x and x["rl/policy_grad_norm"] > 0 for x in steps)
+
+
+def test_turns_are_valued_by_the_answer(ppo_config):
+    config = ppo_config(
+        "turns",
+        **ANSWER,
+        model="tiny",
+        reward_model="",
+        data=DataConfig(source="guess", limit=60, eval_size=4),
+        environment="guess",
+        answer_column="number",
+        max_turns=3,
+        episode_tokens=96,
+        segmenter=Turns(),
+        sampling=Sampling(max_new_tokens=4),
+        guards=Guards(warn_kl=1e9),
+        num_steps=1,
+    )
+    ppo.train(config)
+    [step] = [x for x in read_lines(config.output_dir) if x["kind"] == "train"]
+    assert step["rl/turns"] > 1
+    assert step["rl/explained_variance"] != 0
 
 
 @pytest.mark.distributed
