@@ -44,8 +44,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", help="the folder of a model that `marlhf sft sums` has trained")
     parser.add_argument("--responses", type=int, default=24, help="for each seed")
+    parser.add_argument("--every", type=int, default=1, help="continue every so many starts")
     parser.add_argument("--continuations", type=int, default=32)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--times", action="store_true", help="only the times of passes")
     args = parser.parse_args()
     config = PPOConfig(
         model=args.model,
@@ -77,16 +79,22 @@ def main() -> None:
         responses = experience.responses(models.vocabulary, torch.Generator())
         segments = segment(config.segmenter, responses)
         states = states_of(chosen, segments, experience)
-        thirds.append(third_of_each(segments))
+        lines = torch.cat([torch.arange(int(n)) for n in segments.starts.sum(dim=1)])
+        kept = lines % args.every == 0
+        thirds.append(third_of_each(segments)[kept])
         for name, template in TEMPLATES.items():
             branches = answer_branches(
                 states, models.tokenizer, replace(config, answer_template=template)
             )
-            answers[name].append(answer_logprobs(states, branches, experience, models).exp())
+            logprobs = answer_logprobs(states, branches, experience, models).cpu()
+            answers[name].append(logprobs.exp()[kept])
         right = float(experience.raw_scores.mean())
         print(f"seed {seed}: {len(states)} states of {len(chosen)} responses, {right:.0%} right")
         if seed == args.seeds[0]:
             print_times(states, branches, experience, segments, models)
+            if args.times:
+                return
+        states = [state for state, keep in zip(states, kept.tolist()) if keep]
         for begin in range(0, len(states), CHUNK):
             part = states[begin : begin + CHUNK]
             drawn = torch.randint(2**62, (len(part) * args.continuations,)).tolist()
@@ -153,13 +161,16 @@ def print_times(states, branches, experience, segments, models) -> None:
 
 
 def best(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds; on a CPU those of the process, whatever else the machine does."""
+    gpu = device.type == "cuda"
+    clock = time.perf_counter if gpu else time.process_time
     seconds: list[float] = []
     for _ in range(4):
-        begin = time.perf_counter()
+        begin = clock()
         work()
-        if device.type == "cuda":
+        if gpu:
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(clock() - begin)
     return min(seconds[1:])
 
 

@@ -61,6 +61,30 @@ def test_conversations_are_measured_beside_one_response(monkeypatch, capsys):
     assert "one response of 22" in found  # 16 sampled, and six of the world's
 
 
+def test_steps_without_a_critic_are_measured_beside_rloo(monkeypatch, capsys):
+    bench = load("monte_carlo_step", monkeypatch)
+    small = bench.ppo_step.Shape("LlamaConfig", 32, 1, 2, 1, 16, 32, 512, 4, 4, 8, 512)
+    monkeypatch.setattr(sys, "argv", ["monte_carlo_step.py", "--tiny", "--rounds=1"])
+    monkeypatch.setitem(bench.ppo_step.SHAPES, "tiny", small)
+    bench.main()
+    found = capsys.readouterr().out
+    assert "the best of each" in found
+    assert found.count("continuation_kl: false") == 2
+
+
+def test_agreement_with_continuations_is_by_thirds(monkeypatch, capsys):
+    bench = load("answer_values", monkeypatch)
+    values = torch.tensor([0.0, 1.0, 0.25, 0.75, 1.0, 0.0])
+    drawn = torch.rand(6, 1000, generator=torch.Generator().manual_seed(0))
+    third = torch.tensor([0, 0, 1, 1, 2, 2])
+    bench.print_agreement(
+        (drawn < values[:, None]).float(), third, {"same": values, "not": -values}
+    )
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
+    assert [line[-4] for line in lines] == ["1.00"] * 4
+    assert [line[-2] for line in lines] == ["-1.00"] * 4
+
+
 def test_a_profile_tells_kernels_and_idle_time(monkeypatch, capsys):
     """Two kernels overlap by 10 us; before the first of them the GPU does nothing for 50."""
     ppo_step = load("ppo_step", monkeypatch)

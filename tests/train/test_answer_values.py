@@ -4,7 +4,8 @@ from functools import partial
 import pytest
 import torch
 
-from marlhf.core import Lines, NGram, Segments, segment
+from marlhf.config.rl import Guards
+from marlhf.core import Lines, NGram, Segments, Turns, segment
 from marlhf.data import DataConfig, Row
 from marlhf.data.encode import decode
 from marlhf.data.rows import as_chat, response_text
@@ -126,6 +127,21 @@ def test_micro_batches_and_the_rest_of_a_batch_change_nothing(loaded):
 
 
 @torch.no_grad()
+def test_rows_without_a_later_start_cost_nothing(loaded):
+    config, models, examples, experience, segments = loaded()
+    starts = segments.starts.clone()
+    starts[1:, 1:] = False
+    few = Segments.from_starts(starts, segments.mask)
+    rewards = torch.arange(float(segments.mask.numel())).view(segments.mask.shape)
+    of_states = partial(answer_values, experience=experience, models=models, config=config)
+    several = replace(config, num_samples=5)
+    values = values_without_critic(of_states, examples, experience, few, rewards, several)
+    everywhere = values_by(config, models, examples, experience, segments)
+    torch.testing.assert_close(values[0, 1:], everywhere[0, 1:], rtol=1e-6, atol=0)
+    assert not values[1:, 1:].any()
+
+
+@torch.no_grad()
 def test_a_model_that_cannot_branch_is_read_once_per_boundary(loaded, monkeypatch, capfd):
     """Its own passes ignore the mask, as those of some families do."""
     config, models, examples, experience, segments = loaded()
@@ -139,7 +155,7 @@ def test_a_model_that_cannot_branch_is_read_once_per_boundary(loaded, monkeypatc
     monkeypatch.setattr(models.policy, "forward", deaf)
     found = values_by(config, models, examples, experience, segments)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
-    assert "cannot read several ends of a text" in capfd.readouterr().err
+    assert "does not read several ends of a text" in capfd.readouterr().err
     monkeypatch.setattr(room, "branch_logprobs", None)  # asked once, and never again
     values_by(config, models, examples, experience, segments)
 
@@ -174,6 +190,28 @@ def test_training_on_chats_resumes_identically(ppo_config, monkeypatch):
     assert weights(whole.output_dir) == weights(cut.output_dir)
     steps = [x for x in read_lines(whole.output_dir) if x["kind"] == "train"]
     assert all("rl/value_loss" not in x and x["rl/policy_grad_norm"] > 0 for x in steps)
+
+
+def test_turns_are_valued_by_the_answer(ppo_config):
+    config = ppo_config(
+        "turns",
+        **ANSWER,
+        model="tiny",
+        reward_model="",
+        data=DataConfig(source="guess", limit=60, eval_size=4),
+        environment="guess",
+        answer_column="number",
+        max_turns=3,
+        episode_tokens=96,
+        segmenter=Turns(),
+        sampling=Sampling(max_new_tokens=4),
+        guards=Guards(warn_kl=1e9),
+        num_steps=1,
+    )
+    ppo.train(config)
+    [step] = [x for x in read_lines(config.output_dir) if x["kind"] == "train"]
+    assert step["rl/turns"] > 1
+    assert step["rl/explained_variance"] != 0
 
 
 @pytest.mark.distributed

@@ -10,8 +10,8 @@ Axes: B rows, T response tokens, S states.
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Iterable, Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -21,8 +21,9 @@ from marlhf.data.encode import tokenize_after_text
 from marlhf.errors import SettingError
 from marlhf.models.base import Tokenizer, autocast
 from marlhf.models.branches import Branch, branch_logprobs
-from marlhf.models.forward import cast_dtype, pass_choice
-from marlhf.models.sequences import send
+from marlhf.models.compile import uncompiled
+from marlhf.models.forward import pass_choice, plain_token_stats
+from marlhf.models.sequences import Sequences, send
 from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.progress import warn
 from marlhf.train.continuations import State
@@ -31,8 +32,8 @@ from marlhf.train.ppo_config import ANSWER, PPOConfig
 from marlhf.train.rl_models import Models
 
 TOLERANCE = 0.1
-"""How far the log-prob of an answer may be off in bfloat16, relative to its size or to 1. A wrong
-mask is further off."""
+"""How far the log-prob of an answer may be off where weights are not float32, relative to its size
+or to 1."""
 NEVER = -1
 """For `PassChoice.branches_until`: this model takes plain passes."""
 
@@ -52,7 +53,7 @@ def check_answers(rows: Iterable[Row], config: PPOConfig) -> None:
     """Refuse rows that do not say what the right answer is."""
     for number, row in enumerate(rows, start=1):
         answer, where = row.columns.get(config.answer_column), row.position or f"row {number}"
-        known = isinstance(answer, str | numbers.Real) and not isinstance(answer, bool)
+        known = isinstance(answer, str | Real) and not isinstance(answer, bool)
         if not known or not str(answer).strip():
             wrong = "no such column" if answer is None else f"{answer!r:.60}, no text or number"
             raise SettingError(
@@ -96,63 +97,68 @@ def answer_logprobs(
     states: Sequence[State], branches: Sequence[Branch], experience: Experience, models: Models
 ) -> Tensor:
     """The log-prob of each state's answer, [S]."""
-    ids, lengths = experience.sequences.ids.tolist(), experience.sequences.total_lengths
-    of_row: list[list[int]] = [[] for _ in ids]
+    of_row: dict[int, list[int]] = {}
     for number, state in enumerate(states):
-        of_row[state.row].append(number)
-    rows = [row[:length] for row, length in zip(ids, lengths)]
-    whole = [n + sum(len(branches[i].tokens) for i in of) for n, of in zip(lengths, of_row)]
-
-    def passes(chosen: Sequence[int]) -> Tensor | None:
-        given = [[branches[i] for i in of_row[row]] for row in chosen]
-        with autocast(models.world.device, models.precision):
-            return branch_logprobs(
-                models.policy, [rows[i] for i in chosen], given, models.sampling.scale
-            )
+        of_row.setdefault(state.row, []).append(number)
+    ids, lengths = experience.sequences.ids.tolist(), experience.sequences.total_lengths
+    rows = [ids[row][: lengths[row]] for row in of_row]
+    numbers = list(of_row.values())
+    given = [[branches[i] for i in own] for own in numbers]
+    whole = [len(row) + sum(len(b.tokens) for b in own) for row, own in zip(rows, given)]
 
     longest = max(range(len(rows)), key=whole.__getitem__)
     choice = pass_choice(models.policy)
     if 0 <= choice.branches_until < whole[longest]:
-        own = of_row[longest]
-        plain = _plain_logprobs([states[i] for i in own], [branches[i] for i in own], models)
-        close = _agree(passes([longest]), plain, models)
-        choice.branches_until = whole[longest] if close else NEVER
+        own = [states[i] for i in numbers[longest]]
+        shared = _may_branch(own, given[longest], rows[longest], models)
+        choice.branches_until = whole[longest] if shared else NEVER
     if choice.branches_until == NEVER:
-        return _plain_logprobs(states, branches, models)
+        return all_logprobs(models.policy, _alone(states, branches, models), models).sum(dim=1)
 
     def all_passes() -> Tensor:
         total = torch.zeros(len(states), device=models.world.device)
         for micro in models.world.batches(whole, 2 * models.pass_tokens):
-            own = torch.tensor([i for row in micro.rows for i in of_row[row]])
-            found = passes(micro.rows)
+            of = torch.tensor([i for row in micro.rows for i in numbers[row]])
+            texts, ends = [rows[i] for i in micro.rows], [given[i] for i in micro.rows]
+            with autocast(models.world.device, models.precision):
+                found = branch_logprobs(models.policy, texts, ends, models.sampling.scale)
             assert found is not None
-            total[send(own, total.device)] += found * micro.weight
+            total[send(of, total.device)] += found * micro.weight
         return models.world.sum(total)
 
     return fit_memory(models.world, all_passes)
 
 
-def _plain_logprobs(states: Sequence[State], branches: Sequence[Branch], models: Models) -> Tensor:
-    """The same by a row for each state, [S]: for families whose masks are their own affair."""
+def _alone(states: Sequence[State], branches: Sequence[Branch], models: Models) -> Sequences:
+    """A row for each state, with its answer as the response."""
     pairs = list(zip(states, branches))
-    sequences = models.sequences(
+    return models.sequences(
         [[*state.prompt, *branch.tokens[: branch.first]] for state, branch in pairs],
         [branch.tokens[branch.first :] for _, branch in pairs],
     )
-    return all_logprobs(models.policy, sequences, models).sum(dim=1)
 
 
-def _agree(found: Tensor | None, plain: Tensor, models: Models) -> bool:
-    """Whether one pass over a row and its branches gives the numbers of a pass for each."""
-    if found is not None:
-        with autocast(models.world.device, models.precision):
-            exact = torch.finfo(cast_dtype(next(models.policy.parameters()))).bits >= 32
-        error = (found - plain).abs() / plain.abs().clamp(min=1)
-        if float(error.max()) <= (1e-3 if exact else TOLERANCE):
-            return True
+@torch.no_grad()
+def _may_branch(
+    states: Sequence[State], branches: Sequence[Branch], row: list[int], models: Models
+) -> bool:
+    """Whether one pass over a row and its branches gives the numbers of a pass for each state.
+
+    It does not where a family makes its own masks, as for windows that are shorter than the row.
+    """
+    policy, scale = models.policy, models.sampling.scale
+    exact = all(p.dtype.itemsize >= 4 for p in policy.parameters())
+    with autocast(models.world.device, "float32" if exact else models.precision), uncompiled():
+        found = branch_logprobs(policy, [row], [branches], scale)
+        if found is not None:
+            stats = plain_token_stats(policy, _alone(states, branches, models), scale)
+            plain = stats.logprobs.sum(dim=1)
+            error = (found - plain).abs() / plain.abs().clamp(min=1)
+            if float(error.max()) <= (1e-3 if exact else TOLERANCE):
+                return True
     warn(
-        f"values: answer reads a response once for each macro action: a "
-        f"{type(models.policy).__name__} cannot read several ends of a text at once here. Fewer "
+        "values: answer reads a response once for each macro action, since a "
+        f"{type(policy).__name__} does not read several ends of a text at once here. Fewer "
         "boundaries make it cheaper."
     )
     return False

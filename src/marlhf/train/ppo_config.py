@@ -79,19 +79,19 @@ class PPOConfig(RLConfig):
     right answer there (answer), for rewards of 1 for right and 0 for wrong."""
     continuations: int = setting(4, above=0, on_card=True)
     """Responses sampled from the start of each macro action for `values: monte_carlo`."""
-    continuation_kl: bool = setting(True, on_card=True)
+    continuation_kl: bool = True
     """Charge continuations the KL penalty too, which takes a pass of the reference over them all.
     Without it values are mean scores alone; at `lam: 1`, where they only are a baseline, credit is
     as unbiased as before."""
     boundaries: int | None = setting(None, above=0, on_card=True)
     """Without a critic, take values at the start of the response and at so many starts of macro
     actions where the policy's entropy is highest; the others are merged."""
-    answer_column: str = setting("answer", on_card=True)
+    answer_column: str = "answer"
     """With `values: answer`: the column of the data that has the right answer."""
-    answer_template: str = setting("\n#### {answer}", on_card=True)
+    answer_template: str = "\n#### {answer}"
     """With `values: answer`: how the policy writes its answer, after any part of a response. What
     comes before {answer} is given, the rest is scored."""
-    answer_value: Literal["prob", "token_prob"] = setting("prob", on_card=True)
+    answer_value: Literal["prob", "token_prob"] = "prob"
     """With `values: answer`: the probability of the whole answer, or the geometric mean of its
     tokens' probabilities (IGPO), for answers of many tokens."""
     num_samples: int = setting(1, above=0, on_card=True)
