@@ -63,6 +63,7 @@ from marlhf.train.held_out import sample_held_out, score_scale
 from marlhf.train.ppo import assign_credit, by_each, lambda_one_returns, shape_and_segment
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models, load_models, load_prompts
+from marlhf.train.rloo_config import RLOOConfig
 from marlhf.train.stages import METHODS
 
 MEASURED = (
@@ -86,28 +87,38 @@ class RunState:
     """Everything that a step of the run would use."""
 
     folder: Path
-    config: PPOConfig
+    config: PPOConfig | RLOOConfig
     models: Models
     score: RolloutScorer
     examples: list[Example]
     step: int
     kl_coef: float
 
+    @property
+    def ppo(self) -> PPOConfig:
+        assert isinstance(self.config, PPOConfig)
+        return self.config
+
 
 def open_state(
-    folder: Path, *, step: int | None = None, device: str = "auto", trust_code: bool = False
+    folder: Path,
+    *,
+    step: int | None = None,
+    device: str = "auto",
+    trust_code: bool = False,
+    without_critic: bool = False,
 ) -> RunState:
-    """A run at a step; at its latest unless given."""
-    run = _ppo_run(folder)
+    """A run at a step; at its latest unless given. Runs `without_critic` are refused otherwise."""
+    run = _run(folder, without_critic)
     config = _config(run, trust_code)
-    where, at_step = _weights(run, step)
+    where, at_step = _weights(run, step, _has_critic(config))
     saved: dict[str, Any] = {}
     if where is not None and where.name != MODEL:
         saved = read_checkpoint_state(where)
     elif where is not None:
-        critic = str(folder / CRITIC)
-        reference = config.ref_model or config.model
-        config = replace(config, model=str(where), ref_model=reference, critic_model=critic)
+        config = replace(config, model=str(where), ref_model=config.ref_model or config.model)
+        if _has_critic(config):
+            config = replace(config, critic_model=str(folder / CRITIC))
         saved = _last_state(folder)
     scale = read_score_scale(folder) if config.normalize_scores else (0.0, 1.0)
     if scale is None and where is not None:
@@ -117,10 +128,13 @@ def open_state(
         )
     config = _chosen(config, saved)
     world = start(device)
-    models = load_models(config, NO_OBJECTS, world, critic=True)
+    models = load_models(config, NO_OBJECTS, world, critic=_has_critic(config))
+    trained = {"policy": models.policy}
+    if _has_critic(config):
+        trained["critic"] = models.critic
     if where is not None and where.name != MODEL:
-        load_weights(where, {"policy": models.policy, "critic": models.critic}, world)
-    for model in (models.policy, models.critic):
+        load_weights(where, trained, world)
+    for model in trained.values():
         model.requires_grad_(False).eval()
     models.engine.update_weights(models.policy)
     examples, held_out = load_prompts(config, models, NO_OBJECTS)
@@ -137,25 +151,36 @@ def open_state(
     return RunState(folder, config, models, score, examples, at_step, kl_coef)
 
 
-def _ppo_run(folder: Path) -> Run:
+def _has_critic(config: PPOConfig | RLOOConfig) -> bool:
+    return isinstance(config, PPOConfig) and config.has_critic
+
+
+def _run(folder: Path, without_critic: bool) -> Run:
     if not folder.is_dir() or not is_run(folder):
         raise CreditError(f"{folder} is not the folder of a run (its `output_dir`).")
     run = read_run(folder)
-    method = METHODS.get(run.stage or "")
+    method, stage = METHODS.get(run.stage or ""), run.stage or "an unknown stage"
+    if without_critic:
+        if method is None or not issubclass(method.config, (PPOConfig, RLOOConfig)):
+            raise CreditError(
+                f"{folder} is a run of {stage}: headroom is measured for PPO, RLOO and GRPO. Give "
+                "the folder of such a run."
+            )
+        return run
     if method is None or not issubclass(method.config, PPOConfig):
         raise CreditError(
-            f"{folder} is a run of {run.stage or 'an unknown stage'}, which has no critic: credit "
-            "is measured for PPO. Give the folder of a PPO run."
+            f"{folder} is a run of {stage}, which has no critic: credit is measured for PPO. Give "
+            "the folder of a PPO run, or add --headroom, which needs none."
         )
     if run.config.get("values") == "monte_carlo":
         raise CreditError(
             f"{folder} takes its values from continuations (values: monte_carlo) and has no "
-            "critic to measure. Give a run with values: critic."
+            "critic to measure. Give a run with values: critic, or add --headroom."
         )
     return run
 
 
-def _config(run: Run, trust_code: bool) -> PPOConfig:
+def _config(run: Run, trust_code: bool) -> PPOConfig | RLOOConfig:
     """The run's settings, with code that its folder names only where the user trusts it."""
     raw, policy = dict(run.config), PolicySource(run.path, "", run.name, run.stage, run.config)
     given = [key for key in ("model", "ref_model", "critic_model") if raw.get(key) == GIVEN]
@@ -172,7 +197,8 @@ def _config(run: Run, trust_code: bool) -> PPOConfig:
     raw |= {"engine": "native", "vllm_url": "", "compile": False, "parallel": "data"}
     raw |= {"gold_model": None, "trust_remote_code": trust_code and raw.get("trust_remote_code")}
     problems: list[str] = []
-    config = build(PPOConfig, raw, str(run.path), problems)
+    method: Any = METHODS[str(run.stage)]
+    config = build(method.config, raw, str(run.path), problems)
     raise_problems(problems)
     rule: Any = config.segmenter
     if isinstance(rule, SegmenterSpec) and rule.is_user_code and not trust_code:
@@ -185,12 +211,13 @@ def _config(run: Run, trust_code: bool) -> PPOConfig:
     return config
 
 
-def _weights(run: Run, step: int | None) -> tuple[Path | None, int]:
+def _weights(run: Run, step: int | None, needs_critic: bool) -> tuple[Path | None, int]:
     """A checkpoint, the finished model, or None for where the run begins; and the step."""
     saved = {int(p.name.removeprefix("step-")): p for p in checkpoints_in(run.path / CHECKPOINTS)}
     final = run.path / MODEL
     last = run.last_step or 0
-    if (run.path / CRITIC).is_dir() and final.is_dir() and last not in saved:
+    critic = (run.path / CRITIC).is_dir() or not needs_critic
+    if critic and final.is_dir() and last not in saved:
         saved[last] = final
     if step is None:
         step = max(saved, default=0)
@@ -210,9 +237,9 @@ def _last_state(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _chosen(config: PPOConfig, saved: dict[str, Any]) -> PPOConfig:
+def _chosen(config: PPOConfig | RLOOConfig, saved: dict[str, Any]) -> PPOConfig | RLOOConfig:
     """With `credit: auto`, what it had chosen."""
-    if config.credit != "auto":
+    if isinstance(config, RLOOConfig) or config.credit != "auto":
         return config
     chooser = CreditChooser(config)
     if "credit" in saved:
@@ -283,7 +310,7 @@ def measure(state: RunState, rules: tuple[str, ...] = (), *, batches: int = 24, 
     if batches < 3:
         raise CreditError(f"--batches must be at least 3 to compare anything; got {batches}.")
     turns = TURN_CANDIDATES if state.config.environment else ()
-    options = options_of(state.config, parse_candidates(rules or (*MEASURED, *turns)))
+    options = options_of(state.ppo, parse_candidates(rules or (*MEASURED, *turns)))
     state.score.provide_for(option.config.segmenter for option in options)
     configs = [*(option.config for option in options), unbiased(options[0].config)]
     size = state.config.batch_size
@@ -314,7 +341,7 @@ def measure(state: RunState, rules: tuple[str, ...] = (), *, batches: int = 24, 
         )
     explained = [lines[str(n)]["explained"] for n in range(batches)]
     medians = [statistics.median(third) for third in zip(*explained)]
-    return Measured(options, agreement, batches, batches * size, state.config, medians)
+    return Measured(options, agreement, batches, batches * size, state.ppo, medians)
 
 
 def _batch(
@@ -335,7 +362,7 @@ def _batch(
         models.logprobs(models.policy, micro.sequences, part.watch())
         part.add(micro)
     part.end()
-    returns = lambda_one_returns(credit.rewards, credit.segments, state.config)
+    returns = lambda_one_returns(credit.rewards, credit.segments, state.ppo)
     thirds = explained_by_thirds(credit.values, returns, experience.mask)
     gradients = measurement.over_ranks(models.world).cpu()
     return experience, gradients, [float(thirds[name]) for name in THIRDS]
@@ -343,7 +370,7 @@ def _batch(
 
 def credit_of(state: RunState, experience: Experience, shuffler: torch.Generator) -> Credit:
     """Credit by the run's own settings."""
-    models, config = state.models, state.config
+    models, config = state.models, state.ppo
     rewards, segments = shape_and_segment(experience, models, config, state.kl_coef, shuffler)
     return assign_credit(rewards, experience.critic_values(models), segments, config)
 

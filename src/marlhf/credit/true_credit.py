@@ -66,7 +66,7 @@ def locate(
             "--where needs at least 1 response and 2 continuations from each macro action; "
             f"got {responses} and {continuations}."
         )
-    options = options_of(state.config, parse_candidates(rules or MEASURED))
+    options = options_of(state.ppo, parse_candidates(rules or MEASURED))
     state.score.provide_for(option.config.segmenter for option in options)
     experience, examples = sample_batch(state, 0, seed, most=responses)
     by_line = state.config.data.source == "sums"
