@@ -14,13 +14,12 @@ from marlhf.core import Lines, Segments, Turns
 from marlhf.credit import headroom as measuring
 from marlhf.credit.headroom import evenly, measure_headroom, verdict
 from marlhf.credit.headroom_estimates import REACHES
-from marlhf.credit.measure import CreditError, open_state, sample_batch
+from marlhf.credit.state import CreditError, open_state, sample_batch
 from marlhf.data import DataConfig
 from marlhf.report.write import write_report
 from marlhf.rollout import Sampling
 from marlhf.runs.jsonl import finite
 from marlhf.train import ppo, rloo
-from marlhf.train.continuations import State, continuation_returns
 from marlhf.train.rloo_config import RLOOConfig
 from small_runs import TOY, small_ppo
 
@@ -184,14 +183,11 @@ def test_with_an_environment_episodes_are_replayed(parents, tmp_path, monkeypatc
     config = small_ppo(parents, tmp_path / "game", **GAME, num_steps=1)
     ppo.train(config)
     state = open_state(Path(config.output_dir), device="cpu", without_critic=True)
-    values: list[torch.Tensor] = []
-
-    def returns(states: list[State], *rest) -> torch.Tensor:
-        values.append(continuation_returns(states, *rest))
-        return values[-1]
-
-    monkeypatch.setattr(measuring, "continuation_returns", returns)
+    real, returns = measuring.returns_from, []
+    monkeypatch.setattr(
+        measuring, "returns_from", lambda *a: returns.append(real(*a)) or returns[0]
+    )
     result = measure_headroom(state, responses=12, continuations=2)
-    assert len(values[0]) > 12  # some have a second turn
+    assert len(returns[0]) > 12  # some have a second turn
     assert result["rule"] == "turns"
     assert "own" in result

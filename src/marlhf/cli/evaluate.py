@@ -95,7 +95,7 @@ def credit(
     run: Annotated[Path, typer.Argument(help="The folder of a PPO run, finished or not.")],
     rules: Annotated[
         list[str] | None,
-        typer.Option("--rule", help="Rules to compare, as in 'ngram n=5 lam=0.95'."),
+        typer.Option("--rule", help="Rules or presets to compare: 'ngram n=5 lam=0.95', vineppo."),
     ] = None,
     batches: Annotated[int, typer.Option(help="Number of batches to measure on.")] = 24,
     where: Annotated[
@@ -125,9 +125,12 @@ def credit(
     import json
 
     from marlhf.config.candidates import parse_candidates
+    from marlhf.config.presets import PRESETS
 
-    parse_candidates(tuple(rules or ()))  # a typo is reported before torch loads
-    from marlhf.credit.measure import critic_verdict, measure, open_state, table, verdict
+    # A typo is reported before torch loads.
+    parse_candidates(tuple(rule for rule in rules or () if rule not in PRESETS))
+    from marlhf.credit.measure import critic_verdict, limits, measure, table, verdict
+    from marlhf.credit.state import open_state
     from marlhf.credit.true_credit import locate
     from marlhf.credit.true_credit import table as where_table
     from marlhf.runs.atomic import write_json
@@ -169,6 +172,7 @@ def credit(
         return
     typer.echo(table(measured))
     typer.echo(verdict(measured))
+    typer.echo(limits(measured))
     typer.echo(critic_verdict(measured))
     if where:
         typer.echo("\n" + where_table(summary["where"]))

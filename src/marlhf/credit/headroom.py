@@ -32,15 +32,14 @@ from marlhf.credit.headroom_estimates import (
     advantages_by_way,
     estimate,
 )
-from marlhf.credit.measure import CreditError, RunState
+from marlhf.credit.state import CreditError, RunState
+from marlhf.credit.ways import of_group, returns_from
 from marlhf.evaluate.text_table import text_table
 from marlhf.models.scores import BLOCK, BLOCKS, TokenScores
 from marlhf.runs.jsonl import append_jsonl, read_keyed
 from marlhf.runs.layout import HEADROOM_LINES
 from marlhf.runtime.progress import Steps, say
 from marlhf.runtime.stage import batch_rows
-from marlhf.train import rloo
-from marlhf.train.continuations import continuation_returns, states_of
 from marlhf.train.credit_choice import ERRORS, decode_sketch, encode_sketch, name_of
 from marlhf.train.experience import Experience, sample_examples
 from marlhf.train.ppo import assign_credit, shape_and_segment
@@ -169,12 +168,9 @@ def _measure(
     rewards, segments = shape_and_segment(experience, models, config, kl_coef, shuffler)
     cut = evenly(segment(rule, experience.responses(models.vocabulary, shuffler)), boundaries)
 
-    states = states_of(examples, cut, experience)
-    drawn = torch.randint(2**62, (len(states) * continuations,), generator=shuffler).tolist()
-    starts = [seeds[state.row - state.row % group] for state in states]
-    returns = continuation_returns(
-        states, state.score, continuations, drawn, kl_coef, config.kl_estimator, starts
-    )  # [S, K]
+    starts = [seeds[i - i % group] for i in range(len(seeds))]
+    chosen = examples, experience, cut, continuations, shuffler, kl_coef, starts
+    returns = returns_from(state, *chosen)  # [S, K]
     halves = torch.zeros(2, *cut.mask.shape, device=returns.device)
     for half in (0, 1):
         halves[half][cut.starts] = returns[:, half::2].mean(dim=1)
@@ -183,10 +179,7 @@ def _measure(
     critic = None
     if isinstance(config, RLOOConfig):
         if not _is_rloo(config):
-            own = rloo.assign_credit(experience, models, config, state.kl_coef, shuffler)
-            others = [own.advantages]
-            if config.ratio == "macro_mean":
-                others = [own.advantages / own.segments.spread(own.segments.lengths).clamp(min=1)]
+            others = [of_group(experience, models, config, state.kl_coef)]
     elif config.has_critic:
         critic = experience.critic_values(models)
         others = [assign_credit(rewards, critic, segments, config).advantages]

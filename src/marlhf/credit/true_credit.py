@@ -20,7 +20,8 @@ from torch import Tensor
 
 from marlhf.config.candidates import parse_candidates
 from marlhf.core import Lines, Segments, segment
-from marlhf.credit.measure import MEASURED, CreditError, RunState, credit_of, sample_batch
+from marlhf.credit.measure import MEASURED, credit_of
+from marlhf.credit.state import CreditError, RunState, sample_batch
 from marlhf.data.encode import decode
 from marlhf.data.sums import first_wrong_line
 from marlhf.evaluate.text_table import text_table
