@@ -75,11 +75,8 @@ def measure_headroom(
     rule = _rule(state, rules)
     state.score.provide_for([rule])
     setting = _setting(state, to_raw(rule), group, continuations, boundaries, seed)
-    file, per_chunk, count = (
-        state.folder / HEADROOM_LINES,
-        max(1, ROWS // group),
-        responses // group,
-    )
+    file = state.folder / HEADROOM_LINES
+    per_chunk, count = max(1, ROWS // group), responses // group
     chunks = [range(i, min(i + per_chunk, count)) for i in range(0, count, per_chunk)]
     lines = read_keyed(file, setting)
     left = [chunk for chunk in chunks if str(chunk) not in lines]
@@ -101,6 +98,9 @@ def measure_headroom(
     centres = totals[OTHERS:] / totals[0] * (not grouped and config.whiten != "none")
     batch = config.batch_size * (group if grouped else 1)
     estimates = estimate(sample, group, batch, centres.tolist(), grouped=grouped)
+    tokens, actions, whole = (sum(x["sizes"][i] for x in mine) for i in range(3))
+    if actions < whole:  # what a user can set to come close to the actions that were joined
+        rule = NGram(max(1, round(tokens / actions)))
     result: dict[str, Any] = {
         "responses": count * group,
         "continuations": continuations,
@@ -136,10 +136,11 @@ def _check(
 
 
 def _rule(state: RunState, rules: tuple[str, ...]) -> Any:
-    """What macro actions begin where values are measured."""
+    """What macro actions begin where values are measured: tokens, if a response is one action."""
     if state.config.environment:
         return Turns()
-    return parse_candidates(rules)[0].segmenter() if rules else state.config.segmenter
+    rule = parse_candidates(rules)[0].segmenter() if rules else state.config.segmenter
+    return NGram(1) if _is_whole(rule) else rule
 
 
 def _measure(
@@ -166,7 +167,8 @@ def _measure(
     shuffler = torch.Generator().manual_seed(seed * 1_000_003 + numbers.start)
     kl_coef = 0.0 if isinstance(config, RLOOConfig) and config.kl_in == "loss" else state.kl_coef
     rewards, segments = shape_and_segment(experience, models, config, kl_coef, shuffler)
-    cut = evenly(segment(rule, experience.responses(models.vocabulary, shuffler)), boundaries)
+    actions = segment(rule, experience.responses(models.vocabulary, shuffler))
+    cut = evenly(actions, boundaries)
 
     starts = [seeds[i - i % group] for i in range(len(seeds))]
     chosen = examples, experience, cut, continuations, shuffler, kl_coef, starts
@@ -190,24 +192,23 @@ def _measure(
     return {
         **{key: encode_sketch(x.cpu()) for key, x in sample._asdict().items()},
         "totals": torch.where(counted, ways, 0.0).sum(dim=(1, 2)).tolist(),
+        "sizes": [int(x.sum()) for x in (cut.mask, cut.macro_mask, actions.macro_mask)],
         "score": float(experience.scores.mean()),
     }
 
 
+def _is_whole(rule: Any) -> bool:
+    return isinstance(rule, NGram) and rule.n == math.inf
+
+
 def _is_rloo(config: RLOOConfig) -> bool:
     """Whether the run's own setting is the one that headroom is measured against."""
-    whole = isinstance(config.segmenter, NGram) and config.segmenter.n == math.inf
     other = config.baseline != "leave_one_out" or config.group == "state"
-    return whole and not other and config.ratio != "macro_mean"
+    return _is_whole(config.segmenter) and not other and config.ratio != "macro_mean"
 
 
 def evenly(segments: Segments, count: int) -> Segments:
-    """At most `count` macro actions of each row, by joining neighbours.
-
-    Where a rule takes whole responses as one, tokens are joined in their place.
-    """
-    if not bool((segments.lengths[:, 1:] > 0).any()):
-        segments = Segments.from_starts(segments.mask, segments.mask)
+    """At most `count` macro actions of each row, by joining neighbours, but none over a hole."""
     most = segments.macro_mask.sum(dim=1, keepdim=True).clamp(min=count)
     part = segments.ids * count // most
     before = torch.nn.functional.pad(part[:, :-1], (1, 0), value=-1)
@@ -296,6 +297,10 @@ def verdict(
         f"Credit can help here: PPO with exact values would need {between} times fewer responses "
         f"than RLOO, with {settings}."
     ]
+    own = result.get("own")
+    if own and own["low"] > 0:
+        between = f"{_times(own['headroom'])} ({_times(own['low'])} to {_times(own['high'])})"
+        said.append(f"Than this run's own setting, it is {between} times fewer.")
     if best["sampled"] > WORTH_IT and not config.environment:
         said.append(
             f"With values: monte_carlo and continuations: {continuations} it is "

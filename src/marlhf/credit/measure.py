@@ -150,11 +150,8 @@ def measure(state: RunState, rules: tuple[str, ...] = (), *, batches: int = 24, 
             bar.advance(count, {"score": float(experience.scores.mean())})
     gradients = torch.stack([done[str(n)] for n in range(batches)], dim=1).double()
     # Where all reward comes at the end anyway, the last way is the first.
-    options = [
-        way
-        for way, g in zip(options, gradients)
-        if not way.at_end or bool((g - gradients[0]).any())
-    ]
+    if torch.equal(gradients[len(options) - 1], gradients[0]):
+        options = options[:-1]
     agreement = gradient_agreement(gradients[: len(options)], gradients[-1], blocks=BLOCKS)
     if not bool(agreement.known_cosines()[0].isfinite()):
         warn(
@@ -193,11 +190,8 @@ def _batch(
     returns = lambda_one_returns(credit.rewards, credit.segments, state.ppo)
     thirds = explained_by_thirds(credit.values, returns, experience.mask)
     gradients = measurement.over_ranks(models.world).cpu()
-    return (
-        experience,
-        gradients,
-        {"explained": [float(thirds[x]) for x in THIRDS], "reaches": reaches},
-    )
+    explained = [float(thirds[name]) for name in THIRDS]
+    return experience, gradients, {"explained": explained, "reaches": reaches}
 
 
 def credit_of(state: RunState, experience: Experience, shuffler: torch.Generator) -> Credit:
@@ -285,14 +279,12 @@ def limits(measured: Measured) -> str:
     said: list[str] = []
     top, own = int(cosine.nan_to_num(nan=-1.0).argmax()), measured.options[0].name
     if top and not measured.best:
-        said.append(
-            f"The intervals of {measured.options[top].name} and {own} overlap: their order is open."
-        )
+        ahead = measured.options[top].name
+        said.append(f"The intervals of {ahead} and {own} overlap: which is better is open.")
     harmful = [o.name for o, c, e in zip(measured.options, cosine, error) if c + ERRORS * e < 0]
     if harmful:
-        said.append(
-            f"To avoid, since they point away from the true gradient: {', '.join(harmful)}."
-        )
+        names = ", ".join(harmful)
+        said.append(f"To avoid, since they point away from the true gradient: {names}.")
     if math.isfinite(measured.like_reach):
         said.append(
             f"Longest reach first, which needs no measuring, orders them with rank correlation "
