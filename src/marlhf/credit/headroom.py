@@ -284,28 +284,28 @@ def verdict(
     if best["headroom"] < WORTH_IT:
         unsure = " The interval is wide: raise --responses to be sure." if best["high"] > 2 else ""
         return (
-            f"Credit cannot help here: use RLOO. Exact values would need {between} times "
-            f"fewer responses.{unsure}"
+            f"Credit cannot help here: use RLOO. It needs {between} times the responses that PPO "
+            f"with exact values would.{unsure}"
         )
     if best["low"] <= 1:
         return (
-            f"It cannot be told whether credit can help here: exact values may need {between} "
-            "times fewer responses. Raise --responses; until then use RLOO."
+            f"It cannot be told whether credit can help here: RLOO needs {between} times the "
+            "responses that PPO with exact values would. Raise --responses; until then use RLOO."
         )
     settings = Candidate(**_named(rule), lam=best["reach"]).recipe
     said = [
-        f"Credit can help here: PPO with exact values would need {between} times fewer responses "
-        f"than RLOO, with {settings}."
+        f"Credit can help here: RLOO needs {between} times the responses that PPO with exact "
+        f"values would, with {settings}."
     ]
+    if best["sampled"] > WORTH_IT and not config.environment:
+        said.append(
+            f"Beside values: monte_carlo with continuations: {continuations} it needs "
+            f"{_times(best['sampled'])} times, continuations not counted."
+        )
     own = result.get("own")
     if own and own["low"] > 0:
         between = f"{_times(own['headroom'])} ({_times(own['low'])} to {_times(own['high'])})"
-        said.append(f"Than this run's own setting, it is {between} times fewer.")
-    if best["sampled"] > WORTH_IT and not config.environment:
-        said.append(
-            f"With values: monte_carlo and continuations: {continuations} it is "
-            f"{_times(best['sampled'])} times, continuations not counted."
-        )
+        said.append(f"This run's own setting needs {between} times as many as that.")
     critic = result.get("critic")
     if critic is None:
         said.append("This run has no critic.")
@@ -321,7 +321,7 @@ def verdict(
 
 def table(result: dict[str, Any]) -> str:
     """For the terminal: by reach, then RLOO and the run's own setting."""
-    header = ["credit by", "cosine", "+-", "fewer responses than RLOO", "sampled", "run's critic"]
+    header = ["credit by", "cosine", "+-", "RLOO needs, times", "sampled", "run's critic"]
     rows = [
         [
             f"exact values, lam={row['reach']:g}",
@@ -355,7 +355,7 @@ def _named(rule: Any) -> dict[str, Any]:
 
 
 def _inverse(share: Tensor) -> dict[str, float]:
-    """How many times fewer, with two standard errors, from the share that remains: [R]."""
+    """How many times RLOO needs, with two standard errors, from the share that remains: [R]."""
     value, error = float(share[0]), float(ERRORS * jackknife_error(share[1:]))
     low, high = _over(value + error), _over(value - error)
     return {"headroom": _over(value), "low": low, "high": high}

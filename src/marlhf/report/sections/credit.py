@@ -103,7 +103,7 @@ def _headroom(label: str, summary: Row) -> Markup:
         "exact values at lambda": "reach",
         "cosine": "cosine",
         "error": "error",
-        "fewer responses than RLOO": "headroom",
+        "RLOO needs, times": "headroom",
         "from": "low",
         "to": "high",
         "with sampled values": "sampled",
