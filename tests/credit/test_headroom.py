@@ -115,6 +115,15 @@ def test_a_run_of_rloo_has_its_own_group_and_no_critic(rloo_run):
     assert measure_headroom(grpo, **SMALL, seed=2)["own"]["name"] == "ngram n=inf"
 
 
+def test_without_a_critic_only_exact_values_are_compared(run):
+    state = open_state(run, device="cpu", without_critic=True)
+    sampled = replace(state, config=replace(state.config, values="monte_carlo"))
+    result = measure_headroom(sampled, **SMALL, seed=3)
+    assert "own" not in result
+    assert "critic" not in result
+    assert len(result["rows"]) == len(REACHES)
+
+
 def test_gradients_of_rows_add_up_to_the_gradient_of_the_batch(run):
     state = open_state(run, device="cpu", without_critic=True)
     experience, _ = sample_batch(state, 0, 0)
