@@ -30,7 +30,8 @@ def measure(run: Path, step: int, response: int) -> dict[str, Any]:
     import torch
 
     from marlhf.core import NGram, segment
-    from marlhf.credit.measure import credit_of, open_state, sample_batch
+    from marlhf.credit.measure import credit_of
+    from marlhf.credit.state import open_state, sample_batch
     from marlhf.data.encode import decode
     from marlhf.train.ppo import assign_credit
 

@@ -24,7 +24,8 @@ from evidence.predicted import (
 )
 from evidence.results import read_results
 
-from marlhf.credit.measure import measure, open_state
+from marlhf.credit.measure import measure
+from marlhf.credit.state import open_state
 from marlhf.evaluate.text_table import text_table
 
 

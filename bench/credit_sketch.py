@@ -17,7 +17,8 @@ from scipy.stats import spearmanr
 
 from marlhf.config.candidates import parse_candidates
 from marlhf.core import gradient_agreement
-from marlhf.credit.measure import MEASURED, credit_of, open_state, sample_batch
+from marlhf.credit.measure import MEASURED, credit_of
+from marlhf.credit.state import open_state, sample_batch
 from marlhf.evaluate.text_table import text_table
 from marlhf.models.forward import token_stats
 from marlhf.models.scores import BLOCKS

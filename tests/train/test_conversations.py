@@ -3,20 +3,23 @@
 import signal
 import time
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
 
 from marlhf.config.rl import Guards
-from marlhf.core import NGram, Turns
+from marlhf.core import NGram, Segments, Turns
 from marlhf.data import DataConfig, Row
 from marlhf.environments import ConversationError, EpisodeRecord, Step, Turn
 from marlhf.environments.conversations import opening, scored_row, turn_rewards
+from marlhf.environments.guess import Guess
 from marlhf.rollout import Sampling
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import start as start_world
 from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
 from marlhf.train import ppo, rloo
+from marlhf.train.continuations import continuation_returns, states_of
 from marlhf.train.conversations import turn_states
 from marlhf.train.experience import RolloutScorer, sample_examples
 from marlhf.train.preflight import check_stages
@@ -83,6 +86,44 @@ def test_rewards_of_turns_are_earned_at_their_last_tokens(play):
         assert experience.mask[row].sum() == own < experience.sequences.lengths[row]
     assert experience.scores.tolist() == [6.0] * len(batch)
     assert experience.token_scores.sum(dim=1).tolist() == [6.0] * len(batch)
+
+
+def continued(batch, experience, models, config, each=2):
+    """The returns of continuations from every turn, which has its row's place as its seed."""
+    segments = Segments.from_starts(experience.mask & ~experience.mask, experience.mask)
+    states = states_of(batch, segments, experience)
+    seeds = list(range(100, 100 + len(states) * each))
+    score, starts = RolloutScorer(models, config), [state.row for state in states]
+    return states, continuation_returns(states, score, each, seeds, 0.0, "k1", starts)
+
+
+def test_a_replayed_episode_goes_on_where_it_was(play):
+    """Of rewards 1, 2, 3 those count that come after the turn from which it is continued."""
+    states, returns = continued(*play())
+    turns = [len(state.turns) for state in states]
+    assert turns == [0, 1, 2] * 8
+    to_come = torch.tensor([6.0, 5.0, 3.0])[turns]
+    torch.testing.assert_close(returns, to_come[:, None].expand(-1, 2))
+
+
+def test_a_replayed_game_has_the_same_number(play):
+    batch, experience, models, config = play(environment=Guess)
+    states, returns = continued(batch, experience, models, config, each=20)
+    assert max(len(state.turns) for state in states) == config.max_turns - 1
+    assert set(returns.unique().tolist()) <= {0.0, 1.0}
+
+
+def test_an_environment_that_cannot_be_replayed_is_refused(play):
+    said = count()
+
+    class Drifting(Counting):
+        def step(self, reply):
+            self.said = f"go on {next(said)}"
+            return super().step(reply)
+
+    batch, experience, models, config = play(environment=Drifting)
+    with pytest.raises(ConversationError, match="does not say the same when an episode is replay"):
+        continued(batch, experience, models, config)
 
 
 def test_logprobs_of_training_are_those_of_sampling(play):

@@ -12,23 +12,31 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from marlhf.cli import app
-from marlhf.config.candidates import parse_candidates
 from marlhf.core import Agreement, NGram, Segments, Words
 from marlhf.credit import measure as measuring
 from marlhf.credit.measure import (
-    CreditError,
     Measured,
+    credit_of,
     critic_verdict,
+    limits,
     measure,
-    open_state,
-    recipe_of,
+    rank_correlation,
     table,
     verdict,
 )
+from marlhf.credit.state import CreditError, open_state, sample_batch
 from marlhf.credit.true_credit import Truth, _critic_error, _share_lowest, locate
+from marlhf.credit.ways import (
+    AT_END,
+    VALUES,
+    Batch,
+    Way,
+    advantages_by_way,
+    group_of,
+    ways_of,
+)
 from marlhf.report.write import write_report
 from marlhf.train import ppo
-from marlhf.train.credit_choice import Option, options_of
 from small_runs import read_lines, small_ppo
 
 RULES = ("token lam=1", "token lam=0.5", "words lam=0.9")
@@ -99,14 +107,12 @@ def test_the_unbiased_rule_agrees_with_itself(run):
     ],
 )
 def test_a_gradient_that_points_away_is_told(ppo_config, own, other, words):
-    options = options_of(
-        replace(ppo_config(), segmenter=NGram(1), lam=0.8), parse_candidates(("token lam=1",))
-    )
+    options = ways_of(replace(ppo_config(), segmenter=NGram(1), lam=0.8), ("token lam=1",))[:2]
     cosine = torch.tensor([own, other])
     replicates, error = cosine[:, None].expand(2, 4), torch.full((2,), 0.01)
     known = torch.tensor(True)
     agreement = Agreement(cosine, error, cosine, replicates, torch.zeros(2, 1), known)
-    measured = Measured(options, agreement, 4, 16, ppo_config(), [0.0, 0.1, 0.2])
+    measured = Measured(options, agreement, 4, 16, ppo_config(), [0.0, 0.1, 0.2], [0.5, 1.0])
     assert words in verdict(measured)
     samples = {row["name"]: row["samples"] for row in measured.rows()}
     if own > 0 and other > 0:
@@ -126,13 +132,13 @@ def test_a_gradient_that_points_away_is_told(ppo_config, own, other, words):
 def test_what_the_critic_explains_is_told(ppo_config, explained, words):
     nothing = torch.zeros(1)
     agreement = Agreement(nothing, nothing, nothing, torch.zeros(1, 4), torch.zeros(1, 1), nothing)
-    measured = Measured([], agreement, 4, 16, ppo_config(), explained)
+    measured = Measured([], agreement, 4, 16, ppo_config(), explained, [])
     assert words in critic_verdict(measured)
     assert ("nothing" in critic_verdict(measured)) == (max(explained) < 0.05)
 
 
 def test_a_wrong_rule_is_told_before_anything_is_loaded(run, monkeypatch):
-    monkeypatch.setattr("marlhf.credit.measure.open_state", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr("marlhf.credit.state.open_state", lambda *_, **__: pytest.fail("loaded"))
     out = CliRunner().invoke(app, ["credit", str(run), "--rule", "tokn lam=1"])
     assert "There is no rule 'tokn'" in str(out.exception)
 
@@ -291,7 +297,96 @@ def test_nothing_in_the_run_changes(run):
 
 
 def test_the_advice_is_a_line_for_a_recipe(ppo_config):
-    option = Option("words lam=0.9", ppo_config(segmenter=Words()))
-    settings = yaml.safe_load("{" + recipe_of(option) + "}")
+    way = Way("words lam=0.9", ppo_config(segmenter=Words()))
+    settings = yaml.safe_load("{" + way.recipe + "}")
     assert settings == {"segmenter": {"type": "words"}, "lam": 0.9, "sigma": "start"}
     assert math.isclose(settings["lam"], 0.9)
+
+
+def test_presets_are_ways_of_their_credit_alone(run):
+    """VinePPO's values come from continuations, GRPO-like methods compare groups."""
+    state = open_state(run, device="cpu")
+    ways = ways_of(state.ppo, ("vineppo", "sae", "dr-grpo", "token lam=1"))
+    by_name = {way.name: way for way in ways}
+    assert [way.name for way in ways[1:-1]] == ["token lam=1", "vineppo", "sae", "dr-grpo"]
+    assert by_name["vineppo"].values == "monte_carlo"
+    assert (by_name["vineppo"].config.lam, by_name["vineppo"].config.continuations) == (0.0, 9)
+    assert by_name["sae"].config.credit == "boundary"
+    assert by_name["sae"].config.learning_rate == state.config.learning_rate
+    assert by_name["dr-grpo"].config.num_samples == 8 == group_of(ways, 8)
+    assert by_name["vineppo"].recipe == "preset: vineppo"
+    with pytest.raises(CreditError, match="do not share a batch of 8"):
+        group_of(ways_of(state.ppo, ("dr-grpo", "gspo", "dapo")), 8)
+    for name, words in (("treerl", "samples trees"), ("gigpo", "has no environment")):
+        with pytest.raises(CreditError, match=words):
+            ways_of(state.ppo, (name,))
+
+
+def test_presets_are_measured_on_groups_with_values_of_their_own(run):
+    state = open_state(run, device="cpu")
+    names = ("vineppo", "dr-grpo", "token lam=0.5")
+    experience, examples = sample_batch(state, 0, 0, group=8)
+    assert len({tuple(e.prompt) for e in examples}) == 1
+    generator = torch.Generator().manual_seed(0)
+    batch = Batch(state, examples, experience, credit_of(state, experience, generator), generator)
+    ways = ways_of(state.ppo, names)
+    advantages, reaches = advantages_by_way(batch, ways)
+    by_name = dict(zip([way.name for way in ways], advantages * experience.mask.sum()))
+    rewards = batch.credit.rewards.sum(dim=1)
+    expected = (rewards - rewards.mean())[:, None] * experience.mask
+    torch.testing.assert_close(by_name["dr-grpo"], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(by_name[AT_END], by_name["ngram n=5 lam=0.95"])  # it is there
+    assert reaches[1] == pytest.approx(2 * 8 / float(experience.mask.sum()))
+    assert (reaches[0], reaches[3]) == (1.0, 1.0)
+    measured = measure(state, names, batches=3)
+    assert [o.name for o in measured.options] == ["ngram n=5 lam=0.95", names[2], *names[:2]]
+    assert "vineppo" in table(measured)
+
+
+def test_process_rewards_are_compared_with_the_same_at_the_end(run):
+    state = open_state(run, device="cpu")
+    experience, examples = sample_batch(state, 0, 0)
+    earned = torch.zeros(experience.mask.shape)
+    earned[:, 0] = 1.0  # of each score, a part at the first token
+    generator = torch.Generator().manual_seed(0)
+    placed = replace(experience, earned=earned)
+    batch = Batch(state, examples, placed, credit_of(state, placed, generator), generator)
+    ways = ways_of(state.ppo, ())
+    advantages, _ = advantages_by_way(batch, ways)
+    late = Batch(state, examples, experience, credit_of(state, experience, generator), generator)
+    torch.testing.assert_close(advantages[-1], advantages_by_way(late, ways)[0][0])
+    assert not torch.equal(advantages[0], advantages[-1])
+
+
+def test_values_can_come_from_another_source(run, monkeypatch):
+    """A source is a function with a name."""
+    state = open_state(run, device="cpu")
+    monkeypatch.setitem(VALUES, "zero", lambda batch, *_: torch.zeros_like(batch.credit.values))
+    experience, examples = sample_batch(state, 0, 0)
+    generator = torch.Generator().manual_seed(0)
+    batch = Batch(state, examples, experience, credit_of(state, experience, generator), generator)
+    config = replace(state.ppo, segmenter=NGram(1), lam=1.0, whiten="none")
+    [advantages], _ = advantages_by_way(batch, [Way("zero", config, values="zero")])
+    to_go = batch.credit.rewards.flip(1).cumsum(1).flip(1) * experience.mask
+    torch.testing.assert_close(advantages * experience.mask.sum(), to_go, rtol=1e-4, atol=1e-5)
+
+
+def test_what_the_measure_cannot_tell_is_said(ppo_config):
+    names = ("token lam=0.5", "token lam=0.9", "token lam=1")
+    ways = ways_of(replace(ppo_config(), segmenter=NGram(1), lam=0.8), names)[:-1]
+    cosine = torch.tensor([0.2, -0.3, 0.25, 0.3])
+    replicates = cosine[:, None] + torch.tensor([[0.1, -0.1, 0.1, -0.1]]) * torch.eye(4)
+    error, known = torch.full((4,), 0.1), torch.tensor(True)
+    agreement = Agreement(cosine, error, cosine, replicates, torch.zeros(4, 1), known)
+    reaches = [0.4, 0.2, 0.5, 1.0]
+    measured = Measured(ways, agreement, 4, 16, ppo_config(), [0.0] * 3, reaches)
+    said = limits(measured)
+    assert "The intervals of token lam=1 and token lam=0.8 overlap" in said
+    assert "To avoid, since they point away from the true gradient: token lam=0.5." in said
+    assert "rank correlation 1.00" in said
+
+
+def test_rank_correlation_by_hand():
+    x, y = torch.tensor([1.0, 2.0, 3.0, 4.0, math.nan]), torch.tensor([1.0, 3.0, 2.0, 4.0, 9.0])
+    assert rank_correlation(x, y) == 0.8  # 1 - 6 * 2 / (4 * 15)
+    assert math.isnan(rank_correlation(x, torch.ones(5)))

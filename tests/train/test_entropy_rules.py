@@ -9,7 +9,8 @@ from torch.nn.functional import log_softmax
 
 from marlhf.config.candidates import Candidate
 from marlhf.core import Entropy, NGram, ValueChange, segment
-from marlhf.credit.measure import measure, open_state
+from marlhf.credit.measure import measure
+from marlhf.credit.state import open_state
 from marlhf.credit.true_credit import locate
 from marlhf.errors import SettingError
 from marlhf.rollout import Sampling

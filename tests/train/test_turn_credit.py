@@ -9,7 +9,8 @@ import yaml
 
 from marlhf.config.candidates import CANDIDATES, TURN_CANDIDATES, Candidate
 from marlhf.core import Turns
-from marlhf.credit.measure import measure, open_state, recipe_of, sample_batch
+from marlhf.credit.measure import measure
+from marlhf.credit.state import open_state, sample_batch
 from marlhf.credit.true_credit import locate
 from marlhf.data import DataConfig
 from marlhf.evaluate.eval_plan import EvaluationError
@@ -45,7 +46,7 @@ def test_turns_are_compared_where_an_environment_answers(run):
     assert names[0] == "turns lam=0.9"
     assert set(TURN_CANDIDATES) < set(names)
     assert set(CANDIDATES) < set(names)
-    recipe = recipe_of(measured.options[names.index("turns lam=0.5")])
+    recipe = measured.options[names.index("turns lam=0.5")].recipe
     assert recipe == "segmenter: {type: turns}, lam: 0.5, sigma: start"
 
 

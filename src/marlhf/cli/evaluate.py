@@ -95,15 +95,26 @@ def credit(
     run: Annotated[Path, typer.Argument(help="The folder of a PPO run, finished or not.")],
     rules: Annotated[
         list[str] | None,
-        typer.Option("--rule", help="Rules to compare, as in 'ngram n=5 lam=0.95'."),
+        typer.Option("--rule", help="Rules or presets to compare: 'ngram n=5 lam=0.95', vineppo."),
     ] = None,
     batches: Annotated[int, typer.Option(help="Number of batches to measure on.")] = 24,
     where: Annotated[
         bool,
         typer.Option("--where", help="Resample continuations to see where credit falls."),
     ] = False,
-    responses: Annotated[int, typer.Option(help="Responses to examine (--where).")] = 12,
-    continuations: Annotated[int, typer.Option(help="Continuations per action (--where).")] = 8,
+    headroom: Annotated[
+        bool,
+        typer.Option("--headroom", help="Measure how much any credit could win (PPO, RLOO)."),
+    ] = False,
+    responses: Annotated[
+        int | None, typer.Option(help="Responses for --where (12) or --headroom (128).")
+    ] = None,
+    continuations: Annotated[
+        int, typer.Option(help="Continuations per action (--where, --headroom).")
+    ] = 8,
+    boundaries: Annotated[
+        int, typer.Option(help="Most actions per response to continue from (--headroom).")
+    ] = 24,
     step: Annotated[int | None, typer.Option(help="Checkpoint step (default: the last).")] = None,
     seed: SampleSeed = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
@@ -114,22 +125,44 @@ def credit(
     import json
 
     from marlhf.config.candidates import parse_candidates
+    from marlhf.config.presets import PRESETS
 
-    parse_candidates(tuple(rules or ()))  # a typo is reported before torch loads
-    from marlhf.credit.measure import critic_verdict, measure, open_state, table, verdict
+    # A typo is reported before torch loads.
+    parse_candidates(tuple(rule for rule in rules or () if rule not in PRESETS))
+    from marlhf.credit.measure import critic_verdict, limits, measure, table, verdict
+    from marlhf.credit.state import open_state
     from marlhf.credit.true_credit import locate
     from marlhf.credit.true_credit import table as where_table
     from marlhf.runs.atomic import write_json
-    from marlhf.runs.layout import CREDIT
+    from marlhf.runs.layout import CREDIT, HEADROOM
 
-    state = open_state(run, step=step, device=device, trust_code=trust_code)
+    options: dict[str, Any] = {"step": step, "device": device, "trust_code": trust_code}
+    if headroom:
+        from marlhf.credit import headroom as of_run
+        from marlhf.runs.jsonl import finite
+
+        state = open_state(run, **options, without_critic=True)
+        result = {"step": state.step, "seed": seed} | of_run.measure_headroom(
+            state,
+            tuple(rules or ()),
+            responses=128 if responses is None else responses,
+            continuations=continuations,
+            boundaries=boundaries,
+            seed=seed,
+        )
+        write_json(run / HEADROOM, finite(result))
+        shown = [of_run.table(result), result["verdict"]]
+        typer.echo(json.dumps(finite(result), indent=1) if as_json else "\n".join(shown))
+        tell(f"{run / HEADROOM}; marlhf report shows it")
+        return
+    state = open_state(run, **options)
     measured = measure(state, tuple(rules or ()), batches=batches, seed=seed)
     summary: dict[str, Any] = {"step": state.step, "seed": seed} | measured.summary()
     if where:
         summary["where"] = locate(
             state,
             tuple(rules or ()),
-            responses=responses,
+            responses=12 if responses is None else responses,
             continuations=continuations,
             seed=seed,
         )
@@ -139,6 +172,7 @@ def credit(
         return
     typer.echo(table(measured))
     typer.echo(verdict(measured))
+    typer.echo(limits(measured))
     typer.echo(critic_verdict(measured))
     if where:
         typer.echo("\n" + where_table(summary["where"]))

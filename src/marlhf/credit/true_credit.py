@@ -20,7 +20,8 @@ from torch import Tensor
 
 from marlhf.config.candidates import parse_candidates
 from marlhf.core import Lines, Segments, segment
-from marlhf.credit.measure import MEASURED, CreditError, RunState, credit_of, sample_batch
+from marlhf.credit.measure import MEASURED, credit_of
+from marlhf.credit.state import CreditError, RunState, sample_batch
 from marlhf.data.encode import decode
 from marlhf.data.sums import first_wrong_line
 from marlhf.evaluate.text_table import text_table
@@ -66,7 +67,7 @@ def locate(
             "--where needs at least 1 response and 2 continuations from each macro action; "
             f"got {responses} and {continuations}."
         )
-    options = options_of(state.config, parse_candidates(rules or MEASURED))
+    options = options_of(state.ppo, parse_candidates(rules or MEASURED))
     state.score.provide_for(option.config.segmenter for option in options)
     experience, examples = sample_batch(state, 0, seed, most=responses)
     by_line = state.config.data.source == "sums"

@@ -13,7 +13,7 @@ from marlhf.environments.conversations import (
     scored_row,
     turn_rewards,
 )
-from marlhf.environments.episodes import Episodes, check_limits, preflight
+from marlhf.environments.episodes import Beginning, Episodes, check_limits, preflight
 from marlhf.environments.find import environment_from, find_environment
 from marlhf.environments.protocol import (
     ConversationError,
@@ -25,6 +25,7 @@ from marlhf.environments.protocol import (
 )
 
 __all__ = [
+    "Beginning",
     "ChatTokens",
     "ConversationError",
     "Conversations",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from marlhf.data.rows import Conversation, Row
 from marlhf.environments.chat_tokens import ChatTokens
-from marlhf.environments.episodes import Episodes, preflight
+from marlhf.environments.episodes import Beginning, Episodes, preflight
 from marlhf.environments.protocol import ConversationError, Environment, EpisodeRecord
 from marlhf.models.base import Model
 from marlhf.rollout.engine import Engine, Rollout, Sampling
@@ -52,10 +52,12 @@ class Conversations:
         engine: Engine,
         sampling: Sampling,
         starts: Sequence[int] | None = None,
+        beginnings: Sequence[Beginning] = (),
     ) -> tuple[Rollout, list[list[int]], list[EpisodeRecord]]:
         """What was sampled, the tokens that the model saw first, and what became of each episode.
 
-        Environments are reset from `starts`, the seeds of sampling unless given.
+        Environments are reset from `starts`, the seeds of sampling unless given. With
+        `beginnings` the first turns are replayed, and what is sampled follows them.
         """
         episodes = Episodes(
             self.make,
@@ -66,10 +68,13 @@ class Conversations:
             episode_tokens=self.episode_tokens,
             timeout=self.timeout,
         )
-        rollout = engine.generate(
-            episodes.prompts, sampling, seeds, episodes.limits, episodes.reply
-        )
-        return rollout, episodes.prompts, episodes.records(rollout.responses)
+        episodes.replay(beginnings)
+        said = [begun.tokens for begun in beginnings] or [[] for _ in rows]
+        texts = [[*prompt, *before] for prompt, before in zip(episodes.prompts, said)]
+        limits = [limit - len(before) for limit, before in zip(episodes.limits, said)]
+        rollout = engine.generate(texts, sampling, seeds, limits, episodes.reply)
+        whole = [[*before, *after] for before, after in zip(said, rollout.responses)]
+        return rollout, episodes.prompts, episodes.records(whole)
 
 
 def scored_row(row: Row, record: EpisodeRecord | None) -> Row:
@@ -87,12 +92,19 @@ def opening(record: EpisodeRecord) -> int:
     return opening_length(record.messages, len(record.turns))
 
 
-def turn_rewards(records: Sequence[EpisodeRecord], like: Tensor) -> Tensor:
-    """What the environment gave for each turn, at the turn's last token: [B, T]."""
+def turn_rewards(
+    records: Sequence[EpisodeRecord], like: Tensor, replayed: Sequence[int] | None = None
+) -> Tensor:
+    """What the environment gave for each turn, at the turn's last token: [B, T].
+
+    So many first tokens of each response were `replayed` and are not in `like`, nor their rewards.
+    """
     rewards = torch.zeros(like.shape)
     for row, record in enumerate(records):
+        before = 0 if replayed is None else replayed[row]
         for turn in record.turns:
-            rewards[row, turn.stop - 1] += turn.reward
+            if turn.stop > before:
+                rewards[row, turn.stop - before - 1] += turn.reward
     return rewards.to(like.device)
 
 

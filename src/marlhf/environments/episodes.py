@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from marlhf.data.rows import Message, Row
 from marlhf.environments.chat_tokens import WORLD_ROLES, ChatTokens, check_messages
@@ -53,6 +53,14 @@ class _Episode:
     tool_calls: int = 0
     tool_errors: int = 0
     success: bool | None = None
+
+
+class Beginning(NamedTuple):
+    """The first turns of an episode, to be played again."""
+
+    seed: int  # of its environment
+    turns: list[list[int]]  # the model's
+    tokens: list[int]  # all of it, with what the environment said
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,26 @@ class Episodes:
     def messages(self, row: int) -> list[Message]:
         """The conversation of a row so far."""
         return list(self._episodes[row].messages)
+
+    def replay(self, beginnings: Sequence[Beginning]) -> None:
+        """Play the first turns of each episode again, as they were played before.
+
+        An environment that is reset from the same seed and gets the same replies says the same,
+        unless it draws from elsewhere; such a one is refused.
+        """
+
+        def replay(row: int) -> bool:
+            said: list[int] = []
+            for tokens in beginnings[row].turns:
+                said += [*tokens, *(self.reply(row, tokens) or [])]
+            return said == beginnings[row].tokens
+
+        if not all(self._pool.map(replay, range(len(beginnings)))):
+            raise ConversationError(
+                "The environment does not say the same when an episode is replayed from its seed, "
+                "so it cannot be put back to the middle of one. Let it draw from the seed of "
+                "`reset` alone."
+            )
 
     def reply(self, row: int, tokens: list[int]) -> list[int] | None:
         """The ids that follow a turn, None where the conversation is over."""

@@ -17,8 +17,14 @@ from torch import Tensor
 
 from marlhf.config.rl import KLEstimator
 from marlhf.core import Segments, shape_rewards
+from marlhf.environments import Beginning
 from marlhf.runtime.stage import Example
-from marlhf.train.experience import Experience, RolloutScorer, sample_responses
+from marlhf.train.experience import (
+    Experience,
+    RolloutScorer,
+    sample_examples,
+    sample_responses,
+)
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_run import RLRun
 
@@ -36,6 +42,12 @@ class State:
     def prompt(self) -> list[int]:
         """What is continued."""
         return [*self.example.prompt, *self.prefix]
+
+    @property
+    def turns(self) -> list[list[int]]:
+        """With an environment, the model's turns so far."""
+        turns = self.example.episode.turns if self.example.episode else []
+        return [self.prefix[t.start : t.stop] for t in turns if t.stop <= self.column]
 
 
 def states_of(
@@ -71,19 +83,25 @@ def continuation_returns(
     seeds: list[int],
     kl_coef: float,
     kl: KLEstimator,
+    starts: Sequence[int] = (),
 ) -> Tensor:
-    """The return of `count` continuations of each state, [S, K]: score less KL penalty."""
+    """The return of `count` continuations of each state, [S, K]: score less KL penalty.
+
+    With an environment, `starts` has the seed from which each state's was reset. The episode is
+    replayed up to the state, and the environment keeps its seed.
+    """
     models, repeated = score.models, [state for state in states for _ in range(count)]
-    limits = [models.sampling.max_new_tokens - len(state.prefix) for state in repeated]
-    rollout = sample_responses([state.prompt for state in repeated], models, seeds, limits)
-    of_batch = models.reward.latest
-    # The reference would read every prefix and continuation.
-    scored = score(
-        [s.example for s in repeated],
-        rollout,
-        [s.prefix for s in repeated],
-        reference=kl_coef != 0,
-    )
+    examples, of_batch = [state.example for state in repeated], models.reward.latest
+    if models.conversations is None:
+        limits = [models.sampling.max_new_tokens - len(state.prefix) for state in repeated]
+        rollout = sample_responses([state.prompt for state in repeated], models, seeds, limits)
+    else:
+        begun = [Beginning(seed, s.turns, s.prefix) for seed, s in zip(starts, states)]
+        begun = [each for each in begun for _ in range(count)]
+        examples, rollout = sample_examples(examples, models, seeds, beginnings=begun)
+    # Without a penalty the reference need not read every prefix and continuation.
+    prefixes = [state.prefix for state in repeated]
+    scored = score(examples, rollout, prefixes, reference=kl_coef != 0)
     models.reward.latest = of_batch  # the metrics are of the batch, not of what continued it
     rewards = shape_rewards(
         scored.token_scores, scored.logprobs, scored.ref_logprobs, scored.mask, kl_coef, kl=kl

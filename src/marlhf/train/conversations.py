@@ -16,6 +16,7 @@ from torch import Tensor
 
 from marlhf.config.rl import RLConfig
 from marlhf.environments import (
+    Beginning,
     ChatTokens,
     ConversationError,
     Conversations,
@@ -55,18 +56,22 @@ def play_share(
     sampling: Sampling,
     share: Sequence[int],
     group: int,
+    beginnings: Sequence[Beginning] = (),
 ) -> tuple[Rollout, list[Example]]:
     """The conversations of some rows, and their examples with what the model saw first.
 
     Samples of one prompt, `group` neighbours, have one seed for their environments: they begin
     in the same state.
     """
+    chosen = [beginnings[i] for i in share] if beginnings else []
+    starts = [begun.seed for begun in chosen] or [seeds[i - i % group] for i in share]
     rollout, prompts, records = conversations.play(
         [examples[i].row for i in share],
         [seeds[i] for i in share],
         engine,
         sampling,
-        [seeds[i - i % group] for i in share],
+        starts,
+        chosen,
     )
     played = [
         replace(examples[i], prompt=prompt, episode=record)

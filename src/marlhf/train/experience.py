@@ -33,7 +33,7 @@ from marlhf.core import (
     whiten,
 )
 from marlhf.core.losses import pool_ratio
-from marlhf.environments import EpisodeRecord, episode_metrics, scored_row, turn_rewards
+from marlhf.environments import Beginning, EpisodeRecord, episode_metrics, scored_row, turn_rewards
 from marlhf.models.base import Model
 from marlhf.models.offload import loaded
 from marlhf.models.sequences import Sequences, send
@@ -195,11 +195,16 @@ def sample_responses(
 
 
 def sample_examples(
-    examples: list[Example], models: Models, seeds: list[int], group: int = 1
+    examples: list[Example],
+    models: Models,
+    seeds: list[int],
+    group: int = 1,
+    beginnings: Sequence[Beginning] = (),
 ) -> tuple[list[Example], Rollout]:
     """A response to each example; with an environment a conversation, and what was said in it.
 
-    `group` is the number of samples of a prompt, which are neighbours.
+    `group` is the number of samples of a prompt, which are neighbours. With `beginnings` of
+    conversations, only what follows them is sampled.
     """
     if models.conversations is None:
         return examples, sample_responses([e.prompt for e in examples], models, seeds)
@@ -209,7 +214,7 @@ def sample_examples(
     with world.gathered(models.policy), world.raise_on_all_ranks():
         if share:
             rollout, played = play_share(
-                models.conversations, examples, seeds, engine, sampling, share, group
+                models.conversations, examples, seeds, engine, sampling, share, group, beginnings
             )
     rollout, played = gather_played(world, rollout, played, share, len(examples))
     return played, rollout
@@ -307,14 +312,14 @@ class RolloutScorer:
         episodes: Sequence[EpisodeRecord] | None,
     ) -> Tensor | None:
         """Rewards with a place among the sampled tokens, [B, T]; None where there are none."""
-        earned = None
+        earned, lengths = None, [len(p) for p in prefixes or [()] * len(raw)]
         if raw.ndim == 2:
-            first = torch.tensor([len(p) for p in prefixes or [()] * len(raw)], device=raw.device)
+            first = torch.tensor(lengths, device=raw.device)
             columns = torch.arange(sequences.mask.shape[1], device=raw.device) + first[:, None]
             inside = columns.clamp(max=raw.shape[1] - 1)
             earned = torch.where(sequences.present, raw.gather(1, inside), 0.0)
         if episodes is not None:
-            by_turn = turn_rewards(episodes, sequences.mask)
+            by_turn = turn_rewards(episodes, sequences.mask, lengths)
             earned = by_turn if earned is None else earned + by_turn
         return earned
 

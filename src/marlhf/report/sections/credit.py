@@ -17,7 +17,7 @@ from marlhf.report.formats import bold, code, num
 from marlhf.report.groups import Group, labelled
 from marlhf.report.page import Cell, Column, figure, grid, part, section, table
 from marlhf.report.sections.curves import curve_figure
-from marlhf.runs.layout import CREDIT
+from marlhf.runs.layout import CREDIT, HEADROOM
 from marlhf.runs.read import Row, Run, number
 
 SHOWN = 3
@@ -30,7 +30,12 @@ def credit(groups: Sequence[Group]) -> Markup:
     measured = [
         _measured(label, group, summary)
         for label, group, run in labelled(groups)
-        if (summary := _read(run.path))
+        if (summary := _read(run.path / CREDIT))
+    ]
+    measured += [
+        _headroom(label, summary)
+        for label, _, run in labelled(groups)
+        if (summary := _read(run.path / HEADROOM))
     ]
     automatic = [
         _choices(label, run)
@@ -41,9 +46,9 @@ def credit(groups: Sequence[Group]) -> Markup:
     return section("credit", *measured, grid([*automatic, reaches], "two"))
 
 
-def _read(folder: Path) -> Row | None:
+def _read(file: Path) -> Row | None:
     try:
-        summary = json.loads((folder / CREDIT).read_text(encoding="utf-8"))
+        summary = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     return summary if isinstance(summary, dict) and isinstance(summary.get("rows"), list) else None
@@ -89,6 +94,22 @@ def _measured(label: str, group: Group, summary: Row) -> Markup:
     )
     where = summary.get("where")
     return grid([shown, *(_where(where) if isinstance(where, dict) else [])], "two")
+
+
+def _headroom(label: str, summary: Row) -> Markup:
+    """What exact values would win at each reach, and what the run's critic wins of it."""
+    lead = bold(f"{label}, step {summary.get('step')}. ") + f"{summary.get('verdict')}"
+    columns = {
+        "exact values at lambda": "reach",
+        "cosine": "cosine",
+        "error": "error",
+        "RLOO needs, times": "headroom",
+        "from": "low",
+        "to": "high",
+        "with sampled values": "sampled",
+        "by this run's critic": "critic",
+    }
+    return part("titled", lead=lead, tables=[_table(columns, summary["rows"])])
 
 
 def _where(where: Row) -> list[Markup]:
