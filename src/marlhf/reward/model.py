@@ -5,7 +5,7 @@ Axes: B rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -70,14 +70,24 @@ class RewardModel:
         """One score per row: [B], float32. `rows` is for reward functions only."""
         if self.foreign:
             prompts, responses = self._translate(prompts, responses)
+        return self._passes(prompts, responses, lambda part, _: final_scores(self.model, part))
+
+    def _passes(
+        self,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        compute: Callable[[Sequences, Sequence[int]], Tensor],
+        size: Sequence[int] = (),
+    ) -> Tensor:
+        """What `compute` gives of some rows and their numbers, of all rows: [B, *size]."""
         device = self.model.device
         pad_id = cast(int, self.tokenizer.pad_token_id)
         whole = Sequences.from_lists(prompts, responses, pad_id, device)
-        scores = torch.zeros(len(prompts), device=device)
+        scores = torch.zeros(len(prompts), *size, device=device)
         with autocast(device, self.precision):
             for micro in self.processes.batches(whole.total_lengths, self.token_budget):
                 where = send(torch.tensor(micro.rows), device)
-                scores[where] += final_scores(self.model, whole.rows(micro.rows)) * micro.weight
+                scores[where] += compute(whole.rows(micro.rows), micro.rows) * micro.weight
         return self.processes.sum(scores)
 
     def _translate(
