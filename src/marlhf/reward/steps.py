@@ -21,10 +21,12 @@ def cut_steps(text: str, separator: str) -> list[str]:
 
 
 class StepEnds:
-    """The token at which each step of a response ends: the one that completes its separator.
+    """The token at which each step of a response ends, the separator after it included.
 
-    The last step ends at the last token, with or without a separator or an end token before it. So
-    every response has a step, and one without separators is a single step.
+    Where a token holds the end of the separator and the beginning of the next step, as ` So` does
+    after `. `, the step ends before it. The last step ends at the last token, with or without a
+    separator or an end token before it. So every response has a step, and one without separators is
+    a single step.
 
     >>> from marlhf.models.tiny import tiny_tokenizer
     >>> tokenizer = tiny_tokenizer()
@@ -43,10 +45,14 @@ class StepEnds:
     def _ends(self, response: Sequence[int]) -> list[int]:
         known = len(self.bytes)  # a model may embed more tokens than its tokenizer has
         pieces = [self.bytes[i] if i < known else b"" for i in response]
-        steps = b"".join(pieces).split(self.separator)
+        steps, width = b"".join(pieces).split(self.separator), len(self.separator)
         # In bytes, up to the end of each step's separator.
-        ends = accumulate(len(step) + len(self.separator) for step in steps)
+        ends = accumulate(len(step) + width for step in steps)
         full = [end for end, step in zip(ends, steps) if step.decode(errors="replace").strip()]
-        written = list(accumulate(map(len, pieces)))
-        last = len(response) - 1
-        return [*np.searchsorted(written, full[:-1]).tolist(), last] if response else []
+        if not response:
+            return []
+        written = np.array([0, *accumulate(map(len, pieces))])  # before each token, and at the end
+        full = np.array(full[:-1], dtype=np.int64)
+        before = written[np.searchsorted(written, full, side="right") - 1]
+        whole = np.where(before >= full - width, before, full)  # else a token has both steps
+        return [*(np.searchsorted(written, whole) - 1).tolist(), len(response) - 1]

@@ -125,7 +125,9 @@ class Labeller:
             for number in range(count)
         ]
         texts = [[*prompts[row], *before] for row, before, _ in states]
-        left = [limit - len(before) for _, before, _ in states]
+        left = [
+            max(1, limit - len(before)) for _, before, _ in states
+        ]  # a token may have two steps
         after = self._sample(texts, [seed for *_, seed in states], left) if states else []
         whole = responses + [[*before, *new] for (_, before, _), new in zip(states, after)]
         of_row = [*range(len(rows)), *(row for row, *_ in states)]
