@@ -267,7 +267,7 @@ def test_labels_of_a_killed_run_are_not_sampled_again(parents, tmp_path, verifie
     config = labels_config(parents, tmp_path / "a")
     prm.train(config)
     broken = replace(config, output_dir=str(tmp_path / "b"))
-    monkeypatch.setattr(step_labels, "CHUNK", 5)
+    monkeypatch.setattr(step_labels, "CHUNK", 20)
     real, calls = step_labels.Labeller.__call__, []
 
     def killed(self, numbers):

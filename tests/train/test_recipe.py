@@ -216,6 +216,7 @@ def test_every_shipped_recipe_loads(name):
     others = {"sums": ["sft", "ppo", "rloo"], "evidence/qwen": ["ppo", "rloo", "ppo"]}
     others |= {"evidence/critic": ["sft", "ppo"], "guess": ["sft", "ppo"]}
     others["evidence/turns"] = ["sft", "ppo", "ppo"]
+    others["evidence/prm"] = ["sft", "prm", "ppo"]
     assert kinds[:3] == others.get(name, expected)
 
 

@@ -6,7 +6,7 @@ Axes: B rows, S steps, T response tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -70,7 +70,8 @@ class ProcessModel(RewardModel):
         """The logit that each step is good, 0 where a row has no more steps: [B, S]."""
         if self.foreign:
             prompts, translated = self._translate(prompts, responses)
-            responses = [ids or [self.tokenizer.eos_token_id] for ids in translated]
+            eos = cast(int, self.tokenizer.eos_token_id)
+            responses = [ids or [eos] for ids in translated]
             own = self.own_ends(responses)
             for row, (theirs, mine) in enumerate(zip(ends, own)):
                 if len(theirs) != len(mine):

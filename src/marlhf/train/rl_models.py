@@ -274,6 +274,7 @@ def _process_model(
 ) -> RewardModel:
     path = config.process_model
     separator = step_separator(path, trust_remote_code=config.trust_remote_code)
+    assert separator is not None  # checked before it was loaded
     kind = partial(ProcessModel, separator=separator, pooling=config.process_pooling)
     return _reward_model(path, model, None, config, tokenizer, world, kind)
 

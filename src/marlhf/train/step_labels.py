@@ -33,8 +33,9 @@ from marlhf.train.prm_config import PRMConfig
 from marlhf.train.rl_models import SharedFunction
 
 LABELLED = "labelled_steps.jsonl"
-CHUNK = 32
-"""Responses that are labelled at once: what a killed run may have to sample again."""
+CHUNK = 512
+"""Responses that are labelled at once, divided by the continuations of a step and one: what a
+killed run may have to sample again."""
 
 
 def label_steps(
@@ -56,8 +57,9 @@ def label_steps(
     if done < len(tasks):
         labeller = Labeller(tasks, config, world)
         with Steps("labels", len(tasks), done) as bar:
-            for start in range(done, len(tasks), CHUNK):
-                lines = labeller(range(start, min(start + CHUNK, len(tasks))))
+            size = max(1, CHUNK // (1 + config.labels_from.continuations))
+            for start in range(done, len(tasks), size):
+                lines = labeller(range(start, min(start + size, len(tasks))))
                 with world.raise_on_all_ranks():
                     if world.main:
                         append_jsonl(file, lines)
