@@ -187,7 +187,7 @@ def test_recipes_load(page, recipes):
         if "stages" in raw:
             assert [stage.name for stage in load_recipe(file)] == list(raw["stages"])
         else:
-            scored = {"reward_model", "reward_funcs"} & raw.keys()
+            scored = {"reward_model", "reward_funcs", "process_model"} & raw.keys()
             load_stage(file, "ppo" if scored else "sft")
 
 
