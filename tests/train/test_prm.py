@@ -1,6 +1,7 @@
 """Process reward models: training, labels from continuations, and learning from their rewards."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -78,6 +79,11 @@ def test_a_trl_data_set_trains_a_model_that_says_how_it_cuts_steps(tmp_path):
     plain = AutoModelForSequenceClassification.from_pretrained(folder)
     assert plain.config.num_labels == 1
     assert step_separator(trainer.model) == "\n"
+    card = (tmp_path / "prm" / "model" / "README.md").read_text()
+    [code] = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    space = {}
+    exec(code.replace('"prm"', repr(folder)), space)
+    assert 0 < space["good"][-1] < 1
 
 
 @pytest.mark.parametrize("budget", [20, 100_000])
