@@ -380,3 +380,18 @@ def test_accumulation_is_a_large_batch(data, tmp_path):
         )
         lines.append(read_lines(folder))
     assert_close(*lines, 1e-3)
+
+
+@pytest.mark.distributed
+def test_two_processes_label_and_train_as_one(parents, tmp_path, verifiers, start):
+    one, two = (labels_config(parents, tmp_path / name) for name in ("one", "two"))
+    prm.train(one)
+    process = start(two, "prm", ranks=True)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert lines_of(tmp_path / "two") == lines_of(tmp_path / "one")
+    logged = [
+        [{k: v for k, v in line.items() if v is not None} for line in read_lines(tmp_path / name)]
+        for name in ("one", "two")
+    ]  # no number where no step is wrong
+    assert_close(*logged, 1e-3)
