@@ -189,7 +189,7 @@ def test_recipes_load(page, recipes):
         if "stages" in raw:
             assert [stage.name for stage in load_recipe(file)] == list(raw["stages"])
         else:
-            scored = {"reward_model", "reward_funcs"} & raw.keys()
+            scored = {"reward_model", "reward_funcs", "process_model"} & raw.keys()
             load_stage(file, "ppo" if scored else "sft")
 
 
@@ -333,6 +333,7 @@ def test_the_migration_page_lists_every_change():
         ("GRPO and RLOO", ("GRPOConfig", "RLOOConfig")),
         ("DPO", ("DPOConfig",)),
         ("SFT", ("SFTConfig",)),
+        ("PRM", ("PRMConfig",)),
     ],
 )
 def test_migration_tables_name_real_settings_of_both_sides(heading, kinds):
@@ -341,7 +342,9 @@ def test_migration_tables_name_real_settings_of_both_sides(heading, kinds):
     trl = pytest.importorskip("trl")
     part = (ROOT / "docs/migrate.md").read_text("utf-8").split(f"\n## {heading}\n")[1]
     rows = re.findall(r"^\| (`.+) \| (.+) \|$", part.split("\n## ")[0], re.M)
-    theirs = {f.name for kind in kinds for f in dataclasses.fields(getattr(trl, kind))}
+    prm = pytest.importorskip("trl.experimental.prm")
+    classes = [getattr(prm if kind == "PRMConfig" else trl, kind) for kind in kinds]
+    theirs = {f.name for each in classes for f in dataclasses.fields(each)}
     ours = {name for kind in kinds for name, *_ in describe(getattr(marlhf, kind))}
     assert len(rows) > 5
     for left, right in rows:

@@ -17,10 +17,11 @@ from marlhf._version import __version__
 _WHERE = {
     "marlhf.trainers": (
         *("DPOTrainer", "GRPOTrainer", "MacroPPOTrainer", "PPOTrainer", "RLOOTrainer"),
-        *("RewardTrainer", "SFTTrainer"),
+        *("PRMTrainer", "RewardTrainer", "SFTTrainer"),
     ),
     "marlhf.train.sft_config": ("SFTConfig",),
     "marlhf.train.reward_config": ("RewardConfig",),
+    "marlhf.train.prm_config": ("PRMConfig",),
     "marlhf.train.ppo_config": ("PPOConfig",),
     "marlhf.train.rloo_config": ("GRPOConfig", "RLOOConfig"),
     "marlhf.train.dpo_config": ("DPOConfig",),
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from marlhf.rollout import Sampling
     from marlhf.train.dpo_config import DPOConfig
     from marlhf.train.ppo_config import PPOConfig
+    from marlhf.train.prm_config import PRMConfig
     from marlhf.train.reward_config import RewardConfig
     from marlhf.train.rloo_config import GRPOConfig, RLOOConfig
     from marlhf.train.sft_config import SFTConfig
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
         GRPOTrainer,
         MacroPPOTrainer,
         PPOTrainer,
+        PRMTrainer,
         RewardTrainer,
         RLOOTrainer,
         SFTTrainer,

@@ -103,6 +103,16 @@ class RLConfig(StageConfig):
     `@marlhf.reward.reward_function`, as marlhf's own are, need no entry."""
     reward_weights: tuple[float, ...] | None = setting(None, on_card=True, defines_score=True)
     """Weights of the reward model and of reward_funcs, in that order; 1 each unless given."""
+    process_model: str = setting("", on_card=True, defines_score=True)
+    """What scores each step of a response: a process reward model's folder or hub name, or `@prm`.
+    Its rewards, from -1 for a wrong step to 1 for a good one, are added to the others."""
+    process_pooling: Literal["sum", "min", "last"] = setting(
+        "min", on_card=True, defines_score=True
+    )
+    """What steps earn, each at its end: all their rewards (sum), rewards whose sum is near the
+    smallest (min, as PURE does it), or that of the last step alone (last)."""
+    process_weight: float = setting(1.0, above=0, on_card=True, defines_score=True)
+    """Weight of the process model's rewards."""
     random_reward_head: bool = False
     """Accept a language model as a reward model: its scores come from random weights. For tests
     and measurements of speed."""
@@ -210,7 +220,7 @@ class RLConfig(StageConfig):
 
     @classmethod
     def required(cls, raw: Mapping[str, Any]) -> list[str]:
-        scored = bool(raw.get("reward_funcs") or raw.get("environment"))
+        scored = any(map(raw.get, ("reward_funcs", "environment", "process_model")))
         return super().required(raw) + ([] if scored else ["reward_model"])
 
     def __post_init__(self) -> None:
@@ -245,6 +255,11 @@ class RLConfig(StageConfig):
             )
         if self.async_steps:
             self._check_async()
+        if self.environment and self.process_model:
+            raise SettingError(
+                "A process model scores the steps of a single response, and an environment makes "
+                "conversations. Leave out process_model, or environment."
+            )
         if self.environment and self.async_steps:
             raise SettingError(
                 "With an environment, responses are sampled turn by turn and not ahead of "

@@ -87,6 +87,7 @@ REMOVED = {
     "precompute_ref_log_probs": "they always are, and a resumed run keeps them",
     "auto_find_batch_size": 'token_budget="auto" does so',
     "disable_dropout": "dropout is off",
+    "train_on_last_step_only": "every step teaches; a reward model is of whole responses",
     "num_iterations": "each response is used once; num_mini_batches makes several updates of them",
     "mask_truncated_completions": (
         "responses that were cut off are trained on; missing_eos_penalty lowers their score"
@@ -173,8 +174,11 @@ def hint_for(name: str, known: Iterable[str] = ()) -> str:
     >>> hint_for("cliprange"), hint_for("optim"), hint_for("kl_cof", ["kl_coef", "clip"])
     ('In marlhf it is clip.', 'Leave it out: it is AdamW.', 'Did you mean kl_coef?')
     """
+    known = set(known)
+    if name == "max_completion_length" and "step_separator" in known:
+        return "In marlhf it is max_response_tokens."
     if new := RENAMED.get(name):
-        ours, known = re.split(r"\W", new)[0], set(known)
+        ours = re.split(r"\W", new)[0]
         if "output_dir" in known and ours not in known:  # the settings of a stage without it
             return f"Leave it out: in marlhf it is {ours}, which this stage does not have."
         if ours == "batch_size" and "tree" in known:  # GRPO, RLOO

@@ -143,7 +143,7 @@ def _config(run: Run, trust_code: bool) -> PPOConfig | RLOOConfig:
         )
     check_rewards(policy, trust_code)
     check_environment(policy, trust_code)
-    for key in ("model", "ref_model", "critic_model", "reward_model"):
+    for key in ("model", "ref_model", "critic_model", "reward_model", "process_model"):
         if raw.get(key):
             raw[key] = located(str(raw[key]), policy)
     raw |= {"engine": "native", "vllm_url": "", "compile": False, "parallel": "data"}

@@ -15,6 +15,8 @@ from typing import Any
 from marlhf.data.rows import DataError, Message, Parsed, Row, Text, all_text, without
 
 NAMES = ("prompt", "chosen", "rejected", "messages", "completion")
+STEPS = ("completions", "labels")
+"""Columns that process reward models learn from."""
 
 
 def to_row(record: Mapping[str, Any], columns: Mapping[str, str] | None = None) -> Parsed:
@@ -136,7 +138,7 @@ def check_columns(
     file = position.rpartition(":")[0]
     faults: list[str] = []
     for ours, theirs in columns.items():
-        if ours not in NAMES:
+        if ours not in NAMES + STEPS:
             faults.append(
                 f"`columns` maps `{ours}`, which is not a name we use. "
                 f"Map one of {_listed(NAMES)}.{_did_you_mean(ours, NAMES)}"
@@ -151,7 +153,7 @@ def check_columns(
     ways = {
         "prompt": dialogue or "prompt" in fields or "messages" in fields,
         "chosen": bool({"chosen", "completion", "messages"} & fields.keys()),
-        "rejected": "rejected" in fields,
+        **{name: name in fields for name in ("rejected", *STEPS)},
     }
     missing = [name for name in sorted(set(needs) & ways.keys()) if not ways[name]]
     if missing:

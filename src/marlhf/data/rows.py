@@ -163,8 +163,28 @@ def prompt_fault(row: Row) -> str | None:
     return f"the prompt {LONE_SURROGATE}" if _has_lone_surrogate(row.prompt) else None
 
 
+def steps_fault(row: Row) -> str | None:
+    """Why a stage that learns from labelled steps cannot use this row, or None."""
+    steps, labels = (row.columns.get(name) for name in ("completions", "labels"))
+    if not isinstance(steps, list) or not all(isinstance(step, str) for step in steps):
+        return "`completions` is not a list of steps as text"
+    if not steps or not all(step.strip() for step in steps):
+        return "`completions` has an empty step" if steps else "`completions` is empty"
+    if any(map(_has_lone_surrogate, steps)):
+        return f"`completions` {LONE_SURROGATE}"
+    if not isinstance(labels, list) or len(labels) != len(steps):
+        count = len(labels) if isinstance(labels, list) else "no list of"
+        return f"`completions` has {len(steps)} steps, but there are {count} labels"
+    for label in labels:
+        if not isinstance(label, (bool, int, float)) or not 0 <= label <= 1:
+            return f"the label {label!r} is neither true nor false, nor a number from 0 to 1"
+    return None
+
+
 def response_fault(row: Row, needs: Collection[str]) -> str | None:
-    """Why a stage that needs `chosen`, `rejected` or both cannot use this row, or None."""
+    """Why a stage cannot use this row, by the responses or steps that it needs; or None."""
+    if "labels" in needs and (fault := steps_fault(row)):
+        return fault
     for name, response in (("chosen", row.chosen), ("rejected", row.rejected)):
         if name not in needs:
             continue

@@ -127,4 +127,8 @@ def _write_line(number: int, value: int, step: int, slip: int = 0) -> str:
     return f"{ascii_lowercase[number]}{value}+{step}={(value + step + slip) % 10}"
 
 
-SUMS = Source("sums", generate=rows)
+def _solved(prompt: str, response: str) -> float:
+    return float(first_wrong_line(prompt, response) is None)
+
+
+SUMS = Source("sums", generate=rows, true_score=_solved)

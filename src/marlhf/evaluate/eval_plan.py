@@ -22,6 +22,7 @@ from marlhf.runs.stage_facts import facts_of
 SHIPPED_FUNCTIONS = (
     "marlhf.reward.code:unit_tests",
     "marlhf.reward.sums:solved",
+    "marlhf.reward.sums:each_line",
     "marlhf.reward.sums:share_right",
     "marlhf.reward.gsm8k:right_answer",
 )

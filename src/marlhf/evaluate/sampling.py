@@ -55,6 +55,7 @@ from marlhf.models.load import (
     load_policy,
     load_scalar,
     load_tokenizer,
+    refuse_process_model,
 )
 from marlhf.models.sequences import Sequences
 from marlhf.reward import RewardFunction, RewardModel, import_function
@@ -401,6 +402,7 @@ def _check_scores(path: str, plan: EvaluationPlan) -> None:
             f"{path} is a language model without a scalar head, so its scores would come from "
             "random weights. Name a reward model with --reward PATH; `marlhf reward` trains one."
         )
+    refuse_process_model(path, trust_remote_code=plan.trust_remote_code)
 
 
 def _digest(path: str) -> str:

@@ -15,7 +15,13 @@ from marlhf.judge.pairs import JudgeError, Pair, Response
 from marlhf.judge.verdicts import Verdict
 from marlhf.models.base import autocast, pick_device
 from marlhf.models.forward import token_stats
-from marlhf.models.load import is_scalar, load_policy, load_scalar, load_tokenizer
+from marlhf.models.load import (
+    is_scalar,
+    load_policy,
+    load_scalar,
+    load_tokenizer,
+    refuse_process_model,
+)
 from marlhf.models.sequences import Sequences
 from marlhf.reward.model import RewardModel
 from marlhf.runs.layout import model_folder
@@ -57,6 +63,7 @@ class RewardJudge:
                 f"{path} is not a reward model: it has no scalar head. Use model:{path} to ask it "
                 "as a language model."
             )
+        refuse_process_model(path)
         self.tokenizer = load_tokenizer(path)
         model = load_scalar(path).to(pick_device(device)).eval()
         self.model = RewardModel(model, self.tokenizer, self.tokenizer)

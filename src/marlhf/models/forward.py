@@ -164,6 +164,17 @@ def token_values(model: nn.Module, sequences: Sequences) -> Tensor:
     return torch.where(sequences.mask, _scalar(model, sequences.ids, sequences.before), 0.0)
 
 
+def token_scores(model: nn.Module, sequences: Sequences) -> Tensor:
+    """The scalar at each response token, which that token has been read for: [B, R], float32."""
+    if sum(sequences.lengths):
+        own = list(zip(sequences.prompt_lengths, sequences.lengths))
+        hidden = _llama_hidden(model, sequences, own)
+        if hidden is not None:
+            return sequences.spread(_score(model, hidden))
+    scores = _scalar(model, sequences.ids, sequences.before + 1)
+    return torch.where(sequences.mask, scores, 0.0)
+
+
 def final_scores(model: nn.Module, sequences: Sequences) -> Tensor:
     """The scalar at each row's last real token, float32: [B]."""
     hidden = _llama_hidden(model, sequences, sequences.last_tokens())

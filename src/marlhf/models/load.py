@@ -56,6 +56,8 @@ from marlhf.models.heads import (
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
 from marlhf.runs.layout import MODEL, is_run
 
+STEP_SEPARATOR = "step_separator"
+"""What a process reward model's config has, and no other's."""
 HUB_TIMEOUT = 10.0
 """Seconds to wait for the hub's first answer."""
 
@@ -183,6 +185,31 @@ def is_scalar(path: str | Model, *, trust_remote_code: bool = False, setting: st
         return is_scalar_adapter(path)
     with explained(path, "model"):
         return _has_scalar(_config(locate(path, setting), trust_remote_code))
+
+
+def step_separator(
+    path: str | Model, *, trust_remote_code: bool = False, setting: str = ""
+) -> str | None:
+    """What separates the steps that a process reward model scores; None for any other model."""
+    if not isinstance(path, str):
+        return vars(path.config).get(STEP_SEPARATOR)
+    if path == "tiny" or is_gguf(path) or adapter_base(path) is not None:
+        return None
+    with explained(path, "model"):
+        return vars(_config(locate(path, setting), trust_remote_code)).get(STEP_SEPARATOR)
+
+
+def refuse_process_model(
+    path: str | Model, *, trust_remote_code: bool = False, setting: str = ""
+) -> None:
+    """A process model says nothing of a whole response, and an outcome model nothing of a step."""
+    if step_separator(path, trust_remote_code=trust_remote_code, setting=setting) is not None:
+        name = path if isinstance(path, str) else f"the {type(path).__name__} given"
+        raise ModelError(
+            f"{f'`{setting}`: ' if setting else ''}{name} is a process reward model, which scores "
+            "steps and not whole responses. Name it as process_model, or take a reward model that "
+            "`marlhf reward` trained."
+        )
 
 
 def check_vocabulary(model: Model, tokenizer: Tokenizer, name: str) -> None:

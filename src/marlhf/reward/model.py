@@ -5,7 +5,7 @@ Axes: B rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -71,20 +71,25 @@ class RewardModel:
         """One score per row: [B], float32. `rows` is for reward functions only."""
         if self.foreign:
             prompts, responses = self._translate(prompts, responses)
-        with loaded(self.model):
-            return self._scores(prompts, responses)
+        return self._passes(prompts, responses, lambda part, _: final_scores(self.model, part))
 
-    def _scores(
-        self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+    def _passes(
+        self,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        compute: Callable[[Sequences, Sequence[int]], Tensor],
+        size: Sequence[int] = (),
     ) -> Tensor:
-        device = self.model.device
+        """What `compute` gives of some rows and their numbers, of all rows: [B, *size]."""
         pad_id = cast(int, self.tokenizer.pad_token_id)
-        whole = Sequences.from_lists(prompts, responses, pad_id, device)
-        scores = torch.zeros(len(prompts), device=device)
-        with autocast(device, self.precision):
-            for micro in self.processes.batches(whole.total_lengths, self.token_budget):
-                where = send(torch.tensor(micro.rows), device)
-                scores[where] += final_scores(self.model, whole.rows(micro.rows)) * micro.weight
+        with loaded(self.model):
+            device = self.model.device
+            whole = Sequences.from_lists(prompts, responses, pad_id, device)
+            scores = torch.zeros(len(prompts), *size, device=device)
+            with autocast(device, self.precision):
+                for micro in self.processes.batches(whole.total_lengths, self.token_budget):
+                    where = send(torch.tensor(micro.rows), device)
+                    scores[where] += compute(whole.rows(micro.rows), micro.rows) * micro.weight
         return self.processes.sum(scores)
 
     def _translate(

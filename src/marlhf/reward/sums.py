@@ -25,6 +25,21 @@ def solved(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
 
 
 @reward_function
+def each_line(prompts: Sequence[str], completions: Sequence[str]) -> list[list[float]]:
+    """For each line 1 if it follows from the line before it, else 0: rewards with a place.
+
+    >>> each_line(["7+2413\\n"], ["a7+2=9\\nb9+4=4\\nc4+1=5"])
+    [[1.0, 0.0, 1.0]]
+    """
+    rewards: list[list[float]] = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        lines = completion.splitlines()
+        right = right_lines(prompt, "\n".join(lines)) + [False] * len(lines)
+        rewards.append([float(each) for each in right[: len(lines)]])
+    return rewards
+
+
+@reward_function
 def share_right(prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
     """The share of lines that follow from the lines before them: a dense reward beside `solved`.
 

@@ -5,6 +5,7 @@ run.json         the state: stage, status, seconds, summary
 metrics.jsonl    one line per step, one per evaluation
 eval.jsonl       every held-out prompt's numbers, one line per evaluation
 samples.jsonl    held-out prompts with their responses
+labelled_steps.jsonl  what a process reward model with `labels_from` learns from
 checkpoints/     what a killed run resumes from
 model/           the result, as `save_pretrained` writes it
 best/            the policy of the best evaluation, where it is kept

@@ -50,6 +50,8 @@ class Evaluation:
     kl: list[float] | None = None
     length: list[float] | None = None
     sft_scores: list[float] | None = None
+    earned: list[float] | None = None
+    """What a response earned in each tenth of its length, where rewards had places."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,7 @@ def _evaluation(row: Row) -> Evaluation | None:
     scores = _numbers(row.get("scores"))
     if scores is None:
         return None
-    rest = {key: _numbers(row.get(key)) for key in ("gold", "kl", "length", "sft_scores")}
+    rest = {key: _numbers(row.get(key)) for key in ("gold", "kl", "length", "sft_scores", "earned")}
     return Evaluation(step=row["step"], scores=scores, **rest)
 
 

@@ -32,6 +32,13 @@ NOT_RL = {
         writes_text=False,
         part="reward",
     ),
+    "prm": StageFacts(
+        "process reward modelling",
+        samples=False,
+        has_reference=False,
+        writes_text=False,
+        part="reward",
+    ),
     "dpo": StageFacts("DPO (direct preference optimisation)", samples=False, part="reward"),
 }
 """In the order in which reports show them, before those that learn by reinforcement."""

@@ -30,6 +30,7 @@ from marlhf.data.load import is_hub_name
 from marlhf.data.sources import PUBLISHED
 from marlhf.fields import settings_with
 from marlhf.models.heads import SCALAR
+from marlhf.models.load import STEP_SEPARATOR
 from marlhf.runs.atomic import write_text
 from marlhf.runs.jsonl import read_jsonl
 from marlhf.runs.layout import BEST, METRICS, MODEL, RunError, read_config, read_object, to_yaml
@@ -119,10 +120,15 @@ def _how_to_load(folder: Path, base: str, *, writes_text: bool) -> dict[str, Any
     if adapter:  # what it stands on need not be what training began with
         base = read_object(folder / ADAPTER).get("base_model_name_or_path") or base
     scalar = not writes_text
-    if architectures := read_object(folder / "config.json").get("architectures"):
+    model = read_object(folder / "config.json")
+    if architectures := model.get("architectures"):
         scalar = any(SCALAR in str(name) for name in architectures)  # adapters have none
     kind = "SequenceClassification" if scalar else "CausalLM"
+    separator = model.get(STEP_SEPARATOR)
+    if separator is not None:
+        kind = "TokenClassification"
     return {
+        "separator": separator,
         "adapter": adapter,
         "scalar": scalar,
         "auto": f"AutoPeftModelFor{kind}" if adapter else f"AutoModelFor{kind}",

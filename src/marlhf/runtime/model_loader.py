@@ -23,7 +23,14 @@ from marlhf.models.adapter_files import adapter_facts, import_peft, quantization
 from marlhf.models.adapters import AdapterInit, FrozenBaseModel, cast_linear_layers, frozen_dtype
 from marlhf.models.base import Head, Model, Tokenizer
 from marlhf.models.heads import with_scalar_head
-from marlhf.models.load import has_same_tokenizer, is_scalar, load_policy, load_scalar
+from marlhf.models.load import (
+    has_same_tokenizer,
+    is_scalar,
+    load_policy,
+    load_scalar,
+    refuse_process_model,
+    step_separator,
+)
 from marlhf.models.offload import offload
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World
@@ -32,6 +39,8 @@ from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.optim import cast_trained_weights
 from marlhf.runtime.progress import say, warn
 
+PROCESS = "process"
+"""The role of a process reward model."""
 NOT_COMPILED = {"gold"}
 """Roles with so few passes that compiling would take longer than it saves."""
 
@@ -73,6 +82,11 @@ class RewardItem:
     weight: float
 
     @property
+    def is_process(self) -> bool:
+        """Whether it scores steps, and not whole responses."""
+        return self.role == PROCESS
+
+    @property
     def is_model(self) -> bool:
         named = isinstance(self.item, str) and ":" not in self.item
         return named or isinstance(self.item, nn.Module)
@@ -83,10 +97,11 @@ def reward_items(config: RLConfig, objects: GivenObjects) -> list[RewardItem]:
     items = objects.reward_funcs
     if items is None:
         items = [*([config.reward_model] if config.reward_model else []), *config.reward_funcs]
-    if not items and not config.environment:
+    if not items and not config.environment and not config.process_model:
         raise RunError(
-            "Nothing scores the responses. Set reward_model to a reward model, or reward_funcs to "
-            "functions of yours, such as [my_rewards:brevity]."
+            "Nothing scores the responses. Set reward_model to a reward model, process_model to a "
+            "process reward model, or reward_funcs to functions of yours, such as "
+            "[my_rewards:brevity]."
         )
     weights = config.reward_weights or (1.0,) * len(items)
     if len(weights) != len(items):
@@ -95,7 +110,10 @@ def reward_items(config: RLConfig, objects: GivenObjects) -> list[RewardItem]:
         )
     tokenizers = objects.reward_tokenizers or [None] * len(items)
     given = enumerate(zip(items, tokenizers, weights, strict=True))
-    return [RewardItem(f"reward-{number}", *fields) for number, fields in given]
+    scorers = [RewardItem(f"reward-{number}", *fields) for number, fields in given]
+    if config.process_model:
+        scorers.append(RewardItem(PROCESS, config.process_model, None, config.process_weight))
+    return scorers
 
 
 def trained_source(head: Head, config: StageConfig, objects: GivenObjects) -> Source:
@@ -127,7 +145,7 @@ def rl_sources(
         sources["critic"] = rules.critic(rewards)
     for reward in rewards:
         if reward.is_model:
-            sources[reward.role] = rules.reward(reward.item, sources.get("critic"))
+            sources[reward.role] = rules.reward(reward, sources.get("critic"))
     if config.gold_model:
         rules.check_scores(config.gold_model, "gold_model")
         sources["gold"] = WholeModel(config.gold_model, "scalar", setting="gold_model")
@@ -209,12 +227,18 @@ class _Rules:
         adapter = facts.saved or self.objects.peft_config or self.config.lora
         return OnBase(replace(start, origin=facts.base), "scalar", adapter)
 
-    def reward(self, item: str | Model, critic: Source | None) -> Source:
+    def reward(self, reward: RewardItem, critic: Source | None) -> Source:
         """A reward model: whole, or on a base that another role has loaded anyway."""
+        item: Any = reward.item
         if not isinstance(item, str):
+            refuse_process_model(item, setting="reward_funcs")
             return WholeModel(item, "scalar")
         setting = "reward_model" if item == self.config.reward_model else "reward_funcs"
-        self.check_scores(item, setting)
+        if reward.is_process:
+            setting = "process_model"
+            self._check_steps(item)
+        else:
+            self.check_scores(item, setting)
         facts = adapter_facts(item)
         if isinstance(self.policy, OnBase) and self._shares_base and facts.scalar:
             return OnBase(self.policy.base, "scalar", facts.scalar)
@@ -233,6 +257,20 @@ class _Rules:
                 "would come from random weights. Train a reward model from it with `marlhf "
                 "reward`, or set random_reward_head: true where scores do not matter."
             )
+        refuse_process_model(path, trust_remote_code=remote, setting=setting)
+
+    def _check_steps(self, path: str) -> None:
+        """Only a head that was trained at the ends of steps says anything there."""
+        remote, setting = self.config.trust_remote_code, "process_model"
+        if step_separator(path, trust_remote_code=remote, setting=setting) is not None:
+            return
+        scores = is_scalar(path, trust_remote_code=remote, setting=setting)
+        what = "an outcome reward model, which scores" if scores else "a language model, which has"
+        what += " whole responses alone" if scores else " no head that scores"
+        raise RunError(
+            f"`process_model`: {path} is {what}. Train a process reward model with `marlhf prm`"
+            + (", or name this one as reward_model." if scores else ".")
+        )
 
     def _critic_start(self, rewards: list[RewardItem]) -> Source:
         """Given or named, else a reward model that reads the same tokens, else the policy."""
@@ -242,10 +280,11 @@ class _Rules:
         named = config.critic_model or config.reward_model
         if named and named != config.model:
             return WholeModel(named, "scalar", seed=config.seed, setting=self._critic_setting)
+        is_adapted = isinstance(policy, OnBase)
         for reward in rewards if not named else ():
             given = isinstance(reward.item, nn.Module)
             # A second base for a reward model that is only named would cost memory.
-            if not reward.is_model or (isinstance(policy, OnBase) and not given):
+            if not reward.is_model or reward.is_process or (is_adapted and not given):
                 continue
             own = reward.tokenizer or (self.tokenizer if given else reward.item)
             remote, setting = config.trust_remote_code, "reward_funcs"

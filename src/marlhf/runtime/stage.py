@@ -85,7 +85,7 @@ def load_supervised(
             tokenizer,
             objects,
             name=Path(config.output_dir).name,
-            needs=config.columns,
+            needs=("chosen", *config.columns),
             max_response_tokens=config.max_response_tokens,
         )
         check_positions(model, examples + held_out)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from marlhf.config.rl import Ratio, RLConfig
+from marlhf.config.sampling import Sampling
 from marlhf.core import (
     Responses,
     Segmenter,
@@ -37,7 +38,7 @@ from marlhf.environments import Beginning, EpisodeRecord, episode_metrics, score
 from marlhf.models.base import Model
 from marlhf.models.offload import loaded
 from marlhf.models.sequences import Sequences, send
-from marlhf.rollout.engine import Rollout
+from marlhf.rollout.engine import Engine, Rollout
 from marlhf.runtime.distributed import World, gather_rollout
 from marlhf.runtime.stage import Example
 from marlhf.runtime.timing import explained_variance
@@ -182,8 +183,21 @@ def sample_responses(
     engine, sampling, world = models.engine, models.sampling, models.world
     if engine.serves_all_ranks:
         return engine.generate(prompts, sampling, seeds, limits)
+    return sample_shared(engine, models.policy, prompts, sampling, seeds, limits, world)
+
+
+def sample_shared(
+    engine: Engine,
+    policy: Model,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    seeds: list[int],
+    limits: list[int] | None,
+    world: World,
+) -> Rollout:
+    """A response to each prompt, from an engine on each rank."""
     share, rollout = world.share([len(p) for p in prompts]), None
-    with world.gathered(models.policy):
+    with world.gathered(policy):
         if share:
             rollout = engine.generate(
                 [prompts[i] for i in share],

@@ -120,6 +120,7 @@ class HeldOutEvaluation:
                 "length": lengths,
                 "ended": ended,
                 "sft_scores": self.start_scores,
+                **_earned_by_tenth(experience),
             },
         )
         prompts = [e.prompt for e in examples]
@@ -206,6 +207,17 @@ class HeldOutEvaluation:
     def load_state(self, state: dict[str, Any]) -> None:
         for name, value in state.items():
             setattr(self.score if name in ("mean", "std") else self, name, value)
+
+
+def _earned_by_tenth(experience: Experience) -> dict[str, list[float]]:
+    """What a response earns in each tenth of its length, where rewards have places."""
+    earned, mask = experience.earned, experience.mask
+    if earned is None:
+        return {}
+    length = mask.sum(dim=1, keepdim=True).clamp(min=1)
+    tenth = (mask.cumsum(dim=1) - 1) * 10 // length
+    by_tenth = [torch.where(mask & (tenth == n), earned, 0.0).sum(dim=1).mean() for n in range(10)]
+    return {"earned": [round(float(x), 6) for x in by_tenth]}
 
 
 def sample_held_out(rows: list[Example], models: Models) -> tuple[list[Example], Rollout]:

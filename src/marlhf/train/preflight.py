@@ -78,7 +78,7 @@ def _checks(
     if config.push_to_hub:
         yield lambda: check_push(hub_name(config), private=config.hub_private)
     models = [name for name in field_names(type(config)) if name.endswith("model")]
-    for setting in sorted({*models} - {"reward_model"}):
+    for setting in sorted({*models} - {"reward_model", "process_model"}):
         yield lambda setting=setting: _check_model(
             getattr(config, setting) or "", setting, made_by, located
         )
@@ -223,8 +223,15 @@ def _check_rewards(config: RLConfig, made_by: Mapping[str, Stage], located: dict
                 f"The stage {made_by[name].name} trains a language model, which cannot score. "
                 "Name the stage that trains a reward model."
             )
+        elif name in made_by and (made_by[name].kind == "prm") != item.is_process:
+            trains, wanted = ("a process", "process_model"), ("an outcome", "reward_model")
+            kind, other = wanted if item.is_process else trains
+            raise SettingError(
+                f"The stage {made_by[name].name} trains {kind} reward model. Name it as {other}."
+            )
         else:
             setting = "reward_model" if name == config.reward_model else "reward_funcs"
+            setting = "process_model" if item.is_process else setting
             _check_model(name, setting, made_by, located)
 
 

@@ -272,7 +272,8 @@ def _check_references(stages: dict[str, Raw], problems: list[str]) -> None:
     for name, stage in stages.items():
         for key, given in stage.items():
             place = f"stages.{name}.{key}"
-            for value in given if isinstance(given, list) else [given]:
+            values = given.values() if key == "labels_from" and isinstance(given, dict) else [given]
+            for value in given if isinstance(given, list) else values:
                 if not isinstance(value, str) or not value.startswith("@"):
                     continue
                 if value[1:] not in stages:
@@ -315,6 +316,10 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage 
                 str(root / x[1:] / MODEL) if isinstance(x, str) and x.startswith("@") else x
                 for x in value
             ]
+        elif key == "labels_from" and isinstance(value, dict):
+            policy = str(value.get("policy"))
+            if policy.startswith("@"):
+                raw[key] = {**value, "policy": str(root / policy[1:] / MODEL)}
     missing = [key for key in config_class.required(raw) if not raw.get(key)]
     problems += [f"{at(where, key)}: must be given" for key in missing]
     chosen, before = presets.get(preset or "", {}), len(problems)

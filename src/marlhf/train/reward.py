@@ -10,6 +10,7 @@ from torch import Tensor
 
 from marlhf.core import reward_loss
 from marlhf.models.forward import final_scores
+from marlhf.models.load import STEP_SEPARATOR
 from marlhf.runtime.loop import OpenRun, in_run_folder
 from marlhf.runtime.model_loader import load_trained_scalar
 from marlhf.runtime.optim import check_finite
@@ -26,6 +27,7 @@ def train(config: RewardConfig, run: OpenRun) -> Path:
     """Train, or resume training; returns the folder of the model."""
     stage = SupervisedRun(config, run, load_trained_scalar, "reward")
     stage.model.config.pad_token_id = stage.tokenizer.pad_token_id
+    vars(stage.model.config).pop(STEP_SEPARATOR, None)  # where it starts from a process model
     passes = stage.place()
     measure = partial(evaluate, passes, stage.held_out[:MAX_HELD_OUT])
     with stage.begin(measure, metric="accuracy") as loop:

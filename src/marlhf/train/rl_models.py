@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,11 +19,12 @@ from marlhf.data import Row
 from marlhf.environments import Conversations
 from marlhf.models.base import Model, Tokenizer, autocast
 from marlhf.models.forward import token_stats, token_values
-from marlhf.models.load import check_vocabulary, end_tokens, load_tokenizer
+from marlhf.models.load import check_vocabulary, end_tokens, load_tokenizer, step_separator
 from marlhf.models.scores import TokenScores
 from marlhf.models.sequences import Sequences
 from marlhf.reward import RewardFunction, RewardModel, Rewards, import_function
 from marlhf.reward.places import at_last_tokens
+from marlhf.reward.process import ProcessModel
 from marlhf.rollout.engine import AsyncEngine, Engine, Rollout
 from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.sampler_process import SamplerProcess
@@ -31,7 +33,13 @@ from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World, gather_rollout
 from marlhf.runtime.memory import fit_memory
-from marlhf.runtime.model_loader import RewardItem, load_sources, reward_items, rl_sources
+from marlhf.runtime.model_loader import (
+    PROCESS,
+    RewardItem,
+    load_sources,
+    reward_items,
+    rl_sources,
+)
 from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.progress import say
 from marlhf.runtime.stage import Example, check_positions, each_prompt_once, load_examples
@@ -232,7 +240,10 @@ def _rewards(
     scorers: list[tuple[str, Any, float]] = []
     for reward in items:
         item = reward.item
-        if reward.is_model:
+        if reward.is_process:
+            scorer = _process_model(config, models[PROCESS], tokenizer, world)
+            scorers.append((PROCESS, scorer, reward.weight))
+        elif reward.is_model:
             model = models[reward.role]
             scorer = _reward_model(item, model, reward.tokenizer, config, tokenizer, world)
             path = item.rstrip("/").removesuffix("/model") if isinstance(item, str) else "model"
@@ -251,10 +262,11 @@ def _reward_model(
     config: RLConfig,
     tokenizer: Tokenizer,
     world: World,
+    kind: Callable[..., RewardModel] = RewardModel,
 ) -> RewardModel:
     remote = config.trust_remote_code
     source = own or (item if isinstance(item, str) else tokenizer)
-    return RewardModel(
+    return kind(
         model,
         load_tokenizer(source, trust_remote_code=remote, setting="reward_model"),
         tokenizer,
@@ -262,6 +274,16 @@ def _reward_model(
         precision=config.precision,
         processes=world,
     )
+
+
+def _process_model(
+    config: RLConfig, model: Model, tokenizer: Tokenizer, world: World
+) -> RewardModel:
+    path = config.process_model
+    separator = step_separator(path, trust_remote_code=config.trust_remote_code)
+    assert separator is not None  # checked before it was loaded
+    kind = partial(ProcessModel, separator=separator, pooling=config.process_pooling)
+    return _reward_model(path, model, None, config, tokenizer, world, kind)
 
 
 class SharedFunction(RewardFunction):

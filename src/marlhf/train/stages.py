@@ -16,6 +16,7 @@ from typing import Any
 from marlhf.config.stage import StageConfig
 from marlhf.train.dpo_config import DPOConfig
 from marlhf.train.ppo_config import PPOConfig
+from marlhf.train.prm_config import PRMConfig
 from marlhf.train.reward_config import RewardConfig
 from marlhf.train.rloo_config import GRPOConfig, RLOOConfig
 from marlhf.train.sft_config import SFTConfig
@@ -57,6 +58,12 @@ def _reward() -> Loop:
     return train
 
 
+def _prm() -> Loop:
+    from marlhf.train.prm import train
+
+    return train
+
+
 def _ppo() -> Loop:
     from marlhf.train.ppo import train
 
@@ -84,6 +91,7 @@ def _dpo() -> Loop:
 METHODS = {
     "sft": Method(SFTConfig, _sft, "Supervised fine-tuning on chosen responses."),
     "reward": Method(RewardConfig, _reward, "Train a reward model on pairs of responses."),
+    "prm": Method(PRMConfig, _prm, "Train a process reward model on labelled steps."),
     "ppo": Method(PPOConfig, _ppo, "PPO over macro actions."),
     "rloo": Method(RLOOConfig, _rloo, "RLOO: several responses per prompt, no critic."),
     "grpo": Method(GRPOConfig, _grpo, "GRPO: responses in units of their group's deviation."),

@@ -51,6 +51,18 @@ class RewardTrainer(Trainer):
     stage = "reward"
 
 
+class PRMTrainer(Trainer):
+    """A process reward model from `prompt`, `completions` (steps) and their `labels`.
+
+    >>> rows = [{"prompt": f"{n}+1=", "completions": ["a", "b"], "labels": [True, n < 9]}
+    ...         for n in range(20)]
+    >>> PRMTrainer(model="tiny", train_dataset=rows).args.step_separator
+    '\\n'
+    """
+
+    stage = "prm"
+
+
 class DPOTrainer(Trainer):
     """Direct preference optimisation on `prompt`, `chosen` and `rejected`.
 

@@ -42,8 +42,34 @@ def credit(groups: Sequence[Group]) -> Markup:
         for label, _, run in labelled(groups)
         if run.config.get("credit") == "auto"
     ]
+    earned = [_earned(label, run) for label, _, run in labelled(groups)]
     reaches = curve_figure("Tokens that credit reaches back", groups, ("credit/reach",))
-    return section("credit", *measured, grid([*automatic, reaches], "two"))
+    shown = grid([*automatic, *earned, reaches], "two")
+    return section("credit", *measured, shown, measured=any([*measured, *automatic]))
+
+
+def _earned(label: str, run: Run) -> Markup:
+    """Where in held-out responses rewards with places were earned, over the training."""
+    rows = [evaluation for evaluation in run.evaluations if evaluation.earned]
+    if not rows:
+        return Markup()
+    chosen = dict.fromkeys((0, len(rows) // 2, len(rows) - 1))  # the first, the middle, the last
+    lines = [
+        Series(
+            f"step {rows[i].step}",
+            [(10.0 * n + 5, x) for n, x in enumerate(rows[i].earned or ())],
+            f"var(--l{number})",
+        )
+        for number, i in enumerate(chosen)
+    ]
+    return figure(
+        f"{label}: reward earned in each tenth of a response",
+        line_chart(lines, x_label="percent of the response", y_label="reward"),
+        key=legend_of(lines),
+        file=f"reward earned {label}",
+        header=["step", "percent", "reward"],
+        rows=[[row.step, 10 * n + 5, x] for row in rows for n, x in enumerate(row.earned or ())],
+    )
 
 
 def _read(file: Path) -> Row | None:

@@ -20,7 +20,7 @@ POINTS_PER_CHART = 1500
 """Shared by the lines of a chart, so that forty runs still make a page one can mail."""
 
 SHARES = {"clip_fraction", "ended", "repetition", "win_rate", "accuracy"}
-SHARES |= {"success", "cut_episodes", "failed_episodes"}
+SHARES |= {"first_error", "error_free", "success", "cut_episodes", "failed_episodes"}
 LEARNING = (
     ("Score", ("eval/score", "rl/score")),
     ("KL (nats per response)", ("eval/kl", "rl/kl")),
@@ -45,7 +45,7 @@ TRAINING = (
     ("EOS rate", ("eval/ended", "rl/ended")),
     ("Share of prompts whose responses score alike", ("rl/zero_std_groups",)),
 )
-STAGE_MEASURES = ("loss", "accuracy", "margin", "learning_rate")
+STAGE_MEASURES = ("loss", "accuracy", "margin", "first_error", "error_free", "learning_rate")
 """Of each stage that is not reinforcement learning, where it records them."""
 
 
@@ -133,7 +133,8 @@ def stages(groups: list[Group], *, with_table: bool) -> Markup:
     figures: list[Markup] = []
     for stage in dict.fromkeys(group.stage for group in groups):
         alike = [group for group in groups if group.stage == stage]
-        name = stage.upper() if facts_of(stage).writes_text else "Reward-model"
+        names = {"reward": "Reward-model", "prm": "Process-model"}
+        name = names.get(stage, stage.upper())
         for measure in STAGE_MEASURES:
             words = measure.replace("_", " ")
             figures.append(curve_figure(f"{name} {words}", alike, (f"{stage}/{measure}",)))

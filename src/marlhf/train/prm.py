@@ -1,0 +1,193 @@
+"""The process reward model: from steps with labels, the probability that a step is good.
+
+Axes: B rows, S steps of a row, N steps of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.utils.rnn import pad_sequence
+
+from marlhf.data import Row, load_data
+from marlhf.data.rows import response_text
+from marlhf.models.forward import token_scores
+from marlhf.models.load import STEP_SEPARATOR
+from marlhf.models.sequences import send
+from marlhf.reward.steps import StepEnds, cut_steps
+from marlhf.runs.layout import RunError
+from marlhf.runtime.loop import OpenRun, in_run_folder
+from marlhf.runtime.model_loader import load_trained_scalar
+from marlhf.runtime.objects import GivenObjects
+from marlhf.runtime.optim import check_finite
+from marlhf.runtime.progress import say, warn
+from marlhf.runtime.stage import Example
+from marlhf.train.prm_config import PRMConfig
+from marlhf.train.step_labels import label_steps
+from marlhf.train.supervised import Passes, SupervisedRun
+
+MAX_HELD_OUT = 1024
+"""Held-out responses that an evaluation looks at, at most."""
+
+
+@in_run_folder("prm")
+def train(config: PRMConfig, run: OpenRun) -> Path:
+    """Train, or resume training; returns the folder of the model."""
+    world = run.world
+    with world.raise_on_all_ranks():
+        rows = _rows(config, run.objects)
+    if config.labels_from is not None:
+        rows = label_steps(*rows, config, world, run.folder)
+    with world.raise_on_all_ranks():
+        train_rows, eval_rows = (responses_of(part, config.step_separator) for part in rows)
+    objects = replace(run.objects, train_rows=train_rows, eval_rows=eval_rows)
+    stage = SupervisedRun(config, replace(run, objects=objects), load_trained_scalar, "reward")
+    stage.model.config.pad_token_id = stage.tokenizer.pad_token_id
+    setattr(stage.model.config, STEP_SEPARATOR, config.step_separator)
+    ends = StepEnds(stage.tokenizer, config.step_separator)
+    with world.raise_on_all_ranks():
+        check_ends(ends, stage.examples + stage.held_out)
+    passes = stage.place()
+    measure = partial(evaluate, passes, ends, stage.held_out[:MAX_HELD_OUT])
+    with stage.begin(measure, metric="accuracy") as loop:
+        for step in stage.steps():
+            rows = [stage.examples[i] for i in stage.row_numbers(step)]
+            compute = partial(backward, passes, ends, rows)
+            (loss, right), numbers = stage.update(step, compute, ["prm/loss", "prm/accuracy"])
+            metrics = {"prm/loss": float(loss), "prm/accuracy": float(right)}
+            metrics |= {f"prm/{k}": x for k, x in numbers.items()}
+            loop.log(metrics, show=("prm/loss", "prm/accuracy"))
+        return stage.close(f"marlhf ppo, with process_model: {run.folder.model}")
+
+
+def _rows(config: PRMConfig, objects: GivenObjects) -> tuple[list[Row], list[Row]]:
+    """Training and held-out rows, as they are given."""
+    if objects.train_rows is not None:
+        return objects.train_rows, objects.eval_rows or []
+    loaded = load_data(config.data, "reward", needs=config.columns)
+    say(f"data: {loaded.counts}")
+    return loaded.train, loaded.eval
+
+
+def responses_of(rows: Sequence[Row], separator: str) -> list[Row]:
+    """Rows with their steps joined to one response; without those that would be cut otherwise."""
+    joined: list[Row] = []
+    for row in rows:
+        steps = row.columns["completions"]
+        text = separator.join(steps)
+        if len(cut_steps(text, separator)) == len(steps):
+            message = {"role": "assistant", "content": text}
+            chosen = text if isinstance(row.prompt, str) else [message]
+            joined.append(replace(row, chosen=chosen))
+    if rows and not joined:
+        raise RunError(
+            f"Every row has a step with the separator {separator!r} inside, where the model would "
+            "cut it in two. Set step_separator to what stands between the steps alone."
+        )
+    if len(joined) < len(rows):
+        warn(
+            f"{len(rows) - len(joined)} of {len(rows)} rows have a step with the separator "
+            f"{separator!r} inside and are left out. Set step_separator to what stands between "
+            "the steps alone."
+        )
+    return joined
+
+
+def check_ends(ends: StepEnds, examples: Sequence[Example]) -> None:
+    """Refuse tokens in which the steps of the text are not found again."""
+    for example, found in zip(examples, ends([e.chosen for e in examples])):
+        wanted = len(example.row.columns["labels"])
+        if len(found) != wanted:
+            assert example.row.chosen is not None
+            raise RunError(
+                f"A response has {wanted} steps, but {len(found)} in tokens: the tokenizer or its "
+                f"chat template changes {ends.separator.decode()!r}. Set another step_separator."
+                f"\n  {response_text(example.row.chosen)[:200]!r}"
+            )
+
+
+def step_logits(
+    passes: Passes, prompts: list[list[int]], responses: list[list[int]], ends: list[list[int]]
+) -> Tensor:
+    """The logit that each step is good, row after row: [N]."""
+    with passes.autocast():
+        scores = token_scores(passes.model, passes.sequences(prompts, responses))
+    flat = [row * scores.shape[1] + end for row, own in enumerate(ends) for end in own]
+    return scores.flatten()[send(torch.tensor(flat), scores.device)]
+
+
+def labels_of(rows: Sequence[Example], device: torch.device) -> Tensor:
+    """The label of each step, row after row: [N]."""
+    flat = [float(label) for example in rows for label in example.row.columns["labels"]]
+    return send(torch.tensor(flat), device)
+
+
+def backward(passes: Passes, ends: StepEnds, rows: list[Example]) -> tuple[Tensor, Tensor]:
+    """Gradients of the batch's mean loss over steps; the loss, and the share judged rightly."""
+    world = passes.world
+    count = sum(len(e.row.columns["labels"]) for e in rows)
+    total, right = torch.zeros(2, device=world.device)
+    for micro in world.batches([len(e.prompt) + e.longest for e in rows], passes.pass_tokens):
+        part = [rows[i] for i in micro.rows]
+        responses = [e.chosen for e in part]
+        logits = step_logits(passes, [e.prompt for e in part], responses, ends(responses))
+        labels = labels_of(part, world.device)
+        loss = binary_cross_entropy_with_logits(logits, labels, reduction="sum") / count
+        loss = loss * micro.weight
+        loss.backward()
+        total += loss.detach()
+        right += ((logits >= 0) == (labels >= 0.5)).sum() / count * micro.weight
+    return world.sum(total), world.sum(right)
+
+
+@torch.no_grad()
+def evaluate(passes: Passes, ends: StepEnds, rows: list[Example]) -> dict[str, float]:
+    """How well the model judges the steps of held-out responses; NaN when there are none."""
+    names = ("loss", "accuracy", "balanced_accuracy", "first_error", "error_free")
+    if not rows:
+        return {f"eval/{name}": float("nan") for name in names}
+    device = passes.world.device
+    labels = pad_sequence([labels_of([e], device) for e in rows], True, -1.0)  # [B, S]
+    logits = torch.zeros_like(labels)
+    for micro in passes.world.batches(
+        [len(e.prompt) + e.longest for e in rows], 2 * passes.pass_tokens
+    ):
+        part = [rows[i] for i in micro.rows]
+        responses = [e.chosen for e in part]
+        found = step_logits(passes, [e.prompt for e in part], responses, ends(responses))
+        own = torch.zeros_like(labels[micro.rows])
+        own[labels[micro.rows] >= 0] = found * micro.weight
+        logits[micro.rows] += own
+    logits = passes.world.sum(logits)
+    check_finite([("the held-out scores", logits)])
+    return {f"eval/{name}": value for name, value in zip(names, judge(logits, labels))}
+
+
+def judge(logits: Tensor, labels: Tensor) -> tuple[float, float, float, float, float]:
+    """Loss, accuracy, balanced accuracy, share of first errors found, of right responses passed.
+
+    Of [B, S] with labels below 0 where a row has no more steps. A step is good from .5 on. The
+    first error is found where the first step judged wrong is the first wrong one.
+
+    >>> logits, labels = torch.tensor([[9.0, -9.0], [9.0, -9.0]]), torch.tensor([[1.0, 0], [1, 1]])
+    >>> [round(x, 2) for x in judge(logits, labels)[1:]]
+    [0.75, 0.83, 1.0, 0.0]
+    """
+    real = labels >= 0
+    good, passed = labels >= 0.5, logits >= 0
+    loss = binary_cross_entropy_with_logits(logits[real], labels[real])
+    right = (good == passed).double()
+    recalls = torch.stack([right[real & good].mean(), right[real & ~good].mean()])
+    wrong, rejected = real & ~good, real & ~passed
+    has_error = wrong.any(dim=1)
+    same = wrong.int().argmax(dim=1) == rejected.int().argmax(dim=1)  # the first of each row
+    found = (same & rejected.any(dim=1))[has_error].double().mean()
+    clean = (~rejected.any(dim=1))[~has_error].double().mean()
+    measures = (loss, right[real].mean(), recalls.mean(), found, clean)
+    return tuple(map(float, measures))  # pyright: ignore[reportReturnType]
