@@ -26,6 +26,7 @@ LEARNING = (
     ("KL (nats per response)", ("eval/kl", "rl/kl")),
     ("Length (tokens)", ("eval/length", "rl/length")),
     ("Gold score", ("eval/gold",)),
+    ("Disagreement of the ensemble", ("eval/disagreement", "rl/disagreement")),
     ("Repetition", ("eval/repetition",)),
     ("Win rate against SFT", ("eval/win_rate",)),
 )
