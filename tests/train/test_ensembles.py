@@ -103,7 +103,8 @@ def test_the_loss_counts_a_pair_as_often_as_it_was_drawn():
 
 def test_an_ensemble_loads_in_plain_transformers_and_combines(ensemble):
     plain = AutoModelForSequenceClassification.from_pretrained(ensemble)
-    assert plain.config.num_labels == 3 and plain.score.weight.shape[0] == 3
+    assert plain.config.num_labels == 3
+    assert plain.score.weight.shape[0] == 3
     tokenizer = load_tokenizer(str(ensemble))
     prompts, responses = [[5, 6], [5, 7], [9]], [[8], [9, 1], [4, 4, 4]]
 
@@ -137,7 +138,8 @@ def test_a_critic_starts_from_the_mean_of_an_ensemble(ensemble):
     model = load_scalar(str(ensemble))
     mean = model.score.weight.mean(dim=0)
     torch.testing.assert_close(average_heads(model).score.weight[0], mean)
-    assert model.config.num_labels == 1 and not hasattr(model.config, "reward_members")
+    assert model.config.num_labels == 1
+    assert not hasattr(model.config, "reward_members")
 
 
 def test_ppo_logs_the_disagreement_of_an_ensemble(ensemble, ppo_config):
@@ -173,7 +175,8 @@ def test_micro_batches_add_up_with_a_length_head(parents, tmp_path):
     a, b = load_scalar(str(whole)), load_scalar(str(cut))
     for (name, one), other in zip(a.named_parameters(), b.parameters()):
         torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-5, msg=name)
-    assert a.config.num_labels == 1 and a.score.weight.shape[0] == 1  # the length head is gone
+    assert a.config.num_labels == 1  # the length head is gone
+    assert a.score.weight.shape[0] == 1
 
 
 def test_an_adapted_ensemble_merges_and_shares_a_base(parents, tmp_path):
@@ -194,7 +197,8 @@ def test_rising_disagreement_with_a_rising_score_warns():
     start |= {"eval/score": 0.0, "eval/disagreement": 0.1}
     now = start | {"eval/score": 1.0, "eval/disagreement": 0.2}
     [line], verdict = Guards().judge(now, start)
-    assert "disagreement by a factor of 2" in line and not verdict
+    assert "disagreement by a factor of 2" in line
+    assert not verdict
     assert Guards().judge(now | {"eval/score": -1.0}, start) == ([], "")
     assert "factor of 2, past the limit" in Guards(max_disagreement=1.8).judge(now, start)[1]
 
@@ -212,7 +216,8 @@ def test_bad_settings_are_sentences(parents, ppo_config, ensemble, tmp_path):
         train_reward(parents, tmp_path / "more", model=str(ensemble), members=2)
     with pytest.raises(SettingError, match="label_smoothing must be below"):
         reward.RewardConfig(label_smoothing=0.5)
-    assert parse_combine("mean") == 0.0 and parse_combine("mean-1.5std") == 1.5
+    assert parse_combine("mean") == 0.0
+    assert parse_combine("mean-1.5std") == 1.5
 
 
 def test_a_classifier_is_no_ensemble(ensemble, tmp_path):
@@ -232,7 +237,7 @@ def test_margins_and_ties_come_from_the_data(tmp_path, parents):
     assert labels.flipped.tolist() == pytest.approx([0.1, 0.1, 0.5])
     assert labels.lengths.tolist() == [[2, 2, 2], [1, 1, 1]]
     for wrong in ("wide", math.nan, True):
-        with pytest.raises(DataError, match="mine.jsonl:3: `margin` is"):
+        with pytest.raises(DataError, match=r"mine\.jsonl:3: `margin` is"):
             Labels.of([example(margin=wrong)])
     # A tie is a cross-entropy at a half: lowest where both score alike.
     chosen = torch.tensor([0.7], requires_grad=True)

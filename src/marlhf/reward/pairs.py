@@ -44,8 +44,8 @@ def calibration_error(margins: Tensor) -> float:
     A model is sigmoid(|margin|) sure of the response that it prefers, 0.5 to 1, and right where
     people chose that one. Bins are weighted by their pairs.
 
-    >>> calibration_error(torch.tensor([9.0, 9.0, 9.0, -9.0]))  # sure of all, right in three of 4
-    0.2498...
+    >>> round(calibration_error(torch.tensor([9.0, 9.0, 9.0, -9.0])), 2)  # sure, right in 3 of 4
+    0.25
     """
     sure = margins.double().abs().sigmoid()
     right = (margins > 0).double() + 0.5 * (margins == 0).double()
