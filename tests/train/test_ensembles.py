@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -259,3 +260,59 @@ def test_margins_and_ties_come_from_the_data(tmp_path, parents):
 def test_given_objects_may_be_ensembles(ensemble):
     model = AutoModelForSequenceClassification.from_pretrained(ensemble)
     assert load_scalar(model).score.out_features == 3
+
+
+def story(rng: random.Random, is_kind: bool, length: int) -> str:
+    deeds = [" The fox laughed."] * length
+    deeds[rng.randrange(length)] = " The fox smiled." if is_kind else " The fox cried."
+    return "".join(deeds)
+
+
+def write_pairs(file: Path, pairs: list[tuple[str, str]]) -> str:
+    rows = [
+        {"prompt": f"Tell {file.stem} {i}.", "chosen": chosen, "rejected": rejected}
+        for i, (chosen, rejected) in enumerate(pairs)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def test_a_length_head_takes_up_what_length_explains(parents, tmp_path):
+    """People like kind stories and long ones. Plain scores follow length; with the head they do
+    not, and tell kindness as well. Held out is every pair of lengths, where kindness wins."""
+    rng = random.Random(0)
+    pairs = []
+    while len(pairs) < 640:
+        (a, first), (b, second) = (
+            (2.0 * kind + 0.5 * length, story(rng, kind, length))
+            for kind, length in ((rng.random() < 0.5, rng.randrange(1, 9)) for _ in range(2))
+        )
+        if first != second:
+            wins = rng.random() < 1 / (1 + math.exp(b - a))
+            pairs.append((first, second) if wins else (second, first))
+    grid = [(story(rng, True, i), story(rng, False, j)) for i in range(1, 9) for j in range(1, 9)]
+    files = {
+        "path": write_pairs(tmp_path / "train.jsonl", pairs),
+        "eval_path": write_pairs(tmp_path / "eval.jsonl", grid),
+    }
+    data = DataConfig(**files, parts={})
+    ends = {}
+    for length_head in (False, True):
+        folder = tmp_path / f"head-{length_head}"
+        train_reward(
+            parents,
+            folder,
+            data=data,
+            length_head=length_head,
+            batch_size=64,
+            num_steps=50,
+            num_epochs=5,
+            eval_every=0,
+            learning_rate=3e-3,
+        )
+        ends[length_head] = read_lines(folder)[-1]
+    plain, odin = ends[False], ends[True]
+    assert plain["eval/length_correlation"] > 0.3
+    assert abs(odin["eval/length_correlation"]) < 0.1
+    assert odin["eval/accuracy"] > plain["eval/accuracy"] - 0.02
+    assert odin["eval/accuracy_short"] > plain["eval/accuracy_short"]

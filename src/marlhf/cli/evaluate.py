@@ -171,11 +171,32 @@ def evaluate(
             metavar="TASKS", help="Run these tasks of lm-eval instead, as in gsm8k,ifeval."
         ),
     ] = None,
+    rewardbench: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Test reward models on RewardBench: a file, or its hub name."
+        ),
+    ] = None,
+    combine: Annotated[
+        str | None,
+        typer.Option(help="Scores of an ensemble: mean, min, 'mean - 2 std' (default: the run's)."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --rewardbench, as JSON.")] = False,
     environment: EnvironmentName = None,
     device: Device = "auto",
     trust_code: TrustCode = False,
 ) -> None:
     """Score responses to held-out prompts, with any model and any reward models."""
+    if rewardbench is not None:
+        import json
+
+        from marlhf.evaluate import rewardbench as benchmark
+
+        options = {"combine": combine or "mean", "device": device, "trust_code": trust_code}
+        for run in runs:
+            result = benchmark.rewardbench(str(run), rewardbench, **options)
+            typer.echo(json.dumps(result) if as_json else f"{run}\n{benchmark.describe(result)}")
+        return
     if lm_eval is not None:
         from marlhf.evaluate.benchmarks import lm_eval_command, run_lm_eval
 
@@ -193,6 +214,7 @@ def evaluate(
         max_new_tokens=max_new_tokens,
         seed=seed,
         rewards=tuple(reward or ()),
+        combine=combine,
         reference=reference,
         like=like,
         source=source,
