@@ -37,6 +37,11 @@ ReportFile = Annotated[Path, typer.Option("-o", "--output", help="File to write.
 REPORT = Path("report.html")
 Every = Annotated[float, typer.Option(min=1, help="Seconds between updates.")]
 
+Combine = Annotated[
+    str | None,
+    typer.Option(help="Scores of an ensemble: mean, min, 'mean - 2 std' (default: the run's)."),
+]
+
 HELD_OUT_DATA = "These are held-out prompts: a model trained on them cannot be evaluated on them."
 
 
@@ -177,10 +182,7 @@ def evaluate(
             metavar="FILE", help="Test reward models on RewardBench: a file, or its hub name."
         ),
     ] = None,
-    combine: Annotated[
-        str | None,
-        typer.Option(help="Scores of an ensemble: mean, min, 'mean - 2 std' (default: the run's)."),
-    ] = None,
+    combine: Combine = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --rewardbench, as JSON.")] = False,
     environment: EnvironmentName = None,
     device: Device = "auto",
@@ -243,6 +245,7 @@ def best_of_n(
     reward: Annotated[
         str | None, typer.Option(help="What selects, as for evaluate (default: the run's).")
     ] = None,
+    combine: Combine = None,
     export: Annotated[
         Path | None, typer.Option(help="Save the best responses here, as data for SFT.")
     ] = None,
@@ -281,6 +284,7 @@ def best_of_n(
         max_new_tokens=max_new_tokens,
         seed=seed,
         rewards=(reward,) if reward else (),
+        combine=combine,
         like=like,
         source=source,
         path=path,
