@@ -3,7 +3,7 @@
     python bench/ensemble_errors.py runs/ensemble/reward             # the members of one model
     python bench/ensemble_errors.py runs/a/reward runs/b/reward      # models trained apart
 
-Scores of held-out stories are regressed on the true score; what is left are errors. Printed is the
+Scores of new stories are regressed on the true score; what is left are errors. Printed is the
 mean correlation of the errors of two members, and the accuracy on pairs of one and of the mean.
 """
 
@@ -15,28 +15,27 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from marlhf import DataConfig
-from marlhf.data import encode_responses, load_data
+from marlhf.data import encode_responses
 from marlhf.data.encode import encode_prompts
+from marlhf.data.toy import rows
 from marlhf.intervals import mean
 from marlhf.models.load import load_scalar, load_tokenizer
 from marlhf.reward import RewardModel
 from marlhf.reward.pairs import accuracy, correlation
 from marlhf.runs.layout import model_folder
 
-PAIRS = 512
+PAIRS, SEED = 512, 1
+"""Stories that no recipe trains on: theirs are of seed 0."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("rewards", nargs="+", help="runs of reward models of the offline task")
     folders = [model_folder(path) for path in parser.parse_args().rewards]
-    rows = load_data(
-        DataConfig(source="toy", eval_size=PAIRS), "reward", needs=("chosen", "rejected")
-    ).eval
+    stories = rows(PAIRS, SEED)
     sides = ("chosen", "rejected")
-    pairs = [(str(row.prompt), getattr(row, side)) for side in sides for row in rows]
-    gold = [row.columns[f"gold_{side}"] for side in sides for row in rows]
+    pairs = [(str(row.prompt), getattr(row, side)) for side in sides for row in stories]
+    gold = [row.columns[f"gold_{side}"] for side in sides for row in stories]
     scores = torch.cat([_scores(folder, pairs) for folder in folders], dim=1)  # [2 N, M]
     errors = [
         _residual(member, torch.tensor(gold, dtype=torch.float32)) for member in scores.unbind(1)
@@ -47,7 +46,7 @@ def main() -> None:
     right = [accuracy(margins) for margins in (chosen - rejected).unbind(1)]
     together = accuracy((chosen - rejected).mean(dim=1))
     print(
-        f"{scores.shape[1]} members, {len(rows)} pairs: correlation of errors {mean(alike):.3f}; "
+        f"{scores.shape[1]} members, {PAIRS} pairs: correlation of errors {mean(alike):.3f}; "
         f"accuracy {mean(right):.3f} of one, {together:.3f} of the mean"
     )
 

@@ -6,7 +6,7 @@ Axes: B rows, M members of an ensemble.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class RewardModel:
         self.token_budget = token_budget
         self.precision: Precision = precision
         self.processes = processes or SingleProcess()
-        self.combine = parse_combine(combine)
+        self.combine: float | Literal["min"] = parse_combine(combine)
         self.members = cast(torch.nn.Linear, model.score).out_features
         self.disagreement: Tensor | None = None
         """Of the last call: the standard deviation over an ensemble's members, mean over rows."""
