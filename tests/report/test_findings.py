@@ -5,7 +5,7 @@ import pytest
 
 from marlhf.report.findings import critics, reward_health, shows, shows_not, verdict
 from marlhf.report.groups import group_runs
-from marlhf.report.measures import final_score, score_at_kl
+from marlhf.report.measures import final_score, length_effect, score_at_kl
 from marlhf.report.write import report_html
 from marlhf.runs.read import find_runs, read_run
 
@@ -266,3 +266,26 @@ def test_what_critics_explain_stands_among_the_first_lines(make_run):
 
 def test_runs_without_a_critic_say_nothing_of_it(group):
     assert critics([group("a", [0.0, 1.0])]) == []
+
+
+def test_what_length_explains_of_a_gain(make_run):
+    """Two scores a token within each evaluation, and three tokens more: 6 of a gain of 8."""
+    evaluations = [
+        {"step": 0, "scores": [0.0, 4.0], "length": [10, 12]},
+        {"step": 9, "scores": [8.0, 12.0], "length": [13, 15]},
+    ]
+    (group,) = group_runs([read_run(make_run("a", evaluations=evaluations))])
+    assert length_effect(group) == pytest.approx(6.0)
+    (said,) = [line for line in shows([group]) if "ength explains" in line]
+    assert "length explains 75% of the gain in score of" in said
+    assert said.endswith("it would score 4.00.")  # 10 - 6
+    assert "Longer rather than better" in said
+
+
+def test_a_reward_model_that_goes_by_length_is_named(make_run):
+    last = {"eval/accuracy": 0.8, "eval/length_correlation": 0.4, "eval/accuracy_short": 0.3}
+    metrics = [{"kind": "eval", "step": 9, "seconds": 1.0, **last}]
+    folder = make_run("rm", stage="reward", metrics=metrics)
+    (line,) = reward_health(group_runs([read_run(folder)]))
+    assert "correctly, 30% where the shorter one won: scores follow length" in line
+    assert "length_head" in line

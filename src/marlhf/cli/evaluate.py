@@ -37,6 +37,11 @@ ReportFile = Annotated[Path, typer.Option("-o", "--output", help="File to write.
 REPORT = Path("report.html")
 Every = Annotated[float, typer.Option(min=1, help="Seconds between updates.")]
 
+Combine = Annotated[
+    str | None,
+    typer.Option(help="Scores of an ensemble: mean, min, 'mean - 2 std' (default: the run's)."),
+]
+
 HELD_OUT_DATA = "These are held-out prompts: a model trained on them cannot be evaluated on them."
 
 
@@ -205,11 +210,29 @@ def evaluate(
             metavar="TASKS", help="Run these tasks of lm-eval instead, as in gsm8k,ifeval."
         ),
     ] = None,
+    rewardbench: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Test reward models on RewardBench: a file, or its hub name."
+        ),
+    ] = None,
+    combine: Combine = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --rewardbench, as JSON.")] = False,
     environment: EnvironmentName = None,
     device: Device = "auto",
     trust_code: TrustCode = False,
 ) -> None:
     """Score responses to held-out prompts, with any model and any reward models."""
+    if rewardbench is not None:
+        import json
+
+        from marlhf.evaluate import rewardbench as benchmark
+
+        options = {"combine": combine or "mean", "device": device, "trust_code": trust_code}
+        for run in runs:
+            result = benchmark.rewardbench(str(run), rewardbench, **options)
+            typer.echo(json.dumps(result) if as_json else f"{run}\n{benchmark.describe(result)}")
+        return
     if lm_eval is not None:
         from marlhf.evaluate.benchmarks import lm_eval_command, run_lm_eval
 
@@ -227,6 +250,7 @@ def evaluate(
         max_new_tokens=max_new_tokens,
         seed=seed,
         rewards=tuple(reward or ()),
+        combine=combine,
         reference=reference,
         like=like,
         source=source,
@@ -255,6 +279,7 @@ def best_of_n(
     reward: Annotated[
         str | None, typer.Option(help="What selects, as for evaluate (default: the run's).")
     ] = None,
+    combine: Combine = None,
     export: Annotated[
         Path | None, typer.Option(help="Save the best responses here, as data for SFT.")
     ] = None,
@@ -293,6 +318,7 @@ def best_of_n(
         max_new_tokens=max_new_tokens,
         seed=seed,
         rewards=(reward,) if reward else (),
+        combine=combine,
         like=like,
         source=source,
         path=path,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,6 +61,10 @@ class Guards:
     """Share of responses that run to `max_new_tokens`, above that of the starting policy."""
     max_cut: float | None = setting(None, least=0)
     """Stop beyond this share, above that of the starting policy."""
+    warn_disagreement: float = setting(1.5, least=1)
+    """An ensemble's disagreement over that at the start, where the score has risen since."""
+    max_disagreement: float | None = setting(None, least=1)
+    """Stop beyond this ratio."""
     warn_logprob_gap: float = 0.1
     """Nats per token between log-probs while sampling and while training, at every step: both are
     of one policy, so more than rounding is a fault."""
@@ -80,6 +85,10 @@ class Guards:
             ("repetition has risen by", repeated, self.warn_repetition, self.max_repetition),
             ("mean length has changed by a factor of", drift, self.warn_length, self.max_length),
             ("the share of responses cut off has risen by", cut, self.warn_cut, self.max_cut),
+            (
+                "the score has risen, and the ensemble's disagreement by a factor of",
+                *(_disagreement_ratio(now, start), self.warn_disagreement, self.max_disagreement),
+            ),
         )
         warnings = []
         for what, value, noticed, limit in signs:
@@ -88,6 +97,31 @@ class Guards:
             if value > noticed:
                 warnings.append(f"{what} {value:.3g}: the policy may be gaming the reward model.")
         return warnings, ""
+
+
+def _disagreement_ratio(now: dict[str, float], start: dict[str, float]) -> float:
+    """An ensemble's disagreement over that at the start; 0 without one, or with a lower score."""
+    before = start.get("eval/disagreement", 0.0)
+    if not before or now["eval/score"] <= start["eval/score"]:
+        return 0.0
+    return now["eval/disagreement"] / before
+
+
+def parse_combine(text: str) -> float | Literal["min"]:
+    """How an ensemble's scores become one: `min`, or k of `mean - k std`, 0 for `mean`.
+
+    >>> parse_combine("mean - 1.5 std"), parse_combine("min"), parse_combine("mean")
+    (1.5, 'min', 0.0)
+    """
+    if text == "min":
+        return "min"
+    match = re.fullmatch(r"mean(?:\s*-\s*(\d+\.?\d*|\.\d+)\s*\*?\s*std)?", text.strip())
+    if match is None:
+        raise SettingError(
+            "reward_combine must be mean, min or mean - K std with K not negative, such as "
+            f"`mean - 2 std`; got {text!r}."
+        )
+    return float(match[1] or 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +147,9 @@ class RLConfig(StageConfig):
     smallest (min, as PURE does it), or that of the last step alone (last)."""
     process_weight: float = setting(1.0, above=0, on_card=True, defines_score=True)
     """Weight of the process model's rewards."""
+    reward_combine: str = setting("mean", on_card=True, defines_score=True)
+    """How the scores of an ensemble's members become one: `mean`, `min`, or `mean - K std`, which
+    takes K times their standard deviation off where they disagree."""
     random_reward_head: bool = False
     """Accept a language model as a reward model: its scores come from random weights. For tests
     and measurements of speed."""
@@ -230,6 +267,7 @@ class RLConfig(StageConfig):
             raise SettingError(
                 f"clip must be a positive number, or two, [low, high]; got {self.clip!r}."
             )
+        parse_combine(self.reward_combine)
         if self.sampling.temperature == 0:
             raise SettingError("The policy must explore: set sampling.temperature above 0.")
         if not all(math.isfinite(weight) for weight in self.reward_weights or ()):

@@ -177,20 +177,23 @@ def reward_loss(
     rejected: Tensor,  # [B]
     *,
     margin: Tensor | float = 0.0,
+    label_smoothing: Tensor | float = 0.0,
     center_coef: float = 0.0,
     num_pairs: Tensor | float | None = None,
 ) -> Tensor:
     """Bradley-Terry: -log sigmoid(chosen - rejected - margin).
 
-    `center_coef` adds the squared sum of the two scores, so that scores stay around zero, which
-    the loss itself leaves free.
+    `label_smoothing` is the probability that the label is the wrong way round: one for all pairs,
+    or one for each, where 0.5 is a tie. `center_coef` adds the squared sum of the two scores, so
+    that scores stay around zero, which the loss itself leaves free.
 
     >>> reward_loss(torch.tensor([0.0]), torch.tensor([0.0]))  # log 2
     tensor(0.6931)
     """
     check_rows(chosen=chosen, rejected=rejected)
     chosen, rejected = _wide(chosen), _wide(rejected)
-    loss = -logsigmoid(chosen - rejected - margin)
+    logits = chosen - rejected - margin
+    loss = -logsigmoid(logits) * (1 - label_smoothing) - logsigmoid(-logits) * label_smoothing
     if center_coef:
         loss = loss + center_coef * (chosen + rejected).square()
     return _mean(loss, num_pairs)

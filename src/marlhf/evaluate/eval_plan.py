@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from marlhf.config.rl import RLConfig
+from marlhf.config.rl import RLConfig, parse_combine
 from marlhf.data import DataConfig
 from marlhf.errors import MarlhfError
 from marlhf.rollout import Sampling
@@ -48,6 +48,8 @@ class EvaluationOptions:
     seed: int = 0
     rewards: tuple[str, ...] = ()
     """Reward models (folders, runs, hub names), or functions as `module:name`."""
+    combine: str | None = None
+    """How an ensemble's scores become one, as `reward_combine`."""
     reference: str | None = None
     """What KL is measured to; `none` leaves it out."""
     like: str | None = None
@@ -69,6 +71,8 @@ class EvaluationOptions:
             raise EvaluationError(f"--prompts must be at least 1; got {self.prompts}.")
         if self.train and (self.source or self.path or self.split):
             raise EvaluationError("Give either --train or other data, not both.")
+        if self.combine is not None:
+            parse_combine(self.combine)
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,7 @@ class EvaluationPlan:
     trust_remote_code: bool
     precision: Any
     environment: EnvironmentPlan | None = None
+    combine: str = "mean"
 
 
 def find_policies(paths: Sequence[Path | str]) -> list[PolicySource]:
@@ -216,6 +221,7 @@ def make_plan(
         trust_remote_code=options.trust_code,
         precision=policy.config.get("precision") or "auto",
         environment=environment,
+        combine=options.combine or scored.config.get("reward_combine") or "mean",
     )
 
 

@@ -318,7 +318,11 @@ class SamplingTask:
             self.reward_models[path] = model.to(self.device).eval(), own
         precision = self.plan.precision
         scorer = RewardModel(
-            *self.reward_models[path], tokenizer, token_budget=TOKENS, precision=precision
+            *self.reward_models[path],
+            tokenizer,
+            token_budget=TOKENS,
+            precision=precision,
+            combine=self.plan.combine,
         )
         scores = scorer(ids, responses)
         if not bool(scores.isfinite().all()):
@@ -382,7 +386,8 @@ def find_rewards(plan: EvaluationPlan) -> list[RewardSource]:
         size = next((n for n in sizes if tails[n].count(parts[path][-n:]) == 1), sizes[-1])
         name = "/".join(parts[path][-size:])
         _check_scores(path, plan)
-        rewards.append(RewardSource(name, path, _digest(path), weight))
+        combined = "" if plan.combine == "mean" else f" {plan.combine}"  # another score
+        rewards.append(RewardSource(name, path, _digest(path) + combined, weight))
     if plan.environment is not None:
         settings = json.dumps(asdict(plan.environment), sort_keys=True, default=str)
         digest = hashlib.sha256(settings.encode()).hexdigest()[:12]

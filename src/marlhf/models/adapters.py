@@ -33,7 +33,14 @@ from marlhf.models.adapter_files import (
     write_adapter,
 )
 from marlhf.models.base import Head, Model, ModelError, computes_in_bfloat16
-from marlhf.models.heads import backbone, fresh_scalar_head, hidden_scale, scalar_config
+from marlhf.models.heads import (
+    backbone,
+    declare_heads,
+    fresh_scalar_head,
+    hidden_scale,
+    scalar_config,
+    set_heads,
+)
 
 NO_ADAPTER = "off"
 """A name that no adapter has: while it is active, every layer computes as the plain base does."""
@@ -141,7 +148,8 @@ class FrozenBaseModel:
             head = head.to(self.module.device)
         model = AdaptedScalarModel(self, name if config else NO_ADAPTER, config, head)
         if tensors is not None:  # a language model's adapter has no head
-            tensors.setdefault("score.weight", head.weight.detach())
+            saved = tensors.setdefault("score.weight", head.weight.detach())
+            set_heads(model, len(saved), seed, fresh=False)  # an ensemble has several
         _load_adapter_tensors(model, tensors, init)
         return model.requires_grad_(trainable and config is not None)
 
@@ -340,8 +348,10 @@ def _save_merged(model: AdaptedModel, folder: str | Path, merged: dict[str, Tens
     config = copy.deepcopy(module.config)
     config.__dict__.pop("quantization_config", None)
     with torch.device("meta"):
-        if "score.weight" in model.adapter_tensors():
-            plain = AutoModelForSequenceClassification.from_config(scalar_config(config))
+        if (head := model.adapter_tensors().get("score.weight")) is not None:
+            config = scalar_config(config)
+            declare_heads(config, len(head))
+            plain = AutoModelForSequenceClassification.from_config(config)
         else:
             plain = type(module)(config)
     wanted = plain.state_dict().keys()

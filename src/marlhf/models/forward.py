@@ -176,7 +176,7 @@ def token_scores(model: nn.Module, sequences: Sequences) -> Tensor:
 
 
 def final_scores(model: nn.Module, sequences: Sequences) -> Tensor:
-    """The scalar at each row's last real token, float32: [B]."""
+    """The scalar at each row's last real token, float32: [B]; of an ensemble [B, M]."""
     hidden = _llama_hidden(model, sequences, sequences.last_tokens())
     if hidden is not None:
         return _score(model, hidden)
@@ -289,7 +289,7 @@ def _scalar(model: nn.Module, ids: Tensor, columns: Tensor) -> Tensor:
 
 
 def _score(model: nn.Module, hidden: Tensor) -> Tensor:
-    """The scalar head, in float32 even under autocast: [..., H] -> [...]."""
+    """The scalar head, in float32 even under autocast: [..., H] -> [...]; [..., M] of several."""
     head = cast(nn.Module, model.score)
     with torch.autocast(hidden.device.type, enabled=False):
         return head(hidden.float()).squeeze(-1)

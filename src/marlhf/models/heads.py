@@ -27,12 +27,14 @@ def init_scalar_head(head: nn.Linear, seed: int, hidden_scale: float) -> None:
     """Draw the weights of a fresh head, scaled so that scores are about 1.
 
     The seed alone decides them: torch's global generator is neither read nor moved, so a critic
-    is the same whatever was loaded before it.
+    is the same whatever was loaded before it. With several outputs, number m is what a head with
+    one output has with the seed `seed + m`.
     """
-    generator = torch.Generator().manual_seed(seed)
     scale = 1 / math.sqrt(head.in_features + 1) / hidden_scale
     with torch.no_grad():
-        head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * scale)
+        for member, row in enumerate(head.weight.split(1)):
+            generator = torch.Generator().manual_seed(seed + member)
+            row.copy_(torch.randn(row.shape, generator=generator) * scale)
 
 
 def fresh_scalar_head(hidden_size: int, seed: int, hidden_scale: float) -> nn.Linear:
@@ -73,8 +75,47 @@ def backbone(model: Model) -> Model:
     return next(child for child in model.children() if embeddings in [*child.modules()])
 
 
+def set_heads(model: Model, heads: int, seed: int, *, fresh: bool) -> None:
+    """Give a scalar model several heads: fresh ones, or copies of the one that it has."""
+    old = model.score
+    if old.out_features != heads:
+        new: Any = nn.utils.skip_init(nn.Linear, old.in_features, heads, bias=False)
+        with torch.no_grad():
+            new.weight.copy_(old.weight[:1].expand(heads, -1))
+        if fresh:
+            init_scalar_head(new, seed, hidden_scale(getattr(model, "module", model)))
+        model.score = new.to(old.weight.device)
+    if isinstance(model, PreTrainedModel):  # else the config is that of a base that others share
+        declare_heads(model.config, heads)
+
+
+def declare_heads(config: Any, heads: int) -> None:
+    """Write into a config how many heads score, so that labels of a classifier are not taken for
+    an ensemble."""
+    config.num_labels = heads
+    if heads > 1:
+        config.reward_members = heads
+    else:
+        config.__dict__.pop("reward_members", None)
+
+
+def num_members(config: Any) -> int:
+    """The members of a reward model: 1 where it is no ensemble."""
+    return getattr(config, "reward_members", 1)
+
+
+@torch.no_grad()
+def average_heads(model: Model) -> Model:
+    """One head that gives the mean of an ensemble's, as a critic starts from."""
+    if model.score.out_features > 1:
+        mean = model.score.weight.mean(dim=0, keepdim=True)
+        set_heads(model, 1, 0, fresh=False)
+        model.score.weight.copy_(mean)
+    return model
+
+
 def scalar_config(config: Any) -> Any:
-    """The config of a model with one label, of the same family.
+    """The config of a scalar model of the same family.
 
     Many families have no sequence classifier in transformers. They get one here, built as
     transformers builds Llama's: the backbone and a linear layer `score`. It saves as any other
@@ -94,7 +135,7 @@ def scalar_config(config: Any) -> Any:
         if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             scalar_class = _scalar_class(language_class, config)
             AutoModelForSequenceClassification.register(type(config), scalar_class, exist_ok=True)
-    config.num_labels = 1
+    declare_heads(config, num_members(config))
     return config
 
 

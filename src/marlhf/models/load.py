@@ -49,6 +49,7 @@ from marlhf.models.heads import (
     SCALAR,
     hidden_scale,
     init_scalar_head,
+    num_members,
     scalar_config,
     unknown_head,
     with_scalar_head,
@@ -271,7 +272,7 @@ def _load_gguf(path: str) -> Model:
 def _check_architecture(head: Head, path: str, config: Any) -> None:
     """Refuse, before weights are read, models that cannot have this role."""
     if head == "scalar":
-        if _has_scalar(config) and config.num_labels != 1:
+        if _has_scalar(config) and config.num_labels != num_members(config):
             raise ModelError(
                 f"{path} classifies into {config.num_labels} labels; a reward model has one. "
                 "Take a reward model, or the language model that it was made from."
@@ -293,7 +294,7 @@ def _check_given_scalar(model: Model, name: str) -> None:
             f"A {type(model).__name__} has no scalar head that marlhf knows. Give an "
             "AutoModelForSequenceClassification with num_labels=1."
         )
-    if model.score.out_features != 1:
+    if model.score.out_features != num_members(model.config):
         raise ModelError(
             f"{name} has {model.score.out_features} labels; a reward model has one. Load it with "
             "num_labels=1."

@@ -21,6 +21,7 @@ from marlhf.report.measures import (
     difference,
     fall_from_peak,
     final_score,
+    length_effect,
     over_what,
     score_at_kl,
     scored,
@@ -32,6 +33,8 @@ from marlhf.runs.read import Run, number
 
 MIN_ACCURACY, MIN_PAIRS = 0.55, 30
 """Below these a reward model's verdicts say little."""
+MAX_LENGTH_CORRELATION = 0.3
+"""Above this a reward model's scores go by length."""
 
 LAST_STEPS = 20
 """Steps at the end of a run over which what its critic explains is taken."""
@@ -79,8 +82,8 @@ def shows(policies: list[Group]) -> list[str]:
     """What the recorded numbers say, one sentence each."""
     sentences: list[str] = [*critics(policies)]
     for group in policies:
-        said = _score_change(group), _gold_change(group), _hacking(group), _little_to_learn(group)
-        sentences += filter(None, said)
+        said = _score_change(group), _length_gain(group), _gold_change(group), _hacking(group)
+        sentences += filter(None, (*said, _little_to_learn(group)))
     in_answer = compared_with_baseline(policies)
     for group in policies[1:]:
         if measured_alike(policies[0], group):
@@ -149,6 +152,19 @@ def _score_change(group: Group) -> str:
     rate = wins_since_start(group)
     wins = f"; win rate {percent(rate)} against its start" if math.isfinite(rate) else ""
     return bold(group.label) + f" changed the score by {_sure(moved, group)}{wins}."
+
+
+def _length_gain(group: Group) -> str:
+    """The share of the gain in score that length explains, and the score without it."""
+    gain, effect = change(group).mean, length_effect(group)
+    if not (math.isfinite(effect) and gain > 0):
+        return ""
+    share, controlled = effect / gain, num(final_score(group).mean - effect)
+    said = f"{percent(share)} of the gain in score of {group.label}"
+    said += f"; at the length that it began with it would score {controlled}."
+    if share > 0.5:
+        return warn("Longer rather than better:") + f" length explains {said}"
+    return f"Length explains {said}"
 
 
 def _sure(value: Interval, group: Group, form: Callable[[float], str] = signed) -> str:
@@ -238,7 +254,13 @@ def reward_health(others: list[Group]) -> list[Markup]:
             faults.append(("hardly better than chance", advice))
         if pairs < MIN_PAIRS:
             faults.append(("too few pairs to tell", "Hold out more (data.eval_size)."))
+        length = group.final("eval/length_correlation")
+        if abs(length) > MAX_LENGTH_CORRELATION:
+            advice = "A policy gains by length alone: train the reward model with length_head."
+            faults.append((f"scores follow length (correlation {num(length, 2)})", advice))
         words = f" {group.label} ranks {percent(accuracy)} of {of} correctly"
+        short = group.final("eval/accuracy_short")
+        words += f", {percent(short)} where the shorter one won" if math.isfinite(short) else ""
         words += f": {' and '.join(fault for fault, _ in faults)}" if faults else ""
         words += "".join([".", *(f" {advice}" for _, advice in faults)])
         lines.append((warn if faults else escape)("Reward model:") + words)

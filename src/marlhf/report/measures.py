@@ -10,7 +10,7 @@ import numpy as np
 
 from marlhf import intervals
 from marlhf.intervals import Curve, Floats, Interval, mean, mean_over_seeds
-from marlhf.report.groups import CurvePoint, Group, same_prompts
+from marlhf.report.groups import CurvePoint, Group, evaluation_of, same_prompts, start_of
 from marlhf.runs.read import Run, number
 
 MAX_EVALUATIONS = 100
@@ -50,6 +50,26 @@ def change(group: Group, field: str = "score") -> Interval:
         return paired
     moved = final_score(group, field).mean - start_score(group, field).mean
     return Interval(moved, math.nan, math.nan, 0)
+
+
+def length_effect(group: Group) -> float:
+    """How much of the change in score length explains, mean over seeds; NaN where unknown.
+
+    The slope of score on length, times the change in mean length. The slope is least squares over
+    the responses of the first and the last evaluation, each around its own means, so that nothing
+    but length that differs between responses of one policy enters it.
+    """
+    effects: list[float] = []
+    for run in group.runs:
+        ends = [e for e in (start_of(run), evaluation_of(run, None)) if e is not None]
+        pairs = [(np.array(e.scores or (), float), np.array(e.length or (), float)) for e in ends]
+        if len(pairs) < 2 or any(len(s) != len(n) or not len(n) for s, n in pairs):
+            continue
+        apart = [(scores - scores.mean(), lengths - lengths.mean()) for scores, lengths in pairs]
+        spread = sum(float(lengths @ lengths) for _, lengths in apart)
+        slope = sum(float(s @ n) for s, n in apart) / spread if spread > 0 else 0.0
+        effects.append(slope * float(pairs[1][1].mean() - pairs[0][1].mean()))
+    return mean(effects)
 
 
 def fall_from_peak(group: Group, field: str) -> tuple[CurvePoint, Interval]:

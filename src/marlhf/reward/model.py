@@ -1,17 +1,18 @@
 """A learnt reward model, with the policy's tokenizer or its own.
 
-Axes: B rows.
+Axes: B rows, M members of an ensemble.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from marlhf.config.rl import parse_combine
 from marlhf.data import Row
 from marlhf.data.collate import SingleProcess
 from marlhf.data.encode import decode, encode_prompts, encode_responses, opening_ids
@@ -48,6 +49,7 @@ class RewardModel:
         token_budget: int = 1 << 15,
         precision: Precision = "auto",
         processes: SingleProcess | None = None,
+        combine: str = "mean",
     ) -> None:
         self.model = model.requires_grad_(False)
         self.tokenizer = tokenizer
@@ -55,6 +57,10 @@ class RewardModel:
         self.token_budget = token_budget
         self.precision: Precision = precision
         self.processes = processes or SingleProcess()
+        self.combine: float | Literal["min"] = parse_combine(combine)
+        self.members = cast(torch.nn.Linear, model.score).out_features
+        self.disagreement: Tensor | None = None
+        """Of the last call: the standard deviation over an ensemble's members, mean over rows."""
         self.foreign = not same_tokenizer(tokenizer, policy_tokenizer)
         marks = special_tokens(policy_tokenizer)
         self._marks = set(marks.values())
@@ -69,9 +75,27 @@ class RewardModel:
         rows: Sequence[Row] = (),
     ) -> Tensor:
         """One score per row: [B], float32. `rows` is for reward functions only."""
+        scores = self.member_scores(prompts, responses)
+        if self.members == 1:
+            return scores[:, 0]
+        spread = scores.std(dim=1, correction=0)
+        self.disagreement = spread.mean()
+        if self.combine == "min":
+            return scores.amin(dim=1)
+        return scores.mean(dim=1) - self.combine * spread
+
+    @torch.no_grad()
+    def member_scores(
+        self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """The scores of each member of an ensemble, or of the one head: [B, M]."""
         if self.foreign:
             prompts, responses = self._translate(prompts, responses)
-        return self._passes(prompts, responses, lambda part, _: final_scores(self.model, part))
+
+        def of_members(part: Sequences, rows: Sequence[int]) -> Tensor:
+            return final_scores(self.model, part).view(len(rows), self.members)
+
+        return self._passes(prompts, responses, of_members, (self.members,))
 
     def _passes(
         self,

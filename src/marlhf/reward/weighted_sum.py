@@ -14,6 +14,7 @@ from torch import Tensor
 from marlhf.data import Row
 from marlhf.data.encode import decode
 from marlhf.reward.functions import RewardError, RewardFunction, Scorer, show_sample
+from marlhf.reward.model import RewardModel
 from marlhf.reward.places import at_last_tokens
 
 
@@ -45,6 +46,13 @@ class Rewards:
         for _, scorer, _ in self.parts:
             if isinstance(scorer, RewardFunction):
                 scorer.check(rows)
+
+    @property
+    def disagreement(self) -> Tensor | None:
+        """Of the last call: how far the members of ensembles disagree; None without ensembles."""
+        models = [(s, weight) for _, s, weight in self.parts if isinstance(s, RewardModel)]
+        parts = [abs(w) * s.disagreement for s, w in models if s.disagreement is not None]
+        return torch.stack(parts).sum() if parts else None
 
     @property
     def sandbox(self) -> dict[str, bool | str]:

@@ -22,7 +22,7 @@ from marlhf.config.stage import StageConfig
 from marlhf.models.adapter_files import adapter_facts, import_peft, quantization
 from marlhf.models.adapters import AdapterInit, FrozenBaseModel, cast_linear_layers, frozen_dtype
 from marlhf.models.base import Head, Model, Tokenizer
-from marlhf.models.heads import with_scalar_head
+from marlhf.models.heads import average_heads, with_scalar_head
 from marlhf.models.load import (
     has_same_tokenizer,
     is_scalar,
@@ -377,6 +377,8 @@ def load_sources(
     late: list[str] = []
     for role in sorted(sources, key=lambda role: not sources[role].copied):
         models[role] = loader.read(role, sources[role], trains=role in trained)
+        if role == "critic":  # of the mean, where it starts from an ensemble
+            average_heads(models[role])
         if world.sharded and isinstance(sources[role], OnBase):
             late.append(role)
         else:

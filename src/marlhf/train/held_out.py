@@ -106,6 +106,8 @@ class HeldOutEvaluation:
         }
         if experience.episodes is not None:
             metrics |= episode_metrics(experience.episodes, "eval/")
+        if (disagreement := self.models.reward.disagreement) is not None:
+            metrics["eval/disagreement"] = float(disagreement)
         if gold:
             metrics["eval/gold"] = _mean(gold)
             metrics["eval/gold_ended"] = _mean(compress(gold, ended))

@@ -1,18 +1,36 @@
-"""The reward model: from pairs of responses, one number that says which people prefer."""
+"""The reward model: from pairs of responses, one number that says which people prefer.
+
+With `members` several heads over one trunk, each trained on pairs drawn anew (a bootstrap). With
+`length_head` two heads, of which one takes up what length explains and is dropped in the end
+(ODIN, arXiv 2402.07319).
+
+Axes: B pairs, b pairs of a micro-batch, K heads.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from marlhf.core import reward_loss
+from marlhf.data import DataError
+from marlhf.models.base import Model
 from marlhf.models.forward import final_scores
-from marlhf.models.load import STEP_SEPARATOR
+from marlhf.models.heads import set_heads
+from marlhf.models.load import STEP_SEPARATOR, is_scalar
+from marlhf.reward.pairs import accuracy, correlation, pair_metrics
+from marlhf.runs.layout import RunError
+from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import OpenRun, in_run_folder
 from marlhf.runtime.model_loader import load_trained_scalar
+from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.stage import Example
 from marlhf.train.reward_config import RewardConfig
@@ -25,15 +43,25 @@ MAX_HELD_OUT = 1024
 @in_run_folder("reward")
 def train(config: RewardConfig, run: OpenRun) -> Path:
     """Train, or resume training; returns the folder of the model."""
-    stage = SupervisedRun(config, run, load_trained_scalar, "reward")
+    stage = SupervisedRun(config, run, load_with_heads, "reward")
     stage.model.config.pad_token_id = stage.tokenizer.pad_token_id
     vars(stage.model.config).pop(STEP_SEPARATOR, None)  # where it starts from a process model
     passes = stage.place()
-    measure = partial(evaluate, passes, stage.held_out[:MAX_HELD_OUT])
+    labels = Labels.of(stage.examples, config.label_smoothing)
+    counts = draw_counts(len(stage.examples), config.members, config.seed)
+    held_out = stage.held_out[:MAX_HELD_OUT]
+    measure = partial(evaluate, passes, held_out, Labels.of(held_out), config.length_head)
     with stage.begin(measure, metric="accuracy") as loop:
         for step in stage.steps():
-            rows = [stage.examples[i] for i in stage.row_numbers(step)]
-            compute = partial(backward, passes, rows, config.center_coef)
+            numbers_of_rows = stage.row_numbers(step)
+            rows = [stage.examples[i] for i in numbers_of_rows]
+            objective = Objective(
+                labels.take(numbers_of_rows),
+                counts[:, numbers_of_rows],
+                config.centering,
+                config.length_head,
+            )
+            compute = partial(backward, passes, rows, objective)
             (loss, margins), numbers = stage.update(step, compute, ["reward/loss", "reward/margin"])
             metrics = {
                 "reward/loss": float(loss),
@@ -41,44 +69,183 @@ def train(config: RewardConfig, run: OpenRun) -> Path:
                 "reward/margin": float(margins.mean()),
             } | {f"reward/{k}": x for k, x in numbers.items()}
             loop.log(metrics, show=("reward/loss", "reward/accuracy"))
+        if config.length_head:
+            set_heads(stage.model, 1, config.seed, fresh=False)  # the first one: quality
         return stage.close(f"marlhf ppo, with reward_model: {run.folder.model}")
 
 
-def backward(passes: Passes, rows: list[Example], center_coef: float) -> tuple[Tensor, Tensor]:
-    """Gradients of the batch's mean loss, micro-batch by micro-batch: the loss, and margins [B]."""
-    world = passes.world
+def load_with_heads(config: RewardConfig, objects: GivenObjects, world: World) -> Model:
+    """The model that training starts from, with as many heads as it trains."""
+    model = load_trained_scalar(config, objects, world)
+    origin = config.model if objects.model is None else objects.model
+    fresh = not is_scalar(origin, trust_remote_code=config.trust_remote_code, setting="model")
+    heads = 2 if config.length_head else config.members
+    if model.score.out_features not in (1, heads):
+        raise RunError(
+            f"{config.model} is an ensemble of {model.score.out_features} members. To train it "
+            f"further set members: {model.score.out_features}; or start from the language model."
+        )
+    set_heads(model, heads, config.seed, fresh=fresh)
+    return model
+
+
+def draw_counts(num_pairs: int, members: int, seed: int) -> Tensor:
+    """How often each member has drawn each pair: [K, N].
+
+    A member draws as many pairs as there are, with replacement, by its own seed, `seed + m`. A
+    single member has each pair once.
+    """
+    if members == 1:
+        return torch.ones(1, num_pairs, dtype=torch.int64)
+    counts = torch.empty(members, num_pairs, dtype=torch.int64)
+    for member in range(members):
+        generator = torch.Generator().manual_seed(seed + member)
+        drawn = torch.randint(num_pairs, (num_pairs,), generator=generator)
+        counts[member] = torch.bincount(drawn, minlength=num_pairs)
+    return counts
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What is known of pairs beside their texts."""
+
+    margin: Tensor  # [B], by how much the chosen response should be ahead
+    flipped: Tensor  # [B], how likely the label is the wrong way round; 0.5 for ties
+    lengths: Tensor  # [2, B], tokens of the chosen and of the rejected responses
+
+    @classmethod
+    def of(cls, examples: Sequence[Example], label_smoothing: float = 0.0) -> Labels:
+        flipped = [0.5 if e.row.columns.get("tie") else label_smoothing for e in examples]
+        lengths = [[len(e.chosen) for e in examples], [len(e.rejected) for e in examples]]
+        margin = [_margin(e, number) for number, e in enumerate(examples, start=1)]
+        return cls(*(torch.tensor(x, dtype=torch.float32) for x in (margin, flipped, lengths)))
+
+    def take(self, rows: Sequence[int]) -> Labels:
+        index = torch.tensor(rows)
+        return Labels(self.margin[index], self.flipped[index], self.lengths[:, index])
+
+
+def _margin(example: Example, number: int) -> float:
+    value = example.row.columns.get("margin")
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise DataError(
+            f"{example.row.position or f'row {number}'}: `margin` is {value!r}. It must be a "
+            "number, by which the chosen response's score should be ahead. Rename a column that "
+            "means something else."
+        )
+    return float(value)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the scores of a batch are trained for."""
+
+    labels: Labels
+    counts: Tensor  # [K, B], how often each member has drawn a pair
+    center_coef: float = 0.0
+    length_head: bool = False
+
+    def __call__(self, scores: Tensor, rows: Sequence[int]) -> Tensor:
+        """The loss of some rows of the batch, [2, b, K], as a part of the batch's mean."""
+        labels, device, size = self.labels.take(rows), scores.device, self.counts.shape[1]
+        if self.length_head:
+            scores = scores.sum(dim=2, keepdim=True)  # together they explain the preferences
+        losses = scores.new_zeros(())
+        for (chosen, rejected), counts in zip(scores.unbind(2), self.counts[:, list(rows)]):
+            index = torch.arange(len(rows)).repeat_interleave(counts)
+            margin, flipped = labels.margin[index].to(device), labels.flipped[index].to(device)
+            index = index.to(device)
+            losses = losses + reward_loss(
+                chosen[index],
+                rejected[index],
+                margin=margin,
+                label_smoothing=flipped,
+                center_coef=self.center_coef,
+                num_pairs=size,
+            )
+        return losses / len(self.counts)
+
+    def length_penalty(self, scores: Tensor) -> Tensor:
+        """ODIN: length explains the second head's scores and not the first one's: [2, B, 2]."""
+        lengths = self.labels.lengths.to(scores.device).flatten()
+        quality, length = (correlation(head.flatten(), lengths) for head in scores.unbind(2))
+        return quality.abs() - length
+
+
+def backward(passes: Passes, rows: list[Example], objective: Objective) -> tuple[Tensor, Tensor]:
+    """Gradients of the batch's mean loss, micro-batch by micro-batch: the loss, and margins [B].
+
+    A correlation with length is one of the whole batch. Its gradients by the scores are computed
+    first, from a pass without gradients, so that micro-batches and ranks still add up exactly.
+    """
+    world, model = passes.world, passes.model
     total = torch.zeros((), device=world.device)
     margins = torch.zeros(len(rows), device=world.device)
+    by_scores: Tensor | None = None
+    if objective.length_head:
+        whole = score_pairs(passes, rows).requires_grad_()
+        penalty = objective.length_penalty(whole)
+        (by_scores,) = torch.autograd.grad(penalty, whole)
+        orthogonal = heads_overlap(model.score)
+        if world.main:  # gradients are summed over ranks
+            orthogonal.backward()
+            total += (penalty + orthogonal).detach()
     for micro, pairs in passes.pairs(rows):
         with passes.autocast():
-            chosen, rejected = final_scores(passes.model, pairs).chunk(2)
-        loss = reward_loss(chosen, rejected, center_coef=center_coef, num_pairs=len(rows))
-        loss = loss * micro.weight
-        loss.backward()
-        total += loss.detach()
-        margins[micro.rows] += (chosen - rejected).detach() * micro.weight
+            scores = final_scores(model, pairs).view(2, len(micro.rows), -1)
+        loss = objective(scores, micro.rows)
+        total += loss.detach() * micro.weight
+        if by_scores is not None:
+            loss = loss + (scores * by_scores[:, micro.rows]).sum()
+        (loss * micro.weight).backward()
+        chosen, rejected = rewards_of(scores.detach(), objective.length_head)
+        margins[micro.rows] += (chosen - rejected) * micro.weight
     return world.sum(total), world.sum(margins)
 
 
+def heads_overlap(head: nn.Linear) -> Tensor:
+    """ODIN: how far from orthogonal the two heads are, |cos|."""
+    quality, length = head.weight
+    return torch.cosine_similarity(quality, length, dim=0).abs()
+
+
+def rewards_of(scores: Tensor, length_head: bool) -> Tensor:
+    """What pairs are ranked by: the quality head, or the mean of the members, [2, b]."""
+    return scores[..., 0] if length_head else scores.mean(dim=2)
+
+
 @torch.no_grad()
-def evaluate(passes: Passes, rows: list[Example]) -> dict[str, float]:
-    """Accuracy and loss on held-out pairs; NaN when there are none."""
-    if not rows:
-        return {"eval/accuracy": float("nan"), "eval/loss": float("nan")}
-    scores = torch.zeros(2, len(rows), device=passes.world.device)
+def score_pairs(passes: Passes, rows: list[Example]) -> Tensor:
+    """All heads' scores of the chosen and the rejected responses, on all ranks: [2, B, K]."""
+    heads = passes.model.score.out_features
+    scores = torch.zeros(2, len(rows), heads, device=passes.world.device)
     for micro, pairs in passes.pairs(rows):
         with passes.autocast():
-            scores[:, micro.rows] += final_scores(passes.model, pairs).view(2, -1) * micro.weight
-    scores = passes.world.sum(scores)
+            part = final_scores(passes.model, pairs).view(2, len(micro.rows), heads)
+        scores[:, micro.rows] += part * micro.weight
+    return passes.world.sum(scores)
+
+
+@torch.no_grad()
+def evaluate(
+    passes: Passes, rows: list[Example], labels: Labels, length_head: bool = False
+) -> dict[str, float]:
+    """Accuracy, loss and the like on held-out pairs; NaN when there are none."""
+    if not rows:
+        return {"eval/accuracy": float("nan"), "eval/loss": float("nan")}
+    scores = score_pairs(passes, rows)
     check_finite([("the held-out scores", scores)])
-    chosen, rejected = scores
-    return {
-        "eval/accuracy": accuracy(chosen - rejected),
-        "eval/loss": float(reward_loss(chosen, rejected)),
+    chosen, rejected = rewards_of(scores, length_head)
+    margin, flipped, lengths = (x.to(scores.device) for x in vars(labels).values())
+    loss: Any = reward_loss(chosen, rejected, margin=margin, label_smoothing=flipped)
+    measured = pair_metrics(chosen, rejected, lengths, flipped == 0)
+    metrics = {
+        "eval/accuracy": measured.pop("accuracy", float("nan")),
+        "eval/loss": float(loss),
         "eval/margin": float((chosen - rejected).mean()),
-    }
-
-
-def accuracy(margins: Tensor) -> float:
-    """Share of pairs whose chosen response scores higher; a tie counts half."""
-    return float(((margins > 0).float() + 0.5 * (margins == 0).float()).mean())
+    } | {f"eval/{name}": value for name, value in measured.items()}
+    if not length_head and scores.shape[2] > 1:
+        metrics["eval/disagreement"] = float(scores.std(dim=2, correction=0).mean())
+    return metrics

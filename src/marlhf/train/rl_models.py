@@ -119,7 +119,8 @@ def load_models(config: RLConfig, objects: GivenObjects, world: World, *, critic
         rewards = _rewards(config, items, models, tokenizer, world)
         gold = None
         if config.gold_model:
-            gold = _reward_model(config.gold_model, models["gold"], None, config, tokenizer, world)
+            judge = models["gold"]
+            gold = _reward_model(config.gold_model, judge, None, config, tokenizer, world, "mean")
         parsing = open_parsing(config.segmenter, tokenizer)
         conversations = conversations_of(config, objects, tokenizer, world)
         engine, ahead = _load_engine(config, policy, ends, pad, world)
@@ -252,6 +253,12 @@ def _rewards(
             function = import_function(item, config.code) if isinstance(item, str) else item
             wrapped = SharedFunction(function, tokenizer, world, timeout=config.reward_timeout)
             scorers.append((wrapped.name, wrapped, reward.weight))
+    ensembles = [s for _, s, _ in scorers if isinstance(s, RewardModel) and s.members > 1]
+    if config.reward_combine != "mean" and not ensembles:
+        raise RunError(
+            f"reward_combine: {config.reward_combine} needs an ensemble, and there is none among "
+            "the rewards. Train one with `members: 4` in the reward stage, or leave it out."
+        )
     return Rewards(scorers)
 
 
@@ -263,6 +270,7 @@ def _reward_model(
     tokenizer: Tokenizer,
     world: World,
     kind: Callable[..., RewardModel] = RewardModel,
+    combine: str | None = None,
 ) -> RewardModel:
     remote = config.trust_remote_code
     source = own or (item if isinstance(item, str) else tokenizer)
@@ -273,6 +281,7 @@ def _reward_model(
         token_budget=2 * config.pass_tokens,
         precision=config.precision,
         processes=world,
+        combine=combine or config.reward_combine,
     )
 
 

@@ -239,6 +239,8 @@ class RLRun:
         rewards = self.models.reward.latest
         if len(rewards) > 1:
             tensors |= {f"rewards/{name}": score for name, score in rewards.items()}
+        if (disagreement := self.models.reward.disagreement) is not None:
+            tensors["rl/disagreement"] = disagreement
         rows = len(experience.scores)
         numbers = to_numbers(tensors) | self.clock.times(rows) | dict(more or {})
         if age == 0:  # else log-probs of sampling are of older weights

@@ -26,6 +26,7 @@ LEARNING = (
     ("KL (nats per response)", ("eval/kl", "rl/kl")),
     ("Length (tokens)", ("eval/length", "rl/length")),
     ("Gold score", ("eval/gold",)),
+    ("Disagreement of the ensemble", ("eval/disagreement", "rl/disagreement")),
     ("Repetition", ("eval/repetition",)),
     ("Win rate against SFT", ("eval/win_rate",)),
 )
@@ -150,6 +151,9 @@ def stage_table(groups: list[Group]) -> Markup:
         (Column("Loss"), [f"{group.stage}/loss" for group in groups]),
         (Column("Held-out loss"), ["eval/loss"]),
         (Column("Held-out accuracy", form=percent), ["eval/accuracy"]),
+        (Column("Where the shorter won", form=percent), ["eval/accuracy_short"]),
+        (Column("Calibration error", form=percent), ["eval/calibration_error"]),
+        (Column("Correlation with length"), ["eval/length_correlation"]),
     ]
     measures = [m for m in measures if any(g.finals(key) for g in groups for key in m[1])]
     columns = [Column("Run"), Column("Stage"), Column("Steps"), *(m[0] for m in measures)]
