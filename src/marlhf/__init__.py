@@ -17,13 +17,14 @@ from marlhf._version import __version__
 _WHERE = {
     "marlhf.trainers": (
         *("DPOTrainer", "GRPOTrainer", "MacroPPOTrainer", "PPOTrainer", "RLOOTrainer"),
-        *("RewardTrainer", "SFTTrainer"),
+        *("OnlineDPOTrainer", "RewardTrainer", "SFTTrainer"),
     ),
     "marlhf.train.sft_config": ("SFTConfig",),
     "marlhf.train.reward_config": ("RewardConfig",),
     "marlhf.train.ppo_config": ("PPOConfig",),
     "marlhf.train.rloo_config": ("GRPOConfig", "RLOOConfig"),
     "marlhf.train.dpo_config": ("DPOConfig",),
+    "marlhf.train.online_dpo_config": ("OnlineDPOConfig",),
     "marlhf.config.rl": ("Guards",),
     "marlhf.data": ("DataConfig",),
     "marlhf.rollout": ("Sampling",),
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from marlhf.report.write import write_report
     from marlhf.rollout import Sampling
     from marlhf.train.dpo_config import DPOConfig
+    from marlhf.train.online_dpo_config import OnlineDPOConfig
     from marlhf.train.ppo_config import PPOConfig
     from marlhf.train.reward_config import RewardConfig
     from marlhf.train.rloo_config import GRPOConfig, RLOOConfig
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
         DPOTrainer,
         GRPOTrainer,
         MacroPPOTrainer,
+        OnlineDPOTrainer,
         PPOTrainer,
         RewardTrainer,
         RLOOTrainer,

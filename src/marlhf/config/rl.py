@@ -285,6 +285,11 @@ class RLConfig(StageConfig):
         return low, high
 
     @property
+    def needs_rewards(self) -> bool:
+        """Whether nothing scores without a reward model or function."""
+        return not self.environment
+
+    @property
     def one_update(self) -> bool:
         """Whether each batch makes a single update, so that the old policy is the new one."""
         return self.num_mini_batches == 1

@@ -43,7 +43,7 @@ def facts_of(stage: str) -> StageFacts:
     >>> facts_of("rloo").label, facts_of("rloo").samples, facts_of("dpo").samples
     ('RLOO', True, False)
     """
-    return NOT_RL.get(stage) or StageFacts(stage.upper())
+    return NOT_RL.get(stage) or StageFacts(stage.upper().replace("-", " "))
 
 
 def order_of(stage: str) -> tuple[int, str]:

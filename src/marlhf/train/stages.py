@@ -15,6 +15,7 @@ from typing import Any
 
 from marlhf.config.stage import StageConfig
 from marlhf.train.dpo_config import DPOConfig
+from marlhf.train.online_dpo_config import OnlineDPOConfig
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.reward_config import RewardConfig
 from marlhf.train.rloo_config import GRPOConfig, RLOOConfig
@@ -81,6 +82,12 @@ def _dpo() -> Loop:
     return train
 
 
+def _online_dpo() -> Loop:
+    from marlhf.train.online_dpo import train
+
+    return train
+
+
 METHODS = {
     "sft": Method(SFTConfig, _sft, "Supervised fine-tuning on chosen responses."),
     "reward": Method(RewardConfig, _reward, "Train a reward model on pairs of responses."),
@@ -88,4 +95,5 @@ METHODS = {
     "rloo": Method(RLOOConfig, _rloo, "RLOO: several responses per prompt, no critic."),
     "grpo": Method(GRPOConfig, _grpo, "GRPO: responses in units of their group's deviation."),
     "dpo": Method(DPOConfig, _dpo, "Direct preference optimisation, without a reward model."),
+    "online-dpo": Method(OnlineDPOConfig, _online_dpo, "DPO on pairs that the policy samples."),
 }
