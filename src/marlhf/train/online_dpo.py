@@ -202,7 +202,7 @@ class JudgeScores:
     def __init__(self, compare: Any, world: World) -> None:
         self.compare, self.world = compare, world
         self.tokenizer: Tokenizer | None = None
-        self.first: dict[str, str] = {}
+        self.first: dict[str, tuple[str, bool]] = {}
 
     def __call__(
         self,
@@ -211,16 +211,23 @@ class JudgeScores:
         rows: Sequence[Row],
     ) -> Tensor:
         assert self.tokenizer is not None
-        texts = [decode(self.tokenizer, list(ids)) for ids in responses]
+        eos = self.tokenizer.eos_token_id
+        said = [
+            Response(decode(self.tokenizer, list(ids)), ended=list(ids[-1:]) == [eos])
+            for ids in responses
+        ]
         sides: list[tuple[int, int | None]] = []  # rows; None for the starting policy's response
         pairs: list[Pair] = []
         for key, group in groupby(range(len(rows)), key=lambda i: prompt_key(rows[i])):
             members = list(group)
-            first = self.first.setdefault(key, texts[members[0]]) if len(members) == 1 else ""
-            for a, b in combinations([*members, *([None] if len(members) == 1 else [])], 2):
-                other = first if b is None else texts[b]
+            for a, b in combinations(members, 2):
                 sides.append((a, b))
-                pairs.append(Pair(rows[a].prompt, Response(texts[a]), Response(other)))
+                pairs.append(Pair(rows[a].prompt, said[a], said[b]))
+            if len(members) == 1:
+                [a] = members
+                first = self.first.setdefault(key, (said[a].text, said[a].ended))
+                sides.append((a, None))
+                pairs.append(Pair(rows[a].prompt, said[a], Response(first[0], ended=first[1])))
         verdicts: Any = None
         with self.world.raise_on_all_ranks():
             if self.world.main:
@@ -236,8 +243,8 @@ class JudgeScores:
         scores = torch.where(counts > 0, wins / counts.clamp(min=1), 0.5)
         return scores.to(self.world.device)
 
-    def state(self) -> dict[str, str]:
+    def state(self) -> dict[str, tuple[str, bool]]:
         return self.first
 
-    def load_state(self, state: dict[str, str]) -> None:
+    def load_state(self, state: dict[str, tuple[str, bool]]) -> None:
         self.first = state
