@@ -32,6 +32,7 @@ NOT_RL = {
         writes_text=False,
         part="reward",
     ),
+    "label": StageFacts("labelling", samples=False, has_reference=False, writes_text=False),
     "dpo": StageFacts("DPO (direct preference optimisation)", samples=False, part="reward"),
 }
 """In the order in which reports show them, before those that learn by reinforcement."""

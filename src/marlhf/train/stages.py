@@ -15,7 +15,7 @@ from typing import Any
 
 from marlhf.config.stage import StageConfig
 from marlhf.train.dpo_config import DPOConfig
-from marlhf.train.online_dpo_config import OnlineDPOConfig
+from marlhf.train.online_dpo_config import LabelConfig, OnlineDPOConfig
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.reward_config import RewardConfig
 from marlhf.train.rloo_config import GRPOConfig, RLOOConfig
@@ -88,6 +88,12 @@ def _online_dpo() -> Loop:
     return train
 
 
+def _label() -> Loop:
+    from marlhf.train.label import train
+
+    return train
+
+
 METHODS = {
     "sft": Method(SFTConfig, _sft, "Supervised fine-tuning on chosen responses."),
     "reward": Method(RewardConfig, _reward, "Train a reward model on pairs of responses."),
@@ -97,3 +103,8 @@ METHODS = {
     "dpo": Method(DPOConfig, _dpo, "Direct preference optimisation, without a reward model."),
     "online-dpo": Method(OnlineDPOConfig, _online_dpo, "DPO on pairs that the policy samples."),
 }
+
+STAGES = METHODS | {
+    "label": Method(LabelConfig, _label, "Sample pairs and have them labelled, as data."),
+}
+"""What a recipe may have: the methods, and what makes data for them."""

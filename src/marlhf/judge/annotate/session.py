@@ -13,13 +13,15 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from marlhf.intervals import mean
 from marlhf.judge.annotate.store import Store
 from marlhf.judge.annotate.tasks import Item, RunPair, find_guide, read_items
 from marlhf.judge.criteria import slug
 from marlhf.judge.pairs import JudgeError, home
-from marlhf.judge.verdicts import Judgement, write_verdicts
+from marlhf.judge.verdicts import WINS, Judgement, write_verdicts
 from marlhf.runs.atomic import write_text
-from marlhf.runs.layout import JUDGED
+from marlhf.runs.jsonl import write_jsonl
+from marlhf.runs.layout import JUDGED, PAIRS
 
 PORT = 8123
 LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -165,12 +167,39 @@ def export(store: Store, folder: Path | str | None = None) -> list[dict[str, Any
                     file.unlink(missing_ok=True)
                     file.with_suffix(".json").unlink(missing_ok=True)
         write_text(folder / f"{store.path.stem}.csv", _table(store))
+        write_jsonl(folder / f"{store.path.stem}-{PAIRS}", preferences(store)[0])
     except OSError as error:
         raise JudgeError(
             f"Cannot write votes to {folder}: {error.strerror}. Give another -o; the votes are "
             f"safe in {store.path}."
         ) from error
     return summaries
+
+
+def preferences(store: Store) -> tuple[list[dict[str, Any]], int]:
+    """What most people preferred, as rows for `marlhf reward`, and how many pairs have votes.
+
+    Pairs that are even, by votes or since both texts are equal, are no rows.
+    """
+    wins: dict[str, list[float]] = {}
+    for name in store.annotators():
+        last = {event.pair: event.verdict for event in store.standing(name)}
+        for pair, verdict in last.items():
+            if verdict:
+                wins.setdefault(pair, []).append(WINS[verdict])
+    rows: list[dict[str, Any]] = []
+    for pair, votes in wins.items():
+        item, share = store.items[pair], mean(votes)
+        if share == 0.5:
+            continue
+        texts = item.response_a, item.response_b
+        chosen, rejected = texts if share > 0.5 else texts[::-1]
+        agreement = max(share, 1 - share)
+        rows.append(
+            {"prompt": item.prompt, "chosen": chosen, "rejected": rejected}
+            | {"votes": len(votes), "agreement": agreement}
+        )
+    return rows, len(wins)
 
 
 def describe(store: Store) -> list[str]:
