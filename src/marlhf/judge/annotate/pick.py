@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from marlhf.data.rows import Text, is_blank
+from marlhf.judge.annotate.session import export_pairs
+from marlhf.judge.annotate.store import Store
 from marlhf.judge.pairs import JudgeError, Pair, Response
 from marlhf.runs.jsonl import read_jsonl, write_jsonl
-from marlhf.runs.layout import PAIRS
 
 if TYPE_CHECKING:
     from marlhf.intervals import Floats
@@ -178,11 +179,6 @@ def open_pool(
 
 def pairs_of(run: Path, database: Path | None) -> Path:
     """The rows of the votes on one run, written anew from its database."""
-    from marlhf.judge.annotate.session import preferences
-    from marlhf.judge.annotate.store import Store
-
     folder = run if (run / VOTES).is_file() else run / FOLDER
-    file = folder / f"votes-{PAIRS}"
     with closing(Store(database or folder / VOTES)) as store:
-        write_jsonl(file, preferences(store)[0])
-    return file
+        return export_pairs(store, folder)

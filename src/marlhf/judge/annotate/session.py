@@ -21,9 +21,11 @@ from marlhf.judge.pairs import JudgeError, home
 from marlhf.judge.verdicts import WINS, Judgement, write_verdicts
 from marlhf.runs.atomic import write_text
 from marlhf.runs.jsonl import write_jsonl
-from marlhf.runs.layout import JUDGED, PAIRS
+from marlhf.runs.layout import JUDGED
 
 PORT = 8123
+PAIRS_FOLDER = "pairs"
+"""Apart from verdict files, which others read by their ending."""
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 COLUMNS = ("time", "annotator", "a", "b", "pair", "left", "choice", "verdict", "counts")
@@ -135,6 +137,7 @@ def _finish(store: Store, output: Path | str | None, say: Say) -> list[dict[str,
     if summaries:
         folder = Path(summaries[0]["path"]).parent
         say(f"Verdicts are in {folder}, for `marlhf agreement` and `marlhf report`")
+        say(f"Pairs are in {folder / PAIRS_FOLDER}, for `marlhf reward` with data.more")
     return summaries
 
 
@@ -167,13 +170,24 @@ def export(store: Store, folder: Path | str | None = None) -> list[dict[str, Any
                     file.unlink(missing_ok=True)
                     file.with_suffix(".json").unlink(missing_ok=True)
         write_text(folder / f"{store.path.stem}.csv", _table(store))
-        write_jsonl(folder / f"{store.path.stem}-{PAIRS}", preferences(store)[0])
+        export_pairs(store, folder)
     except OSError as error:
         raise JudgeError(
             f"Cannot write votes to {folder}: {error.strerror}. Give another -o; the votes are "
             f"safe in {store.path}."
         ) from error
     return summaries
+
+
+def export_pairs(store: Store, folder: Path) -> Path:
+    """Write what people preferred as data for `marlhf reward` and `marlhf dpo`: the file."""
+    file, rows = folder / PAIRS_FOLDER / f"{store.path.stem}.jsonl", preferences(store)[0]
+    if rows:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(file, rows)
+    else:
+        file.unlink(missing_ok=True)
+    return file
 
 
 def preferences(store: Store) -> tuple[list[dict[str, Any]], int]:
