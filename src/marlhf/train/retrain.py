@@ -45,7 +45,10 @@ def _config(run: Path) -> RewardConfig:
 
 
 def compare(before: Path, after: Path, device: str = "auto") -> tuple[float, float, Interval]:
-    """Accuracy of two reward runs on the held-out pairs of the first, and the difference."""
+    """Accuracy of two reward runs on the held-out pairs of the first, and the difference.
+
+    Each prompt counts once, however many pairs it has.
+    """
     config = _config(before)
     rows = load_data(config.data, "reward", needs=config.columns).eval
     if not rows:
@@ -58,7 +61,8 @@ def compare(before: Path, after: Path, device: str = "auto") -> tuple[float, flo
         [(m > 0) + (m == 0) / 2 for m in RewardJudge(str(run), device).margins(asked)]
         for run in (before, after)
     ]
-    changes: dict[str, list[float]] = {}
-    for row, old, new in zip(rows, *right):
-        changes.setdefault(prompt_key(row), []).append(new - old)
-    return mean(right[0]), mean(right[1]), interval([mean(x) for x in changes.values()])
+    by_prompt: dict[str, list[tuple[float, float]]] = {}
+    for row, *both in zip(rows, *right):
+        by_prompt.setdefault(prompt_key(row), []).append((both[0], both[1]))
+    old, new = ([mean([x[i] for x in pairs]) for pairs in by_prompt.values()] for i in (0, 1))
+    return mean(old), mean(new), interval([b - a for a, b in zip(old, new)])
