@@ -7,7 +7,8 @@ when it is about to run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -104,7 +105,6 @@ METHODS = {
     "online-dpo": Method(OnlineDPOConfig, _online_dpo, "DPO on pairs that the policy samples."),
 }
 
-STAGES = METHODS | {
-    "label": Method(LabelConfig, _label, "Sample pairs and have them labelled, as data."),
-}
+_LABEL = Method(LabelConfig, _label, "Sample pairs and have them labelled, as data.")
+STAGES: Mapping[str, Method] = ChainMap({"label": _LABEL}, METHODS)
 """What a recipe may have: the methods, and what makes data for them."""

@@ -9,7 +9,7 @@ import csv
 import hashlib
 import io
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,8 @@ def export_pairs(store: Store, folder: Path) -> Path:
         write_jsonl(file, rows)
     else:
         file.unlink(missing_ok=True)
+        with suppress(OSError):  # others are in it, or it was never there
+            file.parent.rmdir()
     return file
 
 
