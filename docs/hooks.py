@@ -6,7 +6,7 @@ from typing import Any
 
 from marlhf.config.settings import describe
 from marlhf.train.recipe import kind_class
-from marlhf.train.stages import METHODS
+from marlhf.train.stages import STAGES
 
 HEAD = """# Settings
 
@@ -18,7 +18,7 @@ dotted name is nested: `sampling.top_k` is `sampling: {top_k: 0}`.
 def settings_page() -> str:
     """One table per stage."""
     parts = [HEAD]
-    for kind, method in METHODS.items():
+    for kind, method in STAGES.items():
         parts += [
             f"\n## {kind}\n",
             method.help,

@@ -17,7 +17,7 @@ from marlhf._version import __version__
 _WHERE = {
     "marlhf.trainers": (
         *("DPOTrainer", "GRPOTrainer", "MacroPPOTrainer", "PPOTrainer", "RLOOTrainer"),
-        *("PRMTrainer", "RewardTrainer", "SFTTrainer"),
+        *("OnlineDPOTrainer", "PRMTrainer", "RewardTrainer", "SFTTrainer"),
     ),
     "marlhf.train.sft_config": ("SFTConfig",),
     "marlhf.train.reward_config": ("RewardConfig",),
@@ -25,6 +25,7 @@ _WHERE = {
     "marlhf.train.ppo_config": ("PPOConfig",),
     "marlhf.train.rloo_config": ("GRPOConfig", "RLOOConfig"),
     "marlhf.train.dpo_config": ("DPOConfig",),
+    "marlhf.train.online_dpo_config": ("OnlineDPOConfig",),
     "marlhf.config.rl": ("Guards",),
     "marlhf.data": ("DataConfig",),
     "marlhf.rollout": ("Sampling",),
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from marlhf.report.write import write_report
     from marlhf.rollout import Sampling
     from marlhf.train.dpo_config import DPOConfig
+    from marlhf.train.online_dpo_config import OnlineDPOConfig
     from marlhf.train.ppo_config import PPOConfig
     from marlhf.train.prm_config import PRMConfig
     from marlhf.train.reward_config import RewardConfig
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
         DPOTrainer,
         GRPOTrainer,
         MacroPPOTrainer,
+        OnlineDPOTrainer,
         PPOTrainer,
         PRMTrainer,
         RewardTrainer,

@@ -36,6 +36,7 @@ TRAINERS = {
     for kind in (
         *(trainers.SFTTrainer, trainers.RewardTrainer, trainers.DPOTrainer),
         *(trainers.MacroPPOTrainer, trainers.RLOOTrainer, trainers.GRPOTrainer),
+        trainers.OnlineDPOTrainer,
     )
 }
 WAYS = ("data", "fsdp")
@@ -56,6 +57,7 @@ OWN = {
     "ppo": RL | {"critic_learning_rate": 1e-3, "num_mini_batches": 2, "segmenter": RandomNGram()},
     "rloo": RL | {"num_samples": 2},
     "grpo": RL | {"num_samples": 2},
+    "online-dpo": RL | {"num_mini_batches": 2},
 }
 BRIEF = {"num_steps": 2, "eval_every": 0, "save_every": 0}  # the last step begins after an update
 RUNS = {kind: (kind, {}) for kind in METHODS} | {

@@ -426,8 +426,22 @@ def judge(
 @app.command("annotate")
 def annotate(
     runs: Annotated[
-        list[Path], typer.Argument(help="Two or more: runs, or JSON-lines files of responses.")
+        list[Path],
+        typer.Argument(
+            help="Two or more runs or files of responses; or one, for pairs of its own."
+        ),
     ],
+    pick: Annotated[
+        str, typer.Option(help="Pairs of one run: random, or active, where votes tell most.")
+    ] = "random",
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(help="Reward model that --pick active asks; several disagree."),
+    ] = None,
+    pool: Annotated[int, typer.Option(min=1, help="Prompts to sample, of one run.")] = 512,
+    retrain: Annotated[
+        Path | None, typer.Option(help="Train this reward run again with the votes on one run.")
+    ] = None,
     task: Annotated[str, typer.Option(help="Criteria: tldr, hh, webgpt, or a YAML file.")] = "hh",
     question: Annotated[str | None, typer.Option(help="Your own question for voters.")] = None,
     criterion: Annotated[
@@ -449,8 +463,21 @@ def annotate(
 ) -> None:
     """Serve a local web page where people compare responses blindly."""
     from marlhf.judge import annotate as people
+    from marlhf.judge.annotate import pick as picking
     from marlhf.judge.compare import describe
+    from marlhf.judge.pairs import JudgeError
 
+    if len(runs) == 1 and retrain is not None:
+        _retrain(retrain, picking.pairs_of(runs[0], database))
+        return
+    if retrain is not None or (len(runs) > 1 and (reward or pick == "active")):
+        raise JudgeError("--retrain and --pick are for the votes on one run. Give one RUN.")
+    if len(runs) == 1:
+        folder = picking.open_pool(
+            runs[0], pick, reward or (), pool=pool, count=limit or 64, seed=seed or 0, say=tell
+        )
+        runs, limit = [folder / name for name in picking.POOL], None
+        database = database or folder / picking.VOTES
     if export:
         summaries = people.export_votes(
             runs, task=task, question=question, database=database, output=output, say=tell
@@ -473,6 +500,19 @@ def annotate(
         output=output,
         say=tell,
     )
+
+
+def _retrain(run: Path, pairs: Path) -> None:
+    """Train a reward run again with votes, and say what they changed."""
+    from marlhf.train.retrain import compare, retrain
+
+    after = retrain(run, pairs)
+    old, new, change = compare(run, after)
+    typer.echo(
+        f"accuracy on held-out pairs of {change.size} prompts: {old:.3f} -> {new:.3f}, "
+        f"difference {change.text('{:+.3f}'.format)}"
+    )
+    tell(str(after))
 
 
 @app.command("agreement")

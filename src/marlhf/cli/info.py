@@ -22,7 +22,7 @@ from marlhf.cli.app import (
     app,
     read_segmenter,
 )
-from marlhf.train.stages import METHODS
+from marlhf.train.stages import STAGES
 
 NEEDED = ("torch", "transformers", "accelerate", "safetensors", "pydantic", "rich", "typer")
 EXTRAS = {
@@ -61,7 +61,7 @@ def recipes() -> None:
 
 @app.command()
 def config(
-    kind: Annotated[str, typer.Argument(help=f"One of {', '.join(METHODS)}.")],
+    kind: Annotated[str, typer.Argument(help=f"One of {', '.join(STAGES)}.")],
     recipe: Annotated[str | None, typer.Argument(help="A recipe to show in full.")] = None,
     overrides: Overrides = None,
     stage: StageName = None,

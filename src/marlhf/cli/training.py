@@ -18,7 +18,7 @@ from marlhf.cli.app import (
     write_report_of,
 )
 from marlhf.runs.stage_facts import facts_of
-from marlhf.train.stages import METHODS
+from marlhf.train.stages import STAGES
 
 if TYPE_CHECKING:
     from marlhf.train.recipe import Stage
@@ -42,7 +42,7 @@ def _add_command(kind: str, help_: str) -> None:
     app.command(kind, help=help_)(command)
 
 
-for name, method in METHODS.items():
+for name, method in STAGES.items():
     _add_command(name, method.help)
 
 
@@ -162,6 +162,6 @@ def run_verl(context: typer.Context) -> None:
 
 def _train(stage: Stage) -> None:
     try:
-        METHODS[stage.kind].train(stage.config)
+        STAGES[stage.kind].train(stage.config)
     except KeyboardInterrupt:
         fail("Stopped. The same command resumes from the last checkpoint, if there is one.", 130)

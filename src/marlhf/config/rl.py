@@ -346,6 +346,11 @@ class RLConfig(StageConfig):
         return low, high
 
     @property
+    def needs_rewards(self) -> bool:
+        """Whether nothing scores without an outcome reward model or a function."""
+        return not (self.environment or self.process_model)
+
+    @property
     def one_update(self) -> bool:
         """Whether each batch makes a single update, so that the old policy is the new one."""
         return self.num_mini_batches == 1

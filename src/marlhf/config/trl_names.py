@@ -29,6 +29,7 @@ RENAMED = {
     "model_name_or_path": "model",
     "reward_model_path": "reward_model",
     "response_length": "sampling=Sampling(max_new_tokens=...)",
+    "max_new_tokens": "sampling=Sampling(max_new_tokens=...)",
     "max_completion_length": "sampling=Sampling(max_new_tokens=...)",
     "temperature": "sampling=Sampling(temperature=...)",
     "top_k": "sampling=Sampling(top_k=...)",

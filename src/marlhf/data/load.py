@@ -81,6 +81,10 @@ class DataConfig:
     eval_path: str | None = None
     """Evaluate on the rows of this file, folder or hub data set, instead of holding out rows."""
 
+    more: tuple[str, ...] = ()
+    """Files of further rows to train on, such as people's votes, or `@label` in a recipe with
+    rounds. They are in no part; those with a held-out prompt are left out."""
+
     seed: int = 0
     """Decides which prompts fall into which part. Keep it the same for all stages of a run."""
 
@@ -190,6 +194,11 @@ def load_data(
             f"{config.eval_size} and parts {config.parts}. Give more rows, or set `parts: {{}}` "
             "to let every stage use them all."
         )
+    aside = {prompt_key(row) for row in evaluation} if config.more else set()
+    for path in config.more:
+        more, _ = rows_from_records((r for r, _ in read_records(path)), needs=needs, name=path)
+        more = [as_chat(row) if config.chat else row for row in more]
+        train += [row for row in more if prompt_key(row) not in aside]
     return Loaded(train, [row for row in evaluation if id(row) not in unusable], counts)
 
 

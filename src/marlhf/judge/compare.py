@@ -82,16 +82,7 @@ def judge(
     file = Path(output or home(Path(a)) / JUDGED / f"{file_name}.jsonl")
     if file.suffix != ".jsonl":
         raise JudgeError(f"Verdicts are written to a .jsonl file, not to {file}. Give another -o.")
-    # A score does not depend on the other response, so one order is enough.
-    orders = [
-        _orders(pair, "first" if kind in ("scores", "reward") else order, seed)
-        for pair in pairs.pairs
-    ]
-    questions = [
-        replace(pair, a=pair.b, b=pair.a) if swapped else pair
-        for pair, swaps in zip(pairs.pairs, orders)
-        for swapped in swaps
-    ]
+    orders, questions = _questions(pairs.pairs, kind, order, seed)
     unmatched = pairs.only_a + pairs.only_b
     rest = f"; {unmatched} prompts are on one side only" if unmatched else ""
     say(f"{pairs.name_a} against {pairs.name_b}: {len(pairs.pairs)} pairs{rest}")
@@ -114,7 +105,7 @@ def judge(
         answers = _local_judge(kind, name, criteria, device).answer(questions, progress)
     if dry_run:
         return {}
-    judgements = _combine(pairs.pairs, orders, answers)
+    judgements = [j for j in _combine(pairs.pairs, orders, answers) if j]
     if not judgements:
         raise JudgeError(
             f"{by} gave no verdict on any of {len(pairs.pairs)} pairs. See the reasons above, or "
@@ -123,6 +114,54 @@ def judge(
     about = {"judge": by, "task": task, "order": order, "a": pairs.name_a, "b": pairs.name_b}
     summary = write_verdicts(file, judgements, about)
     return summary | {"path": str(file), "without_verdict": len(pairs.pairs) - len(judgements)}
+
+
+class PairJudge:
+    """A judge of pairs at hand, in both orders: for training, where responses are in no file.
+
+    `by` is as in `judge`, except for `scores:NAME`. Replies of a server are kept in `cache`.
+    """
+
+    def __init__(
+        self,
+        by: str,
+        *,
+        task: str,
+        cache: Path,
+        base_url: str | None = None,
+        device: str = "auto",
+    ) -> None:
+        self.by, criteria = by, find_criteria(task)
+        self.kind, _, name = by.partition(":")
+        if self.kind == "openai":
+            self.judge: Any = OpenAIJudge(name, criteria, Cache(cache), base_url=base_url)
+        else:
+            self.judge = _local_judge(self.kind, name, criteria, device)
+
+    def __call__(self, pairs: Sequence[Pair]) -> list[Verdict | None]:
+        """A verdict on each pair, None where the judge gave none."""
+        orders, questions = _questions(pairs, self.kind, "both", 0)
+        answers = self.judge.answer(questions, lambda done, total: None) if questions else []
+        verdicts = [j and j.verdict for j in _combine(pairs, orders, answers)]
+        if pairs and not any(verdicts):
+            faults = "; ".join(getattr(self.judge, "faults", ())) or "no reply could be read"
+            raise JudgeError(f"{self.by} gave no verdict on any of {len(pairs)} pairs: {faults}.")
+        return verdicts
+
+
+def _questions(
+    pairs: Sequence[Pair], kind: str, order: str, seed: int
+) -> tuple[list[tuple[bool, ...]], list[Pair]]:
+    """The orders in which each pair is judged, and the pairs as they are then shown."""
+    # A score does not depend on the other response, so one order is enough.
+    order = "first" if kind in ("scores", "reward") else order
+    orders = [_orders(pair, order, seed) for pair in pairs]
+    questions = [
+        replace(pair, a=pair.b, b=pair.a) if swapped else pair
+        for pair, swaps in zip(pairs, orders)
+        for swapped in swaps
+    ]
+    return orders, questions
 
 
 def _ask_server(
@@ -210,13 +249,14 @@ def _combine(
     pairs: Sequence[Pair],
     orders: Sequence[tuple[bool, ...]],
     answers: Sequence[Answer | None],
-) -> list[Judgement]:
-    """One judgement per pair that has all its answers. Two equal texts are a tie."""
+) -> list[Judgement | None]:
+    """One judgement per pair, None where an answer is missing. Two equal texts are a tie."""
     remaining = iter(answers)
-    judgements: list[Judgement] = []
+    judgements: list[Judgement | None] = []
     for pair, swaps in zip(pairs, orders):
         received = [(swapped, answer) for swapped in swaps if (answer := next(remaining))]
         if len(received) < len(swaps):
+            judgements.append(None)
             continue
         verdicts: list[Verdict] = [
             REVERSED[answer.verdict] if swapped else answer.verdict for swapped, answer in received

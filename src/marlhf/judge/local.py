@@ -69,12 +69,19 @@ class RewardJudge:
         self.model = RewardModel(model, self.tokenizer, self.tokenizer)
 
     def answer(self, questions: Sequence[Pair], progress: Progress) -> list[Answer | None]:
+        return [_higher("score", a, b) for a, b in self.scores(questions, progress)]
+
+    def margins(self, questions: Sequence[Pair]) -> list[float]:
+        """What the first response of each pair scores above the second."""
+        return [a - b for a, b in self.scores(questions, lambda done, total: None)]
+
+    def scores(self, questions: Sequence[Pair], progress: Progress) -> list[tuple[float, float]]:
         sides = [(q.prompt, side) for q in questions for side in (q.a, q.b)]
         scores: list[float] = []
         for start in range(0, len(sides), 2 * CHUNK):
             scores += self._scores(sides[start : start + 2 * CHUNK])
             progress(len(scores) // 2, len(questions))
-        return [_higher("score", a, b) for a, b in zip(scores[::2], scores[1::2])]
+        return list(zip(scores[::2], scores[1::2]))
 
     def _scores(self, sides: Sequence[tuple[Text, Response]]) -> list[float]:
         eos = self.tokenizer.eos_token_id

@@ -56,6 +56,8 @@ HEADROOM_LINES = "headroom.jsonl"
 SCORE_SCALE = "score_scale"
 """What run.json calls the mean and deviation by which scores are normalised."""
 
+PAIRS = "pairs.jsonl"
+"""What labelling leaves: rows with prompt, chosen and rejected."""
 GIVEN = "(given in Python)"
 """How the settings of a run name a model or data that were Python objects."""
 
@@ -101,7 +103,12 @@ def model_folder(path: str) -> str:
 
 
 def has_model(folder: Path, state: Mapping[str, Any]) -> bool:
-    """Whether the model of a finished run is there, none of its files missing or cut short."""
+    """Whether the model of a finished run is there, none of its files missing or cut short.
+
+    Labelling leaves pairs in its place.
+    """
+    if (folder / PAIRS).is_file():
+        return True
     files = state.get("model_files") or {}
     model = folder / MODEL
     return model.is_dir() and all(

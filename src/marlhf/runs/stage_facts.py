@@ -39,6 +39,7 @@ NOT_RL = {
         writes_text=False,
         part="reward",
     ),
+    "label": StageFacts("labelling", samples=False, has_reference=False, writes_text=False),
     "dpo": StageFacts("DPO (direct preference optimisation)", samples=False, part="reward"),
 }
 """In the order in which reports show them, before those that learn by reinforcement."""
@@ -50,7 +51,7 @@ def facts_of(stage: str) -> StageFacts:
     >>> facts_of("rloo").label, facts_of("rloo").samples, facts_of("dpo").samples
     ('RLOO', True, False)
     """
-    return NOT_RL.get(stage) or StageFacts(stage.upper())
+    return NOT_RL.get(stage) or StageFacts(stage.upper().replace("-", " "))
 
 
 def order_of(stage: str) -> tuple[int, str]:

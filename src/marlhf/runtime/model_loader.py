@@ -97,7 +97,7 @@ def reward_items(config: RLConfig, objects: GivenObjects) -> list[RewardItem]:
     items = objects.reward_funcs
     if items is None:
         items = [*([config.reward_model] if config.reward_model else []), *config.reward_funcs]
-    if not items and not config.environment and not config.process_model:
+    if not items and config.needs_rewards:
         raise RunError(
             "Nothing scores the responses. Set reward_model to a reward model, process_model to a "
             "process reward model, or reward_funcs to functions of yours, such as "

@@ -22,6 +22,7 @@ class GivenObjects:
     reward_funcs: Sequence[str | Model | Callable[..., Any]] | None = None
     reward_tokenizers: Sequence[Tokenizer | None] | None = None
     environment: Callable[[], Environment] | None = None
+    judge: Any = None
     train_rows: list[Row] | None = None
     eval_rows: list[Row] | None = None
     peft_config: Any = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from marlhf.models.base import ModelError, pick_device
 from marlhf.models.load import check_embeddings, load_tokenizer, locate
 from marlhf.models.tiny import MAX_POSITIONS
 from marlhf.reward import RewardFunction, import_function
-from marlhf.runs.layout import read_object
+from marlhf.runs.layout import MODEL, read_object
 from marlhf.runs.stage_facts import facts_of
 from marlhf.runs.write import is_finished
 from marlhf.runtime.model_card import check_push, hub_name
@@ -89,7 +90,7 @@ def _checks(
     if config.lora is not None:
         yield import_peft
         yield lambda: quantization(config.lora)
-    yield lambda: _check_data(stage, read)
+    yield lambda: _check_data(stage, read, made_by)
     if isinstance(config, RLConfig):
         yield lambda: _check_rewards(config, made_by, located)
         yield lambda: _check_engine(config)
@@ -136,11 +137,13 @@ def _part(stage: Stage) -> str:
     return getattr(stage.config, "part", facts_of(stage.kind).part)  # a setting of DPO's
 
 
-def _check_data(stage: Stage, read: dict[str, Loaded]) -> None:
+def _check_data(stage: Stage, read: dict[str, Loaded], made_by: Mapping[str, Stage]) -> None:
     """The rows can be read, have the columns that the stage needs, and fill a batch."""
     config, key = stage.config, _data_key(stage)
     if key not in read:
-        read[key] = load_data(config.data, _part(stage), needs=config.columns)
+        there = tuple(x for x in config.data.more if str(Path(x).parent / MODEL) not in made_by)
+        data = replace(config.data, more=there)
+        read[key] = load_data(data, _part(stage), needs=config.columns)
     loaded = read[key]
     if len(loaded.train) < config.batch_size:
         raise SettingError(

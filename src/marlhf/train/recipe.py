@@ -13,6 +13,9 @@ A recipe is either the settings of one stage, or several named stages:
 
 A stage's kind is its name or its `kind:`; `like:` starts from another stage.
 
+With `rounds: 3` the stages under `round:` follow, three times over, as `label-1`, `ppo-1`,
+`label-2` and so on. In them `@ppo` is the latest `ppo` so far, that of `stages:` at first.
+
 `check_recipe` and `check_stage` import neither torch nor code that a recipe names: a segmenter is
 then a `SegmenterSpec`. `load_recipe` and `load_stage` make the rules, too.
 """
@@ -20,7 +23,8 @@ then a `SegmenterSpec`. `load_recipe` and `load_stage` make the rules, too.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,8 +51,8 @@ from marlhf.config.settings import SegmenterSpec, to_raw
 from marlhf.config.stage import StageConfig
 from marlhf.data.rows import DataError
 from marlhf.errors import quoted
-from marlhf.runs.layout import MODEL
-from marlhf.train.stages import METHODS
+from marlhf.runs.layout import MODEL, PAIRS
+from marlhf.train.stages import STAGES
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ def check_points(recipe: Path | str, points: Iterable[list[str]]) -> Iterator[li
 
 def _read_with_stages(recipe: Path | str) -> tuple[Path, Raw]:
     path = find_recipe(recipe)
-    raw = read_recipe(path)
+    raw = _with_rounds(read_recipe(path), path)
     if "stages" not in raw:
         raise ConfigError(
             f"{path} has no `stages:`, so it is a single stage. "
@@ -154,7 +158,7 @@ def check_stage(
 ) -> Stage:
     """One stage, validated: see `load_stage`."""
     path = find_recipe(recipe)
-    stage = read_recipe(path)
+    stage = _with_rounds(read_recipe(path), path)
     problems: list[str] = []
     where, name = "", name or kind
     general = list(map(read_override, overrides or []))
@@ -194,9 +198,68 @@ def stage_of(kind: str, raw: Raw, overrides: Sequence[str]) -> Stage:
 
 def kind_class(kind: str) -> type[StageConfig]:
     """The dataclass of a kind of stage."""
-    if kind not in METHODS:
-        raise ConfigError(unknown("kind", kind, METHODS))
-    return METHODS[kind].config
+    if kind not in STAGES:
+        raise ConfigError(unknown("kind", kind, STAGES))
+    return STAGES[kind].config
+
+
+def _with_rounds(raw: Raw, path: Path) -> Raw:
+    """The recipe with the stages of all rounds written out, NAME-1, NAME-2 and so on."""
+    own, rounds = raw.get("round"), raw.get("rounds")
+    if own is None and rounds is None:
+        return raw
+    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
+        raise ConfigError(
+            f"rounds of {path} must be a number from 1 on; got {quoted(rounds)}. Leave out "
+            "`rounds` and `round` for a recipe without any."
+        )
+    if not isinstance(own, dict) or not own:
+        raise ConfigError(
+            f"`rounds: {rounds}` of {path} repeats the stages under `round:`, and there are none."
+        )
+    for part in (own, raw.get("stages")):
+        _stage_names(raw | {"stages": part}, path)
+    stages = dict(raw["stages"])
+    for number in range(1, rounds + 1):
+        for name, stage in own.items():
+            stage = deepcopy(stage or {})
+            stages[f"{name}-{number}"] = stage if "like" in stage else {"kind": name, **stage}
+    return raw | {"stages": stages}
+
+
+def _point_to_rounds(stages: dict[str, Raw], own: Sequence[str]) -> None:
+    """In the stages of rounds let `@name` be the latest stage of that name so far.
+
+    `data.more` has labels of all rounds so far.
+    """
+    for name, stage in stages.items():
+        base, number = _round_of(name, own)
+        if base is None:
+            continue
+
+        def latest(other: str, base: str = base, number: int = number) -> int:
+            return number - (own.index(other) >= own.index(base))  # 0 before the first round
+
+        def point(given: Any, latest: Callable[[str], int] = latest) -> Any:
+            if isinstance(given, list):
+                return [point(each) for each in given]
+            if not isinstance(given, str) or given[:1] != "@" or given[1:] not in own:
+                return given
+            return f"{given}-{latest(given[1:])}".removesuffix("-0")
+
+        more = (stage.get("data") or {}).get("more") or ()
+        stages[name] = {key: point(given) for key, given in stage.items()}
+        if more:
+            ranges = {x: range(1, latest(x[1:]) + 1) for x in more if x[1:] in own}
+            files = [f"{x}-{i}" for x in ranges for i in ranges[x]]
+            others = [x for x in more if x not in ranges]
+            stages[name]["data"] = stage["data"] | {"more": others + files}
+
+
+def _round_of(name: str, own: Sequence[str]) -> tuple[str | None, int]:
+    """What a stage is called under `round:`, and the number of its round; None for others."""
+    base, _, number = name.rpartition("-")
+    return (base, int(number)) if base in own and number.isdecimal() else (None, 0)
 
 
 def _stage_names(raw: Raw, path: Path) -> list[str]:
@@ -219,9 +282,9 @@ def _stage_names(raw: Raw, path: Path) -> list[str]:
 
 def _refuse_other_stages(raw: Raw, name: str, overrides: list[str]) -> None:
     """An override of a stage that is not run, and that this one is not `like`, would do nothing."""
-    reached = [name]
-    while like := (raw["stages"][reached[-1]] or {}).get("like"):
-        reached.append(like)
+    reached, last = [name, _round_of(name, list(raw.get("round") or {}))[0]], name
+    while like := (raw["stages"][last] or {}).get("like"):
+        reached.append(last := like)
     for key, _ in map(read_override, overrides):
         first, _, rest = key.partition(".")
         if rest and first in raw["stages"] and first not in reached:
@@ -236,14 +299,17 @@ def _resolve(
 ) -> tuple[dict[str, Raw], str, list[tuple[str, Any]]]:
     """Each stage's own mapping over the defaults and what it is `like`, the folder of all stages,
     and the overrides that name no stage."""
-    known = {"output_dir", "defaults", "stages"}
+    known = {"output_dir", "defaults", "stages", "rounds", "round"}
+    own = list(raw.get("round") or {})
     problems += [unknown(key, key, known) for key in raw if key not in known]
     stages = {name: dict(raw["stages"][name] or {}) for name in _stage_names(raw, path)}
     general: list[tuple[str, Any]] = []
     for key, value in map(read_override, overrides):
         first, _, rest = key.partition(".")
-        if first in stages and rest:  # before `like:` is followed, so that it reaches those as well
-            assign(stages[first], rest, value)
+        reached = [name for name in stages if first in (name, _round_of(name, own)[0])]
+        if reached and rest:  # before `like:` is followed, so that it reaches those as well
+            for name in reached:
+                assign(stages[name], rest, value)
         else:
             general.append((key, value))
 
@@ -263,14 +329,18 @@ def _resolve(
     root = raw.get("output_dir", "runs")
     if not isinstance(root, str) or not root:
         raise ConfigError(f"output_dir must be the name of a folder; {path} has {root!r}.")
-    return {name: resolve(name) for name in stages}, root, general
+    resolved = {name: resolve(name) for name in stages}
+    _point_to_rounds(resolved, own)
+    return resolved, root, general
 
 
 def _check_references(stages: dict[str, Raw], problems: list[str]) -> None:
     """`@sft` must name a stage that comes before the one that starts from it."""
     names = list(stages)
     for name, stage in stages.items():
-        for key, given in stage.items():
+        data = stage.get("data")
+        more = data.get("more") if isinstance(data, dict) else None
+        for key, given in {**stage, "data.more": more}.items():
             place = f"stages.{name}.{key}"
             values = given.values() if key == "labels_from" and isinstance(given, dict) else [given]
             for value in given if isinstance(given, list) else values:
@@ -295,15 +365,15 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage 
         if not isinstance(value, str):
             problems.append(f"{at(where, key)}: must be a name (got {quoted(value)})")
             return None
-    if kind not in METHODS:
-        problems.append(unknown(at(where, "kind"), str(kind), METHODS))
+    if kind not in STAGES:
+        problems.append(unknown(at(where, "kind"), str(kind), STAGES))
         return None
-    config_class = METHODS[kind].config
+    config_class = STAGES[kind].config
     presets = config_class.presets
     if preset is not None and preset not in presets:
         none = "" if presets else f" {kind} has no presets."
         if str(preset) in PRESETS:
-            kinds = [name for name, method in METHODS.items() if preset in method.config.presets]
+            kinds = [name for name, method in STAGES.items() if preset in method.config.presets]
             none = f" {preset} is a preset of {' and '.join(kinds)} stages."
         problems.append(unknown(at(where, "preset"), str(preset), presets) + none)
         return None
@@ -320,6 +390,9 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage 
             policy = str(value.get("policy"))
             if policy.startswith("@"):
                 raw[key] = {**value, "policy": str(root / policy[1:] / MODEL)}
+        elif key == "data" and isinstance(value, dict) and isinstance(value.get("more"), list):
+            more = [str(root / x[1:] / PAIRS) if str(x)[:1] == "@" else x for x in value["more"]]
+            raw[key] = value | {"more": more}
     missing = [key for key in config_class.required(raw) if not raw.get(key)]
     problems += [f"{at(where, key)}: must be given" for key in missing]
     chosen, before = presets.get(preset or "", {}), len(problems)

@@ -7,7 +7,8 @@ when it is about to run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from marlhf.config.stage import StageConfig
 from marlhf.train.dpo_config import DPOConfig
+from marlhf.train.online_dpo_config import LabelConfig, OnlineDPOConfig
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.prm_config import PRMConfig
 from marlhf.train.reward_config import RewardConfig
@@ -88,6 +90,18 @@ def _dpo() -> Loop:
     return train
 
 
+def _online_dpo() -> Loop:
+    from marlhf.train.online_dpo import train
+
+    return train
+
+
+def _label() -> Loop:
+    from marlhf.train.label import train
+
+    return train
+
+
 METHODS = {
     "sft": Method(SFTConfig, _sft, "Supervised fine-tuning on chosen responses."),
     "reward": Method(RewardConfig, _reward, "Train a reward model on pairs of responses."),
@@ -96,4 +110,9 @@ METHODS = {
     "rloo": Method(RLOOConfig, _rloo, "RLOO: several responses per prompt, no critic."),
     "grpo": Method(GRPOConfig, _grpo, "GRPO: responses in units of their group's deviation."),
     "dpo": Method(DPOConfig, _dpo, "Direct preference optimisation, without a reward model."),
+    "online-dpo": Method(OnlineDPOConfig, _online_dpo, "DPO on pairs that the policy samples."),
 }
+
+_LABEL = Method(LabelConfig, _label, "Sample pairs and have them labelled, as data.")
+STAGES: Mapping[str, Method] = ChainMap({"label": _LABEL}, METHODS)
+"""What a recipe may have: the methods, and what makes data for them."""

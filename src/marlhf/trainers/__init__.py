@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from marlhf.config.rl import RLConfig
 from marlhf.errors import SettingError
 from marlhf.models.base import Model, Tokenizer
-from marlhf.runs.layout import CRITIC
+from marlhf.runs.layout import CRITIC, GIVEN
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.stages import METHODS
 from marlhf.trainers.base import Trainer
@@ -231,6 +231,36 @@ class GRPOTrainer(RLOOTrainer):
     """
 
     stage = "grpo"
+
+
+class OnlineDPOTrainer(MacroPPOTrainer):
+    """DPO on pairs that the policy samples, labelled by rewards or by a judge.
+
+    `judge` is openai:MODEL, model:PATH or reward:PATH, or one of TRL's judges of pairs.
+
+    >>> trainer = OnlineDPOTrainer(model="tiny", judge="openai:gpt-4o-mini")
+    >>> trainer.args.judge, trainer.args.num_samples
+    ('openai:gpt-4o-mini', 2)
+    """
+
+    stage = "online-dpo"
+
+    def __init__(self, *args: Any, judge: Any = None, **options: Any) -> None:
+        self._judge = judge
+        super().__init__(*args, **options)
+
+    def _own_objects(self, args: Any, **given: Any) -> tuple[Any, dict[str, Any]]:
+        judge = self._judge
+        if judge is not None and not isinstance(judge, str) and not hasattr(judge, "judge"):
+            raise TypeError(
+                "judge must be a name such as openai:gpt-4o-mini, or an object with "
+                f"`judge(prompts, completions)`; got {judge!r}."
+            )
+        if judge is not None:
+            name = judge if isinstance(judge, str) else f"{GIVEN} {type(judge).__name__}"
+            args = replace(args, judge=name)
+        args, objects = super()._own_objects(args, **given)
+        return args, objects | {"judge": None if isinstance(judge, str) else judge}
 
 
 PPOTrainer = MacroPPOTrainer

@@ -53,6 +53,10 @@ ELSEWHERE = {
 """Arguments that TRL's trainers have, and what to do about them here."""
 
 
+def _arguments_of(cls: type) -> Iterable[str]:
+    return getattr(vars(cls).get("__init__"), "__annotations__", ())
+
+
 class Trainer:
     """The constructor that all trainers have, `.train()`, and what it leaves."""
 
@@ -70,8 +74,8 @@ class Trainer:
         callbacks: Sequence[Any] | None = None,
         **own: Any,
     ) -> None:
-        known = {*Trainer.__init__.__annotations__, *type(self).__init__.__annotations__}
-        self._refuse(own, known - {"return", "own", "unknown"})
+        known = {name for cls in type(self).__mro__ for name in _arguments_of(cls)}
+        self._refuse(own, known - {"return", "own", "unknown", "options"})
         path, self._given = path_or_model(model, "model")
         args, objects = self._own_objects(self._arguments(args, model), **own)
         if self._given is not None and not self.scalar:

@@ -45,7 +45,7 @@ def check_writes(model: Model, name: str) -> None:
 def reward_parts(given: Any, args: Any) -> tuple[list[Any] | None, Any]:
     """What scores, one by one, and the settings with its names."""
     named = [name for name in (args.reward_model, *args.reward_funcs) if name]
-    if given is None and (named or args.environment or args.process_model):
+    if given is None and (named or not args.needs_rewards):
         return None, args
     rewards = list(given) if isinstance(given, (list, tuple)) else [given]
     if given is None or not rewards:

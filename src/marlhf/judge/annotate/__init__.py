@@ -4,7 +4,14 @@
 >>> annotate(["runs/macro", "runs/ppo"], task="tldr")  # doctest: +SKIP
 """
 
-from marlhf.judge.annotate.session import annotate, describe, export, export_votes, open_votes
+from marlhf.judge.annotate.session import (
+    annotate,
+    describe,
+    export,
+    export_votes,
+    open_votes,
+    preferences,
+)
 from marlhf.judge.annotate.store import Store
 
-__all__ = ["Store", "annotate", "describe", "export", "export_votes", "open_votes"]
+__all__ = ["Store", "annotate", "describe", "export", "export_votes", "open_votes", "preferences"]

@@ -9,19 +9,23 @@ import csv
 import hashlib
 import io
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+from marlhf.intervals import mean
 from marlhf.judge.annotate.store import Store
 from marlhf.judge.annotate.tasks import Item, RunPair, find_guide, read_items
 from marlhf.judge.criteria import slug
 from marlhf.judge.pairs import JudgeError, home
-from marlhf.judge.verdicts import Judgement, write_verdicts
+from marlhf.judge.verdicts import WINS, Judgement, write_verdicts
 from marlhf.runs.atomic import write_text
+from marlhf.runs.jsonl import write_jsonl
 from marlhf.runs.layout import JUDGED
 
 PORT = 8123
+PAIRS_FOLDER = "pairs"
+"""Apart from verdict files, which others read by their ending."""
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 COLUMNS = ("time", "annotator", "a", "b", "pair", "left", "choice", "verdict", "counts")
@@ -133,6 +137,7 @@ def _finish(store: Store, output: Path | str | None, say: Say) -> list[dict[str,
     if summaries:
         folder = Path(summaries[0]["path"]).parent
         say(f"Verdicts are in {folder}, for `marlhf agreement` and `marlhf report`")
+        say(f"Pairs are in {folder / PAIRS_FOLDER}, for `marlhf reward` with data.more")
     return summaries
 
 
@@ -165,12 +170,52 @@ def export(store: Store, folder: Path | str | None = None) -> list[dict[str, Any
                     file.unlink(missing_ok=True)
                     file.with_suffix(".json").unlink(missing_ok=True)
         write_text(folder / f"{store.path.stem}.csv", _table(store))
+        export_pairs(store, folder)
     except OSError as error:
         raise JudgeError(
             f"Cannot write votes to {folder}: {error.strerror}. Give another -o; the votes are "
             f"safe in {store.path}."
         ) from error
     return summaries
+
+
+def export_pairs(store: Store, folder: Path) -> Path:
+    """Write what people preferred as data for `marlhf reward` and `marlhf dpo`: the file."""
+    file, rows = folder / PAIRS_FOLDER / f"{store.path.stem}.jsonl", preferences(store)[0]
+    if rows:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(file, rows)
+    else:
+        file.unlink(missing_ok=True)
+        with suppress(OSError):  # others are in it, or it was never there
+            file.parent.rmdir()
+    return file
+
+
+def preferences(store: Store) -> tuple[list[dict[str, Any]], int]:
+    """What most people preferred, as rows for `marlhf reward`, and how many pairs have votes.
+
+    Pairs that are even, by votes or since both texts are equal, are no rows.
+    """
+    wins: dict[str, list[float]] = {}
+    for name in store.annotators():
+        last = {event.pair: event.verdict for event in store.standing(name)}
+        for pair, verdict in last.items():
+            if verdict:
+                wins.setdefault(pair, []).append(WINS[verdict])
+    rows: list[dict[str, Any]] = []
+    for pair, votes in wins.items():
+        item, share = store.items[pair], mean(votes)
+        if share == 0.5:
+            continue
+        texts = item.response_a, item.response_b
+        chosen, rejected = texts if share > 0.5 else texts[::-1]
+        agreement = max(share, 1 - share)
+        rows.append(
+            {"prompt": item.prompt, "chosen": chosen, "rejected": rejected}
+            | {"votes": len(votes), "agreement": agreement}
+        )
+    return rows, len(wins)
 
 
 def describe(store: Store) -> list[str]:
