@@ -368,7 +368,7 @@ def test_the_memory_table_is_what_the_formula_says():
 
 def test_the_table_of_models_and_cards_is_what_doctor_says():
     """One of its rows, in every way to train."""
-    [table] = tables(ROOT / "docs/gpu.md", "shape")
+    [table] = tables(ROOT / "docs/gpu.md", "PPO of")
     [cells] = [cells for name, *cells in table if name == "Llama-3.2-3B"]
     saving = ["optimizer=adamw_8bit", "trained_weights=bfloat16", "offload=true"]
     ways = [("full", []), ("full", saving[:1]), ("full", saving), ("lora", []), ("qlora", [])]

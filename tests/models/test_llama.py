@@ -17,6 +17,8 @@ from marlhf.models.forward import (
     token_values,
 )
 from marlhf.models.llama import is_unchanged
+from marlhf.rollout.check import decoder_error
+from marlhf.rollout.llama import LlamaDecoder
 
 gpu = [
     pytest.mark.gpu,
@@ -173,6 +175,22 @@ def test_only_plain_models_within_their_window_take_this_pass(small):
     remote = small("llama")  # code that came with a model may compute anything under this name
     remote.__class__ = type("LlamaForCausalLM", (type(remote),), {"__module__": "modeling_mine"})
     assert not fits(remote)
+
+
+def test_llama_3_and_qwen_3_take_this_pass_and_sample_by_it(small):
+    """Llama 3 stretches its rotary embeddings, alike for texts of any length."""
+    stretched = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0}
+    stretched |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    stretched["original_max_position_embeddings"] = 16
+    for model in (small("llama", rope_parameters=stretched), small("qwen3")):
+        plain = copy.deepcopy(model)
+        assert fits(model, 71)
+        assert LlamaDecoder.fits(model)
+        assert decoder_error(LlamaDecoder, model, None, 71) < 1e-3
+        sequences = Sequences.from_lists(LONG, LONG_RESPONSES, 0)
+        torch.testing.assert_close(
+            read_logprobs(model, sequences), read_logprobs(plain, sequences), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_a_copy_of_a_model_keeps_its_passes_and_has_its_own_weights(small):
