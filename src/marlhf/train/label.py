@@ -44,6 +44,7 @@ def train(config: LabelConfig, opened: OpenRun) -> Path:
     done = world.broadcast(len(read_jsonl(file).rows) if file.is_file() else 0)
     with record_outcome(run) as interrupts:
         total = _sample(config, objects, world, run, done, interrupts.check)
+        world.wait()  # rank 0 has written the last batch
         lines = read_jsonl(file).rows[:total]
         rows = [row for line in lines for row in line["rows"]]
         if config.votes:
