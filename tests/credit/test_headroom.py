@@ -168,9 +168,13 @@ def row(reach: float, headroom: float, low: float, high: float) -> dict:
     ("best", "share", "words"),
     [
         ((1.0, 0.9, 1.1), 0.0, "Credit cannot help here: use RLOO."),
-        ((1.1, 0.5, 3.0), 0.0, "raise --responses to be sure"),
+        ((1.1, 0.5, 3.0), 0.0, "It cannot be told whether credit can help here: RLOO needs 1.1"),
         ((2.0, 0.9, math.inf), 0.0, "cannot be told whether credit can help"),
-        ((3.0, 2.0, 5.0), 0.9, "RLOO needs 3 (2 to 5) times the responses that PPO with exact"),
+        (
+            (3.0, 2.0, 5.0),
+            0.9,
+            "with exact values would, with segmenter: {type: lines}, lam: 0.5, sigma: start.",
+        ),
         ((3.0, 2.0, 5.0), 0.9, "continuations: 4 it needs 1.5 times"),
         ((3.0, 2.0, 5.0), 0.9, "Its critic has 90% of that gain, at lam: 1."),
         ((3.0, 2.0, math.inf), -0.2, "Its critic has 0% of that gain, at lam: 1. Make it better"),
