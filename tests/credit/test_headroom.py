@@ -177,7 +177,7 @@ def row(reach: float, headroom: float, low: float, high: float) -> dict:
         ),
         ((3.0, 2.0, 5.0), 0.9, "continuations: 4 it needs 1.5 times"),
         ((3.0, 2.0, 5.0), 0.9, "Its critic has 90% of that gain, at lam: 1."),
-        ((3.0, 2.0, math.inf), -0.2, "Its critic has 0% of that gain, at lam: 1. Make it better"),
+        ((3.0, 2.0, math.inf), -0.2, "Its critic has 0% of that gain. Make it better"),
         ((3.0, 2.0, 5.0), math.nan, "its critic has cannot be told"),
         ((math.nan, math.nan, math.nan), 0.0, "Nothing can be told"),
     ],

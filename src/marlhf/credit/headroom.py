@@ -307,7 +307,8 @@ def verdict(
         said.append("How much of that its critic has cannot be told: raise --responses.")
     else:
         share = max(0.0, min(1.0, critic["share"]))
-        said.append(f"Its critic has {share:.0%} of that gain, at lam: {critic['reach']:g}.")
+        at = f", at lam: {critic['reach']:g}" if share else ""
+        said.append(f"Its critic has {share:.0%} of that gain{at}.")
         if share < GOOD_SHARE:
             said.append("Make it better by critic_pretraining or critic_replay.")
     return " ".join(said)
