@@ -281,22 +281,16 @@ def verdict(
             "prompts, or another reward."
         )
     between = f"{_times(best['headroom'])} ({_times(best['low'])} to {_times(best['high'])})"
-    if best["headroom"] < WORTH_IT:
-        unsure = " The interval is wide: raise --responses to be sure." if best["high"] > 2 else ""
+    needs = f"RLOO needs {between} times the responses that PPO with exact values would"
+    if best["headroom"] < WORTH_IT and best["high"] < 2:
+        return f"Credit cannot help here: use RLOO. {needs}."
+    if best["headroom"] < WORTH_IT or best["low"] <= 1:
         return (
-            f"Credit cannot help here: use RLOO. It needs {between} times the responses that PPO "
-            f"with exact values would.{unsure}"
-        )
-    if best["low"] <= 1:
-        return (
-            f"It cannot be told whether credit can help here: RLOO needs {between} times the "
-            "responses that PPO with exact values would. Raise --responses; until then use RLOO."
+            f"It cannot be told whether credit can help here: {needs}. Raise --responses; until "
+            "then use RLOO."
         )
     settings = Candidate(**_named(rule), lam=best["reach"]).recipe
-    said = [
-        f"Credit can help here: RLOO needs {between} times the responses that PPO with exact "
-        f"values would, with {settings}."
-    ]
+    said = [f"Credit can help here: {needs}, with {settings}."]
     if best["sampled"] > WORTH_IT and not config.environment:
         said.append(
             f"Beside values: monte_carlo with continuations: {continuations} it needs "
@@ -313,7 +307,8 @@ def verdict(
         said.append("How much of that its critic has cannot be told: raise --responses.")
     else:
         share = max(0.0, min(1.0, critic["share"]))
-        said.append(f"Its critic has {share:.0%} of that gain, at lam: {critic['reach']:g}.")
+        at = f", at lam: {critic['reach']:g}" if share else ""
+        said.append(f"Its critic has {share:.0%} of that gain{at}.")
         if share < GOOD_SHARE:
             said.append("Make it better by critic_pretraining or critic_replay.")
     return " ".join(said)
