@@ -573,7 +573,7 @@ def test_settings_by_their_names_in_trl_are_all_answered_at_once():
         "  per_device_train_batch_size. In marlhf it is batch_size, over all devices and "
         "accumulation steps.",
         "  cliprange. In marlhf it is clip.",
-        "  optim. Leave it out: it is AdamW.",
+        "  optim. In marlhf it is optimizer.",
         "  kl_cof. Did you mean kl_coef?",
     ]
 

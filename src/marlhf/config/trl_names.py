@@ -19,6 +19,7 @@ RENAMED = {
     "save_total_limit": "keep_checkpoints",
     "hub_private_repo": "hub_private",
     "cliprange": "clip",
+    "optim": "optimizer",
     "epsilon": "clip",
     "epsilon_high": "clip, as a pair of low and high: clip=(0.2, 0.28)",
     "cliprange_value": "value_clip",
@@ -76,7 +77,6 @@ REMOVED = {
     "stop_token_id": "set model.generation_config.eos_token_id",
     "local_rollout_forward_batch_size": "rollout_tokens bounds memory and changes no result",
     "per_device_eval_batch_size": "eval_prompts are evaluated in passes of token_budget tokens",
-    "optim": "it is AdamW",
     "adam_beta1": "it is 0.9",
     "adam_beta2": "it is 0.95",
     "adam_epsilon": "it is 1e-8",
@@ -173,7 +173,7 @@ def hint_for(name: str, known: Iterable[str] = ()) -> str:
     """What to write in place of an unknown setting; empty where nothing comes near.
 
     >>> hint_for("cliprange"), hint_for("optim"), hint_for("kl_cof", ["kl_coef", "clip"])
-    ('In marlhf it is clip.', 'Leave it out: it is AdamW.', 'Did you mean kl_coef?')
+    ('In marlhf it is clip.', 'In marlhf it is optimizer.', 'Did you mean kl_coef?')
     """
     known = set(known)
     if name == "max_completion_length" and "step_separator" in known:
