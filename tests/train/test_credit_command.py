@@ -145,7 +145,7 @@ def test_a_wrong_rule_is_told_before_anything_is_loaded(run, monkeypatch):
 
 def test_the_command_writes_what_the_report_shows(run):
     options = "--batches 3 --json --where --responses 2 --continuations 2 --device cpu"
-    words = ["credit", str(run), "--rule", "token lam=1", *options.split()]
+    words = ["credit", str(run), "--rule", "token lam=1", "sae", *options.split()]
     out = CliRunner().invoke(app, words)
     assert out.exit_code == 0, out.output
     found = json.loads((run / "credit.json").read_text())
@@ -153,6 +153,7 @@ def test_the_command_writes_what_the_report_shows(run):
     assert {row["name"] for row in found["rows"]} == {
         "token lam=1",
         "ngram n=5 lam=0.95",
+        "sae",
     }
     where = found["where"]
     assert [len(where["samples"]), where["continuations"]] == [2, 2]

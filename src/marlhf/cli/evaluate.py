@@ -132,8 +132,8 @@ def credit(
     from marlhf.config.candidates import parse_candidates
     from marlhf.config.presets import PRESETS
 
-    # A typo is reported before torch loads.
-    parse_candidates(tuple(rule for rule in rules or () if rule not in PRESETS))
+    without_presets = tuple(rule for rule in rules or () if rule not in PRESETS)
+    parse_candidates(without_presets)  # a typo is reported before torch loads
     from marlhf.credit.measure import critic_verdict, limits, measure, table, verdict
     from marlhf.credit.state import open_state
     from marlhf.credit.true_credit import locate
@@ -166,7 +166,7 @@ def credit(
     if where:
         summary["where"] = locate(
             state,
-            tuple(rules or ()),
+            without_presets,
             responses=12 if responses is None else responses,
             continuations=continuations,
             seed=seed,
