@@ -63,7 +63,7 @@ def _end(
         num_steps=args.steps,
         learning_rate=args.learning_rate,
         max_response_tokens=192,
-        eval_every=0,
+        eval_every=20,
         save_every=0,
     )
     train(config)
