@@ -24,7 +24,7 @@ from marlhf.config.settings import SEGMENTERS, describe
 from marlhf.report.page import TITLES
 from marlhf.runtime.memory_plan import GIB, plan_run
 from marlhf.train.recipe import kind_class, load_recipe, load_stage
-from marlhf.train.stages import METHODS
+from marlhf.train.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -42,7 +42,7 @@ RECIPE_KEYS = {
     "preset",
     "type",
 }
-TRAINING = ("run", *METHODS)
+TRAINING = ("run", *STAGES)
 FENCE = re.compile(r"^(<!-- not run: .+? -->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
@@ -100,7 +100,7 @@ def first_column(page: Path, first: str) -> list[str]:
 
 @functools.cache
 def known_settings() -> set[str]:
-    names = {name for kind in METHODS for name, *_ in describe(kind_class(kind))}
+    names = {name for kind in STAGES for name, *_ in describe(kind_class(kind))}
     rules = [getattr(core, rule) for rule in SEGMENTERS.values()]
     return names | {field.name for rule in rules for field in dataclasses.fields(rule)}
 
@@ -187,7 +187,9 @@ def test_recipes_load(page, recipes):
         assert name, f"a recipe begins with a comment that names it:\n{block.code}"
         raw, file = yaml.safe_load(block.code), recipes(page, name[1])
         if "stages" in raw:
-            assert [stage.name for stage in load_recipe(file)] == list(raw["stages"])
+            rounds = range(1, raw.get("rounds", 0) + 1)
+            repeated = [f"{name}-{k}" for k in rounds for name in raw["round"]]
+            assert [stage.name for stage in load_recipe(file)] == [*raw["stages"], *repeated]
         else:
             scored = {"reward_model", "reward_funcs", "process_model"} & raw.keys()
             load_stage(file, "ppo" if scored else "sft")
@@ -424,7 +426,7 @@ def test_the_settings_page_has_every_setting():
     space: dict = {}
     exec((ROOT / "docs/hooks.py").read_text("utf-8"), space)
     page = space["settings_page"]()
-    for kind in METHODS:
+    for kind in STAGES:
         part = page.split(f"\n## {kind}\n")[1].split("\n## ")[0]
         names = [name for name, *_ in describe(kind_class(kind))]
         assert re.findall(r"^\| `([^`]+)` \|", part, re.M) == names
