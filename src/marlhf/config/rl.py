@@ -166,8 +166,9 @@ class RLConfig(StageConfig):
     """Padded tokens sampled at once: lower it when memory runs out while sampling. `auto` is
     131072, or more where that takes less than a twelfth of a GPU's memory. Changes no result."""
     offload: bool = setting(False, may_change=True)
-    """Keep reference and reward models in host memory, and on the GPU only while they score,
-    which costs two copies of them per step. Not for models on a shared base, or with `parallel: fsdp`."""
+    """Keep reference and reward models in host memory, and on the GPU only while they score. A
+    step then waits for two copies of them. Not for models on a shared base, or with
+    `parallel: fsdp`."""
     engine: Literal["native", "vllm"] = "native"
     """What samples: marlhf itself, or vLLM, in this process or as a server."""
     vllm_url: str = setting("", may_change=True)
