@@ -364,7 +364,7 @@ class TokenLayout(NamedTuple):
         """
         # In numpy: torch would wake a pool of threads for a few thousand numbers.
         first, count = np.array(selected, dtype=np.int64).reshape(-1, 2).T
-        places, starts = None, np.arange(len(lengths)) * width
+        places, starts = None, np.arange(len(lengths), dtype=np.int64) * width
         columns = None
         if not padded:
             order = np.arange(count.max())
@@ -372,8 +372,8 @@ class TokenLayout(NamedTuple):
                 torch.from_numpy(first[:, None] + order),
                 torch.from_numpy(np.flatnonzero(order < count[:, None])),
             )
-            places = torch.from_numpy(_ranges(starts, np.array(lengths)))
-            starts = np.cumsum(lengths) - lengths
+            places = torch.from_numpy(_ranges(starts, np.array(lengths, dtype=np.int64)))
+            starts = np.cumsum(lengths, dtype=np.int64) - np.array(lengths, dtype=np.int64)
         wanted = torch.from_numpy(_ranges(starts + first, count))
         return cls(len(lengths), width, places, send(wanted, device), columns)
 

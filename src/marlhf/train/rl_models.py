@@ -119,8 +119,9 @@ def load_models(config: RLConfig, objects: GivenObjects, world: World, *, critic
         rewards = _rewards(config, items, models, tokenizer, world)
         gold = None
         if config.gold_model:
-            judge = models["gold"]
-            gold = _reward_model(config.gold_model, judge, None, config, tokenizer, world, "mean")
+            gold = _reward_model(
+                *(config.gold_model, models["gold"], None, config, tokenizer, world), combine="mean"
+            )
         parsing = open_parsing(config.segmenter, tokenizer)
         conversations = conversations_of(config, objects, tokenizer, world)
         engine, ahead = _load_engine(config, policy, ends, pad, world)
