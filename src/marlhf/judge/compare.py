@@ -142,7 +142,8 @@ class PairJudge:
         """A verdict on each pair, None where the judge gave none."""
         orders, questions = _questions(pairs, self.kind, "both", 0)
         answers = self.judge.answer(questions, lambda done, total: None) if questions else []
-        verdicts = [j and j.verdict for j in _combine(pairs, orders, answers)]
+        judgements = _combine(pairs, orders, answers)
+        verdicts: list[Verdict | None] = [j.verdict if j else None for j in judgements]
         if pairs and not any(verdicts):
             faults = "; ".join(getattr(self.judge, "faults", ())) or "no reply could be read"
             raise JudgeError(f"{self.by} gave no verdict on any of {len(pairs)} pairs: {faults}.")

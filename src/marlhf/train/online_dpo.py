@@ -30,7 +30,7 @@ from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.optim import check_finite
 from marlhf.train.dpo import ranking_accuracy
 from marlhf.train.experience import Credit, Experience
-from marlhf.train.online_dpo_config import OnlineDPOConfig
+from marlhf.train.online_dpo_config import OnlineDPOConfig, PairsConfig
 from marlhf.train.ppo import shape_and_segment
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import RLRun
@@ -165,7 +165,7 @@ def scores_as_credit(
 
 
 def open_judge(
-    config: OnlineDPOConfig, objects: GivenObjects, world: World, folder: Path
+    config: PairsConfig, objects: GivenObjects, world: World, folder: Path
 ) -> JudgeScores | None:
     """The judge, on the process that asks it; None where rewards alone score."""
     if objects.judge is not None:  # in TRL's form: the number of the better one, -1 for neither

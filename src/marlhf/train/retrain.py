@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from marlhf.config.build import build, raise_problems
-from marlhf.data import load_data, prompt_key
+from marlhf.data import Text, load_data, prompt_key
 from marlhf.data.rows import response_text
 from marlhf.errors import SettingError
 from marlhf.intervals import Interval, interval, mean
@@ -53,10 +53,7 @@ def compare(before: Path, after: Path, device: str = "auto") -> tuple[float, flo
     rows = load_data(config.data, "reward", needs=config.columns).eval
     if not rows:
         raise SettingError(f"{before} holds out no pairs (data.eval_size), so nothing is compared.")
-    asked = [
-        Pair(row.prompt, *(Response(response_text(x)) for x in (row.chosen, row.rejected) if x))
-        for row in rows
-    ]
+    asked = [Pair(row.prompt, _response(row.chosen), _response(row.rejected)) for row in rows]
     right = [
         [(m > 0) + (m == 0) / 2 for m in RewardJudge(str(run), device).margins(asked)]
         for run in (before, after)
@@ -66,3 +63,8 @@ def compare(before: Path, after: Path, device: str = "auto") -> tuple[float, flo
         by_prompt.setdefault(prompt_key(row), []).append((both[0], both[1]))
     old, new = ([mean([x[i] for x in pairs]) for pairs in by_prompt.values()] for i in (0, 1))
     return mean(old), mean(new), interval([b - a for a, b in zip(old, new)])
+
+
+def _response(given: Text | None) -> Response:
+    assert given is not None, "rows without are left out"
+    return Response(response_text(given))

@@ -245,22 +245,26 @@ class OnlineDPOTrainer(MacroPPOTrainer):
 
     stage = "online-dpo"
 
-    def __init__(self, *args: Any, judge: Any = None, **options: Any) -> None:
-        self._judge = judge
-        super().__init__(*args, **options)
-
-    def _own_objects(self, args: Any, **given: Any) -> tuple[Any, dict[str, Any]]:
-        judge = self._judge
-        if judge is not None and not isinstance(judge, str) and not hasattr(judge, "judge"):
+    def __init__(
+        self,
+        model: str | Path | Model | None = None,
+        reward_funcs: Any = None,
+        args: Any = None,
+        *others: Any,
+        judge: Any = None,
+        **options: Any,
+    ) -> None:
+        named = isinstance(judge, str)
+        if judge is not None and not named and not hasattr(judge, "judge"):
             raise TypeError(
                 "judge must be a name such as openai:gpt-4o-mini, or an object with "
                 f"`judge(prompts, completions)`; got {judge!r}."
             )
         if judge is not None:
-            name = judge if isinstance(judge, str) else f"{GIVEN} {type(judge).__name__}"
-            args = replace(args, judge=name)
-        args, objects = super()._own_objects(args, **given)
-        return args, objects | {"judge": None if isinstance(judge, str) else judge}
+            name = judge if named else f"{GIVEN} {type(judge).__name__}"
+            args = replace(self._arguments(args, model), judge=name)
+        super().__init__(model, reward_funcs, args, *others, **options)
+        self.objects = replace(self.objects, judge=None if named else judge)
 
 
 PPOTrainer = MacroPPOTrainer

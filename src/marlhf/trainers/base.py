@@ -75,7 +75,7 @@ class Trainer:
         **own: Any,
     ) -> None:
         known = {name for cls in type(self).__mro__ for name in _arguments_of(cls)}
-        self._refuse(own, known - {"return", "own", "unknown", "options"})
+        self._refuse(own, known - {"return", "own", "unknown", "options", "others"})
         path, self._given = path_or_model(model, "model")
         args, objects = self._own_objects(self._arguments(args, model), **own)
         if self._given is not None and not self.scalar:
