@@ -305,8 +305,8 @@ def test_a_length_head_takes_up_what_length_explains(parents, tmp_path):
             data=data,
             length_head=length_head,
             batch_size=64,
-            num_steps=50,
-            num_epochs=5,
+            num_steps=40,
+            num_epochs=4,
             eval_every=0,
             learning_rate=3e-3,
         )
