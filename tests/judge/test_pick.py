@@ -4,13 +4,25 @@ import json
 
 import numpy as np
 import pytest
+import torch
 import typer
 
 from marlhf.cli import app
 from marlhf.data import read_records, rows_from_records
 from marlhf.judge.annotate import export, open_votes, preferences
-from marlhf.judge.annotate.pick import POOL, describe, open_pool, pick, read_pool, write_pool
+from marlhf.judge.annotate.pick import (
+    POOL,
+    describe,
+    open_pool,
+    pick,
+    read_pool,
+    reward_margins,
+    write_pool,
+)
 from marlhf.judge.pairs import JudgeError
+from marlhf.models.heads import set_heads
+from marlhf.models.load import load_scalar
+from marlhf.models.tiny import tiny_tokenizer
 
 POOLED = [(f"Question {i}", f"yes {i}", f"no {i}") for i in range(6)]
 
@@ -95,3 +107,23 @@ def test_several_runs_have_no_pairs_of_their_own(tmp_path):
     with pytest.raises(JudgeError, match="Give one RUN"):
         app(["annotate", *files, "--pick", "active", "--reward", "x"], standalone_mode=False)
     assert json.loads((tmp_path / POOL[0]).read_text().splitlines()[0])["response"] == "yes 0"
+
+
+def test_members_of_an_ensemble_disagree_like_rewards_of_their_own(tmp_path):
+    model = load_scalar("tiny")
+    set_heads(model, 3, seed=0, fresh=True)
+    pairs = [("Why?", "Because.", "No."), ("How?", "So.", "Like this, slowly.")]
+    for name in ["whole", *"abc"]:
+        tiny_tokenizer().save_pretrained(tmp_path / name)
+    model.save_pretrained(tmp_path / "whole")
+    heads = model.score.weight.detach().clone()
+    for number, name in enumerate("abc"):
+        set_heads(model, 1, seed=0, fresh=False)
+        with torch.no_grad():
+            model.score.weight.copy_(heads[number : number + 1])
+        model.save_pretrained(tmp_path / name)
+    of_members = reward_margins([tmp_path / "whole"], "cpu")(pairs)
+    apart = reward_margins([tmp_path / name for name in "abc"], "cpu")(pairs)
+    assert of_members.shape == (3, 2)
+    np.testing.assert_allclose(of_members, apart, atol=1e-5)
+    assert np.ptp(of_members, axis=0).min() > 1e-3

@@ -35,6 +35,7 @@ from marlhf.credit.ways import (
     group_of,
     ways_of,
 )
+from marlhf.errors import SettingError
 from marlhf.report.write import write_report
 from marlhf.train import ppo
 from small_runs import read_lines, small_ppo
@@ -370,6 +371,25 @@ def test_values_can_come_from_another_source(run, monkeypatch):
     [advantages], _ = advantages_by_way(batch, [Way("zero", config, values="zero")])
     to_go = batch.credit.rewards.flip(1).cumsum(1).flip(1) * experience.mask
     torch.testing.assert_close(advantages * experience.mask.sum(), to_go, rtol=1e-4, atol=1e-5)
+
+
+def test_known_answers_are_one_source_of_values(run, monkeypatch):
+    state = open_state(run, device="cpu")
+    experience, examples = sample_batch(state, 0, 0)
+    generator = torch.Generator().manual_seed(0)
+    credit = credit_of(state, experience, generator)
+    *_, answer, _ = ways = ways_of(state.ppo, ("answer",))
+    assert answer.recipe == "values: answer, sigma: start"
+    with pytest.raises(SettingError, match="'answer'"):  # these rows have none
+        advantages_by_way(Batch(state, examples, experience, credit, generator), ways)
+    known = [
+        replace(e, row=replace(e.row, columns={**e.row.columns, "answer": "12"})) for e in examples
+    ]
+    values = VALUES["answer"](
+        Batch(state, known, experience, credit, generator), credit.segments, answer.config
+    )
+    assert ((values > 0) == credit.segments.starts).all()
+    assert values.max() < 1
 
 
 def test_what_the_measure_cannot_tell_is_said(ppo_config):

@@ -20,6 +20,7 @@ from marlhf.core import Segments, segment
 from marlhf.credit.state import CreditError, RunState
 from marlhf.runtime.stage import Example
 from marlhf.train import rloo
+from marlhf.train.answer_values import answer_values, check_answers
 from marlhf.train.continuations import continuation_returns, states_of
 from marlhf.train.credit_choice import options_of
 from marlhf.train.experience import Credit, Experience
@@ -29,6 +30,8 @@ from marlhf.train.rl_models import Models
 from marlhf.train.rloo_config import RLOOConfig
 
 AT_END = "this run's, all reward at the end"
+ANSWER = "answer"
+"""The run's own rule and lambda, with values from the probability of the right answer."""
 _OF_PPO = ("sigma", "pooling", "lam", "lam_alpha", "credit", "rho", "gamma", "split_last")
 _OF_PPO += ("continuations",)
 _OF_RLOO = ("baseline", "scale_group", "group", "num_samples", "ratio")
@@ -50,6 +53,8 @@ class Way:
         """The settings to put into a recipe."""
         if self.at_end:
             return "a reward at the end alone"
+        if self.name == ANSWER:
+            return "values: answer, sigma: start"
         return f"preset: {self.name}" if self.name in PRESETS else Candidate.parse(self.name).recipe
 
 
@@ -66,11 +71,13 @@ class Batch:
 
 def ways_of(config: PPOConfig, names: Sequence[str]) -> list[Way]:
     """The run's own way first, then rules as `Candidate` reads them, and presets."""
-    rules = parse_candidates(tuple(name for name in names if name not in PRESETS))
+    rules = parse_candidates(tuple(name for name in names if name not in (*PRESETS, ANSWER)))
     ways = [Way(option.name, option.config) for option in options_of(config, rules)]
     own = ways[0].config
     assert isinstance(own, PPOConfig)
     ways += [_of_preset(own, PRESETS[name]) for name in names if name in PRESETS]
+    if ANSWER in names:
+        ways.append(Way(ANSWER, replace(own, sigma="start", credit="macro"), ANSWER))
     return [*ways, Way(AT_END, own, at_end=True)]
 
 
@@ -179,8 +186,18 @@ def _monte_carlo(batch: Batch, segments: Segments, config: PPOConfig) -> Tensor:
     return values
 
 
+def _answer(batch: Batch, segments: Segments, config: PPOConfig) -> Tensor:
+    check_answers([example.row for example in batch.examples], config)
+    states = states_of(batch.examples, segments, batch.experience)
+    values = torch.zeros_like(batch.credit.rewards)
+    found = answer_values(states, batch.experience, batch.state.models, config)
+    values[segments.starts] = found.to(values)  # both row by row
+    return values
+
+
 VALUES: dict[str, Callable[[Batch, Segments, PPOConfig], Tensor]] = {
     "critic": lambda batch, segments, config: batch.credit.values,
     "monte_carlo": _monte_carlo,
+    ANSWER: _answer,
 }
 """Where the value of the state before each token can come from: [B, T]."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from marlhf.data.collate import SingleProcess
 from marlhf.data.encode import encode_prompts, encode_response
@@ -75,22 +76,37 @@ class RewardJudge:
         """What the first response of each pair scores above the second."""
         return [a - b for a, b in self.scores(questions, lambda done, total: None)]
 
+    def member_margins(self, questions: Sequence[Pair]) -> list[list[float]]:
+        """The same by each member of an ensemble, or by the one head: [M, N]."""
+        scores = self._in_chunks(questions, self.model.member_scores, lambda done, total: None)
+        return (scores[::2] - scores[1::2]).T.tolist()
+
     def scores(self, questions: Sequence[Pair], progress: Progress) -> list[tuple[float, float]]:
-        sides = [(q.prompt, side) for q in questions for side in (q.a, q.b)]
-        scores: list[float] = []
-        for start in range(0, len(sides), 2 * CHUNK):
-            scores += self._scores(sides[start : start + 2 * CHUNK])
-            progress(len(scores) // 2, len(questions))
+        scores = self._in_chunks(questions, self.model, progress).tolist()
         return list(zip(scores[::2], scores[1::2]))
 
-    def _scores(self, sides: Sequence[tuple[Text, Response]]) -> list[float]:
+    def _in_chunks(
+        self, questions: Sequence[Pair], score: Callable[..., Tensor], progress: Progress
+    ) -> Tensor:
+        """Scores of the first and second response of each pair in turn: [2 N] or [2 N, M]."""
+        sides = [(q.prompt, side) for q in questions for side in (q.a, q.b)]
+        parts: list[Tensor] = []
+        for start in range(0, len(sides), 2 * CHUNK):
+            chunk = sides[start : start + 2 * CHUNK]
+            parts.append(score(*self._encode(chunk)))
+            progress((start + len(chunk)) // 2, len(questions))
+        return torch.cat(parts) if parts else torch.zeros(0, self.model.members)
+
+    def _encode(
+        self, sides: Sequence[tuple[Text, Response]]
+    ) -> tuple[list[list[int]], list[list[int]]]:
         eos = self.tokenizer.eos_token_id
         prompts = encode_prompts(self.tokenizer, [prompt for prompt, _ in sides])
         responses = []
         for prompt, response in sides:
             ids = encode_response(self.tokenizer, prompt, response.text, eos)
             responses.append(ids if response.ended else ids[:-1])
-        return self.model([ids or [eos] for ids in prompts], responses).tolist()
+        return [ids or [eos] for ids in prompts], responses
 
 
 class ModelJudge:

@@ -76,12 +76,13 @@ def sample_pool(run: Path | str, count: int, seed: int, device: str = "auto") ->
 
 
 def reward_margins(rewards: Sequence[Path | str], device: str = "auto") -> Callable[..., Floats]:
-    """A function from pairs to what each reward model gives the first more than the second."""
+    """A function from pairs to what each model, or member of an ensemble, gives the first more."""
     from marlhf.judge.local import RewardJudge
 
     def margins(pairs: Sequence[Texts]) -> Floats:  # [M, N]
         asked = [Pair(prompt, Response(a), Response(b)) for prompt, a, b in pairs]
-        return np.array([RewardJudge(str(path), device).margins(asked) for path in rewards])
+        judges = (RewardJudge(str(path), device) for path in rewards)
+        return np.concatenate([judge.member_margins(asked) for judge in judges])
 
     return margins
 
