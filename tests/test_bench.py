@@ -45,8 +45,8 @@ def test_trl_gets_models_of_one_type(monkeypatch):
 def test_decoding_is_measured_to_the_end(monkeypatch, capsys):
     decode = load("decode", monkeypatch)
     monkeypatch.setattr(sys, "argv", ["decode.py", "--repeats=1", "--only", "marlhf native"])
-    monkeypatch.setitem(decode.SHAPES, "tiny", decode.Shape(32, 1, 2, 1, 32, 64, 8, 8, 4))
-    monkeypatch.setattr(decode, "LONGEST", 12)
+    shape = decode.Shape(32, 1, 2, 1, 32, 64, 8, 8, 4, longest=12)
+    monkeypatch.setitem(decode.SHAPES, "tiny", shape)
     decode.main()
     assert "ms a step" in capsys.readouterr().out
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ class Scalar(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.config = SimpleNamespace()
         self.score = torch.nn.Linear(2, 1, bias=False)
 
 

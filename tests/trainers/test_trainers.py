@@ -617,7 +617,7 @@ def test_every_setting_of_trls_configs_is_answered(stage):
 
 def test_a_setting_of_another_stage_is_not_advised():
     with pytest.raises(TypeError, match="num_samples, which this stage does not have"):
-        PPOConfig(num_generations=4)
+        DPOConfig(num_generations=4)
     for name, new in {"lr": "learning_rate", "hub_strategy": "uploaded, once"}.items():
         with pytest.raises(TypeError, match=new):
             PPOConfig(**{name: 0.1})

@@ -30,7 +30,7 @@ EXTRAS = {
     "gguf": ("gguf", "models from GGUF files"),
     "lora": ("peft", "LoRA adapters"),
     "quant": ("bitsandbytes", "QLoRA: adapters on a 4- or 8-bit base"),
-    "memory": ("torchao", "optimizer: adamw_8bit, trained_weights: bfloat16"),
+    "memory": ("torchao", "optimizer: adamw_8bit, bfloat16 weights"),
     "code": ("tree-sitter-python", "macro actions in Python code"),
     "spacy": ("spacy", "macro actions by spaCy's parses"),
     "stanza": ("stanza", "macro actions by stanza's parses"),

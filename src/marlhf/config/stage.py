@@ -19,6 +19,8 @@ OptimizerName = Literal["adamw", "adamw_8bit", "adafactor"]
 
 Config = TypeVar("Config", bound="StageConfig")
 DEFAULT_DATA = DataConfig(source="toy")
+GIVEN = "(given in Python)"
+"""How the settings of a run name a model or data that were Python objects."""
 AUTO_TOKENS = 16384
 """What `token_budget: auto` begins with."""
 

@@ -30,6 +30,7 @@ from typing import Any
 
 import yaml
 
+from marlhf.config.stage import GIVEN as GIVEN
 from marlhf.errors import MarlhfError
 
 CONFIG = "config.yaml"
@@ -58,8 +59,6 @@ SCORE_SCALE = "score_scale"
 
 PAIRS = "pairs.jsonl"
 """What labelling leaves: rows with prompt, chosen and rejected."""
-GIVEN = "(given in Python)"
-"""How the settings of a run name a model or data that were Python objects."""
 
 
 class RunError(MarlhfError, RuntimeError):

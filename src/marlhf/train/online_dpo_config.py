@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any, Literal
 
 from marlhf.config.rl import RLConfig, Segmenter, ngram
+from marlhf.config.stage import GIVEN
 from marlhf.errors import SettingError
 from marlhf.fields import setting
-from marlhf.runs.layout import GIVEN
 
 # What shapes the credit of tokens or the ratio of a policy gradient, which pairs have no use for.
 WITHOUT_EFFECT = ("clip", "dual_clip", "gamma", "kl_estimator", "kl_target", "ratio", "split_last")
