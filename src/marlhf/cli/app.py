@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -114,6 +115,9 @@ def main() -> None:
     # On ARM torch's allocator returns freed memory after 10 ms, and a training step on a CPU then
     # spends a tenth of its time on getting it back. Torch reads this when it is imported.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")
+    # transformers imports torchao wherever it is installed, which then lists the kernels it lacks.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored
             signal.signal(signal.SIGINT, stop)

@@ -167,7 +167,8 @@ def doctor(
     ] = None,
     train: Annotated[str, typer.Option(help="With --model: full, lora or qlora.")] = "full",
     gpu: Annotated[
-        float | None, typer.Option(metavar="GB", help="The card's memory (default: this one's).")
+        float | None,
+        typer.Option(min=1, metavar="GB", help="The card's memory (default: this one's)."),
     ] = None,
 ) -> None:
     """Show versions, devices and installed extras; or what a recipe or model takes of a GPU."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import textwrap
 from collections.abc import Iterator
 from types import MethodType
@@ -16,10 +15,6 @@ from transformers.utils import logging as hf_logging
 
 from marlhf.config.model import Precision
 from marlhf.errors import MarlhfError
-
-for _name in ("torchao", "torch.utils._pytree"):
-    # transformers imports torchao wherever it is installed, and it lists the kernels it lacks.
-    logging.getLogger(_name).setLevel(logging.ERROR)
 
 Model: TypeAlias = Any
 """A transformers model: its own annotations are too loose to check anything against."""
