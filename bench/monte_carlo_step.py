@@ -45,7 +45,7 @@ from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import Learner
 from marlhf.train.rloo_config import RLOOConfig
-from marlhf.train.state_values import values_without_critic
+from marlhf.train.state_values import StateValues
 
 GROUP = 4
 """Responses to a prompt, where there are several."""
@@ -162,10 +162,10 @@ class Bench:
                 kl=SimpleNamespace(coef=config.kl_coef),
                 response_seeds=self._seeds,
                 models=models,
+                examples=batch,
             )
-            segments, values = values_without_critic(
-                batch, experience, segments, rewards, rl, config
-            )
+            values_without_critic = StateValues(rl, config)
+            segments, values = values_without_critic(batch, experience, segments, rewards, config)
             clock.mark("values")
             credit = ppo.assign_credit(rewards, values, segments, config)
             ppo.update(experience, credit, learner, rates, config)

@@ -20,7 +20,7 @@ from marlhf.spans.show import cut_text
 from marlhf.train import ppo, rloo
 from marlhf.train.experience import RolloutScorer, sample_responses
 from marlhf.train.rl_models import load_models, load_prompts
-from marlhf.train.state_values import chosen_boundaries
+from marlhf.train.state_values import StateValues, chosen_boundaries
 from small_runs import TOY, read_lines
 
 
@@ -125,14 +125,14 @@ def test_continuations_at_few_boundaries_of_high_entropy(ppo_config, scored, mon
         assert [t for t, start in enumerate(kept.tolist()) if start] == sorted([0, *highest])
 
     counts = []
-    real = ppo.values_without_critic
+    real = StateValues.__call__
 
-    def watched(*given):
-        segments, values = real(*given)
+    def watched(self, *given):
+        segments, values = real(self, *given)
         counts.append(segments.macro_mask.sum(dim=1).max())
         return segments, values
 
-    monkeypatch.setattr(ppo, "values_without_critic", watched)
+    monkeypatch.setattr(StateValues, "__call__", watched)
     options = {"values": "monte_carlo", "continuations": 2, "boundaries": 1}
     steps(ppo_config("few", num_steps=1, save_every=0, segmenter=NGram(2), **options))
     assert [int(count) for count in counts] == [2]

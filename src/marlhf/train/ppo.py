@@ -37,7 +37,7 @@ from marlhf.train.positive_examples import PositiveExamples
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import Learner, RLRun
-from marlhf.train.state_values import prepare_values, values_without_critic
+from marlhf.train.state_values import StateValues
 
 
 @in_run_folder("ppo")
@@ -51,7 +51,7 @@ def train(config: PPOConfig, run: OpenRun) -> Path:
     checkpointed = {**chooser.checkpointed, **critic.checkpointed}
     rl = RLRun(config, run, partial(held_out_credit, chooser), rates, checkpointed)
     rl.score.provide_for(option.config.segmenter for option in chooser.options)
-    prepare_values(rl, config)
+    values_without_critic = StateValues(rl, config)
 
     with rl.loop:
         for step in rl.steps():
@@ -67,7 +67,7 @@ def train(config: PPOConfig, run: OpenRun) -> Path:
             metrics: dict[str, Tensor] = {}
             if not config.has_critic:
                 segments, values = values_without_critic(
-                    batch, experience, segments, rewards, rl, config
+                    batch, experience, segments, rewards, config
                 )
             elif config.one_update:
                 values, metrics = critic_values_and_backward(

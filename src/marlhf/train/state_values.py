@@ -20,30 +20,32 @@ from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_run import RLRun
 
 
-def prepare_values(rl: RLRun, config: PPOConfig) -> None:
-    """Refuse rows that do not have what values need, and compute what these read."""
-    rl.score.reads_entropy |= config.boundaries is not None
-    if config.values == "answer":
-        check_answers([example.row for example in rl.examples], config)
+class StateValues:
+    """Values of the states of a run. Rows that do not have what they need are refused at once."""
 
+    def __init__(self, rl: RLRun, config: PPOConfig) -> None:
+        self.rl = rl
+        rl.score.reads_entropy |= config.boundaries is not None
+        if config.values == "answer":
+            check_answers([example.row for example in rl.examples], config)
 
-def values_without_critic(
-    examples: Sequence[Example],
-    experience: Experience,
-    segments: Segments,
-    rewards: Tensor,
-    rl: RLRun,
-    config: PPOConfig,
-) -> tuple[Segments, Tensor]:
-    """The macro actions that have values, and the value of the state before each: [B, T]."""
-    segments = chosen_boundaries(segments, experience, config)
-    if config.values == "answer":
-        options = {"experience": experience, "models": rl.models, "config": config}
-        of_states = partial(answer_values, **options)
-    else:
-        of_states = partial(monte_carlo_values, rl=rl, config=config)
-    count = config.num_samples
-    return segments, values_at_starts(of_states, examples, experience, segments, rewards, count)
+    def __call__(
+        self,
+        examples: Sequence[Example],
+        experience: Experience,
+        segments: Segments,
+        rewards: Tensor,
+        config: PPOConfig,
+    ) -> tuple[Segments, Tensor]:
+        """The macro actions that have values, and the value of the state before each: [B, T]."""
+        segments = chosen_boundaries(segments, experience, config)
+        if config.values == "answer":
+            options = {"experience": experience, "models": self.rl.models, "config": config}
+            of_states = partial(answer_values, **options)
+        else:
+            of_states = partial(monte_carlo_values, rl=self.rl, config=config)
+        count = config.num_samples
+        return segments, values_at_starts(of_states, examples, experience, segments, rewards, count)
 
 
 def values_at_starts(
