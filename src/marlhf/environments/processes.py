@@ -89,12 +89,10 @@ class _Served:
         self.environment = make()
 
     def reset(self, row: Row, seed: int) -> tuple[list[Message], list[dict[str, Any]], Any]:
-        environment = self.environment
+        environment: Any = self.environment
         messages = finish(environment.reset(row, seed))
         self.toolbox = Toolbox(getattr(environment, "tools", ()))
-        own = {
-            name: getattr(environment, name) for name in ["timeout"] if hasattr(environment, name)
-        }
+        own = {"timeout": environment.timeout} if hasattr(environment, "timeout") else {}
         return messages, self.toolbox.schemas, own
 
     def run(self, calls: Sequence[ToolCall]) -> tuple[list[Message], int]:

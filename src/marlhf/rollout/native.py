@@ -153,7 +153,7 @@ class NativeEngine:
         with session.decoder.ready():
             budget = min(self.token_budget, session.decoder.prefill_tokens)
             share = self.share_prefixes
-            if tiers := session.tiers(prompts, max(limits), sampling):
+            if tiers := session.tiers(len(prompts), max(limits), sampling):
                 found = run_tiers(tiers, prompts, seeds, limits, budget, share_prefixes=share)
             else:
                 step = session.step(sampling)
@@ -342,9 +342,7 @@ class DecodeSession:
         self.steps: dict[tuple[Sampling, bool], DecodeStep] = {}
         self.shorter: dict[int, DecodeSession] = {}  # the same cache in slots of less capacity
 
-    def tiers(
-        self, prompts: Sequence[Sequence[int]], limit: int, sampling: Sampling
-    ) -> list[tuple[DecodeStep, int]]:
+    def tiers(self, rows: int, limit: int, sampling: Sampling) -> list[tuple[DecodeStep, int]]:
         """Steps over ever longer slots, each with the response tokens it has room for.
 
         Empty where slots of one length are enough.
@@ -352,11 +350,11 @@ class DecodeSession:
         if not isinstance(self.decoder, LlamaDecoder):
             return []
         row_bytes = self.decoder.cache_bytes // self.slots
-        rooms = tier_rooms(len(prompts), self.slots, limit, row_bytes)
-        longest = max(map(len, prompts))
+        rooms = tier_rooms(rows, self.slots, limit, row_bytes)
         if len(rooms) == 1:
             return []
-        sessions = [*(self._recut(longest + room) for room in rooms[:-1]), self]
+        # By this session's room for prompts and not by theirs: graphs then serve later calls, too.
+        sessions = [*(self._recut(self.capacity - limit + room) for room in rooms[:-1]), self]
         return [(each.step(sampling, holds=True), room) for each, room in zip(sessions, rooms)]
 
     def _recut(self, length: int) -> DecodeSession:
