@@ -11,7 +11,6 @@
 `marlhf native` is what a training run takes, with its layers compiled on a GPU; families other than
 Llama and its like are computed by transformers' own modules, which `--modules` measures for every
 family, compiled and not.
-`--one-tier` is the native engine with all slots as long as the longest response may be.
 With `--shared k` each prompt is sampled k times, as RLOO and best-of-n do, and the native engine is
 measured with and without sharing the prefill among them.
 Random weights and prompts of one length. `fixed`: every response is as long as may be. `real`:
@@ -40,7 +39,6 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from marlhf.models.compile import compile_blocks
-from marlhf.rollout import tiers
 from marlhf.rollout.engine import Engine, Rollout, Sampling
 from marlhf.rollout.native import DecoderClass, NativeEngine
 from marlhf.rollout.plain import PlainEngine
@@ -115,7 +113,6 @@ def main() -> None:
     parser.add_argument("--mean", type=int, help="mean of real lengths")
     parser.add_argument("--longest", type=int, help="the most tokens of a response, real lengths")
     parser.add_argument("--lengths", choices=["fixed", "real"], help="only one of both")
-    parser.add_argument("--one-tier", action="store_true", help="all slots for the longest")
     parser.add_argument("--bfloat16", action="store_true", help="weights, not only products")
     parser.add_argument("--shared", type=int, default=1, help="samples of each prompt")
     parser.add_argument("--budget", type=int, help="rollout_tokens; auto unless given")
@@ -125,8 +122,6 @@ def main() -> None:
     shape, device = SHAPES[args.shape], torch.device("cuda" if gpu else "cpu")
     given = {name: getattr(args, name) for name in ("rows", "prompt", "mean", "longest")}
     shape = replace(shape, **{name: value for name, value in given.items() if value})
-    if args.one_tier:
-        tiers.GROWTH = 1 << 30  # no limit is so many times the shortest tier
     torch.manual_seed(0)
     with device:
         model: Any = AutoModelForCausalLM.from_config(

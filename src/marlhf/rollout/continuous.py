@@ -147,8 +147,7 @@ class Schedule:
     ) -> None:
         self.step, self.state, self.decoder = step, step.state, step.decoder
         self.prompts, self.seeds, self.limits = prompts, seeds, limits
-        # What a slot continues: in conversations, and in later tiers, also the response so far.
-        self.texts = prompts
+        self.texts = prompts  # what a slot continues: in conversations also the turns so far
         self.paused: Collection[int] = ()  # rows in slots whose turn is over
         self.budget = budget
         self.gpu = self.state.device.type == "cuda"
@@ -195,16 +194,12 @@ class Schedule:
         count = min(len(free), len(self.waiting))
         rows = [self.waiting.pop() for _ in range(count)]
         slots = free[:count]
-        self._fill(rows, slots)
-        for slot, row in zip(slots, rows):
-            self.rows[slot], self.age[slot] = row, 0
-        self._begin(rows, slots)
-
-    def _fill(self, rows: list[int], slots: list[int]) -> None:
-        """Keys and values of the rows' prompts, each computed once."""
         new, copies = self._find_copies(rows, slots)
         self._prefill([rows[i] for i in new], [slots[i] for i in new])
         self._copy_prefixes(copies)
+        for slot, row in zip(slots, rows):
+            self.rows[slot], self.age[slot] = row, 0
+        self._begin(rows, slots)
 
     def _begin(self, rows: list[int], slots: list[int]) -> None:
         """Sample from slots that hold all of their rows' texts but the last token.
@@ -380,10 +375,6 @@ class Schedule:
             if self.decoder.indexed and size >= MIN_PARTED_SLOTS and rows <= part:
                 size = part
         return min(size, self.state.slots)
-
-    def _cache_rows(self, slots: Tensor) -> Tensor:
-        """Where keys and values of slots are: without an index they are moved with their slot."""
-        return self.state.cache_rows[slots] if self.decoder.indexed else slots
 
     def _to_device(self, lists: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
         """Lists of one length as tensors, in one copy that does not wait for the device."""

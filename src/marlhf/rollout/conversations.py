@@ -156,8 +156,9 @@ class ConversationSchedule(Schedule):
             columns = torch.arange(ids.shape[1])
             positions = (starts[:, None] + columns).clamp(max=max(lengths) - 1)
             reach = max(lengths) + -max(lengths) % KEY_MULTIPLE
-            [where] = self._to_device([[slots[i] for i in batch]])
-            cache_rows = self._cache_rows(where)
+            [cache_rows] = self._to_device([[slots[i] for i in batch]])
+            if self.decoder.indexed:
+                cache_rows = self.state.cache_rows[cache_rows]
             device = self.state.device
             self.decoder.extend(send(ids, device), cache_rows, send(positions, device), reach)
 

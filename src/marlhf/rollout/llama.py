@@ -9,8 +9,6 @@ Axes: B rows, P prompt tokens, T = B * P, S slots, K key-value heads, C position
 from __future__ import annotations
 
 import contextlib
-import copy
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -85,40 +83,20 @@ class LlamaDecoder:
         self.layers = [Layer.of(layer, self.weights.product) for layer in trunk.layers]
         self.windows = [attention_window(x.self_attn, model.config) for x in trunk.layers]
         self.norm, self.head = trunk.norm.weight, self.weights.product([model.lm_head])
+        groups, width = self.sizes.groups, self.sizes.width
         # Zeros: plain attention multiplies masked values by 0, and 0 times a leftover NaN is NaN.
-        numbers = slots * 2 * self.sizes.groups * capacity * self.sizes.width
-        self.cache = torch.zeros(len(self.layers), numbers, dtype=self.dtype, device=device)
-        self._cut(slots, capacity)
+        shape = (len(self.layers), slots, 2 * groups, capacity, width)
+        self.cache = torch.zeros(shape, dtype=self.dtype, device=device)
+        self.keys_values = [layer.chunk(2, dim=1) for layer in self.cache]
         # The angles of every position that fits, once: these families' do not change with length.
         self.rotary = Rotary.of(model, capacity)
+        self.slots = torch.arange(slots, device=device)
         # The kernel finds keys and values by an index, and rotates by itself.
         self.fused = self.indexed = has_kernel(self.cache[0], *self.keys_values[0])
         self.tables = self.rotary.tables()
         # A GPU is done with few tokens of a small model before the host has launched the next.
         most = LAUNCHED_NUMBERS // self.embedding.shape[1] if device.type == "cuda" else 0
         self.prefill_tokens = min(max(PREFILL_TOKENS, most), 4 * PREFILL_TOKENS)
-
-    def _cut(self, slots: int, capacity: int) -> None:
-        """Divide the cache into slots of some capacity."""
-        shape = slots, 2 * self.sizes.groups, capacity, self.sizes.width
-        self.cache = self.cache.flatten(1)[:, : math.prod(shape)].unflatten(1, shape)
-        self.keys_values = [layer.chunk(2, dim=1) for layer in self.cache]
-        self.slots = torch.arange(slots, device=self.cache.device)
-
-    def recut(self, slots: int, capacity: int) -> LlamaDecoder:
-        """The same decoder over the same cache, in more and shorter slots."""
-        other = copy.copy(self)
-        other._cut(slots, capacity)
-        return other
-
-    def save(self, row: Tensor, length: int) -> Tensor:
-        """The first keys and values of a row [1] of the cache, in the host's memory."""
-        return self.cache.index_select(1, row)[:, 0, :, :length].cpu()
-
-    def load(self, row: Tensor, saved: Tensor) -> None:
-        """Put what was saved into a row [1] of the cache."""
-        saved = saved.to(self.cache.device, non_blocking=True)[:, None]
-        self.cache[:, :, :, : saved.shape[3]].index_copy_(1, row, saved)
 
     @staticmethod
     def fits(model: Model) -> bool:

@@ -42,7 +42,6 @@ from marlhf.rollout.slots import (
     sharded,
 )
 from marlhf.rollout.state import DecodeState
-from marlhf.rollout.tiers import run_tiers, tier_rooms
 from marlhf.rollout.turns import Conversations
 
 SIZE_MULTIPLE = 64
@@ -152,15 +151,10 @@ class NativeEngine:
         """Tokens and log-probs, [B, R], junk after the end; and lengths of responses, [B]."""
         with session.decoder.ready():
             budget = min(self.token_budget, session.decoder.prefill_tokens)
-            share = self.share_prefixes
-            if tiers := session.tiers(len(prompts), max(limits), sampling):
-                found = run_tiers(tiers, prompts, seeds, limits, budget, share_prefixes=share)
-            else:
-                step = session.step(sampling)
-                schedule = Schedule(step, prompts, seeds, limits, budget, share_prefixes=share)
-                found = schedule.run()
-        # Clones: tensors made in inference mode may not be saved for a backward pass.
-        tokens, logprobs, lengths = (x.clone() for x in found)
+            share, step = self.share_prefixes, session.step(sampling)
+            schedule = Schedule(step, prompts, seeds, limits, budget, share_prefixes=share)
+            # Clones: tensors made in inference mode may not be saved for a backward pass.
+            tokens, logprobs, lengths = (x.clone() for x in schedule.run())
         self._drop_large(session)
         return tokens, logprobs, lengths
 
@@ -340,33 +334,6 @@ class DecodeSession:
         self.decoder, self.slots, self.capacity = decoder, slots, capacity
         self.weights, self.ends, self.graphs = weights, ends, graphs
         self.steps: dict[tuple[Sampling, bool], DecodeStep] = {}
-        self.shorter: dict[int, DecodeSession] = {}  # the same cache in slots of less capacity
-
-    def tiers(self, rows: int, limit: int, sampling: Sampling) -> list[tuple[DecodeStep, int]]:
-        """Steps over ever longer slots, each with the response tokens it has room for.
-
-        Empty where slots of one length are enough.
-        """
-        if not isinstance(self.decoder, LlamaDecoder):
-            return []
-        row_bytes = self.decoder.cache_bytes // self.slots
-        rooms = tier_rooms(rows, self.slots, limit, row_bytes)
-        if len(rooms) == 1:
-            return []
-        # By this session's room for prompts and not by theirs: graphs then serve later calls, too.
-        sessions = [*(self._recut(self.capacity - limit + room) for room in rooms[:-1]), self]
-        return [(each.step(sampling, holds=True), room) for each, room in zip(sessions, rooms)]
-
-    def _recut(self, length: int) -> DecodeSession:
-        length += -length % SIZE_MULTIPLE
-        if length not in self.shorter:
-            assert isinstance(self.decoder, LlamaDecoder)
-            slots = self.slots * self.capacity // length
-            decoder = self.decoder.recut(slots, length)
-            self.shorter[length] = DecodeSession(
-                decoder, slots, length, self.weights, self.ends, self.graphs
-            )
-        return self.shorter[length]
 
     def step(self, sampling: Sampling, *, holds: bool = False) -> DecodeStep:
         if (sampling, holds) not in self.steps:

@@ -311,7 +311,7 @@ def _sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 def start(device: str = "auto", parallel: Parallel = "data") -> World:
     """This rank, from the environment variables that torchrun sets."""
-    size, local = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("LOCAL_RANK", "0")
+    size, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     if platform.machine() == "aarch64":
         # On ARM CPUs oneDNN takes ten times as long over a small product, and gains little on
         # large ones: a PPO step of a tiny model takes half the time without it.
@@ -320,16 +320,24 @@ def start(device: str = "auto", parallel: Parallel = "data") -> World:
         return World(pick_device(device), sharded=False)
     if device == "auto" and torch.cuda.is_available():
         device = "cuda"
-    where = pick_device(f"cuda:{local}" if device == "cuda" else device)
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", size)), torch.cuda.device_count()
+    where = pick_device(f"cuda:{local % max(1, gpus)}" if device == "cuda" else device)
+    # NCCL refuses two ranks on one GPU. Gloo takes them, through the memory of the host.
+    by_nccl = where.type == "cuda" and here <= gpus
     if where.type == "cuda":
         torch.cuda.set_device(where)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if where.type == "cuda" else "gloo", timeout=TIMEOUT)
+        dist.init_process_group("nccl" if by_nccl else "gloo", timeout=TIMEOUT)
         atexit.register(dist.destroy_process_group)
         _PIDS.extend([("", 0)] * size)
         dist.all_gather_object(_PIDS, (platform.node(), os.getpid()))
     rank = dist.get_rank()
     progress.console.quiet = rank > 0
+    if where.type == "cuda" and not by_nccl:
+        progress.warn(
+            f"{here} processes share {gpus} GPU{'s' * (gpus > 1)} here. That tries a set-up out, "
+            "but is slow: start one process per GPU for real runs."
+        )
     return World(where, rank, size, sharded=parallel == "fsdp")
 
 
