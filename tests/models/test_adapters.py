@@ -475,7 +475,7 @@ def test_a_quantised_base_is_trained_on_and_merged_in_floats(tmp_path, small, ki
     small("llama", hidden_size=64, intermediate_size=64).save_pretrained(tmp_path / "base")
     options = {"dtype": torch.float32, "quantization_config": quantization(LoRA(quantize=kind))}
     module = AutoModelForCausalLM.from_pretrained(tmp_path / "base", **options)
-    base = FrozenBaseModel(module, str(tmp_path / "base"), linear_dtype=torch.bfloat16)
+    base = FrozenBaseModel(module, str(tmp_path / "base"))
     policy, critic = base.language_model(LoRA(r=4)), base.scalar_model(LoRA(r=4))
     randomise(policy, critic)
     before = logprobs(policy)
@@ -491,3 +491,27 @@ def test_a_quantised_base_is_trained_on_and_merged_in_floats(tmp_path, small, ki
         tmp_path / "policy" / "adapter", "again"
     )  # no digest: the name decides
     assert torch.equal(logprobs(again), before)
+
+
+def test_layers_of_a_4_bit_base_keep_bfloat16_for_the_backward_pass(tmp_path, small):
+    pytest.importorskip("bitsandbytes")
+    small("llama", hidden_size=64, intermediate_size=128).save_pretrained(tmp_path)
+    options = {"dtype": torch.float32, "quantization_config": quantization(LoRA(quantize="4bit"))}
+    module = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    policy = FrozenBaseModel(module, linear_dtype=torch.bfloat16).language_model(LoRA(r=4))
+    assert module.lm_head.weight.dtype == torch.bfloat16  # as on a base that is not quantised
+    randomise(policy)
+    kept: list[torch.Tensor] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x)
+        return x
+
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
+    ):
+        logprobs(policy).sum().backward()
+    of_mlp = [x.dtype for x in kept if x.ndim == 3 and x.shape[-1] == 128]
+    assert len(of_mlp) >= 4  # what SiLU and the product read, of each of two layers
+    assert set(of_mlp) == {torch.bfloat16}

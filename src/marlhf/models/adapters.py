@@ -68,8 +68,22 @@ def cast_linear_layers(module: nn.Module, dtype: torch.dtype) -> None:
     }
     for name, part in submodules:
         tied = used_elsewhere & {*part.parameters()}
-        if isinstance(part, linear) and name != "score" and not tied:
+        if not isinstance(part, linear) or name == "score" or tied:
+            continue
+        if part.weight.is_floating_point():  # else it is quantized
             part.to(dtype)
+
+
+def _like_autocast(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    """Inputs of a 4-bit layer, in autocast's dtype.
+
+    Its outputs have the dtype of its inputs. Those of float32 would keep twice the memory for the
+    backward pass, although it computes in bfloat16.
+    """
+    device = inputs[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return None
+    return (inputs[0].to(torch.get_autocast_dtype(device)), *inputs[1:])
 
 
 class FrozenBaseModel:
@@ -110,9 +124,11 @@ class FrozenBaseModel:
         self.digest = None if self.quantized else digest(module)
         self._active = [NO_ADAPTER]
         self._names: set[str] = set()
-        if linear_dtype is not None and not self.quantized:
+        if linear_dtype is not None:
             cast_linear_layers(module, linear_dtype)
         for layer in module.modules():
+            if type(layer).__name__ == "Linear4bit":
+                layer.register_forward_pre_hook(_like_autocast)
             # On some CPUs bitsandbytes repacks 4-bit weights at the first pass of a model in
             # evaluation mode. Repacked ones have no gradients, and adapters are trained on these.
             if hasattr(layer, "support_avx512bf16_for_cpu"):

@@ -322,7 +322,7 @@ class _Arithmetic:
         if base:
             each = QUANTIZED_BYTES[config.lora.quantize]
             # The head is a linear layer as well, which is cast but not quantized.
-            head = 0.0 if size.tied else size.head * (2.0 if each == 2.0 else 4.0)
+            head = 0.0 if size.tied else size.head * 2.0
             kept[f"{name}: frozen base"] = each * size.matrices + 4.0 * size.embeddings + head
         return kept
 
