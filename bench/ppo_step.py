@@ -264,7 +264,7 @@ def build(shape: Shape, device: torch.device, args: argparse.Namespace) -> tuple
     if args.weights == "bfloat16":
         for model in (policy, critic):
             cast_trained_weights(model)
-    if not args.eager and not shape.lora:  # as World.place does it
+    if not args.eager:  # as World.place does it
         for model in (policy, reference, critic, reward):
             if not args.modules:
                 choose_passes(model)

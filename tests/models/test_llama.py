@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 
+from marlhf.config.model import LoRA
 from marlhf.models import forward, llama
+from marlhf.models.adapters import FrozenBaseModel
 from marlhf.models.compile import compile_blocks
 from marlhf.models.forward import (
     Sequences,
@@ -17,8 +19,10 @@ from marlhf.models.forward import (
     token_values,
 )
 from marlhf.models.llama import is_unchanged
+from marlhf.rollout import Sampling
 from marlhf.rollout.check import decoder_error
 from marlhf.rollout.llama import LlamaDecoder
+from marlhf.rollout.native import NativeEngine
 
 gpu = [
     pytest.mark.gpu,
@@ -253,3 +257,79 @@ def test_on_a_gpu_float32_gives_the_modules_numbers_and_gradients(small, name, m
             torch.testing.assert_close(
                 a.grad, b.grad, rtol=1e-2, atol=1e-2 * float(b.grad.abs().max())
             )
+
+
+def adapted(model):
+    """A policy, a critic, and a reference on one base, with adapters as if they were trained."""
+    pytest.importorskip("peft")
+    base = FrozenBaseModel(model)
+    views = (
+        base.language_model(LoRA(r=4)),
+        base.scalar_model(LoRA(r=2, target_modules=("q_proj", "down_proj"))),
+        base.language_model(None),
+    )
+    generator = torch.Generator().manual_seed(0)
+    for view in views:
+        for parameter in view.parameters():
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator)
+            parameter.data = parameter.data.to(model.device)
+    return views
+
+
+def stats_and_gradients(view, sequences):
+    read = token_values if hasattr(view, "score") else read_logprobs
+    result = read(view, sequences)
+    if result.requires_grad:
+        view.zero_grad()
+        result.square().sum().backward()
+    return [result.detach(), *(p.grad for p in view.parameters())]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_adapters_take_this_pass_with_the_modules_numbers(small, name):
+    views = adapted(small(name))
+    sequences = Sequences.from_lists(PROMPTS, RESPONSES, 0)
+    theirs = [[x.clone() for x in stats_and_gradients(view, sequences)] for view in views]
+    for view in views:
+        choose_passes(view)
+        assert pass_choice(view).by_llama
+    for view, expected in zip(views, theirs):
+        for found, x in zip(stats_and_gradients(view, sequences), expected, strict=True):
+            torch.testing.assert_close(found, x, rtol=1e-4, atol=1e-5 * float(x.abs().max()))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_policy_with_an_adapter_samples_by_it(small, name):
+    policy, *_ = adapted(small(name))
+    assert LlamaDecoder.fits(policy)
+    engine = NativeEngine(policy, [-1], 0)
+    for _ in range(2):  # the second time after an update, with the same decoder
+        rollout = engine.generate(PROMPTS, Sampling(max_new_tokens=6), seeds=[0, 1, 2, 3])
+        assert engine.decoder_class is LlamaDecoder
+        sequences = Sequences.from_lists(PROMPTS, rollout.responses, 0)
+        trained = token_stats(policy, sequences).logprobs
+        torch.testing.assert_close(rollout.logprobs, trained, rtol=0, atol=1e-5)
+        for parameter in policy.parameters():
+            parameter.data *= 1.5
+
+
+@gpu[0]
+@gpu[1]
+def test_on_a_gpu_adapters_are_as_close_as_bfloat16_allows(small):
+    model = small("qwen3", hidden_size=256, intermediate_size=512).cuda()
+    views = [view.cuda() for view in adapted(model)]
+    sequences = Sequences.from_lists(LONG, LONG_RESPONSES, 0, "cuda")
+    exact = [[x.clone() for x in stats_and_gradients(view, sequences)] for view in views]
+    for view in views:
+        choose_passes(view)
+    for view, expected in zip(views, exact):
+        with torch.autocast("cuda", torch.bfloat16):
+            found = stats_and_gradients(view, sequences)
+        for ours, x in zip(found, expected, strict=True):
+            error = float((ours - x).norm() / x.norm())
+            assert error < 0.08, error
+    rollout = NativeEngine(views[0], [-1], 0).generate(LONG, Sampling(max_new_tokens=9), [0, 1])
+    with torch.autocast("cuda", torch.bfloat16):
+        again = Sequences.from_lists(LONG, rollout.responses, 0, "cuda")
+        trained = token_stats(views[0], again).logprobs
+    assert (trained - rollout.logprobs).abs().mean() < 0.05

@@ -86,6 +86,15 @@ def _like_autocast(layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor
     return (inputs[0].to(torch.get_autocast_dtype(device)), *inputs[1:])
 
 
+def is_adapted_linear(layer: Any) -> bool:
+    """Whether a layer is a plain linear one to which peft adds x A B."""
+    if not hasattr(layer, "lora_A"):
+        return False
+    from peft.tuners import lora  # an optional dependency
+
+    return type(layer) is lora.Linear and type(layer.base_layer) is nn.Linear
+
+
 class FrozenBaseModel:
     """A model whose weights never change, and the adapters in its layers.
 

@@ -19,8 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from marlhf.errors import SettingError
+from marlhf.models.adapters import AdaptedModel
 from marlhf.models.compile import compile_blocks, uncompiled
-from marlhf.models.llama import LENGTH_DEPENDENT_ROPE, is_plain_llama, is_unchanged, selected_hidden
+from marlhf.models.llama import (
+    LENGTH_DEPENDENT_ROPE,
+    is_plain_llama,
+    is_unchanged,
+    selected_hidden,
+    unwrapped,
+)
 from marlhf.models.logprobs import LogitRule, chosen_logprobs, fit_rule, probe
 from marlhf.models.scores import TokenScores
 from marlhf.models.sequences import Sequences, send
@@ -48,11 +55,11 @@ def choose_passes(model: nn.Module) -> None:
     """Let a model take its fastest passes; layers must not be replaced after this.
 
     They round differently than transformers' modules, and on a CPU depending on the rows of a
-    batch. On a GPU the layers of other families are compiled.
+    batch. On a GPU the layers of other families are compiled, unless they have adapters.
     """
-    if next(model.parameters()).is_cuda:
+    if cast(Any, model).device.type == "cuda" and not isinstance(model, AdaptedModel):
         compile_blocks(model)
-    pass_choice(model).by_llama = is_plain_llama(cast(Any, model))
+    pass_choice(model).by_llama = is_plain_llama(model)
 
 
 def check_rotary(model: Any, longest: int) -> None:
@@ -193,7 +200,7 @@ def _llama_hidden(
         check_rotary(llama, sequences.ids.shape[1])
     if not pass_choice(model).by_llama or not is_unchanged(llama, sequences.ids.shape[1]):
         return None
-    dtype = cast_dtype(llama.base_model.embed_tokens.weight)
+    dtype = cast_dtype(unwrapped(model)[0].base_model.embed_tokens.weight)
     return selected_hidden(llama, sequences.ids, sequences.total_lengths, selected, dtype)
 
 
@@ -269,7 +276,7 @@ def _rule(model: nn.Module) -> LogitRule | None:
     """What a model does to its head's output, by a pass over one token if there was none yet."""
     choice = pass_choice(model)
     if not choice.rule_known:
-        first = torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)
+        first = torch.zeros(1, dtype=torch.int64, device=cast(Any, model).device)
         with uncompiled():
             hidden_at(model, first[None], first)
     return choice.logit_rule

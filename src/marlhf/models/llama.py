@@ -4,7 +4,7 @@ The tokens of a batch follow each other in one dimension, and only `attend` know
 and which token sees which. Training, prefill and decoding are this pass with another `attend`. On a
 GPU a layer, or its halves around attention, is compiled, once for all layers. `forward.py`
 has the pass through transformers' own modules, which gives the same numbers and serves every other
-family, and models with adapters, shards or hooks.
+family, and models with shards, hooks or quantised layers.
 
 Axes: T tokens, N selected tokens, H query heads, K key-value heads, D head size.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from marlhf.kernels.attention import causal_attention
 from marlhf.kernels.available import has_triton
+from marlhf.models.adapters import AdaptedModel, is_adapted_linear
 from marlhf.models.base import Model
 from marlhf.models.compile import VARIANTS
 from marlhf.models.sequences import send
@@ -52,11 +53,17 @@ Attend = Callable[[Tensor, int], Tensor | None]
 query heads read, [T, H * D]. None ends the pass: a prefill needs no more than the last keys."""
 
 
-def is_plain_llama(model: Model) -> bool:
-    """Whether a model is of one of these families, with no layer replaced.
+def unwrapped(model: Any) -> tuple[Model, str | None]:
+    """The transformers model that holds the layers, and which adapter is applied to them."""
+    return (model.module, model.adapter) if isinstance(model, AdaptedModel) else (model, None)
 
-    Adapters and quantisation replace linear layers, FSDP shards them.
+
+def is_plain_llama(model: Any) -> bool:
+    """Whether a model is of one of these families, with no layer replaced but by LoRA's.
+
+    Quantisation and other kinds of adapters replace linear layers, FSDP shards them.
     """
+    model, _ = unwrapped(model)
     own = type(model).__module__.startswith("transformers.")  # not code that came with a model
     if type(model).__name__ not in FAMILIES or not own:
         return False
@@ -67,16 +74,17 @@ def is_plain_llama(model: Model) -> bool:
         model.config.hidden_act == "silu"
         and rotary not in LENGTH_DEPENDENT_ROPE
         and whole
-        and all(type(m) in (nn.Linear, nn.Embedding) for m in matrices)
+        and all(type(m) in (nn.Linear, nn.Embedding) or is_adapted_linear(m) for m in matrices)
         and not any(isinstance(p, DTensor) for p in model.parameters())
     )
 
 
-def is_unchanged(model: Model, longest: int) -> bool:
+def is_unchanged(model: Any, longest: int) -> bool:
     """Whether a plain Llama computes just what its class does to rows of some length.
 
-    Asked before each pass: hooks, adapters and gradient checkpointing may come and go.
+    Asked before each pass: hooks and gradient checkpointing may come and go.
     """
+    model, _ = unwrapped(model)
     config = model.config
     for layer in model.base_model.layers:
         window = attention_window(layer.self_attn, config)
@@ -89,9 +97,10 @@ def is_unchanged(model: Model, longest: int) -> bool:
     return not has_hooks(model)
 
 
-def has_hooks(model: Model) -> bool:
+def has_hooks(model: Any) -> bool:
     """Whether forward hooks want to see or change what modules compute."""
-    return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    modules = unwrapped(model)[0].modules()
+    return any(m._forward_hooks or m._forward_pre_hooks for m in modules)
 
 
 def attention_window(attention: Any, config: Any) -> int | None:
@@ -101,15 +110,40 @@ def attention_window(attention: Any, config: Any) -> int | None:
     return getattr(config, "sliding_window", None)
 
 
+class LowRank(NamedTuple):
+    """What LoRA adds to a product of x: x down^T up^T. R is the sum of the layers' ranks."""
+
+    down: Tensor  # [R, in]
+    up: Tensor  # [out, R], zero where a layer's outputs meet another's ranks
+
+    @classmethod
+    def of(cls, layers: Sequence[Any], adapter: str | None) -> LowRank | None:
+        """Of linear layers with the same input; None where none has the adapter."""
+        own = [adapter in getattr(layer, "lora_A", ()) for layer in layers]
+        if adapter is None or not any(own):
+            return None
+        downs = [x.lora_A[adapter].weight for x, adapted in zip(layers, own) if adapted]
+        ups = [
+            x.lora_B[adapter].weight * x.scaling[adapter]
+            if adapted
+            else downs[0].new_zeros(x.out_features, 0)
+            for x, adapted in zip(layers, own)
+        ]
+        return cls(torch.cat(downs), torch.block_diag(*ups))
+
+
 class Product(NamedTuple):
     """Linear layers with the same input."""
 
     weights: tuple[Tensor, ...]  # [out, in]
     biases: tuple[Tensor | None, ...]
+    low_rank: LowRank | None = None
 
     @classmethod
-    def of(cls, layers: Sequence[Any]) -> Product:
-        return cls(tuple(x.weight for x in layers), tuple(x.bias for x in layers))
+    def of(cls, layers: Sequence[Any], adapter: str | None = None) -> Product:
+        plain = [getattr(layer, "base_layer", layer) for layer in layers]
+        weights, biases = tuple(x.weight for x in plain), tuple(x.bias for x in plain)
+        return cls(weights, biases, LowRank.of(layers, adapter))
 
     def is_joined(self, dtype: torch.dtype) -> bool:
         """Whether they become one matrix: a cast to another type copies them in any case."""
@@ -119,6 +153,12 @@ class Product(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], in the type of x."""
+        if self.low_rank is None:
+            return self._plain(x)
+        down, up = (each.to(x.dtype) for each in self.low_rank)
+        return self._plain(x) + F.linear(F.linear(x, down), up)
+
+    def _plain(self, x: Tensor) -> Tensor:
         if self.is_joined(x.dtype):
             biases = [bias for bias in self.biases if bias is not None]
             bias = _joined(biases, x.dtype) if biases else None
@@ -144,7 +184,7 @@ class Layer(NamedTuple):
     down: Product
 
     @classmethod
-    def of(cls, layer: Any, product: Callable[[list[Any]], Product] = Product.of) -> Layer:
+    def of(cls, layer: Any, product: Callable[[list[Any]], Product]) -> Layer:
         """`product` is made of the linear layers that share an input."""
         attention, mlp = layer.self_attn, layer.mlp
         normed = "q_norm" in attention._modules
@@ -399,7 +439,7 @@ def _ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.
 
 
 def selected_hidden(
-    model: Model,
+    model: Any,
     ids: Tensor,  # [B, W]
     lengths: Sequence[int],
     selected: Sequence[tuple[int, int]],
@@ -409,9 +449,10 @@ def selected_hidden(
 
     Matrices are multiplied in `dtype`, which also goes from layer to layer.
     """
+    model, adapter = unwrapped(model)
     trunk, sizes = model.base_model, Sizes.of(model)
     layout = TokenLayout.of(lengths, ids.shape[1], selected, ids.device, padded=ids.is_cuda)
-    layers = [Layer.of(layer) for layer in trunk.layers]
+    layers = [Layer.of(layer, partial(Product.of, adapter=adapter)) for layer in trunk.layers]
     flat, by_column = ids.flatten(), Rotary.of(model, layout.width)
     rotary = by_column.rows(layout.rows, layout.width)
     if layout.places is not None:

@@ -25,6 +25,7 @@ from marlhf.kernels.attention import (
 from marlhf.models.base import Model
 from marlhf.models.llama import (
     Layer,
+    LowRank,
     Product,
     Rotary,
     Sizes,
@@ -35,6 +36,7 @@ from marlhf.models.llama import (
     rotated,
     row_layer,
     run_layers,
+    unwrapped,
 )
 from marlhf.rollout.slots import PREFILL_TOKENS
 
@@ -45,17 +47,21 @@ LAUNCHED_NUMBERS = 1 << 26
 class WeightCopies:
     """Products of linear layers, over the model's own weights or over copies of them."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, adapter: str | None) -> None:
+        self.dtype, self.adapter = dtype, adapter
         self.copies: list[Tensor] = []
         self.originals: list[Tensor] = []
+        self.adapted: list[tuple[Sequence[nn.Module], LowRank]] = []
 
-    def product(self, layers: Sequence[nn.Linear]) -> Product:
-        own = Product.of(layers)
-        if not own.is_joined(self.dtype):
-            return own
-        bias = None if layers[0].bias is None else self._copy([x.bias for x in layers])
-        return Product((self._copy([x.weight for x in layers]),), (bias,))
+    def product(self, layers: Sequence[nn.Module]) -> Product:
+        weights, biases, low_rank = own = Product.of(layers, self.adapter)
+        if low_rank is not None:
+            low_rank = LowRank(*(x.detach().to(self.dtype, copy=True) for x in low_rank))
+            self.adapted.append((layers, low_rank))
+        if own.is_joined(self.dtype):
+            given = [bias for bias in biases if bias is not None]
+            weights, biases = (self._copy(weights),), (self._copy(given) if given else None,)
+        return Product(weights, biases, low_rank)
 
     def _copy(self, parts: Sequence[Tensor]) -> Tensor:
         sizes = [len(part) for part in parts]
@@ -70,16 +76,20 @@ class WeightCopies:
         """Bring the copies up to date in place, so that recorded graphs stay valid."""
         if self.copies:
             torch._foreach_copy_(self.copies, self.originals)  # pyright: ignore[reportPrivateImportUsage]
+        for layers, copies in self.adapted:
+            for copy, new in zip(copies, LowRank.of(layers, self.adapter) or ()):
+                copy.copy_(new)
 
 
 class LlamaDecoder:
     """A `slots.Decoder`."""
 
     def __init__(self, model: Model, slots: int, capacity: int, dtype: torch.dtype | None) -> None:
+        model, adapter = unwrapped(model)
         trunk, self.sizes = model.model, Sizes.of(model)
         self.embedding: Tensor = trunk.embed_tokens.weight
         self.dtype, device = dtype or self.embedding.dtype, self.embedding.device
-        self.weights = WeightCopies(self.dtype)
+        self.weights = WeightCopies(self.dtype, adapter)
         self.layers = [Layer.of(layer, self.weights.product) for layer in trunk.layers]
         self.windows = [attention_window(x.self_attn, model.config) for x in trunk.layers]
         self.norm, self.head = trunk.norm.weight, self.weights.product([model.lm_head])
@@ -101,7 +111,7 @@ class LlamaDecoder:
     @staticmethod
     def fits(model: Model) -> bool:
         """Whether this model is computed here: a known family with no layer replaced or hooked."""
-        causal = type(model).__name__.endswith("ForCausalLM")
+        causal = type(unwrapped(model)[0]).__name__.endswith("ForCausalLM")
         return causal and is_plain_llama(model) and not has_hooks(model)
 
     @contextlib.contextmanager

@@ -192,7 +192,7 @@ class World(SingleProcess):
         if not self.sharded:
             placed: Model = model.to(self.device)
             fast = compiled if self.device.type == "cuda" else unpadded
-            if fast and isinstance(placed, PreTrainedModel):
+            if fast and isinstance(placed, PreTrainedModel | AdaptedModel):
                 choose_passes(placed)
             return placed
         # The model stays on the CPU here: `fully_shard` moves one block at a time, and only this
