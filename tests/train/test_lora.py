@@ -324,7 +324,7 @@ def test_a_base_that_changed_under_way_is_noticed(tmp_path, monkeypatch):
         load_policy(str(folder))
 
 
-def test_an_adapter_alone_loads_back_here_and_in_peft(alone):
+def test_an_adapter_alone_loads_back_here_and_in_peft(alone, monkeypatch):
     for run, scalar in ((alone.sft, False), (alone.reward, True)):
         files = {p.name for p in run.model.iterdir()}
         assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= files
@@ -335,6 +335,7 @@ def test_an_adapter_alone_loads_back_here_and_in_peft(alone):
         mine = load(str(run.model))
         torch.testing.assert_close(measure(mine), measure(view), rtol=1e-4, atol=1e-4)
         wrapped = peft.PeftModel.from_pretrained(load("tiny"), run.model)
+        monkeypatch.setattr(pass_choice(view), "by_llama", False)  # whose sums have another order
         assert torch.equal(measure(wrapped.base_model.model), measure(view))
 
 
