@@ -125,11 +125,8 @@ def test_under_autocast_matrices_are_multiplied_in_bfloat16(small, monkeypatch):
     assert 0 < (ours - exact).norm() < 2 * (theirs - exact).norm() + 0.01 * exact.norm()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_a_gpus_pass_is_compiled_once_for_batches_of_all_sizes(small, name, monkeypatch):
-    """As on a GPU: padded rows, a compiled call per layer. Here without a compiler of kernels."""
-    model = small(name, num_hidden_layers=3)
-    plain, _ = both_ways(model, monkeypatch)
+def compiled_as_on_a_gpu(monkeypatch):
+    """Padded rows, a compiled call per layer; without a compiler of kernels. The graphs so far."""
     graphs, real = [], llama.TokenLayout.of
 
     def backend(graph, inputs):
@@ -137,9 +134,18 @@ def test_a_gpus_pass_is_compiled_once_for_batches_of_all_sizes(small, name, monk
         return lookup_backend("aot_eager")(graph, inputs)
 
     llama._compiled.cache_clear()
+    torch._dynamo.reset()
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda _: backend)
     monkeypatch.setattr(llama, "on_device", lambda function, _: llama._compiled(function))
     monkeypatch.setattr(llama.TokenLayout, "of", lambda *a, **k: real(*a, **{**k, "padded": True}))
+    return graphs
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_gpus_pass_is_compiled_once_for_batches_of_all_sizes(small, name, monkeypatch):
+    model = small(name, num_hidden_layers=3)
+    plain, _ = both_ways(model, monkeypatch)
+    graphs = compiled_as_on_a_gpu(monkeypatch)
     counts = []
     for rows in ((PROMPTS, RESPONSES), (LONG, LONG_RESPONSES), (EQUAL, EQUAL)):
         sequences = Sequences.from_lists(*rows, 0)
@@ -296,6 +302,19 @@ def test_adapters_take_this_pass_with_the_modules_numbers(small, name):
     for view, expected in zip(views, theirs):
         for found, x in zip(stats_and_gradients(view, sequences), expected, strict=True):
             torch.testing.assert_close(found, x, rtol=1e-4, atol=1e-5 * float(x.abs().max()))
+
+
+def test_adapters_are_compiled_once_for_batches_of_all_sizes(small, monkeypatch):
+    views = adapted(small("llama", num_hidden_layers=4))[:2]
+    for view in views:
+        choose_passes(view)
+    graphs, counts = compiled_as_on_a_gpu(monkeypatch), []
+    for rows in ((PROMPTS, RESPONSES), (LONG, LONG_RESPONSES), (EQUAL, EQUAL)):
+        for view in views:
+            stats_and_gradients(view, Sequences.from_lists(*rows, 0))
+        counts.append(len(graphs))
+    llama._compiled.cache_clear()
+    assert counts == [8, 8, 8]  # of each view what a model without adapters takes
 
 
 @pytest.mark.parametrize("name", FAMILIES)
