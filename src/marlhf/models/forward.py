@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from marlhf.errors import SettingError
 from marlhf.models.compile import compile_blocks, uncompiled
+from marlhf.models.heads import members_of
 from marlhf.models.llama import LENGTH_DEPENDENT_ROPE, is_plain_llama, is_unchanged, selected_hidden
 from marlhf.models.logprobs import LogitRule, chosen_logprobs, fit_rule, probe
 from marlhf.models.scores import TokenScores
@@ -177,6 +178,8 @@ def token_scores(model: nn.Module, sequences: Sequences) -> Tensor:
 
 def final_scores(model: nn.Module, sequences: Sequences) -> Tensor:
     """The scalar at each row's last real token, float32: [B]; of an ensemble [B, M]."""
+    if len(members := members_of(model)) > 1:
+        return torch.stack([final_scores(member, sequences) for member in members], dim=1)
     hidden = _llama_hidden(model, sequences, sequences.last_tokens())
     if hidden is not None:
         return _score(model, hidden)
