@@ -8,6 +8,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -19,6 +20,8 @@ from marlhf.config.rl import Guards, parse_combine
 from marlhf.core import reward_loss
 from marlhf.data import DataConfig, DataError, Row
 from marlhf.errors import SettingError
+from marlhf.judge.local import RewardJudge
+from marlhf.judge.pairs import Pair, Response
 from marlhf.models.adapter_files import WEIGHTS, member_folder
 from marlhf.models.adapters import FrozenBaseModel
 from marlhf.models.base import ModelError
@@ -248,13 +251,26 @@ def test_adapters_load_whole_on_a_shared_base_and_one_by_one(parents, adapter_en
 def test_ppo_takes_adapters_as_it_takes_heads(adapter_ensemble, ppo_config, lora):
     """The critic starts from the first member."""
     config = ppo_config(
-        reward_model=str(adapter_ensemble), reward_combine="mean - 2 std", num_steps=2, lora=lora
+        reward_model=str(adapter_ensemble),
+        gold_model=str(adapter_ensemble),
+        reward_combine="mean - 2 std",
+        num_steps=2,
+        lora=lora,
     )
     ppo.train(config)
     rows = read_lines(config.output_dir)
     assert all(
         row[f"{'rl' if row['kind'] == 'train' else 'eval'}/disagreement"] > 0 for row in rows
     )
+
+
+def test_judges_ask_each_adapter(adapter_ensemble):
+    [margins] = np.transpose(
+        RewardJudge(str(adapter_ensemble), "cpu").member_margins(
+            [Pair("Why?", Response("Because."), Response("No."))]
+        )
+    )
+    assert len({round(x, 4) for x in margins}) == 3
 
 
 def test_adapters_are_trained_further(adapter_ensemble, parents, tmp_path):

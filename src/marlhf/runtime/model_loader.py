@@ -19,7 +19,7 @@ from torch import nn
 from marlhf.config.model import LoRA
 from marlhf.config.rl import RLConfig
 from marlhf.config.stage import StageConfig
-from marlhf.models.adapter_files import adapter_facts, import_peft, quantization
+from marlhf.models.adapter_files import AdapterFacts, adapter_facts, import_peft, quantization
 from marlhf.models.adapters import AdapterInit, FrozenBaseModel, cast_linear_layers, frozen_dtype
 from marlhf.models.base import Head, Model, Tokenizer
 from marlhf.models.heads import average_heads, with_scalar_head
@@ -151,7 +151,7 @@ def rl_sources(
             sources[reward.role] = rules.reward(reward, sources.get("critic"))
     if config.gold_model:
         rules.check_scores(config.gold_model, "gold_model")
-        sources["gold"] = WholeModel(config.gold_model, "scalar", setting="gold_model")
+        sources["gold"] = rules.scorer(config.gold_model, "gold_model")
     return sources
 
 
@@ -245,10 +245,18 @@ class _Rules:
         facts = adapter_facts(item)
         if isinstance(self.policy, OnBase) and self._shares_base and facts.scalar:
             return OnBase(self.policy.base, "scalar", facts.scalar, facts.members)
-        own_base = WholeModel(facts.base, "scalar", seed=self.config.seed)
-        if isinstance(critic, OnBase) and critic.base == own_base:
-            return OnBase(own_base, "scalar", facts.saved, facts.members)
-        return WholeModel(item, "scalar", setting=setting)
+        shares = isinstance(critic, OnBase) and critic.base == self._base(facts)
+        return self.scorer(item, setting, on_base=shares)
+
+    def scorer(self, path: str, setting: str, *, on_base: bool = False) -> Source:
+        """A frozen scalar model: whole, or on a base of its own or the critic's."""
+        facts = adapter_facts(path)
+        if on_base or facts.members > 1:
+            return OnBase(self._base(facts), "scalar", facts.saved, facts.members)
+        return WholeModel(path, "scalar", setting=setting)
+
+    def _base(self, facts: AdapterFacts) -> WholeModel:
+        return WholeModel(facts.base, "scalar", seed=self.config.seed)
 
     def check_scores(self, path: str, setting: str) -> None:
         """A language model has no scalar head, and a random one would score at random."""
