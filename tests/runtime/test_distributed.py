@@ -86,6 +86,7 @@ RUNS = {kind: (kind, {}) for kind in METHODS if kind != "prm"} | {
         },
     ),
     "lora-reward": ("reward", BRIEF | {"lora": LoRA(r=2, merge=False)}),
+    "lora-members": ("reward", BRIEF | {"lora": LoRA(r=2, merge=False), "members": 2}),
     "sandbox": ("rloo", BRIEF | {"num_steps": 1, "eval_prompts": 1}),
 }
 """What one process and two must do alike: each kind of stage, odd batches, a parser, adapters,

@@ -8,8 +8,11 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from marlhf.config.model import LoRA
@@ -17,6 +20,9 @@ from marlhf.config.rl import Guards, parse_combine
 from marlhf.core import reward_loss
 from marlhf.data import DataConfig, DataError, Row
 from marlhf.errors import SettingError
+from marlhf.judge.local import RewardJudge
+from marlhf.judge.pairs import Pair, Response
+from marlhf.models.adapter_files import WEIGHTS, member_folder
 from marlhf.models.adapters import FrozenBaseModel
 from marlhf.models.base import ModelError
 from marlhf.models.heads import average_heads
@@ -26,7 +32,7 @@ from marlhf.runs.layout import RunError
 from marlhf.runtime.stage import Example
 from marlhf.train import ppo, reward
 from marlhf.train.reward import Labels, Objective, draw_counts
-from small_runs import TOY, read_lines, wait_for_step, weights
+from small_runs import TOY, read_lines, wait_for_step
 
 SHORT = {"data": TOY, "batch_size": 8, "num_steps": 3, "eval_every": 3, "save_every": 0}
 
@@ -154,7 +160,10 @@ def test_ppo_logs_the_disagreement_of_an_ensemble(ensemble, ppo_config):
     assert critic.config.num_labels == 1
 
 
-@pytest.mark.parametrize("options", [{"members": 2}, {"length_head": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{"members": 2}, {"length_head": True}, {"members": 2, "lora": LoRA(r=2, merge=False)}],
+)
 def test_killed_training_of_several_heads_resumes_identically(parents, tmp_path, start, options):
     options = {**options, "save_every": 1, "num_steps": 6}
     train_reward(parents, tmp_path / "unbroken", **options)
@@ -165,7 +174,12 @@ def test_killed_training_of_several_heads_resumes_identically(parents, tmp_path,
     process.kill()
     process.communicate()
     reward.train(broken)
-    assert weights(str(tmp_path / "unbroken")) == weights(broken.output_dir)
+    files = [
+        [p.read_bytes() for p in sorted((tmp_path / name / "model").rglob("*.safetensors"))]
+        for name in ("unbroken", "broken")
+    ]
+    assert files[0] == files[1]
+    assert files[0]
     assert read_lines(tmp_path / "unbroken") == read_lines(broken.output_dir)
 
 
@@ -180,17 +194,99 @@ def test_micro_batches_add_up_with_a_length_head(parents, tmp_path):
     assert a.score.weight.shape[0] == 1
 
 
-def test_an_adapted_ensemble_merges_and_shares_a_base(parents, tmp_path):
-    folder = train_reward(parents, tmp_path / "lora", members=2, lora=LoRA(r=2))
-    merged = load_scalar(str(folder))
-    base = FrozenBaseModel(load_policy(str(parents / "sft" / "model")), "")
-    adapted = base.scalar_model(folder / "adapter", trainable=False)
-    tokenizer = load_tokenizer(str(folder))
+def adapters(parents, folder, **changes) -> Path:
+    options = {"members": 3, "lora": LoRA(r=2, merge=False), **changes}
+    return train_reward(parents, folder, **options)
+
+
+@pytest.fixture(scope="session")
+def adapter_ensemble(parents, tmp_path_factory) -> Path:
+    return adapters(parents, tmp_path_factory.mktemp("adapters") / "reward")
+
+
+def test_adapters_equal_single_trainings_on_the_same_pairs(parents, tmp_path, monkeypatch):
+    options = {"max_grad_norm": 0.5, "center_coef": 0.01, "num_steps": 4}
+    together = adapters(parents, tmp_path / "all", seed=5, **options)
+    batches = reward.SupervisedRun.row_numbers  # the order of pairs is the ensemble's
+    monkeypatch.setattr(
+        reward.SupervisedRun, "row_numbers", lambda self, step: batches(_seeded(self, 5), step)
+    )
+    for member in range(3):
+        monkeypatch.setattr(
+            reward, "draw_counts", lambda n, k, seed, m=member: draw_counts(n, 3, 5)[m : m + 1]
+        )
+        alone = adapters(parents, tmp_path / str(member), members=1, seed=5 + member, **options)
+        own = load_file(member_folder(together, member) / WEIGHTS)
+        single = load_file(alone / WEIGHTS)
+        assert own.keys() == single.keys()
+        for name, tensor in own.items():
+            torch.testing.assert_close(tensor, single[name], rtol=1e-4, atol=1e-6)
+    first = load_file(together / WEIGHTS)
+    assert all(not torch.allclose(x, first[name]) for name, x in own.items())
+
+
+def test_adapters_load_whole_on_a_shared_base_and_one_by_one(parents, adapter_ensemble):
+    """What an ensemble gives is what peft gives for each adapter, however it is loaded."""
+    start = str(parents / "sft" / "model")
+    whole = load_scalar(str(adapter_ensemble))
+    base = FrozenBaseModel(load_policy(start), start)
+    shared = base.ensemble(adapter_ensemble, members=3, trainable=False)
+    assert base.module is shared.members[0].base.module is shared.members[2].base.module
+    tokenizer = load_tokenizer(str(adapter_ensemble))
     rows = [[5, 6], [5, 7]], [[8], [9, 1]]
-    scores = [RewardModel(m, tokenizer, tokenizer).member_scores(*rows) for m in (merged, adapted)]
-    assert scores[0].shape == (2, 2)
-    torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-4)
-    assert not hasattr(base.module.config, "reward_members")  # the policy's config stays its own
+    scores = RewardModel(whole, tokenizer, tokenizer).member_scores(*rows)  # [2, 3]
+    torch.testing.assert_close(
+        scores, RewardModel(shared, tokenizer, tokenizer).member_scores(*rows)
+    )
+    ids = torch.tensor([[5, 6, 8]])
+    for member in range(3):
+        plain = PeftModel.from_pretrained(
+            load_scalar(start), str(member_folder(adapter_ensemble, member))
+        )
+        torch.testing.assert_close(plain(ids).logits[0], scores[:1, member], rtol=1e-4, atol=1e-5)
+    assert len({round(float(x), 4) for x in scores[0]}) == 3
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(r=2), LoRA(r=2, shared_base=True)])
+def test_ppo_takes_adapters_as_it_takes_heads(adapter_ensemble, ppo_config, lora):
+    """The critic starts from the first member."""
+    config = ppo_config(
+        reward_model=str(adapter_ensemble),
+        gold_model=str(adapter_ensemble),
+        reward_combine="mean - 2 std",
+        num_steps=2,
+        lora=lora,
+    )
+    ppo.train(config)
+    rows = read_lines(config.output_dir)
+    assert all(
+        row[f"{'rl' if row['kind'] == 'train' else 'eval'}/disagreement"] > 0 for row in rows
+    )
+
+
+def test_judges_ask_each_adapter(adapter_ensemble):
+    [margins] = np.transpose(
+        RewardJudge(str(adapter_ensemble), "cpu").member_margins(
+            [Pair("Why?", Response("Because."), Response("No."))]
+        )
+    )
+    assert len({round(x, 4) for x in margins}) == 3
+
+
+def test_adapters_are_trained_further(adapter_ensemble, parents, tmp_path):
+    further = adapters(parents, tmp_path / "further", model=str(adapter_ensemble), num_steps=1)
+    for member in range(3):
+        before, after = (
+            load_file(member_folder(x, member) / WEIGHTS) for x in (adapter_ensemble, further)
+        )
+        change = max(float((after[name] - x).abs().max()) for name, x in before.items())
+        assert 0 < change < 2e-3  # of a single step
+    with pytest.raises(RunError, match="set members: 3 and lora"):
+        adapters(parents, tmp_path / "two", model=str(adapter_ensemble), members=2)
+    with pytest.raises(RunError, match="set members: 3 and lora"):
+        train_reward(parents, tmp_path / "whole", model=str(adapter_ensemble), members=3)
+    with pytest.raises(SettingError, match=r"merged in\. Set lora\.merge: false"):
+        reward.RewardConfig(members=2, lora=LoRA())
 
 
 def test_rising_disagreement_with_a_rising_score_warns():

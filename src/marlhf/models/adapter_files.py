@@ -62,6 +62,7 @@ class AdapterFacts:
     base: str | Model  # what new adapters are put on: the model, or the base of a saved adapter
     saved: Path | None = None  # the saved adapter that the model is
     scalar: Path | None = None  # an adapter with a scalar head: the model, or the one beside it
+    members: int = 1  # of an ensemble, whose first one it is
 
 
 def adapter_facts(model: str | Model) -> AdapterFacts:
@@ -72,8 +73,20 @@ def adapter_facts(model: str | Model) -> AdapterFacts:
     return (
         AdapterFacts(model, None, scalar)
         if base is None
-        else AdapterFacts(base, Path(model), scalar)
+        else AdapterFacts(base, Path(model), scalar, saved_members(model))
     )
+
+
+def saved_members(folder: str | Path) -> int:
+    """The members of a saved ensemble that have an adapter each: 1 where it is none."""
+    record = Path(folder) / RECORD
+    return _read_json(record).get("members", 1) if record.is_file() else 1
+
+
+def member_folder(folder: str | Path, number: int) -> Path:
+    """Where an ensemble has a member's adapter. That of the first is the ensemble's own folder, so
+    whatever reads a single adapter, such as peft or a critic, finds this one."""
+    return Path(folder) / f"member-{number}" if number else Path(folder)
 
 
 def find_adapter(path: str | Path) -> Path | None:
@@ -135,8 +148,9 @@ def write_adapter(
     tensors: dict[str, Tensor],
     base_source: str,
     base_digest: str | None,
+    members: int = 1,
 ) -> None:
-    """An adapter alone, in peft's own format.
+    """An adapter alone, in peft's own format; `members` is for the first one of an ensemble.
 
     It loads by `PeftModel.from_pretrained(base, folder)`; the base of an adapter with a scalar
     head is `AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`.
@@ -152,7 +166,9 @@ def write_adapter(
     config.save_pretrained(str(folder))
     prefixed = {PREFIX + name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
     save_file(prefixed, folder / WEIGHTS, metadata={"format": "pt"})
-    record = {"source": base_source, "digest": base_digest}
+    record: dict[str, Any] = {"source": base_source, "digest": base_digest}
+    if members > 1:
+        record["members"] = members
     (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,9 @@ from marlhf.models.adapter_files import (
     digest,
     import_peft,
     is_scalar_adapter,
+    member_folder,
     read_adapter,
+    saved_members,
     to_peft,
     write_adapter,
 )
@@ -177,6 +179,28 @@ class FrozenBaseModel:
             set_heads(model, len(saved), seed, fresh=False)  # an ensemble has several
         _load_adapter_tensors(model, tensors, init)
         return model.requires_grad_(trainable and config is not None)
+
+    def ensemble(
+        self,
+        init: AdapterInit,
+        name: str = "reward",
+        *,
+        members: int,
+        seed: int = 0,
+        trainable: bool = True,
+    ) -> AdaptedEnsemble:
+        """An adapter and a head per member: those that a folder has, else fresh ones.
+
+        Member m is what `scalar_model` gives with the seed `seed + m`.
+        """
+        whole = isinstance(init, Path) and saved_members(init) > 1
+        inits = [member_folder(init, m) if whole else init for m in range(members)]
+        return AdaptedEnsemble(
+            [
+                self.scalar_model(each, f"{name}-{m}", seed=seed + m, trainable=trainable)
+                for m, each in enumerate(inits)
+            ]
+        )
 
     @contextlib.contextmanager
     def applied(self, adapter: str) -> Iterator[None]:
@@ -365,6 +389,37 @@ class AdaptedScalarModel(AdaptedModel):
     ) -> None:
         super().__init__(base, adapter, adapter_config)
         self.score = score.float()
+
+
+class AdaptedEnsemble(AdaptedModel):
+    """The members of an ensemble on one base, which take turns: a pass for each.
+
+    A merged model holds a single adapter, so this one is saved as adapters alone.
+    """
+
+    def __init__(self, members: list[AdaptedScalarModel]) -> None:
+        super().__init__(members[0].base, NO_ADAPTER, members[0].adapter_config)
+        self.members = nn.ModuleList(members)
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for number, member in enumerate(self.members):
+            for name, tensor in cast(AdaptedModel, member).adapter_tensors().items():
+                yield f"{number}.{name}", _full(tensor)
+
+    def save_pretrained(
+        self, folder: str | Path, state_dict: dict[str, Tensor] | None = None
+    ) -> None:
+        """Each member's adapter in a folder of its own, in peft's format."""
+        parts: list[dict[str, Tensor]] = [{} for _ in self.members]
+        for name, tensor in self.full_tensors() if state_dict is None else state_dict.items():
+            number, _, own_name = name.partition(".")
+            parts[int(number)][own_name] = tensor
+        base = self.base
+        for number, tensors in enumerate(parts):
+            where, members = member_folder(folder, number), 1 if number else len(parts)
+            write_adapter(
+                where, self.adapter_config, tensors, base.source, base.digest, members=members
+            )
 
 
 def _save_merged(model: AdaptedModel, folder: str | Path, merged: dict[str, Tensor]) -> None:

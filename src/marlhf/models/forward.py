@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from marlhf.errors import SettingError
 from marlhf.models.adapters import AdaptedModel
 from marlhf.models.compile import compile_blocks, uncompiled
+from marlhf.models.heads import members_of
 from marlhf.models.llama import (
     LENGTH_DEPENDENT_ROPE,
     is_plain_llama,
@@ -59,7 +60,8 @@ def choose_passes(model: nn.Module) -> None:
     """
     if cast(Any, model).device.type == "cuda" and not isinstance(model, AdaptedModel):
         compile_blocks(model)
-    pass_choice(model).by_llama = is_plain_llama(model)
+    for member in members_of(cast(Any, model)):
+        pass_choice(member).by_llama = is_plain_llama(member)
 
 
 def check_rotary(model: Any, longest: int) -> None:
@@ -184,6 +186,8 @@ def token_scores(model: nn.Module, sequences: Sequences) -> Tensor:
 
 def final_scores(model: nn.Module, sequences: Sequences) -> Tensor:
     """The scalar at each row's last real token, float32: [B]; of an ensemble [B, M]."""
+    if len(members := members_of(model)) > 1:
+        return torch.stack([final_scores(member, sequences) for member in members], dim=1)
     hidden = _llama_hidden(model, sequences, sequences.last_tokens())
     if hidden is not None:
         return _score(model, hidden)

@@ -104,6 +104,12 @@ def num_members(config: Any) -> int:
     return getattr(config, "reward_members", 1)
 
 
+def members_of(model: Model) -> list[Model]:
+    """The models whose heads score in turn: an ensemble's members with an adapter each, else one
+    model, which may have several heads."""
+    return [*getattr(model, "members", [model])]
+
+
 @torch.no_grad()
 def average_heads(model: Model) -> Model:
     """One head that gives the mean of an ensemble's, as a critic starts from."""

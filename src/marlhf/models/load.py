@@ -36,7 +36,9 @@ from marlhf.models.adapter_files import (
     adapter_base,
     is_scalar_adapter,
     merge_adapter,
+    saved_members,
 )
+from marlhf.models.adapters import FrozenBaseModel
 from marlhf.models.base import (
     Head,
     Model,
@@ -113,9 +115,13 @@ def load_model(
     checkpointing: bool = False,
     quantization: Any = None,
     device: torch.device | None = None,
+    first_member: bool = False,
     setting: str = "",
 ) -> Model:
-    """A model in float32, ready to train, with the head that its role needs."""
+    """A model in float32, ready to train, with the head that its role needs.
+
+    An ensemble of adapters is loaded to score with; `first_member` is what can train alone.
+    """
     if not isinstance(path, str):
         name, model = f"The {type(path).__name__} given", path.float()
         if head == "scalar":
@@ -127,6 +133,9 @@ def load_model(
         plain = load_model(
             head, base, seed=seed, trust_remote_code=trust_remote_code, setting=setting
         )
+        if head == "scalar" and not first_member and (members := saved_members(path)) > 1:
+            base_model = FrozenBaseModel(plain, base)
+            return base_model.ensemble(Path(path), members=members, trainable=False)
         merged = merge_adapter(plain, path).requires_grad_(True)  # peft has frozen it
         return _ready(merged, checkpointing, path)
     if path == "tiny" or is_gguf(path):

@@ -18,6 +18,7 @@ from marlhf.data.collate import SingleProcess
 from marlhf.data.encode import decode, encode_prompts, encode_responses, opening_ids
 from marlhf.models.base import Precision, autocast
 from marlhf.models.forward import final_scores
+from marlhf.models.heads import members_of
 from marlhf.models.load import same_tokenizer
 from marlhf.models.offload import loaded
 from marlhf.models.sequences import Sequences, send
@@ -58,7 +59,7 @@ class RewardModel:
         self.precision: Precision = precision
         self.processes = processes or SingleProcess()
         self.combine: float | Literal["min"] = parse_combine(combine)
-        self.members = cast(torch.nn.Linear, model.score).out_features
+        self.members = sum(member.score.out_features for member in members_of(model))
         self.disagreement: Tensor | None = None
         """Of the last call: the standard deviation over an ensemble's members, mean over rows."""
         self.foreign = not same_tokenizer(tokenizer, policy_tokenizer)

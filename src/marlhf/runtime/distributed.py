@@ -38,6 +38,7 @@ from marlhf.data.collate import Micro, SingleProcess, token_budget_batches
 from marlhf.models.adapters import AdaptedModel, AdaptedScalarModel
 from marlhf.models.base import Model, Precision, computes_in_bfloat16, pick_device
 from marlhf.models.forward import choose_passes
+from marlhf.models.heads import members_of
 from marlhf.rollout.engine import Rollout
 from marlhf.runs.layout import RunError
 from marlhf.runtime import progress
@@ -199,8 +200,9 @@ class World(SingleProcess):
         # rank's shard of it, so that a model larger than one GPU fits.
         if isinstance(model, AdaptedModel):
             self._shard(model.base.module, precision)
-            if isinstance(model, AdaptedScalarModel):
-                self._shard_head(model.score)
+            for member in members_of(model):
+                if isinstance(member, AdaptedScalarModel):
+                    self._shard_head(member.score)
         else:
             self._shard(model, precision)
         return model

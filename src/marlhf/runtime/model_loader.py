@@ -19,7 +19,7 @@ from torch import nn
 from marlhf.config.model import LoRA
 from marlhf.config.rl import RLConfig
 from marlhf.config.stage import StageConfig
-from marlhf.models.adapter_files import adapter_facts, import_peft, quantization
+from marlhf.models.adapter_files import AdapterFacts, adapter_facts, import_peft, quantization
 from marlhf.models.adapters import AdapterInit, FrozenBaseModel, cast_linear_layers, frozen_dtype
 from marlhf.models.base import Head, Model, Tokenizer
 from marlhf.models.heads import average_heads, with_scalar_head
@@ -63,6 +63,7 @@ class OnBase:
     base: WholeModel
     head: Head
     adapter: AdapterInit  # settings of a fresh one, the folder of a saved one, or None
+    members: int = 1  # of an ensemble, with an adapter each
 
     @property
     def copied(self) -> bool:
@@ -116,7 +117,9 @@ def reward_items(config: RLConfig, objects: GivenObjects) -> list[RewardItem]:
     return scorers
 
 
-def trained_source(head: Head, config: StageConfig, objects: GivenObjects) -> Source:
+def trained_source(
+    head: Head, config: StageConfig, objects: GivenObjects, members: int = 1
+) -> Source:
     """The model that a stage starts from: a policy, or a scalar model for a reward stage."""
     origin = config.model if objects.model is None else objects.model
     settings = objects.peft_config or config.lora
@@ -127,7 +130,7 @@ def trained_source(head: Head, config: StageConfig, objects: GivenObjects) -> So
     if head == "scalar" and not is_scalar(origin, trust_remote_code=remote, setting="model"):
         base_head = "language"  # it stays one beneath the adapter, so that a policy can share it
     base = WholeModel(facts.base, base_head, seed=config.seed)
-    return OnBase(base, head, facts.saved or settings)
+    return OnBase(base, head, facts.saved or settings, members)
 
 
 def rl_sources(
@@ -148,7 +151,7 @@ def rl_sources(
             sources[reward.role] = rules.reward(reward, sources.get("critic"))
     if config.gold_model:
         rules.check_scores(config.gold_model, "gold_model")
-        sources["gold"] = WholeModel(config.gold_model, "scalar", setting="gold_model")
+        sources["gold"] = rules.scorer(config.gold_model, "gold_model")
     return sources
 
 
@@ -241,11 +244,19 @@ class _Rules:
             self.check_scores(item, setting)
         facts = adapter_facts(item)
         if isinstance(self.policy, OnBase) and self._shares_base and facts.scalar:
-            return OnBase(self.policy.base, "scalar", facts.scalar)
-        own_base = WholeModel(facts.base, "scalar", seed=self.config.seed)
-        if isinstance(critic, OnBase) and critic.base == own_base:
-            return OnBase(own_base, "scalar", facts.saved)
-        return WholeModel(item, "scalar", setting=setting)
+            return OnBase(self.policy.base, "scalar", facts.scalar, facts.members)
+        shares = isinstance(critic, OnBase) and critic.base == self._base(facts)
+        return self.scorer(item, setting, on_base=shares)
+
+    def scorer(self, path: str, setting: str, *, on_base: bool = False) -> Source:
+        """A frozen scalar model: whole, or on a base of its own or the critic's."""
+        facts = adapter_facts(path)
+        if on_base or facts.members > 1:
+            return OnBase(self._base(facts), "scalar", facts.saved, facts.members)
+        return WholeModel(path, "scalar", setting=setting)
+
+    def _base(self, facts: AdapterFacts) -> WholeModel:
+        return WholeModel(facts.base, "scalar", seed=self.config.seed)
 
     def check_scores(self, path: str, setting: str) -> None:
         """A language model has no scalar head, and a random one would score at random."""
@@ -340,10 +351,13 @@ class _Rules:
         )
 
 
-def load_trained(head: Head, config: StageConfig, objects: GivenObjects, world: World) -> Model:
+def load_trained(
+    head: Head, config: StageConfig, objects: GivenObjects, world: World, members: int = 1
+) -> Model:
     """The model of a stage that trains one, not yet on its device."""
     role = "policy" if head == "language" else "reward"
-    return ModelLoader(config, world).read(role, trained_source(head, config, objects), trains=True)
+    source = trained_source(head, config, objects, members)
+    return ModelLoader(config, world).read(role, source, trains=True)
 
 
 load_trained_policy = partial(load_trained, "language")
@@ -409,7 +423,8 @@ class ModelLoader:
     def read(self, role: str, source: Source, *, trains: bool) -> Model:
         """A role's model, as it is before the first step."""
         if isinstance(source, WholeModel):
-            model = self._read_whole(source, checkpointing=trains and self.checkpointing)
+            checkpointing = trains and self.checkpointing
+            model = self._read_whole(source, checkpointing=checkpointing, first_member=trains)
             # In half the memory, with the same bits. A user's own object keeps its weights.
             ours = isinstance(source.origin, str) or source.copied
             if self.dtype is not None and ours and not trains:
@@ -422,7 +437,9 @@ class ModelLoader:
         base = self._bases[source.base]
         if trains and isinstance(source.adapter, Path):
             say(f"{role}: starts from the adapter {source.adapter}, with its rank and layers")
-        build = base.scalar_model if source.head == "scalar" else base.language_model
+        build: Any = base.scalar_model if source.head == "scalar" else base.language_model
+        if source.members > 1:
+            build = partial(base.ensemble, members=source.members)
         return build(source.adapter, role, seed=self.seed, trainable=trains)
 
     def _read_whole(self, source: WholeModel, **options: Any) -> Model:

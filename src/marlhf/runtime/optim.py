@@ -14,6 +14,7 @@ from transformers.optimization import Adafactor
 
 from marlhf.config.stage import OptimizerName
 from marlhf.errors import MarlhfError, SettingError
+from marlhf.models.heads import members_of
 from marlhf.runtime.distributed import World
 
 
@@ -118,14 +119,13 @@ def apply_updates(
 ) -> list[Tensor]:
     """Sum gradients over processes, clip, step, clear. Returns the norms before clipping.
 
+    Each member of an ensemble is clipped as if it trained alone; the norm is the largest of theirs.
     No model moves where a gradient, or one of the tensors that must be `finite`, is not.
     """
     norms: list[Tensor] = []
     for model, _, _ in updates:
         world.sum_gradients(model)
-        parameters = [p for p in model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norms.append(torch.stack([_clip(part, max_norm) for part in members_of(model)]).amax())
     try:
         # One wait for the device, not one per tensor.
         tensors = [*(x for _, x in finite), *norms]
@@ -142,6 +142,12 @@ def apply_updates(
         for _, optimizer, _ in updates:
             optimizer.zero_grad(set_to_none=True)
     return norms
+
+
+def _clip(model: nn.Module, max_norm: float) -> Tensor:
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _first_bad(model: nn.Module) -> str:

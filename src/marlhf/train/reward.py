@@ -1,8 +1,8 @@
 """The reward model: from pairs of responses, one number that says which people prefer.
 
-With `members` several heads over one trunk, each trained on pairs drawn anew (a bootstrap). With
-`length_head` two heads, of which one takes up what length explains and is dropped in the end
-(ODIN, arXiv 2402.07319).
+With `members` an ensemble: heads over one trunk, or with `lora` an adapter and a head each. Each
+member is trained on pairs drawn anew (a bootstrap). With `length_head` two heads, of which one
+takes up what length explains and is dropped in the end (ODIN, arXiv 2402.07319).
 
 Axes: B pairs, b pairs of a micro-batch, K heads.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from marlhf.core import reward_loss
 from marlhf.data import DataError
+from marlhf.models.adapter_files import saved_members
 from marlhf.models.base import Model
 from marlhf.models.forward import final_scores
-from marlhf.models.heads import set_heads
+from marlhf.models.heads import members_of, set_heads
 from marlhf.models.load import STEP_SEPARATOR, is_scalar
 from marlhf.reward.pairs import accuracy, correlation, pair_metrics
 from marlhf.runs.layout import RunError
@@ -75,18 +76,27 @@ def train(config: RewardConfig, run: OpenRun) -> Path:
 
 
 def load_with_heads(config: RewardConfig, objects: GivenObjects, world: World) -> Model:
-    """The model that training starts from, with as many heads as it trains."""
-    model = load_trained_scalar(config, objects, world)
+    """The model that training starts from, with as many heads or adapters as it trains."""
     origin = config.model if objects.model is None else objects.model
+    adapted = config.lora is not None or objects.peft_config is not None
+    saved = saved_members(origin) if isinstance(origin, str) else 1
+    if saved > 1 and not (adapted and config.members == saved):
+        raise _other_members(config.model, saved, "and lora")
+    model = load_trained_scalar(config, objects, world, config.members if adapted else 1)
     fresh = not is_scalar(origin, trust_remote_code=config.trust_remote_code, setting="model")
-    heads = 2 if config.length_head else config.members
-    if model.score.out_features not in (1, heads):
-        raise RunError(
-            f"{config.model} is an ensemble of {model.score.out_features} members. To train it "
-            f"further set members: {model.score.out_features}; or start from the language model."
-        )
-    set_heads(model, heads, config.seed, fresh=fresh)
+    heads = 2 if config.length_head else 1 if adapted else config.members
+    for member in members_of(model):
+        if member.score.out_features not in (1, heads):
+            raise _other_members(config.model, member.score.out_features, "and no lora")
+        set_heads(member, heads, config.seed, fresh=fresh)
     return model
+
+
+def _other_members(name: str, members: int, way: str) -> RunError:
+    return RunError(
+        f"{name} is an ensemble of {members} members. To train it further set members: {members} "
+        f"{way}; or start from the language model."
+    )
 
 
 def draw_counts(num_pairs: int, members: int, seed: int) -> Tensor:
@@ -167,6 +177,10 @@ class Objective:
             )
         return losses / len(self.counts)
 
+    def split(self, parts: int) -> list[Objective]:
+        """Those of members that are trained one after another."""
+        return [replace(self, counts=counts) for counts in self.counts.chunk(parts)]
+
     def length_penalty(self, scores: Tensor) -> Tensor:
         """ODIN: length explains the second head's scores and not the first one's: [2, B, 2]."""
         lengths = self.labels.lengths.to(scores.device).flatten()
@@ -192,16 +206,21 @@ def backward(passes: Passes, rows: list[Example], objective: Objective) -> tuple
         if world.main:  # gradients are summed over ranks
             orthogonal.backward()
             total += (penalty + orthogonal).detach()
+    members = members_of(model)
     for micro, pairs in passes.pairs(rows):
-        with passes.autocast():
-            scores = final_scores(model, pairs).view(2, len(micro.rows), -1)
-        loss = objective(scores, micro.rows)
-        total += loss.detach() * micro.weight
-        if by_scores is not None:
-            loss = loss + (scores * by_scores[:, micro.rows]).sum()
-        (loss * micro.weight).backward()
-        chosen, rejected = rewards_of(scores.detach(), objective.length_head)
-        margins[micro.rows] += (chosen - rejected) * micro.weight
+        share = micro.weight / len(members)
+        # One after another, so that memory holds the activations of one. They share no weights, so
+        # each has the gradients that it would have alone.
+        for member, own in zip(members, objective.split(len(members))):
+            with passes.autocast():
+                scores = final_scores(member, pairs).view(2, len(micro.rows), -1)
+            loss = own(scores, micro.rows)
+            total += loss.detach() * share
+            if by_scores is not None:
+                loss = loss + (scores * by_scores[:, micro.rows]).sum()
+            (loss * micro.weight).backward()
+            chosen, rejected = rewards_of(scores.detach(), objective.length_head)
+            margins[micro.rows] += (chosen - rejected) * share
     return world.sum(total), world.sum(margins)
 
 
@@ -219,7 +238,7 @@ def rewards_of(scores: Tensor, length_head: bool) -> Tensor:
 @torch.no_grad()
 def score_pairs(passes: Passes, rows: list[Example]) -> Tensor:
     """All heads' scores of the chosen and the rejected responses, on all ranks: [2, B, K]."""
-    heads = passes.model.score.out_features
+    heads = sum(member.score.out_features for member in members_of(passes.model))
     scores = torch.zeros(2, len(rows), heads, device=passes.world.device)
     for micro, pairs in passes.pairs(rows):
         with passes.autocast():

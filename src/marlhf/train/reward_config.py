@@ -25,8 +25,9 @@ class RewardConfig(StageConfig):
     label_smoothing: float = setting(0.0, least=0)
     """Share of pairs believed to be labelled the wrong way round."""
     members: int = setting(1, least=1, on_card=True)
-    """Heads of an ensemble, each trained on pairs drawn anew with replacement. Where they disagree,
-    the reward is a guess: see `reward_combine`."""
+    """Members of an ensemble, each trained on pairs drawn anew with replacement: heads, or with
+    `lora` an adapter and a head each. Where they disagree, the reward is a guess: see
+    `reward_combine`."""
     length_head: bool = setting(False, on_card=True)
     """A second head takes up what length explains (ODIN), and is dropped after training."""
 
@@ -48,10 +49,10 @@ class RewardConfig(StageConfig):
                 "length_head compares its two heads, which parallel: fsdp shards. Set parallel: "
                 "data, with lora where memory is short."
             )
-        if self.members > 1 and self.lora is not None and not self.lora.merge:
+        if self.members > 1 and self.lora is not None and self.lora.merge:
             raise SettingError(
-                "An ensemble's heads are saved with the merged model, so members does not work "
-                "with lora.merge: false. Leave out merge."
+                "With lora each of the members has an adapter, and one model cannot have them all "
+                "merged in. Set lora.merge: false."
             )
 
     @property

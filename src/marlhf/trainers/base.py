@@ -20,7 +20,7 @@ from marlhf.config.trl_names import hint_for
 from marlhf.data import DataConfig, Row, rows_from_records
 from marlhf.data.splits import held_out
 from marlhf.errors import SettingError
-from marlhf.models.adapter_files import adapter_base, find_adapter, import_peft
+from marlhf.models.adapter_files import adapter_base, find_adapter, import_peft, saved_members
 from marlhf.models.base import Model, Tokenizer
 from marlhf.models.load import load_policy, load_scalar, load_tokenizer
 from marlhf.runs.layout import RunError, read_config
@@ -203,7 +203,7 @@ class Trainer:
         merge = self.args.lora is not None and self.args.lora.merge
         # The critic's base is a policy object's backbone with a head, which is on no disk.
         baseless = scalar and self._given is not None
-        if adapter is None or merge or baseless:
+        if adapter is None or merge or baseless or saved_members(adapter) > 1:
             return load(str(folder))
         source = adapter_base(adapter) if self._given is None else deepcopy(self._given)
         with warnings.catch_warnings():
