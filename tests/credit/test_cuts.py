@@ -200,6 +200,27 @@ def test_learning_resumes_where_it_was_killed(run, monkeypatch):
         learn_cuts(state, batches=2, seed=5)
 
 
+def test_a_file_that_changed_is_measured_anew(run, tmp_path, monkeypatch):
+    file = tmp_path / "cuts.json"
+    state, real, sampled = open_state(run, device="cpu"), measuring._batch, []
+    monkeypatch.setattr(measuring, "_batch", lambda *given: sampled.append(0) or real(*given))
+    for weight, count in ((1.0, 3), (1.0, 3), (-1.0, 6)):
+        file.write_text(json.dumps({"entropy": weight}))
+        measure(state, (f"learned path={file} lam=0.5",), batches=3, seed=6)
+        assert len(sampled) == count
+
+
+def test_responses_too_short_to_cut_are_told(run, monkeypatch):
+    def alike(state, options, numbers, seed):
+        generator = torch.Generator().manual_seed(seed)
+        of_any = torch.randn(1, len(numbers), NUMBERS, generator=generator)
+        return of_any.repeat(len(options) + 1, 1, 1), []
+
+    monkeypatch.setattr(learning, "batch_gradients", alike)
+    with pytest.raises(CreditError, match="so short that a tenth of their tokens is none"):
+        learn_cuts(open_state(run, device="cpu"), batches=3, seed=0)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

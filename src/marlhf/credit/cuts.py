@@ -56,7 +56,7 @@ def heads(seed: int, vocabulary_size: int | None) -> list[Learned]:
         Learned(
             QUANTILE,
             vocabulary_size=vocabulary_size,
-            **{name: round(weight, 2) for name, weight in zip(FEATURES, row)},
+            **{name: round(weight, 2) + 0.0 for name, weight in zip(FEATURES, row)},
         )
         for row in weights.tolist()
     ]
@@ -71,6 +71,11 @@ def learn_cuts(state: RunState, *, batches: int, seed: int) -> Cuts:
     candidates = [Candidate("learned", asdict(head), lam) for head in heads(seed, size)]
     ways = [Way(o.name, o.config) for o in options_of(state.ppo, candidates)]
     gradients, _ = batch_gradients(state, ways, range(FIRST, FIRST + batches), seed)
+    if torch.equal(gradients[1:-1], gradients[1:2].expand_as(gradients[1:-1])):
+        raise CreditError(
+            f"{state.folder} has responses so short that a tenth of their tokens is none: there is "
+            "no place to learn."
+        )
     agreement = gradient_agreement(gradients[1:-1], gradients[-1], blocks=BLOCKS)
     cosines = agreement.known_cosines()
     if not bool(cosines.isfinite().any()):

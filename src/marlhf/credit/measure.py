@@ -23,7 +23,7 @@ from torch import Tensor
 
 from marlhf.config.candidates import CANDIDATES, TURN_CANDIDATES
 from marlhf.config.settings import to_raw
-from marlhf.core import Agreement, gradient_agreement
+from marlhf.core import Agreement, Learned, gradient_agreement
 from marlhf.credit.state import CreditError, RunState, sample_batch
 from marlhf.credit.ways import Batch, Way, advantages_by_way, group_of, ways_of
 from marlhf.environments import scored_row, turn_rewards
@@ -168,7 +168,8 @@ def batch_gradients(
     size = _batch_size(state)
     group = max(state.ppo.num_samples, group_of(options, size))
     file = state.folder / CREDIT_LINES
-    learned = [to_raw(o.config.segmenter) for o in options if o.settings]
+    # What a name such as `learned path=cuts.json` stands for may change.
+    learned = [to_raw(rule) for o in options if isinstance(rule := o.config.segmenter, Learned)]
     setting = _setting(state, [o.name for o in options], group, seed, *learned)
     lines = read_keyed(file, setting)
     done = {key: decode_sketch(line["sketch"]) for key, line in lines.items()}
