@@ -44,7 +44,7 @@ def simulated(critic: bool, vocabulary: Vocabulary):
     """`batch_gradients` of a policy whose tokens each earn what their score says, and more by luck.
 
     All reward comes at the end. The critic sees what was earned so far at the start of each line,
-    and guesses wildly elsewhere; or there is none.
+    and guesses wildly elsewhere; or it is not used, and all places are alike.
     """
 
     def gradients(state, options, numbers, seed):
@@ -60,10 +60,12 @@ def simulated(critic: bool, vocabulary: Vocabulary):
             rewards = torch.zeros(ROWS, TOKENS)
             rewards[:, -1] = earned.sum(dim=1)
             places = torch.rand(ROWS, TOKENS - 1, generator=generator).argsort(dim=1)
-            tokens = torch.nn.functional.pad((places < LINES).long(), (0, 1)) * LINE
+            lines = torch.nn.functional.pad(places < LINES, (0, 1))
+            others = torch.randint(2, 5, (ROWS, TOKENS), generator=generator)
+            tokens = torch.where(lines, LINE, others)
             known = torch.nn.functional.pad(tokens[:, :-1], (1, 0), value=LINE) == LINE
             so_far = earned.cumsum(dim=1) - earned
-            values = torch.where(known, so_far, so_far + 8 * normal(ROWS, TOKENS)) * critic
+            values = torch.where(known, so_far, so_far + 8 * normal(ROWS, TOKENS))
             responses = Responses(
                 tokens,
                 torch.ones(ROWS, TOKENS).bool(),
@@ -76,7 +78,7 @@ def simulated(critic: bool, vocabulary: Vocabulary):
             by_way = []
             for config in [*(option.config for option in options), unbiased(state.ppo)]:
                 segments = segment(config.segmenter, responses)
-                seen = values if config.lam < 1 else torch.zeros(ROWS, TOKENS)
+                seen = values if critic and config.lam < 1 else torch.zeros(ROWS, TOKENS)
                 advantages = assign_credit(rewards, seen, segments, config).advantages
                 by_way.append((advantages[:, :, None] * scores).sum(dim=(0, 1)))
             of_batches.append(torch.stack(by_way))
@@ -92,7 +94,7 @@ def learn(run, monkeypatch):
     monkeypatch.setattr(learning, "POOL", 48)
     state = open_state(run, device="cpu")
     table = [torch.zeros(len(state.models.vocabulary.begins_word)).bool() for _ in range(5)]
-    table[3][LINE] = True  # has_newline
+    table[0][2] = table[2][3] = table[3][LINE] = True  # words, sentences, lines
 
     def learn(critic: bool, seed: int):
         gradients = simulated(critic, Vocabulary(*table))
@@ -118,10 +120,11 @@ def test_a_planted_rule_is_found_and_beats_fixed_ones(learn):
 
 
 def test_noise_teaches_nothing_that_lasts(learn):
-    """Without a critic all places are alike, so what the best of many is ahead by is luck."""
+    """Where no value is used all places are alike, so what the best of many is ahead by is luck."""
     for seed in range(2):
         cuts, measured = learn(critic=False, seed=seed)
         assert "they are no better" in verdict(cuts, measured)
+        assert cuts.cosine > measured.agreement.cosine[1] + 0.02  # where it was chosen
 
 
 def test_nothing_is_learned_from_the_batches_of_the_table(run, monkeypatch):
@@ -255,6 +258,7 @@ def test_heads_are_the_features_alone_and_directions():
     heads = learning.heads(0, 7)
     assert heads[0] == Learned(0.9, entropy=1.0, vocabulary_size=7)
     assert heads[8] == Learned(0.9, entropy=-1.0, vocabulary_size=7)
+    assert heads[6] == Learned(0.9, line=1.0, entropy=0.1, vocabulary_size=7)
     norms = [math.hypot(*(getattr(h, name) for name in learning.FEATURES)) for h in heads]
     assert norms == pytest.approx([1.0] * learning.POOL, abs=0.02)
     assert heads == learning.heads(0, 7) != learning.heads(1, 7)

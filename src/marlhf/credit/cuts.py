@@ -50,6 +50,9 @@ def heads(seed: int, vocabulary_size: int | None) -> list[Learned]:
     """What is tried: each feature alone, for and against, and random directions."""
     generator = torch.Generator().manual_seed(seed)
     alone = torch.eye(len(FEATURES))
+    # Features that are 0 or 1 leave ties, whose first would win: cuts early in the response, which
+    # reach further back. Entropy breaks them.
+    alone[[FEATURES.index(name) for name in ("word", "line", "sentence")], 0] = 0.1
     drawn = torch.randn(POOL - 2 * len(FEATURES), len(FEATURES), generator=generator)
     weights = torch.cat((alone, -alone, drawn / drawn.norm(dim=1, keepdim=True)))
     return [
