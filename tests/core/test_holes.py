@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from marlhf.core import (
     Entropy,
+    Learned,
     NGram,
     Perplexity,
     RandomNGram,
@@ -17,6 +18,7 @@ from marlhf.core import (
     Surprise,
     Turns,
     ValueChange,
+    Vocabulary,
     boundary_gae,
     gae,
     macro_gae,
@@ -36,6 +38,7 @@ RULES = (
     Surprise(0.4),
     Entropy(0.5),
     ValueChange(threshold=0.5),
+    Learned(0.5, entropy=1.0, value_fall=0.5, line=0.2),
     Turns(),
     Turns(max_length=2),
 )
@@ -65,6 +68,7 @@ def test_no_rule_makes_an_action_that_spans_a_hole(given_segments, seed):
         entropy=-logprobs,
         values=logprobs,
         seeds=torch.arange(len(mask)),
+        vocabulary=Vocabulary(*torch.eye(5, 2).bool()),
     )
     for rule in RULES:
         segments = segment(rule, responses).validate()

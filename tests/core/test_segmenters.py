@@ -1,6 +1,7 @@
 import itertools
 import math
-from dataclasses import dataclass
+import statistics
+from dataclasses import asdict, dataclass, replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from reference import constituent_starts, peak_starts, perplexity_starts, tree_s
 from marlhf.core import (
     Constituents,
     Entropy,
+    Learned,
     Lines,
     NGram,
     Perplexity,
@@ -363,6 +365,98 @@ def test_peaks_are_known_early_by_threshold_alone(rule):
         rule(max_length=0)
     with pytest.raises(ValueError, match=f"{rule.__name__} needs Responses"):
         rule()(responses(3))
+
+
+FEATURES = tuple(asdict(Learned()))[3:-1]
+
+
+def with_features(sizes: list[int], width: int, seed: int) -> Responses:
+    """Rows of random numbers and tokens of six kinds, NaN at padding."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.arange(width) < torch.tensor(sizes)[:, None]
+    drawn = torch.zeros(4, len(sizes), width, dtype=torch.float64)
+    tokens = torch.full(mask.shape, -1)
+    for row, size in enumerate(sizes):  # row by row, so that the width does not matter
+        drawn[:, row, :size] = torch.randn(4, size, generator=generator, dtype=torch.float64)
+        tokens[row, :size] = torch.randint(6, (size,), generator=generator)
+    entropy, values, logprobs, ref_logprobs = torch.where(mask, drawn, math.nan)
+    kinds = torch.eye(6).bool()
+    return Responses(
+        tokens,
+        mask,
+        ref_logprobs=ref_logprobs,
+        vocabulary=Vocabulary(kinds[0], kinds[1], kinds[2], kinds[3] | kinds[2], kinds[4]),
+        logprobs=logprobs,
+        entropy=entropy,
+        values=values,
+    )
+
+
+def head_by_loop(rule: Learned, given: Responses, row: int) -> list[bool]:
+    size = int(given.mask[row].sum())
+    values, kinds = given.values[row].tolist(), given.tokens[row].tolist()
+    score = [0.0] * size
+    for name in FEATURES:
+        x = [0.0] * size
+        for t in range(1, size):
+            x[t] = {
+                "entropy": float(given.entropy[row, t]),
+                "surprise": -float(given.logprobs[row, t]),
+                "ref_surprise": -float(given.ref_logprobs[row, t]),
+                "value_change": abs(values[t] - values[t - 1]),
+                "value_fall": values[t - 1] - values[t],
+                "word": float(kinds[t] == 0),
+                "line": float(kinds[t - 1] in (2, 3)),
+                "sentence": float(kinds[t - 1] == 2),
+            }[name]
+        spread = statistics.pstdev(x[1:]) if size > 1 else 0.0
+        for t in range(1, size):
+            mean = statistics.fmean(x[1:])
+            score[t] += getattr(rule, name) * ((x[t] - mean) / spread if spread else 0.0)
+    return peak_starts(score, 1, rule.quantile, rule.threshold)
+
+
+WEIGHTS = st.lists(st.floats(-2, 2), min_size=len(FEATURES), max_size=len(FEATURES))
+
+
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=3),
+    st.integers(0, 2**31),
+    WEIGHTS,
+    st.floats(0.0, 0.99),
+    st.one_of(st.none(), st.floats(-2, 2)),
+)
+def test_learned_cuts_are_where_the_weighted_sum_is_high(sizes, seed, weights, quantile, threshold):
+    weights[:3] = [x + 0.1 if x >= 0 else x - 0.1 for x in weights[:3]]  # where nothing ties
+    rule = Learned(round(quantile, 2) + 1e-4, threshold, **dict(zip(FEATURES, weights)))
+    given = with_features(sizes, 21, seed)
+    for row, size in enumerate(sizes):
+        assert rule(given)[row, :size].tolist() == head_by_loop(rule, given, row)
+
+
+@given(st.lists(st.integers(0, 20), min_size=2, max_size=3), st.integers(0, 2**31), WEIGHTS)
+def test_padding_and_other_rows_change_no_learned_cut(sizes, seed, weights):
+    rule = Learned(0.7, None, 6, **dict(zip(FEATURES, weights)))
+    together, wide = (with_features(sizes, width, seed) for width in (21, 30))
+    starts = segment(rule, together).starts
+    assert torch.equal(segment(rule, wide).starts[:, :21], starts)
+    for row, size in enumerate(sizes):
+        fields = ("tokens", "mask", "ref_logprobs", "logprobs", "entropy", "values")
+        of_row = {name: getattr(together, name)[row : row + 1, :size] for name in fields}
+        alone = segment(rule, Responses(**of_row, vocabulary=together.vocabulary))
+        assert torch.equal(alone.starts[0], starts[row, :size])
+
+
+def test_learned_cuts_are_of_one_tokenizer_and_finite():
+    given = with_features([5], 5, 0)
+    assert Learned(line=1.0, vocabulary_size=6)(given)[0, 0]
+    with pytest.raises(ValueError, match="with a tokenizer of 7 tokens, and this one has 6"):
+        Learned(line=1.0, vocabulary_size=7)(given)
+    with pytest.raises(ValueError, match="line must be a finite number; got nan"):
+        Learned(line=math.nan)
+    with pytest.raises(ValueError, match=r"Learned needs Responses.values"):
+        Learned(line=1.0)(replace(given, values=None))
+    assert Learned(threshold=1.0).looks_at == "response"
 
 
 def test_surprise_at_every_second_unlikely_token():

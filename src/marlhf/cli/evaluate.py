@@ -103,6 +103,10 @@ def credit(
         bool,
         typer.Option("--headroom", help="Measure how much any credit could win (PPO, RLOO)."),
     ] = False,
+    learn_cuts: Annotated[
+        bool,
+        typer.Option("--learn-cuts", help="Learn where to cut, on as many batches again."),
+    ] = False,
     responses: Annotated[
         int | None, typer.Option(help="Responses for --where (12) or --headroom (128).")
     ] = None,
@@ -126,6 +130,7 @@ def credit(
 
     without_presets = tuple(rule for rule in rules or () if rule not in PRESETS)
     parse_candidates(without_presets)  # a typo is reported before torch loads
+    from marlhf.credit import cuts
     from marlhf.credit.measure import critic_verdict, limits, measure, table, verdict
     from marlhf.credit.state import open_state
     from marlhf.credit.true_credit import locate
@@ -153,8 +158,12 @@ def credit(
         tell(f"{run / HEADROOM}; marlhf report shows it")
         return
     state = open_state(run, **options)
-    measured = measure(state, tuple(rules or ()), batches=batches, seed=seed)
+    learned = cuts.learn_cuts(state, batches=batches, seed=seed) if learn_cuts else None
+    more = [learned.way, *learned.twins] if learned else []
+    measured = measure(state, tuple(rules or ()), batches=batches, seed=seed, more=more)
     summary: dict[str, Any] = {"step": state.step, "seed": seed} | measured.summary()
+    if learned:
+        summary["learned_cuts"] = cuts.verdict(learned, measured)
     if where:
         summary["where"] = locate(
             state,
@@ -170,6 +179,8 @@ def credit(
     typer.echo(table(measured))
     typer.echo(verdict(measured))
     typer.echo(limits(measured))
+    if learned:
+        typer.echo(summary["learned_cuts"])
     typer.echo(critic_verdict(measured))
     if where:
         typer.echo("\n" + where_table(summary["where"]))

@@ -7,6 +7,7 @@ Nothing that a recipe names is imported while it is being checked: a segmenter s
 from __future__ import annotations
 
 import dataclasses
+import json
 import numbers
 import typing
 from collections.abc import Iterable
@@ -34,6 +35,7 @@ EXPECTED = {
     "string_type": "must be text",
 }
 """Pydantic's errors by their type, in words of a recipe."""
+LEARN = "`marlhf credit RUN --learn-cuts`"
 
 
 def build(cls: type[T], raw: Any, where: str, problems: list[str]) -> T:
@@ -145,8 +147,34 @@ def _segmenter_spec(raw: Any, where: str, problems: list[str]) -> Any:
         problems.append(unknown(f"{where}.type", name, SEGMENTERS))
         return None
     known = rule_defaults(name)
+    if name == "learned":
+        settings = _with_learned(settings, where, problems)
     problems += [unknown(at(where, key), key, known) for key in settings if key not in known]
     return SegmenterSpec(name, known | settings)
+
+
+def _with_learned(settings: dict[str, Any], where: str, problems: list[str]) -> dict[str, Any]:
+    """The weights of learned cuts in place of the `path` of their file.
+
+    So the config of a run holds the weights themselves, and the file may go or change.
+    """
+    given = {key: value for key, value in settings.items() if key != "path"}
+    if "path" not in settings:
+        if not given:
+            problems.append(f"{where}: give `path`, the cuts.json of {LEARN}, or weights")
+        return given
+    path = Path(str(settings["path"]))
+    try:
+        learned = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        problems.append(f"{where}.path: there is no file {path}. {LEARN} writes it")
+        return given
+    except (OSError, ValueError, RecursionError):
+        learned = None
+    if not (isinstance(learned, dict) and learned):
+        problems.append(f"{where}.path: {path} does not hold learned cuts. {LEARN} writes it anew")
+        return given
+    return learned | given
 
 
 def _check_names(cls: type, raw: Any, where: str, problems: list[str]) -> Any:

@@ -30,6 +30,7 @@ SEGMENTERS = {
     "surprise": "Surprise",
     "entropy": "Entropy",
     "value_change": "ValueChange",
+    "learned": "Learned",
 }
 """Rules by the name that recipes call them by; classes of `marlhf.core`."""
 
@@ -48,6 +49,20 @@ RULE_DEFAULTS: dict[str, dict[str, Any]] = {
     "surprise": {"probability": 0.2, "every": 1, "max_length": None},
     "entropy": {"quantile": 0.9, "threshold": None, "max_length": None},
     "value_change": {"quantile": 0.9, "threshold": None, "max_length": None},
+    "learned": {
+        "quantile": 0.9,
+        "threshold": None,
+        "max_length": None,
+        "entropy": 0.0,
+        "surprise": 0.0,
+        "ref_surprise": 0.0,
+        "value_change": 0.0,
+        "value_fall": 0.0,
+        "word": 0.0,
+        "line": 0.0,
+        "sentence": 0.0,
+        "vocabulary_size": None,
+    },
 }
 """Settings of those rules, by which recipes are compared without torch; a test keeps them equal.
 Rules that are not listed have `max_length` alone."""

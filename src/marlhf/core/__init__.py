@@ -26,6 +26,7 @@ from marlhf.core.rewards import at_last_token, kl_estimate, overlong_penalty, sh
 from marlhf.core.segmenters import (
     Constituents,
     Entropy,
+    Learned,
     Lines,
     NGram,
     Perplexity,
@@ -47,6 +48,7 @@ __all__ = [
     "Agreement",
     "Constituents",
     "Entropy",
+    "Learned",
     "Lines",
     "NGram",
     "Perplexity",

@@ -483,6 +483,102 @@ class ValueChange(_Peaks):
         return self.finish(self.peaks(changes, mask & shift(mask)), mask)
 
 
+FEATURES = (
+    "entropy",
+    "surprise",
+    "ref_surprise",
+    "value_change",
+    "value_fall",
+    "word",
+    "line",
+    "sentence",
+)
+"""What `Learned` has weights for."""
+
+
+@dataclass(frozen=True)
+class Learned(_Peaks):
+    """Start where a weighted sum of features is high: a linear head on what is known of a token.
+
+    `marlhf credit RUN --learn-cuts` finds the weights. Each feature is standardised within its
+    response, so weights keep their meaning while entropy falls and the critic's scale changes.
+
+    >>> numbers = torch.tensor([[0.5, 0.5, 0.9, 0.8]])
+    >>> table = Vocabulary(*torch.zeros(5, 9).bool())
+    >>> responses = Responses(
+    ...     torch.arange(4)[None], torch.ones(1, 4).bool(), ref_logprobs=numbers, vocabulary=table,
+    ...     logprobs=numbers, entropy=numbers, values=numbers,
+    ... )
+    >>> Learned(quantile=0.7, value_fall=-1.0)(responses).int()  # where the value rose
+    tensor([[1, 0, 1, 0]], dtype=torch.int32)
+    """
+
+    needs: ClassVar[tuple[Need, ...]] = (
+        "entropy",
+        "logprobs",
+        "ref_logprobs",
+        "values",
+        "vocabulary",
+    )
+
+    entropy: float = 0.0
+    """Weight of the policy's entropy at the token."""
+    surprise: float = 0.0
+    """Of the negative log-prob of the token under the policy."""
+    ref_surprise: float = 0.0
+    """Of that under the reference."""
+    value_change: float = 0.0
+    """Of how far the token before moved the critic's value, up or down."""
+    value_fall: float = 0.0
+    """Of how far it lowered it; a rise counts against."""
+    word: float = 0.0
+    """Of beginning a word."""
+    line: float = 0.0
+    """Of standing after a line break."""
+    sentence: float = 0.0
+    """Of standing after a full stop."""
+    vocabulary_size: int | None = None
+    """Tokens of the tokenizer that weights were learned with; another one is refused."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in FEATURES:
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be a finite number; got {getattr(self, name)}.")
+
+    @property
+    def looks_at(self) -> LooksAt:
+        """Features are standardised within the response."""
+        return "response"
+
+    def __call__(self, responses: Responses) -> Tensor:
+        table, tokens = self.vocabulary(responses)
+        size = len(table.begins_word)
+        if self.vocabulary_size not in (None, size):
+            raise ValueError(
+                f"These cuts were learned with a tokenizer of {self.vocabulary_size} tokens, and "
+                f"this one has {size}: learn them on a run with this one."
+            )
+        values = self.read(responses, "values")
+        fall = shift(values) - values
+        features = {
+            "entropy": self.read(responses, "entropy"),
+            "surprise": -self.read(responses, "logprobs"),
+            "ref_surprise": -self.read(responses, "ref_logprobs"),
+            "value_change": fall.abs(),
+            "value_fall": fall,
+            "word": table.begins_word[tokens],
+            "line": shift(table.has_newline[tokens]),
+            "sentence": shift(table.ends_sentence[tokens]),
+        }
+        # A first token starts in any case, and no value before it is known.
+        among = responses.mask & shift(responses.mask)
+        score = torch.zeros_like(values, dtype=torch.float64)
+        for name in FEATURES:
+            score = score + getattr(self, name) * _standardised(features[name], among)
+        return self.finish(self.peaks(score, among), responses.mask)
+
+
 def thin_out(segments: Segments, scores: Tensor, count: int) -> Segments:
     """Keep the start of each response and its `count` other starts with the highest scores [B, T].
 
@@ -499,6 +595,15 @@ def thin_out(segments: Segments, scores: Tensor, count: int) -> Segments:
     first = segments.mask & (segments.mask.cumsum(dim=1) == 1)
     kept = _highest(scores, segments.starts & ~first, count)
     return Segments.from_starts(first | kept, segments.mask)
+
+
+def _standardised(x: Tensor, among: Tensor) -> Tensor:
+    """With mean 0 and variance 1 over the chosen tokens of each row; 0 where all are equal."""
+    x = torch.where(among, x.double(), 0.0)
+    count = among.sum(dim=1, keepdim=True).clamp(min=1)
+    x = torch.where(among, x - x.sum(dim=1, keepdim=True) / count, 0.0)
+    deviation = (x.square().sum(dim=1, keepdim=True) / count).sqrt()
+    return x / deviation.clamp(min=1e-6)
 
 
 def _highest(x: Tensor, among: Tensor, count: Tensor | int) -> Tensor:

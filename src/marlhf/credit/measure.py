@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,8 @@ import torch
 from torch import Tensor
 
 from marlhf.config.candidates import CANDIDATES, TURN_CANDIDATES
-from marlhf.core import Agreement, gradient_agreement
+from marlhf.config.settings import to_raw
+from marlhf.core import Agreement, Learned, gradient_agreement
 from marlhf.credit.state import CreditError, RunState, sample_batch
 from marlhf.credit.ways import Batch, Way, advantages_by_way, group_of, ways_of
 from marlhf.environments import scored_row, turn_rewards
@@ -120,21 +122,58 @@ class Measured:
         }
 
 
-def measure(state: RunState, rules: tuple[str, ...] = (), *, batches: int = 24, seed: int = 0):
+def measure(
+    state: RunState,
+    rules: tuple[str, ...] = (),
+    *,
+    batches: int = 24,
+    seed: int = 0,
+    more: Sequence[Way] = (),
+) -> Measured:
     """Compare ways to assign credit on `batches` batches of the size that the run trains with."""
     if batches < 3:
         raise CreditError(f"--batches must be at least 3 to compare anything; got {batches}.")
     turns = TURN_CANDIDATES if state.config.environment else ()
-    options = ways_of(state.ppo, rules or (*MEASURED, *turns))
+    own, *others = ways_of(state.ppo, rules or (*MEASURED, *turns))
+    named = {way.name for way in more}
+    options = [own, *more, *(way for way in others if way.name not in named)]
+    gradients, lines = batch_gradients(state, options, range(batches), seed)
+    # Where all reward comes at the end anyway, the last way is the first.
+    if torch.equal(gradients[len(options) - 1], gradients[0]):
+        options = options[:-1]
+    agreement = gradient_agreement(gradients[: len(options)], gradients[-1], blocks=BLOCKS)
+    if not bool(agreement.known_cosines()[0].isfinite()):
+        warn(
+            "the batches are too few, or too noisy, to tell the true gradient from noise. "
+            f"Raise --batches, which is {batches}."
+        )
+    medians = {
+        key: [statistics.median(x) for x in zip(*(line[key] for line in lines))]
+        for key in ("explained", "reaches")
+    }
+    reaches = medians["reaches"][: len(options)]
+    size = _batch_size(state)
+    return Measured(
+        options, agreement, batches, batches * size, state.ppo, medians["explained"], reaches
+    )
+
+
+def batch_gradients(
+    state: RunState, options: list[Way], numbers: range, seed: int
+) -> tuple[Tensor, list[dict[str, Any]]]:
+    """The gradient of each batch by each way, the unbiased one last, [E + 1, M, D]; and the line
+    that is kept of each batch."""
     state.score.provide_for(option.config.segmenter for option in options)
     ways = [*options, Way("", unbiased(state.ppo))]
-    size = state.ppo.batch_size * state.ppo.num_samples
+    size = _batch_size(state)
     group = max(state.ppo.num_samples, group_of(options, size))
     file = state.folder / CREDIT_LINES
-    setting = _setting(state, [o.name for o in options], group, seed)
+    # What a name such as `learned path=cuts.json` stands for may change.
+    learned = [to_raw(rule) for o in options if isinstance(rule := o.config.segmenter, Learned)]
+    setting = _setting(state, [o.name for o in options], group, seed, *learned)
     lines = read_keyed(file, setting)
     done = {key: decode_sketch(line["sketch"]) for key, line in lines.items()}
-    left = [n for n in range(batches) if str(n) not in done]
+    batches, left = len(numbers), [n for n in numbers if str(n) not in done]
     say(
         f"{state.folder.name}, step {state.step}: {len(options) - 1} ways to assign credit on "
         f"{batches} batches of {size} responses"
@@ -148,24 +187,12 @@ def measure(state: RunState, rules: tuple[str, ...] = (), *, batches: int = 24, 
             lines[str(number)] = line | known
             append_jsonl(file, [lines[str(number)]])
             bar.advance(count, {"score": float(experience.scores.mean())})
-    gradients = torch.stack([done[str(n)] for n in range(batches)], dim=1).double()
-    # Where all reward comes at the end anyway, the last way is the first.
-    if torch.equal(gradients[len(options) - 1], gradients[0]):
-        options = options[:-1]
-    agreement = gradient_agreement(gradients[: len(options)], gradients[-1], blocks=BLOCKS)
-    if not bool(agreement.known_cosines()[0].isfinite()):
-        warn(
-            "the batches are too few, or too noisy, to tell the true gradient from noise. "
-            f"Raise --batches, which is {batches}."
-        )
-    medians = {
-        key: [statistics.median(x) for x in zip(*(lines[str(n)][key] for n in range(batches)))]
-        for key in ("explained", "reaches")
-    }
-    reaches = medians["reaches"][: len(options)]
-    return Measured(
-        options, agreement, batches, batches * size, state.ppo, medians["explained"], reaches
-    )
+    gradients = torch.stack([done[str(n)] for n in numbers], dim=1).double()
+    return gradients, [lines[str(n)] for n in numbers]
+
+
+def _batch_size(state: RunState) -> int:
+    return state.ppo.batch_size * state.ppo.num_samples
 
 
 def _batch(

@@ -47,10 +47,14 @@ class Way:
     """A name of `VALUES`."""
     at_end: bool = False
     """Move all reward to the last token: what are process rewards, or those of turns, worth?"""
+    settings: str = ""
+    """The settings to put into a recipe, where the name does not say them."""
 
     @property
     def recipe(self) -> str:
         """The settings to put into a recipe."""
+        if self.settings:
+            return self.settings
         if self.at_end:
             return "a reward at the end alone"
         if self.name == ANSWER:

@@ -16,6 +16,7 @@ blocks/          responses of `marlhf best-of-n --blocks`, one file per setting
 pass_at_k.jsonl  results of `marlhf pass-at-k`, one line per problem
 pass_at_k.json   their summary
 credit.json      what `marlhf credit` found; credit.jsonl has its batches
+cuts.json        weights of `segmenter: learned`, from `marlhf credit --learn-cuts`
 headroom.json    what `marlhf credit --headroom` found; headroom.jsonl has its parts
 judged/          verdicts of `marlhf judge` and `marlhf annotate`
 """
@@ -51,6 +52,7 @@ PASS_AT_K = "pass_at_k.json"
 JUDGED = "judged"
 CREDIT = "credit.json"
 CREDIT_LINES = "credit.jsonl"
+CUTS = "cuts.json"
 HEADROOM = "headroom.json"
 HEADROOM_LINES = "headroom.jsonl"
 

@@ -79,6 +79,8 @@ def name_of(config: PPOConfig) -> str:
     rule = str(raw.pop("type"))
     defaults = {"max_length": None}
     settings = {k: v for k, v in raw.items() if defaults.get(k, ...) != v}
+    if rule == "learned":  # eight weights are no name
+        settings = {}
     return Candidate(rule, settings, config.lam, config.sigma, config.credit).name
 
 
