@@ -91,6 +91,12 @@ COARSE_LABELS = {
     "whole": "whole responses, `values: monte_carlo`",
 }
 """Methods on chained sums around values from continuations of few macro actions."""
+PROCESS_LABELS = {
+    "outcome": "the outcome alone",
+    "process-sum": "`process_pooling: sum`",
+    "process-min": "`process_pooling: min`",
+}
+"""Rewards on chained sums, with a process model and without."""
 QWEN_TASKS = {"gsm8k": "GSM8K", "mbpp": "MBPP"}
 QWEN_LABELS = {
     "ppo": "PPO, lambda .95",

@@ -107,6 +107,49 @@ def test_a_changed_sum_is_the_first_wrong_line(prompt, line, off):
     assert sums.right_lines(prompt, response).index(False) == line
 
 
+def test_labels_of_lines_are_arithmetic():
+    """Each line is read alone: its letter, the result above it, the digit to add, and the sum."""
+    rows, shares = sums.step_rows(400), []
+    for row in rows:
+        start, steps = row.prompt.strip().split("+")
+        above, right = start, []
+        for number, line in enumerate(row.columns["completions"]):
+            letter, a, plus, b, equals, total = line
+            wanted = ("abcdefghijklmnopqrstuvwx"[number], above, "+", steps[number % 4], "=")
+            right.append(
+                (letter, a, plus, b, equals) == wanted and (int(a) + int(b)) % 10 == int(total)
+            )
+            above = total
+        assert row.columns["labels"] == right
+        assert len(right) == sums.NUM_LINES
+        shares.append(right.count(False) / len(right))
+    assert 0.45 < sum(shares) / len(shares) < 0.55
+    assert min(shares) == 0
+    assert max(shares) > 0.95
+
+
+def test_rows_with_labels_have_the_same_prompts_and_may_be_more():
+    rows = sums.step_rows(7000)
+    assert sums.step_rows(40) == rows[:40]
+    assert {row.prompt for row in rows} == {row.prompt for row in sums.rows(7000)}
+    assert rows[6250].prompt == rows[0].prompt
+    assert rows[6250].columns != rows[0].columns
+    text = "|".join(line for row in rows[:64] for line in row.columns["completions"])
+    assert (
+        hashlib.sha256(text.encode()).hexdigest()
+        == "6b525f7828fad1dc179ee5684766108bfc3b1f1c458315f82cdf6aa8623055eb"
+    )
+    config = {"parts": {}, "eval_size": 64, "limit": 600}
+    plain, steps = (
+        load_data(DataConfig(source=name, **config), part, needs=needs)
+        for name, part, needs in (
+            ("sums", "ppo", ["prompt"]),
+            ("sums-steps", "reward", ["prompt", "completions", "labels"]),
+        )
+    )
+    assert {row.prompt for row in plain.eval} == {row.prompt for row in steps.eval}
+
+
 def test_tokens_are_characters_and_lines_are_macro_actions():
     tokenizer = tiny_tokenizer()
     text = sums.solution(PROMPT)
