@@ -170,3 +170,17 @@ def test_the_recipe_trains_and_scores(tmp_path):
     for name in ("ppo", "rloo"):
         lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         assert [x["eval/score"] for x in lines if x["kind"] == "eval"] == [0.0, 0.0]
+
+
+def test_the_recipe_of_process_rewards_runs(tmp_path):
+    """Two steps of each kind of stage: what it learns is measured in docs/results/process.md."""
+    from marlhf.train import ppo, prm, sft
+
+    short = ["num_steps=2", "batch_size=4", "eval_every=0", "data.limit=60", "data.eval_size=4"]
+    short += ["sampling.max_new_tokens=16", "prm.labels_from.responses=8", f"output_dir={tmp_path}"]
+    stages = {stage.name: stage for stage in load_recipe("evidence/prm", short)}
+    assert stages["steps"].config.data.source == "sums-steps"
+    for name in ("sft", "steps", "prm", "process-min"):
+        {"sft": sft, "prm": prm, "ppo": ppo}[stages[name].kind].train(stages[name].config)
+    lines = map(json.loads, (tmp_path / "process-min" / "metrics.jsonl").read_text().splitlines())
+    assert all(-1 <= x["rewards/process"] <= 1 for x in lines if x["kind"] == "train")
