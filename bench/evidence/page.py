@@ -233,9 +233,10 @@ def process_rewards(results: Results) -> str:
             ", ".join(points(float(x.mean())) for x in over[0]),
             *(over_reward_models([[x] for x in each]).text(points) for each in over),
         ]
+        seeds = len(results.runs[method, nobody])
         rows.append(
             [
-                label,
+                label + (", one seed" if seeds == 1 else ""),
                 f"{results.mean(gold, method, nobody, last):.1%}",
                 *(["", "", ""] if method == "outcome" else shown),
                 *end_cells(results, method, nobody, last, 2)[1:],

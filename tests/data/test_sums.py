@@ -111,7 +111,7 @@ def test_labels_of_lines_are_arithmetic():
     """Each line is read alone: its letter, the result above it, the digit to add, and the sum."""
     rows, shares = sums.step_rows(400), []
     for row in rows:
-        start, steps = row.prompt.strip().split("+")
+        start, steps = str(row.prompt).strip().split("+")
         above, right = start, []
         for number, line in enumerate(row.columns["completions"]):
             letter, a, plus, b, equals, total = line
@@ -131,7 +131,7 @@ def test_labels_of_lines_are_arithmetic():
 def test_rows_with_labels_have_the_same_prompts_and_may_be_more():
     rows = sums.step_rows(7000)
     assert sums.step_rows(40) == rows[:40]
-    assert {row.prompt for row in rows} == {row.prompt for row in sums.rows(7000)}
+    assert {str(row.prompt) for row in rows} == {str(row.prompt) for row in sums.rows(7000)}
     assert rows[6250].prompt == rows[0].prompt
     assert rows[6250].columns != rows[0].columns
     text = "|".join(line for row in rows[:64] for line in row.columns["completions"])
@@ -147,7 +147,7 @@ def test_rows_with_labels_have_the_same_prompts_and_may_be_more():
             ("sums-steps", "reward", ["prompt", "completions", "labels"]),
         )
     )
-    assert {row.prompt for row in plain.eval} == {row.prompt for row in steps.eval}
+    assert {str(row.prompt) for row in plain.eval} == {str(row.prompt) for row in steps.eval}
 
 
 def test_tokens_are_characters_and_lines_are_macro_actions():
