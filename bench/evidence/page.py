@@ -223,27 +223,34 @@ def process_model(results: Results) -> str:
 
 
 def process_rewards(results: Results) -> str:
-    """What is solved at the end, by the true score, over the outcome alone: paired by seed."""
+    """What is solved at the end, by the true score, over the outcome alone.
+
+    Once as differences of runs with the same seed, and once as in the other tables: the two rewards
+    share their spread over seeds.
+    """
     [nobody] = results.teachers
     last = results.last_step("outcome", nobody)
     rows: list[list[str]] = []
     for method, label in PROCESS_LABELS.items():
-        over = [results.differences(gold, method, "outcome", nobody, x) for x in (last, None)]
-        shown = [
-            ", ".join(points(float(x.mean())) for x in over[0]),
-            *(over_reward_models([[x] for x in each]).text(points) for each in over),
-        ]
+        by_seed = results.differences(gold, method, "outcome", nobody, last)
+        paired = over_reward_models([[x] for x in by_seed])
+        over = [results.difference(gold, method, "outcome", nobody, x) for x in (last, None)]
         seeds = len(results.runs[method, nobody])
+        shown = [
+            ", ".join(points(float(x.mean())) for x in by_seed),
+            paired.text(points),
+            *(x.text(points) if x else "" for x in over),
+        ]
         rows.append(
             [
                 label + (", one seed" if seeds == 1 else ""),
                 f"{results.mean(gold, method, nobody, last):.1%}",
-                *(["", "", ""] if method == "outcome" else shown),
-                *end_cells(results, method, nobody, last, 2)[1:],
+                *(shown if method != "outcome" else [""] * len(shown)),
+                *end_cells(results, method, nobody, last, 2)[1::2],
             ]
         )
-    head = ["reward", f"solved after {last}", "over the outcome, by seed", "mean", "whole curve"]
-    return table([*head, "KL", "tokens", "s/step"], rows)
+    head = ["reward", f"solved after {last}", "over the outcome, by seed", "paired", "pooled"]
+    return table([*head, "whole curve", "KL", "s/step"], rows)
 
 
 def sooner(results: Results, shown: str) -> str:
