@@ -223,34 +223,22 @@ def process_model(results: Results) -> str:
 
 
 def process_rewards(results: Results) -> str:
-    """What is solved at the end, by the true score, over the outcome alone.
-
-    Once as differences of runs with the same seed, and once as in the other tables: the two rewards
-    share their spread over seeds.
-    """
+    """What is solved at the end, by the true score, over the outcome alone: paired by seed."""
     [nobody] = results.teachers
     last = results.last_step("outcome", nobody)
     rows: list[list[str]] = []
     for method, label in PROCESS_LABELS.items():
-        by_seed = results.differences(gold, method, "outcome", nobody, last)
-        paired = over_reward_models([[x] for x in by_seed])
-        over = [results.difference(gold, method, "outcome", nobody, x) for x in (last, None)]
-        seeds = len(results.runs[method, nobody])
-        shown = [
-            ", ".join(points(float(x.mean())) for x in by_seed),
-            paired.text(points),
-            *(x.text(points) if x else "" for x in over),
-        ]
-        rows.append(
-            [
-                label + (", one seed" if seeds == 1 else ""),
-                f"{results.mean(gold, method, nobody, last):.1%}",
-                *(shown if method != "outcome" else [""] * len(shown)),
-                *end_cells(results, method, nobody, last, 2)[1::2],
-            ]
-        )
-    head = ["reward", f"solved after {last}", "over the outcome, by seed", "paired", "pooled"]
-    return table([*head, "whole curve", "KL", "s/step"], rows)
+        cells: list[str] = []
+        for base in ("outcome", "outcome-scaled"):
+            by_seed = results.differences(gold, method, base, nobody, last)
+            each = ", ".join(points(float(x.mean())) for x in by_seed)
+            over = over_reward_models([[x] for x in by_seed]).text(points)
+            cells += ["", ""] if method in ("outcome", base) else [each, over]
+        shares = [f"{results.mean(gold, method, nobody, x):.1%}" for x in (last, None)]
+        ends = end_cells(results, method, nobody, last, 2)[1::2]
+        rows.append([label, *shares, *cells, *ends])
+    head = ["reward", f"solved after {last}", "whole curve", "over the outcome, by seed", "mean"]
+    return table([*head, "over it times 3, by seed", "mean", "KL", "s/step"], rows)
 
 
 def sooner(results: Results, shown: str) -> str:

@@ -93,6 +93,7 @@ COARSE_LABELS = {
 """Methods on chained sums around values from continuations of few macro actions."""
 PROCESS_LABELS = {
     "outcome": "the outcome alone",
+    "outcome-scaled": "the outcome alone, times 3",
     "process-sum": "`process_pooling: sum`",
     "process-min": "`process_pooling: min`",
 }
