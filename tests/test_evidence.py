@@ -26,6 +26,7 @@ from evidence.results import (
     FAST_LABELS,
     LABELS,
     OTHER_BETAS,
+    PROCESS_LABELS,
     QWEN_LABELS,
     QWEN_TASKS,
     SUMS_LABELS,
@@ -216,6 +217,7 @@ def test_every_stage_of_the_recipe_has_a_place_in_the_tables():
         ("evidence/sums", SUMS_LABELS),
         ("evidence/updates", UPDATES_LABELS | FAST_LABELS),
         ("evidence/coarse", COARSE_LABELS),
+        ("evidence/prm", PROCESS_LABELS),
     ],
 )
 def test_every_stage_of_the_sums_has_a_place_in_its_table(recipe, labels):

@@ -12,6 +12,7 @@ within one of them.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -20,6 +21,7 @@ from pathlib import Path
 from evidence.distilled import distilled
 from evidence.figures import end_points, frontier, predicted_gains
 from evidence.predicted import (
+    MEASURED,
     STARTS,
     Prediction,
     predictions,
@@ -33,6 +35,7 @@ from evidence.results import (
     FAST_LABELS,
     LABELS,
     OTHER_BETAS,
+    PROCESS_LABELS,
     QWEN_LABELS,
     QWEN_TASKS,
     SHOWN,
@@ -65,8 +68,8 @@ def write_page(campaigns: Mapping[str, Results], rounds: Path, docs: Path) -> No
 
     `campaigns`: all archives by name, without that of distillation, which is `rounds`.
     """
-    sums, sparse, coarse, updates, qwen = (
-        campaigns[name] for name in ("sums", "sparse", "coarse", "updates", "qwen")
+    sums, sparse, coarse, updates, qwen, process = (
+        campaigns[name] for name in ("sums", "sparse", "coarse", "updates", "qwen", "process")
     )
     identify, rules, predict = (campaigns[name] for name in ("identify", "rules", "predict-tldr"))
     starts = predictions_of(predict)
@@ -84,6 +87,8 @@ def write_page(campaigns: Mapping[str, Results], rounds: Path, docs: Path) -> No
         "updates-fast of updates": shares_right(
             updates, FAST_LABELS, "ppo-fast n5-fast n5-mean-fast"
         ),
+        "process-model of process": process_model(process),
+        "process of process": process_rewards(process),
         "larger of qwen": larger(qwen),
         "larger-pairs of qwen": larger_pairs(qwen),
         "all-days": all_days([campaigns[name] for name in TLDR]),
@@ -199,6 +204,41 @@ def shares_right(results: Results, labels: Mapping[str, str], shown: str) -> str
     head = ["", f"right after {last}", f"end over {labels[base]}", "whole curve over it"]
     head += [f"reward {MINUS_BETA_KL}", "KL", "tokens", "s/step"]
     return table(head, rows)
+
+
+def process_model(results: Results) -> str:
+    """What share of first wrong lines each process model finds, as `marlhf prm` measures it."""
+    file = results.folder / MEASURED / "found.json"
+    rows = [
+        [
+            name,
+            str(x["responses"]),
+            str(x["with an error"]),
+            *(f"{x[share]:.1%}" for share in ("first_error", "error_free")),
+        ]
+        for name, x in json.loads(file.read_text("utf-8")).items()
+    ]
+    head = ["process model, lines", "responses", "with an error", "first one found"]
+    return table([*head, "right and passed"], rows)
+
+
+def process_rewards(results: Results) -> str:
+    """What is solved at the end, by the true score, over the outcome alone: paired by seed."""
+    [nobody] = results.teachers
+    last = results.last_step("outcome", nobody)
+    rows: list[list[str]] = []
+    for method, label in PROCESS_LABELS.items():
+        cells: list[str] = []
+        for base in ("outcome", "outcome-scaled"):
+            by_seed = results.differences(gold, method, base, nobody, last)
+            each = ", ".join(points(float(x.mean())) for x in by_seed)
+            over = over_reward_models([[x] for x in by_seed]).text(points)
+            cells += ["", ""] if method in ("outcome", base) else [each, over]
+        shares = [f"{results.mean(gold, method, nobody, x):.1%}" for x in (last, None)]
+        ends = end_cells(results, method, nobody, last, 2)[1::2]
+        rows.append([label, *shares, *cells, *ends])
+    head = ["reward", f"solved after {last}", "whole curve", "over the outcome, by seed", "mean"]
+    return table([*head, "over it times 3, by seed", "mean", "KL", "s/step"], rows)
 
 
 def sooner(results: Results, shown: str) -> str:

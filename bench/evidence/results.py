@@ -91,6 +91,13 @@ COARSE_LABELS = {
     "whole": "whole responses, `values: monte_carlo`",
 }
 """Methods on chained sums around values from continuations of few macro actions."""
+PROCESS_LABELS = {
+    "outcome": "the outcome alone",
+    "outcome-scaled": "the outcome alone, times 3",
+    "process-sum": "`process_pooling: sum`",
+    "process-min": "`process_pooling: min`",
+}
+"""Rewards on chained sums, with a process model and without."""
 QWEN_TASKS = {"gsm8k": "GSM8K", "mbpp": "MBPP"}
 QWEN_LABELS = {
     "ppo": "PPO, lambda .95",

@@ -107,6 +107,49 @@ def test_a_changed_sum_is_the_first_wrong_line(prompt, line, off):
     assert sums.right_lines(prompt, response).index(False) == line
 
 
+def test_labels_of_lines_are_arithmetic():
+    """Each line is read alone: its letter, the result above it, the digit to add, and the sum."""
+    rows, shares = sums.step_rows(400), []
+    for row in rows:
+        start, steps = str(row.prompt).strip().split("+")
+        above, right = start, []
+        for number, line in enumerate(row.columns["completions"]):
+            letter, a, plus, b, equals, total = line
+            wanted = ("abcdefghijklmnopqrstuvwx"[number], above, "+", steps[number % 4], "=")
+            right.append(
+                (letter, a, plus, b, equals) == wanted and (int(a) + int(b)) % 10 == int(total)
+            )
+            above = total
+        assert row.columns["labels"] == right
+        assert len(right) == sums.NUM_LINES
+        shares.append(right.count(False) / len(right))
+    assert 0.45 < sum(shares) / len(shares) < 0.55
+    assert min(shares) == 0
+    assert max(shares) > 0.95
+
+
+def test_rows_with_labels_have_the_same_prompts_and_may_be_more():
+    rows = sums.step_rows(7000)
+    assert sums.step_rows(40) == rows[:40]
+    assert {str(row.prompt) for row in rows} == {str(row.prompt) for row in sums.rows(7000)}
+    assert rows[6250].prompt == rows[0].prompt
+    assert rows[6250].columns != rows[0].columns
+    text = "|".join(line for row in rows[:64] for line in row.columns["completions"])
+    assert (
+        hashlib.sha256(text.encode()).hexdigest()
+        == "6b525f7828fad1dc179ee5684766108bfc3b1f1c458315f82cdf6aa8623055eb"
+    )
+    config = {"parts": {}, "eval_size": 64, "limit": 600}
+    plain, steps = (
+        load_data(DataConfig(source=name, **config), part, needs=needs)
+        for name, part, needs in (
+            ("sums", "ppo", ["prompt"]),
+            ("sums-steps", "reward", ["prompt", "completions", "labels"]),
+        )
+    )
+    assert {str(row.prompt) for row in plain.eval} == {str(row.prompt) for row in steps.eval}
+
+
 def test_tokens_are_characters_and_lines_are_macro_actions():
     tokenizer = tiny_tokenizer()
     text = sums.solution(PROMPT)
@@ -127,3 +170,17 @@ def test_the_recipe_trains_and_scores(tmp_path):
     for name in ("ppo", "rloo"):
         lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
         assert [x["eval/score"] for x in lines if x["kind"] == "eval"] == [0.0, 0.0]
+
+
+def test_the_recipe_of_process_rewards_runs(tmp_path):
+    """Two steps of each kind of stage: what it learns is measured in docs/results/process.md."""
+    from marlhf.train import ppo, prm, sft
+
+    short = ["num_steps=2", "batch_size=4", "eval_every=0", "data.limit=60", "data.eval_size=4"]
+    short += ["sampling.max_new_tokens=16", "prm.labels_from.responses=8", f"output_dir={tmp_path}"]
+    stages = {stage.name: stage for stage in load_recipe("evidence/prm", short)}
+    assert stages["steps"].config.data.source == "sums-steps"
+    for name in ("sft", "steps", "prm", "process-min"):
+        {"sft": sft, "prm": prm, "ppo": ppo}[stages[name].kind].train(stages[name].config)
+    lines = map(json.loads, (tmp_path / "process-min" / "metrics.jsonl").read_text().splitlines())
+    assert all(-1 <= x["rewards/process"] <= 1 for x in lines if x["kind"] == "train")

@@ -47,7 +47,7 @@ WRITERS = {
 }
 REMEMBER = ("chat", "hh")
 """Formats in which earlier turns are part of the prompt, as in their data."""
-SINGLE = ("toy", "toy-code", "sums", "mbpp", "humaneval", "gsm8k")
+SINGLE = ("toy", "toy-code", "sums", "sums-steps", "mbpp", "humaneval", "gsm8k")
 """Sources whose prompts have no fixed format, or one that does not fit on a line."""
 MAX_NEW_TOKENS = 256
 """For models whose run does not record a response length."""

@@ -48,7 +48,7 @@ class DataConfig:
 
     source: SourceName = "auto"
     """What the rows look like. `auto` tells from the first record; `local` is your own file with
-    prompt, chosen, rejected; `toy`, `toy-code`, `sums` and `guess` need no file."""
+    prompt, chosen, rejected; `toy`, `toy-code`, `sums`, `sums-steps`, `guess` need no file."""
 
     path: str | None = None
     """A file, a folder or a name on the hub. May be left out for published data sets (then the

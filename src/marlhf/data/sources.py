@@ -12,6 +12,7 @@ from marlhf.data.rows import Source
 from marlhf.data.summaries import CNN_DAILYMAIL as CNN_DAILYMAIL
 from marlhf.data.summaries import TLDR as TLDR
 from marlhf.data.sums import SUMS as SUMS
+from marlhf.data.sums import SUMS_STEPS as SUMS_STEPS
 from marlhf.data.toy import TOY as TOY
 
 SOURCES = {each.name: each for each in list(vars().values()) if isinstance(each, Source)}

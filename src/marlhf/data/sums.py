@@ -16,6 +16,8 @@ follows, and credit should fall on the line of the slip.
 The solutions to imitate have slips (`SLIP`), and continue from what they wrote. A policy that
 imitates them knows how to add, but solves fewer than half of the prompts: the rest is left to a
 reward.
+
+`sums-steps` has lines with labels for a process model; half of them are wrong.
 """
 
 from __future__ import annotations
@@ -51,6 +53,19 @@ def rows(num_rows: int = 6000, seed: int = 0) -> list[Row]:
     # Sorting by drawn numbers: only `random()` is the same in every Python version.
     prompts.sort(key=lambda _: rng.random())
     return [_write_row(prompt, rng) for prompt in prompts[:num_rows]]
+
+
+def step_rows(num_rows: int = 6000, seed: int = 0) -> list[Row]:
+    """The same prompts, each with labelled lines for a process model: `sums-steps`.
+
+    Nearly all lines that a policy writes are right, so a process model learns little from them.
+    Here the share of wrong lines is drawn for each row, from none to all, and a wrong line may
+    miscopy either summand or have any other digit as its sum. Where there are more rows than
+    prompts, prompts come again with other lines.
+    """
+    rng = random.Random(f"sums-steps {seed}")
+    prompts = [row.prompt for row in rows(num_rows, seed)]
+    return [_write_steps(str(prompts[i % len(prompts)]), rng) for i in range(num_rows)]
 
 
 def solution(prompt: str) -> str:
@@ -108,6 +123,21 @@ def _write_row(prompt: str, rng: random.Random) -> Row:
     return Row(prompt, chosen=_write_lines(prompt, slips), columns={"answer": answer})
 
 
+def _write_steps(prompt: str, rng: random.Random) -> Row:
+    value, steps = _read(prompt)
+    share = rng.random()
+    lines: list[str] = []
+    for number in range(NUM_LINES):
+        digits = [value, steps[number % CYCLE], 0]  # the summands, and how far off the sum is
+        wrong, place, off = rng.random() < share, int(4 * rng.random()), 1 + int(9 * rng.random())
+        if wrong:  # every other time in the sum, which is the hardest to judge
+            digits[min(place, 2)] += off
+        lines.append(_write_line(number, digits[0] % 10, digits[1] % 10, digits[2]))
+        value = int(lines[-1][-1])
+    labels = right_lines(prompt, "\n".join(lines))
+    return Row(prompt, columns={"completions": lines, "labels": labels})
+
+
 def _read(prompt: str) -> tuple[int, list[int]]:
     """Where to start, and what to add in turn."""
     start, _, steps = prompt.strip().partition("+")
@@ -132,3 +162,4 @@ def _solved(prompt: str, response: str) -> float:
 
 
 SUMS = Source("sums", generate=rows, true_score=_solved)
+SUMS_STEPS = Source("sums-steps", generate=step_rows)
