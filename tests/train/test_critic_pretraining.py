@@ -16,8 +16,7 @@ from marlhf.core import Entropy, NGram, Perplexity, RandomNGram, ValueChange
 from marlhf.data import DataConfig
 from marlhf.errors import SettingError
 from marlhf.runs.layout import RunError
-from marlhf.runtime.objects import GivenObjects
-from marlhf.runtime.stage import Stopped
+from marlhf.runtime.stage import GivenObjects, Stopped
 from marlhf.train import critic_samples, ppo, value_targets
 from marlhf.train.critic_pretraining import Pretraining
 from marlhf.train.critic_samples import CriticSamples

@@ -11,8 +11,7 @@ from marlhf.models.forward import Sequences
 from marlhf.rollout import Sampling
 from marlhf.rollout.engine import Rollout
 from marlhf.runtime.distributed import start
-from marlhf.runtime.objects import GivenObjects
-from marlhf.runtime.stage import Stopped
+from marlhf.runtime.stage import GivenObjects, Stopped
 from marlhf.train import dynamic_sampling, rloo
 from marlhf.train.dynamic_sampling import equal_groups, replace_rows, rows_to_train
 from marlhf.train.experience import Credit, Experience, RolloutScorer

@@ -15,7 +15,7 @@ from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import start
-from marlhf.runtime.objects import NO_OBJECTS
+from marlhf.runtime.stage import NO_OBJECTS
 from marlhf.spans.apply import SegmenterError
 from marlhf.train import credit_choice, experience, held_out, ppo, rl_models
 from marlhf.train.rl_models import load_models, load_prompts

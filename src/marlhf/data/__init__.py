@@ -11,9 +11,8 @@ from marlhf.data.encode import (
     fit_prompts,
 )
 from marlhf.data.files import read_hub, read_records
-from marlhf.data.load import DataConfig, Loaded, load_data, rows_from_records
+from marlhf.data.load import DataConfig, Loaded, held_out, load_data, rows_from_records, split_rows
 from marlhf.data.rows import Counts, DataError, Message, Row, Text, prompt_key
-from marlhf.data.splits import held_out, split_rows
 
 __all__ = [
     "Counts",

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from marlhf.errors import SettingError
 from marlhf.evaluate.text_table import text_table
 from marlhf.intervals import NO_INTERVAL, Interval, bootstrap_mean, interval, mean
+from marlhf.runs.atomic import Line
 from marlhf.runs.evaluations import EvaluationFile, SamplingSettings, read_evaluations
-from marlhf.runs.jsonl import Line
 from marlhf.runs.layout import BEST_OF_N, BLOCKS, EVALUATION, PASS_AT_K, read_object
 from marlhf.runs.read import number
 

@@ -61,9 +61,9 @@ from marlhf.models.sequences import Sequences
 from marlhf.reward import RewardFunction, RewardModel, import_function
 from marlhf.rollout.engine import Rollout
 from marlhf.rollout.native import NativeEngine
+from marlhf.runs.atomic import Line, append_jsonl, write_jsonl
 from marlhf.runs.digests import weights_digest
 from marlhf.runs.evaluations import SamplingSettings
-from marlhf.runs.jsonl import Line, append_jsonl, write_jsonl
 
 TOKENS = 1 << 15
 """Padded tokens in a forward pass."""

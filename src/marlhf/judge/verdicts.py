@@ -29,8 +29,7 @@ from marlhf.intervals import (
     wilson,
 )
 from marlhf.judge.pairs import JudgeError, read_lines
-from marlhf.runs.atomic import write_json
-from marlhf.runs.jsonl import write_jsonl
+from marlhf.runs.atomic import write_json, write_jsonl
 
 if TYPE_CHECKING:
     from marlhf.data.rows import Text

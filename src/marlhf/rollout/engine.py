@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from marlhf.config.sampling import Sampling
+from marlhf.config.model import Sampling
 from marlhf.core.segmenters import mix
 from marlhf.models.sequences import send
 

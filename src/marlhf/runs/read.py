@@ -11,7 +11,7 @@ from typing import Any
 
 from marlhf.errors import MarlhfError
 from marlhf.intervals import mean
-from marlhf.runs.jsonl import read_jsonl
+from marlhf.runs.atomic import read_jsonl
 from marlhf.runs.layout import (
     BEST,
     CHECKPOINTS,

@@ -9,12 +9,11 @@ from typing import Any
 from markupsafe import Markup
 
 from marlhf.intervals import mean, quantiles
-from marlhf.report.formats import num, percent, signed
 from marlhf.report.groups import Group
-from marlhf.report.page import Column, grid, heading, part, section, table
+from marlhf.report.page import Column, grid, heading, num, part, percent, section, signed, table
 from marlhf.report.sections.curves import curve_figure, name_cell
 from marlhf.report.sections.samples import shade_of, shortened
-from marlhf.runs.episodes import opening_length, read_episode
+from marlhf.runs.evaluations import opening_length, read_episode
 from marlhf.runs.read import Row, number
 
 MAX_PROMPTS = 4

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from marlhf.intervals import quantiles, thin
-from marlhf.report.formats import num, signed
 from marlhf.report.groups import START_COLOUR, Group
-from marlhf.report.page import part, section
-from marlhf.runs.episodes import read_episode
+from marlhf.report.page import num, part, section, signed
+from marlhf.runs.evaluations import read_episode
 from marlhf.runs.read import Row, number
 
 MAX_PROMPTS = 12
