@@ -134,6 +134,7 @@ def type_options(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if union else (hint,)
 
 
+@functools.cache
 def read_table(name: str) -> dict[str, Any]:
     """A table of `config/` in YAML; by libyaml where PyYAML has it, in a tenth of the time."""
     import yaml

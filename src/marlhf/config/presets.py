@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from marlhf.fields import read_table
@@ -47,6 +48,7 @@ PRESETS = {name: Preset(name, **facts) for name, facts in read_table("presets").
 """Every preset by its name."""
 
 
+@cache
 def presets_of(kind: str) -> dict[str, dict[str, Any]]:
     """The settings of each preset for a kind of stage."""
     return {name: dict(p.settings) for name, p in PRESETS.items() if p.kind == kind}

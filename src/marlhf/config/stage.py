@@ -103,8 +103,8 @@ class StageConfig:
 
     columns: ClassVar[tuple[str, ...]] = ("prompt", "chosen")
     """What a row of its data must have."""
-    presets: ClassVar[dict[str, dict[str, Any]]] = {}
-    """Settings by a name, which recipes give as `preset:`."""
+    preset_kind: ClassVar[str] = ""
+    """Whose presets (`marlhf.config.presets`) recipes may give by name, as `preset:`."""
 
     def __new__(cls: type[Config], **settings: Any) -> Config:
         known = {f.name for f in fields(cls)}

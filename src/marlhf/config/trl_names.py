@@ -11,12 +11,6 @@ from collections.abc import Iterable
 
 from marlhf.fields import read_table
 
-_TABLE = read_table("trl_names")
-RENAMED: dict[str, str] = _TABLE["renamed"]
-REMOVED: dict[str, str] = _TABLE["removed"]
-ABSENT, PREFIXES = set(_TABLE["absent"]), tuple(_TABLE["prefixes"])
-"""Settings of TRL's configs with nothing like them here, and how further names of such begin."""
-
 
 def hint_for(name: str, known: Iterable[str] = ()) -> str:
     """What to write in place of an unknown setting; empty where nothing comes near.
@@ -24,19 +18,19 @@ def hint_for(name: str, known: Iterable[str] = ()) -> str:
     >>> hint_for("cliprange"), hint_for("optim"), hint_for("kl_cof", ["kl_coef", "clip"])
     ('In marlhf it is clip.', 'In marlhf it is optimizer.', 'Did you mean kl_coef?')
     """
-    known = set(known)
+    known, table = set(known), read_table("trl_names")
     if name == "max_completion_length" and "step_separator" in known:
         return "In marlhf it is max_response_tokens."
-    if new := RENAMED.get(name):
+    if new := table["renamed"].get(name):
         ours = re.split(r"\W", new)[0]
         if "output_dir" in known and ours not in known:  # the settings of a stage without it
             return f"Leave it out: in marlhf it is {ours}, which this stage does not have."
         if ours == "batch_size" and "tree" in known:  # GRPO, RLOO
             return f"In marlhf it is {new}; TRL counts responses there, and marlhf prompts."
         return f"In marlhf it is {new}."
-    if name in REMOVED:
-        return f"Leave it out: {REMOVED[name]}."
-    absent = name in ABSENT or name.startswith(PREFIXES)
+    if name in table["removed"]:
+        return f"Leave it out: {table['removed'][name]}."
+    absent = name in table["absent"] or name.startswith(tuple(table["prefixes"]))
     if near := difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8 if absent else 0.6):
         return f"Did you mean {near[0]}?"
     return "Leave it out: marlhf has nothing like it." if absent else ""

@@ -51,7 +51,7 @@ LEARNING = {
     *("schedule", "warmup_ratio", "warmup_steps", "weight_decay", "max_grad_norm", "kl_target"),
     *("kl_horizon", "critic_model", "critic_learning_rate", "critic_warmup_steps"),
     *("critic_pretraining", "critic_replay", "critic_updates", "eval_every", "gold_model"),
-    *("gradient_checkpointing"),
+    "gradient_checkpointing",
 }
 """Settings that decide what is learnt from samples, and none of the starting policy's samples."""
 
