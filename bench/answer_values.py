@@ -24,7 +24,7 @@ from torch import Tensor
 from marlhf.core import Lines, Segments, segment
 from marlhf.data import DataConfig
 from marlhf.data.sums import solution
-from marlhf.evaluate.text_table import text_table
+from marlhf.evaluate.results import text_table
 from marlhf.models.forward import pass_choice
 from marlhf.rollout import Sampling
 from marlhf.runtime.distributed import start

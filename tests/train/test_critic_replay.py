@@ -10,8 +10,8 @@ from marlhf.core import RandomNGram
 from marlhf.errors import SettingError
 from marlhf.runtime.stage import Stopped
 from marlhf.train import critic_training, ppo
+from marlhf.train.critic_samples import ValueTargets
 from marlhf.train.critic_training import CriticReplay, decode, encode
-from marlhf.train.value_targets import ValueTargets
 from small_runs import everything, read_lines, stop_after, weights
 
 

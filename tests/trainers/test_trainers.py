@@ -40,7 +40,7 @@ from marlhf import (
     SFTConfig,
     SFTTrainer,
 )
-from marlhf.config.trl_names import hint_for
+from marlhf.config.settings import hint_for
 from marlhf.data import DataConfig, DataError, toy
 from marlhf.fields import read_table
 from marlhf.models.load import load_policy, load_scalar

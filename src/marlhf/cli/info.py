@@ -91,7 +91,7 @@ def methods(
     import yaml
 
     from marlhf.config.presets import PRESETS
-    from marlhf.evaluate.text_table import text_table
+    from marlhf.evaluate.results import text_table
     from marlhf.train.recipe import ConfigError, unknown
 
     def settings(preset: str, flow: bool) -> str:

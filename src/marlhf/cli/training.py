@@ -17,7 +17,7 @@ from marlhf.cli.app import (
     tell,
     write_report_of,
 )
-from marlhf.runs.stage_facts import facts_of
+from marlhf.runs.layout import facts_of
 from marlhf.train.stages import STAGES
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _train_all(stages: list[Stage]) -> None:
 
 def _results(stages: list[Stage]) -> str:
     """The last held-out numbers of each stage."""
-    from marlhf.evaluate.text_table import text_table
+    from marlhf.evaluate.results import text_table
     from marlhf.runs.layout import read_state
 
     names = {"score": "score", "gold": "gold", "kl": "KL", "length": "length"}

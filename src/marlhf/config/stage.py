@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
 from marlhf.config.model import LoRA, Precision
-from marlhf.config.trl_names import hint_for
+from marlhf.config.settings import hint_for
 from marlhf.data import DataConfig
 from marlhf.errors import SettingError, UnknownNameError
 from marlhf.fields import check_settings, setting

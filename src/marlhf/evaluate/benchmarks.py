@@ -28,7 +28,7 @@ from marlhf.data.local import as_text
 from marlhf.data.rows import Text
 from marlhf.errors import MarlhfError
 from marlhf.evaluate.eval_plan import EvaluationError
-from marlhf.evaluate.text_table import text_table
+from marlhf.evaluate.results import text_table
 from marlhf.intervals import mean
 from marlhf.models.adapter_files import adapter_base
 from marlhf.models.base import Tokenizer, pick_device

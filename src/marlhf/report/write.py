@@ -16,14 +16,13 @@ from markupsafe import Markup
 
 from marlhf.report.groups import Group, group_runs
 from marlhf.report.page import part, render
-from marlhf.report.sections.conversations import conversations
 from marlhf.report.sections.credit import credit
 from marlhf.report.sections.curves import learning, stages, timing, training
 from marlhf.report.sections.evaluations import best_of_n, held_out, problems, temperatures
 from marlhf.report.sections.frontier import frontier
 from marlhf.report.sections.judged import judged
 from marlhf.report.sections.prompts import prompts
-from marlhf.report.sections.samples import samples
+from marlhf.report.sections.samples import conversations, samples
 from marlhf.report.sections.summary import settings, summary
 from marlhf.report.sections.sweeps import scaling, size_text, sweeps
 from marlhf.runs.atomic import write_text

@@ -31,7 +31,7 @@ from marlhf.models.llama import has_hooks
 from marlhf.rollout.check import check_length, decoder_error, plain_error
 from marlhf.rollout.continuous import MIN_SLOTS, DecodeStep, Schedule
 from marlhf.rollout.conversations import ConversationSchedule
-from marlhf.rollout.engine import Reply, Rollout, Sampling
+from marlhf.rollout.engine import Conversations, Reply, Rollout, Sampling
 from marlhf.rollout.llama import LlamaDecoder
 from marlhf.rollout.plain import PlainEngine, check_limits, check_prompts, to_rollout
 from marlhf.rollout.slots import (
@@ -43,7 +43,6 @@ from marlhf.rollout.slots import (
 )
 from marlhf.rollout.state import DecodeState
 from marlhf.rollout.tiers import run_tiers, tier_rooms
-from marlhf.rollout.turns import Conversations
 
 SIZE_MULTIPLE = 64
 """Slots and positions are rounded up to this, so that batches of similar size share a cache."""

@@ -20,14 +20,16 @@ from marlhf.runs.layout import (
     EVAL,
     METRICS,
     MODEL,
+    NOT_RL,
     SAMPLES,
     STATE,
+    facts_of,
     is_run,
     leads_out,
+    order_of,
     read_config,
     read_state,
 )
-from marlhf.runs.stage_facts import NOT_RL, facts_of, order_of
 
 Row = dict[str, Any]
 

@@ -1,7 +1,7 @@
 """`credit: auto`: PPO measures several ways to assign credit, and uses the best.
 
 Every batch gives a gradient for every candidate: token scores from the pass that trains the policy
-(models/scores.py), weighted by the candidate's advantages. From a window of the last batches
+(models/logprobs.py), weighted by the candidate's advantages. From a window of the last batches
 `gradient_agreement` estimates the cosine of each candidate's gradient with the true one, whose
 estimator is token GAE with lambda 1: unbiased whatever the critic says. The candidate in use is
 replaced when another's cosine is larger by more than the error of their difference.
@@ -27,7 +27,7 @@ from torch import Tensor
 from marlhf.config.candidates import Candidate
 from marlhf.config.settings import to_raw
 from marlhf.core import Agreement, NGram, Segments, gradient_agreement, segment
-from marlhf.models.scores import BLOCK, BLOCKS, TokenScores
+from marlhf.models.logprobs import BLOCK, BLOCKS, TokenScores
 from marlhf.runtime.distributed import World
 from marlhf.runtime.progress import say, warn
 from marlhf.train.critic_quality import LONG_REACH, THIRDS, WATCHED, KnowledgeWatch, knows_nothing

@@ -20,11 +20,10 @@ from marlhf.runtime.stage import Example
 from marlhf.train.credit_choice import CriticWatch
 from marlhf.train.critic_pretraining import forget_pretraining, pretrain_critic
 from marlhf.train.critic_quality import explained_by_thirds
-from marlhf.train.critic_samples import Returns, Shape
+from marlhf.train.critic_samples import Returns, Shape, ValueTargets, regress
 from marlhf.train.experience import Credit, Experience
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_run import Learner, RLRun
-from marlhf.train.value_targets import ValueTargets, regress
 
 
 class CriticTraining:

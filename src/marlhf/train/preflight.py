@@ -23,8 +23,7 @@ from marlhf.models.base import ModelError, pick_device
 from marlhf.models.load import check_embeddings, load_tokenizer, locate
 from marlhf.models.tiny import MAX_POSITIONS
 from marlhf.reward import RewardFunction, import_function
-from marlhf.runs.layout import MODEL, read_object
-from marlhf.runs.stage_facts import facts_of
+from marlhf.runs.layout import MODEL, facts_of, read_object
 from marlhf.runs.write import is_finished
 from marlhf.runtime.model_card import check_push, hub_name
 from marlhf.runtime.model_loader import check_tokenizer, reward_items

@@ -19,10 +19,10 @@ from marlhf.environments import Conversations
 from marlhf.models.base import Model, Tokenizer, autocast
 from marlhf.models.forward import token_stats, token_values
 from marlhf.models.load import check_vocabulary, end_tokens, load_tokenizer, step_separator
-from marlhf.models.scores import TokenScores
+from marlhf.models.logprobs import TokenScores
 from marlhf.models.sequences import Sequences
 from marlhf.reward import RewardFunction, RewardModel, Rewards, import_function
-from marlhf.reward.places import at_last_tokens
+from marlhf.reward.functions import at_last_tokens
 from marlhf.reward.process import ProcessModel
 from marlhf.rollout.engine import AsyncEngine, Engine, Rollout
 from marlhf.rollout.native import NativeEngine

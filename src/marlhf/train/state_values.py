@@ -8,7 +8,7 @@ KL penalty of their own tokens. Their mean is an unbiased estimate of the state'
 From the answer: the response so far is followed by `answer_template`, and the policy's probability
 of the right answer there is the value of the state, as the turns' rewards of IGPO (arXiv
 2510.14967) are its changes. Nothing is sampled: a pass without gradients reads each response once,
-with the answer after every start (`models/branches.py`).
+with the answer after every start (`models/forward.py`).
 
 Axes: B rows, T response tokens, S states, K continuations of each.
 """
@@ -30,9 +30,8 @@ from marlhf.data.encode import tokenize_after_text
 from marlhf.environments import Beginning
 from marlhf.errors import SettingError
 from marlhf.models.base import Tokenizer, autocast
-from marlhf.models.branches import Branch, branch_logprobs
 from marlhf.models.compile import uncompiled
-from marlhf.models.forward import pass_choice, plain_token_stats
+from marlhf.models.forward import Branch, branch_logprobs, pass_choice, plain_token_stats
 from marlhf.models.sequences import Sequences, send
 from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.progress import warn

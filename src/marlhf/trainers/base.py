@@ -15,8 +15,8 @@ from transformers import TrainerState
 from transformers.trainer_utils import TrainOutput
 
 from marlhf.config.build import field_names
+from marlhf.config.settings import hint_for
 from marlhf.config.stage import DEFAULT_DATA, StageConfig, refuse_unknown
-from marlhf.config.trl_names import hint_for
 from marlhf.data import DataConfig, Row, rows_from_records
 from marlhf.data.load import held_out
 from marlhf.errors import SettingError
@@ -24,8 +24,7 @@ from marlhf.models.adapter_files import adapter_base, find_adapter, import_peft
 from marlhf.models.base import Model, Tokenizer
 from marlhf.models.load import load_policy, load_scalar, load_tokenizer
 from marlhf.runs.atomic import read_jsonl
-from marlhf.runs.layout import METRICS, RunError, read_config
-from marlhf.runs.stage_facts import facts_of
+from marlhf.runs.layout import METRICS, RunError, facts_of, read_config
 from marlhf.runs.write import ReadOnlyRunFolder, RunFolder
 from marlhf.runtime.checkpoint import list_checkpoints
 from marlhf.runtime.model_card import push, write_card

@@ -27,8 +27,8 @@ from marlhf.report.page import (
     table,
     warn,
 )
+from marlhf.runs.layout import facts_of
 from marlhf.runs.read import number
-from marlhf.runs.stage_facts import facts_of
 
 MAX_POINTS = 300
 POINTS_PER_CHART = 1500
