@@ -26,8 +26,7 @@ from marlhf.report.sections.samples import conversations, samples
 from marlhf.report.sections.summary import settings, summary
 from marlhf.report.sections.sweeps import scaling, size_text, sweeps
 from marlhf.runs.atomic import write_text
-from marlhf.runs.lineage import num_parameters
-from marlhf.runs.read import NoRuns, Run, find_runs
+from marlhf.runs.read import NoRuns, Run, find_runs, num_parameters
 
 MAX_NAMES = 3
 """A sweep over many models or data sets shows the first of them."""

@@ -20,7 +20,7 @@ from marlhf.data.load import hub_config, is_hub_name
 from marlhf.data.sources import PUBLISHED, SOURCES
 from marlhf.runs.atomic import write_text
 from marlhf.runs.layout import model_folder
-from marlhf.runs.lineage import parameters_in
+from marlhf.runs.read import parameters_in
 from marlhf.train.recipe import check_recipe
 
 Kind = Literal["preferences", "demonstrations", "answers", "prompts"]

@@ -28,7 +28,7 @@ from marlhf.report.groups import (
 )
 from marlhf.report.measures import final_score, scored
 from marlhf.report.page import NUM_COLOURS, Cell, figure, grid, heading, section, warn
-from marlhf.runs.lineage import num_parameters
+from marlhf.runs.read import num_parameters
 
 RULE = "segmenter"
 """The termination rule as a whole: its type and all its settings."""
