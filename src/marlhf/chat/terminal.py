@@ -27,12 +27,7 @@ from rich.text import Text
 from marlhf.chat.models import FORMS, ChatModel, Turn
 from marlhf.data.rows import Message, Row
 from marlhf.environments import Conversations, Environment, EpisodeRecord, Episodes, Step
-from marlhf.evaluate.eval_plan import (
-    EvaluationError,
-    EvaluationOptions,
-    find_policies,
-    make_plan,
-)
+from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions, find_policies, make_plan
 from marlhf.evaluate.sampling import SamplingTask, key_of, seed_of
 
 COLUMN = 36

@@ -16,12 +16,7 @@ from typing import Annotated
 import typer
 
 from marlhf._version import __version__
-from marlhf.cli.app import (
-    Overrides,
-    StageName,
-    app,
-    read_segmenter,
-)
+from marlhf.cli.app import Overrides, StageName, app, read_segmenter
 from marlhf.train.stages import STAGES
 
 NEEDED = ("torch", "transformers", "accelerate", "safetensors", "pydantic", "rich", "typer")

@@ -7,16 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from marlhf.cli.app import (
-    Overrides,
-    Recipe,
-    StageName,
-    app,
-    fail,
-    main_rank,
-    tell,
-    write_report_of,
-)
+from marlhf.cli.app import Overrides, Recipe, StageName, app, fail, main_rank, tell, write_report_of
 from marlhf.runs.layout import facts_of
 from marlhf.train.stages import STAGES
 

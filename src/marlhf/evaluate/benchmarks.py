@@ -150,12 +150,7 @@ def _comparison(record: Mapping[str, Any], position: str) -> Comparison:
 
 
 def rewardbench(
-    reward: str,
-    path: str,
-    *,
-    combine: str = "mean",
-    device: str = "auto",
-    trust_code: bool = False,
+    reward: str, path: str, *, combine: str = "mean", device: str = "auto", trust_code: bool = False
 ) -> dict[str, Any]:
     """Accuracy by subset and section, and overall, with how far scores go by length."""
     rows, ties = read_benchmark(path)

@@ -20,14 +20,7 @@ from typing import Any
 import torch
 
 from marlhf.config.user_code import import_named
-from marlhf.data import (
-    Encoded,
-    Row,
-    decode,
-    fit_prompts,
-    load_data,
-    token_budget_batches,
-)
+from marlhf.data import Encoded, Row, decode, fit_prompts, load_data, token_budget_batches
 from marlhf.data.rows import prompt_key
 from marlhf.data.toy import gold_score
 from marlhf.environments import (

@@ -14,20 +14,9 @@ from typing import Any
 
 from marlhf.data import Encoded, Row, decode
 from marlhf.environments import EpisodeRecord, opening
-from marlhf.evaluate.eval_plan import (
-    EvaluationOptions,
-    find_fallback,
-    find_policies,
-    make_plan,
-)
+from marlhf.evaluate.eval_plan import EvaluationOptions, find_fallback, find_policies, make_plan
 from marlhf.evaluate.results import Summary, summarise
-from marlhf.evaluate.sampling import (
-    RewardSource,
-    SamplingTask,
-    as_played,
-    complete_lines,
-    key_of,
-)
+from marlhf.evaluate.sampling import RewardSource, SamplingTask, as_played, complete_lines, key_of
 from marlhf.runs.atomic import Line, read_keyed
 from marlhf.runs.digests import weights_digest
 from marlhf.runs.evaluations import SamplingSettings, as_text

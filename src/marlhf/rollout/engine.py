@@ -92,10 +92,7 @@ class AsyncEngine(Protocol):
     """Sampling while the policy trains, from a copy of its weights."""
 
     def begin(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        seeds: Sequence[int],
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
     ) -> Callable[[], Rollout]:
         """Start to sample with the weights that the policy has now; one batch at a time.
 

@@ -75,11 +75,7 @@ class Decoder(Protocol):
         ...
 
     def step(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        reach: int | None,
-        cache_rows: Tensor | None = None,
+        self, tokens: Tensor, positions: Tensor, reach: int | None, cache_rows: Tensor | None = None
     ) -> Tensor:
         """Logits [S, V] after one more token in each of the first S slots, at positions [S].
 
@@ -232,11 +228,7 @@ class ModuleDecoder:
             self._run(self.prefilled, ids, positions, now)
 
     def step(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        reach: int | None,
-        cache_rows: Tensor | None = None,
+        self, tokens: Tensor, positions: Tensor, reach: int | None, cache_rows: Tensor | None = None
     ) -> Tensor:
         assert cache_rows is None, "only where `indexed`"
         if self.compiled:

@@ -156,11 +156,7 @@ class Loop:
         `needs` names what the stage adds to a state and reads again.
         """
         state, damaged = load_latest(
-            self.run,
-            world=self.world,
-            models=self.models,
-            optimizers=self.optimizers,
-            needs=needs,
+            self.run, world=self.world, models=self.models, optimizers=self.optimizers, needs=needs
         )
         for line in damaged:
             warn(line)

@@ -63,12 +63,7 @@ def train(config: LabelConfig, opened: OpenRun) -> Path:
 
 
 def _sample(
-    config: LabelConfig,
-    objects: GivenObjects,
-    world: World,
-    run: RunFolder,
-    done: int,
-    check: Any,
+    config: LabelConfig, objects: GivenObjects, world: World, run: RunFolder, done: int, check: Any
 ) -> int:
     """Sample and label the batches that are left; returns how many there are in all."""
     if config.num_steps is not None and done >= config.num_steps:
