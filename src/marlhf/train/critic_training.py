@@ -17,9 +17,8 @@ from torch import Tensor
 
 from marlhf.core import Segments
 from marlhf.runtime.stage import Example
-from marlhf.train.credit_choice import CriticWatch
 from marlhf.train.critic_pretraining import forget_pretraining, pretrain_critic
-from marlhf.train.critic_quality import explained_by_thirds
+from marlhf.train.critic_quality import CriticWatch, explained_by_thirds
 from marlhf.train.critic_samples import Returns, Shape, ValueTargets, regress
 from marlhf.train.experience import Credit, Experience
 from marlhf.train.ppo_config import PPOConfig
