@@ -181,23 +181,12 @@ class StageFacts:
 
 
 # Reinforcement learning is the rule: a new RL method needs no line here.
+_SCORER: dict[str, Any] = {"samples": False, "has_reference": False, "writes_text": False}
 NOT_RL = {
     "sft": StageFacts("supervised fine-tuning", samples=False, has_reference=False, part="sft"),
-    "reward": StageFacts(
-        "reward modelling",
-        samples=False,
-        has_reference=False,
-        writes_text=False,
-        part="reward",
-    ),
-    "prm": StageFacts(
-        "process reward modelling",
-        samples=False,
-        has_reference=False,
-        writes_text=False,
-        part="reward",
-    ),
-    "label": StageFacts("labelling", samples=False, has_reference=False, writes_text=False),
+    "reward": StageFacts("reward modelling", **_SCORER, part="reward"),
+    "prm": StageFacts("process reward modelling", **_SCORER, part="reward"),
+    "label": StageFacts("labelling", **_SCORER),
     "dpo": StageFacts("DPO (direct preference optimisation)", samples=False, part="reward"),
 }
 """In the order in which reports show them, before those that learn by reinforcement."""
