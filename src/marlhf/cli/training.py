@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from marlhf.cli.app import Overrides, Recipe, StageName, app, fail, main_rank, tell, write_report_of
-from marlhf.runs.layout import facts_of
 from marlhf.train.stages import STAGES
 
 if TYPE_CHECKING:
@@ -84,6 +83,7 @@ for name, method in STAGES.items():
 @app.command("run")
 def run_all(recipe: Recipe, overrides: Overrides = None) -> None:
     """Train all stages of a recipe in order, skip finished ones, and write the report."""
+    from marlhf.runs.layout import facts_of
     from marlhf.train.recipe import check_recipe
 
     stages = check_recipe(recipe, overrides)  # a typo is reported before torch loads
