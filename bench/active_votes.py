@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from marlhf.data import read_records
-from marlhf.evaluate.text_table import text_table
+from marlhf.evaluate.results import text_table
 from marlhf.intervals import interval
 from marlhf.judge.annotate.pick import pick
 

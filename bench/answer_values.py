@@ -24,16 +24,21 @@ from torch import Tensor
 from marlhf.core import Lines, Segments, segment
 from marlhf.data import DataConfig
 from marlhf.data.sums import solution
-from marlhf.evaluate.text_table import text_table
+from marlhf.evaluate.results import text_table
 from marlhf.models.forward import pass_choice
 from marlhf.rollout import Sampling
 from marlhf.runtime.distributed import start
-from marlhf.runtime.objects import NO_OBJECTS
-from marlhf.train.answer_values import NEVER, answer_branches, answer_logprobs
-from marlhf.train.continuations import continuation_returns, states_of
+from marlhf.runtime.stage import NO_OBJECTS
 from marlhf.train.experience import RolloutScorer, sample_responses
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import load_models, load_prompts
+from marlhf.train.state_values import (
+    NEVER,
+    answer_branches,
+    answer_logprobs,
+    continuation_returns,
+    states_of,
+)
 
 TEMPLATES = {"last line": "\n{answer}", "last line after ####": "\n#### {answer}"}
 CHUNK = 32

@@ -26,7 +26,7 @@ from evidence.results import read_results
 
 from marlhf.credit.measure import measure
 from marlhf.credit.state import open_state
-from marlhf.evaluate.text_table import text_table
+from marlhf.evaluate.results import text_table
 
 
 def main() -> None:

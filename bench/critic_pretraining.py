@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from marlhf.evaluate.text_table import text_table
+from marlhf.evaluate.results import text_table
 from marlhf.runs.layout import read_state
 from marlhf.train.critic_pretraining import FOLDER
 

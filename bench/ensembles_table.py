@@ -13,7 +13,7 @@ import math
 from pathlib import Path
 
 from marlhf.config.rl import Guards
-from marlhf.evaluate.text_table import text_table
+from marlhf.evaluate.results import text_table
 from marlhf.runs.read import Run, find_runs
 
 

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from marlhf import DataConfig, RewardConfig
-from marlhf.evaluate.text_table import text_table
+from marlhf.evaluate.results import text_table
 from marlhf.intervals import mean
 from marlhf.train.reward import train
 

@@ -45,9 +45,9 @@ from marlhf.config.model import LoRA
 from marlhf.core import NGram, Perplexity, RandomNGram, Vocabulary
 from marlhf.data import DataConfig, Row
 from marlhf.models.adapters import FrozenBaseModel, cast_linear_layers, frozen_dtype
+from marlhf.models.base import offload
 from marlhf.models.compile import compile_blocks
 from marlhf.models.forward import choose_passes
-from marlhf.models.offload import offload
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.reward import RewardModel, Rewards
 from marlhf.rollout import Sampling

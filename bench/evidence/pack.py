@@ -7,7 +7,7 @@ import json
 import tarfile
 from pathlib import Path
 
-from marlhf.runs.jsonl import read_jsonl
+from marlhf.runs.atomic import read_jsonl
 from marlhf.runs.layout import CONFIG, EVAL, STATE
 
 LEFT_OUT = {"model", "best", "critic", "checkpoints", "cache"}

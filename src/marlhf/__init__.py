@@ -24,8 +24,7 @@ _WHERE = {
     "marlhf.train.prm_config": ("PRMConfig",),
     "marlhf.train.ppo_config": ("PPOConfig",),
     "marlhf.train.rloo_config": ("GRPOConfig", "RLOOConfig"),
-    "marlhf.train.dpo_config": ("DPOConfig",),
-    "marlhf.train.online_dpo_config": ("OnlineDPOConfig",),
+    "marlhf.train.dpo_config": ("DPOConfig", "OnlineDPOConfig"),
     "marlhf.config.rl": ("Guards",),
     "marlhf.data": ("DataConfig",),
     "marlhf.rollout": ("Sampling",),
@@ -58,8 +57,7 @@ if TYPE_CHECKING:
     from marlhf.data import DataConfig
     from marlhf.report.write import write_report
     from marlhf.rollout import Sampling
-    from marlhf.train.dpo_config import DPOConfig
-    from marlhf.train.online_dpo_config import OnlineDPOConfig
+    from marlhf.train.dpo_config import DPOConfig, OnlineDPOConfig
     from marlhf.train.ppo_config import PPOConfig
     from marlhf.train.prm_config import PRMConfig
     from marlhf.train.reward_config import RewardConfig

@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from marlhf.chat.play import open_task, play, summary_of
+from marlhf.chat.terminal import open_task, play, summary_of
 from marlhf.cli import app
 from marlhf.environments import ConversationError, EpisodeRecord, Turn
 from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions

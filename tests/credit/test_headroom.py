@@ -18,7 +18,7 @@ from marlhf.credit.state import CreditError, open_state, sample_batch
 from marlhf.data import DataConfig
 from marlhf.report.write import write_report
 from marlhf.rollout import Sampling
-from marlhf.runs.jsonl import finite
+from marlhf.runs.atomic import finite
 from marlhf.train import ppo, rloo
 from marlhf.train.rloo_config import RLOOConfig
 from small_runs import TOY, small_ppo

@@ -26,7 +26,7 @@ from marlhf.evaluate.results import (
 from marlhf.evaluate.sampling import SamplingTask
 from marlhf.report.dots import heat_map
 from marlhf.report.write import write_report
-from marlhf.runs.jsonl import append_jsonl
+from marlhf.runs.atomic import append_jsonl
 
 FEW = EvaluationOptions(prompts=3, device="cpu")
 

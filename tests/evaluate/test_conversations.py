@@ -18,7 +18,7 @@ from marlhf.evaluate.results import summary_table
 from marlhf.evaluate.sampling import SamplingTask
 from marlhf.evaluate.score import evaluate
 from marlhf.models.load import load_policy
-from marlhf.runs.jsonl import read_jsonl
+from marlhf.runs.atomic import read_jsonl
 
 FEW = EvaluationOptions(prompts=4, device="cpu")
 WORLD = '''

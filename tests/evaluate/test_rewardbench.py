@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from marlhf.cli import app
 from marlhf.data.encode import encode_prompt, encode_response
-from marlhf.evaluate.rewardbench import (
+from marlhf.evaluate.benchmarks import (
     SECTIONS,
     RewardBenchError,
     describe,

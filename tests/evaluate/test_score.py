@@ -22,8 +22,8 @@ from marlhf.evaluate.score import distinct, evaluate
 from marlhf.models.base import ModelError
 from marlhf.models.load import load_policy, load_tokenizer
 from marlhf.report.write import write_report
+from marlhf.runs.atomic import append_jsonl, read_keyed, write_jsonl
 from marlhf.runs.evaluations import SamplingSettings
-from marlhf.runs.jsonl import append_jsonl, read_keyed, write_jsonl
 from marlhf.runs.layout import RunError
 
 FEW = EvaluationOptions(prompts=5, device="cpu")

@@ -8,8 +8,8 @@ from marlhf.data.rows import ROLES
 from marlhf.judge.compare import judge
 from marlhf.judge.criteria import TASKS
 from marlhf.judge.pairs import read_pairs
-from marlhf.runs import episodes
-from marlhf.runs.episodes import as_text, split_turns
+from marlhf.runs import evaluations
+from marlhf.runs.evaluations import as_text, split_turns
 
 OPENING = {"role": "user", "content": "Game 1: a number from 1 to 32?"}
 CONTENTS = (
@@ -43,7 +43,7 @@ def write(file, *lines):
 
 
 def test_roles_are_those_of_rows():
-    assert episodes.ROLES == ROLES
+    assert evaluations.ROLES == ROLES
 
 
 @pytest.mark.parametrize("first", CONTENTS)

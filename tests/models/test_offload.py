@@ -2,8 +2,8 @@
 
 import torch
 
+from marlhf.models.base import loaded, offload
 from marlhf.models.load import load_scalar
-from marlhf.models.offload import loaded, offload
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.reward import RewardModel
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from marlhf.models.forward import Sequences, plain_token_stats, token_stats
-from marlhf.models.scores import BLOCK, BLOCKS, TokenScores, sketch
+from marlhf.models.logprobs import BLOCK, BLOCKS, TokenScores, sketch
 
 PROMPTS = [[5, 6, 7, 8], [9, 3], [20]]
 RESPONSES = [[4, 2, 11], [8, 9, 10, 11, 12], []]

@@ -5,8 +5,7 @@ import re
 import pytest
 
 from marlhf.report.groups import group_runs
-from marlhf.report.sections.conversations import conversations
-from marlhf.report.sections.samples import macro_actions, samples
+from marlhf.report.sections.samples import conversations, macro_actions, samples
 from marlhf.report.write import report_html
 from marlhf.runs.read import read_run
 

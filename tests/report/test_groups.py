@@ -6,8 +6,7 @@ from marlhf.report.groups import (
     group_runs,
     same_prompts,
 )
-from marlhf.runs.lineage import chosen
-from marlhf.runs.read import find_runs, read_run
+from marlhf.runs.read import chosen, find_runs, read_run
 
 
 def _config(folder: str, seed: int, n: float, **more):

@@ -7,8 +7,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from marlhf.report.formats import duration, num, percent
-from marlhf.report.page import SCRIPT, csv_link
+from marlhf.report.page import SCRIPT, csv_link, duration, num, percent
 from marlhf.report.sections.samples import Macro, macro_actions
 from marlhf.report.write import write_report
 

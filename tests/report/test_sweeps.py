@@ -14,8 +14,7 @@ from marlhf.report.findings import shows_not, verdict
 from marlhf.report.groups import group_runs, unlike
 from marlhf.report.sections.evaluations import temperatures
 from marlhf.report.sections.sweeps import find_sweeps, scaling, size_text, sweeps, value_text
-from marlhf.runs.lineage import chosen, num_parameters
-from marlhf.runs.read import find_runs, read_run
+from marlhf.runs.read import chosen, find_runs, num_parameters, read_run
 
 
 def _evals(score: float, kl: float = 2.0):

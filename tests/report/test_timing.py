@@ -8,7 +8,7 @@ from urllib.parse import unquote
 import pytest
 
 from marlhf.report.groups import group_runs
-from marlhf.report.sections.timing import timing
+from marlhf.report.sections.curves import timing
 from marlhf.runs.read import read_run
 
 

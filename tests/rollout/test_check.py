@@ -9,9 +9,8 @@ import transformers
 from marlhf.errors import SettingError
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.rollout import Sampling
-from marlhf.rollout.check import check_length
 from marlhf.rollout.llama import LlamaDecoder
-from marlhf.rollout.native import NativeEngine
+from marlhf.rollout.native import NativeEngine, check_length
 from marlhf.rollout.slots import ModuleDecoder
 
 SIZES = {

@@ -6,8 +6,7 @@ import torch
 from marlhf.kernels.attention import SlotPositions, attend, attend_opaque
 from marlhf.models.compile import compile_blocks
 from marlhf.rollout import Sampling
-from marlhf.rollout.check import decoder_error
-from marlhf.rollout.native import NativeEngine
+from marlhf.rollout.native import NativeEngine, decoder_error
 from marlhf.rollout.slots import CompiledDecoder, ModuleDecoder
 
 PROMPTS = [[5 + i % 7, 2 + i, *range(3, 3 + i % 5 * 4)] for i in range(13)]

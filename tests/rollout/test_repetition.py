@@ -1,4 +1,4 @@
-from marlhf.rollout.repetition import repetition
+from marlhf.evaluate.score import repetition
 
 
 def test_repetition_by_hand():

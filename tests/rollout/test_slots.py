@@ -12,11 +12,10 @@ import torch
 
 from marlhf.kernels import attention
 from marlhf.rollout import Sampling, continuous, native
-from marlhf.rollout.check import decoder_error
 from marlhf.rollout.continuous import sample
 from marlhf.rollout.engine import draws
 from marlhf.rollout.llama import LlamaDecoder
-from marlhf.rollout.native import NativeEngine
+from marlhf.rollout.native import NativeEngine, decoder_error
 from marlhf.rollout.plain import PlainEngine
 from marlhf.rollout.slots import ModuleDecoder
 from marlhf.rollout.state import DecodeState

@@ -13,16 +13,14 @@ from marlhf.kernels.attention import SlotPositions, attend, attend_to_text
 from marlhf.models.compile import compile_blocks
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.rollout import Sampling, conversations, native
-from marlhf.rollout.check import decoder_error
 from marlhf.rollout.continuous import CHECK_EVERY, sample
 from marlhf.rollout.conversations import ConversationSchedule
-from marlhf.rollout.engine import draws
+from marlhf.rollout.engine import Conversations, draws
 from marlhf.rollout.llama import LlamaDecoder
-from marlhf.rollout.native import NativeEngine
+from marlhf.rollout.native import NativeEngine, decoder_error
 from marlhf.rollout.plain import PlainEngine
 from marlhf.rollout.slots import CompiledDecoder, ModuleDecoder
 from marlhf.rollout.state import DecodeState
-from marlhf.rollout.turns import Conversations
 
 PROMPTS = [[5 + i % 7, 2 + i, *range(3, 3 + i % 5 * 4)] for i in range(13)]
 LIMITS = [24 + i for i in range(13)]

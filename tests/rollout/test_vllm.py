@@ -45,7 +45,7 @@ from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import Loop
-from marlhf.runtime.objects import GivenObjects
+from marlhf.runtime.stage import GivenObjects
 from marlhf.train.ppo import train
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import _load_engine

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from marlhf.models.compile import compile_blocks
-from marlhf.rollout.check import decoder_error
-from marlhf.rollout.slots import CompiledDecoder
-from marlhf.rollout.weight_copies import ModuleWeightCopies, PartOfProduct
+from marlhf.rollout.native import decoder_error
+from marlhf.rollout.slots import CompiledDecoder, ModuleWeightCopies, PartOfProduct
 
 IDS = torch.tensor([[5, 6, 7], [8, 2, 4]])
 

@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from marlhf.runs.atomic import replace_folder, replacing, replacing_folder, write_json, write_text
-from marlhf.runs.jsonl import append_jsonl, read_jsonl, write_jsonl
+from marlhf.runs.atomic import (
+    append_jsonl,
+    read_jsonl,
+    replace_folder,
+    replacing,
+    replacing_folder,
+    write_json,
+    write_jsonl,
+    write_text,
+)
 from marlhf.runs.layout import RunError, read_config, read_state
 from marlhf.runs.read import read_run
 from marlhf.runs.write import RunFolder

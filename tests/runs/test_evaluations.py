@@ -1,7 +1,7 @@
 """Settings of an evaluation are in its lines; the file's name is for people."""
 
+from marlhf.runs.atomic import append_jsonl
 from marlhf.runs.evaluations import SamplingSettings, read_evaluations
-from marlhf.runs.jsonl import append_jsonl
 
 LINE = {"setting": "s", "key": "1", "scores": {}}
 

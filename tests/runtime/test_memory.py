@@ -13,7 +13,7 @@ from marlhf.runtime.memory import (
     seek_token_budget,
     settle_token_budget,
 )
-from marlhf.runtime.objects import NO_OBJECTS
+from marlhf.runtime.stage import NO_OBJECTS
 from marlhf.train import dpo, ppo, reward, rl_models, sft
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.stages import METHODS

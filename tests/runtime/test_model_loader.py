@@ -21,7 +21,7 @@ from marlhf.runtime.model_loader import (
     rl_sources,
     trained_source,
 )
-from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
+from marlhf.runtime.stage import NO_OBJECTS, GivenObjects
 from marlhf.train.dpo_config import DPOConfig
 from marlhf.train.ppo_config import PPOConfig
 

@@ -13,20 +13,20 @@ from marlhf.errors import SettingError
 from marlhf.models.forward import pass_choice
 from marlhf.rollout import Sampling
 from marlhf.runtime.distributed import start as start_world
-from marlhf.runtime.objects import GivenObjects
-from marlhf.runtime.stage import Example
-from marlhf.train import answer_values as room
+from marlhf.runtime.stage import Example, GivenObjects
 from marlhf.train import ppo
-from marlhf.train.answer_values import (
+from marlhf.train import state_values as room
+from marlhf.train.experience import RolloutScorer, sample_responses
+from marlhf.train.rl_models import load_models
+from marlhf.train.state_values import (
+    State,
     answer_branches,
     answer_logprobs,
     answer_values,
     check_answers,
+    states_of,
+    values_at_starts,
 )
-from marlhf.train.continuations import State, states_of
-from marlhf.train.experience import RolloutScorer, sample_responses
-from marlhf.train.rl_models import load_models
-from marlhf.train.state_values import values_at_starts
 from small_runs import assert_close, everything, read_lines, stop_after, weights
 
 ANSWER = {"values": "answer", "sigma": "start"}

@@ -19,7 +19,7 @@ from marlhf.rollout.sampler_process import SamplerError
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import Loop
-from marlhf.runtime.objects import GivenObjects
+from marlhf.runtime.stage import GivenObjects
 from marlhf.train import ppo, rl_models, rloo
 from marlhf.train.experience import Experience
 from marlhf.train.rl_run import RolloutPrefetcher

@@ -7,12 +7,11 @@ from marlhf.core import NGram, Segments
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.rollout import Sampling
 from marlhf.runtime.distributed import start
-from marlhf.runtime.objects import GivenObjects
-from marlhf.train import continuations, experience, ppo
-from marlhf.train.continuations import State, continuation_returns, states_of
+from marlhf.runtime.stage import GivenObjects
+from marlhf.train import experience, ppo, state_values
 from marlhf.train.experience import RolloutScorer
 from marlhf.train.rl_models import load_models, load_prompts
-from marlhf.train.state_values import values_at_starts
+from marlhf.train.state_values import State, continuation_returns, states_of, values_at_starts
 from small_runs import read_lines
 
 MC = {"values": "monte_carlo", "sigma": "start", "continuations": 2}
@@ -63,14 +62,14 @@ def test_limits_are_of_whole_responses(loaded, monkeypatch):
     score = RolloutScorer(replace(models, sampling=Sampling(max_new_tokens=8)), config)
     states = [State(0, n, examples[0], [7] * n) for n in (0, 3, 7)]
     calls = []
-    sample = continuations.sample_responses
+    sample = state_values.sample_responses
 
     def watched(prompts, models, seeds, limits):
         rollout = sample(prompts, models, seeds, limits)
         calls.append((limits, [len(row) <= n for row, n in zip(rollout.responses, limits)]))
         return rollout
 
-    monkeypatch.setattr(continuations, "sample_responses", watched)
+    monkeypatch.setattr(state_values, "sample_responses", watched)
     positions = len(examples[0].prompt) + 8
     monkeypatch.setattr(models.policy.config, "max_position_embeddings", positions)
     returns = continuation_returns(states, score, 2, list(range(6)), 0.1, "k1")

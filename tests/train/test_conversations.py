@@ -17,14 +17,14 @@ from marlhf.environments.guess import Guess
 from marlhf.rollout import Sampling
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import start as start_world
-from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
+from marlhf.runtime.stage import NO_OBJECTS, GivenObjects
 from marlhf.train import ppo, rloo
-from marlhf.train.continuations import continuation_returns, states_of
 from marlhf.train.conversations import turn_states
 from marlhf.train.experience import RolloutScorer, sample_examples
 from marlhf.train.preflight import check_stages
 from marlhf.train.recipe import load_recipe
 from marlhf.train.rl_models import load_models, load_prompts
+from marlhf.train.state_values import continuation_returns, states_of
 from small_runs import everything, read_lines, wait_for_step, weights
 
 pytestmark = pytest.mark.xdist_group("forked")  # one process, so that one server forks

@@ -16,9 +16,8 @@ from marlhf.core import Entropy, NGram, Perplexity, RandomNGram, ValueChange
 from marlhf.data import DataConfig
 from marlhf.errors import SettingError
 from marlhf.runs.layout import RunError
-from marlhf.runtime.objects import GivenObjects
-from marlhf.runtime.stage import Stopped
-from marlhf.train import critic_samples, ppo, value_targets
+from marlhf.runtime.stage import GivenObjects, Stopped
+from marlhf.train import critic_samples, ppo
 from marlhf.train.critic_pretraining import Pretraining
 from marlhf.train.critic_samples import CriticSamples
 from marlhf.train.ppo_config import CriticPretraining
@@ -110,7 +109,7 @@ def test_the_targets_are_the_rewards_still_to_come(config, monkeypatch):
 def test_an_update_is_that_of_the_squared_error(config, monkeypatch):
     """Value loss against half the mean squared error over all tokens of the rows."""
     losses, expected = [], []
-    real = value_targets.apply_updates
+    real = critic_samples.apply_updates
 
     def spy(updates, *rest):
         losses.append([p.grad.clone() for p in updates[0].model.parameters()])
@@ -126,11 +125,11 @@ def test_an_update_is_that_of_the_squared_error(config, monkeypatch):
         (loss / sum(sequences.lengths)).backward()
         expected.append([p.grad.clone() for p in self.critic.parameters()])
         self.critic.zero_grad(set_to_none=True)
-        return value_targets.regress(
+        return critic_samples.regress(
             targets, rows, self.rl.models, self.optimizer, self.rate, self.config
         )
 
-    monkeypatch.setattr(value_targets, "apply_updates", spy)
+    monkeypatch.setattr(critic_samples, "apply_updates", spy)
     monkeypatch.setattr(Pretraining, "_update", update)
     ppo.train(config(critic_pretraining=replace(FEW, epochs=1), token_budget=200))
     assert len(losses) == len(expected) == 5  # 43 rows in batches of 8

@@ -9,9 +9,9 @@ import torch
 from marlhf.core import RandomNGram
 from marlhf.errors import SettingError
 from marlhf.runtime.stage import Stopped
-from marlhf.train import critic_replay, critic_training, ppo
-from marlhf.train.critic_replay import CriticReplay, decode, encode
-from marlhf.train.value_targets import ValueTargets
+from marlhf.train import critic_training, ppo
+from marlhf.train.critic_samples import ValueTargets
+from marlhf.train.critic_training import CriticReplay, decode, encode
 from small_runs import everything, read_lines, stop_after, weights
 
 
@@ -38,13 +38,13 @@ def test_it_learns_from_the_present_batch_and_the_ones_before(ppo_config, monkey
     plain = ppo_config("plain", save_every=0, num_steps=4, lam=1.0)
     ppo.train(plain)
     pools = []
-    real = critic_replay.regress
+    real = critic_training.regress
 
     def spy(pool: ValueTargets, rows, *rest):
         pools.append((len(pool), len(set(rows)), max(rows)))
         return real(pool, rows, *rest)
 
-    monkeypatch.setattr(critic_replay, "regress", spy)
+    monkeypatch.setattr(critic_training, "regress", spy)
     replayed = ppo_config("replayed", save_every=0, num_steps=4, lam=1.0, critic_replay=2)
     ppo.train(replayed)
     assert [size for size, _, _ in pools] == [8, 8, 16, 16, 24, 24, 24, 24]
@@ -67,7 +67,7 @@ def test_it_learns_from_the_present_batch_and_the_ones_before(ppo_config, monkey
 )
 def test_updates_of_the_critic_per_update_of_the_policy(ppo_config, monkeypatch, change, updates):
     made = []
-    monkeypatch.setattr(critic_replay, "regress", lambda *args: made.append(args[1]) or 0.0)
+    monkeypatch.setattr(critic_training, "regress", lambda *args: made.append(args[1]) or 0.0)
     ppo.train(ppo_config(save_every=0, num_steps=2, **change))
     assert len(made) == sum(updates)
     assert {len(rows) for rows in made} == {8 // change.get("num_mini_batches", 1)}

@@ -20,8 +20,7 @@ from marlhf.models.tiny import tiny_tokenizer
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.distributed import World
-from marlhf.runtime.objects import GivenObjects
-from marlhf.runtime.stage import Example, Stopped, load_examples
+from marlhf.runtime.stage import Example, GivenObjects, Stopped, load_examples
 from marlhf.train import dpo
 from marlhf.train.supervised import Passes
 from small_runs import TOY, assert_close, read_lines

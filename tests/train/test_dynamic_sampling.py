@@ -11,12 +11,11 @@ from marlhf.models.forward import Sequences
 from marlhf.rollout import Sampling
 from marlhf.rollout.engine import Rollout
 from marlhf.runtime.distributed import start
-from marlhf.runtime.objects import GivenObjects
-from marlhf.runtime.stage import Stopped
-from marlhf.train import dynamic_sampling, rloo
-from marlhf.train.dynamic_sampling import equal_groups, replace_rows, rows_to_train
+from marlhf.runtime.stage import GivenObjects, Stopped
+from marlhf.train import rloo
 from marlhf.train.experience import Credit, Experience, RolloutScorer
 from marlhf.train.rl_models import load_models, load_prompts
+from marlhf.train.rloo import equal_groups, replace_rows, rows_to_train
 from small_runs import TOY, everything, read_lines, stop_after, weights
 
 MANY = {"batch_size": 6, "num_samples": 2, "num_steps": 4, "dynamic_sampling": 2}
@@ -96,14 +95,14 @@ def test_rows_are_replaced_with_their_prompts_and_widths():
 
 def test_groups_of_equal_scores_are_replaced(rloo_config, monkeypatch):
     seen = []
-    real = dynamic_sampling.replace_rows
+    real = rloo.replace_rows
 
     def watched(old, new, rows):
         if isinstance(old, Experience):
             seen.append((equal_groups(old, rloo_config()), rows))
         return real(old, new, rows)
 
-    monkeypatch.setattr(dynamic_sampling, "replace_rows", watched)
+    monkeypatch.setattr(rloo, "replace_rows", watched)
     lines = run(rloo_config())
     assert seen
     assert all(rows == [2 * g + i for g in groups for i in range(2)] for groups, rows in seen)
@@ -118,10 +117,8 @@ def test_groups_of_equal_scores_are_replaced(rloo_config, monkeypatch):
 
 def test_sampling_again_is_bounded(rloo_config, monkeypatch):
     calls = []
-    real = dynamic_sampling.sample_examples
-    monkeypatch.setattr(
-        dynamic_sampling, "sample_examples", lambda *a: calls.append(len(a[0])) or real(*a)
-    )
+    real = rloo.sample_examples
+    monkeypatch.setattr(rloo, "sample_examples", lambda *a: calls.append(len(a[0])) or real(*a))
     lines = run(rloo_config(num_steps=1), never)
     assert calls == [12, 12]  # twice all of them, and then it goes on
     assert lines[0]["rl/zero_std_groups"] == 1.0
@@ -221,7 +218,7 @@ def test_settings_that_do_not_fit(changes, message):
 
 def test_conversations_are_replaced_with_their_episodes(rloo_config, monkeypatch):
     joined = []
-    real = dynamic_sampling.replace_rows
+    real = rloo.replace_rows
 
     def watched(old, new, rows):
         both = real(old, new, rows)
@@ -229,7 +226,7 @@ def test_conversations_are_replaced_with_their_episodes(rloo_config, monkeypatch
             joined.append((both, new, rows))
         return both
 
-    monkeypatch.setattr(dynamic_sampling, "replace_rows", watched)
+    monkeypatch.setattr(rloo, "replace_rows", watched)
     play = {"environment": "guess", "max_turns": 2, "episode_tokens": 64, "batch_size": 2}
     play |= {"data": DataConfig(source="guess", limit=60, eval_size=2, parts={"ppo": 1.0})}
     play |= {"sampling": Sampling(max_new_tokens=4), "num_steps": 1}

@@ -15,7 +15,7 @@ from marlhf.credit.true_credit import locate
 from marlhf.errors import SettingError
 from marlhf.rollout import Sampling
 from marlhf.runtime.distributed import start
-from marlhf.runtime.objects import NO_OBJECTS
+from marlhf.runtime.stage import NO_OBJECTS
 from marlhf.spans.show import cut_text
 from marlhf.train import ppo, rloo
 from marlhf.train.experience import RolloutScorer, sample_responses

@@ -31,7 +31,7 @@ from marlhf.runtime.checkpoint import list_checkpoints
 from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import Loop
 from marlhf.runtime.model_loader import load_trained_policy
-from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
+from marlhf.runtime.stage import NO_OBJECTS, GivenObjects
 from marlhf.train import dpo, ppo, reward, rl_run, rloo, sft
 from marlhf.train.experience import RolloutScorer
 from small_runs import assert_close, read_lines

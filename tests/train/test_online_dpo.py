@@ -15,9 +15,8 @@ from marlhf.models.tiny import tiny_tokenizer
 from marlhf.reward import RewardModel
 from marlhf.rollout import Sampling
 from marlhf.runtime.distributed import World
-from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.optim import Diverged
-from marlhf.runtime.stage import Example, Stopped
+from marlhf.runtime.stage import Example, GivenObjects, Stopped
 from marlhf.train import dpo, online_dpo
 from marlhf.train.experience import Experience
 from marlhf.train.rl_models import Models

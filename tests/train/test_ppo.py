@@ -15,9 +15,9 @@ from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import start
-from marlhf.runtime.objects import NO_OBJECTS
+from marlhf.runtime.stage import NO_OBJECTS
 from marlhf.spans.apply import SegmenterError
-from marlhf.train import credit_choice, experience, held_out, ppo, rl_models
+from marlhf.train import critic_quality, experience, held_out, ppo, rl_models
 from marlhf.train.rl_models import load_models, load_prompts
 from small_runs import TOY, assert_close, read_lines, small_ppo
 
@@ -227,8 +227,8 @@ def test_an_evaluation_before_the_first_step_looks_for_it(ppo_config, parents, m
 )
 def test_a_score_that_a_mean_divides_is_told(ppo_config, monkeypatch, change, told):
     said = []
-    monkeypatch.setattr(credit_choice, "warn", said.append)
-    credit_choice.CriticWatch(ppo_config(**change))
+    monkeypatch.setattr(critic_quality, "warn", said.append)
+    critic_quality.CriticWatch(ppo_config(**change))
     assert len(said) == told
 
 
@@ -244,8 +244,8 @@ def test_a_score_that_a_mean_divides_is_told(ppo_config, monkeypatch, change, to
 )
 def test_a_critic_that_misleads_for_long_is_told_once(ppo_config, monkeypatch, explained, told):
     said = []
-    monkeypatch.setattr(credit_choice, "warn", said.append)
-    watch = credit_choice.CriticWatch(ppo_config())
+    monkeypatch.setattr(critic_quality, "warn", said.append)
+    watch = critic_quality.CriticWatch(ppo_config())
     for step, value in enumerate(explained, 1):
         watch.check_variance(step, value)
     assert len(said) == told
@@ -265,7 +265,7 @@ def test_credit_that_ends_long_before_the_first_tokens_is_told(
     ppo_config, monkeypatch, change, told
 ):
     said = []
-    monkeypatch.setattr(credit_choice, "warn", said.append)
+    monkeypatch.setattr(critic_quality, "warn", said.append)
     run(ppo_config(num_steps=2, eval_every=0, **change))
     assert len([line for line in said if line.startswith("credit reaches 2 tokens back")]) == told
 
@@ -278,7 +278,7 @@ def test_training_says_so(ppo_config, monkeypatch):
         "MIN_EXPLAINED_VARIANCE": 2.0,
         "warn": said.append,
     }.items():
-        monkeypatch.setattr(credit_choice, name, value)  # even a perfect one is too bad
+        monkeypatch.setattr(critic_quality, name, value)  # even a perfect one is too bad
     run(ppo_config(num_steps=3, pooling="mean", segmenter=NGram(5)))
     assert [line for line in said if line.startswith("step 2: the critic misleads")]
     assert [line for line in said if line.startswith("pooling: mean divides the score")]

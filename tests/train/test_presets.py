@@ -20,7 +20,7 @@ from marlhf.core import (
     state_advantages,
 )
 from marlhf.models.forward import Sequences
-from marlhf.runtime.objects import GivenObjects
+from marlhf.runtime.stage import GivenObjects
 from marlhf.train import ppo, rloo
 from marlhf.train.experience import Credit, Experience, MicroBatch, count_terms
 from marlhf.train.positive_examples import PositiveExamples

@@ -21,8 +21,7 @@ from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World
-from marlhf.runtime.objects import GivenObjects
-from marlhf.runtime.stage import Example, Stopped
+from marlhf.runtime.stage import Example, GivenObjects, Stopped
 from marlhf.train import ppo, prm, reward, rloo, step_labels
 from marlhf.train.prm_config import LabelsFrom
 from marlhf.train.rl_models import Rewards

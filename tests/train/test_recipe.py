@@ -17,7 +17,7 @@ from marlhf.config.settings import SEGMENTERS, describe, rule_defaults, to_raw
 from marlhf.core import NGram, Perplexity, RandomNGram, Words, advantages, losses, segments
 from marlhf.core import rewards as core_rewards
 from marlhf.fields import setting, settings_with
-from marlhf.runs.stage_facts import facts_of
+from marlhf.runs.layout import facts_of
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.recipe import (
     ConfigError,

@@ -18,8 +18,7 @@ from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.distributed import World, start
-from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
-from marlhf.runtime.stage import Stopped
+from marlhf.runtime.stage import NO_OBJECTS, GivenObjects, Stopped
 from marlhf.train import rloo
 from marlhf.train.experience import Credit, Experience, MicroBatch, PolicyMetrics, RolloutScorer
 from marlhf.train.rl_models import Models, load_models, load_prompts

@@ -12,12 +12,12 @@ from marlhf.data import DataConfig, load_data
 from marlhf.judge.annotate import open_votes
 from marlhf.judge.annotate.pick import POOL
 from marlhf.rollout import Sampling
-from marlhf.runs.jsonl import read_jsonl, write_jsonl
+from marlhf.runs.atomic import read_jsonl, write_jsonl
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import is_finished
-from marlhf.runtime.objects import GivenObjects
+from marlhf.runtime.stage import GivenObjects
 from marlhf.train import label
-from marlhf.train.online_dpo_config import LabelConfig
+from marlhf.train.dpo_config import LabelConfig
 from marlhf.train.preflight import check_stages
 from marlhf.train.recipe import check_recipe, check_stage
 from marlhf.train.retrain import compare, retrain

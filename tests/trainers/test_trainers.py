@@ -40,14 +40,16 @@ from marlhf import (
     SFTConfig,
     SFTTrainer,
 )
-from marlhf.config.trl_names import RENAMED, hint_for
+from marlhf.config.settings import hint_for
 from marlhf.data import DataConfig, DataError, toy
+from marlhf.fields import read_table
 from marlhf.models.load import load_policy, load_scalar
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
 from marlhf.reward import RewardError
 from marlhf.runs.layout import RunError, read_state
 from small_runs import assert_close, read_lines
 
+RENAMED = read_table("trl_names")["renamed"]
 ROWS = [
     {"prompt": r.prompt, "chosen": r.chosen, "rejected": r.rejected, "wanted": 20}
     for r in toy.rows(num_rows=40)

@@ -2,6 +2,9 @@
 
 Whatever a model writes is shown as text: control characters, escape sequences and markup in it
 have no effect on the terminal.
+
+With an environment a person watches conversations, or answers. What is played are held-out prompts
+with the random numbers of `marlhf evaluate`, so these are the conversations that were scored there.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import contextlib
 import difflib
 import json
 import sys
+import threading
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -21,7 +25,10 @@ from rich.table import Table
 from rich.text import Text
 
 from marlhf.chat.models import FORMS, ChatModel, Turn
-from marlhf.evaluate.eval_plan import EvaluationError
+from marlhf.data.rows import Message, Row
+from marlhf.environments import Conversations, Environment, EpisodeRecord, Episodes, Step
+from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions, find_policies, make_plan
+from marlhf.evaluate.sampling import SamplingTask, key_of, seed_of
 
 COLUMN = 36
 """Minimum width of a model's column; in a narrower terminal answers are shown one by one."""
@@ -309,3 +316,136 @@ def _typed_lines(chat: Chat) -> Iterator[str]:
 def _piped_lines() -> Iterator[str]:
     for line in sys.stdin.buffer:
         yield line.decode("utf-8", "replace").rstrip("\r\n")
+
+
+Read = Callable[[], str | None]
+
+
+class PersonAsWorld:
+    """Begins as an environment does; then a person types its answers, and None ends the episode."""
+
+    def __init__(self, environment: Environment, read: Read) -> None:
+        self.environment, self.read = environment, read
+
+    def reset(self, row: Row, seed: int) -> list[Message]:
+        return self.environment.reset(row, seed)
+
+    def step(self, reply: str) -> Step:
+        line = self.read()
+        said: list[Message] = [] if line is None else [{"role": "user", "content": line}]
+        return Step(said, done=line is None)
+
+    def close(self) -> None:
+        close = getattr(self.environment, "close", None)
+        if close is not None:
+            close()
+
+
+def open_task(run: str, options: EvaluationOptions) -> SamplingTask:
+    """A run's policy and its environment, or the one that the options name."""
+    policies = find_policies([run])
+    if len(policies) > 1:
+        raise EvaluationError(f"{run} holds {len(policies)} runs. Give the folder of one.")
+    [policy] = policies
+    if options.environment == "none":
+        raise EvaluationError("Name an environment with --environment, not none.")
+    if options.environment is None and not policy.config.get("environment"):
+        raise EvaluationError(
+            f"{policy.folder} was not trained in an environment, so there is no world to answer "
+            "as. Name one with --environment, or chat without --as."
+        )
+    return SamplingTask.open(policy, make_plan(policy, options, None), options)
+
+
+def play(task: SamplingTask, number: int, console: Console, read: Read | None) -> EpisodeRecord:
+    """Play one held-out prompt and print every message; with `read`, a person is the world."""
+    conversations = task.conversations
+    assert conversations is not None
+    task.check_conversations_fit(conversations)
+    prompt = task.prompts[number % len(task.prompts)]
+    seed = seed_of(key_of(prompt.row), number // len(task.prompts), task.seed)
+    episodes = _begin(conversations, prompt.row, seed, read)
+    shown = 0
+
+    def show() -> None:
+        nonlocal shown
+        new = episodes.messages(0)[shown:]
+        shown += len(new)
+        for message in new:
+            _print(console, message["role"], message["content"])
+
+    def reply(row: int, tokens: list[int]) -> list[int] | None:
+        nonlocal shown
+        _print(console, "assistant", conversations.chat.text(tokens))
+        shown += 1  # the turn itself, which the person sees before answering
+        following = episodes.reply(row, tokens)
+        if read is not None and sys.stdin.isatty():
+            shown = len(episodes.messages(0))  # the person has just typed them here
+        show()
+        return following
+
+    show()
+    rollout = task.engine.generate(
+        episodes.prompts, task.plan.sampling, [seed], episodes.limits, reply
+    )
+    [record] = episodes.records(rollout.responses)
+    show()
+    return record
+
+
+def _begin(conversations: Conversations, row: Row, seed: int, read: Read | None) -> Episodes:
+    make, timeout = conversations.make, conversations.timeout
+    if read is not None:
+        make, timeout = lambda: PersonAsWorld(conversations.make(), read), threading.TIMEOUT_MAX
+    return Episodes(
+        make,
+        [row],
+        [seed],
+        conversations.chat,
+        max_turns=conversations.max_turns,
+        episode_tokens=conversations.episode_tokens,
+        timeout=timeout,
+    )
+
+
+def _print(console: Console, role: str, content: str) -> None:
+    style = "bold" if role == "assistant" else "dim"
+    line = Text(f"{visible(role)}: ", style=style) + Text(visible(content))
+    console.print(line, soft_wrap=not console.is_terminal)
+
+
+def summary_of(record: EpisodeRecord, *, scored: bool) -> str:
+    """How an episode ended; its reward and success where the environment itself answered."""
+    words = [f"ended by {record.reason.replace('_', ' ')} after {len(record.turns)} turns"]
+    if scored:
+        words.append(f"reward {sum(turn.reward for turn in record.turns):g}")
+        if record.success is not None:
+            words.append("solved" if record.success else "not solved")
+    return ", ".join(words)
+
+
+def play_at_terminal(run: str, options: EvaluationOptions, *, as_world: bool) -> None:
+    """Episode after episode, until the person leaves; one where nobody sits at the terminal."""
+    task = open_task(run, options)
+    interactive, number = sys.stdin.isatty(), 0
+    console = Console(highlight=False, markup=False)
+    notices = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    if as_world:
+        notices.print("You answer as the world. Ctrl-D ends the conversation.")
+    while True:
+        record = play(task, number, console, _read_line if as_world else None)
+        notices.print(summary_of(record, scored=not as_world), style="dim")
+        if not interactive:
+            return
+        try:
+            input("Enter plays the next one, Ctrl-D leaves. ")
+        except EOFError:
+            return
+        number += 1
+
+
+def _read_line() -> str | None:
+    try:
+        return input("user: " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None

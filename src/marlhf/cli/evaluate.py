@@ -141,7 +141,7 @@ def credit(
     options: dict[str, Any] = {"step": step, "device": device, "trust_code": trust_code}
     if headroom:
         from marlhf.credit import headroom as of_run
-        from marlhf.runs.jsonl import finite
+        from marlhf.runs.atomic import finite
 
         state = open_state(run, **options, without_critic=True)
         result = {"step": state.step, "seed": seed} | of_run.measure_headroom(
@@ -229,12 +229,12 @@ def evaluate(
     if rewardbench is not None:
         import json
 
-        from marlhf.evaluate import rewardbench as benchmark
+        from marlhf.evaluate import benchmarks
 
         options = {"combine": combine or "mean", "device": device, "trust_code": trust_code}
         for run in runs:
-            result = benchmark.rewardbench(str(run), rewardbench, **options)
-            typer.echo(json.dumps(result) if as_json else f"{run}\n{benchmark.describe(result)}")
+            result = benchmarks.rewardbench(str(run), rewardbench, **options)
+            typer.echo(json.dumps(result) if as_json else f"{run}\n{benchmarks.describe(result)}")
         return
     if lm_eval is not None:
         from marlhf.evaluate.benchmarks import lm_eval_command, run_lm_eval

@@ -16,12 +16,7 @@ from typing import Annotated
 import typer
 
 from marlhf._version import __version__
-from marlhf.cli.app import (
-    Overrides,
-    StageName,
-    app,
-    read_segmenter,
-)
+from marlhf.cli.app import Overrides, StageName, app, read_segmenter
 from marlhf.train.stages import STAGES
 
 NEEDED = ("torch", "transformers", "accelerate", "safetensors", "pydantic", "rich", "typer")
@@ -91,7 +86,7 @@ def methods(
     import yaml
 
     from marlhf.config.presets import PRESETS
-    from marlhf.evaluate.text_table import text_table
+    from marlhf.evaluate.results import text_table
     from marlhf.train.recipe import ConfigError, unknown
 
     def settings(preset: str, flow: bool) -> str:

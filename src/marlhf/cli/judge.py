@@ -7,11 +7,7 @@ from typing import Annotated
 
 import typer
 
-from marlhf.cli.app import (
-    Device,
-    app,
-    tell,
-)
+from marlhf.cli.app import Device, app, tell
 
 
 @app.command("judge")

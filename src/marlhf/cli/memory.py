@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from marlhf.evaluate.text_table import text_table
+from marlhf.evaluate.results import text_table
 from marlhf.runtime.memory_plan import GIB, plan_run, remedies, size_named
 from marlhf.train.preflight import first_model
 from marlhf.train.recipe import ConfigError, Stage, check_recipe, stage_of

@@ -130,7 +130,7 @@ def _play(runs: list[str], environment: str | None, as_: str | None, **options: 
     """Watch a model converse with an environment, or answer as the world."""
     import signal
 
-    from marlhf.chat.play import play_at_terminal
+    from marlhf.chat.terminal import play_at_terminal
     from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions
 
     if as_ not in (None, "world"):

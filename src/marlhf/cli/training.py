@@ -1,4 +1,4 @@
-"""Commands that train: single stages, whole recipes, sweeps, and verl's trainer."""
+"""Commands that write a recipe, and that train: stages, whole recipes, sweeps, verl's trainer."""
 
 from __future__ import annotations
 
@@ -7,17 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from marlhf.cli.app import (
-    Overrides,
-    Recipe,
-    StageName,
-    app,
-    fail,
-    main_rank,
-    tell,
-    write_report_of,
-)
-from marlhf.runs.stage_facts import facts_of
+from marlhf.cli.app import Overrides, Recipe, StageName, app, fail, main_rank, tell, write_report_of
 from marlhf.train.stages import STAGES
 
 if TYPE_CHECKING:
@@ -27,6 +17,50 @@ LEFT = 75
 """Exit status of a sweep that its deadline ended: try again later, as in sysexits.h."""
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Take any arguments, for another program to read."""
+
+
+MODELS = {80: "Qwen/Qwen2.5-1.5B-Instruct", 14: "Qwen/Qwen2.5-0.5B-Instruct"}
+SMALLEST = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""What is proposed, by the least memory of a card in GB."""
+
+
+@app.command("init")
+def init(
+    data: Annotated[
+        str | None, typer.Option(help="A file, a folder of files, or a data set on the hub.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="A folder, or a name on the hub.")] = None,
+    card: Annotated[
+        str | None, typer.Option(help="GPU or its memory: 4090, 24GB, auto, or none.")
+    ] = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Recipe to write.")] = Path(
+        "recipe.yaml"
+    ),
+) -> None:
+    """Write a recipe that fits your data, model and GPU; ask for what is not given."""
+    from marlhf.train.new_recipe import card_memory, look_at, write_recipe
+    from marlhf.train.recipe import ConfigError
+
+    try:
+        if data is None:
+            data = str(typer.prompt("Data (a file, a folder or a name on the hub)", err=True))
+            look_at(data)  # a mistake is reported before the next question
+        card = card or str(typer.prompt("GPU or its memory (none: CPU)", default="auto", err=True))
+        memory = card_memory(card)
+        proposed = next((name for least, name in MODELS.items() if memory >= least), SMALLEST)
+        model = model or str(typer.prompt("Model", default=proposed, err=True))
+    except typer.Abort:
+        raise ConfigError(
+            "There is no answer to read. Give --data, --card and --model instead."
+        ) from None
+    written = write_recipe(data, model, card, output)
+    tell(f"{data}: {written.data.rows} rows, {written.data.kind}")
+    for ours, theirs in written.data.columns.items():
+        tell(f"  {theirs} is the {ours}")
+    if written.rewards is not None:
+        tell(f"{written.rewards}: an example of a reward function. Write your own there.")
+    tell(f"recipe: {output}", bold=True)
+    tell(f"next: marlhf run {output}")
 
 
 def _add_command(kind: str, help_: str) -> None:
@@ -49,6 +83,7 @@ for name, method in STAGES.items():
 @app.command("run")
 def run_all(recipe: Recipe, overrides: Overrides = None) -> None:
     """Train all stages of a recipe in order, skip finished ones, and write the report."""
+    from marlhf.runs.layout import facts_of
     from marlhf.train.recipe import check_recipe
 
     stages = check_recipe(recipe, overrides)  # a typo is reported before torch loads
@@ -81,7 +116,7 @@ def _train_all(stages: list[Stage]) -> None:
 
 def _results(stages: list[Stage]) -> str:
     """The last held-out numbers of each stage."""
-    from marlhf.evaluate.text_table import text_table
+    from marlhf.evaluate.results import text_table
     from marlhf.runs.layout import read_state
 
     names = {"score": "score", "gold": "gold", "kl": "KL", "length": "length"}

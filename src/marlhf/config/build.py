@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from marlhf.config.recipe_files import ConfigError
-from marlhf.config.settings import SEGMENTERS, SegmenterSpec, dataclass_in, rule_defaults
-from marlhf.config.trl_names import hint_for
+from marlhf.config.settings import SEGMENTERS, SegmenterSpec, dataclass_in, hint_for, rule_defaults
 from marlhf.config.user_code import UserCodeError, check_name, import_named
 from marlhf.errors import quoted
 from marlhf.fields import type_hints, type_options

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from marlhf.config.sampling import Sampling, check_url
+from marlhf.config.model import Sampling, check_url
 from marlhf.config.stage import StageConfig
 from marlhf.errors import SettingError
 from marlhf.fields import check_settings, setting

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
 from marlhf.config.model import LoRA, Precision
-from marlhf.config.trl_names import hint_for
+from marlhf.config.settings import hint_for
 from marlhf.data import DataConfig
 from marlhf.errors import SettingError, UnknownNameError
 from marlhf.fields import check_settings, setting
@@ -103,8 +103,8 @@ class StageConfig:
 
     columns: ClassVar[tuple[str, ...]] = ("prompt", "chosen")
     """What a row of its data must have."""
-    presets: ClassVar[dict[str, dict[str, Any]]] = {}
-    """Settings by a name, which recipes give as `preset:`."""
+    preset_kind: ClassVar[str] = ""
+    """Whose presets (`marlhf.config.presets`) recipes may give by name, as `preset:`."""
 
     def __new__(cls: type[Config], **settings: Any) -> Config:
         known = {f.name for f in fields(cls)}

@@ -34,9 +34,9 @@ from marlhf.credit.headroom_estimates import (
 )
 from marlhf.credit.state import CreditError, RunState
 from marlhf.credit.ways import of_group, returns_from
-from marlhf.evaluate.text_table import text_table
-from marlhf.models.scores import BLOCK, BLOCKS, TokenScores
-from marlhf.runs.jsonl import append_jsonl, read_keyed
+from marlhf.evaluate.results import text_table
+from marlhf.models.logprobs import BLOCK, BLOCKS, TokenScores
+from marlhf.runs.atomic import append_jsonl, read_keyed
 from marlhf.runs.layout import HEADROOM_LINES
 from marlhf.runtime.progress import Steps, say
 from marlhf.runtime.stage import batch_rows

@@ -27,9 +27,9 @@ from marlhf.core import Agreement, Learned, gradient_agreement
 from marlhf.credit.state import CreditError, RunState, sample_batch
 from marlhf.credit.ways import Batch, Way, advantages_by_way, group_of, ways_of
 from marlhf.environments import scored_row, turn_rewards
-from marlhf.evaluate.text_table import text_table
-from marlhf.models.scores import BLOCKS
-from marlhf.runs.jsonl import append_jsonl, read_keyed
+from marlhf.evaluate.results import text_table
+from marlhf.models.logprobs import BLOCKS
+from marlhf.runs.atomic import append_jsonl, read_keyed
 from marlhf.runs.layout import CREDIT_LINES
 from marlhf.runtime.progress import Steps, say, warn
 from marlhf.runtime.stage import Example

@@ -19,8 +19,7 @@ from marlhf.runs.layout import CHECKPOINTS, CRITIC, GIVEN, MODEL, is_run, read_s
 from marlhf.runs.read import Run, read_run
 from marlhf.runtime.checkpoint import checkpoints_in, load_weights, read_checkpoint_state
 from marlhf.runtime.distributed import start
-from marlhf.runtime.objects import NO_OBJECTS
-from marlhf.runtime.stage import Example, batch_rows
+from marlhf.runtime.stage import NO_OBJECTS, Example, batch_rows
 from marlhf.train.credit_choice import CreditChooser
 from marlhf.train.experience import Experience, RolloutScorer, sample_examples
 from marlhf.train.held_out import sample_held_out, score_scale

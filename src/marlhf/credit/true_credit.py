@@ -24,13 +24,13 @@ from marlhf.credit.measure import MEASURED, credit_of
 from marlhf.credit.state import CreditError, RunState, sample_batch
 from marlhf.data.encode import decode
 from marlhf.data.sums import first_wrong_line
-from marlhf.evaluate.text_table import text_table
+from marlhf.evaluate.results import text_table
 from marlhf.runtime.progress import Steps, say
 from marlhf.runtime.stage import Example
-from marlhf.train.continuations import continuation_returns, states_of
 from marlhf.train.credit_choice import Option, options_of
 from marlhf.train.experience import Credit, Experience
 from marlhf.train.ppo import assign_credit
+from marlhf.train.state_values import continuation_returns, states_of
 
 PARTS = ("first third", "second third", "last third")
 CHUNK = 256

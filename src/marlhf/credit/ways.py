@@ -20,14 +20,13 @@ from marlhf.core import Segments, segment
 from marlhf.credit.state import CreditError, RunState
 from marlhf.runtime.stage import Example
 from marlhf.train import rloo
-from marlhf.train.answer_values import answer_values, check_answers
-from marlhf.train.continuations import continuation_returns, states_of
 from marlhf.train.credit_choice import options_of
 from marlhf.train.experience import Credit, Experience
 from marlhf.train.ppo import assign_credit, shape_and_segment
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.rloo_config import RLOOConfig
+from marlhf.train.state_values import answer_values, check_answers, continuation_returns, states_of
 
 AT_END = "this run's, all reward at the end"
 ANSWER = "answer"

@@ -129,10 +129,7 @@ def _from_dialogues(chosen: Any, rejected: Any, rest: dict[str, Any]) -> Parsed:
 
 
 def check_columns(
-    record: Mapping[str, Any],
-    position: str,
-    columns: Mapping[str, str],
-    needs: Collection[str],
+    record: Mapping[str, Any], position: str, columns: Mapping[str, str], needs: Collection[str]
 ) -> None:
     """Refuse a file whose first record lacks what the stage needs, with the nearest name."""
     file = position.rpartition(":")[0]

@@ -16,12 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from marlhf.engines.advantages import (
-    ESTIMATORS,
-    MacroSettings,
-    needs_reference,
-    read_settings,
-)
+from marlhf.engines.advantages import ESTIMATORS, MacroSettings, needs_reference, read_settings
 from marlhf.engines.batch import EngineError
 
 TESTED = ("0.9.1",)

@@ -24,23 +24,10 @@ from marlhf.environments.protocol import (
     count_endings,
 )
 
+# fmt: off
 __all__ = [
-    "Beginning",
-    "ChatTokens",
-    "ConversationError",
-    "Conversations",
-    "Environment",
-    "EpisodeRecord",
-    "Episodes",
-    "Step",
-    "Turn",
-    "check_limits",
-    "count_endings",
-    "environment_from",
-    "episode_metrics",
-    "find_environment",
-    "opening",
-    "preflight",
-    "scored_row",
-    "turn_rewards",
+    "Beginning", "ChatTokens", "ConversationError", "Conversations", "Environment", "EpisodeRecord",
+    "Episodes", "Step", "Turn", "check_limits", "count_endings", "environment_from",
+    "episode_metrics", "find_environment", "opening", "preflight", "scored_row", "turn_rewards",
 ]
+# fmt: on

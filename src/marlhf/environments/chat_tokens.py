@@ -129,10 +129,7 @@ class ChatTokens:
         return ids[1:] if written else ids
 
     def _between(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
-        called: Sequence[str],
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], called: Sequence[str]
     ) -> tuple[str, str]:
         """What the template writes after a turn, from what closes it on, and the mark in it."""
         if called:  # some templates read the name of a result from the call
@@ -151,10 +148,7 @@ class ChatTokens:
         return decode(self.tokenizer, turn[:-1] if ended else turn)
 
     def _render(
-        self,
-        messages: Sequence[Any],
-        tools: Sequence[dict[str, Any]],
-        markup: re.Pattern[str],
+        self, messages: Sequence[Any], tools: Sequence[dict[str, Any]], markup: re.Pattern[str]
     ) -> tuple[str, str]:
         """The template's text, and the mark that breaks up markup in messages ("" if none has)."""
         plain = [_strings(message, whole_characters) for message in messages]

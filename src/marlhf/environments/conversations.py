@@ -18,7 +18,7 @@ from marlhf.environments.episodes import Beginning, Episodes, preflight
 from marlhf.environments.protocol import ConversationError, Environment, EpisodeRecord
 from marlhf.models.base import Model
 from marlhf.rollout.engine import Engine, Rollout, Sampling
-from marlhf.runs.episodes import opening_length
+from marlhf.runs.evaluations import opening_length
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from marlhf.data.code import check_tests
 from marlhf.data.rows import Message, Row
 from marlhf.environments.protocol import ConversationError, Step
 from marlhf.environments.python import shorten
-from marlhf.environments.sandboxes import Shared
 from marlhf.environments.tools import opening
-from marlhf.reward.code import UnitTests, Verdict
+from marlhf.reward.code import Shared, UnitTests, Verdict
 
 SHOWN_TESTS = 3
 SHOWN_INPUT = 400

@@ -14,8 +14,8 @@ from typing import Any
 
 from marlhf.data.rows import Message, Row
 from marlhf.environments.protocol import Step
-from marlhf.environments.sandboxes import Shared
 from marlhf.environments.tools import opening
+from marlhf.reward.code import Shared
 from marlhf.reward.gsm8k import right_answer
 from marlhf.reward.sandbox import Outcome, Program, Sandbox
 

@@ -25,8 +25,8 @@ from marlhf.evaluate.eval_plan import (
 from marlhf.evaluate.results import Grid, expected_best
 from marlhf.evaluate.sampling import SamplingTask, complete_lines, key_of
 from marlhf.intervals import mean
-from marlhf.runs.episodes import as_text, opening_length
-from marlhf.runs.jsonl import Line, read_keyed, write_jsonl
+from marlhf.runs.atomic import Line, read_keyed, write_jsonl
+from marlhf.runs.evaluations import as_text, opening_length
 from marlhf.runs.layout import BEST_OF_N
 
 ROWS = 512

@@ -15,9 +15,8 @@ from marlhf.config.rl import RLConfig, parse_combine
 from marlhf.data import DataConfig
 from marlhf.errors import MarlhfError
 from marlhf.rollout import Sampling
-from marlhf.runs.layout import GIVEN, MODEL, is_run, model_folder
+from marlhf.runs.layout import GIVEN, MODEL, facts_of, is_run, model_folder
 from marlhf.runs.read import find_runs, nearest_folder, read_run
-from marlhf.runs.stage_facts import facts_of
 
 SHIPPED_FUNCTIONS = (
     "marlhf.reward.code:unit_tests",

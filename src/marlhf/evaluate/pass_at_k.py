@@ -18,8 +18,7 @@ from marlhf.evaluate.eval_plan import EvaluationOptions, find_policies, make_pla
 from marlhf.evaluate.results import summarise_passes
 from marlhf.evaluate.sampling import SamplingTask, key_of
 from marlhf.reward.code import UnitTests
-from marlhf.runs.atomic import write_json
-from marlhf.runs.jsonl import Line, append_jsonl, read_keyed
+from marlhf.runs.atomic import Line, append_jsonl, read_keyed, write_json
 from marlhf.runs.layout import PASS_AT_K, PASS_AT_K_LINES
 
 CHUNK = 16

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from marlhf.errors import SettingError
-from marlhf.evaluate.text_table import text_table
 from marlhf.intervals import NO_INTERVAL, Interval, bootstrap_mean, interval, mean
+from marlhf.runs.atomic import Line
 from marlhf.runs.evaluations import EvaluationFile, SamplingSettings, read_evaluations
-from marlhf.runs.jsonl import Line
 from marlhf.runs.layout import BEST_OF_N, BLOCKS, EVALUATION, PASS_AT_K, read_object
 from marlhf.runs.read import number
 
@@ -399,3 +398,22 @@ def read_row(row: Mapping[str, Any]) -> PassRate:
             pass_at[int(key.removeprefix("pass@"))] = Interval(mean, low, high, problems)
     results = {str(end): float(share) for end, share in row["results"].items()}
     return PassRate(str(row["difficulty"]), problems, pass_at, results)
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
+    """The first `words` columns on the left, numbers on the right.
+
+    >>> print(text_table(["run", "score"], [["ppo", "0.92"], ["macro-ppo", "1.5"]]))
+    run        score
+    ppo         0.92
+    macro-ppo    1.5
+    """
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < words else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths))
+        ).rstrip()
+        for line in lines
+    )

@@ -20,14 +20,7 @@ from typing import Any
 import torch
 
 from marlhf.config.user_code import import_named
-from marlhf.data import (
-    Encoded,
-    Row,
-    decode,
-    fit_prompts,
-    load_data,
-    token_budget_batches,
-)
+from marlhf.data import Encoded, Row, decode, fit_prompts, load_data, token_budget_batches
 from marlhf.data.rows import prompt_key
 from marlhf.data.toy import gold_score
 from marlhf.environments import (
@@ -61,9 +54,9 @@ from marlhf.models.sequences import Sequences
 from marlhf.reward import RewardFunction, RewardModel, import_function
 from marlhf.rollout.engine import Rollout
 from marlhf.rollout.native import NativeEngine
+from marlhf.runs.atomic import Line, append_jsonl, write_jsonl
 from marlhf.runs.digests import weights_digest
 from marlhf.runs.evaluations import SamplingSettings
-from marlhf.runs.jsonl import Line, append_jsonl, write_jsonl
 
 TOKENS = 1 << 15
 """Padded tokens in a forward pass."""

@@ -14,25 +14,12 @@ from typing import Any
 
 from marlhf.data import Encoded, Row, decode
 from marlhf.environments import EpisodeRecord, opening
-from marlhf.evaluate.eval_plan import (
-    EvaluationOptions,
-    find_fallback,
-    find_policies,
-    make_plan,
-)
+from marlhf.evaluate.eval_plan import EvaluationOptions, find_fallback, find_policies, make_plan
 from marlhf.evaluate.results import Summary, summarise
-from marlhf.evaluate.sampling import (
-    RewardSource,
-    SamplingTask,
-    as_played,
-    complete_lines,
-    key_of,
-)
-from marlhf.rollout.repetition import repetition
+from marlhf.evaluate.sampling import RewardSource, SamplingTask, as_played, complete_lines, key_of
+from marlhf.runs.atomic import Line, read_keyed
 from marlhf.runs.digests import weights_digest
-from marlhf.runs.episodes import as_text
-from marlhf.runs.evaluations import SamplingSettings
-from marlhf.runs.jsonl import Line, read_keyed
+from marlhf.runs.evaluations import SamplingSettings, as_text
 from marlhf.runs.layout import EVALUATION
 
 CHUNK = 256
@@ -197,3 +184,13 @@ def distinct(tokens: Sequence[int], n: int) -> float:
     """
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 0.0
+
+
+def repetition(tokens: Sequence[int], n: int = 4) -> float:
+    """Share of n-grams that have occurred before: 0 for none, near 1 for a loop.
+
+    >>> repetition([1, 2, 1, 2, 1, 2], n=2)  # 12 21 12 21 12: three of five are repeats
+    0.6
+    """
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0

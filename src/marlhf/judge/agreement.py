@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from marlhf.evaluate.text_table import text_table
+from marlhf.evaluate.results import text_table
 from marlhf.intervals import Floats, Interval, bootstrap, wilson
 from marlhf.judge.pairs import JudgeError
 from marlhf.judge.verdicts import VERDICTS, read_verdicts

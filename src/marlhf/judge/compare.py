@@ -123,13 +123,7 @@ class PairJudge:
     """
 
     def __init__(
-        self,
-        by: str,
-        *,
-        task: str,
-        cache: Path,
-        base_url: str | None = None,
-        device: str = "auto",
+        self, by: str, *, task: str, cache: Path, base_url: str | None = None, device: str = "auto"
     ) -> None:
         self.by, criteria = by, find_criteria(task)
         self.kind, _, name = by.partition(":")
@@ -247,9 +241,7 @@ def _orders(pair: Pair, order: str, seed: int) -> tuple[bool, ...]:
 
 
 def _combine(
-    pairs: Sequence[Pair],
-    orders: Sequence[tuple[bool, ...]],
-    answers: Sequence[Answer | None],
+    pairs: Sequence[Pair], orders: Sequence[tuple[bool, ...]], answers: Sequence[Answer | None]
 ) -> list[Judgement | None]:
     """One judgement per pair, None where an answer is missing. Two equal texts are a tie."""
     remaining = iter(answers)

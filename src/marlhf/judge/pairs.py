@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from marlhf.errors import MarlhfError
-from marlhf.runs.episodes import as_text, opening_length, read_episode
-from marlhf.runs.jsonl import read_jsonl
+from marlhf.runs.atomic import read_jsonl
+from marlhf.runs.evaluations import as_text, opening_length, read_episode
 from marlhf.runs.layout import EVALUATION, SAMPLES, is_run
 from marlhf.runs.read import number
 

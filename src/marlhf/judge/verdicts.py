@@ -19,18 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from marlhf.intervals import (
-    NO_INTERVAL,
-    Floats,
-    Interval,
-    bootstrap,
-    interval,
-    mean,
-    wilson,
-)
+from marlhf.intervals import NO_INTERVAL, Floats, Interval, bootstrap, interval, mean, wilson
 from marlhf.judge.pairs import JudgeError, read_lines
-from marlhf.runs.atomic import write_json
-from marlhf.runs.jsonl import write_jsonl
+from marlhf.runs.atomic import write_json, write_jsonl
 
 if TYPE_CHECKING:
     from marlhf.data.rows import Text

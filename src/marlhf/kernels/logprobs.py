@@ -1,12 +1,24 @@
-"""The log-prob of one token per row of logits."""
+"""Whether fused kernels can run; and the log-prob of one token per row of logits."""
 
 from __future__ import annotations
 
+import importlib.util
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 
-from marlhf.kernels.available import fused, has_triton
+
+@cache
+def has_triton() -> bool:
+    """Torch installs Triton only where there may be a GPU."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def fused(x: Tensor) -> bool:
+    """Whether there are fused kernels for the device of this tensor."""
+    return x.is_cuda and has_triton()
+
 
 triton_logprobs: Any = None
 if has_triton():

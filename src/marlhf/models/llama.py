@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from marlhf.kernels.attention import causal_attention
-from marlhf.kernels.available import has_triton
-from marlhf.models.adapters import AdaptedModel, is_adapted_linear
+from marlhf.kernels.logprobs import has_triton
 from marlhf.models.base import Model
 from marlhf.models.compile import VARIANTS
 from marlhf.models.sequences import send

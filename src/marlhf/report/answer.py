@@ -15,7 +15,6 @@ from markupsafe import Markup
 
 from marlhf.evaluate.results import read_scored, scores_of
 from marlhf.intervals import Curve, Floats, Interval, difference_over_seeds, few_seeds, wilson
-from marlhf.report.formats import bold, num, percent, signed
 from marlhf.report.groups import Group, groups_by_name, measured_alike, scored_by_functions
 from marlhf.report.measures import (
     CurveComparison,
@@ -28,7 +27,7 @@ from marlhf.report.measures import (
     scored,
     wins_over,
 )
-from marlhf.report.page import part
+from marlhf.report.page import bold, num, part, percent, signed
 from marlhf.report.sections.judged import read_summaries
 
 MAX_COMPARED = 3

@@ -17,8 +17,7 @@ from typing import Any
 from markupsafe import Markup
 
 from marlhf.intervals import mean, thin
-from marlhf.report.formats import num, percent
-from marlhf.report.page import part
+from marlhf.report.page import num, part, percent
 
 WIDTH, HEIGHT = 340, 224
 LARGE = (460, 290)

@@ -11,8 +11,7 @@ from markupsafe import Markup
 from marlhf.intervals import Interval
 from marlhf.report import charts
 from marlhf.report.charts import BOTTOM, HEIGHT, LEFT, TOP, WIDTH, Scale, frame, shorten, span, svg
-from marlhf.report.formats import num, percent
-from marlhf.report.page import Cell, figure, part
+from marlhf.report.page import Cell, figure, num, part, percent
 
 ROW = 38
 PALE = {"var(--t2)", "var(--t3)", "var(--t4)"}

@@ -14,7 +14,6 @@ from markupsafe import Markup, escape
 
 from marlhf.intervals import Interval, mean
 from marlhf.report.answer import compared_with_baseline
-from marlhf.report.formats import bold, num, percent, signed, warn
 from marlhf.report.groups import Group, differences, measured_alike, scored_by_functions, unlike
 from marlhf.report.measures import (
     change,
@@ -28,7 +27,7 @@ from marlhf.report.measures import (
     start_score,
     wins_since_start,
 )
-from marlhf.report.page import part
+from marlhf.report.page import bold, num, part, percent, signed, warn
 from marlhf.runs.read import Run, number
 
 MIN_ACCURACY, MIN_PAIRS = 0.55, 30

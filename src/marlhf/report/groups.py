@@ -14,8 +14,7 @@ from marlhf.config.rl import RLConfig
 from marlhf.fields import settings_with
 from marlhf.intervals import mean, mean_by_position
 from marlhf.report.page import NUM_COLOURS
-from marlhf.runs.lineage import chosen
-from marlhf.runs.read import Evaluation, Run, number
+from marlhf.runs.read import Evaluation, Run, chosen, number
 
 START_COLOUR = "var(--start)"
 

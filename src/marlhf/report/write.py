@@ -16,21 +16,17 @@ from markupsafe import Markup
 
 from marlhf.report.groups import Group, group_runs
 from marlhf.report.page import part, render
-from marlhf.report.sections.conversations import conversations
 from marlhf.report.sections.credit import credit
-from marlhf.report.sections.curves import learning, stages, training
+from marlhf.report.sections.curves import learning, stages, timing, training
 from marlhf.report.sections.evaluations import best_of_n, held_out, problems, temperatures
 from marlhf.report.sections.frontier import frontier
 from marlhf.report.sections.judged import judged
 from marlhf.report.sections.prompts import prompts
-from marlhf.report.sections.samples import samples
-from marlhf.report.sections.settings import settings
-from marlhf.report.sections.summary import summary
+from marlhf.report.sections.samples import conversations, samples
+from marlhf.report.sections.summary import settings, summary
 from marlhf.report.sections.sweeps import scaling, size_text, sweeps
-from marlhf.report.sections.timing import timing
 from marlhf.runs.atomic import write_text
-from marlhf.runs.lineage import num_parameters
-from marlhf.runs.read import NoRuns, Run, find_runs
+from marlhf.runs.read import NoRuns, Run, find_runs, num_parameters
 
 MAX_NAMES = 3
 """A sweep over many models or data sets shows the first of them."""

@@ -10,12 +10,9 @@ from marlhf.reward.functions import (
 from marlhf.reward.model import RewardModel
 from marlhf.reward.weighted_sum import Rewards
 
+# fmt: off
 __all__ = [
-    "RewardError",
-    "RewardFunction",
-    "RewardModel",
-    "Rewards",
-    "Scorer",
-    "import_function",
+    "RewardError", "RewardFunction", "RewardModel", "Rewards", "Scorer", "import_function",
     "reward_function",
 ]
+# fmt: on

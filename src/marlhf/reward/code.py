@@ -17,10 +17,12 @@ import ast
 import atexit
 import logging
 import os
+import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from marlhf.data.code import check_tests
 from marlhf.data.rows import Text, response_text
@@ -343,3 +345,41 @@ def _check_source(tests: Tests) -> str:
     except SyntaxError:
         return tests["check"]  # the sandbox reports it
     return CHECK.format(prompt=PREAMBLE + with_body(tests["prompt"]), check=ast.unparse(tree))
+
+
+T = TypeVar("T")
+
+
+class Shared(Generic[T]):
+    """As many objects as there are processors, each made when it is first needed.
+
+    A fork of this process makes its own: it cannot use its parent's sandboxes.
+
+    >>> lists = Shared(list)
+    >>> with lists.borrow() as borrowed:
+    ...     borrowed
+    []
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._begin()
+
+    def _begin(self) -> None:
+        self._owner, self._idle = os.getpid(), list[T]()
+        self._slots = threading.Semaphore(processors_per_rank())
+
+    @contextmanager
+    def borrow(self) -> Iterator[T]:
+        """An object for this thread alone, once there is one."""
+        if self._owner != os.getpid():
+            self._begin()
+        with self._slots:
+            try:
+                one = self._idle.pop()
+            except IndexError:
+                one = self._make()
+            try:
+                yield one
+            finally:
+                self._idle.append(one)

@@ -16,11 +16,10 @@ from marlhf.config.rl import parse_combine
 from marlhf.data import Row
 from marlhf.data.collate import SingleProcess
 from marlhf.data.encode import decode, encode_prompts, encode_responses, opening_ids
-from marlhf.models.base import Precision, autocast
+from marlhf.models.base import Precision, autocast, loaded
 from marlhf.models.forward import final_scores
 from marlhf.models.heads import members_of
 from marlhf.models.load import same_tokenizer
-from marlhf.models.offload import loaded
 from marlhf.models.sequences import Sequences, send
 from marlhf.spans import special_tokens
 

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from marlhf.data import Row
 from marlhf.data.encode import decode
-from marlhf.reward.functions import RewardError, RewardFunction, Scorer, show_sample
+from marlhf.reward.functions import RewardError, RewardFunction, Scorer, at_last_tokens, show_sample
 from marlhf.reward.model import RewardModel
-from marlhf.reward.places import at_last_tokens
 
 
 class Rewards:

@@ -1,5 +1,5 @@
 """Engines that sample responses."""
 
-from marlhf.config.sampling import Sampling
+from marlhf.config.model import Sampling
 
 __all__ = ["Sampling"]

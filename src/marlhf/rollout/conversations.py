@@ -15,8 +15,7 @@ import torch
 from marlhf.data.collate import pad_right, token_budget_batches
 from marlhf.models.sequences import receive, send
 from marlhf.rollout.continuous import KEY_MULTIPLE, DecodeStep, Schedule
-from marlhf.rollout.engine import Reply
-from marlhf.rollout.turns import MAX_WORKERS, Conversations
+from marlhf.rollout.engine import MAX_WORKERS, Conversations, Reply
 
 GATHER_SECONDS = 0.02
 """How long to wait for all replies while nothing else is to be done: some ten steps of a GPU."""

@@ -20,8 +20,15 @@ from marlhf.kernels.sampling import draw
 from marlhf.models.base import Model, Precision, autocast
 from marlhf.models.forward import keeps_logits, position_ids
 from marlhf.models.sequences import receive, send
-from marlhf.rollout.engine import Reply, Rollout, Sampling, draws
-from marlhf.rollout.turns import Conversations, ask_all, converse_in_rounds
+from marlhf.rollout.engine import (
+    Conversations,
+    Reply,
+    Rollout,
+    Sampling,
+    ask_all,
+    converse_in_rounds,
+    draws,
+)
 
 CHECK_EVERY = 8
 """Steps between checks whether every row has ended: each check waits for the device."""

@@ -29,9 +29,16 @@ from marlhf.models.adapters import AdaptedModel, merged_tensors
 from marlhf.models.base import Model, Precision, autocast, computes_in_bfloat16
 from marlhf.models.forward import token_stats
 from marlhf.models.sequences import Sequences
-from marlhf.rollout.engine import Reply, Rollout, Sampling, draws
+from marlhf.rollout.engine import (
+    Conversations,
+    Reply,
+    Rollout,
+    Sampling,
+    ask_all,
+    converse_in_rounds,
+    draws,
+)
 from marlhf.rollout.plain import check_limits, check_prompts
-from marlhf.rollout.turns import Conversations, ask_all, converse_in_rounds
 
 T = TypeVar("T")
 MAX_GAP = 0.25

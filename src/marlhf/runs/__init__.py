@@ -2,7 +2,7 @@
 
 layout.py   names of the files, and how to recognise a run
 write.py    the folder of a run that is training
-read.py     a run as its folder recorded it
-jsonl.py    JSON lines; atomic.py whole files and folders, and one process per folder
-lineage.py  the runs whose models a run began with
+read.py     a run as its folder recorded it, and the runs whose models it began with
+atomic.py   whole files and folders, JSON lines, and one process per folder
+evaluations.py  sampled responses and conversations
 """

@@ -1,22 +1,23 @@
-"""Files and folders that are complete or not there, whenever the process is killed; and the lock
-by which one process at a time works in a folder."""
+"""Files and folders that are complete or not there, whenever the process is killed; JSON lines,
+which lose at most the last; and the lock by which one process at a time works in a folder."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import json
+import math
 import os
 import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from marlhf.errors import MarlhfError
-from marlhf.runs.layout import RunError, check_inside
+from marlhf.runs.layout import RunError, check_inside, leads_out
 
 UNFINISHED = ".new"
 """How the name of a file ends until it is complete."""
@@ -181,3 +182,79 @@ def lock_folder(folder: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+Line = dict[str, Any]
+
+
+class JsonLines(NamedTuple):
+    """The objects of a file, and what in it could not be read."""
+
+    rows: list[Line]
+    broken: dict[int, str]
+    """Number (from 1) and fault of each line that is not JSON."""
+    torn: bool
+    """Whether the last line breaks off, as a kill leaves it; it is not among the broken."""
+
+    @property
+    def num_unread(self) -> int:
+        return len(self.broken) + self.torn
+
+
+def read_jsonl(file: Path) -> JsonLines:
+    """Every object in a file; none where there is no file."""
+    rows: list[Line] = []
+    broken: dict[int, str] = {}
+    if not file.is_file() or leads_out(file):
+        return JsonLines(rows, broken, torn=False)
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for number, text in enumerate(lines, start=1):
+            try:
+                row = json.loads(text) if text.strip() else None
+            except (ValueError, RecursionError) as error:
+                if not text.endswith("\n"):
+                    return JsonLines(rows, broken, torn=True)
+                broken[number] = str(error)
+                continue
+            if isinstance(row, dict):
+                rows.append(row)
+    return JsonLines(rows, broken, torn=False)
+
+
+def read_keyed(file: Path, setting: str | None = None) -> dict[str, Line]:
+    """The last line of each prompt, by its key, under one setting: the last line's if None."""
+    rows = [row for row in read_jsonl(file).rows if {"setting", "key"} <= row.keys()]
+    if setting is None:
+        setting = rows[-1]["setting"] if rows else ""
+    return {row["key"]: row for row in rows if row["setting"] == setting}
+
+
+def append_jsonl(file: Path, rows: Iterable[Line]) -> None:
+    """Add lines at the end; a line that a kill tore stays a line of its own."""
+    with explain_disk_errors(file.parent), open_to_append(file) as out:
+        torn = False
+        if out.tell():
+            out.seek(-1, os.SEEK_END)
+            torn = out.read(1) != b"\n"
+        out.write((b"\n" if torn else b"") + _encode(rows))
+
+
+def write_jsonl(file: Path, rows: Iterable[Line]) -> None:
+    """Replace a file in one step."""
+    write_bytes(file, _encode(rows))
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN or infinity; they become null."""
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _encode(rows: Iterable[Line]) -> bytes:
+    try:
+        return b"".join(encode_json(finite(row)) + b"\n" for row in rows)
+    except RecursionError:
+        raise RunError("A line is nested too deeply to be written. Remove it.") from None

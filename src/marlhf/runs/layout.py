@@ -1,4 +1,4 @@
-"""The names of the files in a run folder, and what identifies one.
+"""The names of the files in a run folder, what identifies one, and what is known of its stage.
 
 config.yaml      the resolved config
 run.json         the state: stage, status, seconds, summary
@@ -26,6 +26,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,45 @@ def _read_inside(file: Path) -> str:
     if leads_out(file):
         raise FileNotFoundError(file)
     return file.read_text(encoding="utf-8", errors="replace")
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """What a stage does, for people and for code that reads its run."""
+
+    label: str
+    samples: bool = True
+    """Whether it learns from its own responses: reinforcement learning."""
+    has_reference: bool = True
+    """Whether there is a model to which KL is measured."""
+    writes_text: bool = True
+    """Whether its model writes; a reward model gives numbers."""
+    part: str = "ppo"
+    """The part of the data that it learns from."""
+
+
+# Reinforcement learning is the rule: a new RL method needs no line here.
+_SCORER: dict[str, Any] = {"samples": False, "has_reference": False, "writes_text": False}
+NOT_RL = {
+    "sft": StageFacts("supervised fine-tuning", samples=False, has_reference=False, part="sft"),
+    "reward": StageFacts("reward modelling", **_SCORER, part="reward"),
+    "prm": StageFacts("process reward modelling", **_SCORER, part="reward"),
+    "label": StageFacts("labelling", **_SCORER),
+    "dpo": StageFacts("DPO (direct preference optimisation)", samples=False, part="reward"),
+}
+"""In the order in which reports show them, before those that learn by reinforcement."""
+
+
+def facts_of(stage: str) -> StageFacts:
+    """The facts of a stage by its name.
+
+    >>> facts_of("rloo").label, facts_of("rloo").samples, facts_of("dpo").samples
+    ('RLOO', True, False)
+    """
+    return NOT_RL.get(stage) or StageFacts(stage.upper().replace("-", " "))
+
+
+def order_of(stage: str) -> tuple[int, str]:
+    """Where a stage stands in reports."""
+    names = list(NOT_RL)
+    return names.index(stage) if stage in names else len(names), stage

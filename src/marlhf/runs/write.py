@@ -20,14 +20,17 @@ from marlhf.fields import settings_with
 from marlhf.runs.atomic import (
     UNFINISHED,
     FolderInUse,
+    append_jsonl,
     explain_disk_errors,
+    finite,
     lock_folder,
+    read_jsonl,
     replacing_folder,
     write_json,
+    write_jsonl,
     write_text,
 )
 from marlhf.runs.digests import changed_inputs, input_digests
-from marlhf.runs.jsonl import append_jsonl, finite, read_jsonl, write_jsonl
 from marlhf.runs.layout import (
     CHECKPOINTS,
     CONFIG,

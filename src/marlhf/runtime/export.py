@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from marlhf.models.base import Model, quiet_transformers
 from marlhf.models.load import load_policy, load_tokenizer
 from marlhf.runs.atomic import replacing_folder
-from marlhf.runs.layout import RunError, is_run, model_folder, read_state
-from marlhf.runs.stage_facts import facts_of
+from marlhf.runs.layout import RunError, facts_of, is_run, model_folder, read_state
 
 PROMPT = "The quick brown fox"
 

@@ -33,9 +33,16 @@ from marlhf.runtime.checkpoint import load_latest, save_checkpoint
 from marlhf.runtime.distributed import World, start
 from marlhf.runtime.memory import WATCHED_STEPS, seek_token_budget, settle_token_budget
 from marlhf.runtime.model_card import check_push, hub_name, push, write_card
-from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
 from marlhf.runtime.progress import Steps, format_numbers, say, warn
-from marlhf.runtime.stage import Stopped, due, finish, record_outcome, seed_run
+from marlhf.runtime.stage import (
+    NO_OBJECTS,
+    GivenObjects,
+    Stopped,
+    due,
+    finish,
+    record_outcome,
+    seed_run,
+)
 from marlhf.runtime.trackers import Trackers
 
 
@@ -149,11 +156,7 @@ class Loop:
         `needs` names what the stage adds to a state and reads again.
         """
         state, damaged = load_latest(
-            self.run,
-            world=self.world,
-            models=self.models,
-            optimizers=self.optimizers,
-            needs=needs,
+            self.run, world=self.world, models=self.models, optimizers=self.optimizers, needs=needs
         )
         for line in damaged:
             warn(line)

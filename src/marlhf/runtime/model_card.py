@@ -31,10 +31,17 @@ from marlhf.data.sources import PUBLISHED
 from marlhf.fields import settings_with
 from marlhf.models.heads import SCALAR
 from marlhf.models.load import STEP_SEPARATOR
-from marlhf.runs.atomic import write_text
-from marlhf.runs.jsonl import read_jsonl
-from marlhf.runs.layout import BEST, METRICS, MODEL, RunError, read_config, read_object, to_yaml
-from marlhf.runs.stage_facts import facts_of
+from marlhf.runs.atomic import read_jsonl, write_text
+from marlhf.runs.layout import (
+    BEST,
+    METRICS,
+    MODEL,
+    RunError,
+    facts_of,
+    read_config,
+    read_object,
+    to_yaml,
+)
 from marlhf.runs.write import RunFolder
 
 ADAPTER = "adapter_config.json"

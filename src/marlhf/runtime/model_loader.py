@@ -21,7 +21,7 @@ from marlhf.config.rl import RLConfig
 from marlhf.config.stage import StageConfig
 from marlhf.models.adapter_files import AdapterFacts, adapter_facts, import_peft, quantization
 from marlhf.models.adapters import AdapterInit, FrozenBaseModel, cast_linear_layers, frozen_dtype
-from marlhf.models.base import Head, Model, Tokenizer
+from marlhf.models.base import Head, Model, Tokenizer, offload
 from marlhf.models.heads import average_heads, with_scalar_head
 from marlhf.models.load import (
     has_same_tokenizer,
@@ -31,13 +31,12 @@ from marlhf.models.load import (
     refuse_process_model,
     step_separator,
 )
-from marlhf.models.offload import offload
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World
 from marlhf.runtime.memory_plan import checkpoints_activations
-from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.optim import cast_trained_weights
 from marlhf.runtime.progress import say, warn
+from marlhf.runtime.stage import GivenObjects
 
 PROCESS = "process"
 """The role of a process reward model."""

@@ -1,4 +1,5 @@
-"""What every stage shares: rows in tokens, the order of batches, and how a run ends.
+"""What every stage shares: objects given in Python, rows in tokens, the order of batches, and how
+a run ends.
 
 There is no base trainer: a stage is a loop of its own that calls these.
 """
@@ -22,7 +23,7 @@ import torch._inductor.config as inductor_config
 
 from marlhf.config.stage import StageConfig
 from marlhf.data import DataConfig, DataError, Row, encode_responses, fit_prompts, load_data
-from marlhf.environments import EpisodeRecord
+from marlhf.environments import Environment, EpisodeRecord
 from marlhf.errors import MarlhfError
 from marlhf.models.base import Model, Tokenizer
 from marlhf.models.load import check_vocabulary, load_tokenizer
@@ -30,9 +31,30 @@ from marlhf.runs.layout import METRICS, RunError
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.checkpoint import list_checkpoints
 from marlhf.runtime.distributed import World, describe_lost_rank
-from marlhf.runtime.objects import NO_OBJECTS, GivenObjects
 from marlhf.runtime.optim import Diverged
 from marlhf.runtime.progress import console, say, stages_ahead, warn
+
+
+@dataclass(frozen=True)
+class GivenObjects:
+    """An object takes precedence over the config; where it is None, the config says."""
+
+    model: Model | None = None
+    tokenizer: Tokenizer | None = None
+    ref_model: Model | None = None
+    critic_model: Model | None = None
+    reward_funcs: Sequence[str | Model | Callable[..., Any]] | None = None
+    reward_tokenizers: Sequence[Tokenizer | None] | None = None
+    environment: Callable[[], Environment] | None = None
+    judge: Any = None
+    train_rows: list[Row] | None = None
+    eval_rows: list[Row] | None = None
+    peft_config: Any = None
+    callbacks: Sequence[Any] = ()
+
+
+NO_OBJECTS = GivenObjects()
+"""Everything from the config, as on the command line."""
 
 
 @dataclass(frozen=True)

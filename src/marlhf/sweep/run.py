@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from marlhf.evaluate.text_table import text_table
+from marlhf.evaluate.results import text_table
 from marlhf.report.write import write_report
 from marlhf.runs.layout import CHECKPOINTS
 from marlhf.runs.read import NoRuns, read_run

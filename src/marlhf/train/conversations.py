@@ -26,8 +26,7 @@ from marlhf.environments import (
 from marlhf.models.base import Tokenizer
 from marlhf.rollout.engine import Engine, Rollout, Sampling
 from marlhf.runtime.distributed import World, gather_rollout
-from marlhf.runtime.objects import GivenObjects
-from marlhf.runtime.stage import Example
+from marlhf.runtime.stage import Example, GivenObjects
 
 
 def conversations_of(

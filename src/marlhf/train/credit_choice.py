@@ -1,7 +1,7 @@
 """`credit: auto`: PPO measures several ways to assign credit, and uses the best.
 
 Every batch gives a gradient for every candidate: token scores from the pass that trains the policy
-(models/scores.py), weighted by the candidate's advantages. From a window of the last batches
+(models/logprobs.py), weighted by the candidate's advantages. From a window of the last batches
 `gradient_agreement` estimates the cosine of each candidate's gradient with the true one, whose
 estimator is token GAE with lambda 1: unbiased whatever the critic says. The candidate in use is
 replaced when another's cosine is larger by more than the error of their difference.
@@ -15,7 +15,6 @@ Axes: E candidates, B rows, T response tokens, M batches of the window, D number
 from __future__ import annotations
 
 import base64
-import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,10 +26,10 @@ from torch import Tensor
 from marlhf.config.candidates import Candidate
 from marlhf.config.settings import to_raw
 from marlhf.core import Agreement, NGram, Segments, gradient_agreement, segment
-from marlhf.models.scores import BLOCK, BLOCKS, TokenScores
+from marlhf.models.logprobs import BLOCK, BLOCKS, TokenScores
 from marlhf.runtime.distributed import World
-from marlhf.runtime.progress import say, warn
-from marlhf.train.critic_quality import LONG_REACH, THIRDS, WATCHED, KnowledgeWatch, knows_nothing
+from marlhf.runtime.progress import say
+from marlhf.train.critic_quality import LONG_REACH, THIRDS, WATCHED, knows_nothing
 from marlhf.train.experience import Credit, Experience, MicroBatch
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
@@ -325,77 +324,3 @@ def better(
     gain = agreement.cosine[best] - agreement.cosine[used]
     error = agreement.difference_error(best, used)
     return best if bool(gain > errors * error) else used
-
-
-MIN_REACH = 0.25
-"""Share of a response that credit should reach back over. With 0.12 (chained sums, lambda .95) PPO
-fell far behind; with 0.6 (the same with n = 5, TL;DR with lambda .95) nothing is lost."""
-MIN_EXPLAINED_VARIANCE = -1.0
-"""A critic below this adds more noise than the returns have. Of the runs on
-TL;DR (docs/results.md) one was below it for long; after 20 steps all others stay above -0.25."""
-FIRST_STEPS, LAST_STEPS = 40, 20
-"""Steps that a critic has to find its scale, and how many of the last steps count."""
-
-
-class CriticWatch:
-    """Warns where credit is lost: by settings, by a short reach, or by a critic that misleads."""
-
-    def __init__(self, config: PPOConfig) -> None:
-        single_tokens = isinstance(config.segmenter, NGram) and config.segmenter.n == 1
-        splits = config.split_last or single_tokens
-        self.divides_scores = config.pooling == "mean" and not splits
-        self.has_critic, self.auto, self.lam = (
-            config.has_critic,
-            config.credit == "auto",
-            config.lam,
-        )
-        self.recent: deque[float] = deque(maxlen=LAST_STEPS)
-        self.warned = False
-        self.watch_knowledge = KnowledgeWatch(config)
-        if self.divides_scores:  # now: later such a run looks as if it learnt
-            warn(
-                "pooling: mean divides the score by the length of the last macro action, which the "
-                "critic cannot foresee: on TL;DR critics hardly learnt it (docs/results.md). The "
-                "authors' code has split_last: true beside it; pooling: sum divides nothing."
-            )
-
-    def __call__(self, step: int, credit: Credit, metrics: Mapping[str, float]) -> None:
-        if not self.has_critic:
-            return
-        self.check_variance(step, metrics["rl/explained_variance"])
-        if not self.warned:
-            self.watch_knowledge(step, metrics)
-        # The reach of an adaptive lambda is a share of the response, which the user chose.
-        if step == 1 and not self.auto and not isinstance(self.lam, str):
-            reach = float(credit.reach(self.lam, alpha=1.0))
-            warn_about_short_reach(reach, metrics["rl/length"], self.lam)
-
-    def check_variance(self, step: int, explained: float) -> None:
-        """Warn once when the critic's values have long had a negative explained variance."""
-        self.recent.append(explained)
-        if self.warned or step < FIRST_STEPS or len(self.recent) < LAST_STEPS:
-            return
-        middle = statistics.median(self.recent)
-        if middle < MIN_EXPLAINED_VARIANCE:
-            self.warned = True
-            advice = (
-                "Raise critic_learning_rate, or bring scores to unit scale by normalize_scores."
-            )
-            if self.divides_scores:
-                advice = "Set split_last: true, or pooling: sum."
-            warn(
-                f"step {step}: the critic misleads: in the last {LAST_STEPS} steps its values "
-                f"explained less than nothing of the returns (explained variance {middle:.2g}), so "
-                f"advantages are mostly its mistakes. {advice}"
-            )
-
-
-def warn_about_short_reach(reach: float, length: float, lam: float) -> None:
-    """Where credit for the score, which is on the last token, ends long before the first tokens."""
-    if reach < MIN_REACH * length:
-        warn(
-            f"credit reaches {reach:.0f} tokens back (lam: {lam:g}), and responses have "
-            f"{length:.0f}: what is written early hardly learns from the score at the end. On sums "
-            "of 168 tokens a longer reach took 2.5 times fewer steps (docs/results.md). Try lam: "
-            "0.99 or 1, longer macro actions, or credit: auto; `marlhf credit` measures which."
-        )

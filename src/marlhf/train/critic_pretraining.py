@@ -38,11 +38,10 @@ from marlhf.train.critic_quality import (
     explained_by_thirds,
     explained_or_nothing,
 )
-from marlhf.train.critic_samples import CriticSamples, Returns, Shape
+from marlhf.train.critic_samples import CriticSamples, Returns, Shape, ValueTargets, regress
 from marlhf.train.experience import all_values
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_run import RLRun
-from marlhf.train.value_targets import ValueTargets, regress
 
 FOLDER = "critic_pretraining"
 PATIENCE = 3

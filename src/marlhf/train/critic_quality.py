@@ -1,4 +1,4 @@
-"""What a critic explains of the returns, by thirds of a response, and what to do if it is nothing.
+"""What a critic explains of the returns, by thirds of a response, with warnings where it is little.
 
 A critic knows little at the start of a response, where everything is still open. So one number for
 whole responses hides where it can be trusted.
@@ -18,6 +18,7 @@ from torch import Tensor
 from marlhf.core import NGram, masked_mean
 from marlhf.runtime.progress import warn
 from marlhf.runtime.timing import explained_variance
+from marlhf.train.experience import Credit
 from marlhf.train.ppo_config import PPOConfig
 
 THIRDS = tuple(f"rl/explained_variance_{third}" for third in (1, 2, 3))
@@ -96,3 +97,74 @@ def advice(config: PPOConfig) -> str:
         less = "lam: 1" if single or config.lam == "adaptive" else "lam nearer 1"
         reach = f"; or trust it less ({less})"
     return f"Either {teach}{reach}; or use RLOO, which needs no critic."
+
+
+MIN_REACH = 0.25
+"""Share of a response that credit should reach back over. With 0.12 (chained sums, lambda .95) PPO
+fell far behind; with 0.6 (the same with n = 5, TL;DR with lambda .95) nothing is lost."""
+MIN_EXPLAINED_VARIANCE = -1.0
+"""A critic below this adds more noise than the returns have. Of the runs on
+TL;DR (docs/results.md) one was below it for long; after 20 steps all others stay above -0.25."""
+FIRST_STEPS, LAST_STEPS = 40, 20
+"""Steps that a critic has to find its scale, and how many of the last steps count."""
+
+
+class CriticWatch:
+    """Warns where credit is lost: by settings, by a short reach, or by a critic that misleads."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        single_tokens = isinstance(config.segmenter, NGram) and config.segmenter.n == 1
+        splits = config.split_last or single_tokens
+        self.divides_scores = config.pooling == "mean" and not splits
+        self.has_critic, self.lam = config.has_critic, config.lam
+        self.auto = config.credit == "auto"
+        self.recent: deque[float] = deque(maxlen=LAST_STEPS)
+        self.warned = False
+        self.watch_knowledge = KnowledgeWatch(config)
+        if self.divides_scores:  # now: later such a run looks as if it learnt
+            warn(
+                "pooling: mean divides the score by the length of the last macro action, which the "
+                "critic cannot foresee: on TL;DR critics hardly learnt it (docs/results.md). The "
+                "authors' code has split_last: true beside it; pooling: sum divides nothing."
+            )
+
+    def __call__(self, step: int, credit: Credit, metrics: Mapping[str, float]) -> None:
+        if not self.has_critic:
+            return
+        self.check_variance(step, metrics["rl/explained_variance"])
+        if not self.warned:
+            self.watch_knowledge(step, metrics)
+        # The reach of an adaptive lambda is a share of the response, which the user chose.
+        if step == 1 and not self.auto and not isinstance(self.lam, str):
+            reach = float(credit.reach(self.lam, alpha=1.0))
+            warn_about_short_reach(reach, metrics["rl/length"], self.lam)
+
+    def check_variance(self, step: int, explained: float) -> None:
+        """Warn once when the critic's values have long had a negative explained variance."""
+        self.recent.append(explained)
+        if self.warned or step < FIRST_STEPS or len(self.recent) < LAST_STEPS:
+            return
+        middle = statistics.median(self.recent)
+        if middle < MIN_EXPLAINED_VARIANCE:
+            self.warned = True
+            advice = (
+                "Raise critic_learning_rate, or bring scores to unit scale by normalize_scores."
+            )
+            if self.divides_scores:
+                advice = "Set split_last: true, or pooling: sum."
+            warn(
+                f"step {step}: the critic misleads: in the last {LAST_STEPS} steps its values "
+                f"explained less than nothing of the returns (explained variance {middle:.2g}), so "
+                f"advantages are mostly its mistakes. {advice}"
+            )
+
+
+def warn_about_short_reach(reach: float, length: float, lam: float) -> None:
+    """Where credit for the score, which is on the last token, ends long before the first tokens."""
+    if reach < MIN_REACH * length:
+        warn(
+            f"credit reaches {reach:.0f} tokens back (lam: {lam:g}), and responses have "
+            f"{length:.0f}: what is written early hardly learns from the score at the end. On sums "
+            "of 168 tokens a longer reach took 2.5 times fewer steps (docs/results.md). Try lam: "
+            "0.99 or 1, longer macro actions, or credit: auto; `marlhf credit` measures which."
+        )

@@ -1,10 +1,14 @@
-"""Responses of the starting policy with the rewards of their tokens, kept on disk for the critic.
+"""Responses of the starting policy with the rewards of their tokens, kept on disk for the critic;
+and updates of the critic that regress on the return of every state.
+
+The returns are those of lambda 1: rewards that really came, with no value of a critic in them. They
+stay right targets when the critic changes, and nearly right ones while the policy changes slowly.
 
 They lie in `critic_samples/` beside the run, in a folder that is named after all that decides them.
 Runs that differ only in how they learn, as those of a sweep do, share them. One process samples at
 a time; another that wants the same ones waits for it, and samples itself if it is killed.
 
-Axes: B rows of a file, T response tokens.
+Axes: N stored rows, B rows of a file or an update, T response tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +30,25 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from marlhf.core import Segments, segment
+from marlhf.core import Segments, ppo_value_loss, segment
 from marlhf.fields import settings_with
 from marlhf.models.sequences import Sequences, send
 from marlhf.reward import RewardFunction
 from marlhf.runs.atomic import FolderInUse, explain_disk_errors, lock_folder, write_bytes
-from marlhf.runtime.optim import check_finite
+from marlhf.runtime.optim import Update, apply_updates, check_finite
 from marlhf.runtime.progress import say, warn
 from marlhf.spans.apply import explain_segmenter_errors
-from marlhf.train.experience import Experience, all_entropy, all_values, sample_examples
+from marlhf.train.experience import (
+    Experience,
+    all_entropy,
+    all_values,
+    count_terms,
+    micro_batches,
+    sample_examples,
+)
 from marlhf.train.ppo_config import PPOConfig
+from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import RLRun
-from marlhf.train.value_targets import ValueTargets
 
 SAMPLES = "critic_samples"
 CHUNK = 512
@@ -44,47 +57,13 @@ FINITE = ("logprobs", "ref_logprobs", "rewards")
 WAIT = 1.0
 """Seconds between two looks at what another process has sampled."""
 LEARNING = {
-    "segmenter",
-    "split_last",
-    "sigma",
-    "pooling",
-    "value_level",
-    "rho",
-    "lam",
-    "lam_alpha",
-    "positive_lm_coef",
-    "positive_score",
-    "lam_value",
-    "gamma",
-    "credit",
-    "credit_candidates",
-    "whiten",
-    "ratio",
-    "clip",
-    "dual_clip",
-    "value_clip",
-    "importance_cap",
-    "batch_size",
-    "num_mini_batches",
-    "num_ppo_epochs",
-    "num_epochs",
-    "num_steps",
-    "learning_rate",
-    "schedule",
-    "warmup_ratio",
-    "warmup_steps",
-    "weight_decay",
-    "max_grad_norm",
-    "kl_target",
-    "kl_horizon",
-    "critic_model",
-    "critic_learning_rate",
-    "critic_warmup_steps",
-    "critic_pretraining",
-    "critic_replay",
-    "critic_updates",
-    "eval_every",
-    "gold_model",
+    *("segmenter", "split_last", "sigma", "pooling", "value_level", "rho", "lam", "lam_alpha"),
+    *("positive_lm_coef", "positive_score", "lam_value", "gamma", "credit", "credit_candidates"),
+    *("whiten", "ratio", "clip", "dual_clip", "value_clip", "importance_cap", "batch_size"),
+    *("num_mini_batches", "num_ppo_epochs", "num_epochs", "num_steps", "learning_rate"),
+    *("schedule", "warmup_ratio", "warmup_steps", "weight_decay", "max_grad_norm", "kl_target"),
+    *("kl_horizon", "critic_model", "critic_learning_rate", "critic_warmup_steps"),
+    *("critic_pretraining", "critic_replay", "critic_updates", "eval_every", "gold_model"),
     "gradient_checkpointing",
 }
 """Settings that decide what is learnt from samples, and none of the starting policy's samples."""
@@ -279,3 +258,93 @@ def _source(function: Any) -> str:
         return hashlib.sha256(Path(file or "").read_bytes()).hexdigest()
     except (OSError, TypeError):
         return repr(type(function))
+
+
+@dataclass(frozen=True)
+class ValueTargets:
+    """Rows to regress on, on the host."""
+
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    mask: Tensor  # [N, T] bool, True on tokens that were sampled
+    ids: Tensor  # [N, T] int32, the macro action of each token
+    returns: Tensor  # [N, T], of lambda 1
+
+    @classmethod
+    def of(
+        cls,
+        prompts: list[list[int]],
+        experience: Experience,
+        segments: Segments,
+        returns: Tensor,  # [B, T]
+    ) -> ValueTargets:
+        """Those of a batch."""
+        host = [x.cpu() for x in (segments.mask, segments.ids.int(), returns.float())]
+        return cls(prompts, experience.response_tokens(), *host)
+
+    @classmethod
+    def join(cls, parts: Sequence[ValueTargets]) -> ValueTargets:
+        """All rows of several."""
+        width = max(part.mask.shape[1] for part in parts)
+
+        def padded(x: Tensor) -> Tensor:
+            return torch.nn.functional.pad(x, (0, width - x.shape[1]))
+
+        return cls(
+            list(chain.from_iterable(part.prompts for part in parts)),
+            list(chain.from_iterable(part.responses for part in parts)),
+            torch.cat([padded(part.mask) for part in parts]),
+            torch.cat([padded(part.ids) for part in parts]),
+            torch.cat([padded(part.returns) for part in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def rows(self, index: Sequence[int], models: Models) -> tuple[Sequences, Segments, Tensor]:
+        """Some rows on the device, without the padding that only the others needed."""
+        prompts, responses = [self.prompts[i] for i in index], [self.responses[i] for i in index]
+        where, width = torch.tensor(index), max(map(len, responses))
+        mask, ids, returns = (x[where, :width] for x in (self.mask, self.ids, self.returns))
+        pad, device = models.tokenizer.pad_token_id, models.world.device
+        sequences = Sequences.from_lists(prompts, responses, pad, device, sampled=mask)
+        segments = Segments(send(ids.long(), device), sequences.mask)
+        return sequences, segments, send(returns.contiguous(), device)
+
+
+def regress(
+    targets: ValueTargets,
+    index: Sequence[int],
+    models: Models,
+    optimizer: torch.optim.Optimizer,
+    learning_rate: float,
+    config: PPOConfig,
+) -> float:
+    """One update of the critic towards the returns of some rows, by squared error: the loss."""
+    sequences, segments, returns = targets.rows(index, models)
+    counts = count_terms(segments)
+
+    def backward() -> Tensor:
+        total = torch.zeros((), device=returns.device)
+        for micro in micro_batches(sequences, models.pass_tokens, models.world):
+            values, own = models.values(micro.sequences), micro.segments(segments)
+            loss = ppo_value_loss(
+                values,
+                values.detach(),
+                micro.take(returns),
+                own.mask,
+                clip=None,
+                level=config.value_level,
+                sigma=config.sigma,
+                segments=own,
+                num_tokens=counts[config.value_level],
+            )
+            (loss * micro.weight).backward()
+            total += loss.detach() * micro.weight
+        return total
+
+    loss = models.world.sum(models.fit_memory(backward, models.critic))
+    finite = [("the returns", returns), ("the critic's loss", loss)]
+    update = Update(models.critic, optimizer, learning_rate)
+    apply_updates([update], config.max_grad_norm, models.world, finite)
+    return float(loss)

@@ -35,10 +35,9 @@ from marlhf.runtime.checkpoint import list_checkpoints
 from marlhf.runtime.loop import OpenRun, in_run_folder
 from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.model_loader import check_tokenizer, load_trained_policy
-from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.progress import say
-from marlhf.runtime.stage import Example, check_positions
+from marlhf.runtime.stage import Example, GivenObjects, check_positions
 from marlhf.train.dpo_config import DPOConfig
 from marlhf.train.reward import MAX_HELD_OUT, accuracy
 from marlhf.train.supervised import Passes, SupervisedRun

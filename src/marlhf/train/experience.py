@@ -17,8 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from marlhf.config.model import Sampling
 from marlhf.config.rl import Ratio, RLConfig
-from marlhf.config.sampling import Sampling
 from marlhf.core import (
     Responses,
     Segmenter,
@@ -35,8 +35,7 @@ from marlhf.core import (
 )
 from marlhf.core.losses import pool_ratio
 from marlhf.environments import Beginning, EpisodeRecord, episode_metrics, scored_row, turn_rewards
-from marlhf.models.base import Model
-from marlhf.models.offload import loaded
+from marlhf.models.base import Model, loaded
 from marlhf.models.sequences import Sequences, send
 from marlhf.rollout.engine import Engine, Rollout
 from marlhf.runtime.distributed import World, gather_rollout

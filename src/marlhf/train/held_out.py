@@ -14,10 +14,10 @@ from marlhf.config.rl import RLConfig
 from marlhf.data.encode import decode
 from marlhf.data.sources import SOURCES
 from marlhf.environments import episode_metrics
+from marlhf.evaluate.score import repetition
 from marlhf.intervals import win_rate
 from marlhf.models.base import Tokenizer
 from marlhf.rollout.engine import Rollout
-from marlhf.rollout.repetition import repetition
 from marlhf.runs.layout import BEST, EVAL, SCORE_SCALE, RunError
 from marlhf.runtime.loop import Loop
 from marlhf.runtime.optim import check_finite

@@ -19,17 +19,16 @@ from marlhf.data import decode
 from marlhf.data.rows import is_blank
 from marlhf.judge.annotate import Store, preferences
 from marlhf.judge.annotate.pick import POOL, VOTES, write_pool
-from marlhf.runs.jsonl import read_jsonl, write_jsonl
+from marlhf.runs.atomic import read_jsonl, write_jsonl
 from marlhf.runs.layout import PAIRS, RunError
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import OpenRun, in_run_folder
-from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.progress import say
-from marlhf.runtime.stage import Example, batch_rows, count_steps, record_outcome
+from marlhf.runtime.stage import Example, GivenObjects, batch_rows, count_steps, record_outcome
+from marlhf.train.dpo_config import LabelConfig
 from marlhf.train.experience import sample_examples
 from marlhf.train.online_dpo import open_judge
-from marlhf.train.online_dpo_config import LabelConfig
 from marlhf.train.rl_models import Models, load_models, load_prompts
 
 SAMPLED = "sampled.jsonl"
@@ -64,12 +63,7 @@ def train(config: LabelConfig, opened: OpenRun) -> Path:
 
 
 def _sample(
-    config: LabelConfig,
-    objects: GivenObjects,
-    world: World,
-    run: RunFolder,
-    done: int,
-    check: Any,
+    config: LabelConfig, objects: GivenObjects, world: World, run: RunFolder, done: int, check: Any
 ) -> int:
     """Sample and label the batches that are left; returns how many there are in all."""
     if config.num_steps is not None and done >= config.num_steps:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from jinja2 import StrictUndefined, Template
 
 from marlhf.config.recipe_files import ConfigError
 from marlhf.data import DataConfig, Row, load_data, read_hub, read_records
@@ -20,7 +21,7 @@ from marlhf.data.load import hub_config, is_hub_name
 from marlhf.data.sources import PUBLISHED, SOURCES
 from marlhf.runs.atomic import write_text
 from marlhf.runs.layout import model_folder
-from marlhf.runs.lineage import parameters_in
+from marlhf.runs.read import parameters_in
 from marlhf.train.recipe import check_recipe
 
 Kind = Literal["preferences", "demonstrations", "answers", "prompts"]
@@ -57,13 +58,12 @@ KINDS = {
     "answers": "a prompt with the number that is the right answer",
     "prompts": "prompts alone, so a function of yours scores responses",
 }
-REWARD_LINES = {
-    "answers": ["    reward_funcs: [marlhf.reward.gsm8k:right_answer]  # 1 for the right number"],
-    "prompts": [
-        "    reward_funcs: [rewards:score]  # rewards.py, where marlhf is run",
-        "    code: [rewards]",
-    ],
-}
+TEMPLATE = Template(
+    (Path(__file__).parent / "new_recipe.yaml.jinja").read_text(encoding="utf-8"),
+    trim_blocks=True,
+    keep_trailing_newline=True,
+    undefined=StrictUndefined,
+)
 REWARDS = '''"""Scores responses. Write what you want more of: higher is better."""
 
 
@@ -250,58 +250,24 @@ def _recipe(
     settings |= {"chat": True} if instruct and not facts.messages else {}
     settings |= {"eval_size": 0.2 if facts.rows < 300 else max(60, min(200, facts.rows // 20))}
     settings |= {} if len(stages) > 1 else {"parts": {}}
-    lines = [
-        f"# {stages[-1].upper()} of {model} on {facts.kind} in {Path(data).name}",
-        f"# Try two steps: marlhf run {path} num_steps=2 output_dir=runs/try",
-        f"# Every setting: marlhf config {stages[-1]}",
-        f"output_dir: runs/{path.stem}",
-        "defaults:",
-        f"  # {facts.rows} rows: {KINDS[facts.kind]}.",
-        f"  data: {_flow(settings)}",
-        f"  batch_size: {batch}",
-    ]
-    if lora:
-        lines += [
-            f"  # Not all weights fit {memory:g} GB: adapters train.",
-            f"  lora: {_flow(lora)}",
-        ]
-    sampling = f"{{max_new_tokens: {256 if memory else 64}}}"
-    texts = {
-        "sft": [
-            "  # The model learns to answer as in the data.",
-            "  sft:",
-            f"    model: {_scalar(model)}",
-            f"    learning_rate: {rate:.1e}",
-        ],
-        "reward": [
-            "  # A model learns which of two responses is better.",
-            "  reward:",
-            '    model: "@sft"',
-            f"    learning_rate: {rate:.1e}",
-        ],
-        "ppo": [
-            "  # The policy learns to write what that model prefers.",
-            "  ppo:",
-            '    model: "@sft"',
-            '    reward_model: "@reward"',
-            f"    learning_rate: {rate / 10:.1e}",
-            f"    critic_learning_rate: {rate:.1e}",
-            "    segmenter: {type: ngram, n: 5}  # macro actions of 5 tokens; n: 1 is ordinary PPO",
-            "    kl_coef: 0.05  # higher stays closer to the model after SFT",
-            f"    sampling: {sampling}",
-        ],
-        "grpo": [
-            "  # Several responses to each prompt, compared with each other.",
-            "  grpo:",
-            f"    model: {_scalar(model)}",
-            *REWARD_LINES.get(facts.kind, []),
-            "    num_samples: 8",
-            f"    learning_rate: {rate / 10:.1e}",
-            f"    sampling: {sampling}",
-        ],
-    }
-    lines += ["stages:", *itertools.chain.from_iterable(texts[stage] for stage in stages)]
-    return "\n".join(lines) + "\n"
+    return TEMPLATE.render(
+        stages=stages,
+        model=model,
+        kind=facts.kind,
+        about=KINDS[facts.kind],
+        name=Path(data).name,
+        path=path,
+        rows=facts.rows,
+        data=settings,
+        batch_size=batch,
+        memory=f"{memory:g}",
+        lora=lora,
+        rate=f"{rate:.1e}",
+        tenth=f"{rate / 10:.1e}",
+        max_new_tokens=256 if memory else 64,
+        flow=_flow,
+        scalar=_scalar,
+    )
 
 
 def _flow(value: Any) -> str:

@@ -26,11 +26,11 @@ from marlhf.judge.verdicts import WINS, Verdict
 from marlhf.models.base import Tokenizer
 from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import OpenRun, in_run_folder
-from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.optim import check_finite
+from marlhf.runtime.stage import GivenObjects
 from marlhf.train.dpo import ranking_accuracy
+from marlhf.train.dpo_config import OnlineDPOConfig, PairsConfig
 from marlhf.train.experience import Credit, Experience
-from marlhf.train.online_dpo_config import OnlineDPOConfig, PairsConfig
 from marlhf.train.ppo import shape_and_segment
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import RLRun

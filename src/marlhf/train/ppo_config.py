@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from marlhf.config.candidates import CANDIDATES, TURN_CANDIDATES, Candidate, parse_candidates
-from marlhf.config.presets import presets_of
 from marlhf.config.rl import RLConfig
 from marlhf.errors import SettingError
 from marlhf.fields import check_settings, setting
@@ -121,7 +120,7 @@ class PPOConfig(RLConfig):
     positive_score: float = 0.0
     """With `positive_lm_coef`: a response with a higher score than this is a positive example."""
 
-    presets = presets_of("ppo")
+    preset_kind = "ppo"
 
     def __post_init__(self) -> None:
         super().__post_init__()

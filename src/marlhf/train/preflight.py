@@ -23,19 +23,18 @@ from marlhf.models.base import ModelError, pick_device
 from marlhf.models.load import check_embeddings, load_tokenizer, locate
 from marlhf.models.tiny import MAX_POSITIONS
 from marlhf.reward import RewardFunction, import_function
-from marlhf.runs.layout import MODEL, read_object
-from marlhf.runs.stage_facts import facts_of
+from marlhf.runs.layout import MODEL, facts_of, read_object
 from marlhf.runs.write import is_finished
 from marlhf.runtime.model_card import check_push, hub_name
 from marlhf.runtime.model_loader import check_tokenizer, reward_items
-from marlhf.runtime.objects import NO_OBJECTS
 from marlhf.runtime.optim import import_adamw_8bit
 from marlhf.runtime.progress import say
+from marlhf.runtime.stage import NO_OBJECTS
 from marlhf.runtime.trackers import check_installed
 from marlhf.spans.parser import build_parser
-from marlhf.train.answer_values import check_answers
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.recipe import ConfigError, Stage, make_segmenters
+from marlhf.train.state_values import check_answers
 
 
 def check_stages(stages: Sequence[Stage]) -> list[Stage]:

@@ -24,10 +24,9 @@ from marlhf.reward.steps import StepEnds, cut_steps
 from marlhf.runs.layout import RunError
 from marlhf.runtime.loop import OpenRun, in_run_folder
 from marlhf.runtime.model_loader import load_trained_scalar
-from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.progress import say, warn
-from marlhf.runtime.stage import Example
+from marlhf.runtime.stage import Example, GivenObjects
 from marlhf.train.prm_config import PRMConfig
 from marlhf.train.step_labels import label_steps
 from marlhf.train.supervised import Passes, SupervisedRun

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from marlhf.config.sampling import Sampling
+from marlhf.config.model import Sampling
 from marlhf.config.stage import StageConfig
 from marlhf.errors import SettingError
 from marlhf.fields import check_settings, setting

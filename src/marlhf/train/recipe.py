@@ -29,15 +29,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from marlhf.config.build import (
-    at,
-    build,
-    field_names,
-    make_segmenter,
-    raise_problems,
-    unknown,
-)
-from marlhf.config.presets import PRESETS
+from marlhf.config.build import at, build, field_names, make_segmenter, raise_problems, unknown
+from marlhf.config.presets import PRESETS, presets_of
 from marlhf.config.recipe_files import (
     ConfigError,
     Raw,
@@ -369,11 +362,15 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage 
         problems.append(unknown(at(where, "kind"), str(kind), STAGES))
         return None
     config_class = STAGES[kind].config
-    presets = config_class.presets
+    presets = presets_of(config_class.preset_kind)
     if preset is not None and preset not in presets:
         none = "" if presets else f" {kind} has no presets."
         if str(preset) in PRESETS:
-            kinds = [name for name, method in STAGES.items() if preset in method.config.presets]
+            kinds = [
+                name
+                for name, method in STAGES.items()
+                if preset in presets_of(method.config.preset_kind)
+            ]
             none = f" {preset} is a preset of {' and '.join(kinds)} stages."
         problems.append(unknown(at(where, "preset"), str(preset), presets) + none)
         return None
@@ -414,4 +411,4 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage 
 def _stage_keys(name: str, stage: Raw) -> set[str]:
     """What may be set in a stage."""
     config = kind_class(str(stage.get("kind", name)))
-    return field_names(config) | ({"preset"} if config.presets else set())
+    return field_names(config) | ({"preset"} if config.preset_kind else set())

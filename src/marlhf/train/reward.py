@@ -31,9 +31,8 @@ from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import OpenRun, in_run_folder
 from marlhf.runtime.model_loader import load_trained_scalar
-from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.optim import check_finite
-from marlhf.runtime.stage import Example
+from marlhf.runtime.stage import Example, GivenObjects
 from marlhf.train.reward_config import RewardConfig
 from marlhf.train.supervised import Passes, SupervisedRun
 

@@ -11,19 +11,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from marlhf.config.model import Precision
+from marlhf.config.model import Precision, Sampling
 from marlhf.config.rl import RLConfig
-from marlhf.config.sampling import Sampling
 from marlhf.core import Vocabulary
 from marlhf.data import Row
 from marlhf.environments import Conversations
 from marlhf.models.base import Model, Tokenizer, autocast
 from marlhf.models.forward import token_stats, token_values
 from marlhf.models.load import check_vocabulary, end_tokens, load_tokenizer, step_separator
-from marlhf.models.scores import TokenScores
+from marlhf.models.logprobs import TokenScores
 from marlhf.models.sequences import Sequences
 from marlhf.reward import RewardFunction, RewardModel, Rewards, import_function
-from marlhf.reward.places import at_last_tokens
+from marlhf.reward.functions import at_last_tokens
 from marlhf.reward.process import ProcessModel
 from marlhf.rollout.engine import AsyncEngine, Engine, Rollout
 from marlhf.rollout.native import NativeEngine
@@ -40,9 +39,14 @@ from marlhf.runtime.model_loader import (
     reward_items,
     rl_sources,
 )
-from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.progress import say
-from marlhf.runtime.stage import Example, check_positions, each_prompt_once, load_examples
+from marlhf.runtime.stage import (
+    Example,
+    GivenObjects,
+    check_positions,
+    each_prompt_once,
+    load_examples,
+)
 from marlhf.spans import vocabulary
 from marlhf.spans.apply import Parsing, open_parsing
 from marlhf.train.conversations import conversations_of

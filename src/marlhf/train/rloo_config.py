@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from marlhf.config.presets import presets_of
 from marlhf.config.rl import Ratio, RLConfig, Segmenter, ngram
 from marlhf.config.settings import to_raw
 from marlhf.config.stage import Schedule
@@ -57,7 +56,7 @@ class RLOOConfig(RLConfig):
     update_share: float = setting(1.0, above=0, most=1, on_card=True)
     """The share of a batch's responses that the update uses: those with the largest advantages."""
 
-    presets = presets_of("rloo")
+    preset_kind = "rloo"
 
     def __post_init__(self) -> None:
         super().__post_init__()

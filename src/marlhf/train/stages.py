@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from marlhf.config.stage import StageConfig
-from marlhf.train.dpo_config import DPOConfig
-from marlhf.train.online_dpo_config import LabelConfig, OnlineDPOConfig
+from marlhf.train.dpo_config import DPOConfig, LabelConfig, OnlineDPOConfig
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.prm_config import PRMConfig
 from marlhf.train.reward_config import RewardConfig

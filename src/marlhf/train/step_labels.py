@@ -22,7 +22,7 @@ from marlhf.models.load import end_tokens, load_tokenizer
 from marlhf.reward import Rewards, import_function
 from marlhf.reward.steps import StepEnds, cut_steps
 from marlhf.rollout.native import NativeEngine
-from marlhf.runs.jsonl import append_jsonl, read_jsonl
+from marlhf.runs.atomic import append_jsonl, read_jsonl
 from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.distributed import World

@@ -54,11 +54,7 @@ class SupervisedRun:
     """Model and rows of a stage that learns from given responses; with `begin` its loop."""
 
     def __init__(
-        self,
-        config: Any,
-        opened: OpenRun,
-        load_model: Callable[..., Model],
-        part: str,
+        self, config: Any, opened: OpenRun, load_model: Callable[..., Model], part: str
     ) -> None:
         self.config, self.run, self.world = config, opened.folder, opened.world
         self.objects = opened.objects

@@ -15,23 +15,22 @@ from transformers import TrainerState
 from transformers.trainer_utils import TrainOutput
 
 from marlhf.config.build import field_names
+from marlhf.config.settings import hint_for
 from marlhf.config.stage import DEFAULT_DATA, StageConfig, refuse_unknown
-from marlhf.config.trl_names import hint_for
 from marlhf.data import DataConfig, Row, rows_from_records
-from marlhf.data.splits import held_out
+from marlhf.data.load import held_out
 from marlhf.errors import SettingError
 from marlhf.models.adapter_files import adapter_base, find_adapter, import_peft, saved_members
 from marlhf.models.base import Model, Tokenizer
 from marlhf.models.load import load_policy, load_scalar, load_tokenizer
-from marlhf.runs.layout import RunError, read_config
-from marlhf.runs.stage_facts import facts_of
+from marlhf.runs.atomic import read_jsonl
+from marlhf.runs.layout import METRICS, RunError, facts_of, read_config
 from marlhf.runs.write import ReadOnlyRunFolder, RunFolder
 from marlhf.runtime.checkpoint import list_checkpoints
 from marlhf.runtime.model_card import push, write_card
-from marlhf.runtime.objects import GivenObjects
 from marlhf.runtime.progress import say
+from marlhf.runtime.stage import GivenObjects
 from marlhf.train.stages import METHODS
-from marlhf.trainers.history import last_evaluation, trainer_state, training_loss
 from marlhf.trainers.inputs import (
     GIVEN,
     Dataset,
@@ -341,3 +340,29 @@ class Trainer:
         if not folder.is_dir():
             raise RunError(f"There is no trained model in {folder.parent}. Call train() first.")
         return folder
+
+
+def trainer_state(folder: Path) -> TrainerState:
+    """The steps and evaluations of a run, under the names that transformers gives them."""
+    history = [_renamed(row) for row in read_jsonl(folder / METRICS).rows]
+    last = max((row["step"] for row in history), default=0)
+    return TrainerState(global_step=last, max_steps=last, log_history=history)
+
+
+def _renamed(row: dict[str, Any]) -> dict[str, Any]:
+    """`eval/score` is `eval_score` there, and the loss of any method is `loss`."""
+    named = {key.replace("eval/", "eval_", 1): x for key, x in row.items() if key != "kind"}
+    losses = [x for key, x in row.items() if key.endswith(("/loss", "/policy_loss"))]
+    return named | ({"loss": losses[0]} if losses and row["kind"] == "train" else {})
+
+
+def training_loss(state: TrainerState) -> float:
+    """The mean loss of the steps taken; NaN before the first."""
+    losses = [row["loss"] for row in state.log_history if "loss" in row]
+    return sum(losses) / len(losses) if losses else float("nan")
+
+
+def last_evaluation(state: TrainerState) -> dict[str, float]:
+    """The metrics of the last evaluation on held-out rows; nothing before it."""
+    rows = (row for row in reversed(state.log_history) if any("eval_" in key for key in row))
+    return {key: x for key, x in next(rows, {}).items() if key.startswith("eval_")}

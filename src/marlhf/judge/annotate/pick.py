@@ -20,7 +20,7 @@ from marlhf.data.rows import Text, is_blank
 from marlhf.judge.annotate.session import export_pairs
 from marlhf.judge.annotate.store import Store
 from marlhf.judge.pairs import JudgeError, Pair, Response
-from marlhf.runs.jsonl import read_jsonl, write_jsonl
+from marlhf.runs.atomic import read_jsonl, write_jsonl
 
 if TYPE_CHECKING:
     from marlhf.intervals import Floats

@@ -33,7 +33,7 @@ from marlhf.judge.annotate.store import (
     VoteError,
 )
 from marlhf.judge.pairs import JudgeError
-from marlhf.runs.episodes import split_turns
+from marlhf.runs.evaluations import split_turns
 
 HERE = Path(__file__).parent
 LONGEST_BODY = 4096

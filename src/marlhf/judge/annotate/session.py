@@ -19,8 +19,7 @@ from marlhf.judge.annotate.tasks import Item, RunPair, find_guide, read_items
 from marlhf.judge.criteria import slug
 from marlhf.judge.pairs import JudgeError, home
 from marlhf.judge.verdicts import WINS, Judgement, write_verdicts
-from marlhf.runs.atomic import write_text
-from marlhf.runs.jsonl import write_jsonl
+from marlhf.runs.atomic import write_jsonl, write_text
 from marlhf.runs.layout import JUDGED
 
 PORT = 8123

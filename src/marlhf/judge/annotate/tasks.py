@@ -59,11 +59,7 @@ GUIDES = {task: read_guide(Path(__file__).parent / "guides" / f"{task}.yaml") fo
 
 
 def find_guide(
-    task: str,
-    question: str | None = None,
-    criteria: Sequence[str] = (),
-    *,
-    strength: bool = False,
+    task: str, question: str | None = None, criteria: Sequence[str] = (), *, strength: bool = False
 ) -> tuple[str, Guide]:
     """A guide with its name: of a task, of a YAML file of your own, or of a question.
 

@@ -13,9 +13,8 @@ from markupsafe import Markup
 from marlhf.intervals import Interval
 from marlhf.report.charts import Series, legend_of, line_chart
 from marlhf.report.dots import Dot, dot_rows
-from marlhf.report.formats import bold, code, num
 from marlhf.report.groups import Group, labelled
-from marlhf.report.page import Cell, Column, figure, grid, part, section, table
+from marlhf.report.page import Cell, Column, bold, code, figure, grid, num, part, section, table
 from marlhf.report.sections.curves import curve_figure
 from marlhf.runs.layout import CREDIT, HEADROOM
 from marlhf.runs.read import Row, Run, number

@@ -24,9 +24,19 @@ from marlhf.evaluate.results import (
 from marlhf.intervals import NO_INTERVAL, Interval
 from marlhf.report.charts import Series, legend_of, line_chart
 from marlhf.report.dots import Dot, Trail, dots_figure, heat_map, sweep_chart
-from marlhf.report.formats import percent
 from marlhf.report.groups import Group, labelled
-from marlhf.report.page import NUM_COLOURS, Below, Cell, Chip, Column, figure, grid, section, table
+from marlhf.report.page import (
+    NUM_COLOURS,
+    Below,
+    Cell,
+    Chip,
+    Column,
+    figure,
+    grid,
+    percent,
+    section,
+    table,
+)
 from marlhf.report.sections.prompts import distribution_figure
 
 SHARES = ("repetition", "distinct_1", "distinct_2", "ended", "success")

@@ -12,7 +12,6 @@ from markupsafe import Markup
 from marlhf.intervals import Curve, Floats, Interval, first_reaching, mean, thin
 from marlhf.report.charts import LARGE, Series, legend_of, line_chart
 from marlhf.report.dots import Dot, dots_figure
-from marlhf.report.formats import duration, num, signed
 from marlhf.report.groups import Group, measured_alike
 from marlhf.report.measures import CurveComparison, at_kl, common_kl
 from marlhf.report.page import (
@@ -21,11 +20,14 @@ from marlhf.report.page import (
     Chip,
     Column,
     csv_link,
+    duration,
     figure,
     grid,
     heading,
+    num,
     part,
     section,
+    signed,
     table,
 )
 from marlhf.runs.read import Row, Run, number

@@ -15,9 +15,8 @@ from marlhf.judge.agreement import compare, read_votes
 from marlhf.judge.pairs import JudgeError, read_lines
 from marlhf.judge.verdicts import REVERSED, share_with_bounds
 from marlhf.report.dots import Dot, dots_figure, stacked_bars
-from marlhf.report.formats import percent, signed
 from marlhf.report.groups import Group, groups_by_name
-from marlhf.report.page import Column, figure, grid, heading, part, section, table
+from marlhf.report.page import Column, figure, grid, heading, part, percent, section, signed, table
 from marlhf.runs.layout import JUDGED, read_object
 from marlhf.runs.read import Run, number
 

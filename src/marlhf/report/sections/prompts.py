@@ -9,9 +9,8 @@ from markupsafe import Markup
 from marlhf.evaluate.results import expected_best, read_grids
 from marlhf.intervals import mean, thin, win_rate
 from marlhf.report.charts import distribution, histogram, scatter
-from marlhf.report.formats import percent
 from marlhf.report.groups import START_COLOUR, Group, measured_alike, same_prompts
-from marlhf.report.page import Cell, figure, grid, heading, section
+from marlhf.report.page import Cell, figure, grid, heading, percent, section
 
 MAX_ROWS = 1000
 MAX_SHIFTS = 12

@@ -1,19 +1,32 @@
-"""The first screen: the answer, one table, and what they do and do not show."""
+"""The first screen: the answer, one table, what they do and do not show; and the settings."""
 
 from __future__ import annotations
 
 import math
 
+import yaml
 from markupsafe import Markup
 
 from marlhf.intervals import Interval
 from marlhf.report.answer import answer
 from marlhf.report.dots import Dot, dots_figure
 from marlhf.report.findings import reward_health, shows, shows_not, verdict
-from marlhf.report.formats import duration, num, percent
-from marlhf.report.groups import START_COLOUR, Group, describe_methods
+from marlhf.report.groups import START_COLOUR, Group, describe_methods, differences
 from marlhf.report.measures import final_score, start_score
-from marlhf.report.page import Below, Chip, Column, grid, part, section, table
+from marlhf.report.page import (
+    Below,
+    Chip,
+    Column,
+    code,
+    csv_link,
+    duration,
+    grid,
+    num,
+    part,
+    percent,
+    section,
+    table,
+)
 from marlhf.report.sections.curves import name_cell, stage_table
 from marlhf.runs.read import Run
 
@@ -100,3 +113,38 @@ def _policy_table(policies: list[Group]) -> Markup:
         ends = [group.last_step, group.seconds]
         rows.append([name_cell(group, method), method, Below(score, below), *values, *ends])
     return table(columns, rows, file="summary")
+
+
+MAX_CONFIG_CHARS = 20_000
+MAX_CONFIGS = 40
+MAX_CHARS = 80
+
+
+def settings(groups: list[Group]) -> Markup:
+    """The settings in which runs of one stage differ, seeds and output folders aside."""
+    tables: list[Markup] = []
+    for stage in dict.fromkeys(group.stage for group in groups):
+        alike = [group for group in groups if group.stage == stage]
+        rows = [[key, *values] for key, values in differences(alike)]
+        if rows:
+            chips = [part("chip", label=group.label, colour=group.colour) for group in alike]
+            columns = [Column("Setting", form=code), *(Column(each, form=_short) for each in chips)]
+            names = ["setting", *(group.label for group in alike)]
+            link = csv_link(f"settings {stage}", names, rows)
+            tables.append(table(columns, rows, csv=link, words=len(columns)))
+    # Everything that was set for a run, as a recipe would have it; of several seeds, the first.
+    configs = [
+        (group.label, yaml.safe_dump(group.config, sort_keys=False, allow_unicode=True))
+        for group in groups[:MAX_CONFIGS]
+        if group.config
+    ]
+    return section(
+        "settings",
+        *tables,
+        *(part("config", label=label, text=text[:MAX_CONFIG_CHARS]) for label, text in configs),
+        differ=bool(tables),
+    )
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= MAX_CHARS else value[: MAX_CHARS - 1] + "\u2026"

@@ -17,7 +17,6 @@ from markupsafe import Markup
 
 from marlhf.report.charts import legend_of
 from marlhf.report.dots import Dot, Trail, dot_rows, sweep_chart
-from marlhf.report.formats import warn
 from marlhf.report.groups import (
     Group,
     describe_methods,
@@ -28,8 +27,8 @@ from marlhf.report.groups import (
     unlike,
 )
 from marlhf.report.measures import final_score, scored
-from marlhf.report.page import NUM_COLOURS, Cell, figure, grid, heading, section
-from marlhf.runs.lineage import num_parameters
+from marlhf.report.page import NUM_COLOURS, Cell, figure, grid, heading, section, warn
+from marlhf.runs.read import num_parameters
 
 RULE = "segmenter"
 """The termination rule as a whole: its type and all its settings."""

@@ -29,16 +29,9 @@ What it does not cover:
 from marlhf.reward.sandbox.pool import PRELOAD, Sandbox, SandboxUnavailable, SandboxWarning
 from marlhf.reward.sandbox.protocol import Call, Case, Opaque, Outcome, Program, Status, Suite
 
+# fmt: off
 __all__ = [
-    "PRELOAD",
-    "Call",
-    "Case",
-    "Opaque",
-    "Outcome",
-    "Program",
-    "Sandbox",
-    "SandboxUnavailable",
-    "SandboxWarning",
-    "Status",
-    "Suite",
+    "PRELOAD", "Call", "Case", "Opaque", "Outcome", "Program", "Sandbox", "SandboxUnavailable",
+    "SandboxWarning", "Status", "Suite",
 ]
+# fmt: on

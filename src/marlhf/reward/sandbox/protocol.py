@@ -14,13 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Status = Literal[
-    "ok",
-    "compile_error",
-    "runtime_error",
-    "timeout",
-    "memory",
-    "output_limit",
-    "sandbox_error",
+    "ok", "compile_error", "runtime_error", "timeout", "memory", "output_limit", "sandbox_error"
 ]
 
 
