@@ -19,8 +19,9 @@ from marlhf.models.forward import (
     token_values,
 )
 from marlhf.models.llama import is_unchanged
+from marlhf.rollout import Sampling
 from marlhf.rollout.llama import LlamaDecoder
-from marlhf.rollout.native import decoder_error
+from marlhf.rollout.native import NativeEngine, decoder_error
 
 gpu = [
     pytest.mark.gpu,

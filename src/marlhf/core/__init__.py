@@ -46,9 +46,10 @@ from marlhf.core.segments import Segments
 
 # fmt: off
 __all__ = [
-    "Agreement", "Constituents", "Entropy", "Lines", "NGram", "Perplexity", "RandomNGram",
-    "Responses", "Segmenter", "Segments", "Sentences", "Surprise", "Turns", "ValueChange",
-    "Vocabulary", "Words", "adaptive_lam", "at_last_token", "boundary_gae", "dpo_loss", "gae",
+    "Agreement", "Constituents", "Entropy", "Learned", "Lines", "NGram", "Perplexity",
+    "RandomNGram", "Responses", "Segmenter", "Segments", "Sentences", "Surprise", "Turns",
+    "ValueChange", "Vocabulary", "Words", "adaptive_lam", "at_last_token", "boundary_gae",
+    "dpo_loss", "gae",
     "gradient_agreement", "group_advantages", "importance_weights", "jackknife_error",
     "kl_estimate", "macro_gae", "masked_mean", "moments", "needs", "overlong_penalty", "pack_spans",
     "parser_of", "pool_rewards", "ppo_policy_loss", "ppo_value_loss", "reward_loss",

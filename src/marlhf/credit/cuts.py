@@ -21,7 +21,7 @@ from marlhf.core.segmenters import FEATURES
 from marlhf.credit.measure import Measured, batch_gradients
 from marlhf.credit.state import CreditError, RunState
 from marlhf.credit.ways import Way
-from marlhf.models.scores import BLOCKS
+from marlhf.models.logprobs import BLOCKS
 from marlhf.runs.atomic import write_json
 from marlhf.runs.layout import CUTS
 from marlhf.train.credit_choice import ERRORS, options_of

@@ -27,7 +27,14 @@ from marlhf.data.collate import pad_right
 from marlhf.errors import SettingError
 from marlhf.models.adapters import AdaptedModel
 from marlhf.models.compile import compile_blocks, uncompiled
-from marlhf.models.llama import LENGTH_DEPENDENT_ROPE, is_plain_llama, is_unchanged, selected_hidden
+from marlhf.models.heads import members_of
+from marlhf.models.llama import (
+    LENGTH_DEPENDENT_ROPE,
+    is_plain_llama,
+    is_unchanged,
+    selected_hidden,
+    unwrapped,
+)
 from marlhf.models.logprobs import LogitRule, TokenScores, chosen_logprobs, fit_rule, probe
 from marlhf.models.sequences import Sequences, send
 

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from marlhf.kernels.attention import causal_attention
 from marlhf.kernels.logprobs import has_triton
+from marlhf.models.adapters import AdaptedModel, is_adapted_linear
 from marlhf.models.base import Model
 from marlhf.models.compile import VARIANTS
 from marlhf.models.sequences import send

@@ -48,7 +48,6 @@ from marlhf.rollout.slots import (
     sharded,
 )
 from marlhf.rollout.state import DecodeState
-from marlhf.rollout.tiers import run_tiers, tier_rooms
 
 SIZE_MULTIPLE = 64
 """Slots and positions are rounded up to this, so that batches of similar size share a cache."""
