@@ -27,6 +27,7 @@ from evidence.results import (
     LABELS,
     OTHER_BETAS,
     PROCESS_LABELS,
+    REACH_LABELS,
     QWEN_LABELS,
     QWEN_TASKS,
     SUMS_LABELS,
@@ -108,8 +109,10 @@ def sweep_folder(tmp_path) -> Path:
     for name in ("ppo/run.json", "ppo/config.yaml", "ppo/model/config.json", "cache/a.json"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
-    for name in ("ppo.log", "ppo/metrics.jsonl", "data/tldr/train.jsonl"):
+    for name in ("ppo.log", "data/tldr/train.jsonl"):
         write_lines(folder / name, [{}])
+    metrics = {"step": 1, "rl/explained_variance_1": 0.123456, "rl/clip_fraction": 0.1}
+    write_lines(folder / "ppo" / "metrics.jsonl", [metrics])
     return folder
 
 
@@ -135,7 +138,10 @@ def test_the_page_s_archive_has_rounded_evaluations(sweep_folder, tmp_path, monk
     archive, inside = tmp_path / "evidence.tar.xz", tmp_path / "unpacked"
     run_pack(monkeypatch, sweep_folder, archive, "--page")
     run_pack(monkeypatch, "--unpack", archive, inside)
-    assert files_in(inside) == {"ppo/eval.jsonl", "ppo/run.json", "ppo/config.yaml"}
+    kept = {"eval.jsonl", "metrics.jsonl", "run.json", "config.yaml"}
+    assert files_in(inside) == {f"ppo/{name}" for name in kept}
+    metrics = read_lines(inside / "ppo" / "metrics.jsonl")
+    assert metrics == [{"step": 1, "rl/explained_variance_1": 0.1235}]
     last = read_lines(inside / "ppo" / "eval.jsonl")
     assert last[0] == {"step": 0, "scores": [0.12, None], "kl": [0.0, 0.1], "length": [3, 4]}
     assert last[1] == {"step": 5, "scores": [1.23, 1.0], "kl": [2.0, 3.1], "length": [3, 4]}
@@ -211,6 +217,9 @@ def test_every_stage_of_the_recipe_has_a_place_in_the_tables():
         assert stage.config.kl_coef == OTHER_BETAS.get(method_of(stage.name)[-4:], 0.05)
 
 
+REACH = {"rloo", *REACH_LABELS, *(f"{method}-pre" for method in REACH_LABELS)}
+
+
 @pytest.mark.parametrize(
     ("recipe", "labels"),
     [
@@ -218,6 +227,7 @@ def test_every_stage_of_the_recipe_has_a_place_in_the_tables():
         ("evidence/updates", UPDATES_LABELS | FAST_LABELS),
         ("evidence/coarse", COARSE_LABELS),
         ("evidence/prm", PROCESS_LABELS),
+        ("evidence/critic-reach", REACH),
     ],
 )
 def test_every_stage_of_the_sums_has_a_place_in_its_table(recipe, labels):

@@ -8,14 +8,16 @@ import tarfile
 from pathlib import Path
 
 from marlhf.runs.atomic import read_jsonl
-from marlhf.runs.layout import CONFIG, EVAL, STATE
+from marlhf.runs.layout import CONFIG, EVAL, METRICS, STATE
 
 LEFT_OUT = {"model", "best", "critic", "checkpoints", "cache"}
 ENDINGS = {".json", ".jsonl", ".yaml", ".log"}
-PAGE_FILES = {CONFIG, EVAL, STATE}
+PAGE_FILES = {CONFIG, EVAL, METRICS, STATE}
 """What the page of results is made from, and all of `measured/`."""
 DECIMALS = {"scores": 2, "gold": 2, "kl": 1, "length": 0}
 """Of the numbers of one prompt. Rounding moves a mean over 400 prompts by less than 0.002."""
+SHOWN = ("kind", "step", "seconds", "rl/score", "rl/kl", "rl/length")
+"""Metrics that a page may read, beside how much of the returns the critic explains."""
 
 
 def pack(out: Path, file: Path, *, for_page: bool = False) -> Path:
@@ -37,8 +39,9 @@ def pack(out: Path, file: Path, *, for_page: bool = False) -> Path:
             if for_page and path.name not in PAGE_FILES and inside.parts[0] != "measured":
                 continue
             name = f"evidence/{inside}"
-            if for_page and path.name == EVAL:
-                _add_bytes(archive, name, _rounded(path))
+            if for_page and path.name in (EVAL, METRICS):
+                shorten = _rounded if path.name == EVAL else _few_metrics
+                _add_bytes(archive, name, shorten(path))
             else:
                 archive.add(path, name, filter=_anonymous)
     new.replace(file)
@@ -61,6 +64,18 @@ def _rounded(file: Path) -> bytes:
                 kept[key] = [_short(value, decimals) for value in row[key]]
         lines.append(json.dumps(kept, separators=(",", ":")) + "\n")
     return "".join(lines).encode()
+
+
+def _few_metrics(file: Path) -> bytes:
+    lines = [
+        {
+            name: round(value, 4) if isinstance(value, float) else value
+            for name, value in row.items()
+            if name in SHOWN or "explained_variance" in name
+        }
+        for row in read_jsonl(file).rows
+    ]
+    return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
 
 
 def _short(value: float | None, decimals: int) -> float | int | None:

@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from evidence.distilled import distilled
 from evidence.figures import end_points, frontier, predicted_gains
@@ -38,6 +39,7 @@ from evidence.results import (
     PROCESS_LABELS,
     QWEN_LABELS,
     QWEN_TASKS,
+    REACH_LABELS,
     SHOWN,
     SUMS_LABELS,
     UPDATES_LABELS,
@@ -68,8 +70,9 @@ def write_page(campaigns: Mapping[str, Results], rounds: Path, docs: Path) -> No
 
     `campaigns`: all archives by name, without that of distillation, which is `rounds`.
     """
-    sums, sparse, coarse, updates, qwen, process = (
-        campaigns[name] for name in ("sums", "sparse", "coarse", "updates", "qwen", "process")
+    sums, sparse, coarse, updates, qwen, process, reach = (
+        campaigns[name]
+        for name in ("sums", "sparse", "coarse", "updates", "qwen", "process", "critic-reach")
     )
     identify, rules, predict = (campaigns[name] for name in ("identify", "rules", "predict-tldr"))
     starts = predictions_of(predict)
@@ -89,6 +92,8 @@ def write_page(campaigns: Mapping[str, Results], rounds: Path, docs: Path) -> No
         ),
         "process-model of process": process_model(process),
         "process of process": process_rewards(process),
+        "reach of critic-reach": reach_and_critic(reach),
+        "explained of critic-reach": explained(reach),
         "larger of qwen": larger(qwen),
         "larger-pairs of qwen": larger_pairs(qwen),
         "all-days": all_days([campaigns[name] for name in TLDR]),
@@ -239,6 +244,50 @@ def process_rewards(results: Results) -> str:
         rows.append([label, *shares, *cells, *ends])
     head = ["reward", f"solved after {last}", "whole curve", "over the outcome, by seed", "mean"]
     return table([*head, "over it times 3, by seed", "mean", "KL", "s/step"], rows)
+
+
+NOT_LEARNT = {1}
+"""Seeds of `critic-reach` whose SFT model did not learn to add."""
+
+
+def reach_and_critic(results: Results) -> str:
+    """What is solved with either critic, against RLOO: by seed, and all methods share a spread."""
+    kept = results.without_seeds(NOT_LEARNT)
+    [nobody] = kept.teachers
+    pool = [method for method, _ in kept.runs]
+    last = kept.last_step("rloo", nobody)
+    rows: list[list[str]] = []
+    for method, label in (REACH_LABELS | {"rloo": "RLOO, no critic"}).items():
+        cells = [label]
+        for name in (method, f"{method}-pre"):
+            if (name, nobody) not in kept.runs:
+                cells += [""] * 3
+                continue
+            shares = [f"{kept.mean(score, name, nobody, step):.1%}" for step in (10, last)]
+            over = kept.difference(score, name, "rloo", nobody, None, pool)
+            cells += [*shares, "" if name == "rloo" or over is None else over.text(points)]
+        rows.append(cells)
+    head = [f"solved after {step}" for step in (10, last)] + ["curve over RLOO"]
+    return table(["credit", *head, *(f"pretrained: {name}" for name in head)], rows)
+
+
+def explained(results: Results) -> str:
+    """Explained variance by thirds of a response, early and late: medians over runs and steps."""
+    kept = results.without_seeds(NOT_LEARNT)
+    [nobody] = kept.teachers
+    rows: list[list[str]] = []
+    for end, label in (("", "from the SFT model"), ("-pre", "pretrained")):
+        runs = [run for m in REACH_LABELS for run in kept.runs[m + end, nobody]]
+        cells = [label]
+        for steps in (range(1, 11), range(21, 31)):
+            for third in (1, 2, 3):
+                curves = [run.curve(f"rl/explained_variance_{third}") for run in runs]
+                values = [value for curve in curves for step, _, value in curve if step in steps]
+                cells.append(number(median(values)))
+        rows.append(cells)
+    thirds = ("first third", "second", "last")
+    head = [f"steps {when}: {third}" for when in ("1-10", "21-30") for third in thirds]
+    return table(["critic", *head], rows)
 
 
 def sooner(results: Results, shown: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +98,15 @@ PROCESS_LABELS = {
     "process-min": "`process_pooling: min`",
 }
 """Rewards on chained sums, with a process model and without."""
+REACH_LABELS = {
+    "tokens-80": "tokens, lambda .8",
+    "tokens-95": "tokens, lambda .95",
+    "tokens-100": "tokens, lambda 1",
+    "lines-80": "lines, lambda .8",
+    "lines-95": "lines, lambda .95",
+    "lines-100": "lines, lambda 1",
+}
+"""PPO on chained sums; with `-pre` its critic was trained before the first step."""
 QWEN_TASKS = {"gsm8k": "GSM8K", "mbpp": "MBPP"}
 QWEN_LABELS = {
     "ppo": "PPO, lambda .95",
@@ -186,6 +195,12 @@ class Results:
             if here:
                 found[run.seed] = np.mean([measure(each) for each in here], axis=0)
         return found
+
+    def without_seeds(self, seeds: Collection[int]) -> Results:
+        kept = {
+            key: [run for run in runs if run.seed not in seeds] for key, runs in self.runs.items()
+        }
+        return replace(self, runs=kept)
 
     def last_step(self, method: str, teacher: str) -> int:
         """The last evaluation that all its seeds have."""
@@ -282,13 +297,13 @@ def over_reward_models(groups: Sequence[Sequence[Floats]]) -> Interval:
 
 def read_results(folder: Path) -> Results:
     """The runs of an unpacked archive; where the reward is a function, the reward model is ""."""
-    found = {run.name: run for run in find_runs([folder])}
+    found = sorted(((run.name, run) for run in find_runs([folder])), key=lambda pair: pair[0])
     runs: dict[tuple[str, str], list[Run]] = {}
-    for name, run in sorted(found.items()):
+    for name, run in found:
         if run.is_policy and run.evaluations and run.evaluations[-1].step > 0:
             teacher = Path(str(run.config.get("reward_model") or "")).parent.name
             runs.setdefault((method_of(name), teacher), []).append(run)
-    rewards = {name: run for name, run in sorted(found.items()) if run.stage == "reward"}
+    rewards = {name: run for name, run in found if run.stage == "reward"}
     return Results(runs, rewards, folder)
 
 
