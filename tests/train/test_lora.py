@@ -18,10 +18,17 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from marlhf.config.model import LoRA
 from marlhf.config.settings import to_raw
 from marlhf.core import NGram
+from marlhf.credit.state import open_state
 from marlhf.data import DataConfig, Row
 from marlhf.models.adapters import AdaptedLanguageModel, AdaptedScalarModel
 from marlhf.models.base import ModelError
-from marlhf.models.forward import Sequences, final_scores, pass_choice, token_stats
+from marlhf.models.forward import (
+    Sequences,
+    final_scores,
+    pass_choice,
+    token_stats,
+    token_values,
+)
 from marlhf.models.load import load_policy, load_scalar
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.rollout import Sampling
@@ -520,3 +527,11 @@ def test_a_tree_of_samples_branches_from_the_adapted_policy(alone, tmp_path):
     lines = [x for x in read_lines(run.path) if x["kind"] == "train"]
     assert max(x["rl/logprob_gap"] for x in lines) < 1e-4
     assert abs(lines[1]["rl/kl"]) > 1e-3
+
+
+def test_credit_is_measured_on_the_merged_models_of_a_shared_base(shared):
+    state = open_state(shared.path)
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(logprobs(state.models.policy), logprobs(shared.all.policy), **close)
+    values = [token_values(each, TEXT) for each in (state.models.critic, shared.all.critic)]
+    torch.testing.assert_close(*values, **close)

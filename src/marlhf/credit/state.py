@@ -68,6 +68,8 @@ def open_state(
         saved = read_checkpoint_state(where)
     elif where is not None:
         config = replace(config, model=str(where), ref_model=config.ref_model or config.model)
+        if config.lora is not None and config.lora.merge:
+            config = replace(config, lora=None)  # the folders have whole models
         if _has_critic(config):
             config = replace(config, critic_model=str(folder / CRITIC))
         saved = _last_state(folder)
