@@ -94,6 +94,7 @@ def write_page(campaigns: Mapping[str, Results], rounds: Path, docs: Path) -> No
         "process of process": process_rewards(process),
         "reach of critic-reach": reach_and_critic(reach),
         "explained of critic-reach": explained(reach),
+        "heads of critic-head": heads(campaigns["critic-head"]),
         "larger of qwen": larger(qwen),
         "larger-pairs of qwen": larger_pairs(qwen),
         "all-days": all_days([campaigns[name] for name in TLDR]),
@@ -269,6 +270,25 @@ def reach_and_critic(results: Results) -> str:
         rows.append(cells)
     head = [f"solved after {step}" for step in (10, last)] + ["curve over RLOO"]
     return table(["credit", *head, *(f"pretrained: {name}" for name in head)], rows)
+
+
+def heads(results: Results) -> str:
+    """What is solved where the critic's head starts at random or at zero, paired by seed."""
+    [nobody] = results.teachers
+    rows: list[list[str]] = []
+    for method in ("tokens-95", "lines-95", "tokens-100"):
+        last = results.last_step(f"zero-{method}", nobody)
+        shares = [
+            f"{results.mean(score, f'{head}-{method}', nobody, step):.1%}"
+            for head in ("random", "zero")
+            for step in (10, last)
+        ]
+        by_seed = results.differences(score, f"zero-{method}", f"random-{method}", nobody, last)
+        each = ", ".join(points(float(x.mean())) for x in by_seed)
+        over = over_reward_models([[x] for x in by_seed]).text(points)
+        rows.append([REACH_LABELS[method], *shares, each, over])
+    head = [f"{head}: {step} steps" for head in ("random", "zero") for step in (10, last)]
+    return table(["credit", *head, "zero over random, by seed", "mean"], rows)
 
 
 def explained(results: Results) -> str:

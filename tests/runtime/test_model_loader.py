@@ -254,14 +254,34 @@ def test_roles_that_start_from_the_same_weights_share_no_memory():
     config = StageConfig(gradient_checkpointing=True)
     models = load_sources(sources, {"policy", "critic"}, config, World(torch.device("cpu")))
     weights = {role: dict(model.named_parameters()) for role, model in models.items()}
+    assert not weights["critic"]["score.weight"].any()  # which has no head of its own
+    heads = [weights[role].pop("score.weight") for role in ("critic", "reward-0", "another")]
+    assert not torch.equal(heads[1], heads[2])
     alike = (("policy", "reference"), ("critic", "reward-0"), ("critic", "gold"))
     for one, other in alike:
         for name, weight in weights[one].items():
             assert torch.equal(weight, weights[other][name])
-    assert not torch.equal(weights["critic"]["score.weight"], weights["another"]["score.weight"])
     addresses = [w.data_ptr() for role in weights.values() for w in role.values()]
+    addresses += [w.data_ptr() for w in heads]
     assert len(set(addresses)) == len(addresses)
     trained = {"policy", "critic"}
     for role, model in models.items():
         assert model.is_gradient_checkpointing == (role in trained)
         assert all(w.requires_grad == (role in trained) for w in model.parameters())
+
+
+@pytest.mark.parametrize("lora", [None, APART, SHARED], ids=["whole", "apart", "shared"])
+def test_a_critic_without_a_head_of_its_own_starts_at_zero(lora, small, tmp_path):
+    start, scores = (str(tmp_path / name) for name in ("sft", "scores"))
+    for folder, scalar in ((start, False), (scores, True)):
+        small("llama", scalar, vocab_size=len(TOKENIZER)).save_pretrained(folder)
+        TOKENIZER.save_pretrained(folder)
+
+    def head(**models):
+        config = PPOConfig(model=start, reward_model=scores, lora=lora, **models)
+        source = {"critic": resolve(config)["critic"]}
+        return load_sources(source, {"critic"}, config, World(torch.device("cpu")))["critic"].score
+
+    assert not head(critic_model=start).weight.any()
+    trained = head()
+    assert bool(trained.weight.any()) != (lora is SHARED)  # where it cannot start from the reward's

@@ -219,6 +219,7 @@ def test_every_shipped_recipe_loads(name):
     others |= {f"qwen3-{x}/gsm8k": others["sums"] for x in ("0.6b", "1.7b", "4b-lora", "8b-qlora")}
     others["evidence/turns"] = ["sft", "ppo", "ppo"]
     others["evidence/prm"] = ["sft", "prm", "prm"]
+    others["evidence/critic-reach"] = ["sft", "ppo", "ppo"]
     assert kinds[:3] == others.get(name, expected)
 
 

@@ -19,7 +19,13 @@ from torch import nn
 from marlhf.config.model import LoRA
 from marlhf.config.rl import RLConfig
 from marlhf.config.stage import StageConfig
-from marlhf.models.adapter_files import AdapterFacts, adapter_facts, import_peft, quantization
+from marlhf.models.adapter_files import (
+    AdapterFacts,
+    adapter_facts,
+    import_peft,
+    is_scalar_adapter,
+    quantization,
+)
 from marlhf.models.adapters import AdapterInit, FrozenBaseModel, cast_linear_layers, frozen_dtype
 from marlhf.models.base import Head, Model, Tokenizer, offload
 from marlhf.models.heads import average_heads, with_scalar_head
@@ -390,8 +396,10 @@ def load_sources(
     late: list[str] = []
     for role in sorted(sources, key=lambda role: not sources[role].copied):
         models[role] = loader.read(role, sources[role], trains=role in trained)
-        if role == "critic":  # of the mean, where it starts from an ensemble
-            average_heads(models[role])
+        if role == "critic":
+            if _has_fresh_head(sources[role], config):
+                models[role].score.weight.data.zero_()
+            average_heads(models[role])  # where it starts from an ensemble
         if world.sharded and isinstance(sources[role], OnBase):
             late.append(role)
         else:
@@ -399,6 +407,22 @@ def load_sources(
     for role in late:
         place(role)
     return models
+
+
+def _has_fresh_head(source: Source, config: StageConfig) -> bool:
+    """Whether a scalar head is drawn at random: what it starts from has none.
+
+    A critic's then starts at 0. Random values differ from token to token by more than returns do,
+    and everything that lambda below 1 trusts them with is noise, for many steps.
+    """
+    if isinstance(source, OnBase):
+        if isinstance(source.adapter, Path) and is_scalar_adapter(source.adapter):
+            return False
+        whole = source.base  # whose head it copies, where there is one
+    else:
+        whole = source
+    remote = config.trust_remote_code
+    return not is_scalar(whole.origin, trust_remote_code=remote, setting=whole.setting)
 
 
 class ModelLoader:
