@@ -268,8 +268,10 @@ def test_unit_tests_teach_a_tiny_model(method, tmp_path_factory):
     from marlhf.train import ppo, rloo, sft
 
     root = tmp_path_factory.getbasetemp() / "toy-code"
-    short = ["num_steps=30", "eval_every=0", "save_every=0"]
-    stages = load_recipe("toy-code", [*short, f"output_dir={root}", "sft.num_steps=120"])
+    # Stage by stage: a setting without a stage's name would win over those with one.
+    steps = ["sft.num_steps=120", "ppo.num_steps=30", "rloo.num_steps=30"]
+    short = [*steps, "eval_every=0", "save_every=0", f"output_dir={root}"]
+    stages = load_recipe("toy-code", short)
     configs = {stage.name: stage.config for stage in stages}
     sft.train(configs["sft"])  # once for all: it is skipped when finished
     (rloo if method == "rloo" else ppo).train(configs[method])
