@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from marlhf.data import DataConfig, load_data
+from marlhf.data.sums import right_lines
 from marlhf.runs.read import Evaluation, Run
 from marlhf.train.recipe import load_recipe
 
@@ -20,7 +22,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import evidence_data
 import evidence_pack
 import evidence_report
-from evidence.data import prepare
+from evidence.data import SLIPS, prepare
 from evidence.results import (
     COARSE_LABELS,
     FAST_LABELS,
@@ -95,6 +97,19 @@ def test_problems_of_mbpp_keep_their_official_parts(tmp_path):
         for part in ("test", "train")
     }
     assert parts == {"test": [11, 510], "train": [511]}
+
+
+def test_more_slips_are_in_the_same_prompts_and_parts(tmp_path):
+    prepare("sums", [], tmp_path / "sums")
+    split = {"parts": {"sft": 0.4, "ppo": 0.6}, "eval_size": 256}
+    mine = load_data(DataConfig(source="sums", **split), "sft")
+    for slip in SLIPS:
+        path = str(tmp_path / "sums" / f"slips-{100 * slip:.0f}.jsonl")
+        loaded = load_data(DataConfig(source="local", path=path, **split), "sft")
+        for ours, theirs in ((loaded.train, mine.train), (loaded.eval, mine.eval)):
+            assert {row.prompt for row in ours} == {row.prompt for row in theirs}
+        right = [right_lines(str(row.prompt), str(row.chosen)) for row in loaded.train]
+        assert 1 - np.mean(right) == pytest.approx(slip, abs=0.01)
 
 
 @pytest.fixture

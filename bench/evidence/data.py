@@ -7,6 +7,7 @@ tldr  gold.jsonl  25% of the pairs: the judge, a reward model that trains no pol
                   are too few pairs to give each posts of its own
 hh    test 8%, train the rest
 mbpp  test: the official test problems, 11 to 510. train: 511 to 974
+sums  the prompts of the source `sums`, in solutions with 9% and with 35% wrong lines, to imitate
 """
 
 from __future__ import annotations
@@ -19,19 +20,23 @@ from typing import Any
 from marlhf.data import DataConfig, Row, load_data, read_hub, read_records, split_rows
 from marlhf.data.load import hub_config, is_hub_name
 from marlhf.data.rows import prompt_key
+from marlhf.data.sums import rows as sums_rows
 
 SHARES = {
     "tldr": {"gold": 0.25, "test": 0.08, "train": 0.67},
     "hh": {"test": 0.08, "train": 0.92},
 }
 MBPP_TEST = range(11, 511)
+SLIPS = (0.09, 0.35)
+"""Shares of wrong lines: who imitates them solves a tenth, or has 65% of the lines right."""
 SPLIT = "split.json"
 HUB: dict[str, tuple[str, ...]] = {
     "tldr": ("openai/summarize_from_feedback",),
     "hh": ("Dahoas/full-hh-rlhf",),
     "mbpp": ("google-research-datasets/mbpp",),
+    "sums": (),
 }
-"""Where the rows come from, unless files are given."""
+"""Where the rows come from, unless files are given or none are needed."""
 
 
 def prepare(task: str, files: Sequence[str], folder: Path, limit: int | None = None) -> None:
@@ -40,7 +45,10 @@ def prepare(task: str, files: Sequence[str], folder: Path, limit: int | None = N
     if done.is_file():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    parts = _mbpp(files, limit) if task == "mbpp" else _pairs(task, files, limit)
+    if task == "sums":
+        parts = {f"slips-{100 * slip:.0f}": _sums(slip) for slip in SLIPS}
+    else:
+        parts = _mbpp(files, limit) if task == "mbpp" else _pairs(task, files, limit)
     counts: dict[str, Any] = {"files": [Path(file).name for file in files]}
     for part, records in parts.items():
         lines = [json.dumps(record, ensure_ascii=False) + "\n" for record, _ in records]
@@ -93,6 +101,11 @@ def _tldr_record(row: Row) -> dict[str, Any]:
 
 def _hh_record(row: Row) -> dict[str, Any]:
     return {"prompt": row.prompt, "chosen": row.chosen, "rejected": row.rejected}
+
+
+def _sums(slip: float) -> Records:
+    rows = sums_rows(slip=slip)
+    return [({"prompt": row.prompt, "chosen": row.chosen}, prompt_key(row)) for row in rows]
 
 
 def _mbpp(files: Sequence[str], limit: int | None) -> dict[str, Records]:

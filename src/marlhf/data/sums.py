@@ -37,12 +37,12 @@ it within minutes, while sums of any two digits, without the carry, are as hard 
 NUM_LINES = 24
 """Lines of a solution. A line has seven tokens with its line break, or the end: 168 in all."""
 SLIP = 1 / 30
-"""Share of the lines to imitate that are wrong."""
+"""Share of the lines to imitate that are wrong, unless given."""
 LINE = re.compile(r"[a-z]\d\+\d=(\d)")
 
 
-def rows(num_rows: int = 6000, seed: int = 0) -> list[Row]:
-    """Different prompts with a solution each, in which lines may be wrong.
+def rows(num_rows: int = 6000, seed: int = 0, slip: float = SLIP) -> list[Row]:
+    """Different prompts with a solution each, in which a share `slip` of the lines is wrong.
 
     Fewer rows are the first of more rows, and every Python writes the same ones. There are 6,250
     prompts. `columns` keeps the right answer, the last digit of all.
@@ -52,7 +52,7 @@ def rows(num_rows: int = 6000, seed: int = 0) -> list[Row]:
     prompts = [f"{start}+{''.join(map(str, steps))}\n" for start, *steps in tasks]
     # Sorting by drawn numbers: only `random()` is the same in every Python version.
     prompts.sort(key=lambda _: rng.random())
-    return [_write_row(prompt, rng) for prompt in prompts[:num_rows]]
+    return [_write_row(prompt, rng, slip) for prompt in prompts[:num_rows]]
 
 
 def step_rows(num_rows: int = 6000, seed: int = 0) -> list[Row]:
@@ -113,10 +113,10 @@ def right_lines(prompt: str, response: str) -> list[bool]:
     return right + [False] * (NUM_LINES - len(right))
 
 
-def _write_row(prompt: str, rng: random.Random) -> Row:
+def _write_row(prompt: str, rng: random.Random, slip: float) -> Row:
     slips: dict[int, int] = {}
     for number in range(NUM_LINES):
-        wrong, off = rng.random() < SLIP, -1 if rng.random() < 0.5 else 1
+        wrong, off = rng.random() < slip, -1 if rng.random() < 0.5 else 1
         if wrong:
             slips[number] = off
     answer = solution(prompt)[-1]
