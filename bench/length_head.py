@@ -1,6 +1,8 @@
 """Reward models with and without a length head on TL;DR pairs: accuracy, and how far length goes.
 
     python bench/length_head.py pairs_a.jsonl pairs_b.jsonl --model tiny --seeds 0 1
+    python bench/length_head.py pairs_a.jsonl pairs_b.jsonl --model HuggingFaceTB/SmolLM2-135M-Instruct \
+        --seeds 0 1 2 --steps 220 --learning-rate 1e-4 --prompt-tokens 420        a GPU
 
 Files in the form of summarize_from_feedback's comparisons: post, chosen, rejected. The shares of
 posts are those of seed 0, for both kinds of model.
@@ -28,6 +30,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     together = args.out / "pairs.jsonl"
@@ -36,7 +39,7 @@ def main() -> None:
         source="tldr",
         path=str(together),
         eval_size=1000,
-        max_prompt_tokens=64,
+        max_prompt_tokens=args.prompt_tokens,
         too_long="truncate",
         parts={},
     )

@@ -208,6 +208,13 @@ def test_calls_in_the_form_of_hermes():
         ToolCall("f", {"a": 1})
     ]
     assert read_hermes("None here.") == []
+    for doubled in (
+        '{{"name": "f", "arguments": {"a": 1}}}',
+        '{{"name": "f", "arguments": {"a": 1}}',
+    ):
+        assert read_hermes(f"<tool_call>\n{doubled}\n</tool_call>") == [ToolCall("f", {"a": 1})]
+    [bad] = read_hermes("<tool_call>{{name}}</tool_call>")
+    assert "it is not JSON" in bad.fault
 
 
 def test_what_is_no_tool_and_no_environment_gets_a_sentence():

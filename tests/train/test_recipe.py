@@ -217,6 +217,7 @@ def test_every_shipped_recipe_loads(name):
     others |= {"evidence/critic": ["sft", "ppo"], "guess": ["sft", "ppo"]}
     others["evidence/qwen-turns"] = ["ppo", "rloo", "rloo"]
     others |= {f"qwen3-{x}/gsm8k": others["sums"] for x in ("0.6b", "1.7b", "4b-lora", "8b-qlora")}
+    others["evidence/ensembles-tldr"] = ["sft", "reward", "ppo"]
     others["evidence/turns"] = ["sft", "ppo", "ppo"]
     others["evidence/prm"] = ["sft", "prm", "prm"]
     others["evidence/critic-reach"] = ["sft", "ppo", "ppo"]

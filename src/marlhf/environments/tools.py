@@ -73,10 +73,16 @@ def read_hermes(text: str) -> list[ToolCall]:
     calls: list[ToolCall] = []
     for written, end in HERMES.findall(text):
         try:
-            calls.append(_to_call(json.loads(written)) if end else _unreadable("it is cut off"))
+            calls.append(_to_call(_read_json(written)) if end else _unreadable("it is cut off"))
         except (ValueError, RecursionError) as error:
             calls.append(_unreadable(f"it is not JSON: {error}"))
     return calls
+
+
+def _read_json(text: str) -> Any:
+    """JSON, in doubled braces too: by mistake the template of Qwen2.5-Coder shows calls so."""
+    text = text.strip()
+    return json.JSONDecoder().raw_decode(text, 1)[0] if text[:2] == "{{" else json.loads(text)
 
 
 def _has_response_template(tokenizer: Tokenizer) -> bool:
