@@ -1,7 +1,7 @@
 """Reward models with and without a length head on TL;DR pairs: accuracy, and how far length goes.
 
     python bench/length_head.py pairs_a.jsonl pairs_b.jsonl --model tiny --seeds 0 1
-    python bench/length_head.py pairs_a.jsonl pairs_b.jsonl --model HuggingFaceTB/SmolLM2-135M-Instruct \
+    python bench/length_head.py pairs_a.jsonl pairs_b.jsonl --model HuggingFaceTB/SmolLM2-135M \
         --seeds 0 1 2 --steps 220 --learning-rate 1e-4 --prompt-tokens 420        a GPU
 
 Files in the form of summarize_from_feedback's comparisons: post, chosen, rejected. The shares of
