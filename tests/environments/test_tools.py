@@ -213,6 +213,8 @@ def test_calls_in_the_form_of_hermes():
         '{{"name": "f", "arguments": {"a": 1}}',
     ):
         assert read_hermes(f"<tool_call>\n{doubled}\n</tool_call>") == [ToolCall("f", {"a": 1})]
+    broken = '<tool_call>{"name": "f", "arguments": {"a": "x = 1\nprint(x)"}}</tool_call>'
+    assert read_hermes(broken) == [ToolCall("f", {"a": "x = 1\nprint(x)"})]
     [bad] = read_hermes("<tool_call>{{name}}</tool_call>")
     assert "it is not JSON" in bad.fault
 

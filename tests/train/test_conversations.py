@@ -40,6 +40,7 @@ PLAY = {
     "eval_prompts": 4,
     "guards": Guards(warn_kl=1e9),
 }
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ASK = [{"role": "user", "content": "Tell me"}]
 
 
@@ -63,10 +64,10 @@ class Counting:
 def play(ppo_config):
     """`play(**changes)`: examples, experience and models of a batch of conversations."""
 
-    def play(environment=Counting, rows=8, **changes):
+    def play(environment=Counting, rows=8, device="cpu", **changes):
         config = ppo_config("play", reward_model="", **(PLAY | changes))
         objects = replace(NO_OBJECTS, environment=environment)
-        models = load_models(config, objects, start_world("cpu"), critic=True)
+        models = load_models(config, objects, start_world(device), critic=True)
         examples, _ = load_prompts(config, models, objects)
         seeds = list(range(rows))
         batch, rollout = sample_examples(examples[:rows], models, seeds)
@@ -75,8 +76,10 @@ def play(ppo_config):
     return play
 
 
-def test_rewards_of_turns_are_earned_at_their_last_tokens(play):
-    batch, experience, *_ = play()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
+def test_rewards_of_turns_are_earned_at_their_last_tokens(play, device):
+    """Without a reward beside the environment's."""
+    batch, experience, *_ = play(device=device)
     for row, example in enumerate(batch):
         assert [turn.reward for turn in example.episode.turns] == [1.0, 2.0, 3.0]
         for turn in example.episode.turns:

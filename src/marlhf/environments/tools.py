@@ -80,9 +80,14 @@ def read_hermes(text: str) -> list[ToolCall]:
 
 
 def _read_json(text: str) -> Any:
-    """JSON, in doubled braces too: by mistake the template of Qwen2.5-Coder shows calls so."""
+    """JSON, whose texts may break lines, as models write code.
+
+    In doubled braces too: by mistake the template of Qwen2.5-Coder shows calls so.
+    """
     text = text.strip()
-    return json.JSONDecoder().raw_decode(text, 1)[0] if text[:2] == "{{" else json.loads(text)
+    if text[:2] == "{{":
+        return json.JSONDecoder(strict=False).raw_decode(text, 1)[0]
+    return json.loads(text, strict=False)
 
 
 def _has_response_template(tokenizer: Tokenizer) -> bool:
@@ -99,7 +104,7 @@ def _to_call(value: Any) -> ToolCall:
     arguments: Any = call.get("arguments") if isinstance(call, dict) else None
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = _read_json(arguments)
         except (ValueError, RecursionError) as error:
             return ToolCall(name, {}, f"the arguments are not JSON: {error}")
     if arguments is None:

@@ -279,6 +279,7 @@ class RolloutScorer:
         before = prompts if prefixes is None else _joined(prompts, prefixes)
         sequences = models.sequences(before, responses, rollout.sampled)
         episodes = [e.episode for e in examples if e.episode is not None] or None
+        raw = raw.to(sequences.mask.device)  # zeros of a CPU, where only an environment rewards
         earned = self._earned(raw, sequences, prefixes, episodes)
         if earned is not None:
             raw = earned.sum(dim=1) if raw.ndim == 2 else raw + earned.sum(dim=1)
