@@ -17,7 +17,7 @@ from marlhf.data.collate import pad_right, token_budget_batches
 from marlhf.kernels.logprobs import fused, has_triton
 from marlhf.kernels.sampling import draw
 from marlhf.models.sequences import send
-from marlhf.rollout.engine import Sampling, draws
+from marlhf.rollout.engine import Sampling, SamplingRequest, draws
 from marlhf.rollout.slots import PREFILL_TOKENS, Decoder
 from marlhf.rollout.state import DecodeState
 
@@ -138,15 +138,14 @@ class Schedule:
     def __init__(
         self,
         step: DecodeStep,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[int],
-        limits: Sequence[int],
+        request: SamplingRequest,
         budget: int,
         *,
         share_prefixes: bool = True,
     ) -> None:
         self.step, self.state, self.decoder = step, step.state, step.decoder
-        self.prompts, self.seeds, self.limits = prompts, seeds, limits
+        prompts, _, self.seeds, self.limits = request
+        self.prompts = prompts
         self.texts = prompts  # what a slot continues: in conversations also the turns so far
         self.paused: Collection[int] = ()  # rows in slots whose turn is over
         self.budget = budget

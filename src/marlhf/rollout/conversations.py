@@ -15,7 +15,7 @@ import torch
 from marlhf.data.collate import pad_right, token_budget_batches
 from marlhf.models.sequences import receive, send
 from marlhf.rollout.continuous import KEY_MULTIPLE, DecodeStep, Schedule
-from marlhf.rollout.engine import MAX_WORKERS, Conversations, Reply
+from marlhf.rollout.engine import MAX_WORKERS, Conversations, Reply, SamplingRequest
 
 GATHER_SECONDS = 0.02
 """How long to wait for all replies while nothing else is to be done: some ten steps of a GPU."""
@@ -45,7 +45,8 @@ class ConversationSchedule(Schedule):
     ) -> None:
         prompts = conversations.prompts
         limits = [conversations.turn_limit(row) for row in range(len(prompts))]
-        super().__init__(step, prompts, seeds, limits, budget, share_prefixes=share_prefixes)
+        request = SamplingRequest(prompts, step.sampling, seeds, limits)
+        super().__init__(step, request, budget, share_prefixes=share_prefixes)
         assert step.holds
         self.conversations, self.reply = conversations, reply
         self.texts = conversations.texts

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from marlhf.config.model import Sampling
 from marlhf.core.segmenters import mix
 from marlhf.data.collate import pad_right
+from marlhf.errors import SettingError
 from marlhf.models.sequences import send
 
 
@@ -86,6 +87,44 @@ class Engine(Protocol):
     def update_weights(self, model: nn.Module) -> None:
         """Sample from these weights from now on. Nothing to do where they are shared."""
         ...
+
+
+class SamplingRequest(NamedTuple):
+    """What an engine is asked for: one response per prompt, each of at most `limits` tokens."""
+
+    prompts: Sequence[Sequence[int]]
+    sampling: Sampling
+    seeds: Sequence[int]
+    limits: Sequence[int]
+
+    @classmethod
+    def checked(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        limits: Sequence[int] | None = None,
+        *,
+        turns: bool = False,
+    ) -> SamplingRequest:
+        """The limits are those of `sampling`, which limits a turn where there are `turns`."""
+        if not prompts:
+            raise SettingError("There are no prompts to answer.")
+        if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
+            raise SettingError(
+                f"The prompts {empty} have no tokens, so there is nothing to continue. "
+                "Begin each with BOS, or with EOS where the tokenizer has no BOS."
+            )
+        if len(seeds) != len(prompts):
+            raise SettingError(
+                f"There are {len(prompts)} prompts but {len(seeds)} seeds; give one each."
+            )
+        if limits is None:
+            limits = [sampling.max_new_tokens] * len(prompts)
+        assert len(limits) == len(prompts)
+        assert min(limits) > 0
+        assert turns or max(limits) <= sampling.max_new_tokens
+        return cls(prompts, sampling, seeds, limits)
 
 
 class AsyncEngine(Protocol):

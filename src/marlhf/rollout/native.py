@@ -37,9 +37,9 @@ from marlhf.models.forward import check_rotary
 from marlhf.models.llama import has_hooks
 from marlhf.rollout.continuous import MIN_SLOTS, DecodeStep, Schedule
 from marlhf.rollout.conversations import ConversationSchedule
-from marlhf.rollout.engine import Conversations, Reply, Rollout, Sampling
+from marlhf.rollout.engine import Conversations, Reply, Rollout, Sampling, SamplingRequest
 from marlhf.rollout.llama import LlamaDecoder
-from marlhf.rollout.plain import PlainEngine, check_limits, check_prompts, to_rollout
+from marlhf.rollout.plain import PlainEngine, to_rollout
 from marlhf.rollout.slots import (
     CompiledDecoder,
     Decoder,
@@ -115,11 +115,11 @@ class NativeEngine:
         reply: Reply | None = None,
     ) -> Rollout:
         """Sample one response per prompt; repeat a prompt, with another seed, for several."""
-        limits = check_limits(limits, sampling, len(prompts), turns=reply is not None)
-        check_prompts(prompts, seeds)
-        longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits))
+        converses = reply is not None
+        request = SamplingRequest.checked(prompts, sampling, seeds, limits, turns=converses)
+        longest = max(len(prompt) + limit for prompt, limit in zip(prompts, request.limits))
         with self._sampling(longest):
-            extends = self.extends or reply is not None
+            extends = self.extends or converses
             news = has_hooks(self.model) != self.hooked or extends != self.extends
             if longest > self.longest or news:
                 self._check(longest, extends)
@@ -127,9 +127,8 @@ class NativeEngine:
                 return self.plain.generate(prompts, sampling, seeds, limits, reply)
             session = self._session(self.decoder_class, len(prompts), longest)
             if reply is not None:
-                return self._converse(session, prompts, sampling, seeds, limits, reply)
-            tokens, logprobs, lengths = self._run(session, prompts, sampling, seeds, limits)
-            return to_rollout(tokens, logprobs, lengths, self.end_tokens)
+                return self._converse(session, request, reply)
+            return to_rollout(*self._run(session, request), self.end_tokens)
 
     def _check(self, longest: int, extends: bool) -> None:
         """Choose how to sample: again when texts first exceed a window or chunk of the model.
@@ -146,32 +145,20 @@ class NativeEngine:
         self.longest, self.hooked = max(longest, self.longest), hooked
 
     def _run(
-        self,
-        session: DecodeSession,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        seeds: Sequence[int],
-        limits: Sequence[int],
+        self, session: DecodeSession, request: SamplingRequest
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens and log-probs, [B, R], junk after the end; and lengths of responses, [B]."""
         with session.decoder.ready():
             budget = min(self.token_budget, session.decoder.prefill_tokens)
-            share, step = self.share_prefixes, session.step(sampling)
-            schedule = Schedule(step, prompts, seeds, limits, budget, share_prefixes=share)
+            share, step = self.share_prefixes, session.step(request.sampling)
+            schedule = Schedule(step, request, budget, share_prefixes=share)
             # Clones: tensors made in inference mode may not be saved for a backward pass.
             tokens, logprobs, lengths = (x.clone() for x in schedule.run())
         self._drop_large(session)
         return tokens, logprobs, lengths
 
-    def _converse(
-        self,
-        session: DecodeSession,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        seeds: Sequence[int],
-        limits: Sequence[int],
-        reply: Reply,
-    ) -> Rollout:
+    def _converse(self, session: DecodeSession, request: SamplingRequest, reply: Reply) -> Rollout:
+        prompts, sampling, seeds, limits = request
         talk = Conversations(prompts, limits, sampling.max_new_tokens)
         with session.decoder.ready():
             budget = min(self.token_budget, session.decoder.prefill_tokens)

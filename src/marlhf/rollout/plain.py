@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from marlhf.data.collate import pad_left, token_budget_batches
-from marlhf.errors import SettingError
 from marlhf.kernels.sampling import draw
 from marlhf.models.base import Model, Precision, autocast
 from marlhf.models.forward import keeps_logits, position_ids
@@ -25,6 +24,7 @@ from marlhf.rollout.engine import (
     Reply,
     Rollout,
     Sampling,
+    SamplingRequest,
     ask_all,
     converse_in_rounds,
     draws,
@@ -65,34 +65,28 @@ class PlainEngine:
         limits: Sequence[int] | None = None,
         reply: Reply | None = None,
     ) -> Rollout:
-        limits = check_limits(limits, sampling, len(prompts), turns=reply is not None)
-        check_prompts(prompts, seeds)
+        request = SamplingRequest.checked(prompts, sampling, seeds, limits, turns=reply is not None)
         if reply is not None:
-            return self._converse(prompts, sampling, seeds, limits, reply)
+            return self._converse(request, reply)
         uniform = draws(seeds, sampling.max_new_tokens, self.model.device)
-        return self._sample_all(prompts, sampling, uniform, limits)
+        return self._sample_all(request, uniform)
 
-    def _converse(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        seeds: Sequence[int],
-        limits: Sequence[int],
-        reply: Reply,
-    ) -> Rollout:
+    def _converse(self, request: SamplingRequest, reply: Reply) -> Rollout:
         """Each turn is a response to the whole text so far."""
-        talk = Conversations(prompts, limits, sampling.max_new_tokens)
-        uniform = draws(seeds, max(limits), self.model.device)
+        sampling, most = request.sampling, max(request.limits)
+        talk = Conversations(request.prompts, request.limits, sampling.max_new_tokens)
+        uniform = draws(request.seeds, most, self.model.device)
 
         def sample_turns(rows: list[int]) -> list[tuple[list[int], list[float]]]:
             lengths = [talk.turn_limit(row) for row in rows]
+            texts = [talk.texts[row] for row in rows]
             turn = replace(sampling, max_new_tokens=max(lengths))
             # The random numbers of a turn are those of its positions in the response.
-            columns = (
-                torch.arange(max(lengths)) + torch.tensor([talk.used(r) for r in rows])[:, None]
-            )
-            own = uniform[rows].gather(1, columns.clamp(max=max(limits) - 1).to(uniform.device))
-            rollout = self._sample_all([talk.texts[row] for row in rows], turn, own, lengths)
+            used = torch.tensor([talk.used(row) for row in rows])[:, None]
+            columns = (torch.arange(max(lengths)) + used).clamp(max=most - 1)
+            own = uniform[rows].gather(1, columns.to(uniform.device))
+            turns = request._replace(prompts=texts, sampling=turn, limits=lengths)
+            rollout = self._sample_all(turns, own)
             return [
                 (tokens, logprobs[: len(tokens)])
                 for tokens, logprobs in zip(rollout.responses, rollout.logprobs.tolist())
@@ -101,13 +95,9 @@ class PlainEngine:
         converse_in_rounds(talk, sample_turns, lambda turns: ask_all(reply, turns))
         return talk.rollout(self.end_tokens, self.model.device)
 
-    def _sample_all(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        uniform: Tensor,  # [B, R]
-        limits: Sequence[int],
-    ) -> Rollout:
+    def _sample_all(self, request: SamplingRequest, uniform: Tensor) -> Rollout:
+        """With random numbers [B, R]."""
+        prompts, sampling = request.prompts, request.sampling
         device, length = self.model.device, sampling.max_new_tokens
         tokens = torch.full((len(prompts), length), self.pad_id, device=device)
         logprobs = torch.zeros(len(prompts), length, device=device)
@@ -128,7 +118,7 @@ class PlainEngine:
                     logprobs[rows, : drawn.shape[1]] = their_logprobs
         finally:
             self.model.train(training)
-        lengths = response_lengths(tokens, self.end_tokens, limits)
+        lengths = response_lengths(tokens, self.end_tokens, request.limits)
         return to_rollout(tokens, logprobs, lengths, self.end_tokens)
 
     def _sample(
@@ -175,32 +165,6 @@ class PlainEngine:
             ).logits[:, -1]
             token = yield logits
             ids, positions = token[:, None], positions[:, -1:] + 1
-
-
-def check_prompts(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
-    if not prompts:
-        raise SettingError("There are no prompts to answer.")
-    if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
-        raise SettingError(
-            f"The prompts {empty} have no tokens, so there is nothing to continue. "
-            "Begin each with BOS, or with EOS where the tokenizer has no BOS."
-        )
-    if len(seeds) != len(prompts):
-        raise SettingError(
-            f"There are {len(prompts)} prompts but {len(seeds)} seeds; give one each."
-        )
-
-
-def check_limits(
-    limits: Sequence[int] | None, sampling: Sampling, rows: int, *, turns: bool = False
-) -> Sequence[int]:
-    """The most tokens of each response; those of `sampling`, which limits a turn, unless given."""
-    if limits is None:
-        return [sampling.max_new_tokens] * rows
-    assert len(limits) == rows
-    assert min(limits, default=1) > 0
-    assert turns or max(limits, default=1) <= sampling.max_new_tokens
-    return limits
 
 
 def response_lengths(tokens: Tensor, end_tokens: Sequence[int], limits: Sequence[int]) -> Tensor:

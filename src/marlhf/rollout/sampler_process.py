@@ -27,9 +27,8 @@ from torch import multiprocessing
 from marlhf.config.model import Sampling
 from marlhf.errors import MarlhfError
 from marlhf.models.base import Model, Precision
-from marlhf.rollout.engine import Rollout
+from marlhf.rollout.engine import Rollout, SamplingRequest
 from marlhf.rollout.native import NativeEngine
-from marlhf.rollout.plain import check_prompts
 
 RESUME = "Run the same command again: it resumes from the last checkpoint."
 
@@ -60,7 +59,7 @@ class SamplerProcess:
     def begin(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
     ) -> Callable[[], Rollout]:
-        check_prompts(prompts, seeds)
+        SamplingRequest.checked(prompts, sampling, seeds)
         if self.process is None:
             self._start()
         self._copy_weights()

@@ -34,11 +34,11 @@ from marlhf.rollout.engine import (
     Reply,
     Rollout,
     Sampling,
+    SamplingRequest,
     ask_all,
     converse_in_rounds,
     draws,
 )
-from marlhf.rollout.plain import check_limits, check_prompts
 
 T = TypeVar("T")
 MAX_GAP = 0.25
@@ -61,21 +61,6 @@ class RolloutError(MarlhfError, ValueError):
 
 class RefusedError(RolloutError):
     """vLLM is there, and did not do what it was asked for."""
-
-
-class SamplingRequest(NamedTuple):
-    """One response per prompt. `limits` count, not `sampling.max_new_tokens`."""
-
-    prompts: Sequence[Sequence[int]]
-    sampling: Sampling
-    seeds: Sequence[int]
-    limits: Sequence[int]
-
-    def short(self) -> SamplingRequest:
-        """A short response to the first prompt, to compare its log-probs with the policy's."""
-        whole = replace(self.sampling, top_k=0, top_p=1.0)
-        limits = [min(CHECKED_TOKENS, self.limits[0])]
-        return SamplingRequest(self.prompts[:1], whole, self.seeds[:1], limits)
 
 
 class Completion(NamedTuple):
@@ -144,13 +129,20 @@ class VLLM(ABC):
         if self.policy is None:
             return rollout
         # Truncated log-probs cannot be compared with the policy's: a response without is sampled.
-        self._verify(request, self._complete(request.short())[0] if truncated else first)
+        self._verify(request, self._short_completion(request) if truncated else first)
         if not truncated:
             return rollout
         logprobs = self._policy_logprobs(prompts, rollout.responses, sampling.scale)
         if rollout.sampled is not None:
             logprobs = logprobs.masked_fill(~rollout.sampled, 0.0)
         return replace(rollout, logprobs=logprobs)
+
+    def _short_completion(self, request: SamplingRequest) -> Completion:
+        """A short response to the first prompt, to compare its log-probs with the policy's."""
+        whole = replace(request.sampling, top_k=0, top_p=1.0)
+        limits = [min(CHECKED_TOKENS, request.limits[0])]
+        short = SamplingRequest(request.prompts[:1], whole, request.seeds[:1], limits)
+        return self._complete(short)[0]
 
     def _converse(self, request: SamplingRequest, reply: Reply) -> tuple[Rollout, Completion]:
         """Conversations, and the first turn of the first of them."""
@@ -187,9 +179,8 @@ class VLLM(ABC):
         turns: bool = False,
     ) -> SamplingRequest:
         """Check what is asked for, and send the weights if they have changed."""
-        limits = check_limits(limits, sampling, len(prompts), turns=turns)
-        check_prompts(prompts, seeds)
-        longest, limit = max(zip(map(len, prompts), limits), key=sum)
+        request = SamplingRequest.checked(prompts, sampling, seeds, limits, turns=turns)
+        longest, limit = max(zip(map(len, prompts), request.limits), key=sum)
         if longest + limit > self.max_length:
             name = "a response" if turns else "max_new_tokens"
             raise RolloutError(
@@ -199,7 +190,7 @@ class VLLM(ABC):
             )
         if self.stale:
             self._update()
-        return SamplingRequest(prompts, sampling, seeds, limits)
+        return request
 
     @abstractmethod
     def _complete(self, request: SamplingRequest) -> list[Completion]:

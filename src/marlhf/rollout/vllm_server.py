@@ -24,13 +24,12 @@ from torch import Tensor
 from marlhf.config.model import Sampling
 from marlhf.data.collate import SingleProcess
 from marlhf.models.base import Model, Precision
-from marlhf.rollout.engine import Rollout
+from marlhf.rollout.engine import Rollout, SamplingRequest
 from marlhf.rollout.vllm import (
     VLLM,
     Completion,
     RefusedError,
     RolloutError,
-    SamplingRequest,
     T,
     fields,
     short,
@@ -117,7 +116,7 @@ class VLLMServer(VLLM):
         assert not sampling.truncated, "log-probs would be of the truncated distribution"
         request = self._prepare(prompts, sampling, seeds)
         # Checked now by a short response: when the others are there, the policy has changed.
-        self._verify(request, self._complete(request.short())[0])
+        self._verify(request, self._short_completion(request))
         if self.processes.main:
             thread = ThreadPoolExecutor(1, thread_name_prefix="sampling ahead")
             self.ahead = thread.submit(self._complete_ahead, request)
