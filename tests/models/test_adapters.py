@@ -9,9 +9,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from marlhf.config.model import LoRA
 from marlhf.models.adapter_files import (
-    adapter_base,
-    find_adapter,
-    is_scalar_adapter,
     merge_adapter,
     quantization,
     to_peft,
@@ -22,6 +19,7 @@ from marlhf.models.adapters import (
     merged_tensors,
 )
 from marlhf.models.base import ModelError
+from marlhf.models.facts import adapter_base, find_adapter, is_scalar_adapter
 from marlhf.models.forward import Sequences, final_scores, token_stats, token_values
 from marlhf.models.load import load_policy, load_scalar
 

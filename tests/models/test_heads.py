@@ -8,9 +8,10 @@ from transformers import AutoModelForCausalLM
 from marlhf.config.model import LoRA
 from marlhf.models.adapters import FrozenBaseModel
 from marlhf.models.base import ModelError
+from marlhf.models.facts import model_facts
 from marlhf.models.forward import Sequences, final_scores, token_values
 from marlhf.models.heads import backbone, with_scalar_head
-from marlhf.models.load import is_scalar, load_policy, load_scalar
+from marlhf.models.load import load_policy, load_scalar
 from tiny_families import random_config
 
 BATCH = Sequences.from_lists([[5, 6], [7, 8, 9]], [[7, 8, 1], [3, 1]], 0)
@@ -35,10 +36,10 @@ def test_a_language_model_becomes_a_scalar_model_that_loads_again(tmp_path, kind
     expected = scalar.score(hidden)[0, 4], scalar.score(hidden)[1, 4]  # the last real tokens
     torch.testing.assert_close(scores[:, None], torch.stack(expected))
     scalar.save_pretrained(tmp_path / "scalar")
-    assert is_scalar(str(tmp_path / "scalar"))
+    assert model_facts(str(tmp_path / "scalar")).is_scalar
     assert torch.equal(final_scores(load_scalar(str(tmp_path / "scalar"), seed=9), BATCH), scores)
     model.save_pretrained(tmp_path / "language")
-    assert not is_scalar(str(tmp_path / "language"))
+    assert not model_facts(str(tmp_path / "language")).is_scalar
     fresh = load_scalar(str(tmp_path / "language"), seed=3)
     assert torch.equal(final_scores(fresh, BATCH), scores)
     with pytest.raises(ModelError, match="is a reward model"):

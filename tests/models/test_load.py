@@ -13,15 +13,14 @@ from transformers import (
 )
 
 from marlhf.models.base import ModelError
+from marlhf.models.facts import locate, model_facts
 from marlhf.models.forward import Sequences, final_scores, token_stats
 from marlhf.models.load import (
     check_vocabulary,
     end_tokens,
-    is_scalar,
     load_policy,
     load_scalar,
     load_tokenizer,
-    locate,
     same_tokenizer,
 )
 
@@ -326,8 +325,8 @@ def test_a_reward_model_is_no_policy(tmp_path, small, kind):
     small(kind, scalar=True).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="is a reward model"):
         load_policy(str(tmp_path))
-    assert is_scalar(str(tmp_path))
-    assert not is_scalar("tiny")
+    assert model_facts(str(tmp_path)).is_scalar
+    assert not model_facts("tiny").is_scalar
 
 
 def test_the_folder_of_a_run_is_told_from_its_model(tmp_path, small):
@@ -340,8 +339,12 @@ def test_the_folder_of_a_run_is_told_from_its_model(tmp_path, small):
         load_scalar(str(tmp_path / "reward" / "model"))
 
 
+def read_config(path, setting):
+    return model_facts(path, setting=setting).config
+
+
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://no.such.host.invalid"])
-@pytest.mark.parametrize("load", [load_policy, load_scalar, load_tokenizer, is_scalar])
+@pytest.mark.parametrize("load", [load_policy, load_scalar, load_tokenizer, read_config])
 def test_without_the_hub_there_is_one_try_and_one_sentence(monkeypatch, capfd, load, endpoint):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
     start = time.monotonic()

@@ -13,7 +13,8 @@ from marlhf import DataConfig, GRPOConfig, LoRA, PRMConfig, PRMTrainer, RewardCo
 from marlhf.data import DataError, rows_from_records
 from marlhf.errors import SettingError, UnknownNameError
 from marlhf.models.base import ModelError
-from marlhf.models.load import load_policy, load_scalar, load_tokenizer, step_separator
+from marlhf.models.facts import model_facts
+from marlhf.models.load import load_policy, load_scalar, load_tokenizer
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.reward.process import ProcessModel
 from marlhf.reward.steps import StepEnds, cut_steps
@@ -23,9 +24,9 @@ from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World
 from marlhf.runtime.stage import Example, GivenObjects, Stopped
 from marlhf.train import ppo, prm, reward, rloo, step_labels
-from marlhf.train.prm_config import LabelsFrom
 from marlhf.train.rl_models import Rewards
 from marlhf.train.supervised import Passes
+from marlhf.train.prm_config import LabelsFrom
 from small_runs import TOY, assert_close, read_lines, stop_after, weights
 
 SHORT = {"batch_size": 8, "num_steps": 4, "learning_rate": 1e-3, "eval_every": 2, "save_every": 1}
@@ -74,10 +75,10 @@ def test_a_trl_data_set_trains_a_model_that_says_how_it_cuts_steps(tmp_path):
         *("eval_first_error", "eval_error_free"),
     }
     folder = str(tmp_path / "prm" / "model")
-    assert step_separator(folder) == "\n"
+    assert model_facts(folder).step_separator == "\n"
     plain = AutoModelForSequenceClassification.from_pretrained(folder)
     assert plain.config.num_labels == 1
-    assert step_separator(trainer.model) == "\n"
+    assert model_facts(trainer.model).step_separator == "\n"
     card = (tmp_path / "prm" / "model" / "README.md").read_text()
     [code] = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     space = {}
@@ -366,7 +367,7 @@ def test_the_wrong_head_is_a_sentence(ppo_config, process_model, parents, tmp_pa
     with pytest.raises(SettingError, match="Leave out process_model, or environment"):
         ppo_config("e", process_model=process, environment="guess")
     again = RewardConfig(model=process, output_dir=str(tmp_path / "reward"), data=TOY, **SHORT)
-    assert step_separator(str(reward.train(again))) is None  # the head was trained anew
+    assert model_facts(str(reward.train(again))).step_separator is None  # the head was trained anew
 
 
 def test_accumulation_is_a_large_batch(data, tmp_path):

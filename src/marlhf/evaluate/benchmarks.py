@@ -30,9 +30,9 @@ from marlhf.errors import MarlhfError
 from marlhf.evaluate.eval_plan import EvaluationError
 from marlhf.evaluate.results import text_table
 from marlhf.intervals import mean
-from marlhf.models.adapter_files import adapter_base
 from marlhf.models.base import Tokenizer, pick_device
-from marlhf.models.load import is_scalar, load_scalar, load_tokenizer
+from marlhf.models.facts import adapter_base, model_facts
+from marlhf.models.load import load_scalar, load_tokenizer
 from marlhf.reward import RewardModel
 from marlhf.reward.pairs import pair_metrics
 from marlhf.runs.layout import EVALUATION, is_run, model_folder
@@ -155,7 +155,7 @@ def rewardbench(
     """Accuracy by subset and section, and overall, with how far scores go by length."""
     rows, ties = read_benchmark(path)
     folder = model_folder(reward)
-    if not is_scalar(folder, trust_remote_code=trust_code):
+    if not model_facts(folder, trust_remote_code=trust_code).is_scalar:
         raise RewardBenchError(
             f"{reward} is a language model without a scalar head, so it scores nothing. Give a "
             "reward model; `marlhf reward` trains one."

@@ -39,16 +39,15 @@ from marlhf.evaluate.eval_plan import (
     is_user_environment,
 )
 from marlhf.models.base import Model, Tokenizer, autocast, pick_device
+from marlhf.models.facts import model_facts
 from marlhf.models.forward import token_stats
 from marlhf.models.load import (
     check_vocabulary,
     end_tokens,
     has_same_tokenizer,
-    is_scalar,
     load_policy,
     load_scalar,
     load_tokenizer,
-    refuse_process_model,
 )
 from marlhf.models.sequences import Sequences
 from marlhf.reward import RewardFunction, RewardModel, import_function
@@ -395,12 +394,13 @@ def _check_scores(path: str, plan: EvaluationPlan) -> None:
     """A language model has no scalar head, and a random one would score at random."""
     if is_function(path) or plan.random_reward_head:
         return
-    if not is_scalar(path, trust_remote_code=plan.trust_remote_code):
+    facts = model_facts(path, trust_remote_code=plan.trust_remote_code)
+    if not facts.is_scalar:
         raise EvaluationError(
             f"{path} is a language model without a scalar head, so its scores would come from "
             "random weights. Name a reward model with --reward PATH; `marlhf reward` trains one."
         )
-    refuse_process_model(path, trust_remote_code=plan.trust_remote_code)
+    facts.refuse_process_model()
 
 
 def _digest(path: str) -> str:

@@ -15,14 +15,9 @@ from marlhf.judge.criteria import LETTERS, Answer, Criteria
 from marlhf.judge.pairs import JudgeError, Pair, Response
 from marlhf.judge.verdicts import Verdict
 from marlhf.models.base import autocast, pick_device
+from marlhf.models.facts import model_facts
 from marlhf.models.forward import token_stats
-from marlhf.models.load import (
-    is_scalar,
-    load_policy,
-    load_scalar,
-    load_tokenizer,
-    refuse_process_model,
-)
+from marlhf.models.load import load_policy, load_scalar, load_tokenizer
 from marlhf.models.sequences import Sequences
 from marlhf.reward.model import RewardModel
 from marlhf.runs.layout import model_folder
@@ -59,12 +54,13 @@ class RewardJudge:
 
     def __init__(self, path: str, device: str = "auto") -> None:
         path = model_folder(path)
-        if not is_scalar(path):
+        facts = model_facts(path)
+        if not facts.is_scalar:
             raise JudgeError(
                 f"{path} is not a reward model: it has no scalar head. Use model:{path} to ask it "
                 "as a language model."
             )
-        refuse_process_model(path)
+        facts.refuse_process_model()
         self.tokenizer = load_tokenizer(path)
         model = load_scalar(path).to(pick_device(device)).eval()
         self.model = RewardModel(model, self.tokenizer, self.tokenizer)

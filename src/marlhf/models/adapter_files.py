@@ -1,9 +1,4 @@
-"""LoRA adapters on disk and their settings, in peft's own format.
-
-A folder with `adapter_config.json` is an adapter. marlhf also keeps one as `adapter/` inside the
-folder of a merged model: the same folder then serves readers of plain models, and runs that put
-the adapter on a shared base.
-"""
+"""LoRA adapters on disk and their settings, in peft's own format."""
 
 from __future__ import annotations
 
@@ -13,7 +8,6 @@ import hashlib
 import importlib.util
 import json
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +19,10 @@ from torch import Tensor
 
 from marlhf.config.model import LoRA
 from marlhf.models.base import Head, Model, ModelError
+from marlhf.models.facts import RECORD, adapter_source, damaged, read_json
 from marlhf.models.heads import backbone
 
-CONFIG, WEIGHTS, RECORD = "adapter_config.json", "adapter_model.safetensors", "base.json"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What peft puts before the name of every weight."""
 KEPT = {
@@ -43,61 +38,10 @@ IGNORED = {
 """Settings that are checked one by one below, or that mean nothing on their own."""
 
 
-def adapter_base(path: str | Path) -> str | None:
-    """The model that an adapter folder belongs to; None where the folder is no adapter."""
-    if not (Path(path) / CONFIG).is_file():
-        return None
-    if not (source := _source(path)):
-        raise ModelError(
-            f"The adapter {path} does not say which model it belongs to. Set "
-            f"base_model_name_or_path in its {CONFIG}."
-        )
-    return source
-
-
-@dataclass(frozen=True)
-class AdapterFacts:
-    """What the files of a model say about adapters; an object has none."""
-
-    base: str | Model  # what new adapters are put on: the model, or the base of a saved adapter
-    saved: Path | None = None  # the saved adapter that the model is
-    scalar: Path | None = None  # an adapter with a scalar head: the model, or the one beside it
-    members: int = 1  # of an ensemble, whose first one it is
-
-
-def adapter_facts(model: str | Model) -> AdapterFacts:
-    if not isinstance(model, str):
-        return AdapterFacts(model)
-    base, adapter = adapter_base(model), find_adapter(model)
-    scalar = adapter if adapter is not None and is_scalar_adapter(adapter) else None
-    return (
-        AdapterFacts(model, None, scalar)
-        if base is None
-        else AdapterFacts(base, Path(model), scalar, saved_members(model))
-    )
-
-
-def saved_members(folder: str | Path) -> int:
-    """The members of a saved ensemble that have an adapter each: 1 where it is none."""
-    record = Path(folder) / RECORD
-    return _read_json(record).get("members", 1) if record.is_file() else 1
-
-
 def member_folder(folder: str | Path, number: int) -> Path:
     """Where an ensemble has a member's adapter. That of the first is the ensemble's own folder, so
     whatever reads a single adapter, such as peft or a critic, finds this one."""
     return Path(folder) / f"member-{number}" if number else Path(folder)
-
-
-def find_adapter(path: str | Path) -> Path | None:
-    """The adapter in a folder: the folder itself, or `adapter/` beside a merged model."""
-    folders = (Path(path), Path(path) / "adapter")
-    return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
-
-
-def is_scalar_adapter(folder: str | Path) -> bool:
-    """Whether an adapter includes a scalar head, as a reward model's does."""
-    return _read_json(Path(folder) / CONFIG).get("task_type") == "SEQ_CLS"
 
 
 def merge_adapter(model: Model, folder: str | Path) -> Model:
@@ -194,7 +138,7 @@ def _check_base(folder: Path, base_source: str, base_digest: str | None) -> None
     there the recorded path does.
     """
     recorded = _recorded_digest(folder)
-    source = _source(folder) or "a model it does not name"
+    source = adapter_source(folder) or "a model it does not name"
     same_place = _resolved(source) == _resolved(base_source)
     if recorded and base_digest:
         if recorded == base_digest:
@@ -215,11 +159,7 @@ def _check_base(folder: Path, base_source: str, base_digest: str | None) -> None
 def _recorded_digest(folder: Path) -> str | None:
     """The digest of the base that an adapter was trained on; None where it was not recorded."""
     record = folder / RECORD
-    return _read_json(record).get("digest") if record.is_file() else None
-
-
-def _source(folder: str | Path) -> str:
-    return _read_json(Path(folder) / CONFIG).get("base_model_name_or_path") or ""
+    return read_json(record).get("digest") if record.is_file() else None
 
 
 def _resolved(name: str) -> str:
@@ -238,23 +178,12 @@ def _weights_file(folder: str | Path) -> Path:
         with safe_open(file, "pt"):  # compares the header with the size of the file
             return file
     except (SafetensorError, OSError) as error:
-        raise ModelError(
-            f"{file} is damaged ({error}). Save the adapter again, or take another folder."
-        ) from error
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{file} is damaged ({error}). Save the adapter again, or take another folder."
-        ) from error
+        raise damaged(file, error) from error
 
 
 def _mismatch(folder: str | Path, cause: str) -> ModelError:
     return ModelError(
-        f"The adapter {folder} does not fit its base {_source(folder)} ({cause[:240]}). "
+        f"The adapter {folder} does not fit its base {adapter_source(folder)} ({cause[:240]}). "
         "Was it saved whole, and is base_model_name_or_path in its adapter_config.json right?"
     )
 

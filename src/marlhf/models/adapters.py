@@ -27,14 +27,13 @@ from marlhf.config.model import Precision
 from marlhf.models.adapter_files import (
     digest,
     import_peft,
-    is_scalar_adapter,
     member_folder,
     read_adapter,
-    saved_members,
     to_peft,
     write_adapter,
 )
 from marlhf.models.base import Head, Model, ModelError, computes_in_bfloat16
+from marlhf.models.facts import is_scalar_adapter, saved_members
 from marlhf.models.heads import (
     backbone,
     declare_heads,

@@ -6,25 +6,14 @@ computes in. Dropout is always off: PPO compares log-probs of two passes.
 
 from __future__ import annotations
 
-import contextlib
-import textwrap
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HFValidationError,
-    RepositoryNotFoundError,
-)
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -32,12 +21,7 @@ from transformers import (
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from marlhf.models.adapter_files import (
-    adapter_base,
-    is_scalar_adapter,
-    merge_adapter,
-    saved_members,
-)
+from marlhf.models.adapter_files import merge_adapter
 from marlhf.models.adapters import FrozenBaseModel
 from marlhf.models.base import (
     Head,
@@ -45,7 +29,15 @@ from marlhf.models.base import (
     ModelError,
     Tokenizer,
     disable_dropout,
-    quiet_transformers,
+)
+from marlhf.models.facts import (
+    ModelFacts,
+    adapter_base,
+    explained,
+    gguf_end,
+    is_gguf,
+    locate,
+    model_facts,
 )
 from marlhf.models.heads import (
     SCALAR,
@@ -57,12 +49,6 @@ from marlhf.models.heads import (
     with_scalar_head,
 )
 from marlhf.models.tiny import tiny_model, tiny_tokenizer
-from marlhf.runs.layout import MODEL, is_run
-
-STEP_SEPARATOR = "step_separator"
-"""What a process reward model's config has, and no other's."""
-HUB_TIMEOUT = 10.0
-"""Seconds to wait for the hub's first answer."""
 
 
 def load_tokenizer(
@@ -88,7 +74,7 @@ def load_tokenizer(
         plain = declared.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
         loader = PreTrainedTokenizerFast if plain else AutoTokenizer
         tokenizer = loader.from_pretrained(**source, trust_remote_code=trust_remote_code)
-        if is_gguf(path) and (end := _gguf_end(path)) is not None:
+        if is_gguf(path) and (end := gguf_end(path)) is not None:
             tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     return _with_ends(tokenizer, f"of {path}")
 
@@ -129,32 +115,31 @@ def load_model(
         else:
             _check_causal(model, name)
         return _ready(model, checkpointing, name)
-    if (base := adapter_base(path)) is not None:
+    facts = model_facts(path, trust_remote_code=trust_remote_code, setting=setting)
+    if facts.saved is not None:
+        base = facts.base
         plain = load_model(
             head, base, seed=seed, trust_remote_code=trust_remote_code, setting=setting
         )
-        if head == "scalar" and not first_member and (members := saved_members(path)) > 1:
+        if head == "scalar" and not first_member and facts.members > 1:
             base_model = FrozenBaseModel(plain, base)
-            return base_model.ensemble(Path(path), members=members, trainable=False)
+            return base_model.ensemble(facts.saved, members=facts.members, trainable=False)
         merged = merge_adapter(plain, path).requires_grad_(True)  # peft has frozen it
         return _ready(merged, checkpointing, path)
-    if path == "tiny" or is_gguf(path):
+    if facts.config is None:
         with explained(path, "model"):
             model = tiny_model(seed) if path == "tiny" else _load_gguf(path)
         if head == "scalar":
             model = with_scalar_head(model, seed)
         return _ready(model, checkpointing, path)
     with explained(path, "model"):
-        source = locate(path, setting)
-        config = _config(source, trust_remote_code)
-        _check_architecture(head, path, config)
-        fresh_head = head == "scalar" and not _has_scalar(config)
-        if head == "scalar":
-            config = scalar_config(config)
+        _check_architecture(head, path, facts)
+        fresh_head = head == "scalar" and not facts.is_scalar
+        config = scalar_config(facts.config) if head == "scalar" else facts.config
         auto: Any = AutoModelForSequenceClassification if head == "scalar" else AutoModelForCausalLM
         quantized = {"quantization_config": quantization, "device_map": {"": device or "cpu"}}
         model, info = auto.from_pretrained(
-            **source,
+            **facts.files,
             config=config,
             dtype=torch.float32,
             trust_remote_code=trust_remote_code,
@@ -183,43 +168,6 @@ load_scalar = partial(load_model, "scalar")
 This is transformers' own sequence classifier with one label, so it saves and loads without
 marlhf. From a language model the head starts fresh, its scale such that scores are about 1.
 """
-
-
-def is_scalar(path: str | Model, *, trust_remote_code: bool = False, setting: str = "") -> bool:
-    """Whether a model has a scalar head, so that `load_scalar` need not make a fresh one."""
-    if not isinstance(path, str):
-        return hasattr(path, "score")
-    if path == "tiny" or is_gguf(path):
-        return False
-    if adapter_base(path) is not None:
-        return is_scalar_adapter(path)
-    with explained(path, "model"):
-        return _has_scalar(_config(locate(path, setting), trust_remote_code))
-
-
-def step_separator(
-    path: str | Model, *, trust_remote_code: bool = False, setting: str = ""
-) -> str | None:
-    """What separates the steps that a process reward model scores; None for any other model."""
-    if not isinstance(path, str):
-        return vars(path.config).get(STEP_SEPARATOR)
-    if path == "tiny" or is_gguf(path) or adapter_base(path) is not None:
-        return None
-    with explained(path, "model"):
-        return vars(_config(locate(path, setting), trust_remote_code)).get(STEP_SEPARATOR)
-
-
-def refuse_process_model(
-    path: str | Model, *, trust_remote_code: bool = False, setting: str = ""
-) -> None:
-    """A process model says nothing of a whole response, and an outcome model nothing of a step."""
-    if step_separator(path, trust_remote_code=trust_remote_code, setting=setting) is not None:
-        name = path if isinstance(path, str) else f"the {type(path).__name__} given"
-        raise ModelError(
-            f"{f'`{setting}`: ' if setting else ''}{name} is a process reward model, which scores "
-            "steps and not whole responses. Name it as process_model, or take a reward model that "
-            "`marlhf reward` trained."
-        )
 
 
 def check_vocabulary(model: Model, tokenizer: Tokenizer, name: str) -> None:
@@ -278,10 +226,11 @@ def _load_gguf(path: str) -> Model:
     return model
 
 
-def _check_architecture(head: Head, path: str, config: Any) -> None:
+def _check_architecture(head: Head, path: str, facts: ModelFacts) -> None:
     """Refuse, before weights are read, models that cannot have this role."""
+    config = facts.config
     if head == "scalar":
-        if _has_scalar(config) and config.num_labels != num_members(config):
+        if facts.is_scalar and config.num_labels != num_members(config):
             raise ModelError(
                 f"{path} classifies into {config.num_labels} labels; a reward model has one. "
                 "Take a reward model, or the language model that it was made from."
@@ -365,14 +314,6 @@ def _check_whole(path: str, model: Model, missing: set[str]) -> None:
         )
 
 
-def _config(source: dict[str, Any], trust_remote_code: bool) -> Any:
-    return AutoConfig.from_pretrained(**source, trust_remote_code=trust_remote_code)
-
-
-def _has_scalar(config: Any) -> bool:
-    return any(SCALAR in kind for kind in config.architectures or ())
-
-
 def _ready(model: Model, checkpointing: bool, name: str) -> Model:
     _check_finite(model, name)
     disable_dropout(model)
@@ -380,95 +321,3 @@ def _ready(model: Model, checkpointing: bool, name: str) -> Model:
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()  # gradient checkpointing only works in this mode
-
-
-def _gguf_end(path: str) -> int | None:
-    """The token that ends a text, as the file says: some versions of transformers take another."""
-    from gguf import GGUFReader
-
-    field = GGUFReader(path).fields.get("tokenizer.ggml.eos_token_id")
-    return None if field is None else int(field.contents())
-
-
-def is_gguf(path: str) -> bool:
-    return path.endswith(".gguf")
-
-
-def locate(path: str, setting: str = "") -> dict[str, Any]:
-    """The options by which `from_pretrained` finds a model; `setting` is where it was named."""
-    file = Path(path)
-    named = f"`{setting}`: " if setting else ""
-    if is_gguf(path):
-        if not file.is_file():
-            raise ModelError(f"{named}There is no file {path}. Check the path to the GGUF file.")
-        return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    if file.exists():
-        return {"pretrained_model_name_or_path": path}
-    if is_run(file.parent):
-        raise ModelError(
-            f"{named}There is no {path}: the run {file.parent} is not finished. Finish it first, "
-            "by the command that began it."
-        )
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ModelError(
-            f"{named}There is no folder {path}. If an earlier stage of the recipe writes it, run "
-            "that stage first; `marlhf run` does all of them in order."
-        )
-    return {"pretrained_model_name_or_path": _on_hub(path, named)}
-
-
-def _on_hub(name: str, named: str) -> str:
-    """The name of a model on the hub; without the hub, the folder where it was downloaded before.
-
-    One question with a short timeout: transformers asks for every file of a model, five times
-    each, and takes more than a minute to say that there is no network.
-    """
-    try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT)
-    except EntryNotFoundError:
-        return name  # it exists, and may hold a tokenizer alone
-    except GatedRepoError:
-        cause = (
-            f"the hub gives it only to those who accepted its terms. Do so on "
-            f"https://huggingface.co/{name}, and log in with `hf auth login`"
-        )
-    except (RepositoryNotFoundError, HFValidationError):
-        cause = "the hub has none either, or does not show it to you. Correct the name"
-    except Exception as error:  # which class depends on the HTTP client of huggingface_hub
-        reason = textwrap.shorten(str(error) or type(error).__name__, 100)
-        cause = f"the hub cannot be reached ({reason}). Correct the name, or download it first"
-    else:
-        return name
-    for file in ("config.json", "tokenizer_config.json"):
-        if isinstance(cached := try_to_load_from_cache(name, file), str):
-            return str(Path(cached).parent)
-    raise ModelError(f"{named}There is no folder {name} here, and {cause}.")
-
-
-@contextlib.contextmanager
-def explained(path: str, what: str) -> Iterator[None]:
-    """transformers' many ways to fail, as one sentence with the cause at its end."""
-    try:
-        with quiet_transformers():  # it warns of a fresh score head, which is intended
-            yield
-    except ModelError:
-        raise
-    except Exception as error:  # safetensors, tokenizers and gguf each raise kinds of their own
-        inner = Path(path) / MODEL
-        if (inner / "config.json").is_file():
-            hint = f"It is the folder of a run; its model is {inner}."
-        elif "trust_remote_code" in str(error):
-            raise ModelError(
-                f"The {what} {path} comes with Python code of its own, which is run only if you "
-                "say so: --trust-code on the command line, trust_remote_code: true in a recipe."
-            ) from error
-        elif not Path(path).exists():
-            hint = "Is it a model on the hub that you may read?"
-        elif is_gguf(path):
-            hint = "Is it a whole GGUF file, of a family that transformers can read?"
-        elif what == "tokenizer":
-            hint = "Is it a folder written by save_pretrained, with a tokenizer.json?"
-        else:
-            hint = "Is it a folder written by save_pretrained, with safetensors weights?"
-        cause = textwrap.shorten(str(error) or repr(error), 240)
-        raise ModelError(f"Cannot load the {what} {path}. {hint} ({cause})") from error

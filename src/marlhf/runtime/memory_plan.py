@@ -23,8 +23,8 @@ from marlhf.config.rl import RLConfig
 from marlhf.config.stage import StageConfig
 from marlhf.errors import MarlhfError, SettingError
 from marlhf.models.base import quiet_transformers
+from marlhf.models.facts import locate
 from marlhf.models.llama import is_plain_llama
-from marlhf.models.load import locate
 from marlhf.models.logprobs import CHUNK, CHUNK_ROWS
 from marlhf.models.tiny import tiny_config
 from marlhf.rollout.native import AUTO_TOKENS, KEPT_CACHE_SHARE, SIZE_MULTIPLE, token_bytes

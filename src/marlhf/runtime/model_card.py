@@ -29,8 +29,8 @@ from marlhf.config.stage import StageConfig
 from marlhf.data.load import is_hub_name
 from marlhf.data.sources import PUBLISHED
 from marlhf.fields import settings_with
+from marlhf.models.facts import STEP_SEPARATOR
 from marlhf.models.heads import SCALAR
-from marlhf.models.load import STEP_SEPARATOR
 from marlhf.runs.atomic import read_jsonl, write_text
 from marlhf.runs.layout import (
     BEST,

@@ -19,24 +19,12 @@ from torch import nn
 from marlhf.config.model import LoRA
 from marlhf.config.rl import RLConfig
 from marlhf.config.stage import StageConfig
-from marlhf.models.adapter_files import (
-    AdapterFacts,
-    adapter_facts,
-    import_peft,
-    is_scalar_adapter,
-    quantization,
-)
+from marlhf.models.adapter_files import import_peft, quantization
 from marlhf.models.adapters import AdapterInit, FrozenBaseModel, cast_linear_layers, frozen_dtype
 from marlhf.models.base import Head, Model, Tokenizer, offload
+from marlhf.models.facts import ModelFacts, is_scalar_adapter, model_facts
 from marlhf.models.heads import average_heads, with_scalar_head
-from marlhf.models.load import (
-    has_same_tokenizer,
-    is_scalar,
-    load_policy,
-    load_scalar,
-    refuse_process_model,
-    step_separator,
-)
+from marlhf.models.load import has_same_tokenizer, load_policy, load_scalar
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World
 from marlhf.runtime.memory_plan import checkpoints_activations
@@ -130,9 +118,9 @@ def trained_source(
     settings = objects.peft_config or config.lora
     if settings is None:
         return WholeModel(origin, head, seed=config.seed)
-    facts, base_head = adapter_facts(origin), head
-    remote = config.trust_remote_code
-    if head == "scalar" and not is_scalar(origin, trust_remote_code=remote, setting="model"):
+    facts = model_facts(origin, trust_remote_code=config.trust_remote_code, setting="model")
+    base_head = head
+    if head == "scalar" and not facts.is_scalar:
         base_head = "language"  # it stays one beneath the adapter, so that a policy can share it
     base = WholeModel(facts.base, base_head, seed=config.seed)
     return OnBase(base, head, facts.saved or settings, members)
@@ -155,8 +143,7 @@ def rl_sources(
         if reward.is_model:
             sources[reward.role] = rules.reward(reward, sources.get("critic"))
     if config.gold_model:
-        rules.check_scores(config.gold_model, "gold_model")
-        sources["gold"] = rules.scorer(config.gold_model, "gold_model")
+        sources["gold"] = rules.gold(config.gold_model)
     return sources
 
 
@@ -231,7 +218,7 @@ class _Rules:
             self._check_tokenizer("critic", start.origin, start.setting)
         if isinstance(policy, WholeModel):
             return start
-        facts = adapter_facts(start.origin)
+        facts = self._facts(start.origin, start.setting)
         adapter = facts.saved or self.objects.peft_config or self.config.lora
         return OnBase(replace(start, origin=facts.base), "scalar", adapter)
 
@@ -239,54 +226,41 @@ class _Rules:
         """A reward model: whole, or on a base that another role has loaded anyway."""
         item: Any = reward.item
         if not isinstance(item, str):
-            refuse_process_model(item, setting="reward_funcs")
+            self._facts(item, "reward_funcs").refuse_process_model()
             return WholeModel(item, "scalar")
-        setting = "reward_model" if item == self.config.reward_model else "reward_funcs"
         if reward.is_process:
-            setting = "process_model"
-            self._check_steps(item)
+            facts = self._facts(item, "process_model")
+            _check_steps(facts)
         else:
-            self.check_scores(item, setting)
-        facts = adapter_facts(item)
+            setting = "reward_model" if item == self.config.reward_model else "reward_funcs"
+            facts = self._facts(item, setting)
+            self._check_scores(facts)
         if isinstance(self.policy, OnBase) and self._shares_base and facts.scalar:
             return OnBase(self.policy.base, "scalar", facts.scalar, facts.members)
-        shares = isinstance(critic, OnBase) and critic.base == self._base(facts)
-        return self.scorer(item, setting, on_base=shares)
+        return self._scorer(facts, critic)
 
-    def scorer(self, path: str, setting: str, *, on_base: bool = False) -> Source:
+    def gold(self, path: str) -> Source:
+        """The reward model that judges held-out responses."""
+        facts = self._facts(path, "gold_model")
+        self._check_scores(facts)
+        return self._scorer(facts)
+
+    def _scorer(self, facts: ModelFacts, critic: Source | None = None) -> Source:
         """A frozen scalar model: whole, or on a base of its own or the critic's."""
-        facts = adapter_facts(path)
-        if on_base or facts.members > 1:
-            return OnBase(self._base(facts), "scalar", facts.saved, facts.members)
-        return WholeModel(path, "scalar", setting=setting)
+        base = WholeModel(facts.base, "scalar", seed=self.config.seed)
+        if facts.members > 1 or (isinstance(critic, OnBase) and critic.base == base):
+            return OnBase(base, "scalar", facts.saved, facts.members)
+        return WholeModel(facts.model, "scalar", setting=facts.setting)
 
-    def _base(self, facts: AdapterFacts) -> WholeModel:
-        return WholeModel(facts.base, "scalar", seed=self.config.seed)
-
-    def check_scores(self, path: str, setting: str) -> None:
+    def _check_scores(self, facts: ModelFacts) -> None:
         """A language model has no scalar head, and a random one would score at random."""
-        remote = self.config.trust_remote_code
-        scores = is_scalar(path, trust_remote_code=remote, setting=setting)
-        if not scores and not self.config.random_reward_head:
+        if not facts.is_scalar and not self.config.random_reward_head:
             raise RunError(
-                f"`{setting}`: {path} is a language model without a scalar head, so its scores "
+                f"{facts.name} is a language model without a scalar head, so its scores "
                 "would come from random weights. Train a reward model from it with `marlhf "
                 "reward`, or set random_reward_head: true where scores do not matter."
             )
-        refuse_process_model(path, trust_remote_code=remote, setting=setting)
-
-    def _check_steps(self, path: str) -> None:
-        """Only a head that was trained at the ends of steps says anything there."""
-        remote, setting = self.config.trust_remote_code, "process_model"
-        if step_separator(path, trust_remote_code=remote, setting=setting) is not None:
-            return
-        scores = is_scalar(path, trust_remote_code=remote, setting=setting)
-        what = "an outcome reward model, which scores" if scores else "a language model, which has"
-        what += " whole responses alone" if scores else " no head that scores"
-        raise RunError(
-            f"`process_model`: {path} is {what}. Train a process reward model with `marlhf prm`"
-            + (", or name this one as reward_model." if scores else ".")
-        )
+        facts.refuse_process_model()
 
     def _critic_start(self, rewards: list[RewardItem]) -> Source:
         """Given or named, else a reward model that reads the same tokens, else the policy."""
@@ -322,7 +296,7 @@ class _Rules:
         named = config.critic_model or config.reward_model
         if not named:
             return None
-        facts = adapter_facts(named)
+        facts = self._facts(named, self._critic_setting)
         # The adapter beside a merged language model is no start for a critic; one named is.
         if adapter := facts.scalar or facts.saved:
             self._check_tokenizer("critic", named, self._critic_setting)
@@ -349,11 +323,28 @@ class _Rules:
     def _critic_setting(self) -> str:
         return "critic_model" if self.config.critic_model else "reward_model"
 
+    def _facts(self, model: str | Model, setting: str) -> ModelFacts:
+        remote = self.config.trust_remote_code
+        return model_facts(model, trust_remote_code=remote, setting=setting)
+
     def _check_tokenizer(self, role: str, path: str, setting: str) -> None:
         remote, policy = self.config.trust_remote_code, self.config.model
         check_tokenizer(
             role, path, policy, self.tokenizer, trust_remote_code=remote, setting=setting
         )
+
+
+def _check_steps(facts: ModelFacts) -> None:
+    """Only a head that was trained at the ends of steps says anything there."""
+    if facts.step_separator is not None:
+        return
+    scores = facts.is_scalar
+    what = "an outcome reward model, which scores" if scores else "a language model, which has"
+    what += " whole responses alone" if scores else " no head that scores"
+    raise RunError(
+        f"{facts.name} is {what}. Train a process reward model with `marlhf prm`"
+        + (", or name this one as reward_model." if scores else ".")
+    )
 
 
 def load_trained(
@@ -422,7 +413,8 @@ def _has_fresh_head(source: Source, config: StageConfig) -> bool:
     else:
         whole = source
     remote = config.trust_remote_code
-    return not is_scalar(whole.origin, trust_remote_code=remote, setting=whole.setting)
+    facts = model_facts(whole.origin, trust_remote_code=remote, setting=whole.setting)
+    return not facts.is_scalar
 
 
 class ModelLoader:

@@ -20,7 +20,8 @@ from marlhf.environments import ChatTokens, find_environment
 from marlhf.errors import MarlhfError, SettingError
 from marlhf.models.adapter_files import import_peft, quantization
 from marlhf.models.base import ModelError, pick_device
-from marlhf.models.load import check_embeddings, load_tokenizer, locate
+from marlhf.models.facts import locate
+from marlhf.models.load import check_embeddings, load_tokenizer
 from marlhf.models.tiny import MAX_POSITIONS
 from marlhf.reward import RewardFunction, import_function
 from marlhf.runs.layout import MODEL, facts_of, read_object

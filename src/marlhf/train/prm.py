@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from marlhf.data import Row, load_data
 from marlhf.data.rows import response_text
+from marlhf.models.facts import STEP_SEPARATOR
 from marlhf.models.forward import token_scores
-from marlhf.models.load import STEP_SEPARATOR
 from marlhf.models.sequences import send
 from marlhf.reward.steps import StepEnds, cut_steps
 from marlhf.runs.layout import RunError
@@ -27,9 +27,9 @@ from marlhf.runtime.model_loader import load_trained_scalar
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.progress import say, warn
 from marlhf.runtime.stage import Example, GivenObjects
-from marlhf.train.prm_config import PRMConfig
 from marlhf.train.step_labels import label_steps
 from marlhf.train.supervised import Passes, SupervisedRun
+from marlhf.train.prm_config import PRMConfig
 
 MAX_HELD_OUT = 1024
 """Held-out responses that an evaluation looks at, at most."""

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from marlhf.core import reward_loss
 from marlhf.data import DataError
-from marlhf.models.adapter_files import saved_members
 from marlhf.models.base import Model
+from marlhf.models.facts import STEP_SEPARATOR, model_facts
 from marlhf.models.forward import final_scores
 from marlhf.models.heads import members_of, set_heads
-from marlhf.models.load import STEP_SEPARATOR, is_scalar
 from marlhf.reward.pairs import accuracy, correlation, pair_metrics
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World
@@ -33,8 +32,8 @@ from marlhf.runtime.loop import OpenRun, in_run_folder
 from marlhf.runtime.model_loader import load_trained_scalar
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.stage import Example, GivenObjects
-from marlhf.train.reward_config import RewardConfig
 from marlhf.train.supervised import Passes, SupervisedRun
+from marlhf.train.reward_config import RewardConfig
 
 MAX_HELD_OUT = 1024
 """Held-out pairs that an evaluation looks at, at most."""
@@ -78,16 +77,15 @@ def load_with_heads(config: RewardConfig, objects: GivenObjects, world: World) -
     """The model that training starts from, with as many heads or adapters as it trains."""
     origin = config.model if objects.model is None else objects.model
     adapted = config.lora is not None or objects.peft_config is not None
-    saved = saved_members(origin) if isinstance(origin, str) else 1
-    if saved > 1 and not (adapted and config.members == saved):
-        raise _other_members(config.model, saved, "and lora")
+    facts = model_facts(origin, trust_remote_code=config.trust_remote_code, setting="model")
+    if facts.members > 1 and not (adapted and config.members == facts.members):
+        raise _other_members(config.model, facts.members, "and lora")
     model = load_trained_scalar(config, objects, world, config.members if adapted else 1)
-    fresh = not is_scalar(origin, trust_remote_code=config.trust_remote_code, setting="model")
     heads = 2 if config.length_head else 1 if adapted else config.members
     for member in members_of(model):
         if member.score.out_features not in (1, heads):
             raise _other_members(config.model, member.score.out_features, "and no lora")
-        set_heads(member, heads, config.seed, fresh=fresh)
+        set_heads(member, heads, config.seed, fresh=not facts.is_scalar)
     return model
 
 

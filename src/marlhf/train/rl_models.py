@@ -18,7 +18,7 @@ from marlhf.data import Row
 from marlhf.environments import Conversations
 from marlhf.models.base import Model, Tokenizer, autocast
 from marlhf.models.forward import token_stats, token_values
-from marlhf.models.load import check_vocabulary, end_tokens, load_tokenizer, step_separator
+from marlhf.models.load import check_vocabulary, end_tokens, load_tokenizer
 from marlhf.models.logprobs import TokenScores
 from marlhf.models.sequences import Sequences
 from marlhf.reward import RewardFunction, RewardModel, Rewards, import_function
@@ -293,11 +293,9 @@ def _reward_model(
 def _process_model(
     config: RLConfig, model: Model, tokenizer: Tokenizer, world: World
 ) -> RewardModel:
-    path = config.process_model
-    separator = step_separator(path, trust_remote_code=config.trust_remote_code)
-    assert separator is not None  # checked before it was loaded
+    separator = model.config.step_separator  # checked before it was loaded
     kind = partial(ProcessModel, separator=separator, pooling=config.process_pooling)
-    return _reward_model(path, model, None, config, tokenizer, world, kind)
+    return _reward_model(config.process_model, model, None, config, tokenizer, world, kind)
 
 
 class SharedFunction(RewardFunction):

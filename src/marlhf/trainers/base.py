@@ -20,8 +20,9 @@ from marlhf.config.stage import DEFAULT_DATA, StageConfig, refuse_unknown
 from marlhf.data import DataConfig, Row, rows_from_records
 from marlhf.data.load import held_out
 from marlhf.errors import SettingError
-from marlhf.models.adapter_files import adapter_base, find_adapter, import_peft, saved_members
+from marlhf.models.adapter_files import import_peft
 from marlhf.models.base import Model, Tokenizer
+from marlhf.models.facts import adapter_base, find_adapter, saved_members
 from marlhf.models.load import load_policy, load_scalar, load_tokenizer
 from marlhf.runs.atomic import read_jsonl
 from marlhf.runs.layout import METRICS, RunError, facts_of, read_config
