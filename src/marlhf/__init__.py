@@ -19,9 +19,7 @@ _WHERE = {
         *("DPOTrainer", "GRPOTrainer", "MacroPPOTrainer", "PPOTrainer", "RLOOTrainer"),
         *("OnlineDPOTrainer", "PRMTrainer", "RewardTrainer", "SFTTrainer"),
     ),
-    "marlhf.train.sft_config": ("SFTConfig",),
-    "marlhf.train.reward_config": ("RewardConfig",),
-    "marlhf.train.prm_config": ("PRMConfig",),
+    "marlhf.train.supervised_config": ("PRMConfig", "RewardConfig", "SFTConfig"),
     "marlhf.train.ppo_config": ("PPOConfig",),
     "marlhf.train.rloo_config": ("GRPOConfig", "RLOOConfig"),
     "marlhf.train.dpo_config": ("DPOConfig", "OnlineDPOConfig"),
@@ -59,10 +57,8 @@ if TYPE_CHECKING:
     from marlhf.rollout import Sampling
     from marlhf.train.dpo_config import DPOConfig, OnlineDPOConfig
     from marlhf.train.ppo_config import PPOConfig
-    from marlhf.train.prm_config import PRMConfig
-    from marlhf.train.reward_config import RewardConfig
     from marlhf.train.rloo_config import GRPOConfig, RLOOConfig
-    from marlhf.train.sft_config import SFTConfig
+    from marlhf.train.supervised_config import PRMConfig, RewardConfig, SFTConfig
     from marlhf.trainers import (
         DPOTrainer,
         GRPOTrainer,

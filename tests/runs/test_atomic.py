@@ -20,7 +20,7 @@ from marlhf.runs.atomic import (
 from marlhf.runs.layout import RunError, read_config, read_state
 from marlhf.runs.read import read_run
 from marlhf.runs.write import RunFolder
-from marlhf.train.sft_config import SFTConfig
+from marlhf.train.supervised_config import SFTConfig
 
 
 def test_weights_are_as_readable_as_other_files(tmp_path):

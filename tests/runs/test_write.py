@@ -6,7 +6,7 @@ import subprocess
 from marlhf._version import __version__
 from marlhf.runs import write
 from marlhf.runs.layout import read_state
-from marlhf.train.sft_config import SFTConfig
+from marlhf.train.supervised_config import SFTConfig
 
 
 def test_a_run_records_the_version_and_the_commit(tmp_path):

@@ -25,7 +25,7 @@ from marlhf.runtime.memory_plan import (
     size_named,
 )
 from marlhf.train.ppo_config import PPOConfig
-from marlhf.train.sft_config import SFTConfig
+from marlhf.train.supervised_config import SFTConfig
 
 H200 = 139.8 * GIB
 SHARED = LoRA(shared_base=True)

@@ -15,7 +15,7 @@ from marlhf.runs.write import RunFolder
 from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import open_run
 from marlhf.runtime.model_card import push, write_card
-from marlhf.train.sft_config import SFTConfig
+from marlhf.train.supervised_config import SFTConfig
 
 
 @dataclass

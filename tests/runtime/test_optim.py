@@ -16,7 +16,7 @@ from marlhf.runtime.optim import (
     make_optimizer,
     set_learning_rate,
 )
-from marlhf.train.sft_config import SFTConfig
+from marlhf.train.supervised_config import SFTConfig
 
 DEVICES = [
     "cpu",

@@ -6,7 +6,7 @@ from marlhf.runtime import progress
 from marlhf.runtime.progress import Steps
 from marlhf.train import dpo, sft
 from marlhf.train.dpo_config import DPOConfig
-from marlhf.train.sft_config import SFTConfig
+from marlhf.train.supervised_config import SFTConfig
 from small_runs import TOY
 
 

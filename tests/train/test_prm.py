@@ -26,7 +26,7 @@ from marlhf.runtime.stage import Example, GivenObjects, Stopped
 from marlhf.train import ppo, prm, reward, rloo, step_labels
 from marlhf.train.rl_models import Rewards
 from marlhf.train.supervised import Passes
-from marlhf.train.prm_config import LabelsFrom
+from marlhf.train.supervised_config import LabelsFrom
 from small_runs import TOY, assert_close, read_lines, stop_after, weights
 
 SHORT = {"batch_size": 8, "num_steps": 4, "learning_rate": 1e-3, "eval_every": 2, "save_every": 1}

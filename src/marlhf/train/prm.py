@@ -29,7 +29,7 @@ from marlhf.runtime.progress import say, warn
 from marlhf.runtime.stage import Example, GivenObjects
 from marlhf.train.step_labels import label_steps
 from marlhf.train.supervised import Passes, SupervisedRun
-from marlhf.train.prm_config import PRMConfig
+from marlhf.train.supervised_config import PRMConfig
 
 MAX_HELD_OUT = 1024
 """Held-out responses that an evaluation looks at, at most."""

@@ -17,8 +17,8 @@ from marlhf.intervals import Interval, interval, mean
 from marlhf.judge.local import RewardJudge
 from marlhf.judge.pairs import Pair, Response
 from marlhf.runs.layout import read_config, read_state
-from marlhf.train.reward_config import RewardConfig
 from marlhf.train.stages import METHODS
+from marlhf.train.supervised_config import RewardConfig
 
 
 def retrain(run: Path, pairs: Path) -> Path:

@@ -33,7 +33,7 @@ from marlhf.runtime.model_loader import load_trained_scalar
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.stage import Example, GivenObjects
 from marlhf.train.supervised import Passes, SupervisedRun
-from marlhf.train.reward_config import RewardConfig
+from marlhf.train.supervised_config import RewardConfig
 
 MAX_HELD_OUT = 1024
 """Held-out pairs that an evaluation looks at, at most."""

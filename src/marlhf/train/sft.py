@@ -16,8 +16,8 @@ from marlhf.runtime.loop import OpenRun, in_run_folder
 from marlhf.runtime.model_loader import load_trained_policy
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.stage import Example
-from marlhf.train.sft_config import SFTConfig
 from marlhf.train.supervised import Passes, SupervisedRun
+from marlhf.train.supervised_config import SFTConfig
 
 MAX_HELD_OUT = 512
 """Held-out rows that an evaluation looks at, at most."""

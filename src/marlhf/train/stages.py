@@ -17,10 +17,8 @@ from typing import Any
 from marlhf.config.stage import StageConfig
 from marlhf.train.dpo_config import DPOConfig, LabelConfig, OnlineDPOConfig
 from marlhf.train.ppo_config import PPOConfig
-from marlhf.train.prm_config import PRMConfig
-from marlhf.train.reward_config import RewardConfig
 from marlhf.train.rloo_config import GRPOConfig, RLOOConfig
-from marlhf.train.sft_config import SFTConfig
+from marlhf.train.supervised_config import PRMConfig, RewardConfig, SFTConfig
 
 Loop = Callable[..., Path]
 """`train(config, objects)`: trains, or resumes, and returns the folder of the model."""

@@ -29,8 +29,8 @@ from marlhf.runtime.distributed import World
 from marlhf.runtime.model_loader import WholeModel, load_sources
 from marlhf.runtime.progress import Steps
 from marlhf.train.experience import sample_shared
-from marlhf.train.prm_config import PRMConfig
 from marlhf.train.rl_models import SharedFunction
+from marlhf.train.supervised_config import PRMConfig
 
 LABELLED = "labelled_steps.jsonl"
 CHUNK = 512
