@@ -12,8 +12,6 @@ Axes: U groups, F ways to assign credit, B rows, T response tokens, D numbers of
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from typing import Any
 
@@ -37,6 +35,7 @@ from marlhf.credit.ways import of_group, returns_from
 from marlhf.evaluate.results import text_table
 from marlhf.models.logprobs import BLOCK, BLOCKS, TokenScores
 from marlhf.runs.atomic import append_jsonl, read_keyed
+from marlhf.runs.digests import digest_of
 from marlhf.runs.layout import HEADROOM_LINES
 from marlhf.runtime.progress import Steps, say
 from marlhf.runtime.stage import batch_rows
@@ -373,4 +372,4 @@ def _show(value: float) -> str:
 def _setting(state: RunState, *which: Any) -> str:
     """Changes with everything that decides the numbers of a part."""
     known = [BLOCKS, ROWS, REACHES, state.step, state.kl_coef, *which]
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:12]
+    return digest_of(known)

@@ -10,8 +10,6 @@ Axes: E ways to assign credit, M batches, D numbers of a sketch.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -30,6 +28,7 @@ from marlhf.environments import scored_row, turn_rewards
 from marlhf.evaluate.results import text_table
 from marlhf.models.logprobs import BLOCKS
 from marlhf.runs.atomic import append_jsonl, read_keyed
+from marlhf.runs.digests import digest_of
 from marlhf.runs.layout import CREDIT_LINES
 from marlhf.runtime.progress import Steps, say, warn
 from marlhf.runtime.stage import Example
@@ -346,4 +345,4 @@ def _finite(value: float) -> float | None:
 def _setting(state: RunState, *more: Any) -> str:
     """Changes with everything that decides a batch's numbers."""
     which = [BLOCKS, THIRDS, state.step, state.config.batch_size, state.kl_coef, *more]
-    return hashlib.sha256(json.dumps(which).encode()).hexdigest()[:12]
+    return digest_of(which)

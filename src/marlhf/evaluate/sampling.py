@@ -54,7 +54,7 @@ from marlhf.reward import RewardFunction, RewardModel, import_function
 from marlhf.rollout.engine import Rollout
 from marlhf.rollout.native import NativeEngine
 from marlhf.runs.atomic import Line, append_jsonl, write_jsonl
-from marlhf.runs.digests import weights_digest
+from marlhf.runs.digests import digest_of, weights_digest
 from marlhf.runs.evaluations import SamplingSettings
 
 TOKENS = 1 << 15
@@ -205,7 +205,7 @@ class SamplingTask:
             which.append(asdict(world))
             if is_user_environment(world.name):
                 which.append(_source_digest(import_named(world.name, to_call=False), world.name))
-        return hashlib.sha256(json.dumps(which, default=str).encode()).hexdigest()[:12]
+        return digest_of(which)
 
     def settings(self, *, with_rewards: bool = False) -> SamplingSettings:
         """What every line says about how it was sampled, and by what the best were chosen."""

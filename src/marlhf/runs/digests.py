@@ -8,6 +8,7 @@ here, as `flatten` gives them.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,11 @@ EDGE = 1 << 16
 """Bytes read at each end of a file of weights: training changes all of it."""
 MAX_READ = 1 << 30
 """Data files up to so many bytes are read whole; of larger ones only both ends are."""
+
+
+def digest_of(what: Any, length: int = 12) -> str:
+    """A short name for plain data; anything else in it counts by its text."""
+    return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()[:length]
 
 
 def weights_digest(path: str) -> str:

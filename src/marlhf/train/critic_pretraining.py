@@ -7,8 +7,6 @@ explains enough of the returns of prompts that are held out, or no longer explai
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 import time
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ import torch
 
 from marlhf.core import Segments, masked_mean
 from marlhf.fields import settings_with
+from marlhf.runs.digests import digest_of
 from marlhf.runs.layout import RunError
 from marlhf.runtime.checkpoint import (
     list_checkpoints,
@@ -260,5 +259,4 @@ class Pretraining:
         """Changes with everything that the pretrained critic depends on."""
         run, free = self.rl.run, settings_with(type(self.config), "may_change")
         settings = {k: v for k, v in run.flat.items() if k.split(".")[0] not in free}
-        what = [settings, run.state["inputs"], self.samples.folder.name]
-        return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()[:16]
+        return digest_of([settings, run.state["inputs"], self.samples.folder.name], 16)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from marlhf.fields import settings_with
 from marlhf.models.sequences import Sequences, send
 from marlhf.reward import RewardFunction
 from marlhf.runs.atomic import FolderInUse, explain_disk_errors, lock_folder, write_bytes
+from marlhf.runs.digests import digest_of
 from marlhf.runtime.optim import Update, apply_updates, check_finite
 from marlhf.runtime.progress import say, warn
 from marlhf.spans.apply import explain_segmenter_errors
@@ -248,7 +248,7 @@ def samples_key(rl: RLRun, config: PPOConfig) -> str:
     unnamed = sum(":" in name for name in config.reward_funcs) < len(functions)
     if unnamed or config.environment:  # code that no digest here would see change: not shared
         what.append(str(rl.run.path.absolute()))
-    return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()[:16]
+    return digest_of(what, 16)
 
 
 def _source(function: Any) -> str:
