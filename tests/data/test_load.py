@@ -262,8 +262,8 @@ def test_an_unknown_part(pairs):
     ("options", "message"),
     [
         ({}, "No data is named"),
-        ({"path": "x", "limit": 0}, "reads nothing"),
-        ({"path": "x", "max_prompt_tokens": 0}, "fits no prompt"),
+        ({"path": "x", "limit": 0}, "data.limit must be positive; got 0"),
+        ({"path": "x", "max_prompt_tokens": 0}, "data.max_prompt_tokens must be positive; got 0"),
         ({"path": "x", "parts": {"a": 2.0}}, "must be a share"),
     ],
 )

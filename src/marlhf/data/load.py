@@ -191,22 +191,18 @@ class DataConfig:
     seed: int = 0
     """Decides which prompts fall into which part. Keep it the same for all stages of a run."""
 
-    max_prompt_tokens: int = 512
+    max_prompt_tokens: int = setting(512, above=0)
     """Longest prompt. The paper: 512, for code 600."""
 
     too_long: Literal["drop", "truncate"] = "drop"
     """What to do with longer prompts: leave the row out, or cut out the prompt's middle."""
 
-    limit: int | None = None
+    limit: int | None = setting(None, above=0)
     """Read only so many records, to try something out."""
 
     def __post_init__(self) -> None:
         check_settings(self, "data.")
         check_fractions(self.parts)
-        if self.limit is not None and self.limit < 1:
-            raise DataError(f"`limit: {self.limit}` reads nothing. Set it to 1 or more.")
-        if self.max_prompt_tokens < 1:
-            raise DataError(f"`max_prompt_tokens: {self.max_prompt_tokens}` fits no prompt.")
         generated = self.source in SOURCES and SOURCES[self.source].generate is not None
         if self.path is not None and generated:
             raise DataError(

@@ -13,7 +13,7 @@ from marlhf.environments.conversations import (
     scored_row,
     turn_rewards,
 )
-from marlhf.environments.episodes import Beginning, Episodes, check_limits, preflight
+from marlhf.environments.episodes import Beginning, Episodes, preflight
 from marlhf.environments.find import environment_from, find_environment
 from marlhf.environments.protocol import (
     ConversationError,
@@ -27,7 +27,7 @@ from marlhf.environments.protocol import (
 # fmt: off
 __all__ = [
     "Beginning", "ChatTokens", "ConversationError", "Conversations", "Environment", "EpisodeRecord",
-    "Episodes", "Step", "Turn", "check_limits", "count_endings", "environment_from",
+    "Episodes", "Step", "Turn", "count_endings", "environment_from",
     "episode_metrics", "find_environment", "opening", "preflight", "scored_row", "turn_rewards",
 ]
 # fmt: on

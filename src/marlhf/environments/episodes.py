@@ -95,7 +95,6 @@ class Episodes:
         timeout: float = 60.0,
     ) -> None:
         """`episode_tokens` limits a whole conversation, its prompt included."""
-        check_limits(max_turns, episode_tokens, timeout)
         self._chat, self._max_turns = chat, max_turns
         self._pool = ThreadPoolExecutor(min(THREADS, max(1, len(rows))))
         begun = self._pool.map(
@@ -273,7 +272,6 @@ def preflight(
     timeout: float = 60.0,
 ) -> None:
     """Refuse what cannot work, before the first step: resets and steps an environment once."""
-    check_limits(max_turns, episode_tokens, timeout)
     episode = _begin(make, row, 0, chat, episode_tokens, timeout)
     try:
         if episode.reason:
@@ -292,17 +290,6 @@ def preflight(
             log.warning("The environment's `step` fails for an empty reply: %s", _shown(error))
     finally:
         _close(episode.environment, episode.timeout)
-
-
-def check_limits(max_turns: int, episode_tokens: int, timeout: float) -> None:
-    if max_turns < 1:
-        raise ConversationError(f"`max_turns: {max_turns}` leaves nothing to play. Set 1 or more.")
-    if episode_tokens < 2:
-        raise ConversationError(
-            f"`episode_tokens: {episode_tokens}` has no room for a prompt and a reply."
-        )
-    if not timeout > 0:
-        raise ConversationError(f"A time limit of {timeout} seconds ends every episode.")
 
 
 def check_step(step: Any) -> Step:
