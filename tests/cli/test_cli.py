@@ -101,10 +101,6 @@ def test_segment_by_perplexity_asks_the_model(marlhf):
         (["sft", "toy", "device=gpu", "output_dir={}/a"], "There is no device 'gpu'"),
         (["sft", "toy", "model={}/x/model", "output_dir={}/b"], "run that stage first"),
         (["ppo", "toy", "model=tiny", "reward_model=@rewrad"], "Did you mean reward"),
-        (
-            ["distil", "runs/toy/sft", "toy", "--k", "4"],
-            "Best-of-k blocks remain as `marlhf best-of",
-        ),
     ],
 )
 def test_mistakes_get_a_sentence_and_status_1(marlhf, args, message, tmp_path):

@@ -549,9 +549,6 @@ def test_stages_of_one_recipe_are_a_sweep_too(recipe):
     assert folders(make_plan(file, only=["n*"])) == ["sft", "reward", "n3"]
     with pytest.raises(ConfigError, match=r"No stage is called dpo\. There are: sft"):
         make_plan(file, only=["n3", "dpo"])
-    more["seed1"]["priority"] = 1
-    with pytest.raises(ConfigError, match=r"stages\.seed1\.priority: was removed"):
-        make_plan(recipe({**SMALL, "stages": SMALL["stages"] | more}))
 
 
 def test_at_the_deadline_trainings_save_and_the_same_command_resumes(

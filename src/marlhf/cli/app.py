@@ -24,7 +24,7 @@ class FullHelpGroup(typer.core.TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = [(name, self.commands[name]) for name in self.list_commands(ctx)]
-        rows = [(n, c.get_short_help_str(limit=1000)) for n, c in commands if not c.hidden]
+        rows = [(name, command.get_short_help_str(limit=1000)) for name, command in commands]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 

@@ -174,16 +174,6 @@ def run_sweep(
         fail(f"{len(result.left)} are left. Run the same command to resume them.", LEFT)
 
 
-@app.command("distil", hidden=True, context_settings=PASS_ON)
-def removed_distil() -> None:
-    """Removed."""
-    fail(
-        "`marlhf distil` was removed: at equal KL it was no better than PPO. Best-of-k blocks "
-        "remain as `marlhf best-of-n --blocks`; `marlhf sft` can train on what --write saves.",
-        1,
-    )
-
-
 @app.command("verl", context_settings=PASS_ON)
 def run_verl(context: typer.Context) -> None:
     """Start verl's PPO trainer with macro actions: `marlhf verl algorithm.adv_estimator=macro_gae`.

@@ -349,11 +349,6 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage 
     raw = dict(raw)
     kind = raw.pop("kind", name)
     preset = raw.pop("preset", None)
-    if "priority" in raw:
-        problems.append(
-            f"{at(where, 'priority')}: was removed. Sweeps train stages in the recipe's order."
-        )
-        return None
     for key, value in (("kind", kind), ("preset", preset or "")):
         if not isinstance(value, str):
             problems.append(f"{at(where, key)}: must be a name (got {quoted(value)})")
