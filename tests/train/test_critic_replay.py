@@ -8,10 +8,11 @@ import torch
 
 from marlhf.core import RandomNGram
 from marlhf.errors import SettingError
+from marlhf.runtime.checkpoint import decode, encode
 from marlhf.runtime.stage import Stopped
 from marlhf.train import critic_training, ppo
 from marlhf.train.critic_samples import ValueTargets
-from marlhf.train.critic_training import CriticReplay, decode, encode
+from marlhf.train.critic_training import CriticReplay
 from small_runs import everything, read_lines, stop_after, weights
 
 

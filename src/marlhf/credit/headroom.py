@@ -37,9 +37,10 @@ from marlhf.models.logprobs import BLOCK, BLOCKS, TokenScores
 from marlhf.runs.atomic import append_jsonl, read_keyed
 from marlhf.runs.digests import digest_of
 from marlhf.runs.layout import HEADROOM_LINES
+from marlhf.runtime.checkpoint import decode, encode
 from marlhf.runtime.progress import Steps, say
 from marlhf.runtime.stage import batch_rows
-from marlhf.train.credit_choice import ERRORS, decode_sketch, encode_sketch, name_of
+from marlhf.train.credit_choice import ERRORS, name_of
 from marlhf.train.experience import Experience, sample_examples
 from marlhf.train.ppo import assign_credit, shape_and_segment
 from marlhf.train.ppo_config import PPOConfig
@@ -91,7 +92,7 @@ def measure_headroom(
             append_jsonl(file, [lines[str(chunk)]])
             bar.advance(done, {"score": line["score"]})
     mine = [lines[str(chunk)] for chunk in chunks]
-    sample = Sample(*(torch.cat([decode_sketch(x[key]) for x in mine]) for key in Sample._fields))
+    sample = Sample(*(torch.cat([decode(x[key]) for x in mine]) for key in Sample._fields))
     totals = torch.tensor([x["totals"] for x in mine]).sum(dim=0)
     grouped = isinstance(config, RLOOConfig)  # else training centres advantages
     centres = totals[OTHERS:] / totals[0] * (not grouped and config.whiten != "none")
@@ -189,7 +190,7 @@ def _measure(
     counted = segments.starts if getattr(config, "whiten", "") == "macros" else segments.mask
     sample = Sample.of(gradients_by_row(state, experience, ways), group)
     return {
-        **{key: encode_sketch(x.cpu()) for key, x in sample._asdict().items()},
+        **{key: encode(x.float().cpu()) for key, x in sample._asdict().items()},
         "totals": torch.where(counted, ways, 0.0).sum(dim=(1, 2)).tolist(),
         "sizes": [int(x.sum()) for x in (cut.mask, cut.macro_mask, actions.macro_mask)],
         "score": float(experience.scores.mean()),

@@ -30,16 +30,10 @@ from marlhf.models.logprobs import BLOCKS
 from marlhf.runs.atomic import append_jsonl, read_keyed
 from marlhf.runs.digests import digest_of
 from marlhf.runs.layout import CREDIT_LINES
+from marlhf.runtime.checkpoint import decode, encode
 from marlhf.runtime.progress import Steps, say, warn
 from marlhf.runtime.stage import Example
-from marlhf.train.credit_choice import (
-    ERRORS,
-    Measurement,
-    better,
-    decode_sketch,
-    encode_sketch,
-    unbiased,
-)
+from marlhf.train.credit_choice import ERRORS, Measurement, better, unbiased
 from marlhf.train.critic_quality import NOTHING, THIRDS, advice, explained_by_thirds
 from marlhf.train.experience import Credit, Experience
 from marlhf.train.ppo import assign_credit, lambda_one_returns, shape_and_segment
@@ -171,7 +165,7 @@ def batch_gradients(
     learned = [to_raw(rule) for o in options if isinstance(rule := o.config.segmenter, Learned)]
     setting = _setting(state, [o.name for o in options], group, seed, *learned)
     lines = read_keyed(file, setting)
-    done = {key: decode_sketch(line["sketch"]) for key, line in lines.items()}
+    done = {key: decode(line["sketch"]) for key, line in lines.items()}
     batches, left = len(numbers), [n for n in numbers if str(n) not in done]
     say(
         f"{state.folder.name}, step {state.step}: {len(options) - 1} ways to assign credit on "
@@ -182,7 +176,7 @@ def batch_gradients(
         for count, number in enumerate(left, batches - len(left) + 1):
             experience, of_batch, known = _batch(state, ways, group, number, seed)
             done[str(number)] = of_batch
-            line = {"setting": setting, "key": str(number), "sketch": encode_sketch(of_batch)}
+            line = {"setting": setting, "key": str(number), "sketch": encode(of_batch.float())}
             lines[str(number)] = line | known
             append_jsonl(file, [lines[str(number)]])
             bar.advance(count, {"score": float(experience.scores.mean())})

@@ -23,13 +23,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from marlhf.models.adapter_files import merge_adapter
 from marlhf.models.adapters import FrozenBaseModel
-from marlhf.models.base import (
-    Head,
-    Model,
-    ModelError,
-    Tokenizer,
-    disable_dropout,
-)
+from marlhf.models.base import Head, Model, ModelError, Tokenizer, disable_dropout
 from marlhf.models.facts import (
     ModelFacts,
     adapter_base,

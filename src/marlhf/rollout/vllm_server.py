@@ -25,15 +25,7 @@ from marlhf.config.model import Sampling
 from marlhf.data.collate import SingleProcess
 from marlhf.models.base import Model, Precision
 from marlhf.rollout.engine import Rollout, SamplingRequest
-from marlhf.rollout.vllm import (
-    VLLM,
-    Completion,
-    RefusedError,
-    RolloutError,
-    T,
-    fields,
-    short,
-)
+from marlhf.rollout.vllm import VLLM, Completion, RefusedError, RolloutError, T, fields, short
 from marlhf.rollout.weight_transfer import EXTENSION, PROTOCOL, WeightSender
 
 RETRY_WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)

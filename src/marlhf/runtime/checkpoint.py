@@ -9,6 +9,7 @@ rank, written by torch's distributed checkpointing, which reshards them for any 
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import warnings
@@ -38,6 +39,8 @@ NOT_KEPT = ("step", "RMS")
 """Of an optimiser's state: numbers of steps are in `state.json`, and what Adafactor computes anew
 at each step is nowhere."""
 MANIFEST = "manifest.json"
+DTYPES = {str(dtype): dtype for dtype in (torch.bool, torch.int32, torch.float32)}
+"""Of tensors in `state.json`."""
 STATE = {
     "step": int,
     "seconds": (int, float),
@@ -201,6 +204,19 @@ def generator_state(generator: torch.Generator) -> list[int]:
 
 def set_generator_state(generator: torch.Generator, state: list[int]) -> None:
     generator.set_state(torch.tensor(state, dtype=torch.uint8))
+
+
+def encode(x: Tensor) -> dict[str, Any]:
+    """A tensor for JSON, every bit of it."""
+    data = base64.b64encode(x.contiguous().numpy().tobytes()).decode()
+    return {"type": str(x.dtype), "shape": list(x.shape), "data": data}
+
+
+def decode(encoded: Mapping[str, Any]) -> Tensor:
+    dtype = DTYPES[encoded.get("type", "torch.float32")]  # earlier versions left out the usual one
+    data = bytearray(base64.b64decode(encoded["data"]))
+    x = torch.frombuffer(data, dtype=dtype) if data else torch.zeros(0, dtype=dtype)
+    return x.view(encoded["shape"])
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:

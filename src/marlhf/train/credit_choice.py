@@ -14,7 +14,6 @@ Axes: E candidates, B rows, T response tokens, M batches of the window, D number
 
 from __future__ import annotations
 
-import base64
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from marlhf.config.candidates import Candidate
 from marlhf.config.settings import to_raw
 from marlhf.core import Agreement, NGram, Segments, gradient_agreement, segment
 from marlhf.models.logprobs import BLOCK, BLOCKS, TokenScores
+from marlhf.runtime.checkpoint import decode, encode
 from marlhf.runtime.distributed import World
 from marlhf.runtime.progress import say
 from marlhf.train.critic_quality import LONG_REACH, THIRDS, WATCHED, knows_nothing
@@ -76,8 +76,7 @@ def name_of(config: PPOConfig) -> str:
     """A config's own way to assign credit, named as candidates are."""
     raw = dict(to_raw(config.segmenter))
     rule = str(raw.pop("type"))
-    defaults = {"max_length": None}
-    settings = {k: v for k, v in raw.items() if defaults.get(k, ...) != v}
+    settings = {k: v for k, v in raw.items() if (k, v) != ("max_length", None)}
     if rule == "learned":  # eight weights are no name
         settings = {}
     return Candidate(rule, settings, config.lam, config.sigma, config.credit).name
@@ -246,13 +245,13 @@ class CreditChooser:
             "names": [option.name for option in self.options],
             "choice": self.choice,
             "seeds": [list(seeds) for seeds, _ in self.window],
-            "window": encode_sketch(window),
+            "window": encode(window.float()),
             "explained": list(self.explained),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.choice = int(state["choice"])
-        saved = decode_sketch(state["window"])
+        saved = decode(state["window"])
         self.window.extend(zip(state["seeds"], saved.double()))
         self.explained.extend(state.get("explained", []))  # not in checkpoints of earlier versions
 
@@ -292,19 +291,6 @@ def reach_of_each(
             float(credit.reach(config.lam, config.lam_alpha) * len(mask) / mask.sum().clamp(min=1))
         )
     return shares
-
-
-def encode_sketch(sketch: Tensor) -> dict[str, Any]:
-    """float32 numbers for JSON, every bit of them."""
-    data = base64.b64encode(sketch.float().numpy().tobytes()).decode()
-    return {"shape": list(sketch.shape), "data": data}
-
-
-def decode_sketch(encoded: Mapping[str, Any]) -> Tensor:
-    data = bytearray(base64.b64decode(encoded["data"]))
-    if not data:
-        return torch.zeros(encoded["shape"])
-    return torch.frombuffer(data, dtype=torch.float32).view(encoded["shape"])
 
 
 def better(

@@ -6,7 +6,6 @@ are drawn from the present batch and from `critic_replay` batches before it.
 
 from __future__ import annotations
 
-import base64
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from marlhf.core import Segments
+from marlhf.runtime.checkpoint import decode, encode
 from marlhf.runtime.stage import Example
 from marlhf.train.critic_pretraining import forget_pretraining, pretrain_critic
 from marlhf.train.critic_quality import CriticWatch, explained_by_thirds
@@ -76,9 +76,6 @@ class CriticTraining:
         forget_pretraining(rl)
 
 
-DTYPES = {str(dtype): dtype for dtype in (torch.bool, torch.int32, torch.float32)}
-
-
 class CriticReplay:
     """The last batches, of which a checkpoint keeps `critic_replay`."""
 
@@ -130,14 +127,3 @@ class CriticReplay:
         for x in state:
             tensors = (decode(x[name]) for name in ("mask", "ids", "returns"))
             self.batches.append(ValueTargets(x["prompts"], x["responses"], *tensors))
-
-
-def encode(x: Tensor) -> dict[str, Any]:
-    """A tensor for JSON, every bit of it."""
-    data = base64.b64encode(x.contiguous().numpy().tobytes()).decode()
-    return {"type": str(x.dtype), "shape": list(x.shape), "data": data}
-
-
-def decode(encoded: Mapping[str, Any]) -> Tensor:
-    data = bytearray(base64.b64decode(encoded["data"]))
-    return torch.frombuffer(data, dtype=DTYPES[encoded["type"]]).view(encoded["shape"])

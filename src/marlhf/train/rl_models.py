@@ -32,13 +32,7 @@ from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World, gather_rollout
 from marlhf.runtime.memory import fit_memory
-from marlhf.runtime.model_loader import (
-    PROCESS,
-    RewardItem,
-    load_sources,
-    reward_items,
-    rl_sources,
-)
+from marlhf.runtime.model_loader import PROCESS, RewardItem, load_sources, reward_items, rl_sources
 from marlhf.runtime.progress import say
 from marlhf.runtime.stage import (
     Example,
