@@ -246,7 +246,7 @@ def test_roles_that_start_from_the_same_weights_share_no_memory():
     sources = {
         "policy": WholeModel("tiny", "language"),
         "reference": WholeModel("tiny", "language", setting="ref_model"),
-        "critic": WholeModel("tiny", "scalar"),
+        "critic": WholeModel("tiny", "scalar", fresh_head=True),
         "reward-0": WholeModel("tiny", "scalar"),
         "gold": WholeModel("tiny", "scalar"),
         "another": WholeModel("tiny", "scalar", seed=1),

@@ -47,6 +47,7 @@ class WholeModel:
     copied: bool = False  # a copy of that object: another role has the object itself
     seed: int = 0  # of a fresh scalar head, and of `tiny`
     setting: str = field(default="model", compare=False)  # what named it, for errors
+    fresh_head: bool = field(default=False, compare=False)  # of a critic: it starts at zero
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class OnBase:
     head: Head
     adapter: AdapterInit  # settings of a fresh one, the folder of a saved one, or None
     members: int = 1  # of an ensemble, with an adapter each
+    fresh_head: bool = field(default=False, compare=False)
 
     @property
     def copied(self) -> bool:
@@ -138,7 +140,8 @@ def rl_sources(
     rules = _Rules(config, objects, tokenizer, trained_source("language", config, objects))
     sources = {"policy": rules.policy, "reference": rules.reference()}
     if critic:
-        sources["critic"] = rules.critic(rewards)
+        start = rules.critic(rewards)
+        sources["critic"] = replace(start, fresh_head=rules.needs_head(start))
     for reward in rewards:
         if reward.is_model:
             sources[reward.role] = rules.reward(reward, sources.get("critic"))
@@ -285,6 +288,14 @@ class _Rules:
             return OnBase(policy.base, "scalar", policy.adapter)
         return replace(policy, head="scalar", copied=not isinstance(policy.origin, str))
 
+    def needs_head(self, critic: Source) -> bool:
+        """Whether a critic's scalar head is drawn anew: what it starts from has none."""
+        if isinstance(critic, WholeModel):
+            return not self._facts(critic.origin, critic.setting).is_scalar
+        if isinstance(critic.adapter, Path) and is_scalar_adapter(critic.adapter):
+            return False
+        return not self._facts(critic.base.origin, critic.base.setting).is_scalar
+
     def _shared_critic_adapter(self) -> Path | None:
         """The saved adapter that a critic on the policy's base starts from, if there is one."""
         config = self.config
@@ -388,7 +399,9 @@ def load_sources(
     for role in sorted(sources, key=lambda role: not sources[role].copied):
         models[role] = loader.read(role, sources[role], trains=role in trained)
         if role == "critic":
-            if _has_fresh_head(sources[role], config):
+            # Random values differ from token to token by more than returns do, and everything that
+            # lambda below 1 trusts them with is noise, for many steps.
+            if sources[role].fresh_head:
                 models[role].score.weight.data.zero_()
             average_heads(models[role])  # where it starts from an ensemble
         if world.sharded and isinstance(sources[role], OnBase):
@@ -398,23 +411,6 @@ def load_sources(
     for role in late:
         place(role)
     return models
-
-
-def _has_fresh_head(source: Source, config: StageConfig) -> bool:
-    """Whether a scalar head is drawn at random: what it starts from has none.
-
-    A critic's then starts at 0. Random values differ from token to token by more than returns do,
-    and everything that lambda below 1 trusts them with is noise, for many steps.
-    """
-    if isinstance(source, OnBase):
-        if isinstance(source.adapter, Path) and is_scalar_adapter(source.adapter):
-            return False
-        whole = source.base  # whose head it copies, where there is one
-    else:
-        whole = source
-    remote = config.trust_remote_code
-    facts = model_facts(whole.origin, trust_remote_code=remote, setting=whole.setting)
-    return not facts.is_scalar
 
 
 class ModelLoader:
