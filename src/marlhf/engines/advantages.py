@@ -155,24 +155,19 @@ def _check_estimator(settings: MacroSettings, where: str, estimator: Estimator) 
         )
 
 
-def refuse_sample_fields(settings: MacroSettings, engine: str) -> None:
-    """For engines whose estimators see no field of a sample."""
+def refuse_unseen(settings: MacroSettings, engine: str) -> None:
+    """For engines whose estimators see no field of a sample, and critics no macro action."""
+    if settings.value_level != "token":
+        raise EngineError(
+            f"value_level: macro needs the macro actions in the critic's loss, and {engine}'s "
+            "critic does not see them. Set value_level: token."
+        )
     for name in ("turn_rewards", "turn_states"):
         if getattr(settings, name):
             raise EngineError(
                 f"{name} names a field of samples, and {engine} shows an estimator none. Leave it "
                 "out; rewards of turns go into the rewards of tokens."
             )
-
-
-def needs_reference(segmenter: Segmenter) -> bool:
-    """Whether a segmenter reads the log-probs of the reference model."""
-    return needs(segmenter, "ref_logprobs")
-
-
-def needs_logprobs(segmenter: Segmenter) -> bool:
-    """Whether a segmenter reads the log-probs of the policy that sampled."""
-    return needs(segmenter, "logprobs")
 
 
 def needs_text(segmenter: Segmenter) -> bool:
@@ -243,13 +238,13 @@ def segment_batch(
 ) -> Segments:
     """The macro actions of a batch, or a sentence about what the segmenter lacks."""
     rule, mask = settings.segmenter, batch.mask.bool()
-    if needs_reference(rule) and batch.ref_logprobs is None:
+    if needs(rule, "ref_logprobs") and batch.ref_logprobs is None:
         raise EngineError(
             f"{rule} reads the reference model's log-probs, and this batch has none. Let the "
             "engine compute them (a KL penalty in the reward or the loss does), or choose another "
             "segmenter."
         )
-    if needs_logprobs(rule) and batch.logprobs is None:
+    if needs(rule, "logprobs") and batch.logprobs is None:
         raise EngineError(
             f"{rule} reads the log-probs of the policy that sampled, and this batch has none. "
             "Choose another segmenter."

@@ -25,16 +25,12 @@ from typing import Any
 
 from torch import Tensor
 
-from marlhf.core import needs
 from marlhf.engines.advantages import (
     Estimator,
     MacroSettings,
     macro_advantages,
-    needs_logprobs,
-    needs_reference,
-    needs_text,
     read_settings,
-    refuse_sample_fields,
+    refuse_unseen,
 )
 from marlhf.engines.batch import EngineBatch, EngineError, Episodes
 
@@ -140,18 +136,12 @@ def macro_estimator(estimator: Estimator = "macro_gae", **macro: Any) -> MacroEs
     """
     settings = read_settings(macro, estimator, estimator)
     rule = settings.segmenter
-    seeded = needs(rule, "seeds")  # by the tokens, so that a resumed run draws the same
-    if seeded or needs_text(rule) or needs_reference(rule) or needs_logprobs(rule):
+    if getattr(rule, "needs", ()):  # seeds as well: they are made of the tokens
         raise EngineError(
             f"{rule} reads tokens or log-probs, and SkyRL shows an estimator neither. Choose "
             "ngram or turns."
         )
-    if settings.value_level != "token":
-        raise EngineError(
-            "value_level: macro needs the macro actions in the critic's loss, and SkyRL's critic "
-            "does not see them. Set value_level: token."
-        )
-    refuse_sample_fields(settings, "SkyRL")
+    refuse_unseen(settings, "SkyRL")
     return MacroEstimator(settings, estimator)
 
 

@@ -26,7 +26,7 @@ from marlhf.engines.advantages import (
     macro_advantages,
     needs_text,
     read_settings,
-    refuse_sample_fields,
+    refuse_unseen,
 )
 from marlhf.engines.batch import EngineBatch, EngineError
 
@@ -103,12 +103,7 @@ def _prepared(
 ) -> tuple[MacroSettings, TokenText | None]:
     """Settings, and the tokenizer's tables where they are needed, once per process."""
     settings = read_settings(json.loads(macro), "macro", estimator)
-    refuse_sample_fields(settings, "slime")
-    if settings.value_level != "token":
-        raise EngineError(
-            "value_level: macro needs the macro actions in the critic's loss, and slime's critic "
-            "does not see them. Set value_level: token."
-        )
+    refuse_unseen(settings, "slime")
     if not needs_text(settings.segmenter):
         return settings, None
     from transformers import AutoTokenizer

@@ -16,7 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from marlhf.engines.advantages import ESTIMATORS, MacroSettings, needs_reference, read_settings
+from marlhf.core import needs
+from marlhf.engines.advantages import ESTIMATORS, MacroSettings, read_settings
 from marlhf.engines.batch import EngineError
 
 TESTED = ("0.9.1",)
@@ -86,7 +87,7 @@ def check_config(config: Mapping[str, Any]) -> MacroSettings | None:
     penalised = algorithm.get("use_kl_in_reward") or _at(
         config, "actor_rollout_ref.actor.use_kl_loss"
     )
-    if needs_reference(settings.segmenter) and not penalised:
+    if needs(settings.segmenter, "ref_logprobs") and not penalised:
         raise EngineError(
             "The segmenter perplexity reads the reference model's log-probs, and verl computes "
             "none with these settings. Set algorithm.use_kl_in_reward=True or "
