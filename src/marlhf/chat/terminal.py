@@ -27,7 +27,7 @@ from rich.text import Text
 from marlhf.chat.models import FORMS, ChatModel, Turn
 from marlhf.data.rows import Message, Row
 from marlhf.environments import Conversations, Environment, EpisodeRecord, Episodes, Step
-from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions, find_policies, make_plan
+from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions, find_policy, make_plan
 from marlhf.evaluate.sampling import SamplingTask, key_of, seed_of
 
 COLUMN = 36
@@ -343,10 +343,7 @@ class PersonAsWorld:
 
 def open_task(run: str, options: EvaluationOptions) -> SamplingTask:
     """A run's policy and its environment, or the one that the options name."""
-    policies = find_policies([run])
-    if len(policies) > 1:
-        raise EvaluationError(f"{run} holds {len(policies)} runs. Give the folder of one.")
-    [policy] = policies
+    policy = find_policy(run)
     if options.environment == "none":
         raise EvaluationError("Name an environment with --environment, not none.")
     if options.environment is None and not policy.config.get("environment"):

@@ -19,7 +19,7 @@ from marlhf.evaluate.eval_plan import (
     EvaluationError,
     EvaluationOptions,
     find_fallback,
-    find_policies,
+    find_policy,
     make_plan,
 )
 from marlhf.evaluate.results import Grid, expected_best
@@ -35,11 +35,8 @@ ROWS = 512
 
 def find_task(path: Path | str, options: EvaluationOptions) -> SamplingTask:
     """The one policy under a path, to be sampled for the rewards of its run."""
-    policies = find_policies([path])
-    if len(policies) > 1:
-        raise EvaluationError(f"{path} holds {len(policies)} runs. Give the folder of one.")
-    [policy] = policies
-    fallback = find_fallback(policies, options.like)
+    policy = find_policy(path)
+    fallback = find_fallback([policy], options.like)
     plan = make_plan(policy, replace(options, reference="none"), fallback)
     return SamplingTask.open(policy, plan, options, fallback)
 

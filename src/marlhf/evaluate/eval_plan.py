@@ -132,6 +132,14 @@ def find_policies(paths: Sequence[Path | str]) -> list[PolicySource]:
     return list(policies.values())
 
 
+def find_policy(path: Path | str) -> PolicySource:
+    """The one policy under a path."""
+    policies = find_policies([path])
+    if len(policies) > 1:
+        raise EvaluationError(f"{path} holds {len(policies)} runs. Give the folder of one.")
+    return policies[0]
+
+
 def _policies(path: Path) -> list[PolicySource]:
     if not path.is_dir():
         raise EvaluationError(

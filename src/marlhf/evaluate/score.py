@@ -192,5 +192,4 @@ def repetition(tokens: Sequence[int], n: int = 4) -> float:
     >>> repetition([1, 2, 1, 2, 1, 2], n=2)  # 12 21 12 21 12: three of five are repeats
     0.6
     """
-    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+    return 1 - distinct(tokens, n) if len(tokens) >= n else 0.0
