@@ -7,6 +7,7 @@ never by path, and secrets were left out of the run's config when it was written
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -144,6 +145,7 @@ def _how_to_load(folder: Path, base: str, *, writes_text: bool) -> dict[str, Any
     }
 
 
+@functools.cache  # it takes longer to compile than to fill in
 def _template() -> Template:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
