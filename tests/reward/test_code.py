@@ -269,7 +269,7 @@ def test_unit_tests_teach_a_tiny_model(method, tmp_path_factory):
 
     root = tmp_path_factory.getbasetemp() / "toy-code"
     # Stage by stage: a setting without a stage's name would win over those with one.
-    steps = ["sft.num_steps=120", "ppo.num_steps=30", "rloo.num_steps=30"]
+    steps = ["sft.num_steps=120", "ppo.num_steps=10", "rloo.num_steps=12"]
     short = [*steps, "eval_every=0", "save_every=0", f"output_dir={root}"]
     stages = load_recipe("toy-code", short)
     configs = {stage.name: stage.config for stage in stages}

@@ -214,6 +214,7 @@ def test_turns_are_valued_by_the_answer(ppo_config):
 
 
 @pytest.mark.distributed
+@pytest.mark.xdist_group("forked")
 def test_two_processes_give_the_values_of_one(ppo_config, start):
     options = {
         **ANSWER,

@@ -160,6 +160,7 @@ def test_ppo_logs_the_disagreement_of_an_ensemble(ensemble, ppo_config):
     assert critic.config.num_labels == 1
 
 
+@pytest.mark.xdist_group("forked")
 @pytest.mark.parametrize(
     "options",
     [{"members": 2}, {"length_head": True}, {"members": 2, "lora": LoRA(r=2, merge=False)}],

@@ -291,6 +291,8 @@ def brevity(completions, **_):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("forked")  # one process, so that one sampler starts
+@pytest.mark.usefixtures("forked_samplers")
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_trains(preset, name, parents, tmp_path):
     options = {

@@ -383,6 +383,7 @@ def test_accumulation_is_a_large_batch(data, tmp_path):
 
 
 @pytest.mark.distributed
+@pytest.mark.xdist_group("forked")
 def test_two_processes_label_and_train_as_one(parents, tmp_path, verifiers, start):
     one, two = (labels_config(parents, tmp_path / name) for name in ("one", "two"))
     prm.train(one)
