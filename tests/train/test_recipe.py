@@ -75,6 +75,14 @@ def test_overrides_reach_one_stage_or_all_that_know_the_name(write):
     assert ppo.model == "/tmp/y/sft/model"
 
 
+def test_an_override_of_one_stage_counts_for_more_than_one_of_all(write):
+    recipe = write(PIPELINE)
+    for overrides in (["sft.num_steps=9", "num_steps=5"], ["num_steps=5", "sft.num_steps=9"]):
+        steps = {stage.name: stage.config.num_steps for stage in load_recipe(recipe, overrides)}
+        assert steps == {"sft": 9, "reward": 5, "ppo": 5, "macro": 5}
+        assert load_stage(recipe, "sft", overrides).config.num_steps == 9
+
+
 def test_one_stage_of_a_pipeline(write):
     path = write(PIPELINE)
     assert load_stage(path, "ppo", name="macro").config.segmenter == Perplexity(max_length=20)

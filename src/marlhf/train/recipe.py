@@ -60,7 +60,8 @@ class Stage:
 
 
 def load_recipe(recipe: Path | str, overrides: list[str] | None = None) -> list[Stage]:
-    """All stages of a recipe, in order. `ppo.kl_coef=0.1` overrides one stage, `seed=1` all."""
+    """All stages of a recipe, in order. `ppo.kl_coef=0.1` overrides one stage, `seed=1` all;
+    the first counts for more, in whichever order they stand."""
     return make_segmenters(check_recipe(recipe, overrides))
 
 
@@ -120,7 +121,7 @@ def _stages_with(
 ) -> list[Stage]:
     """The checked stages. Those in `built`, by their settings, are taken from there."""
     problems: list[str] = []
-    stages, root, general = _resolve(path, raw, overrides, problems)
+    stages, root, general, own = _resolve(path, raw, overrides, problems)
     for key, value in general:
         if key == "output_dir":
             continue
@@ -130,7 +131,8 @@ def _stages_with(
             every = {key for n, s in stages.items() for key in _stage_keys(n, s)}
             problems.append(unknown(key, first, {*every, *stages}))
         for name in known:
-            assign(stages[name], key, value)
+            if (name, key) not in own:
+                assign(stages[name], key, value)
     root = dict(general).get("output_dir", root)
     if not isinstance(root, str) or not root:
         raise ConfigError(f"output_dir must be the name of a folder; {path} has {root!r}.")
@@ -155,10 +157,11 @@ def check_stage(
     problems: list[str] = []
     where, name = "", name or kind
     general = list(map(read_override, overrides or []))
+    own: set[tuple[str, str]] = set()
     stages: dict[str, Raw] = {}
     if "stages" in stage:
         raw = stage
-        stages, root, general = _resolve(path, raw, overrides or [], problems)
+        stages, root, general, own = _resolve(path, raw, overrides or [], problems)
         if name not in stages:
             raise ConfigError(f"{path} has no stage {name!r}. It has: {', '.join(stages)}.")
         stage = stages[name]
@@ -170,7 +173,8 @@ def check_stage(
         where = f"stages.{name}"
     stage["kind"] = kind
     for key, value in general:
-        assign(stage, key, value)
+        if (name, key) not in own:
+            assign(stage, key, value)
     _check_references(stages, problems)
     built = _build_stage(name, stage, where, problems)
     raise_problems(problems, path)
@@ -289,42 +293,44 @@ def _refuse_other_stages(raw: Raw, name: str, overrides: list[str]) -> None:
 
 def _resolve(
     path: Path, raw: Raw, overrides: list[str], problems: list[str]
-) -> tuple[dict[str, Raw], str, list[tuple[str, Any]]]:
+) -> tuple[dict[str, Raw], str, list[tuple[str, Any]], set[tuple[str, str]]]:
     """Each stage's own mapping over the defaults and what it is `like`, the folder of all stages,
-    and the overrides that name no stage."""
+    the overrides that name no stage, and the stages and settings of those that do."""
     known = {"output_dir", "defaults", "stages", "rounds", "round"}
-    own = list(raw.get("round") or {})
+    rounds = list(raw.get("round") or {})
     problems += [unknown(key, key, known) for key in raw if key not in known]
     stages = {name: dict(raw["stages"][name] or {}) for name in _stage_names(raw, path)}
     general: list[tuple[str, Any]] = []
+    own: set[tuple[str, str]] = set()
     for key, value in map(read_override, overrides):
         first, _, rest = key.partition(".")
-        reached = [name for name in stages if first in (name, _round_of(name, own)[0])]
+        reached = [name for name in stages if first in (name, _round_of(name, rounds)[0])]
         if reached and rest:  # before `like:` is followed, so that it reaches those as well
             for name in reached:
                 assign(stages[name], rest, value)
+            own |= {(name, rest) for name in reached}
         else:
             general.append((key, value))
 
     def resolve(name: str, seen: tuple[str, ...] = ()) -> Raw:
         if name in seen:
             raise ConfigError(f"stages.{name} of {path} is `like` itself.")
-        own = dict(stages[name])
-        like = own.pop("like", None)
+        given = dict(stages[name])
+        like = given.pop("like", None)
         if like is None:
-            return {"kind": name, **merge(raw.get("defaults") or {}, own)}
+            return {"kind": name, **merge(raw.get("defaults") or {}, given)}
         if not isinstance(like, str):
             raise ConfigError(f"stages.{name}.like: must be a name (got {quoted(like)})")
         if like not in stages:
             raise ConfigError(unknown(f"stages.{name}.like", like, stages))
-        return merge(resolve(like, (*seen, name)), own)
+        return merge(resolve(like, (*seen, name)), given)
 
     root = raw.get("output_dir", "runs")
     if not isinstance(root, str) or not root:
         raise ConfigError(f"output_dir must be the name of a folder; {path} has {root!r}.")
     resolved = {name: resolve(name) for name in stages}
-    _point_to_rounds(resolved, own)
-    return resolved, root, general
+    _point_to_rounds(resolved, rounds)
+    return resolved, root, general, own
 
 
 def _check_references(stages: dict[str, Raw], problems: list[str]) -> None:
