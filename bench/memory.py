@@ -2,11 +2,13 @@
 
     python bench/memory.py                       # all settings, each in a process of its own
     python bench/memory.py --settings a,b,d      # some of them
+    python bench/memory.py --settings e --card 24   # as much memory as a card of 24 GB has
     python bench/memory.py --tiny                # a CPU: whether the script works
 
 A line per setting as it finishes: samples per second, share of the hardware's limit, peak memory,
 predicted memory and their ratio. Random weights, one PPO epoch, the fewest steps that tell: peaks
-are those of the steps after the warm-up.
+are those of the steps after the warm-up. With `--card` this process takes the rest of the GPU, and
+caches have the size they have on such a card.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import ppo_step
 
 from marlhf.core import NGram
+from marlhf.rollout import native
 from marlhf.runtime.memory_plan import GIB
 
 
@@ -58,11 +61,13 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=150, help="seconds that one may take")
     parser.add_argument("--total", type=float, default=1e9, help="seconds after which none begins")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU")
+    parser.add_argument("--card", type=float, help="GB of the card to stand in for")
     parser.add_argument("--one", choices=SETTINGS, help="measure one, as JSON")
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(SETTINGS[args.one], args.tiny)))
+        print(json.dumps(measure(SETTINGS[args.one], args.tiny, args.card)))
         return
+    rest = [] if args.card is None or args.tiny else [rest_of_gpu(args.card)]
     begun = time.perf_counter()
     print(f"{'':31}" + "".join(f"{name:>11}" for name in COLUMNS), flush=True)
     for key in args.settings.split(","):
@@ -70,11 +75,19 @@ def main() -> None:
             print(f"{key}  {SETTINGS[key].name:28}not begun: out of time", flush=True)
             continue
         print(f"{key}  {SETTINGS[key].name:28}" + in_a_process(key, args), flush=True)
+    del rest
+
+
+def rest_of_gpu(card: float) -> torch.Tensor:
+    """All of the GPU's free memory but as much as a card of so many GB has."""
+    free, _ = torch.cuda.mem_get_info()
+    return torch.empty(max(0, int(free - card * 1e9)), dtype=torch.uint8, device="cuda")
 
 
 def in_a_process(key: str, args: argparse.Namespace) -> str:
     """The numbers of a setting, or why there are none."""
     command = [sys.executable, __file__, "--one", key, *(["--tiny"] if args.tiny else [])]
+    command += ["--card", str(args.card)] if args.card else []
     start = time.perf_counter()
     try:
         done = subprocess.run(
@@ -90,8 +103,10 @@ def in_a_process(key: str, args: argparse.Namespace) -> str:
     return "".join(f"{found[name]:11.2f}" for name in COLUMNS)
 
 
-def measure(setting: Setting, tiny: bool) -> dict[str, float]:
+def measure(setting: Setting, tiny: bool, card: float | None) -> dict[str, float]:
     """Build the models, take some steps, and measure the last ones."""
+    if card is not None:  # the GPU's own size is all that tells it from such a card
+        native.total_memory = ppo_step.total_memory = lambda _: int(card * 1e9)
     shape = ppo_step.SHAPES[setting.shape]
     if tiny:
         small = ppo_step.SHAPES["tiny"]
