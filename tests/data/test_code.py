@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from marlhf.data import DataConfig, DataError, apps, code, load_data
+from marlhf.data import DataConfig, DataError, code, load_data
 from marlhf.data.code import KINDS, check_tests
 
 STDIN = {
@@ -39,7 +39,7 @@ HUMANEVAL = {
 
 
 def test_apps_with_standard_input():
-    row, remark = apps.to_row(STDIN)
+    row, remark = code.apps_row(STDIN)
     assert remark == ""
     assert row.prompt == ("QUESTION:\nAdd two numbers.\nUse Standard Input format\n\nANSWER:\n")
     assert row.chosen == "print(sum(map(int, input().split())))"
@@ -52,7 +52,7 @@ def test_apps_with_standard_input():
 
 
 def test_apps_with_calls_has_the_starter_code_in_the_prompt():
-    row, _ = apps.to_row(CALLED)
+    row, _ = code.apps_row(CALLED)
     assert "\ndef add(a, b):\nUse Call-Based format\n\nANSWER:\n" in row.prompt
     tests = row.columns["tests"]
     assert (tests["kind"], tests["name"]) == ("call", "add")
@@ -70,13 +70,13 @@ def test_apps_with_calls_has_the_starter_code_in_the_prompt():
     ],
 )
 def test_apps_problems_that_cannot_be_used_say_why(change, reason):
-    row, told = apps.to_row(STDIN | change)
+    row, told = code.apps_row(STDIN | change)
     assert row is None
     assert told == reason or reason is None
 
 
 def test_apps_without_solutions_serves_ppo_alone():
-    row, _ = apps.to_row(STDIN | {"solutions": ""})
+    row, _ = code.apps_row(STDIN | {"solutions": ""})
     assert row.chosen is None
     assert row.columns["solutions"] == []
 

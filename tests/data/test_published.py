@@ -1,6 +1,6 @@
 """The data sets in the form their authors published them in."""
 
-from marlhf.data import Row, dialogues, gsm8k, summaries
+from marlhf.data import Row, gsm8k, preferences
 from marlhf.data.sources import CNN_DAILYMAIL, GSM8K, HH, SOURCES, TLDR, WEBGPT
 
 COMPARISON = {
@@ -44,7 +44,7 @@ def test_tldr_pairs_with_and_without_subreddit():
     assert row.prompt == "POST Subreddit: r/aww\nLong.\nTL;DR:"
     assert row.columns["title"] == "T"
     assert TLDR.to_row(pair | {"post": 3})[1] == "`post`, `chosen` or `rejected` is not text"
-    assert summaries.write_prompt(" ") == ""
+    assert preferences.write_post(" ") == ""
 
 
 def hh_row(chosen: str, rejected: str, start="\n\nHuman: hi\n\nAssistant:"):
@@ -71,12 +71,12 @@ def test_hh_identical_dialogues_give_identical_replies():
 def test_hh_two_assistants_turns_are_one_reply():
     row, remark = hh_row(" Wait.\n\nAssistant: Here.", " No.")
     assert row == Row("Human: hi\n\nAssistant:", " Wait.\n\nHere.", " No.")
-    assert remark == dialogues.JOINED
+    assert remark == preferences.JOINED
 
 
 def test_hh_dialogues_that_part_early_are_skipped():
-    assert hh_row(" A\n\nHuman: more\n\nAssistant: C", " B") == (None, dialogues.DIVERGED)
-    assert hh_row(" A\n\nAssistant: Human: what?", " B") == (None, dialogues.DIVERGED)
+    assert hh_row(" A\n\nHuman: more\n\nAssistant: C", " B") == (None, preferences.DIVERGED)
+    assert hh_row(" A\n\nAssistant: Human: what?", " B") == (None, preferences.DIVERGED)
     nothing = HH.to_row({"chosen": "\n\nHuman: a", "rejected": "\n\nHuman: b"})
     assert nothing == (None, "the two dialogues share no assistant's turn")
 
@@ -123,7 +123,7 @@ def test_webgpt_from_the_hub():
 
 
 def test_webgpt_ties_and_broken_records_are_skipped():
-    assert WEBGPT.to_row(answers(0.0, 0.0)) == (None, dialogues.TIE)
+    assert WEBGPT.to_row(answers(0.0, 0.0)) == (None, preferences.TIE)
     assert WEBGPT.to_row(answers(0, 1) | {"answer_0": None})[1].endswith("is not text")
     assert WEBGPT.to_row(answers(0, 1) | {"score_0": None})[1] == "a score is not a number"
 

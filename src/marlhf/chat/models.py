@@ -17,8 +17,10 @@ from jinja2 import TemplateError
 
 from marlhf.config.build import build_segmenter
 from marlhf.core import needs
-from marlhf.data import DataConfig, DataError, apps, decode, dialogues, load_data, summaries
+from marlhf.data import DataConfig, DataError, decode, load_data
+from marlhf.data.code import write_problem
 from marlhf.data.encode import encode_prompt
+from marlhf.data.preferences import write_post, write_question
 from marlhf.data.rows import Message, Text, after_colon
 from marlhf.evaluate.eval_plan import EvaluationError, PolicySource, find_policies, located
 from marlhf.evaluate.sampling import seed_of
@@ -40,11 +42,7 @@ FORMS = {
     "text": "as typed, each on its own",
 }
 """Prompt formats by name, each with a description for the user."""
-WRITERS = {
-    "webgpt": dialogues.write_prompt,
-    "tldr": summaries.write_prompt,
-    "apps": apps.write_prompt,
-}
+WRITERS = {"webgpt": write_question, "tldr": write_post, "apps": write_problem}
 REMEMBER = ("chat", "hh")
 """Formats in which earlier turns are part of the prompt, as in their data."""
 SINGLE = ("toy", "toy-code", "sums", "sums-steps", "mbpp", "humaneval", "gsm8k")

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from marlhf.data import apps, local
+from marlhf.data import local
+from marlhf.data.code import is_apps_folder, read_apps_folder
 from marlhf.data.files import ENDINGS, Records, read_hub, read_records
 from marlhf.data.rows import (
     Counts,
@@ -398,8 +399,8 @@ def _read_source(config: DataConfig) -> Records:
     path = Path(config.path or "").expanduser()
     if config.path is None:
         name = PUBLISHED[config.source].hub_name
-    elif config.source in ("auto", "apps") and apps.is_folder(path):
-        return apps.read_folder(path, config.split)
+    elif config.source in ("auto", "apps") and is_apps_folder(path):
+        return read_apps_folder(path, config.split)
     elif path.exists() or not is_hub_name(config.path):
         return read_records(path, config.split)
     else:

@@ -1,4 +1,4 @@
-"""Answers of an assistant, two at a time: HH-RLHF's dialogues and WebGPT's questions.
+"""Two answers with a preference: HH-RLHF, WebGPT and TL;DR; and news to summarise as TL;DR's posts.
 
 HH-RLHF is read as Anthropic published it (`chosen` and `rejected` are whole dialogues) and as
 `Dahoas/full-hh-rlhf` on the hub (`prompt` apart). The prompt keeps the published turns, without the
@@ -13,6 +13,22 @@ score_1, quotes) and in the form of two whole texts with two scores (text, score
 and `## Assistant:`. Scores lie in [-1, 1]; the higher wins. Ties say nothing about preference and
 are dropped. The prompt has the form above; the hub's quotes, the text an answer cites, are kept in
 `columns`.
+
+TL;DR has two summaries for each post, one preferred by a person. It is read in the form OpenAI
+published (`openai/summarize_from_feedback`, comparisons: info, summaries, choice) and flat (post,
+chosen, rejected, with or without subreddit and title). The prompt is that of the paper's samples:
+
+    POST Subreddit: r/cats
+    Hello everyone! One of my cats is ...
+    TL;DR:
+
+with a plain `POST` line where the subreddit is unknown. The title is not in the prompt, as it is
+not in the paper's; it is kept in `columns`.
+
+CNN/DailyMail has articles with their highlights, to evaluate summaries out of distribution. It is
+read as on the hub (article, highlights), and from the part of OpenAI's comparisons that is about
+news, which the paper evaluates on. The prompt has the same form, so that a policy trained on Reddit
+posts knows what to do.
 """
 
 from __future__ import annotations
@@ -96,7 +112,7 @@ def webgpt_row(record: Mapping[str, Any]) -> Parsed:
     columns = {**rest, "question": question}
     for name, values in {**quotes, "score": scores}.items():
         columns |= {f"chosen_{name}": values[won], f"rejected_{name}": values[1 - won]}
-    return _pair(write_prompt(question), answers[won], answers[1 - won], columns), ""
+    return _pair(write_question(question), answers[won], answers[1 - won], columns), ""
 
 
 def _is_two_texts(record: Mapping[str, Any]) -> bool:
@@ -115,9 +131,60 @@ def _pair(prompt: str, chosen: str, rejected: str, columns: dict[str, Any]) -> R
     return Row(prompt, after_colon(chosen), after_colon(rejected), columns)
 
 
-def write_prompt(question: str) -> str:
+def write_question(question: str) -> str:
     """The prompt an answer follows; empty for an empty question, so that it is dropped."""
     return f"Human: {question.strip()}\n\nAssistant:" if question.strip() else ""
+
+
+def tldr_row(record: Mapping[str, Any]) -> Parsed:
+    if "info" in record:
+        return _from_comparison(record)
+    if not all_text(record, "post", "chosen", "rejected"):
+        return None, "`post`, `chosen` or `rejected` is not text"
+    prompt = write_post(record["post"], record.get("subreddit"))
+    rest = without(record, "chosen", "rejected")
+    return _pair(prompt, record["chosen"], record["rejected"], rest), ""
+
+
+def _from_comparison(record: Mapping[str, Any]) -> Parsed:
+    """OpenAI's own form: `choice` says which of the two summaries won."""
+    info, summaries, choice = record["info"], record["summaries"], record["choice"]
+    if not isinstance(info, Mapping) or not info.get("post"):
+        return None, "a news article (CNN/DM), not a Reddit post"
+    pair = isinstance(summaries, list) and len(summaries) == 2
+    if not pair or choice not in (0, 1) or not all(_has_text(each) for each in summaries):
+        return None, "not two summaries with a choice of 0 or 1"
+    chosen, rejected = summaries[choice], summaries[1 - choice]
+    policies = {"chosen_policy": chosen.get("policy"), "rejected_policy": rejected.get("policy")}
+    columns = {**info, **without(record, "info", "summaries", "choice"), **policies}
+    prompt = write_post(info["post"], info.get("subreddit"))
+    return _pair(prompt, chosen["text"], rejected["text"], columns), ""
+
+
+def _has_text(summary: Any) -> bool:
+    return isinstance(summary, Mapping) and all_text(summary, "text")
+
+
+def news_row(record: Mapping[str, Any]) -> Parsed:
+    if "highlights" in record:
+        columns, summary = record, record["highlights"]
+    else:  # the form of OpenAI's comparisons
+        columns, summary = record["info"] if isinstance(record["info"], Mapping) else {}, None
+        if not columns.get("article"):
+            return None, "a Reddit post, not a news article"
+    if not all_text(columns, "article"):
+        return None, "`article` is not text"
+    chosen = after_colon(summary) if isinstance(summary, str) else None
+    rest = without(columns, "article", "highlights")
+    return Row(write_post(columns["article"]), chosen=chosen, columns=rest), ""
+
+
+def write_post(post: str, subreddit: str | None = None) -> str:
+    """The prompt a summary follows; empty for an empty post, so that it is dropped."""
+    if not post.strip():
+        return ""
+    heading = f"POST Subreddit: r/{subreddit}" if subreddit else "POST"
+    return f"{heading}\n{post.strip()}\nTL;DR:"
 
 
 HH = Source(
@@ -133,4 +200,18 @@ WEBGPT = Source(
     forms=("question answer_0 answer_1 score_0 score_1", "text score"),
     fits=_is_two_texts,
     hub_name="openai/webgpt_comparisons",
+)
+TLDR = Source(
+    "tldr",
+    to_row=tldr_row,
+    forms=("info summaries choice", "post chosen rejected"),
+    hub_name="openai/summarize_from_feedback",
+    hub_config="comparisons",
+)
+CNN_DAILYMAIL = Source(
+    "cnn_dailymail",
+    to_row=news_row,
+    forms=("article highlights", "info summaries"),
+    hub_name="abisee/cnn_dailymail",
+    hub_config="3.0.0",
 )
