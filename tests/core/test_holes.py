@@ -26,7 +26,6 @@ from marlhf.core import (
     segment,
     shape_rewards,
 )
-from marlhf.core.masked import pack, unpack
 
 discounts = st.sampled_from([0.0, 0.5, 0.95, 1.0])
 RULES = (
@@ -131,13 +130,14 @@ def test_the_score_is_given_once_at_the_last_token(segments, seed):
 
 
 @given(batches_with_holes(), seeds)
-def test_packing_and_unpacking_is_nothing(segments, seed):
+def test_packing_tokens_and_unpacking_is_nothing(segments, seed):
     x = numbers(segments, seed)
-    packed = pack(x, segments.mask)
+    tokens = Segments.from_starts(segments.mask, segments.mask)
+    packed = tokens.sum(x)
     for row, mask, before in zip(packed, segments.mask, x):
         assert row[: int(mask.sum())].tolist() == before[mask].tolist()
         assert not row[int(mask.sum()) :].any()
-    torch.testing.assert_close(unpack(packed, segments.mask), torch.where(segments.mask, x, 0.0))
+    torch.testing.assert_close(tokens.spread(packed), torch.where(segments.mask, x, 0.0))
 
 
 def test_split_last_splits_the_last_token_of_the_row_alone():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from marlhf.core.masked import check_choice, check_rows, check_tokens, keep, pack, shift, unpack
+from marlhf.core.masked import check_choice, check_rows, check_tokens, keep, shift
 from marlhf.core.segments import Segments, Sigma
 
 Pooling = Literal["sum", "mean"]
@@ -38,10 +38,8 @@ def gae(
     >>> gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.2, 0.6]]), mask, lam=0.5)
     (tensor([[0.6000, 0.4000]]), tensor([[0.8000, 1.0000]]))
     """
-    check_tokens(mask, rewards=rewards, values=values)
-    _check_discounts(gamma=gamma, lam=lam)
-    advantages = unpack(_gae(pack(rewards, mask), pack(values, mask), gamma, lam), mask)
-    return advantages, advantages + keep(values, mask)
+    tokens = Segments.from_starts(mask, mask)
+    return macro_gae(rewards, values, tokens, gamma=gamma, lam=lam, sigma="start")
 
 
 def macro_gae(
@@ -76,13 +74,11 @@ def macro_gae(
     """
     check_tokens(segments.mask, rewards=rewards, values=values)
     _check_discounts(gamma=gamma, lam=lam, lam_value=lam if lam_value is None else lam_value)
-    macro_rewards = pool_rewards(rewards, segments, rho=rho, pooling=pooling)
     macro_values = segments.weighted(values, sigma)
     # Both are 0 where there is no macro action, so nothing need be masked before `spread`.
-    advantages = _gae(macro_rewards, macro_values, gamma, lam)
-    for_critic = advantages
-    if lam_value is not None:
-        for_critic = _gae(macro_rewards, macro_values, gamma, lam_value)
+    deltas = _deltas(pool_rewards(rewards, segments, rho=rho, pooling=pooling), macro_values, gamma)
+    advantages = _gae(deltas, gamma, lam)
+    for_critic = advantages if lam_value is None else _gae(deltas, gamma, lam_value)
     return segments.spread(advantages), segments.spread(for_critic + macro_values)
 
 
@@ -113,19 +109,19 @@ def boundary_gae(
     """
     check_tokens(segments.mask, rewards=rewards, values=values)
     _check_discounts(gamma=gamma, lam=lam, lam_value=lam if lam_value is None else lam_value)
-    mask, ends = segments.mask, segments.ends
-    packed = pack(values, mask)
-    deltas = _deltas(pack(rewards, mask), packed, gamma)
+    ends = segments.ends
+    tokens = Segments.from_starts(segments.mask, segments.mask)
+    deltas = _deltas(tokens.sum(rewards), tokens.sum(values), gamma)
 
     def advantages(at_end: float | Tensor) -> Tensor:
         lam_of_row = at_end[:, None] if isinstance(at_end, Tensor) else at_end
         inside = torch.full_like(deltas, gamma)
         decay = torch.where(ends, inside * lam_of_row, inside)
-        return unpack(_decayed_to_go(deltas, pack(decay, mask)), mask)
+        return tokens.spread(_decayed_to_go(deltas, tokens.sum(decay)))
 
     result = advantages(lam)
     for_critic = result if lam_value is None else advantages(lam_value)
-    return result, for_critic + keep(values, mask)
+    return result, for_critic + keep(values, segments.mask)
 
 
 def adaptive_lam(segments: Segments, alpha: float = 0.05) -> Tensor:
@@ -186,8 +182,7 @@ def rloo_advantages(
     tensor([-3.0000, -1.5000,  4.5000])
     """
     to_go, total = _group_returns(rewards, num_samples, segments, gamma)
-    baseline = (total.sum(dim=1, keepdim=True) - total) / (num_samples - 1)
-    return _of_tokens(to_go - baseline.reshape(-1, 1), segments)
+    return _of_tokens(_above_others(to_go, total), segments)
 
 
 def group_advantages(
@@ -208,11 +203,7 @@ def group_advantages(
     tensor([-1.,  1.])
     """
     to_go, total = _group_returns(rewards, num_samples, segments, gamma)
-    centred = to_go - _mean_of_each(total.reshape(-1), num_samples)[:, None]
-    if scale:
-        deviation = total.std(dim=1, keepdim=True).expand_as(total)
-        centred = centred / (deviation.reshape(-1, 1) + eps)
-    return _of_tokens(centred, segments)
+    return _of_tokens(_above_mean(to_go, total, eps if scale else None), segments)
 
 
 def tree_advantages(
@@ -288,16 +279,12 @@ def tree_advantages(
         values = torch.where(first, to_go, 0.0).sum(dim=1)
         siblings = values.view(-1, tree[level], num_leaves)
         if baseline == "leave_one_out":
-            others = (siblings.sum(dim=1, keepdim=True) - siblings) / (tree[level] - 1)
-            centred = to_go - others.reshape(-1, 1)
+            centred = _above_others(to_go, siblings)
+        elif baseline == "group":
+            centred = _above_mean(to_go, siblings, eps if scale else None)
         else:
-            mean = siblings.mean(dim=1, keepdim=True).expand_as(siblings)
-            centred = to_go - mean.reshape(-1, 1)
-            if baseline == "global_local":
-                centred = (centred + earned + to_go - root) * math.sqrt(num_leaves)
-            elif scale:
-                deviation = siblings.std(dim=1, keepdim=True).expand_as(siblings)
-                centred = centred / (deviation.reshape(-1, 1) + eps)
+            centred = _above_mean(to_go, siblings) + earned + to_go - root
+            centred = centred * math.sqrt(num_leaves)
         advantages = torch.where(here, centred, advantages)
     return segments.spread(advantages)
 
@@ -374,6 +361,22 @@ def _group_returns(
     return to_go, total.reshape(-1, num_samples)
 
 
+def _above_others(to_go: Tensor, siblings: Tensor) -> Tensor:
+    """Returns [B, M] above the mean of the others: `siblings` are by row, compared along dim 1."""
+    others = (siblings.sum(dim=1, keepdim=True) - siblings) / (siblings.shape[1] - 1)
+    return to_go - others.reshape(-1, 1)
+
+
+def _above_mean(to_go: Tensor, siblings: Tensor, eps: float | None = None) -> Tensor:
+    """The same above the mean of all; with `eps` in units of their deviation."""
+    mean = siblings.mean(dim=1, keepdim=True).expand_as(siblings)
+    centred = to_go - mean.reshape(-1, 1)
+    if eps is None:
+        return centred
+    deviation = siblings.std(dim=1, keepdim=True).expand_as(siblings)
+    return centred / (deviation.reshape(-1, 1) + eps)
+
+
 def _of_tokens(advantages: Tensor, segments: Segments | None) -> Tensor:
     """[B, M] -> [B, T]; of whole responses, [B, 1] -> [B]."""
     return advantages[:, 0] if segments is None else segments.spread(advantages)
@@ -384,9 +387,8 @@ def _mean_of_each(x: Tensor, count: int) -> Tensor:
     return x.view(-1, count).mean(dim=1, keepdim=True).expand(-1, count).reshape(-1)
 
 
-def _gae(rewards: Tensor, values: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
-    """Advantages along the last axis; both inputs are 0 past the end."""
-    deltas = _deltas(rewards, values, gamma)
+def _gae(deltas: Tensor, gamma: float, lam: float | Tensor) -> Tensor:
+    """Advantages along the last axis; `deltas` are 0 past the end."""
     if isinstance(lam, Tensor):
         return _decayed_to_go(deltas, gamma * lam[:, None].to(deltas.dtype).expand_as(deltas))
     return _discounted_to_go(deltas, gamma * lam)

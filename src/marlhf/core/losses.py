@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from marlhf.core.masked import check_choice, check_rows, check_tokens, keep, masked_mean
+from marlhf.core.masked import check_choice, check_rows, check_tokens, keep, masked_mean, wide
 from marlhf.core.segments import Segments, Sigma
 
 Ratio = Literal["token", "macro", "macro_mean"]
@@ -167,7 +167,7 @@ def dpo_loss(
         ref_rejected_logprobs=ref_rejected_logprobs,
     )
     margin = (chosen_logprobs - ref_chosen_logprobs) - (rejected_logprobs - ref_rejected_logprobs)
-    logits = beta * _wide(margin)
+    logits = beta * wide(margin)
     loss = -logsigmoid(logits) * (1 - label_smoothing) - logsigmoid(-logits) * label_smoothing
     return _mean(loss, num_pairs)
 
@@ -191,7 +191,7 @@ def reward_loss(
     tensor(0.6931)
     """
     check_rows(chosen=chosen, rejected=rejected)
-    chosen, rejected = _wide(chosen), _wide(rejected)
+    chosen, rejected = wide(chosen), wide(rejected)
     logits = chosen - rejected - margin
     loss = -logsigmoid(logits) * (1 - label_smoothing) - logsigmoid(-logits) * label_smoothing
     if center_coef:
@@ -217,10 +217,6 @@ def _need(segments: Segments | None, option: str) -> Segments:
     if segments is None:
         raise ValueError(f"{option} works on macro actions: pass `segments=` as well.")
     return segments
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _mean(loss: Tensor, count: Tensor | float | None) -> Tensor:

@@ -21,7 +21,7 @@ def masked_mean(x: Tensor, mask: Tensor, count: Tensor | float | None = None) ->
     tensor(2.)
     """
     check_tokens(mask, x=x)
-    return keep(x, mask).sum() / (_at_least_one(mask.sum()) if count is None else count)
+    return keep(x, mask).sum() / (mask.sum().clamp(min=1) if count is None else count)
 
 
 def moments(x: Tensor, mask: Tensor) -> Tensor:
@@ -56,8 +56,8 @@ def whiten(
     check_tokens(mask, x=x)
     x = keep(x, mask)
     count, total, squares = (moments(x, mask) if stats is None else stats).unbind()
-    mean = total / _at_least_one(count)
-    variance = (squares - total * mean).clamp(min=0) / _at_least_one(count - 1)  # unbiased
+    mean = total / count.clamp(min=1)
+    variance = (squares - total * mean).clamp(min=0) / (count - 1).clamp(min=1)  # unbiased
     centre = mean if shift_mean else torch.zeros_like(mean)
     scale = (variance + eps).rsqrt()
     return keep((x - centre.to(x.dtype)) * scale.to(x.dtype), mask)
@@ -65,8 +65,11 @@ def whiten(
 
 def keep(x: Tensor, mask: Tensor) -> Tensor:
     """`x` where the mask counts and 0 elsewhere, in float32 or wider."""
-    x = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    return torch.where(mask, x, 0.0)
+    return torch.where(mask, wide(x), 0.0)
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def shift(x: Tensor, by: int = 1) -> Tensor:
@@ -79,24 +82,6 @@ def shift(x: Tensor, by: int = 1) -> Tensor:
 def last_token(mask: Tensor) -> Tensor:
     """True on the last token of each row that counts, whatever holes the mask has: [B, T] bool."""
     return mask & (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True))
-
-
-def pack(x: Tensor, mask: Tensor) -> Tensor:
-    """What the mask counts, moved to the left of each row; 0 behind it: [B, T].
-
-    What follows a token is then in the next column, over any hole in the mask.
-    """
-    x = keep(x, mask)
-    return torch.zeros_like(x).scatter_add(1, _packed_column(mask), x)
-
-
-def unpack(x: Tensor, mask: Tensor) -> Tensor:
-    """The way back from `pack`, 0 where the mask does not count: [B, T]."""
-    return torch.where(mask, x.gather(1, _packed_column(mask)), 0)
-
-
-def _packed_column(mask: Tensor) -> Tensor:
-    return (mask.cumsum(dim=1) - 1).clamp(min=0)
 
 
 def check_tokens(mask: Tensor, **tensors: Tensor) -> None:
@@ -138,7 +123,3 @@ def complain(wrong: Tensor, what: str, remedy: str = "") -> None:
     if rows:
         named = f"{rows[:10]}{' and more' if len(rows) > 10 else ''}"
         raise ValueError(f"{what} rows {named}. {remedy}".strip())
-
-
-def _at_least_one(count: Tensor) -> Tensor:
-    return count.clamp(min=1)

@@ -60,15 +60,14 @@ class Responses:
     values: Tensor | None = None  # [B, T] the critic's, of the state before each token
 
     def __post_init__(self) -> None:
-        check_tokens(self.mask)
+        known = ("ref_logprobs", "logprobs", "entropy", "values")
+        given = {name: x for name in known if (x := getattr(self, name)) is not None}
+        check_tokens(self.mask, **given)
         if self.tokens.shape != self.mask.shape:
             raise ValueError(
                 f"tokens must have the shape of the mask, {list(self.mask.shape)}, "
                 f"got {list(self.tokens.shape)}."
             )
-        for name in ("ref_logprobs", "logprobs", "entropy", "values"):
-            if (given := getattr(self, name)) is not None:
-                check_tokens(self.mask, **{name: given})
         if self.spans is not None and not isinstance(self.spans, Tensor):
             packed = pack_spans(self.spans).to(self.mask.device)
             object.__setattr__(self, "spans", packed)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -73,14 +73,16 @@ def segment(segmenter: Segmenter, responses: Responses, *, split_last: bool = Fa
 
 
 class _Rule:
-    """What rules share that read more than the mask, or bound the length of macro actions."""
+    """What rules share: what they declare, how they read responses, and how actions are bounded."""
 
     needs: ClassVar[tuple[Need, ...]] = ()
+    looks_at: ClassVar[LooksAt] = "token"
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_length is not None and self.max_length < 1:
-            raise ValueError(f"max_length must be at least 1; got {self.max_length}.")
+        for name in ("repeats", "cutoff", "every", "max_length"):  # what is counted, in any rule
+            if (count := getattr(self, name, None)) is not None and count < 1:
+                raise ValueError(f"{name} must be at least 1; got {count}.")
 
     def read(self, responses: Responses, what: Need) -> Tensor:
         """What the rule needs of the responses, if it is there."""
@@ -105,7 +107,7 @@ class _Rule:
 
 
 @dataclass(frozen=True)
-class NGram:
+class NGram(_Rule):
     """End a macro action after every `n` tokens. `NGram(1)` is ordinary PPO.
 
     `NGram(math.inf)` makes the whole response one action, a bandit.
@@ -115,8 +117,7 @@ class NGram:
     tensor([[1, 0, 1, 0, 1]], dtype=torch.int32)
     """
 
-    needs: ClassVar[tuple[Need, ...]] = ()
-    looks_at: ClassVar[LooksAt] = "prefix"
+    looks_at = "prefix"
 
     n: int | float = 5
     """Tokens in a macro action: a whole number from 1, or infinity (`.inf` in YAML)."""
@@ -131,7 +132,7 @@ class NGram:
 
 
 @dataclass(frozen=True)
-class RandomNGram:
+class RandomNGram(_Rule):
     """Lengths drawn for each response: the list, `repeats` times over, shuffled.
 
     What the list does not cover is one last action. The draw follows `responses.seeds`, so it
@@ -144,8 +145,8 @@ class RandomNGram:
     tensor([[1, 0, 0, 1, 0, 0]], dtype=torch.int32)
     """
 
-    needs: ClassVar[tuple[Need, ...]] = ("seeds",)
-    looks_at: ClassVar[LooksAt] = "prefix"
+    needs = ("seeds",)
+    looks_at = "prefix"
 
     lengths: tuple[int, ...] = (2, 3, 5, 10)
     """Lengths to draw from. The authors' code has (1, 2, 3, 5, 10)."""
@@ -155,18 +156,15 @@ class RandomNGram:
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1:
             raise ValueError(f"lengths must be whole numbers from 1; got {self.lengths}.")
-        if self.repeats < 1:
-            raise ValueError(f"repeats must be at least 1; got {self.repeats}.")
+        super().__post_init__()
 
     def __call__(self, responses: Responses) -> Tensor:
         mask, kinds = responses.mask, len(self.lengths)
         order = self._keys(responses).argsort(dim=1) % kinds  # [B, kinds * repeats]
         drawn = sum(length * (order == kind) for kind, length in enumerate(self.lengths))
-        ends = torch.as_tensor(drawn).cumsum(dim=1).clamp(max=mask.shape[1])
-        # One column more than tokens, where everything beyond the response lands.
-        marks = torch.zeros(len(mask), mask.shape[1] + 1, dtype=torch.bool, device=mask.device)
-        marks = marks.scatter(1, ends, True)
-        return marks.gather(1, (mask.cumsum(dim=1) - 1).clamp(min=0)) | (_place(mask) == 0)
+        ends = torch.as_tensor(drawn).cumsum(dim=1)
+        before = mask.cumsum(dim=1) - 1  # [B, T], tokens before each
+        return (before[:, :, None] == ends[:, None]).any(dim=2) | (_place(mask) == 0)
 
     def _keys(self, responses: Responses) -> Tensor:
         mask, size = responses.mask, len(self.lengths) * self.repeats
@@ -188,8 +186,7 @@ class Perplexity(_Rule):
     tensor([[1, 0, 1, 0]], dtype=torch.int32)
     """
 
-    needs: ClassVar[tuple[Need, ...]] = ("ref_logprobs",)
-    looks_at: ClassVar[LooksAt] = "token"
+    needs = ("ref_logprobs",)
 
     kind: Literal["macro", "prefix", "token"] = "macro"
     """`macro` (section 3.2.1): a token joins while it does not raise the mean negative
@@ -229,8 +226,8 @@ class Constituents(_Rule):
     tensor([[1, 0, 1, 0, 0, 0]], dtype=torch.int32)
     """
 
-    needs: ClassVar[tuple[Need, ...]] = ("spans",)
-    looks_at: ClassVar[LooksAt] = "response"
+    needs = ("spans",)
+    looks_at = "response"
 
     cutoff: int = 5
     """A node with fewer tokens than this is one macro action."""
@@ -243,11 +240,6 @@ class Constituents(_Rule):
     parser: str = "english"
     """Who gives the spans in training: `english`, `python`, `auto` (English with code in it),
     `spacy:NAME`, `stanza:LANGUAGE` or `benepar:NAME`."""
-
-    def __post_init__(self) -> None:
-        if self.cutoff < 1:
-            raise ValueError(f"cutoff must be at least 1; got {self.cutoff}.")
-        super().__post_init__()
 
     def __call__(self, responses: Responses) -> Tensor:
         mask = responses.mask
@@ -276,8 +268,7 @@ class Words(_Rule):
     tensor(3)
     """
 
-    needs: ClassVar[tuple[Need, ...]] = ("vocabulary",)
-    looks_at: ClassVar[LooksAt] = "token"
+    needs = ("vocabulary",)
 
     max_length: int | None = None
     """The most tokens in a macro action. Languages without spaces need one."""
@@ -306,8 +297,7 @@ class Sentences(_Rule):
     tensor(2)
     """
 
-    needs: ClassVar[tuple[Need, ...]] = ("vocabulary",)
-    looks_at: ClassVar[LooksAt] = "token"
+    needs = ("vocabulary",)
 
     max_length: int | None = None
     """The most tokens in a macro action."""
@@ -348,8 +338,8 @@ class Lines(_Rule):
     tensor(2)
     """
 
-    needs: ClassVar[tuple[Need, ...]] = ("vocabulary",)
-    looks_at: ClassVar[LooksAt] = "prefix"  # blank lines aside
+    needs = ("vocabulary",)
+    looks_at = "prefix"  # blank lines aside
 
     max_length: int | None = None
     """The most tokens in a macro action. Text without line breaks needs one."""
@@ -370,8 +360,7 @@ class Turns(_Rule):
     tensor([[1, 0, 0, 1]], dtype=torch.int32)
     """
 
-    needs: ClassVar[tuple[Need, ...]] = ()
-    looks_at: ClassVar[LooksAt] = "prefix"
+    looks_at = "prefix"
 
     max_length: int | None = None
     """The most tokens in a macro action."""
@@ -391,8 +380,7 @@ class Surprise(_Rule):
     tensor([[1, 0, 1, 0]], dtype=torch.int32)
     """
 
-    needs: ClassVar[tuple[Need, ...]] = ("logprobs",)
-    looks_at: ClassVar[LooksAt] = "token"
+    needs = ("logprobs",)
 
     probability: float = 0.2
     """A token of at most this probability starts a macro action."""
@@ -404,8 +392,6 @@ class Surprise(_Rule):
     def __post_init__(self) -> None:
         if not 0.0 < self.probability <= 1.0:
             raise ValueError(f"probability must be above 0 and at most 1; got {self.probability}.")
-        if self.every < 1:
-            raise ValueError(f"every must be at least 1; got {self.every}.")
         super().__post_init__()
 
     def __call__(self, responses: Responses) -> Tensor:
@@ -432,7 +418,7 @@ class _Peaks(_Rule):
         super().__post_init__()
 
     @property
-    def looks_at(self) -> LooksAt:
+    def looks_at(self) -> LooksAt:  # pyright: ignore[reportIncompatibleVariableOverride]
         """A quantile is known at the end of the response, a number before its token."""
         return "response" if self.threshold is None else "prefix"
 
@@ -456,7 +442,7 @@ class Entropy(_Peaks):
     tensor([[1, 0, 1, 0]], dtype=torch.int32)
     """
 
-    needs: ClassVar[tuple[Need, ...]] = ("entropy",)
+    needs = ("entropy",)
 
     def __call__(self, responses: Responses) -> Tensor:
         mask = responses.mask
@@ -475,25 +461,12 @@ class ValueChange(_Peaks):
     tensor([[1, 0, 1, 0]], dtype=torch.int32)
     """
 
-    needs: ClassVar[tuple[Need, ...]] = ("values",)
+    needs = ("values",)
 
     def __call__(self, responses: Responses) -> Tensor:
         mask, values = responses.mask, self.read(responses, "values")
         changes = (values - shift(values)).abs()
         return self.finish(self.peaks(changes, mask & shift(mask)), mask)
-
-
-FEATURES = (
-    "entropy",
-    "surprise",
-    "ref_surprise",
-    "value_change",
-    "value_fall",
-    "word",
-    "line",
-    "sentence",
-)
-"""What `Learned` has weights for."""
 
 
 @dataclass(frozen=True)
@@ -513,13 +486,7 @@ class Learned(_Peaks):
     tensor([[1, 0, 1, 0]], dtype=torch.int32)
     """
 
-    needs: ClassVar[tuple[Need, ...]] = (
-        "entropy",
-        "logprobs",
-        "ref_logprobs",
-        "values",
-        "vocabulary",
-    )
+    needs = ("entropy", "logprobs", "ref_logprobs", "values", "vocabulary")
 
     entropy: float = 0.0
     """Weight of the policy's entropy at the token."""
@@ -543,8 +510,8 @@ class Learned(_Peaks):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in FEATURES:
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"{name} must be a finite number; got {getattr(self, name)}.")
+            if not math.isfinite(weight := getattr(self, name)):
+                raise ValueError(f"{name} must be a finite number; got {weight}.")
 
     @property
     def looks_at(self) -> LooksAt:
@@ -561,22 +528,26 @@ class Learned(_Peaks):
             )
         values = self.read(responses, "values")
         fall = shift(values) - values
-        features = {
-            "entropy": self.read(responses, "entropy"),
-            "surprise": -self.read(responses, "logprobs"),
-            "ref_surprise": -self.read(responses, "ref_logprobs"),
-            "value_change": fall.abs(),
-            "value_fall": fall,
-            "word": table.begins_word[tokens],
-            "line": shift(table.has_newline[tokens]),
-            "sentence": shift(table.ends_sentence[tokens]),
-        }
+        features = (
+            (self.entropy, self.read(responses, "entropy")),
+            (self.surprise, -self.read(responses, "logprobs")),
+            (self.ref_surprise, -self.read(responses, "ref_logprobs")),
+            (self.value_change, fall.abs()),
+            (self.value_fall, fall),
+            (self.word, table.begins_word[tokens]),
+            (self.line, shift(table.has_newline[tokens])),
+            (self.sentence, shift(table.ends_sentence[tokens])),
+        )
         # A first token starts in any case, and no value before it is known.
         among = responses.mask & shift(responses.mask)
         score = torch.zeros_like(values, dtype=torch.float64)
-        for name in FEATURES:
-            score = score + getattr(self, name) * _standardised(features[name], among)
+        for weight, feature in features:
+            score = score + weight * _standardised(feature, among)
         return self.finish(self.peaks(score, among), responses.mask)
+
+
+FEATURES = tuple(field.name for field in fields(Learned) if field.default == 0.0)
+"""What `Learned` has weights for."""
 
 
 def thin_out(segments: Segments, scores: Tensor, count: int) -> Segments:

@@ -52,16 +52,13 @@ class Segments:
         the last token an action of its own, as the authors' code does.
         """
         check_tokens(mask)
+        kind, better = getattr(starts, "dtype", None), "starts.bool()"
         if not isinstance(starts, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             kind = f"{type(starts).__module__}.{type(starts).__name__}"
+            better = "torch.as_tensor(starts, device=responses.mask.device)"
+        if kind != torch.bool:
             raise ValueError(
-                f"A segmenter must return a bool tensor [B, T], got {kind}. Return "
-                "torch.as_tensor(starts, device=responses.mask.device)."
-            )
-        if starts.dtype != torch.bool:
-            raise ValueError(
-                f"A segmenter must return a bool tensor [B, T], got {starts.dtype}. Return "
-                "starts.bool()."
+                f"A segmenter must return a bool tensor [B, T], got {kind}. Return {better}."
             )
         if starts.shape != mask.shape:
             raise ValueError(
@@ -143,12 +140,8 @@ class Segments:
         in which the macro action was chosen, the baseline of a semi-Markov process.
         """
         check_choice("sigma", sigma, get_args(Sigma))
-        if sigma == "equal":
-            return self.mean(x)
-        if sigma == "unit":
-            return self.last(x)
-        if sigma == "start":
-            return self.first(x)
+        if sigma != "position":
+            return {"equal": self.mean, "unit": self.last, "start": self.first}[sigma](x)
         x = keep(x, self.mask)
         after = self.lengths.cumsum(dim=1).gather(1, self.ids)  # tokens up to the action's end
         to_end = after - self.mask.cumsum(dim=1) + 1  # |w| - i
