@@ -11,7 +11,7 @@ from pathlib import Path
 
 from marlhf.evaluate.results import text_table
 from marlhf.runs.layout import read_state
-from marlhf.train.critic_pretraining import FOLDER
+from marlhf.train.critic_training import FOLDER
 
 COLUMNS = {
     "epoch": "epoch",

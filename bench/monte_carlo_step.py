@@ -35,9 +35,9 @@ from marlhf.rollout import Sampling
 from marlhf.rollout.engine import Rollout
 from marlhf.rollout.native import NativeEngine
 from marlhf.runtime.distributed import start
+from marlhf.runtime.loop import Clock
 from marlhf.runtime.optim import make_optimizer
 from marlhf.runtime.stage import Example
-from marlhf.runtime.timing import Clock
 from marlhf.spans import vocabulary
 from marlhf.train import ppo, rloo
 from marlhf.train.experience import RolloutScorer, sample_responses

@@ -53,11 +53,11 @@ from marlhf.reward import RewardModel, Rewards
 from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine, total_memory
 from marlhf.runtime.distributed import start
+from marlhf.runtime.loop import Clock, to_numbers
 from marlhf.runtime.memory import busy_tokens
 from marlhf.runtime.memory_plan import GIB, Plan, Size, plan_run
 from marlhf.runtime.optim import cast_trained_weights, make_optimizer
 from marlhf.runtime.stage import Example
-from marlhf.runtime.timing import Clock, to_numbers
 from marlhf.spans import vocabulary
 from marlhf.train.experience import RolloutScorer, batch_metrics, sample_responses
 from marlhf.train.ppo import (

@@ -18,8 +18,8 @@ from marlhf.errors import SettingError
 from marlhf.runs.layout import RunError
 from marlhf.runtime.stage import GivenObjects, Stopped
 from marlhf.train import critic_samples, ppo
-from marlhf.train.critic_pretraining import Pretraining
 from marlhf.train.critic_samples import CriticSamples
+from marlhf.train.critic_training import Pretraining
 from marlhf.train.ppo_config import CriticPretraining
 from marlhf.train.recipe import load_stage
 from small_runs import everything, read_lines, weights

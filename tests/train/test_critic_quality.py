@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from marlhf.core import Lines, NGram
-from marlhf.runtime.timing import explained_variance
 from marlhf.train import credit_choice, critic_quality, critic_training, ppo
 from marlhf.train.credit_choice import CreditChooser
 from marlhf.train.critic_quality import (
@@ -16,6 +15,7 @@ from marlhf.train.critic_quality import (
     explained_by_thirds,
     knows_nothing,
 )
+from marlhf.train.experience import explained_variance
 from marlhf.train.ppo_config import CriticPretraining
 from small_runs import read_lines
 

@@ -10,20 +10,20 @@ import torch
 import yaml
 
 from marlhf.cli import main
-from marlhf.config.presets import PRESETS
+from marlhf.config.candidates import PRESETS
 from marlhf.core import (
     Responses,
     Segments,
     at_last_token,
     group_advantages,
     segment,
+    sft_loss,
     state_advantages,
 )
 from marlhf.models.forward import Sequences
 from marlhf.runtime.stage import GivenObjects
 from marlhf.train import ppo, rloo
 from marlhf.train.experience import Credit, Experience, MicroBatch, count_terms
-from marlhf.train.positive_examples import PositiveExamples
 from marlhf.train.recipe import ConfigError, load_stage
 from marlhf.train.stages import METHODS
 from marlhf.train.tree_rollout import Tree
@@ -151,12 +151,16 @@ def test_vapo_adds_the_likelihood_of_correct_responses(preset, batch):
     scores = torch.tensor([1.0, 0.0])
     ended = torch.ones(2).bool()
     experience = Experience(sequences, scores, scores, ended, logprobs, logprobs, None)
-    examples = PositiveExamples.of(experience, [0, 1], config)
     micro = MicroBatch(sequences, torch.tensor([0, 1]), 1.0)
     segments = segment(config.segmenter, Responses(mask.long(), mask))
+
+    def imitation(batch: Experience, numbers: list[int]) -> torch.Tensor:
+        good, count = ppo.positive_examples(batch, segments, numbers, config)
+        return config.positive_lm_coef * sft_loss(new, micro.take(good), num_tokens=count)
+
     new, old = (values.log(), logprobs)
     loss = ppo.policy_loss(new, old, draw, segments, count_terms(segments), config)
-    got = loss + examples.loss(new, micro)
+    got = loss + imitation(experience, [0, 1])
     terms, correct = [], []
     for i, (n, o, a, real) in enumerate(rows(new, old, draw, mask)):
         for t in range(sum(real)):
@@ -165,11 +169,10 @@ def test_vapo_adds_the_likelihood_of_correct_responses(preset, batch):
                 correct.append(-n[t])
     wanted = sum(terms) / len(terms) + 0.1 * sum(correct) / len(correct)
     assert float(got) == pytest.approx(wanted, rel=1e-9)
-    assert PositiveExamples.of(experience, [0, 1], replace(config, positive_lm_coef=0.0)) is None
     # Of rows without a correct response, nothing.
-    assert float(PositiveExamples.of(experience, [1], config).loss(new, micro)) != 0.0
+    assert float(imitation(experience, [1])) != 0.0
     wrong = replace(experience, raw_scores=torch.tensor([-1.0, 0.0]))
-    assert float(PositiveExamples.of(wrong, [0, 1], config).loss(new, micro)) == 0.0
+    assert float(imitation(wrong, [0, 1])) == 0.0
 
 
 @pytest.mark.parametrize("name", ["gspo", "dapo", "dr-grpo"])

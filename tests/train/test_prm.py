@@ -23,7 +23,7 @@ from marlhf.rollout.native import NativeEngine
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World
 from marlhf.runtime.stage import Example, GivenObjects, Stopped
-from marlhf.train import ppo, prm, reward, rloo, step_labels
+from marlhf.train import ppo, prm, reward, rloo
 from marlhf.train.rl_models import Rewards
 from marlhf.train.supervised import Passes
 from marlhf.train.supervised_config import LabelsFrom
@@ -228,7 +228,7 @@ def labels_config(parents, folder, **changes):
 
 
 def lines_of(folder):
-    return (folder / step_labels.LABELLED).read_text().splitlines()
+    return (folder / prm.LABELLED).read_text().splitlines()
 
 
 @pytest.mark.parametrize("hard", [False, True])
@@ -273,8 +273,8 @@ def test_labels_of_a_killed_run_are_not_sampled_again(parents, tmp_path, verifie
     config = labels_config(parents, tmp_path / "a")
     prm.train(config)
     broken = replace(config, output_dir=str(tmp_path / "b"))
-    monkeypatch.setattr(step_labels, "CHUNK", 20)
-    real, calls = step_labels.Labeller.__call__, []
+    monkeypatch.setattr(prm, "CHUNK", 20)
+    real, calls = prm.Labeller.__call__, []
 
     def killed(self, numbers):
         if len(calls) == 1:
@@ -283,7 +283,7 @@ def test_labels_of_a_killed_run_are_not_sampled_again(parents, tmp_path, verifie
         return real(self, numbers)
 
     with monkeypatch.context() as patch:
-        patch.setattr(step_labels.Labeller, "__call__", killed)
+        patch.setattr(prm.Labeller, "__call__", killed)
         with pytest.raises(KeyboardInterrupt):
             prm.train(broken)
     assert len(lines_of(tmp_path / "b")) == 5

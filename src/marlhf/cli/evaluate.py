@@ -125,8 +125,7 @@ def credit(
     """Measure a run's credit assignment, and which rule and lambda would do better."""
     import json
 
-    from marlhf.config.candidates import parse_candidates
-    from marlhf.config.presets import PRESETS
+    from marlhf.config.candidates import PRESETS, parse_candidates
 
     without_presets = tuple(rule for rule in rules or () if rule not in PRESETS)
     parse_candidates(without_presets)  # a typo is reported before torch loads

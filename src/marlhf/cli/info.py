@@ -85,7 +85,7 @@ def methods(
     """List the published methods that `preset:` knows, or show one with its paper and settings."""
     import yaml
 
-    from marlhf.config.presets import PRESETS
+    from marlhf.config.candidates import PRESETS
     from marlhf.evaluate.results import text_table
     from marlhf.train.recipe import ConfigError, unknown
 

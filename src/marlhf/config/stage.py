@@ -104,7 +104,7 @@ class StageConfig:
     columns: ClassVar[tuple[str, ...]] = ("prompt", "chosen")
     """What a row of its data must have."""
     preset_kind: ClassVar[str] = ""
-    """Whose presets (`marlhf.config.presets`) recipes may give by name, as `preset:`."""
+    """Whose presets (`marlhf.config.candidates`) recipes may give by name, as `preset:`."""
 
     def __new__(cls: type[Config], **settings: Any) -> Config:
         known = {f.name for f in fields(cls)}

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from marlhf.config.build import build_segmenter
-from marlhf.config.candidates import Candidate, parse_candidates
-from marlhf.config.presets import PRESETS, Preset
+from marlhf.config.candidates import PRESETS, Candidate, Preset, parse_candidates
 from marlhf.config.rl import RLConfig
 from marlhf.core import Segments, segment
 from marlhf.credit.state import CreditError, RunState

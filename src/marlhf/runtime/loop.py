@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from marlhf.config.stage import StageConfig
@@ -338,3 +340,52 @@ class Loop:
                 say(f"  hub     {push(path, name, private=self.config.hub_private)}")
         self.world.wait()
         return path
+
+
+def to_numbers(metrics: dict[str, Tensor]) -> dict[str, float]:
+    """To the host in one go: each `float()` would wait for the device once."""
+    device = next(iter(metrics.values())).device
+    values = torch.stack([v.detach().float().to(device) for v in metrics.values()]).tolist()
+    return dict(zip(metrics, values))
+
+
+class Clock:
+    """Seconds of each phase of a step.
+
+    On a GPU the phases' ends are marked in its own queue and read when the step is over: waiting
+    for each would leave the device idle until the host has launched the next.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._names: list[str] = []
+        self._marks = [self._now()]
+        self._start = time.perf_counter()
+
+    def mark(self, phase: str) -> None:
+        """The end of a phase."""
+        self._names.append(f"time/{phase}")
+        self._marks.append(self._now())
+
+    def times(self, rows: int) -> dict[str, Any]:
+        """Seconds of phases and step, once the device is through with it."""
+        phases = self.phases
+        whole = time.perf_counter() - self._start
+        return phases | {"time/step": whole, "time/samples_per_second": rows / whole}
+
+    @property
+    def phases(self) -> dict[str, float]:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        pairs = zip(self._names, self._marks, self._marks[1:])
+        return {name: self._between(start, end) for name, start, end in pairs}
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _between(self, start: Any, end: Any) -> float:
+        return start.elapsed_time(end) / 1000 if self.device.type == "cuda" else end - start

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from marlhf.core import NGram, masked_mean
 from marlhf.runtime.progress import warn
-from marlhf.runtime.timing import explained_variance
-from marlhf.train.experience import Credit
+from marlhf.train.experience import Credit, explained_variance
 from marlhf.train.ppo_config import PPOConfig
 
 THIRDS = tuple(f"rl/explained_variance_{third}" for third in (1, 2, 3))

@@ -40,7 +40,6 @@ from marlhf.models.sequences import Sequences, send
 from marlhf.rollout.engine import Engine, Rollout
 from marlhf.runtime.distributed import World, gather_rollout
 from marlhf.runtime.stage import Example
-from marlhf.runtime.timing import explained_variance
 from marlhf.train.conversations import gather_played, play_share
 from marlhf.train.rl_models import Models
 
@@ -173,6 +172,15 @@ class Credit:
             return length * min(alpha, 1.0)
         macro_length = mask.sum() / self.segments.macro_mask.sum().clamp(min=1)
         return length if lam == 1 else torch.minimum(length, macro_length / (1 - lam))
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """Share of the variance of returns that values explain: 1 is all, 0 no more than their mean."""
+
+    def variance(x: Tensor) -> Tensor:
+        return masked_mean((x - masked_mean(x, mask)).square(), mask)
+
+    return 1 - variance(returns - values) / variance(returns).clamp(min=1e-8)
 
 
 def sample_responses(

@@ -26,6 +26,7 @@ from marlhf.core import (
     ppo_policy_loss,
     ppo_value_loss,
     segment,
+    sft_loss,
     shape_rewards,
 )
 from marlhf.runtime.loop import OpenRun, in_run_folder
@@ -33,7 +34,6 @@ from marlhf.spans.apply import explain_segmenter_errors
 from marlhf.train.credit_choice import CreditChooser, Measurement
 from marlhf.train.critic_training import CriticTraining
 from marlhf.train.experience import Credit, Experience, PolicyMetrics, count_terms
-from marlhf.train.positive_examples import PositiveExamples
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import Learner, RLRun
@@ -211,7 +211,7 @@ def backward(
         experience, counts["token"], config, *(["rl/value_loss"] if train_critic else [])
     )
     measured = measurement and measurement.begin()
-    examples = PositiveExamples.of(experience, rows, config)
+    positive, num_positive = positive_examples(experience, credit.segments, rows, config)
     for micro in experience.micro_batches(models, rows):
         segments = micro.segments(credit.segments)
         with torch.set_grad_enabled(train_policy):
@@ -220,8 +220,9 @@ def backward(
         old_logprobs = micro.old_logprobs(experience, logprobs)
         advantages = micro.take(credit.advantages)
         loss = policy_loss(logprobs, old_logprobs, advantages, segments, counts, config)
-        if examples:
-            loss = loss + examples.loss(logprobs, micro)
+        if config.positive_lm_coef:
+            imitation = sft_loss(logprobs, micro.take(positive), num_tokens=num_positive)
+            loss = loss + config.positive_lm_coef * imitation
         if measured:
             measured.add(micro)
         # Before the critic's pass: only one graph is in memory at a time.
@@ -260,6 +261,17 @@ def policy_loss(
         segments=segments,
         num_tokens=counts[config.ratio],
     )
+
+
+def positive_examples(
+    experience: Experience, segments: Segments, rows: list[int], config: PPOConfig
+) -> tuple[Tensor, Tensor]:
+    """The tokens of responses that scored well, [B, T], and their number in some rows.
+
+    They are imitated as well, with VAPO's loss (arXiv 2504.05118).
+    """
+    mask = segments.mask & (experience.raw_scores > config.positive_score)[:, None]
+    return mask, count_terms(replace(segments, mask=mask), rows)["token"]
 
 
 def value_loss(

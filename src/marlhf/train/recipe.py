@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from marlhf.config.build import at, build, field_names, make_segmenter, raise_problems, unknown
-from marlhf.config.presets import PRESETS, presets_of
+from marlhf.config.candidates import PRESETS, presets_of
 from marlhf.config.recipe_files import (
     ConfigError,
     Raw,

@@ -17,11 +17,10 @@ from marlhf.core import masked_mean
 from marlhf.rollout.engine import AsyncEngine, Rollout
 from marlhf.runs.layout import CRITIC, RunError
 from marlhf.runtime.checkpoint import generator_state, set_generator_state
-from marlhf.runtime.loop import Loop, OpenRun
+from marlhf.runtime.loop import Clock, Loop, OpenRun, to_numbers
 from marlhf.runtime.optim import Named, Update, apply_updates, make_optimizer
 from marlhf.runtime.progress import warn
 from marlhf.runtime.stage import Example, batch_rows, count_steps
-from marlhf.runtime.timing import Clock, to_numbers
 from marlhf.train.experience import (
     Credit,
     Experience,
