@@ -24,7 +24,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from marlhf.config.model import LoRA
+from marlhf.config.stage import LoRA
 from marlhf.models.adapters import FrozenBaseModel, frozen_dtype
 from marlhf.models.base import autocast
 from marlhf.models.forward import Sequences, final_scores, token_stats, token_values

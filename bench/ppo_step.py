@@ -41,7 +41,7 @@ import transformers
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from marlhf.config.model import LoRA
+from marlhf.config.stage import LoRA
 from marlhf.core import NGram, Perplexity, RandomNGram, Vocabulary
 from marlhf.data import DataConfig, Row
 from marlhf.models.adapters import FrozenBaseModel, cast_linear_layers, frozen_dtype

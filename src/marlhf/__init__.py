@@ -26,7 +26,7 @@ _WHERE = {
     "marlhf.config.rl": ("Guards",),
     "marlhf.data": ("DataConfig",),
     "marlhf.rollout": ("Sampling",),
-    "marlhf.config.model": ("LoRA",),
+    "marlhf.config.stage": ("LoRA",),
     "marlhf.core": (
         *("Constituents", "Lines", "NGram", "Perplexity", "RandomNGram", "Responses", "Segments"),
         *("Sentences", "Words"),
@@ -39,8 +39,8 @@ _HOME = {name: module for module, names in _WHERE.items() for name in names}
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from marlhf.config.model import LoRA
     from marlhf.config.rl import Guards
+    from marlhf.config.stage import LoRA
     from marlhf.core import (
         Constituents,
         Lines,

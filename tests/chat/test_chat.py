@@ -21,7 +21,7 @@ from rich.console import Console
 from marlhf import cli
 from marlhf.chat.models import ChatModel, Turn, load_chat_models
 from marlhf.chat.terminal import Chat, visible
-from marlhf.config.model import LoRA
+from marlhf.config.stage import LoRA
 from marlhf.data import DataConfig, load_data
 from marlhf.data.encode import encode_prompt
 from marlhf.evaluate.eval_plan import EvaluationError

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from marlhf.config.recipe_files import ConfigError
+from marlhf.config.build import ConfigError
 from marlhf.core import (
     Constituents,
     Lines,

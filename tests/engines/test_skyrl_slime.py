@@ -7,7 +7,7 @@ import pytest
 import skyrl_excerpt
 import torch
 
-from marlhf.config.recipe_files import ConfigError
+from marlhf.config.build import ConfigError
 from marlhf.core import Turns, gae, macro_gae, segment, whiten
 from marlhf.core.responses import Responses
 from marlhf.engines import skyrl, slime

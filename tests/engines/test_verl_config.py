@@ -6,7 +6,7 @@ from importlib import metadata
 import pytest
 
 from marlhf.cli import main
-from marlhf.config.recipe_files import ConfigError
+from marlhf.config.build import ConfigError
 from marlhf.core import NGram
 from marlhf.engines import verl_config
 from marlhf.engines.batch import EngineError

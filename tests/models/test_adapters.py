@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from marlhf.config.model import LoRA
+from marlhf.config.stage import LoRA
 from marlhf.models.adapter_files import (
     merge_adapter,
     quantization,

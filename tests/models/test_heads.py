@@ -5,7 +5,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from marlhf.config.model import LoRA
+from marlhf.config.stage import LoRA
 from marlhf.models.adapters import FrozenBaseModel
 from marlhf.models.base import ModelError
 from marlhf.models.facts import model_facts

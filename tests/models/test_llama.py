@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 
-from marlhf.config.model import LoRA
+from marlhf.config.stage import LoRA
 from marlhf.models import forward, llama
 from marlhf.models.adapters import FrozenBaseModel
 from marlhf.models.compile import compile_blocks

@@ -9,7 +9,7 @@ import torch
 from torch import multiprocessing
 
 from forked import fork_samplers
-from marlhf.config.model import LoRA
+from marlhf.config.stage import LoRA
 from marlhf.models.adapters import FrozenBaseModel
 from marlhf.models.tiny import tiny_model
 from marlhf.rollout import Sampling

@@ -27,8 +27,8 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from marlhf.config.model import LoRA
 from marlhf.config.settings import to_raw
+from marlhf.config.stage import LoRA
 from marlhf.data import DataConfig
 from marlhf.errors import SettingError
 from marlhf.kernels.sampling import truncate
@@ -989,7 +989,7 @@ STARTS = 420
 REAL = """
 import json, sys, time, torch
 from transformers import AutoModelForCausalLM
-from marlhf.config.model import LoRA
+from marlhf.config.stage import LoRA
 from marlhf.models.adapters import FrozenBaseModel
 from marlhf.models.forward import Sequences, token_stats
 from marlhf.rollout import Sampling

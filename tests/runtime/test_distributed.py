@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from marlhf import trainers
-from marlhf.config.model import LoRA
+from marlhf.config.stage import LoRA
 from marlhf.core import Constituents, Entropy, NGram, RandomNGram, ValueChange
 from marlhf.data import DataConfig
 from marlhf.reward.code import unit_tests

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from marlhf import LoRA, SFTConfig
 from marlhf.cli import main
 from marlhf.models.load import load_policy
-from marlhf.runtime import export
+from marlhf.runtime import publish
 from marlhf.train import sft
 from small_runs import TOY
 
@@ -52,7 +52,7 @@ def test_gguf_says_which_command_makes_it(run, tmp_path, monkeypatch, capsys):
 
 
 def test_a_folder_that_computes_something_else_is_not_kept(run, tmp_path, monkeypatch):
-    real = export.load_policy
+    real = publish.load_policy
 
     def other(*args, **options):
         model = real(*args, **options)
@@ -68,16 +68,16 @@ def test_a_folder_that_computes_something_else_is_not_kept(run, tmp_path, monkey
         model.save_pretrained = save_changed
         return model
 
-    monkeypatch.setattr(export, "load_policy", other)
+    monkeypatch.setattr(publish, "load_policy", other)
     with pytest.raises(RuntimeError, match="computes something else"):
-        export.export_plain(run, tmp_path / "out")
+        publish.export_plain(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_what_is_no_policy_is_refused(tmp_path):
     (tmp_path / "run.json").write_text('{"stage": "reward"}')
     with pytest.raises(RuntimeError, match="is a reward model, which cannot write text"):
-        export.export_plain(tmp_path, tmp_path / "out")
+        publish.export_plain(tmp_path, tmp_path / "out")
     (tmp_path / "run.json").write_text('{"stage": "ppo"}')
     with pytest.raises(RuntimeError, match="has no model yet"):
-        export.export_plain(tmp_path, tmp_path / "out")
+        publish.export_plain(tmp_path, tmp_path / "out")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from marlhf.cli.memory import explain_memory, planned_stages
-from marlhf.config.model import LoRA
+from marlhf.config.stage import LoRA
 from marlhf.data import DataConfig
 from marlhf.errors import SettingError
 from marlhf.models.adapters import FrozenBaseModel

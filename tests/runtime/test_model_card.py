@@ -14,7 +14,7 @@ from marlhf.runs.layout import RunError
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import open_run
-from marlhf.runtime.model_card import push, write_card
+from marlhf.runtime.publish import push, write_card
 from marlhf.train.supervised_config import SFTConfig
 
 

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from marlhf.config.model import LoRA
-from marlhf.config.stage import StageConfig
+from marlhf.config.stage import LoRA, StageConfig
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from marlhf.config.recipe_files import ConfigError
+from marlhf.config.build import ConfigError
 from marlhf.core import Entropy, NGram, Perplexity, RandomNGram, ValueChange
 from marlhf.data import DataConfig
 from marlhf.errors import SettingError

@@ -15,8 +15,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from marlhf.config.model import LoRA
 from marlhf.config.rl import Guards, parse_combine
+from marlhf.config.stage import LoRA
 from marlhf.core import reward_loss
 from marlhf.data import DataConfig, DataError, Row
 from marlhf.errors import SettingError

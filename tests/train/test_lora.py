@@ -15,8 +15,8 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from marlhf.config.model import LoRA
 from marlhf.config.settings import to_raw
+from marlhf.config.stage import LoRA
 from marlhf.core import NGram
 from marlhf.credit.state import open_state
 from marlhf.data import DataConfig, Row

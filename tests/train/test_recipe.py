@@ -10,8 +10,7 @@ import yaml
 
 import marlhf
 from marlhf import core
-from marlhf.config.build import build_segmenter
-from marlhf.config.recipe_files import shipped_recipes
+from marlhf.config.build import build_segmenter, shipped_recipes
 from marlhf.config.rl import RLConfig
 from marlhf.config.settings import SEGMENTERS, describe, rule_defaults, to_raw
 from marlhf.core import NGram, Perplexity, RandomNGram, Words, advantages, losses, segments

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from marlhf.config.recipe_files import ConfigError
+from marlhf.config.build import ConfigError
 from marlhf.data import DataConfig, load_data
 from marlhf.judge.annotate import open_votes
 from marlhf.judge.annotate.pick import POOL
@@ -20,7 +20,7 @@ from marlhf.train import label
 from marlhf.train.dpo_config import LabelConfig
 from marlhf.train.preflight import check_stages
 from marlhf.train.recipe import check_recipe, check_stage
-from marlhf.train.retrain import compare, retrain
+from marlhf.train.reward import compare, retrain
 from small_runs import TOY
 
 ROUNDS = """

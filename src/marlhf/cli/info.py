@@ -47,7 +47,7 @@ EXTRAS = {
 @app.command()
 def recipes() -> None:
     """List the shipped recipes."""
-    from marlhf.config.recipe_files import shipped_recipes
+    from marlhf.config.build import shipped_recipes
 
     for name, path in shipped_recipes().items():
         first = path.read_text(encoding="utf-8").splitlines()[0]

@@ -143,7 +143,7 @@ def annotate(
 
 def _retrain(run: Path, pairs: Path) -> None:
     """Train a reward run again with votes, and say what they changed."""
-    from marlhf.train.retrain import compare, retrain
+    from marlhf.train.reward import compare, retrain
 
     after = retrain(run, pairs)
     old, new, change = compare(run, after)

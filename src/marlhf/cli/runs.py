@@ -71,7 +71,7 @@ def export_model(
 ) -> None:
     """Save a model as one plain folder, adapters merged, and check that it loads."""
     from marlhf.runs.layout import RunError
-    from marlhf.runtime.export import export_plain, gguf_advice
+    from marlhf.runtime.publish import export_plain, gguf_advice
 
     folder = output or run.absolute().with_name(f"{run.absolute().name}-{to.value}")
     export_plain(run, folder, trust_code=trust_code)

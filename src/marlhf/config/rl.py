@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from marlhf.config.model import Sampling, check_url
-from marlhf.config.stage import StageConfig
+from marlhf.config.stage import Sampling, StageConfig
 from marlhf.errors import SettingError
 from marlhf.fields import check_settings, setting
 
@@ -365,3 +365,12 @@ class RLConfig(StageConfig):
     def responses_per_prompt(self) -> int:
         """Rows of each prompt in a batch."""
         return 1
+
+
+def check_url(url: str) -> None:
+    """Refuse what is not the address of a server, and secrets in it, which would get into logs."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise SettingError("vllm_url must be like http://127.0.0.1:8000.")
+    if "@" in parts.netloc:
+        raise SettingError("vllm_url holds a password. Put the key into VLLM_API_KEY instead.")

@@ -122,7 +122,7 @@ def read_settings(
     NGram(n=3)
     >>> read_settings({"pooling": "sum", "sigmaa": "start"}, "algorithm.macro")
     Traceback (most recent call last):
-    marlhf.config.recipe_files.ConfigError: 1 mistake
+    marlhf.config.build.ConfigError: 1 mistake
       algorithm.macro.sigmaa: unknown name 'sigmaa'. Did you mean sigma?
     """
     problems: list[str] = []

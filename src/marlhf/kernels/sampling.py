@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from marlhf.config.model import Sampling
+from marlhf.config.stage import Sampling
 
 BLOCK = 256
 """A large vocabulary is searched in two levels: blocks of this many tokens, then tokens."""

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from marlhf.config.model import LoRA
+from marlhf.config.stage import LoRA
 from marlhf.models.base import Head, Model, ModelError
 from marlhf.models.facts import RECORD, adapter_source, damaged, read_json
 from marlhf.models.heads import backbone

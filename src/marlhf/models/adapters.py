@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
-from marlhf.config.model import Precision
+from marlhf.config.stage import Precision
 from marlhf.models.adapter_files import (
     digest,
     import_peft,
@@ -104,7 +104,7 @@ class FrozenBaseModel:
     costs nothing, however large the model, and leaves `requires_grad` alone: policy and critic
     can both have gradients pending.
 
-    >>> from marlhf.config.model import LoRA
+    >>> from marlhf.config.stage import LoRA
     >>> from marlhf.models.load import load_policy
     >>> base = FrozenBaseModel(load_policy("tiny"), "tiny")
     >>> policy, critic = base.language_model(LoRA(r=4)), base.scalar_model(LoRA())

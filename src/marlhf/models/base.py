@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers.utils import logging as hf_logging
 
-from marlhf.config.model import Precision
+from marlhf.config.stage import Precision
 from marlhf.errors import MarlhfError
 
 Model: TypeAlias = Any

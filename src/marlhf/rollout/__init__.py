@@ -1,5 +1,5 @@
 """Engines that sample responses."""
 
-from marlhf.config.model import Sampling
+from marlhf.config.stage import Sampling
 
 __all__ = ["Sampling"]

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from marlhf.config.model import Sampling
+from marlhf.config.stage import Sampling
 from marlhf.core.segmenters import mix
 from marlhf.data.collate import pad_right
 from marlhf.errors import SettingError

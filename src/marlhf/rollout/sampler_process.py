@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import multiprocessing
 
-from marlhf.config.model import Sampling
+from marlhf.config.stage import Sampling
 from marlhf.errors import MarlhfError
 from marlhf.models.base import Model, Precision
 from marlhf.rollout.engine import Rollout, SamplingRequest

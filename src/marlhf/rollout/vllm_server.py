@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from marlhf.config.model import Sampling
+from marlhf.config.stage import Sampling
 from marlhf.data.collate import SingleProcess
 from marlhf.models.base import Model, Precision
 from marlhf.rollout.engine import Rollout, SamplingRequest

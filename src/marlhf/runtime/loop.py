@@ -34,8 +34,8 @@ from marlhf.runtime.callbacks import Callbacks
 from marlhf.runtime.checkpoint import load_latest, save_checkpoint
 from marlhf.runtime.distributed import World, start
 from marlhf.runtime.memory import WATCHED_STEPS, seek_token_budget, settle_token_budget
-from marlhf.runtime.model_card import check_push, hub_name, push, write_card
 from marlhf.runtime.progress import Steps, format_numbers, say, warn
+from marlhf.runtime.publish import check_push, hub_name, push, write_card
 from marlhf.runtime.stage import (
     NO_OBJECTS,
     GivenObjects,

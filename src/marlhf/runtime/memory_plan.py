@@ -18,9 +18,8 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from marlhf.config.model import LoRA
 from marlhf.config.rl import RLConfig
-from marlhf.config.stage import StageConfig
+from marlhf.config.stage import LoRA, StageConfig
 from marlhf.errors import MarlhfError, SettingError
 from marlhf.models.base import quiet_transformers
 from marlhf.models.facts import locate

@@ -16,9 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from marlhf.config.model import LoRA
 from marlhf.config.rl import RLConfig
-from marlhf.config.stage import StageConfig
+from marlhf.config.stage import LoRA, StageConfig
 from marlhf.models.adapter_files import import_peft, quantization
 from marlhf.models.adapters import AdapterInit, FrozenBaseModel, cast_linear_layers, frozen_dtype
 from marlhf.models.base import Head, Model, Tokenizer, offload

@@ -17,8 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from marlhf.config.model import Sampling
 from marlhf.config.rl import Ratio, RLConfig
+from marlhf.config.stage import Sampling
 from marlhf.core import (
     Responses,
     Segmenter,

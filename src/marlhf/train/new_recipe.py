@@ -15,7 +15,7 @@ from typing import Any, Literal
 import yaml
 from jinja2 import StrictUndefined, Template
 
-from marlhf.config.recipe_files import ConfigError
+from marlhf.config.build import ConfigError
 from marlhf.data import DataConfig, Row, load_data, read_hub, read_records
 from marlhf.data.load import hub_config, is_hub_name
 from marlhf.data.sources import PUBLISHED, SOURCES

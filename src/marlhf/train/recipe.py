@@ -29,17 +29,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from marlhf.config.build import at, build, field_names, make_segmenter, raise_problems, unknown
-from marlhf.config.candidates import PRESETS, presets_of
-from marlhf.config.recipe_files import (
+from marlhf.config.build import (
     ConfigError,
     Raw,
     assign,
+    at,
+    build,
+    field_names,
     find_recipe,
+    make_segmenter,
     merge,
+    raise_problems,
     read_override,
     read_recipe,
+    unknown,
 )
+from marlhf.config.candidates import PRESETS, presets_of
 from marlhf.config.settings import SegmenterSpec, to_raw
 from marlhf.config.stage import StageConfig
 from marlhf.data.rows import DataError

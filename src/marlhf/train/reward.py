@@ -2,7 +2,8 @@
 
 With `members` an ensemble: heads over one trunk, or with `lora` an adapter and a head each. Each
 member is trained on pairs drawn anew (a bootstrap). With `length_head` two heads, of which one
-takes up what length explains and is dropped in the end (ODIN, arXiv 2402.07319).
+takes up what length explains and is dropped in the end (ODIN, arXiv 2402.07319). `retrain` trains
+one again with votes of people, and `compare` tells what they changed.
 
 Axes: B pairs, b pairs of a micro-batch, K heads.
 """
@@ -19,16 +20,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from marlhf.config.build import build, raise_problems
 from marlhf.core import reward_loss
-from marlhf.data import DataError
+from marlhf.data import DataError, Text, load_data, prompt_key
+from marlhf.data.rows import response_text
+from marlhf.errors import SettingError
+from marlhf.intervals import Interval, interval, mean
+from marlhf.judge.local import RewardJudge
+from marlhf.judge.pairs import Pair, Response
 from marlhf.models.base import Model
 from marlhf.models.facts import STEP_SEPARATOR, model_facts
 from marlhf.models.forward import final_scores
 from marlhf.models.heads import members_of, set_heads
 from marlhf.reward.pairs import accuracy, correlation, pair_metrics
-from marlhf.runs.layout import RunError
+from marlhf.runs.layout import RunError, read_config, read_state
 from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import OpenRun, in_run_folder
+from marlhf.runtime.memory import explain_out_of_memory
 from marlhf.runtime.model_loader import load_trained_scalar
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.stage import Example, GivenObjects
@@ -265,3 +273,54 @@ def evaluate(
     if not length_head and scores.shape[2] > 1:
         metrics["eval/disagreement"] = float(scores.std(dim=2, correction=0).mean())
     return metrics
+
+
+def retrain(run: Path, pairs: Path) -> Path:
+    """Train a finished reward run again, from where it began, with more pairs: the new run."""
+    if read_state(run).get("stage") != "reward":
+        raise SettingError(f"{run} is no run of `marlhf reward`. Give the folder of one.")
+    if not pairs.is_file() or not pairs.stat().st_size:
+        raise SettingError(
+            f"There are no pairs in {pairs}: nobody has voted for one side yet. Run "
+            "`marlhf annotate` on it first."
+        )
+    config = _config(run)
+    data = replace(config.data, more=(*config.data.more, str(pairs)))
+    folder = run.with_name(f"{run.name}-voted")
+    with explain_out_of_memory(config):
+        train(replace(config, data=data, output_dir=str(folder)))
+    return folder
+
+
+def _config(run: Path) -> RewardConfig:
+    problems: list[str] = []
+    config = build(RewardConfig, read_config(run), str(run), problems)
+    raise_problems(problems)
+    return config
+
+
+def compare(before: Path, after: Path, device: str = "auto") -> tuple[float, float, Interval]:
+    """Accuracy of two reward runs on the held-out pairs of the first, and the difference.
+
+    Both score the same pairs, so the difference is taken pair by pair. Each prompt counts once,
+    however many pairs it has.
+    """
+    config = _config(before)
+    rows = load_data(config.data, "reward", needs=config.columns).eval
+    if not rows:
+        raise SettingError(f"{before} holds out no pairs (data.eval_size), so nothing is compared.")
+    asked = [Pair(row.prompt, _response(row.chosen), _response(row.rejected)) for row in rows]
+    right = [
+        [(m > 0) + (m == 0) / 2 for m in RewardJudge(str(run), device).margins(asked)]
+        for run in (before, after)
+    ]
+    by_prompt: dict[str, list[tuple[float, float]]] = {}
+    for row, *both in zip(rows, *right):
+        by_prompt.setdefault(prompt_key(row), []).append((both[0], both[1]))
+    old, new = ([mean([x[i] for x in pairs]) for pairs in by_prompt.values()] for i in (0, 1))
+    return mean(old), mean(new), interval([b - a for a, b in zip(old, new)])
+
+
+def _response(given: Text | None) -> Response:
+    assert given is not None, "rows without are left out"
+    return Response(response_text(given))

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from marlhf.config.model import Precision, Sampling
 from marlhf.config.rl import RLConfig
+from marlhf.config.stage import Precision, Sampling
 from marlhf.core import Vocabulary
 from marlhf.data import Row
 from marlhf.environments import Conversations

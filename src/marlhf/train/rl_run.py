@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from marlhf.config.model import Sampling
 from marlhf.config.rl import Guards, RLConfig
+from marlhf.config.stage import Sampling
 from marlhf.core import masked_mean
 from marlhf.rollout.engine import AsyncEngine, Rollout
 from marlhf.runs.layout import CRITIC, RunError

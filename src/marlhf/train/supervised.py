@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marlhf.config.model import Precision
+from marlhf.config.stage import Precision
 from marlhf.data.collate import Micro
 from marlhf.models.base import Model, autocast
 from marlhf.models.sequences import Sequences

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from marlhf.config.model import Sampling
-from marlhf.config.stage import StageConfig
+from marlhf.config.stage import Sampling, StageConfig
 from marlhf.errors import SettingError
 from marlhf.fields import check_settings, setting
 

@@ -28,8 +28,8 @@ from marlhf.runs.atomic import read_jsonl
 from marlhf.runs.layout import METRICS, RunError, facts_of, read_config
 from marlhf.runs.write import ReadOnlyRunFolder, RunFolder
 from marlhf.runtime.checkpoint import list_checkpoints
-from marlhf.runtime.model_card import push, write_card
 from marlhf.runtime.progress import say
+from marlhf.runtime.publish import push, write_card
 from marlhf.runtime.stage import GivenObjects
 from marlhf.train.stages import METHODS
 from marlhf.trainers.inputs import (
