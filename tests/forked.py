@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -22,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
@@ -38,11 +40,13 @@ FORKED_SAMPLERS = "MARLHF_FORKED_SAMPLERS"
 class ForkedProcess:
     """As much of `subprocess.Popen` as tests need; output is read once the process has ended."""
 
-    def __init__(self, control: socket.socket, arguments: list[str], environment: dict[str, str]):
+    def __init__(self, control: socket.socket, arguments: list[str], terminal: int | None = None):
         self._output = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
         ours, theirs = os.pipe()
-        request = {"arguments": arguments, "environment": environment, "folder": os.getcwd()}
-        descriptors = [*(file.fileno() for file in self._output), theirs]
+        request = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
+        request["terminal"] = terminal is not None
+        output = [file.fileno() for file in self._output] if terminal is None else [terminal] * 2
+        descriptors = [*output, theirs]
         socket.send_fds(control, [json.dumps(request).encode()], descriptors)
         os.close(theirs)
         self._status = os.fdopen(ours, encoding="utf-8")
@@ -92,8 +96,9 @@ class ForkServer:
         theirs.close()
         self._processes: list[ForkedProcess] = []
 
-    def start(self, *arguments: str) -> ForkedProcess:
-        process = ForkedProcess(self.control, list(arguments), dict(os.environ))
+    def start(self, *arguments: str, terminal: int | None = None) -> ForkedProcess:
+        """With its output to read in the end, or at a terminal of its own."""
+        process = ForkedProcess(self.control, list(arguments), terminal)
         self._processes.append(process)
         return process
 
@@ -146,6 +151,8 @@ def next_command(control: socket.socket) -> list[str]:
             os.environ.clear()
             os.environ.update(request["environment"])
             os.chdir(request["folder"])
+            if request["terminal"]:
+                _take_terminal()
             if FORKED_SAMPLERS in os.environ:
                 multiprocessing.get_context = fork_samplers()
             return request["arguments"]
@@ -180,6 +187,14 @@ def _fork_and_report(stdout: int, stderr: int, status: int) -> None:
     _, ended = os.waitpid(pid, 0)
     os.write(status, f"{os.waitstatus_to_exitcode(ended)}\n".encode())
     os._exit(0)
+
+
+def _take_terminal() -> None:
+    """The terminal that is this process's output is where it reads, and keys there are signals."""
+    os.setsid()
+    fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+    os.dup2(1, 0)
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def run(arguments: list[str]) -> None:

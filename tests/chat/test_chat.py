@@ -1,15 +1,12 @@
 """Chat: prompts as in training, histories, commands, hostile answers, a real terminal."""
 
-import fcntl
 import io
 import json
 import os
 import pty
 import select
 import shutil
-import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
@@ -438,20 +435,13 @@ class Terminal:
         self.unread = self.unread.partition(words)[2] if words else ""
 
 
-@pytest.mark.slow
-def test_a_real_terminal(runs):
+@pytest.mark.xdist_group("forked")
+def test_a_real_terminal(runs, fork_server, monkeypatch):
     """Typed lines, Ctrl-C at the prompt, Ctrl-D."""
     number, theirs = pty.openpty()
-    command = [sys.executable, "-m", "marlhf", "chat", str(runs / "ppo"), str(runs / "sft")]
-    process = subprocess.Popen(
-        command,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=os.environ | {"TERM": "xterm"},
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that keys are signals
-    )
+    monkeypatch.setenv("TERM", "xterm")
+    command = ["-m", "marlhf", "chat", str(runs / "ppo"), str(runs / "sft")]
+    process = fork_server.start(*command, terminal=theirs)
     os.close(theirs)
     terminal = Terminal(number)
     try:
@@ -467,5 +457,4 @@ def test_a_real_terminal(runs):
         assert process.wait(60) == 0
     finally:
         process.kill()
-        process.wait()
         os.close(number)

@@ -3,8 +3,6 @@
 import io
 import os
 import pty
-import subprocess
-import sys
 
 import pytest
 import yaml
@@ -12,7 +10,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from marlhf.chat.terminal import open_task, play, summary_of
-from marlhf.cli import app
+from marlhf.cli import app, main
 from marlhf.environments import ConversationError, EpisodeRecord, Turn
 from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions
 from marlhf.evaluate.score import evaluate
@@ -100,21 +98,19 @@ def test_the_command_line_refuses_nonsense(words, message):
     assert message in str(refused.exception)
 
 
-def test_the_world_answers_at_a_real_terminal(run):
+def test_the_world_answers_at_a_real_terminal(run, monkeypatch, capfd):
     """The person's own line is not repeated, and Ctrl-D twice leaves."""
     outer, inner = pty.openpty()
-    command = [sys.executable, "-m", "marlhf", "chat", str(run), "--as", "world", "--device", "cpu"]
-    process = subprocess.Popen(
-        command, stdin=inner, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, close_fds=True
-    )
-    os.close(inner)
     os.write(outer, b"higher\n\x04\x04")
-    try:
-        said = process.communicate(timeout=120)[0].decode()
-    finally:
-        process.kill()
-        os.close(outer)
-    assert process.returncode == 0, said
+    command = ["marlhf", "chat", str(run), "--as", "world", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", command)
+    with open(inner) as keyboard:
+        monkeypatch.setattr("sys.stdin", keyboard)
+        with pytest.raises(SystemExit) as end:
+            main()
+    os.close(outer)
+    said = "".join(capfd.readouterr())
+    assert not end.value.code, said
     assert said.count("assistant: ") == 2
     assert "ended by done after 2 turns" in said
     assert "user: higher" not in said
