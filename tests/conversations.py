@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from marlhf.data import Row
-from marlhf.environments import ChatTokens, Episodes
+from marlhf.environments import ChatTokens, Conversations, Episodes
 from marlhf.models.tiny import tiny_tokenizer
 
 CHATML = r"""{%- if tools %}
@@ -63,7 +63,7 @@ def play(make, replies, tokenizer, rows=None, seeds=None, **settings):
     rows = rows or [Row("Begin.")]
     seeds = seeds if seeds is not None else list(range(len(rows)))
     settings = {"max_turns": 6, "episode_tokens": 4000, "timeout": 10.0} | settings
-    episodes = Episodes(make, rows, seeds, ChatTokens(tokenizer), **settings)
+    episodes = Episodes(Conversations(make, ChatTokens(tokenizer), **settings), rows, seeds)
     responses = []
     for row, prompt in enumerate(episodes.prompts):
         ids, limit = [], episodes.limits[row]

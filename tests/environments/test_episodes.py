@@ -12,14 +12,14 @@ from marlhf.data import Row
 from marlhf.environments import (
     ChatTokens,
     ConversationError,
+    Conversations,
     EpisodeRecord,
     Step,
     Turn,
     environment_from,
     find_environment,
-    preflight,
 )
-from marlhf.environments.guess import Guess, optimum
+from marlhf.environments.games import Guess, optimum
 from marlhf.models.tiny import tiny_tokenizer
 
 TINY = tiny_tokenizer()
@@ -180,24 +180,24 @@ def test_a_reply_that_is_none_is_refused_before_the_first_step_and_ends_the_epis
             return answer
 
     with pytest.raises(ConversationError, match=r"`step` is not right: \w"):
-        preflight(Odd, Row("Hi"), ChatTokens(TINY), max_turns=2, episode_tokens=90)
+        Conversations(Odd, ChatTokens(TINY), max_turns=2, episode_tokens=90).check(Row("Hi"))
     [record] = play(Odd, said("a"), TINY).records
     assert record.reason.startswith("error: ")
 
 
 def test_what_cannot_work_is_refused_before_the_first_step():
     chat, good = ChatTokens(TINY), {"max_turns": 2, "episode_tokens": 90}
-    preflight(Counting, Row("Hi"), chat, **good)
+    Conversations(Counting, chat, **good).check(Row("Hi"))
     with pytest.raises(ConversationError, match="fills episode_tokens"):
-        preflight(Counting, Row("Hi"), chat, max_turns=2, episode_tokens=1)
+        Conversations(Counting, chat, max_turns=2, episode_tokens=1).check(Row("Hi"))
     with pytest.raises(ConversationError, match="fills episode_tokens"):
-        preflight(Counting, Row("Hi " * 90), chat, **good)
+        Conversations(Counting, chat, **good).check(Row("Hi " * 90))
     with pytest.raises(ConversationError, match="broken"):
-        preflight(Failing, Row("Hi", columns={"at": "reset"}), chat, **good)
+        Conversations(Failing, chat, **good).check(Row("Hi", columns={"at": "reset"}))
     for messages in ([], "Hi", [*user("Hi"), {"role": "assistant", "content": "x"}]):
         make = type("Odd", (Counting,), {"reset": lambda self, row, seed, m=messages: m})
         with pytest.raises(ConversationError, match="messages"):
-            preflight(make, Row("Hi"), chat, **good)
+            Conversations(make, chat, **good).check(Row("Hi"))
 
 
 def test_a_record_survives_json():

@@ -6,7 +6,7 @@ from conversations import play
 from marlhf.data import Row
 from marlhf.data.code import humaneval_row, mbpp_row, toy_rows
 from marlhf.environments import find_environment
-from marlhf.environments.fix_code import FixCode
+from marlhf.environments.programs import FixCode
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.reward.code import unit_tests
 

@@ -10,7 +10,7 @@ import pytest
 from conversations import chatml_tokenizer, play
 from marlhf.data import Row
 from marlhf.environments import ConversationError, environment_from, find_environment
-from marlhf.environments.guess import Guess
+from marlhf.environments.games import Guess
 from marlhf.environments.processes import OwnProcess
 from marlhf.models.tiny import tiny_tokenizer
 
@@ -20,7 +20,7 @@ END = TINY.eos_token
 WORLD = """
 import os, random, time
 from marlhf.environments import Step
-from marlhf.environments.guess import Guess
+from marlhf.environments.games import Guess
 
 class Inside(Guess):
     own_process = True

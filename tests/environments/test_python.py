@@ -6,8 +6,8 @@ import pytest
 
 from conversations import chatml_tokenizer, play
 from marlhf.data import Row
-from marlhf.environments import ChatTokens, ConversationError, find_environment, preflight
-from marlhf.environments.python import Python, shorten
+from marlhf.environments import ChatTokens, ConversationError, Conversations, find_environment
+from marlhf.environments.programs import Python, shorten
 
 TOKENIZER = chatml_tokenizer()
 QUESTION = Row("What is 6 * 7?", columns={"answer": "42"})
@@ -79,7 +79,7 @@ def test_a_machine_without_a_sandbox_is_refused_before_the_first_step(name, monk
     row = Row("6 * 7?", columns={"tests": {"kind": "stdin", "inputs": ["1"], "outputs": ["1"]}})
     make = find_environment(name, memory_mb=99)  # whose sandboxes do not run yet
     with pytest.raises(ConversationError, match="needs Linux, and this is plan9"):
-        preflight(make, row, ChatTokens(TOKENIZER), max_turns=2, episode_tokens=4000)
+        Conversations(make, ChatTokens(TOKENIZER), max_turns=2, episode_tokens=4000).check(row)
 
 
 def test_the_reward_is_for_the_right_number_at_the_end():

@@ -6,7 +6,7 @@ import pytest
 
 from conversations import chatml_tokenizer, play
 from marlhf.data import Row
-from marlhf.environments import ChatTokens, ConversationError, environment_from, preflight
+from marlhf.environments import ChatTokens, ConversationError, Conversations, environment_from
 from marlhf.environments.tools import Toolbox, ToolCall, read_calls, read_hermes
 
 TOKENIZER = chatml_tokenizer()
@@ -250,6 +250,8 @@ def test_a_template_without_tools_is_refused_before_the_first_step():
     from marlhf.models.tiny import tiny_tokenizer
 
     limits = {"max_turns": 2, "episode_tokens": 2000}
-    preflight(environment_from([add]), Row("Hi"), ChatTokens(TOKENIZER), **limits)
+    Conversations(environment_from([add]), ChatTokens(TOKENIZER), **limits).check(Row("Hi"))
     with pytest.raises(ConversationError, match="cannot do tools"):
-        preflight(environment_from([add]), Row("Hi"), ChatTokens(tiny_tokenizer()), **limits)
+        Conversations(environment_from([add]), ChatTokens(tiny_tokenizer()), **limits).check(
+            Row("Hi")
+        )

@@ -11,9 +11,16 @@ import torch
 from marlhf.config.rl import Guards
 from marlhf.core import NGram, Segments, Turns
 from marlhf.data import DataConfig, Row
-from marlhf.environments import ConversationError, EpisodeRecord, Step, Turn
-from marlhf.environments.conversations import opening, scored_row, turn_rewards
-from marlhf.environments.guess import Guess
+from marlhf.environments import (
+    ConversationError,
+    EpisodeRecord,
+    Step,
+    Turn,
+    opening,
+    scored_row,
+    turn_rewards,
+)
+from marlhf.environments.games import Guess
 from marlhf.rollout import Sampling
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import start as start_world

@@ -17,6 +17,7 @@ import threading
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -26,7 +27,9 @@ from rich.text import Text
 
 from marlhf.chat.models import FORMS, ChatModel, Turn
 from marlhf.data.rows import Message, Row
-from marlhf.environments import Conversations, Environment, EpisodeRecord, Episodes, Step
+from marlhf.environments import Environment, EpisodeRecord, Episodes, Step
+from marlhf.environments.protocol import from_user
+from marlhf.environments.tools import call_optional
 from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions, find_policy, make_plan
 from marlhf.evaluate.sampling import SamplingTask, key_of, seed_of
 
@@ -324,21 +327,18 @@ Read = Callable[[], str | None]
 class PersonAsWorld:
     """Begins as an environment does; then a person types its answers, and None ends the episode."""
 
-    def __init__(self, environment: Environment, read: Read) -> None:
-        self.environment, self.read = environment, read
+    def __init__(self, make: Callable[[], Environment], read: Read) -> None:
+        self.environment, self.read = make(), read
 
     def reset(self, row: Row, seed: int) -> list[Message]:
         return self.environment.reset(row, seed)
 
     def step(self, reply: str) -> Step:
         line = self.read()
-        said: list[Message] = [] if line is None else [{"role": "user", "content": line}]
-        return Step(said, done=line is None)
+        return Step([] if line is None else [from_user(line)], done=line is None)
 
     def close(self) -> None:
-        close = getattr(self.environment, "close", None)
-        if close is not None:
-            close()
+        call_optional(self.environment, "close")
 
 
 def open_task(run: str, options: EvaluationOptions) -> SamplingTask:
@@ -361,7 +361,10 @@ def play(task: SamplingTask, number: int, console: Console, read: Read | None) -
     task.check_conversations_fit(conversations)
     prompt = task.prompts[number % len(task.prompts)]
     seed = seed_of(key_of(prompt.row), number // len(task.prompts), task.seed)
-    episodes = _begin(conversations, prompt.row, seed, read)
+    if read is not None:
+        person, forever = partial(PersonAsWorld, conversations.make, read), threading.TIMEOUT_MAX
+        conversations = replace(conversations, make=person, timeout=forever)
+    episodes = Episodes(conversations, [prompt.row], [seed])
     shown = 0
 
     def show() -> None:
@@ -388,21 +391,6 @@ def play(task: SamplingTask, number: int, console: Console, read: Read | None) -
     [record] = episodes.records(rollout.responses)
     show()
     return record
-
-
-def _begin(conversations: Conversations, row: Row, seed: int, read: Read | None) -> Episodes:
-    make, timeout = conversations.make, conversations.timeout
-    if read is not None:
-        make, timeout = lambda: PersonAsWorld(conversations.make(), read), threading.TIMEOUT_MAX
-    return Episodes(
-        make,
-        [row],
-        [seed],
-        conversations.chat,
-        max_turns=conversations.max_turns,
-        episode_tokens=conversations.episode_tokens,
-        timeout=timeout,
-    )
 
 
 def _print(console: Console, role: str, content: str) -> None:

@@ -16,8 +16,11 @@ from marlhf.errors import SettingError
 if TYPE_CHECKING:
     from torch import Tensor
 
+TokenRows = Sequence[Sequence[int]]
+"""Token ids of some rows: of their prompts, or of their responses."""
 
-def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+
+def pad_left(rows: TokenRows, pad_id: int) -> tuple[Tensor, Tensor]:
     """Ids and mask, both [B, P], padded on the left, as generation needs it.
 
     The mask comes from lengths and not from ids, since pad is often EOS.
@@ -29,7 +32,7 @@ def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor
     return _pad(rows, pad_id, left=True)
 
 
-def pad_right(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+def pad_right(rows: TokenRows, pad_id: int) -> tuple[Tensor, Tensor]:
     """Ids and mask, both [B, P], padded on the right, as training needs it.
 
     >>> ids, mask = pad_right([[5, 6, 7], [8]], pad_id=0)
@@ -39,7 +42,7 @@ def pad_right(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tenso
     return _pad(rows, pad_id, left=False)
 
 
-def _pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
+def _pad(rows: TokenRows, pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
     import torch
 
     lengths = [len(row) for row in rows]

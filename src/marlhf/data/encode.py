@@ -65,7 +65,7 @@ def encode_prompts(
         texts = [_ends(tokenizer, text, max_tokens) for text in texts]
     opening = opening_ids(tokenizer)
     encoded = []
-    for prompt, ids in zip(prompts, _tokenize(tokenizer, texts), strict=True):
+    for prompt, ids in zip(prompts, tokenize(tokenizer, texts), strict=True):
         # A chat template writes its own BOS, and so may the user's text.
         ready = not isinstance(prompt, str) or ids[: len(opening)] == opening
         encoded.append(ids if ready else opening + ids)
@@ -122,7 +122,7 @@ def encode_responses(
                 turns[row] = _ends(tokenizer, text, max_tokens)
         ids = dict(zip(texts, tokenize_after_text(tokenizer, [*texts.values()])))
         if turns:
-            ids |= zip(turns, _tokenize(tokenizer, [*turns.values()]))
+            ids |= zip(turns, tokenize(tokenizer, [*turns.values()]))
         encoded += [ids[row] for row in sorted(ids)]
     return [
         [*(ids[: ids.index(eos_token_id)] if eos_token_id in ids else ids), eos_token_id]
@@ -235,14 +235,14 @@ def _apply_template(tokenizer: Tokenizer, messages: list[Message], **options: An
 
 def opening_ids(tokenizer: Tokenizer) -> list[int]:
     """The ids that the tokenizer puts before any text: BOS, or nothing."""
-    [with_special], [bare] = tokenizer(["a"])["input_ids"], _tokenize(tokenizer, ["a"])
+    [with_special], [bare] = tokenizer(["a"])["input_ids"], tokenize(tokenizer, ["a"])
     for start in range(len(with_special) - len(bare) + 1):
         if with_special[start : start + len(bare)] == bare:
             return list(with_special[:start])
     return []
 
 
-def _tokenize(tokenizer: Tokenizer, texts: list[str], **options: Any) -> list[list[int]]:
+def tokenize(tokenizer: Tokenizer, texts: list[str], **options: Any) -> list[list[int]]:
     distinct = list(dict.fromkeys(texts))  # preference data has several pairs per prompt
     # verbose=False: prompts that are too long are counted here and need no warning of their own.
     encoded = tokenizer(distinct, add_special_tokens=False, verbose=False, **options)
@@ -250,17 +250,19 @@ def _tokenize(tokenizer: Tokenizer, texts: list[str], **options: Any) -> list[li
     return [list(ids[text]) for text in texts]
 
 
-def tokenize_after_text(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """Ids of texts that follow other text.
+def tokenize_after_text(
+    tokenizer: Tokenizer, texts: list[str], *, markup: bool = False
+) -> list[list[int]]:
+    """Ids of texts that follow other text; what spells a special token is one only as `markup`.
 
     SentencePiece tokenizers put a space before the first word of a text. A text
     that follows another has none, so it is encoded after a colon, whose tokens
     are removed again unless the two merge into one token.
     """
-    plain = {"split_special_tokens": True}
-    colon, *joined = _tokenize(tokenizer, [":", *(f":{text}" for text in texts)], **plain)
+    plain = {} if markup else {"split_special_tokens": True}
+    colon, *joined = tokenize(tokenizer, [":", *(f":{text}" for text in texts)], **plain)
     merged = [i for i, ids in enumerate(joined) if ids[: len(colon)] != colon]
-    alone = _tokenize(tokenizer, [texts[i] for i in merged], **plain) if merged else []
+    alone = tokenize(tokenizer, [texts[i] for i in merged], **plain) if merged else []
     encoded = [ids[len(colon) :] for ids in joined]
     for i, ids in zip(merged, alone):
         encoded[i] = ids

@@ -1,4 +1,4 @@
-"""A guessing game: rows to imitate, and what `marlhf.environments.guess` plays.
+"""A guessing game: rows to imitate, and what `marlhf.environments.games` plays.
 
     user       Game 4711: a number from 1 to 9?
     assistant  4

@@ -1,19 +1,11 @@
 """Conversations: environments and tools on one side, an engine's tokens on the other.
 
-episodes = Episodes(find_environment("guess"), rows, seeds, ChatTokens(tokenizer), ...)
-rollout = engine.generate(episodes.prompts, sampling, seeds, episodes.limits, episodes.reply)
-records = episodes.records(rollout.responses)
+conversations = Conversations(find_environment("guess"), ChatTokens(tokenizer), ...)
+rollout, prompts, records = conversations.play(rows, seeds, engine, sampling)
 """
 
 from marlhf.environments.chat_tokens import ChatTokens
-from marlhf.environments.conversations import (
-    Conversations,
-    episode_metrics,
-    opening,
-    scored_row,
-    turn_rewards,
-)
-from marlhf.environments.episodes import Beginning, Episodes, preflight
+from marlhf.environments.episodes import Beginning, Conversations, Episodes
 from marlhf.environments.find import environment_from, find_environment
 from marlhf.environments.protocol import (
     ConversationError,
@@ -22,12 +14,16 @@ from marlhf.environments.protocol import (
     Step,
     Turn,
     count_endings,
+    episode_metrics,
+    opening,
+    scored_row,
+    turn_rewards,
 )
 
 # fmt: off
 __all__ = [
     "Beginning", "ChatTokens", "ConversationError", "Conversations", "Environment", "EpisodeRecord",
     "Episodes", "Step", "Turn", "count_endings", "environment_from",
-    "episode_metrics", "find_environment", "opening", "preflight", "scored_row", "turn_rewards",
+    "episode_metrics", "find_environment", "opening", "scored_row", "turn_rewards",
 ]
 # fmt: on

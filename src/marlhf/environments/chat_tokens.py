@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from marlhf.data.encode import decode
+from marlhf.data.encode import decode, tokenize, tokenize_after_text
 from marlhf.data.rows import ROLES, Message
 from marlhf.environments.protocol import ConversationError
 
@@ -107,7 +108,7 @@ class ChatTokens:
         """The ids that the model continues first, its generation prompt included."""
         text, mark = self._render(messages, tools, self._special)
         with self._lock:
-            return self._pieces(text, mark) if mark else self._tokenize(text)
+            return self._pieces(text, mark) if mark else tokenize(self.tokenizer, [text])[0]
 
     def after(
         self,
@@ -191,15 +192,9 @@ class ChatTokens:
 
     def _tokenize_after(self, text: str) -> list[int]:
         """Ids of a text that follows another, for tokenizers that begin a text with a space."""
-        if self._added_pattern.match(text):
-            return self._tokenize(text)
-        colon, joined = self._tokenize(":"), self._tokenize(f":{text}")
-        merged = joined[: len(colon)] != colon
-        return self._tokenize(text) if merged else joined[len(colon) :]
-
-    def _tokenize(self, text: str) -> list[int]:
-        encoded = self.tokenizer(text, add_special_tokens=False, verbose=False)
-        return list(cast(Any, encoded["input_ids"]))
+        begins = self._added_pattern.match(text) is not None
+        after = tokenize if begins else partial(tokenize_after_text, markup=True)
+        return after(self.tokenizer, [text])[0]
 
 
 def check_messages(messages: Any, roles: Sequence[str]) -> list[Message]:

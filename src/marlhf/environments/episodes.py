@@ -1,15 +1,15 @@
-"""A batch of conversations: environments on one side, an engine's tokens on the other."""
+"""Conversations of a model with an environment: a batch of them, over any engine."""
 
 from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
+from marlhf.data.collate import TokenRows
 from marlhf.data.rows import Message, Row
 from marlhf.environments.chat_tokens import WORLD_ROLES, ChatTokens, check_messages
 from marlhf.environments.processes import OwnProcess
@@ -20,15 +20,18 @@ from marlhf.environments.protocol import (
     Step,
     Turn,
     count_endings,
+    from_user,
 )
-from marlhf.environments.tools import Toolbox, finish, read_calls
+from marlhf.environments.tools import Toolbox, call_optional, finish, read_calls
+from marlhf.models.base import Model
+from marlhf.reward.functions import NotReturned, call_within
+from marlhf.rollout.engine import Engine, Rollout, Sampling
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 THREADS = 32
 """Environments that are reset, or closed, at once."""
-NOTHING: list[Message] = [{"role": "user", "content": ""}]
+NOTHING: list[Message] = [from_user("")]
 """The prompt of an episode that could not begin."""
 SHOWN = 200
 """Characters of an error in a record."""
@@ -72,6 +75,110 @@ class _Answer:
     errors: int = 0
 
 
+@dataclass(frozen=True)
+class Conversations:
+    """How a row becomes a conversation."""
+
+    make: Callable[[], Environment]
+    chat: ChatTokens
+    max_turns: int
+    episode_tokens: int
+    """The most tokens of a whole conversation, its prompt included."""
+    timeout: float = 60.0
+    """Seconds for a call of the environment, unless that has a `timeout` of its own."""
+
+    def begin(self, row: Row, seed: int) -> _Episode:
+        """Build and reset an environment; one that fails leaves an episode of a single token."""
+        built: list[Environment] = []
+
+        def reset() -> tuple[list[Message], Toolbox | OwnProcess]:
+            built.append(self.make())
+            messages = finish(built[0].reset(row, seed % SEEDS))
+            messages = check_messages(messages, (*WORLD_ROLES, "assistant"))
+            if not messages or messages[-1]["role"] == "assistant":
+                raise ConversationError("reset returns messages, and not the assistant's last")
+            if isinstance(built[0], OwnProcess):
+                return messages, built[0]
+            return messages, Toolbox(getattr(built[0], "tools", ()))
+
+        try:
+            messages, toolbox = call_within(self.timeout, reset)
+            size = sum(len(message["content"]) for message in messages)
+            if size <= self.episode_tokens * self.chat.longest_token:
+                prompt = self.chat.prompt(messages, toolbox.schemas)
+                limit = self.episode_tokens - len(prompt)
+                if limit > 0:
+                    own = getattr(built[0], "timeout", self.timeout)
+                    state = messages[-1]["content"]
+                    return _Episode(built[0], messages, prompt, toolbox, limit, own, state)
+            reason = f"error: the prompt alone fills episode_tokens, which is {self.episode_tokens}"
+        except NotReturned:
+            reason = "timeout"
+            _kill(*built)
+        except (Exception, SystemExit) as error:  # whatever the user's environment raises
+            reason = _shown(error)
+        begun = built[0] if built and reason != "timeout" else None
+        nothing = self.chat.prompt(NOTHING)
+        return _Episode(begun, [*NOTHING], nothing, Toolbox(()), 1, self.timeout, reason=reason)
+
+    def check(self, row: Row) -> None:
+        """Refuse, before the first step, an environment or a template that cannot play.
+
+        Resets and steps an environment once.
+        """
+        episode = self.begin(row, 0)
+        try:
+            if episode.reason:
+                raise ConversationError(
+                    f"The environment cannot begin with the first row ({row.position or 'row 1'}): "
+                    f"{episode.reason.removeprefix('error: ')}"
+                )
+            self.chat.check(episode.toolbox.schemas)
+            environment = episode.environment
+            assert environment is not None
+            try:
+                call_within(episode.timeout, lambda: check_step(finish(environment.step(""))))
+            except ConversationError as error:
+                raise ConversationError(f"The environment's `step` is not right: {error}") from None
+            except (Exception, SystemExit) as error:
+                # An empty reply may be refused; replies that count are not.
+                log.warning("The environment's `step` fails for an empty reply: %s", _shown(error))
+        finally:
+            _close(episode)
+
+    def check_positions(self, model: Model, name: str) -> None:
+        """Refuse conversations longer than a model has positions."""
+        limit = getattr(model.config, "max_position_embeddings", None)
+        if limit is not None and self.episode_tokens > limit:
+            raise ConversationError(
+                f"A conversation may take {self.episode_tokens} tokens, but the {name} has {limit} "
+                f"positions. Set episode_tokens to {limit} or less."
+            )
+
+    def play(
+        self,
+        rows: Sequence[Row],
+        seeds: Sequence[int],
+        engine: Engine,
+        sampling: Sampling,
+        starts: Sequence[int] | None = None,
+        beginnings: Sequence[Beginning] = (),
+    ) -> tuple[Rollout, list[list[int]], list[EpisodeRecord]]:
+        """What was sampled, the tokens that the model saw first, and what became of each episode.
+
+        Environments are reset from `starts`, the seeds of sampling unless given. With
+        `beginnings` the first turns are replayed, and what is sampled follows them.
+        """
+        episodes = Episodes(self, rows, seeds if starts is None else starts)
+        episodes.replay(beginnings)
+        said = [begun.tokens for begun in beginnings] or [[] for _ in rows]
+        texts = [[*prompt, *before] for prompt, before in zip(episodes.prompts, said)]
+        limits = [limit - len(before) for limit, before in zip(episodes.limits, said)]
+        rollout = engine.generate(texts, sampling, seeds, limits, episodes.reply)
+        whole = [[*before, *after] for before, after in zip(said, rollout.responses)]
+        return rollout, episodes.prompts, episodes.records(whole)
+
+
 class Episodes:
     """Plays a batch: `prompts` go to an engine, which asks `reply` what follows each turn.
 
@@ -84,23 +191,11 @@ class Episodes:
     """
 
     def __init__(
-        self,
-        make: Callable[[], Environment],
-        rows: Sequence[Row],
-        seeds: Sequence[int],
-        chat: ChatTokens,
-        *,
-        max_turns: int,
-        episode_tokens: int,
-        timeout: float = 60.0,
+        self, conversations: Conversations, rows: Sequence[Row], seeds: Sequence[int]
     ) -> None:
-        """`episode_tokens` limits a whole conversation, its prompt included."""
-        self._chat, self._max_turns = chat, max_turns
+        self._chat, self._max_turns = conversations.chat, conversations.max_turns
         self._pool = ThreadPoolExecutor(min(THREADS, max(1, len(rows))))
-        begun = self._pool.map(
-            lambda row, seed: _begin(make, row, seed, chat, episode_tokens, timeout), rows, seeds
-        )
-        self._episodes = list(begun)
+        self._episodes = list(self._pool.map(conversations.begin, rows, seeds))
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -167,7 +262,7 @@ class Episodes:
         episode.state = last if step.state is None else step.state
         return following
 
-    def records(self, responses: Sequence[Sequence[int]]) -> list[EpisodeRecord]:
+    def records(self, responses: TokenRows) -> list[EpisodeRecord]:
         """What became of each episode, given the engine's responses. Closes the environments.
 
         An engine does not ask for a reply to a turn that used up the tokens of its row; such a
@@ -180,15 +275,8 @@ class Episodes:
             if rest:
                 self.reply(row, rest)
             episode.reason = episode.reason or "episode_tokens"
-            _close(episode.environment, episode.timeout)
-            return EpisodeRecord(
-                episode.messages,
-                episode.turns,
-                episode.reason,
-                episode.tool_calls,
-                episode.tool_errors,
-                episode.success,
-            )
+            _close(episode)
+            return EpisodeRecord(*(getattr(episode, each.name) for each in fields(EpisodeRecord)))
 
         with self._pool:
             records = list(self._pool.map(end, range(len(self._episodes))))
@@ -202,11 +290,11 @@ class Episodes:
     ) -> tuple[Step, list[int] | None]:
         """The environment's step, and the ids that follow; no ids where there is no room."""
         try:
-            answer = _within(episode.timeout, lambda: self._step(episode, text, tokens))
-        except TimeoutError:
+            answer = call_within(episode.timeout, lambda: self._step(episode, text, tokens))
+        except NotReturned:
             self._give_up(episode)
             return Step(), None
-        except Exception as error:  # whatever the user's environment raises
+        except (Exception, SystemExit) as error:  # whatever the user's environment raises
             episode.reason = _shown(error)
             return Step(), None
         episode.tool_calls += len(answer.called)
@@ -242,54 +330,22 @@ class Episodes:
 
     def _score(self, episode: _Episode) -> None:
         """Add the reward of the whole episode, where there is one, to the last turn."""
-        last = episode.turns[-1]
-        get_reward = getattr(episode.environment, "get_reward", None)
-        if get_reward is not None:
-            try:
-                given = _within(episode.timeout, lambda: finish(get_reward()))
-                given = None if given is None else check_reward(given)
-            except TimeoutError:
-                self._give_up(episode)
-                return
-            except Exception as error:  # as above
-                episode.reason = _shown(error)
-                return
-            if given is not None:
-                last = replace(last, reward=last.reward + given)
-                episode.turns[-1] = last
-                episode.success = last.reward > 0 if episode.success is None else episode.success
+        last, environment = episode.turns[-1], episode.environment
+        try:
+            given = call_within(episode.timeout, lambda: call_optional(environment, "get_reward"))
+            given = None if given is None else check_reward(given)
+        except NotReturned:
+            self._give_up(episode)
+            return
+        except (Exception, SystemExit) as error:  # as above
+            episode.reason = _shown(error)
+            return
+        if given is not None:
+            last = replace(last, reward=last.reward + given)
+            episode.turns[-1] = last
+            episode.success = last.reward > 0 if episode.success is None else episode.success
         if episode.success is None and last.reward > 0:
             episode.success = True
-
-
-def preflight(
-    make: Callable[[], Environment],
-    row: Row,
-    chat: ChatTokens,
-    *,
-    max_turns: int,
-    episode_tokens: int,
-    timeout: float = 60.0,
-) -> None:
-    """Refuse what cannot work, before the first step: resets and steps an environment once."""
-    episode = _begin(make, row, 0, chat, episode_tokens, timeout)
-    try:
-        if episode.reason:
-            raise ConversationError(
-                f"The environment cannot begin with the first row ({row.position or 'row 1'}): "
-                f"{episode.reason.removeprefix('error: ')}"
-            )
-        chat.check(episode.toolbox.schemas)
-        environment = episode.environment
-        assert environment is not None
-        try:
-            _within(episode.timeout, lambda: check_step(finish(environment.step(""))))
-        except ConversationError as error:
-            raise ConversationError(f"The environment's `step` is not right: {error}") from None
-        except Exception as error:  # an empty reply may be refused; replies that count are not
-            log.warning("The environment's `step` fails for an empty reply: %s", _shown(error))
-    finally:
-        _close(episode.environment, episode.timeout)
 
 
 def check_step(step: Any) -> Step:
@@ -316,58 +372,13 @@ def check_reward(reward: Any) -> float:
     return value
 
 
-def _begin(
-    make: Callable[[], Environment],
-    row: Row,
-    seed: int,
-    chat: ChatTokens,
-    episode_tokens: int,
-    timeout: float,
-) -> _Episode:
-    """Build and reset an environment; one that fails leaves an episode of a single token."""
-    built: list[Environment] = []
-
-    def reset() -> tuple[list[Message], Toolbox | OwnProcess]:
-        built.append(make())
-        messages = finish(built[0].reset(row, seed % SEEDS))
-        roles = (*WORLD_ROLES, "assistant")
-        messages = check_messages(messages, roles)
-        if not messages or messages[-1]["role"] == "assistant":
-            raise ConversationError("reset returns messages, and not the assistant's last")
-        if isinstance(built[0], OwnProcess):
-            return messages, built[0]
-        return messages, Toolbox(getattr(built[0], "tools", ()))
-
-    reason = ""
+def _close(episode: _Episode) -> None:
+    environment = episode.environment
     try:
-        messages, toolbox = _within(timeout, reset)
-        size = sum(len(message["content"]) for message in messages)
-        if size <= episode_tokens * chat.longest_token:
-            prompt = chat.prompt(messages, toolbox.schemas)
-            limit = episode_tokens - len(prompt)
-            if limit > 0:
-                own = getattr(built[0], "timeout", timeout)
-                state = messages[-1]["content"]
-                return _Episode(built[0], messages, prompt, toolbox, limit, own, state)
-        reason = f"error: the prompt alone fills episode_tokens, which is {episode_tokens}"
-    except TimeoutError:
-        reason = "timeout"
-        _kill(*built)
-    except Exception as error:  # whatever the user's environment raises
-        reason = _shown(error)
-    begun = built[0] if built and reason != "timeout" else None
-    nothing = chat.prompt(NOTHING)
-    return _Episode(begun, list(NOTHING), nothing, Toolbox(()), 1, timeout, reason=reason)
-
-
-def _close(environment: Environment | None, timeout: float | None) -> None:
-    close = getattr(environment, "close", None)
-    if close is not None:
-        try:
-            _within(timeout, lambda: finish(close()))
-        except Exception as error:  # the episode is over: its record stands
-            _kill(environment)
-            log.warning("An environment could not be closed: %s", _shown(error))
+        call_within(episode.timeout, lambda: call_optional(environment, "close"))
+    except (Exception, SystemExit) as error:  # the episode is over: its record stands
+        _kill(environment)
+        log.warning("An environment could not be closed: %s", _shown(error))
 
 
 def _kill(*environments: Environment | None) -> None:
@@ -379,30 +390,3 @@ def _kill(*environments: Environment | None) -> None:
 def _shown(error: BaseException) -> str:
     kind = "" if isinstance(error, ConversationError) else f"{type(error).__name__}: "
     return f"error: {kind}{error}"[:SHOWN]
-
-
-def _within(seconds: float | None, call: Callable[[], T]) -> T:
-    """Call in a thread of its own, and stop waiting for it after a time; None calls directly."""
-    returned: list[T] = []
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            returned.append(call())
-        except (Exception, SystemExit) as error:  # which, too, ends only the episode
-            raised.append(error)
-
-    if seconds is None:
-        run()
-    else:
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(seconds)
-    if raised:
-        error = raised[0]
-        if isinstance(error, TimeoutError) or not isinstance(error, Exception):
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-        raise error
-    if not returned:
-        raise TimeoutError
-    return returned[0]

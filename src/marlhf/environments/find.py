@@ -8,12 +8,10 @@ from functools import partial
 from typing import Any
 
 from marlhf.config.user_code import declares, import_named
-from marlhf.environments.fix_code import FixCode
-from marlhf.environments.guess import Guess
+from marlhf.environments.games import Guess, TextArena
 from marlhf.environments.processes import OwnProcess
+from marlhf.environments.programs import FixCode, Python
 from marlhf.environments.protocol import ConversationError, Environment
-from marlhf.environments.python import Python
-from marlhf.environments.textarena import TextArena
 from marlhf.environments.tools import Toolbox, ToolEnvironment, public_methods
 
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {

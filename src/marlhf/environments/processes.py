@@ -16,7 +16,7 @@ from typing import Any
 
 from marlhf.data.rows import Message, Row
 from marlhf.environments.protocol import ConversationError, Environment, Step
-from marlhf.environments.tools import Toolbox, ToolCall, finish
+from marlhf.environments.tools import Toolbox, ToolCall, call_optional, finish
 
 CLOSING = 2.0
 """Seconds that a process has to end by itself."""
@@ -86,29 +86,18 @@ class _Served:
     """The environment on its side of the connection."""
 
     def __init__(self, make: Callable[[], Environment]) -> None:
-        self.environment = make()
+        self.environment: Any = make()
 
-    def reset(self, row: Row, seed: int) -> tuple[list[Message], list[dict[str, Any]], Any]:
-        environment: Any = self.environment
-        messages = finish(environment.reset(row, seed))
-        self.toolbox = Toolbox(getattr(environment, "tools", ()))
-        own = {"timeout": environment.timeout} if hasattr(environment, "timeout") else {}
+    def call(self, name: str, *arguments: Any) -> Any:
+        """What `OwnProcess` asks for by the names of its methods."""
+        if name == "run":
+            return self.toolbox.run(*arguments)
+        if name != "reset":
+            return call_optional(self.environment, name, *arguments)
+        messages = finish(self.environment.reset(*arguments))
+        self.toolbox = Toolbox(getattr(self.environment, "tools", ()))
+        own = {"timeout": self.environment.timeout} if hasattr(self.environment, "timeout") else {}
         return messages, self.toolbox.schemas, own
-
-    def run(self, calls: Sequence[ToolCall]) -> tuple[list[Message], int]:
-        return self.toolbox.run(calls)
-
-    def step(self, reply: str) -> Step:
-        return finish(self.environment.step(reply))
-
-    def get_reward(self) -> float | None:
-        get_reward = getattr(self.environment, "get_reward", None)
-        return None if get_reward is None else finish(get_reward())
-
-    def close(self) -> None:
-        close = getattr(self.environment, "close", None)
-        if close is not None:
-            finish(close())
 
 
 def _serve(connection: Connection, make: Callable[[], Environment]) -> None:
@@ -119,7 +108,7 @@ def _serve(connection: Connection, make: Callable[[], Environment]) -> None:
             name, arguments = connection.recv()
             try:
                 served = served or _Served(make)
-                answer = "", getattr(served, name)(*arguments)
+                answer = "", served.call(name, *arguments)
             except (Exception, SystemExit) as error:  # whatever the user's environment raises
                 kind = "" if isinstance(error, ConversationError) else f"{type(error).__name__}: "
                 answer = f"{kind}{error}", None

@@ -1,13 +1,20 @@
-"""What an environment is, and what an episode leaves behind."""
+"""What an environment is, and what an episode leaves behind, for rewards and reports.
+
+Axes: B rows, T response tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-from marlhf.data.rows import Message, Row
+import torch
+from torch import Tensor
+
+from marlhf.data.rows import Conversation, Message, Row
 from marlhf.errors import MarlhfError
+from marlhf.runs.evaluations import opening_length
 
 
 class ConversationError(MarlhfError, ValueError):
@@ -17,6 +24,11 @@ class ConversationError(MarlhfError, ValueError):
     Traceback (most recent call last):
     marlhf.environments.protocol.ConversationError: `max_turns: 0` leaves nothing to play.
     """
+
+
+def from_user(text: str) -> Message:
+    """What the world says to a model, as templates know it."""
+    return {"role": "user", "content": text}
 
 
 @dataclass(frozen=True)
@@ -119,3 +131,53 @@ def count_endings(records: Sequence[EpisodeRecord]) -> dict[str, int]:
     for record in records:
         counts[record.reason] = counts.get(record.reason, 0) + 1
     return counts
+
+
+def scored_row(row: Row, record: EpisodeRecord | None) -> Row:
+    """The row as rewards see it: of a conversation its first messages, and what followed."""
+    if record is None:
+        return row
+    first = opening(record)
+    ends = [turn.stop for turn in record.turns]
+    said = Conversation(record.messages[first:], ends)
+    return replace(row, prompt=record.messages[:first], conversation=said)
+
+
+def opening(record: EpisodeRecord) -> int:
+    """How many messages the model saw before its first turn."""
+    return opening_length(record.messages, len(record.turns))
+
+
+def turn_rewards(
+    records: Sequence[EpisodeRecord], like: Tensor, replayed: Sequence[int] | None = None
+) -> Tensor:
+    """What the environment gave for each turn, at the turn's last token: [B, T].
+
+    So many first tokens of each response were `replayed` and are not in `like`, nor their rewards.
+    """
+    rewards = torch.zeros(like.shape)
+    for row, record in enumerate(records):
+        before = 0 if replayed is None else replayed[row]
+        for turn in record.turns:
+            if turn.stop > before:
+                rewards[row, turn.stop - before - 1] += turn.reward
+    return rewards.to(like.device)
+
+
+def episode_metrics(records: Sequence[EpisodeRecord], prefix: str = "rl/") -> dict[str, float]:
+    """Turns, success, tool calls and how episodes end, as means over episodes."""
+
+    def mean(values: Sequence[Any]) -> float:
+        return sum(values) / len(values)
+
+    metrics = {
+        "turns": mean([len(record.turns) for record in records]),
+        "cut_episodes": mean([r.reason in ("max_turns", "episode_tokens") for r in records]),
+        "failed_episodes": mean([r.reason.startswith(("error", "timeout")) for r in records]),
+    }
+    if any(record.tool_calls for record in records):
+        metrics["tool_calls"] = mean([record.tool_calls for record in records])
+        metrics["tool_errors"] = mean([record.tool_errors for record in records])
+    if any(record.success is not None for record in records):
+        metrics["success"] = mean([record.success is True for record in records])
+    return {prefix + name: value for name, value in metrics.items()}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from transformers.utils.chat_template_utils import get_json_schema
 
 from marlhf.data.rows import Message, Row
-from marlhf.environments.protocol import ConversationError, Step
+from marlhf.environments.protocol import ConversationError, Step, from_user
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -191,6 +191,12 @@ def finish(value: Any) -> Any:
     return asyncio.run_coroutine_threadsafe(coroutine, _event_loop()).result()
 
 
+def call_optional(instance: Any, name: str, *arguments: Any) -> Any:
+    """What a method that a class need not have returned; None without it."""
+    method = getattr(instance, name, None)
+    return None if method is None else finish(method(*arguments))
+
+
 @cache
 def _event_loop() -> asyncio.AbstractEventLoop:
     """Clients of services belong to the loop of their first call, so all calls share one."""
@@ -233,12 +239,10 @@ class ToolEnvironment:
         return Step(done=True)
 
     def get_reward(self) -> float | None:
-        scores = hasattr(self._inner, "get_reward")
-        return finish(self._inner.get_reward()) if scores else None
+        return call_optional(self._inner, "get_reward")
 
     def close(self) -> None:
-        if hasattr(self._inner, "close"):
-            finish(self._inner.close())
+        call_optional(self._inner, "close")
 
     def _make(self, columns: dict[str, Any]) -> Any:
         if not isinstance(self._factory, Mapping):
@@ -256,7 +260,7 @@ class ToolEnvironment:
 def opening(row: Row, more: str = "") -> list[Message]:
     """A row's prompt as messages, with more text at the end of the last of them."""
     if isinstance(row.prompt, str):
-        return [{"role": "user", "content": row.prompt + more}]
+        return [from_user(row.prompt + more)]
     *first, last = row.prompt
     return [*first, {**last, "content": last["content"] + more} if more else last]
 

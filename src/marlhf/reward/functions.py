@@ -38,6 +38,7 @@ from transformers import PreTrainedTokenizerBase
 
 from marlhf.config.user_code import UserCodeError, declares, import_named, is_installed
 from marlhf.data import Row
+from marlhf.data.collate import TokenRows
 from marlhf.data.encode import decode
 from marlhf.data.rows import Conversation, Text
 from marlhf.errors import MarlhfError
@@ -72,12 +73,7 @@ class Scorer(Protocol):
     tensor([2.])
     """
 
-    def __call__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        responses: Sequence[Sequence[int]],
-        rows: Sequence[Row],
-    ) -> Tensor: ...
+    def __call__(self, prompts: TokenRows, responses: TokenRows, rows: Sequence[Row]) -> Tensor: ...
 
 
 class RewardFunction:
@@ -143,12 +139,7 @@ class RewardFunction:
         """Refuse data that lacks a required column, before any training."""
         self._known = set(self._columns(rows))
 
-    def __call__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        responses: Sequence[Sequence[int]],
-        rows: Sequence[Row],
-    ) -> Tensor:
+    def __call__(self, prompts: TokenRows, responses: TokenRows, rows: Sequence[Row]) -> Tensor:
         """One score per row, [B], or rewards at tokens, [B, T]; float32.
 
         NaN where the function returns None: it does not apply.
@@ -210,33 +201,15 @@ class RewardFunction:
         return {name: [record.get(name) for record in records] for name in known}
 
     def _call(self, arguments: Mapping[str, Any], timeout: float | None) -> Any:
-        if timeout is None:
-            return _run(self.function, arguments)
-        outcome: Future[Any] = Future()
-        # Thread-local state of torch and Python is passed on: the current GPU, context variables.
-        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        context = contextvars.copy_context()
-
-        def work() -> None:
-            try:
-                if gpu is not None:
-                    torch.cuda.set_device(gpu)
-                outcome.set_result(context.run(_run, self.function, arguments))
-            except (Exception, SystemExit) as error:
-                outcome.set_exception(error)
-            except BaseException as error:  # it must not look as if the user had stopped the run
-                outcome.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
-
-        # Not a pool, whose threads Python waits for when it ends.
-        threading.Thread(target=work, name=f"reward {self.name}", daemon=True).start()
-        if not wait([outcome], timeout).done:
+        try:
+            return call_within(timeout, lambda: _run(self.function, arguments))
+        except NotReturned:
             count = len(next(iter(arguments.values()), []))
             raise self._error(
                 f"has not returned after {timeout:g} seconds for a batch of {count}. Fix what it "
                 "waits for, or raise its timeout; the same command resumes from the last "
                 "checkpoint."
-            )
-        return outcome.result()
+            ) from None
 
     def _culprit(
         self, arguments: Mapping[str, Any], count: int, kind: type[BaseException], until: float
@@ -257,11 +230,7 @@ class RewardFunction:
         return None
 
     def _scores(
-        self,
-        returned: Any,
-        rows: Sequence[Row],
-        texts: Sequence[str],
-        responses: Sequence[Sequence[int]],
+        self, returned: Any, rows: Sequence[Row], texts: Sequence[str], responses: TokenRows
     ) -> Tensor:
         wanted = f"It must return a list of {len(rows)} numbers, one per completion, or None where "
         wanted += f"it does not apply. {FORMS}"
@@ -373,6 +342,38 @@ def _check_declared(name: str, code: Collection[str]) -> None:
             f"The recipe names {name}, but does not declare the code it runs. Add `code: "
             f"[{module}]` to it, or mark the function with @marlhf.reward.reward_function."
         )
+
+
+class NotReturned(Exception):
+    """A call that takes longer than it may. Its thread cannot be stopped."""
+
+
+def call_within(seconds: float | None, call: Callable[[], T]) -> T:
+    """Call in a thread of its own, and stop waiting for it after a time; None calls directly.
+
+    Thread-local state of torch and Python is passed on: the current GPU, context variables.
+    """
+    if seconds is None:
+        return call()
+    outcome: Future[T] = Future()
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        try:
+            if gpu is not None:
+                torch.cuda.set_device(gpu)
+            outcome.set_result(context.run(call))
+        except (Exception, SystemExit) as error:
+            outcome.set_exception(error)
+        except BaseException as error:  # it must not look as if the user had stopped the run
+            outcome.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+
+    # Not a pool, whose threads Python waits for when it ends.
+    threading.Thread(target=work, name="user code", daemon=True).start()
+    if not wait([outcome], seconds).done:
+        raise NotReturned
+    return outcome.result()
 
 
 @torch.no_grad()
