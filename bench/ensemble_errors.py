@@ -21,7 +21,7 @@ from marlhf.data.toy import rows
 from marlhf.intervals import mean
 from marlhf.models.load import load_scalar, load_tokenizer
 from marlhf.reward import RewardModel
-from marlhf.reward.pairs import accuracy, correlation
+from marlhf.reward.model import accuracy, correlation
 from marlhf.runs.layout import model_folder
 
 PAIRS, SEED = 512, 1

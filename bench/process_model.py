@@ -21,8 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from marlhf.data import DataConfig, load_data
 from marlhf.data.encode import decode, encode_prompts, encode_response
 from marlhf.models.load import end_tokens, load_policy, load_scalar, load_tokenizer
-from marlhf.reward.process import ProcessModel
-from marlhf.reward.steps import cut_steps
+from marlhf.reward.process import ProcessModel, cut_steps
 from marlhf.reward.sums import each_line
 from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine

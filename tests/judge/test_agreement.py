@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from marlhf.judge.agreement import agreement, cohen_kappa, compare, describe, fleiss_kappa
 from marlhf.judge.pairs import JudgeError
+from marlhf.judge.verdicts import agreement, cohen_kappa, compare, describe_agreement, fleiss_kappa
 
 
 def write(file, rows):
@@ -90,7 +90,7 @@ def test_golden_verdicts_give_their_table(tmp_path):
     # within: 1, 1, 1/3, 1, mean 5/6; a 7, b 5 of 12: e = 74/144
     assert found.fleiss is not None
     assert found.fleiss.mean == pytest.approx((5 / 6 - 74 / 144) / (1 - 74 / 144))
-    lines = describe(found)
+    lines = describe_agreement(found)
     assert len(lines) == 5
     assert "Fleiss' kappa of 3 on 4 pairs: 0.657" in lines[-1]
 
@@ -117,7 +117,7 @@ def test_a_changed_mind_counts_once(tmp_path):
     changed = [*votes("ann", "ab"), {"pair": 0, "judge": "ann", "verdict": "b"}]
     found = agreement([write(tmp_path / "f.jsonl", changed + votes("bob", "bb"))])
     assert found.between[0].agreement.mean == 1.0
-    assert "undefined" in describe(found)[1]
+    assert "undefined" in describe_agreement(found)[1]
 
 
 def test_mistakes_are_sentences(tmp_path):

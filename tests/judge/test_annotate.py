@@ -19,13 +19,13 @@ import pytest
 import typer
 
 from marlhf.cli import app
-from marlhf.judge.agreement import agreement
 from marlhf.judge.annotate import describe, export, export_votes, open_votes
 from marlhf.judge.annotate.store import Remarks, Store, VoteError, clean_name
 from marlhf.judge.annotate.tasks import GUIDES, RunPair, a_is_left
 from marlhf.judge.compare import judge
 from marlhf.judge.criteria import TASKS
 from marlhf.judge.pairs import JudgeError
+from marlhf.judge.verdicts import agreement
 from marlhf.report.sections.judged import judged
 from marlhf.runs.read import read_run
 

@@ -9,8 +9,7 @@ from marlhf.models.load import load_scalar
 from marlhf.models.sequences import Sequences
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.reward import RewardModel
-from marlhf.reward.process import TEMPERATURE, ProcessModel, pool
-from marlhf.reward.steps import StepEnds, cut_steps
+from marlhf.reward.process import TEMPERATURE, ProcessModel, StepEnds, cut_steps, pool
 
 TEXTS = ["1+1=2\n2+1=4", "7\n\n8\n", "none", "\n", "ä\né\n鳥"]
 

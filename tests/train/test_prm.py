@@ -16,8 +16,7 @@ from marlhf.models.base import ModelError
 from marlhf.models.facts import model_facts
 from marlhf.models.load import load_policy, load_scalar, load_tokenizer
 from marlhf.models.tiny import tiny_tokenizer
-from marlhf.reward.process import ProcessModel
-from marlhf.reward.steps import StepEnds, cut_steps
+from marlhf.reward.process import ProcessModel, StepEnds, cut_steps
 from marlhf.rollout import Sampling
 from marlhf.rollout.native import NativeEngine
 from marlhf.runs.layout import RunError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -183,6 +185,16 @@ def write_report_of(runs: list[Path], output: Path) -> None:
     from marlhf.report.write import write_report
 
     typer.secho(f"report: {write_report(runs, output)}", bold=True, err=True)
+
+
+def options_for(context: typer.Context, call: Callable[..., Any], **instead: Any) -> dict[str, Any]:
+    """The options of a command that a function, or a config, has under the same names.
+
+    Options without a value are left out: the function's own default counts.
+    """
+    given = context.params
+    names = inspect.signature(call).parameters
+    return {name: given[name] for name in names if given.get(name) is not None} | instead
 
 
 def read_segmenter(words: str, option: str) -> Any:

@@ -21,6 +21,7 @@ from marlhf.cli.app import (
     Temperature,
     TrustCode,
     app,
+    options_for,
     read_segmenter,
     tell,
 )
@@ -39,6 +40,7 @@ HELD_OUT_DATA = "These are held-out prompts: a model trained on them cannot be e
 
 @app.command("pass-at-k", cls=MultiValueCommand)
 def pass_at_k(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(help="A run folder with a finished model.")],
     k: Annotated[list[int] | None, typer.Option(help="As in --k 1 5 (the default).")] = None,
     samples: Annotated[int | None, typer.Option(help="Samples per problem (default 10).")] = None,
@@ -59,24 +61,13 @@ def pass_at_k(
     from marlhf.reward.code import UnitTests
 
     ks = tuple(sorted({*(k or (1, 5))}))
-    options = PassAtKOptions(
-        k=ks,
-        samples=max(10, *ks) if samples is None else samples,
-        prompts=prompts or PassAtKOptions.prompts,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        source=source,
-        path=path,
-        split=split,
-        seed=seed,
-        device=device,
-        trust_code=trust_code,
-    )
+    samples = max(10, *ks) if samples is None else samples
+    options = options_for(context, PassAtKOptions, k=ks, samples=samples)
 
     def progress(done: int, total: int) -> None:
         tell(f"{done} of {total} problems")
 
-    result = measure(run, options, UnitTests(seconds=seconds), progress)
+    result = measure(run, PassAtKOptions(**options), UnitTests(seconds=seconds), progress)
     for row in map(read_row, result["rows"]):
         shown = "  ".join(
             f"pass@{k} {100 * rate.mean:5.2f} {rate.bounds(lambda x: f'{100 * x:.2f}')}"
@@ -89,6 +80,7 @@ def pass_at_k(
 
 @app.command("credit", cls=MultiValueCommand)
 def credit(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(help="The folder of a PPO run, finished or not.")],
     rules: Annotated[
         list[str] | None,
@@ -137,57 +129,41 @@ def credit(
     from marlhf.runs.atomic import write_json
     from marlhf.runs.layout import CREDIT, HEADROOM
 
-    options: dict[str, Any] = {"step": step, "device": device, "trust_code": trust_code}
+    state = open_state(run, **options_for(context, open_state), without_critic=headroom)
+    summary: dict[str, Any] = {"step": state.step, "seed": seed}
+    chosen = tuple(rules or ())
     if headroom:
         from marlhf.credit import headroom as of_run
         from marlhf.runs.atomic import finite
 
-        state = open_state(run, **options, without_critic=True)
-        result = {"step": state.step, "seed": seed} | of_run.measure_headroom(
-            state,
-            tuple(rules or ()),
-            responses=128 if responses is None else responses,
-            continuations=continuations,
-            boundaries=boundaries,
-            seed=seed,
-        )
-        write_json(run / HEADROOM, finite(result))
+        options = options_for(context, of_run.measure_headroom, rules=chosen)
+        result = summary | of_run.measure_headroom(state, **options)
         shown = [of_run.table(result), result["verdict"]]
-        typer.echo(json.dumps(finite(result), indent=1) if as_json else "\n".join(shown))
-        tell(f"{run / HEADROOM}; marlhf report shows it")
-        return
-    state = open_state(run, **options)
-    learned = cuts.learn_cuts(state, batches=batches, seed=seed) if learn_cuts else None
-    more = [learned.way, *learned.twins] if learned else []
-    measured = measure(state, tuple(rules or ()), batches=batches, seed=seed, more=more)
-    summary: dict[str, Any] = {"step": state.step, "seed": seed} | measured.summary()
-    if learned:
-        summary["learned_cuts"] = cuts.verdict(learned, measured)
-    if where:
-        summary["where"] = locate(
-            state,
-            without_presets,
-            responses=12 if responses is None else responses,
-            continuations=continuations,
-            seed=seed,
-        )
-    write_json(run / CREDIT, summary)
-    if as_json:
-        typer.echo(json.dumps(summary, indent=1))
-        return
-    typer.echo(table(measured))
-    typer.echo(verdict(measured))
-    typer.echo(limits(measured))
-    if learned:
-        typer.echo(summary["learned_cuts"])
-    typer.echo(critic_verdict(measured))
-    if where:
-        typer.echo("\n" + where_table(summary["where"]))
-    tell(f"{run / CREDIT}; marlhf report shows it")
+        file, summary = run / HEADROOM, finite(result)
+    else:
+        learned = cuts.learn_cuts(state, batches=batches, seed=seed) if learn_cuts else None
+        more = [learned.way, *learned.twins] if learned else []
+        measured = measure(state, **options_for(context, measure, rules=chosen, more=more))
+        summary |= measured.summary()
+        shown = [table(measured), verdict(measured), limits(measured)]
+        if learned:
+            summary["learned_cuts"] = cuts.verdict(learned, measured)
+            shown.append(summary["learned_cuts"])
+        shown.append(critic_verdict(measured))
+        if where:
+            options = options_for(context, locate, rules=without_presets)
+            summary["where"] = locate(state, **options)
+            shown.append("\n" + where_table(summary["where"]))
+        file = run / CREDIT
+    write_json(file, summary)
+    typer.echo(json.dumps(summary, indent=1) if as_json else "\n".join(shown))
+    if headroom or not as_json:
+        tell(f"{file}; marlhf report shows it")
 
 
 @app.command("evaluate", cls=MultiValueCommand)
 def evaluate(
+    context: typer.Context,
     runs: Annotated[list[Path], typer.Argument(help="Runs, folders of them, or model folders.")],
     prompts: Annotated[int, typer.Option(help="Number of held-out prompts.")] = 2000,
     reward: Annotated[
@@ -230,9 +206,11 @@ def evaluate(
 
         from marlhf.evaluate import benchmarks
 
-        options = {"combine": combine or "mean", "device": device, "trust_code": trust_code}
         for run in runs:
-            result = benchmarks.rewardbench(str(run), rewardbench, **options)
+            options = options_for(
+                context, benchmarks.rewardbench, reward=str(run), path=rewardbench
+            )
+            result = benchmarks.rewardbench(**options)
             typer.echo(json.dumps(result) if as_json else f"{run}\n{benchmarks.describe(result)}")
         return
     if lm_eval is not None:
@@ -246,22 +224,8 @@ def evaluate(
     from marlhf.evaluate.results import data_tables, summary_table
     from marlhf.evaluate.score import evaluate
 
-    options = EvaluationOptions(
-        prompts=prompts,
-        temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        rewards=tuple(reward or ()),
-        combine=combine,
-        reference=reference,
-        like=like,
-        source=source,
-        path=path,
-        split=split,
-        environment=environment,
-        device=device,
-        trust_code=trust_code,
-    )
+    chosen = options_for(context, EvaluationOptions, rewards=tuple(reward or ()))
+    options = EvaluationOptions(**chosen)
     scored = evaluate(runs, options, tell)
     typer.echo(summary_table([(each.name, each.summary) for each in scored]))
     for table in data_tables([(each.name, each.folder) for each in scored], scored[0].settings):
@@ -272,6 +236,7 @@ def evaluate(
 
 @app.command("best-of-n", cls=MultiValueCommand)
 def best_of_n(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(help="A run, or a model folder.")],
     n: Annotated[list[int] | None, typer.Option(help="Default: --n 4 8 16 32.")] = None,
     temperature: Annotated[
@@ -315,21 +280,9 @@ def best_of_n(
     from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions
     from marlhf.evaluate.results import grid_table
 
-    options = EvaluationOptions(
-        prompts=prompts,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        rewards=(reward,) if reward else (),
-        combine=combine,
-        like=like,
-        source=source,
-        path=path,
-        split=split,
-        environment=environment,
-        train=train,
-        device=device,
-        trust_code=trust_code,
-    )
+    rewards = (reward,) if reward else ()
+    chosen = options_for(context, EvaluationOptions, rewards=rewards, temperature=None)
+    options = EvaluationOptions(**chosen)
     held_out = not (train or source or path or split)
     if blocks is not None:
         if export or len(temperature or ()) > 1:

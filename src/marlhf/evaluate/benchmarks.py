@@ -34,7 +34,7 @@ from marlhf.models.base import Tokenizer, pick_device
 from marlhf.models.facts import adapter_base, model_facts
 from marlhf.models.load import load_scalar, load_tokenizer
 from marlhf.reward import RewardModel
-from marlhf.reward.pairs import pair_metrics
+from marlhf.reward.model import pair_metrics
 from marlhf.runs.layout import EVALUATION, is_run, model_folder
 
 

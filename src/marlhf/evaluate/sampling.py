@@ -21,6 +21,7 @@ import torch
 
 from marlhf.config.user_code import import_named
 from marlhf.data import Encoded, Row, decode, fit_prompts, load_data, token_budget_batches
+from marlhf.data.collate import TokenRows
 from marlhf.data.rows import prompt_key
 from marlhf.data.toy import gold_score
 from marlhf.environments import (
@@ -288,7 +289,7 @@ class SamplingTask:
         self,
         reward: RewardSource,
         prompts: Sequence[Encoded],
-        responses: Sequence[Sequence[int]],
+        responses: TokenRows,
         episodes: Sequence[EpisodeRecord | None] = (),
     ) -> list[float | None]:
         """One number per response; None where a function returns none."""
@@ -327,7 +328,7 @@ class SamplingTask:
     def total_scores(
         self,
         prompts: Sequence[Encoded],
-        responses: Sequence[Sequence[int]],
+        responses: TokenRows,
         episodes: Sequence[EpisodeRecord | None] = (),
     ) -> list[float]:
         """The weighted sum of all rewards, for each response."""

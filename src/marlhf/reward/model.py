@@ -1,6 +1,6 @@
-"""A learnt reward model, with the policy's tokenizer or its own.
+"""A learnt reward model, with the policy's tokenizer or its own; and how well it tells pairs apart.
 
-Axes: B rows, M members of an ensemble.
+Axes: B rows or pairs, M members of an ensemble.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from marlhf.config.rl import parse_combine
 from marlhf.data import Row
-from marlhf.data.collate import SingleProcess
+from marlhf.data.collate import SingleProcess, TokenRows
 from marlhf.data.encode import decode, encode_prompts, encode_responses, opening_ids
 from marlhf.models.base import Precision, autocast, loaded
 from marlhf.models.forward import final_scores
@@ -22,6 +22,9 @@ from marlhf.models.heads import members_of
 from marlhf.models.load import same_tokenizer
 from marlhf.models.sequences import Sequences, send
 from marlhf.spans import special_tokens
+
+BINS = 10
+"""Of the calibration error."""
 
 
 class RewardModel:
@@ -69,10 +72,7 @@ class RewardModel:
 
     @torch.no_grad()
     def __call__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        responses: Sequence[Sequence[int]],
-        rows: Sequence[Row] = (),
+        self, prompts: TokenRows, responses: TokenRows, rows: Sequence[Row] = ()
     ) -> Tensor:
         """One score per row: [B], float32. `rows` is for reward functions only."""
         scores = self.member_scores(prompts, responses)
@@ -85,9 +85,7 @@ class RewardModel:
         return scores.mean(dim=1) - self.combine * spread
 
     @torch.no_grad()
-    def member_scores(
-        self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
-    ) -> Tensor:
+    def member_scores(self, prompts: TokenRows, responses: TokenRows) -> Tensor:
         """The scores of each member of an ensemble, or of the one head: [B, M]."""
         if self.foreign:
             prompts, responses = self._translate(prompts, responses)
@@ -99,8 +97,8 @@ class RewardModel:
 
     def _passes(
         self,
-        prompts: Sequence[Sequence[int]],
-        responses: Sequence[Sequence[int]],
+        prompts: TokenRows,
+        responses: TokenRows,
         compute: Callable[[Sequences, Sequence[int]], Tensor],
         size: Sequence[int] = (),
     ) -> Tensor:
@@ -117,7 +115,7 @@ class RewardModel:
         return self.processes.sum(scores)
 
     def _translate(
-        self, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
+        self, prompts: TokenRows, responses: TokenRows
     ) -> tuple[list[list[int]], list[list[int]]]:
         """Encode the same text in this model's tokens, with EOS if the policy ended with one."""
         mine, theirs = self.tokenizer, self.policy_tokenizer
@@ -140,3 +138,52 @@ class RewardModel:
             known, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return cast(str, text)
+
+
+def pair_metrics(
+    chosen: Tensor,  # [B], scores
+    rejected: Tensor,  # [B]
+    lengths: Tensor,  # [2, B], tokens of the chosen and of the rejected responses
+    decided: Tensor,  # [B] bool, False for ties
+) -> dict[str, float]:
+    """Accuracy, also where the shorter response won, calibration, correlation with length.
+
+    What no pair says anything about is left out.
+    """
+    margins, shorter = (chosen - rejected)[decided], (lengths[0] < lengths[1])[decided]
+    metrics = {
+        "length_correlation": float(correlation(torch.cat([chosen, rejected]), lengths.flatten()))
+    }
+    if len(margins):
+        metrics["accuracy"] = accuracy(margins)
+        metrics["calibration_error"] = calibration_error(margins)
+    if bool(shorter.any()):
+        metrics["accuracy_short"] = accuracy(margins[shorter])
+    return metrics
+
+
+def accuracy(margins: Tensor) -> float:
+    """Share of pairs whose chosen response scores higher; a tie counts half."""
+    return float(((margins > 0).float() + 0.5 * (margins == 0).float()).mean())
+
+
+def calibration_error(margins: Tensor) -> float:
+    """The expected calibration error: how far confidence is from accuracy, in ten bins.
+
+    A model is sigmoid(|margin|) sure of the response that it prefers, 0.5 to 1, and right where
+    people chose that one. Bins are weighted by their pairs.
+
+    >>> round(calibration_error(torch.tensor([9.0, 9.0, 9.0, -9.0])), 2)  # sure, right in 3 of 4
+    0.25
+    """
+    sure = margins.double().abs().sigmoid()
+    right = (margins > 0).double() + 0.5 * (margins == 0).double()
+    bins = ((sure - 0.5) * 2 * BINS).long().clamp(max=BINS - 1)
+    gaps = torch.zeros(BINS, dtype=torch.float64, device=margins.device)
+    return float(gaps.index_add(0, bins, sure - right).abs().sum() / len(margins))
+
+
+def correlation(x: Tensor, y: Tensor) -> Tensor:
+    """Pearson's, with gradients; 0 where either is constant."""
+    x, y = x.float() - x.float().mean(), y.float() - y.float().mean()
+    return (x * y).sum() / (x.norm() * y.norm()).clamp(min=1e-8)

@@ -1,27 +1,80 @@
 """A process reward model: a reward for each step of a response, at the token that ends it.
 
+Steps are parts of a text between separators.
+
 Axes: B rows, S steps, T response tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
 
 from marlhf.data import Row
+from marlhf.data.collate import TokenRows
 from marlhf.models.forward import token_scores
 from marlhf.models.sequences import Sequences, send
 from marlhf.reward.functions import RewardError
 from marlhf.reward.model import RewardModel
-from marlhf.reward.steps import StepEnds
+from marlhf.spans.align import TokenBytes
 
 Pooling = Literal["sum", "min", "last"]
 TEMPERATURE = 0.1
 """Of the softmax that stands for the minimum, as in PURE (arXiv 2504.15275)."""
+
+
+def cut_steps(text: str, separator: str) -> list[str]:
+    """The steps of a text, without separators; blank ones belong to the step before.
+
+    >>> cut_steps("2 + 2 = 4\\n\\nSo 4.\\n", "\\n")
+    ['2 + 2 = 4', 'So 4.']
+    """
+    return [step for step in text.split(separator) if step.strip()]
+
+
+class StepEnds:
+    """The token at which each step of a response ends, the separator after it included.
+
+    Where a token holds the end of the separator and the beginning of the next step, as ` So` does
+    after `. `, the step ends before it. The last step ends at the last token, with or without a
+    separator or an end token before it. So every response has a step, and one without separators is
+    a single step.
+
+    >>> from marlhf.models.tiny import tiny_tokenizer
+    >>> tokenizer = tiny_tokenizer()
+    >>> ends = StepEnds(tokenizer, "\\n")
+    >>> ends([[*tokenizer.encode("1+1=2\\n2+1=3"), tokenizer.eos_token_id]])
+    [[5, 11]]
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, separator: str) -> None:
+        self.separator = separator.encode()
+        self.bytes = TokenBytes.of(tokenizer).table
+
+    def __call__(self, responses: TokenRows) -> list[list[int]]:
+        return [self._ends(response) for response in responses]
+
+    def _ends(self, response: Sequence[int]) -> list[int]:
+        known = len(self.bytes)  # a model may embed more tokens than its tokenizer has
+        pieces = [self.bytes[i] if i < known else b"" for i in response]
+        steps, width = b"".join(pieces).split(self.separator), len(self.separator)
+        # In bytes, up to the end of each step's separator.
+        ends = accumulate(len(step) + width for step in steps)
+        full = [end for end, step in zip(ends, steps) if step.decode(errors="replace").strip()]
+        if not response:
+            return []
+        written = np.array([0, *accumulate(map(len, pieces))])  # before each token, and at the end
+        full = np.array(full[:-1], dtype=np.int64)
+        before = written[np.searchsorted(written, full, side="right") - 1]
+        whole = np.where(before >= full - width, before, full)  # else a token has both steps
+        return [*(np.searchsorted(written, whole) - 1).tolist(), len(response) - 1]
 
 
 class ProcessModel(RewardModel):
@@ -46,10 +99,7 @@ class ProcessModel(RewardModel):
 
     @torch.no_grad()
     def __call__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        responses: Sequence[Sequence[int]],
-        rows: Sequence[Row] = (),
+        self, prompts: TokenRows, responses: TokenRows, rows: Sequence[Row] = ()
     ) -> Tensor:
         """Rewards at the tokens that end steps: [B, T], float32."""
         ends = self.ends(responses)
@@ -61,12 +111,7 @@ class ProcessModel(RewardModel):
         return rewards.new_zeros(len(responses), width).scatter_add(1, columns, rewards)
 
     @torch.no_grad()
-    def step_logits(
-        self,
-        prompts: Sequence[Sequence[int]],
-        responses: Sequence[Sequence[int]],
-        ends: Sequence[Sequence[int]],
-    ) -> Tensor:
+    def step_logits(self, prompts: TokenRows, responses: TokenRows, ends: TokenRows) -> Tensor:
         """The logit that each step is good, 0 where a row has no more steps: [B, S]."""
         if self.foreign:
             prompts, translated = self._translate(prompts, responses)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from marlhf.data import Row
+from marlhf.data.collate import TokenRows
 from marlhf.data.encode import decode
 from marlhf.reward.functions import RewardError, RewardFunction, Scorer, at_last_tokens, show_sample
 from marlhf.reward.model import RewardModel
@@ -64,12 +65,7 @@ class Rewards:
         ]
         return next((f.layers for f in functions if hasattr(type(f), "layers")), {})
 
-    def __call__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        responses: Sequence[Sequence[int]],
-        rows: Sequence[Row],
-    ) -> Tensor:
+    def __call__(self, prompts: TokenRows, responses: TokenRows, rows: Sequence[Row]) -> Tensor:
         """One score per row, [B], or rewards at tokens, [B, T]; float32."""
         self.latest = {}
         lengths = [len(response) for response in responses]

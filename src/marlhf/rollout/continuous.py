@@ -6,14 +6,14 @@ Axes: B rows, S slots, R response tokens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from marlhf.data.collate import pad_right, token_budget_batches
+from marlhf.data.collate import TokenRows, pad_right, token_budget_batches
 from marlhf.kernels.logprobs import fused, has_triton
 from marlhf.kernels.sampling import draw
 from marlhf.models.sequences import send
@@ -375,14 +375,14 @@ class Schedule:
                 size = part
         return min(size, self.state.slots)
 
-    def _to_device(self, lists: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+    def _to_device(self, lists: TokenRows) -> tuple[Tensor, ...]:
         """Lists of one length as tensors, in one copy that does not wait for the device."""
         # By numpy, which takes a fifth of torch's time for lists.
         array = np.array(lists, dtype=np.int64)
         return send(torch.from_numpy(array), self.state.device).unbind()
 
 
-def prefix_families(prompts: Sequence[Sequence[int]]) -> list[int]:
+def prefix_families(prompts: TokenRows) -> list[int]:
     """A number for each row; of two rows with the same number, one prompt begins with the other.
 
     The cache of the longer one then serves both. Samples of one prompt are a family, and so are
@@ -407,7 +407,7 @@ def prefix_families(prompts: Sequence[Sequence[int]]) -> list[int]:
     return number
 
 
-def _families(rows: list[int], prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+def _families(rows: list[int], prompts: TokenRows) -> list[list[int]]:
     if all(prompts[row] == prompts[rows[0]] for row in rows[1:]):  # samples of one prompt
         return [rows]
     prefixes = {row: tuple(prompts[row][:-1]) for row in rows}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from marlhf.config.stage import Sampling
 from marlhf.core.segmenters import mix
-from marlhf.data.collate import pad_right
+from marlhf.data.collate import TokenRows, pad_right
 from marlhf.errors import SettingError
 from marlhf.models.sequences import send
 
@@ -62,7 +62,7 @@ class Engine(Protocol):
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: TokenRows,
         sampling: Sampling,
         seeds: Sequence[int],
         limits: Sequence[int] | None = None,
@@ -92,7 +92,7 @@ class Engine(Protocol):
 class SamplingRequest(NamedTuple):
     """What an engine is asked for: one response per prompt, each of at most `limits` tokens."""
 
-    prompts: Sequence[Sequence[int]]
+    prompts: TokenRows
     sampling: Sampling
     seeds: Sequence[int]
     limits: Sequence[int]
@@ -100,7 +100,7 @@ class SamplingRequest(NamedTuple):
     @classmethod
     def checked(
         cls,
-        prompts: Sequence[Sequence[int]],
+        prompts: TokenRows,
         sampling: Sampling,
         seeds: Sequence[int],
         limits: Sequence[int] | None = None,
@@ -131,7 +131,7 @@ class AsyncEngine(Protocol):
     """Sampling while the policy trains, from a copy of its weights."""
 
     def begin(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+        self, prompts: TokenRows, sampling: Sampling, seeds: Sequence[int]
     ) -> Callable[[], Rollout]:
         """Start to sample with the weights that the policy has now; one batch at a time.
 
@@ -177,9 +177,7 @@ class Conversations:
     ([[5, 7, 1, 8, 9]], [[True, True, False, True]])
     """
 
-    def __init__(
-        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], max_new_tokens: int
-    ) -> None:
+    def __init__(self, prompts: TokenRows, limits: Sequence[int], max_new_tokens: int) -> None:
         self.prompts, self.limits, self.max_new_tokens = prompts, limits, max_new_tokens
         self.texts = [list(prompt) for prompt in prompts]  # with the responses so far
         self.logprobs: list[list[float]] = [[] for _ in prompts]

@@ -30,6 +30,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from marlhf.data.collate import TokenRows
 from marlhf.errors import SettingError
 from marlhf.models.base import Model, Precision, autocast
 from marlhf.models.compile import is_compiled, uncompiled
@@ -108,7 +109,7 @@ class NativeEngine:
     @torch.no_grad()
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: TokenRows,
         sampling: Sampling,
         seeds: Sequence[int],
         limits: Sequence[int] | None = None,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from marlhf.data.collate import pad_left, token_budget_batches
+from marlhf.data.collate import TokenRows, pad_left, token_budget_batches
 from marlhf.kernels.sampling import draw
 from marlhf.models.base import Model, Precision, autocast
 from marlhf.models.forward import keeps_logits, position_ids
@@ -59,7 +59,7 @@ class PlainEngine:
     @torch.no_grad()
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: TokenRows,
         sampling: Sampling,
         seeds: Sequence[int],
         limits: Sequence[int] | None = None,
@@ -141,9 +141,7 @@ class PlainEngine:
             logits = decode.send(token)
         return torch.stack(tokens, dim=1), torch.stack(logprobs, dim=1)
 
-    def decode(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int
-    ) -> Generator[Tensor, Tensor, None]:
+    def decode(self, prompts: TokenRows, max_new_tokens: int) -> Generator[Tensor, Tensor, None]:
         """Logits [B, V] after the prompts, then after each token [B] that is sent."""
         device = self.model.device
         ids, attention = (x.to(device) for x in pad_left(prompts, self.pad_id))

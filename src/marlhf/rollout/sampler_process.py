@@ -25,6 +25,7 @@ import torch
 from torch import multiprocessing
 
 from marlhf.config.stage import Sampling
+from marlhf.data.collate import TokenRows
 from marlhf.errors import MarlhfError
 from marlhf.models.base import Model, Precision
 from marlhf.rollout.engine import Rollout, SamplingRequest
@@ -57,7 +58,7 @@ class SamplerProcess:
         self._close: Callable[[], object] = lambda: None
 
     def begin(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+        self, prompts: TokenRows, sampling: Sampling, seeds: Sequence[int]
     ) -> Callable[[], Rollout]:
         SamplingRequest.checked(prompts, sampling, seeds)
         if self.process is None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from marlhf.data.collate import SingleProcess
+from marlhf.data.collate import SingleProcess, TokenRows
 from marlhf.errors import MarlhfError
 from marlhf.models.adapters import AdaptedModel, merged_tensors
 from marlhf.models.base import Model, Precision, autocast, computes_in_bfloat16
@@ -99,7 +99,7 @@ class VLLM(ABC):
     @torch.no_grad()
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: TokenRows,
         sampling: Sampling,
         seeds: Sequence[int],
         limits: Sequence[int] | None = None,
@@ -171,7 +171,7 @@ class VLLM(ABC):
 
     def _prepare(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: TokenRows,
         sampling: Sampling,
         seeds: Sequence[int],
         limits: Sequence[int] | None = None,
@@ -253,7 +253,7 @@ class VLLM(ABC):
             raise RolloutError(f"{self.where} gave no tokens for the prompts {empty}.")
 
     def _policy_logprobs(
-        self, prompts: Sequence[Sequence[int]], responses: list[list[int]], temperature: float
+        self, prompts: TokenRows, responses: list[list[int]], temperature: float
     ) -> Tensor:
         """Log-probs by the policy's own pass, as in training: [B, R]."""
         assert self.policy is not None

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from marlhf.config.stage import Sampling
-from marlhf.data.collate import SingleProcess
+from marlhf.data.collate import SingleProcess, TokenRows
 from marlhf.models.base import Model, Precision
 from marlhf.rollout.engine import Rollout, SamplingRequest
 from marlhf.rollout.vllm import VLLM, Completion, RefusedError, RolloutError, T, fields, short
@@ -101,7 +101,7 @@ class VLLMServer(VLLM):
 
     @torch.no_grad()
     def begin(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+        self, prompts: TokenRows, sampling: Sampling, seeds: Sequence[int]
     ) -> Callable[[], Rollout]:
         """Start to sample with the weights that the policy has now."""
         assert self.policy is not None

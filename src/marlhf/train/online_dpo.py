@@ -20,6 +20,7 @@ from torch import Tensor
 
 from marlhf.core import dpo_loss
 from marlhf.data import Row, decode, prompt_key
+from marlhf.data.collate import TokenRows
 from marlhf.judge.compare import PairJudge
 from marlhf.judge.pairs import Pair, Response
 from marlhf.judge.verdicts import WINS, Verdict
@@ -203,12 +204,7 @@ class JudgeScores:
         self.tokenizer: Tokenizer | None = None
         self.first: dict[str, tuple[str, bool]] = {}
 
-    def __call__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        responses: Sequence[Sequence[int]],
-        rows: Sequence[Row],
-    ) -> Tensor:
+    def __call__(self, prompts: TokenRows, responses: TokenRows, rows: Sequence[Row]) -> Tensor:
         assert self.tokenizer is not None
         eos = self.tokenizer.eos_token_id
         said = [

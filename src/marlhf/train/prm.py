@@ -31,7 +31,7 @@ from marlhf.models.forward import token_scores
 from marlhf.models.load import end_tokens, load_tokenizer
 from marlhf.models.sequences import send
 from marlhf.reward import Rewards, import_function
-from marlhf.reward.steps import StepEnds, cut_steps
+from marlhf.reward.process import StepEnds, cut_steps
 from marlhf.rollout.native import NativeEngine
 from marlhf.runs.atomic import append_jsonl, read_jsonl
 from marlhf.runs.layout import RunError

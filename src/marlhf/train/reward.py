@@ -32,7 +32,7 @@ from marlhf.models.base import Model
 from marlhf.models.facts import STEP_SEPARATOR, model_facts
 from marlhf.models.forward import final_scores
 from marlhf.models.heads import members_of, set_heads
-from marlhf.reward.pairs import accuracy, correlation, pair_metrics
+from marlhf.reward.model import accuracy, correlation, pair_metrics
 from marlhf.runs.layout import RunError, read_config, read_state
 from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import OpenRun, in_run_folder

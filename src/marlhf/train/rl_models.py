@@ -15,6 +15,7 @@ from marlhf.config.rl import RLConfig
 from marlhf.config.stage import Precision, Sampling
 from marlhf.core import Vocabulary
 from marlhf.data import Row
+from marlhf.data.collate import TokenRows
 from marlhf.environments import Conversations
 from marlhf.models.base import Model, Tokenizer, autocast
 from marlhf.models.forward import token_stats, token_values
@@ -207,7 +208,7 @@ class DistributedPrefetcher:
         self.engine, self.world = engine, world
 
     def begin(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
+        self, prompts: TokenRows, sampling: Sampling, seeds: Sequence[int]
     ) -> Callable[[], Rollout]:
         world, share = self.world, self.world.share([len(p) for p in prompts])
         wait: Callable[[], Rollout] | None = None
@@ -299,12 +300,7 @@ class SharedFunction(RewardFunction):
         super().__init__(function, tokenizer, device=world.device, **options)
         self.world = world
 
-    def __call__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        responses: Sequence[Sequence[int]],
-        rows: Sequence[Row],
-    ) -> Tensor:
+    def __call__(self, prompts: TokenRows, responses: TokenRows, rows: Sequence[Row]) -> Tensor:
         mine = self.world.share([len(r) for r in responses])
         device, world = self.world.device, self.world
         with world.raise_on_all_ranks():

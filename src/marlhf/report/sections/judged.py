@@ -11,9 +11,8 @@ from typing import Any
 from markupsafe import Markup
 
 from marlhf.intervals import NO_INTERVAL, Interval
-from marlhf.judge.agreement import compare, read_votes
 from marlhf.judge.pairs import JudgeError, read_lines
-from marlhf.judge.verdicts import REVERSED, share_with_bounds
+from marlhf.judge.verdicts import REVERSED, compare, read_votes, share_with_bounds
 from marlhf.report.dots import Dot, dots_figure, stacked_bars
 from marlhf.report.groups import Group, groups_by_name
 from marlhf.report.page import Column, figure, grid, heading, part, percent, section, signed, table
