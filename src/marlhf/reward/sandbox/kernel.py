@@ -1,6 +1,6 @@
 """System calls that Python does not wrap, through the C library.
 
-This module and those that import it (`seccomp`, `landlock`, `namespaces`, `server`, `program`) run
+This module and those that import it (`seccomp`, `namespaces`, `server`, `program`) run
 in the sandbox's own processes, where neither torch nor the rest of marlhf is loaded: they import
 only the standard library and one another.
 """

@@ -9,6 +9,7 @@ import sysconfig
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from marlhf.errors import MarlhfError
@@ -175,42 +176,28 @@ class Sandbox:
                 raise RuntimeError("This sandbox is closed. Create a new one.")
             jobs = [SuiteRun(suite) for suite in suites]
             waiting = iter([job for job in jobs if job.suite.cases])  # shared by the threads
-            stop, errors = threading.Event(), list[BaseException]()
-            threads = [
-                threading.Thread(target=self._work, args=(i, waiting, stop, errors), daemon=True)
-                for i in range(len(self._workers))
-            ]
+            stop, places = threading.Event(), range(len(self._workers))
             try:
-                for thread in threads:
-                    thread.start()
-                for thread in threads:
-                    thread.join()
+                with ThreadPoolExecutor(len(places)) as threads:
+                    try:
+                        list(threads.map(lambda place: self._work(place, waiting, stop), places))
+                    finally:
+                        stop.set()  # after Ctrl-C: end the programs and leave a usable pool
             finally:
-                stop.set()  # after Ctrl-C: end the programs and leave a usable pool
-                for thread in threads:
-                    thread.join()
                 for job in jobs:
                     job.close()
-            if errors:
-                raise errors[0]
             return [job.outcomes for job in jobs]
 
-    def _work(
-        self,
-        place: int,
-        waiting: Iterator[SuiteRun],
-        stop: threading.Event,
-        errors: list[BaseException],
-    ) -> None:
+    def _work(self, place: int, waiting: Iterator[SuiteRun], stop: threading.Event) -> None:
         """Run jobs on one worker, in a thread of its own, until none is left."""
         try:
             for job in waiting:
                 while not job.done and not stop.is_set():
                     self._run_case(place, job, stop)
                 job.close()  # frees a descriptor: a batch may have thousands of sources
-        except BaseException as error:  # the caller's thread raises it
-            errors.append(error)
+        except BaseException:
             stop.set()
+            raise
 
     def _run_case(self, place: int, job: SuiteRun, stop: threading.Event) -> None:
         """Run the next case of a job. A program under which its server dies is tried once more."""

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
-from marlhf.reward.sandbox import kernel, landlock, namespaces, seccomp
+from marlhf.reward.sandbox import kernel, namespaces, seccomp
 from marlhf.reward.sandbox.protocol import decode, encode
 
 SOURCE, STATUS, REPORT, CODE, CONTROL = 3, 4, 5, 6, 7
@@ -106,7 +106,7 @@ def _confine(confinement: Confinement, seconds: float, server: int) -> None:
         writable = ["/tmp"] if confinement.namespaced else []
         devices = ["/dev/null"] if os.path.exists("/dev/null") else []
         readable = [*confinement.readable, *namespaces.DEVICES]
-        landlock.restrict(confinement.landlock, readable, writable + devices)
+        namespaces.restrict_files(confinement.landlock, readable, writable + devices)
     if confinement.seccomp:
         seccomp.install(confinement.seccomp, os.getpid())
 

@@ -20,7 +20,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from marlhf.reward.sandbox import kernel, landlock, namespaces, program, seccomp
+from marlhf.reward.sandbox import kernel, namespaces, program, seccomp
 from marlhf.reward.sandbox.program import THREADS, Confinement
 
 TMP_MB = 64
@@ -79,7 +79,7 @@ def _build_confinement(settings: dict[str, Any]) -> tuple[Confinement, dict[str,
     with open("/proc/self/statm") as file:
         own = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     names, user = namespaces.enter() if settings["namespaces"] else ("", None)
-    abi = landlock.version() if settings["landlock"] else 0
+    abi = namespaces.landlock_version() if settings["landlock"] else 0
     filtered = settings["seccomp"] and seccomp.available()
     own_user = user is not None or "user" in names
     asks = not own_user and filtered and seccomp.can_ask()
