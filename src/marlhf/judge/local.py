@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from marlhf.data.collate import SingleProcess
-from marlhf.data.encode import encode_prompts, encode_response
+from marlhf.data.encode import encode_prompts, encode_response, encode_responses
 from marlhf.data.rows import Text
 from marlhf.judge.criteria import LETTERS, Answer, Criteria
 from marlhf.judge.pairs import JudgeError, Pair, Response
@@ -66,43 +66,38 @@ class RewardJudge:
         self.model = RewardModel(model, self.tokenizer, self.tokenizer)
 
     def answer(self, questions: Sequence[Pair], progress: Progress) -> list[Answer | None]:
-        return [_higher("score", a, b) for a, b in self.scores(questions, progress)]
+        scores = self._in_chunks(questions, self.model, progress).view(-1, 2).tolist()
+        return [_higher("score", a, b) for a, b in scores]
 
     def margins(self, questions: Sequence[Pair]) -> list[float]:
         """What the first response of each pair scores above the second."""
-        return [a - b for a, b in self.scores(questions, lambda done, total: None)]
+        scores = self._in_chunks(questions, self.model).tolist()
+        return [a - b for a, b in zip(scores[::2], scores[1::2])]
 
     def member_margins(self, questions: Sequence[Pair]) -> list[list[float]]:
         """The same by each member of an ensemble, or by the one head: [M, N]."""
-        scores = self._in_chunks(questions, self.model.member_scores, lambda done, total: None)
+        scores = self._in_chunks(questions, self.model.member_scores)
         return (scores[::2] - scores[1::2]).T.tolist()
 
-    def scores(self, questions: Sequence[Pair], progress: Progress) -> list[tuple[float, float]]:
-        scores = self._in_chunks(questions, self.model, progress).tolist()
-        return list(zip(scores[::2], scores[1::2]))
-
     def _in_chunks(
-        self, questions: Sequence[Pair], score: Callable[..., Tensor], progress: Progress
+        self,
+        questions: Sequence[Pair],
+        score: Callable[..., Tensor],
+        progress: Progress = lambda done, total: None,
     ) -> Tensor:
         """Scores of the first and second response of each pair in turn: [2 N] or [2 N, M]."""
         sides = [(q.prompt, side) for q in questions for side in (q.a, q.b)]
+        eos = self.tokenizer.eos_token_id
         parts: list[Tensor] = []
         for start in range(0, len(sides), 2 * CHUNK):
             chunk = sides[start : start + 2 * CHUNK]
-            parts.append(score(*self._encode(chunk)))
+            prompts = encode_prompts(self.tokenizer, [prompt for prompt, _ in chunk])
+            texts = [(prompt, response.text) for prompt, response in chunk]
+            encoded = zip(encode_responses(self.tokenizer, texts, eos), chunk)
+            responses = [ids if response.ended else ids[:-1] for ids, (_, response) in encoded]
+            parts.append(score([ids or [eos] for ids in prompts], responses))
             progress((start + len(chunk)) // 2, len(questions))
         return torch.cat(parts) if parts else torch.zeros(0, self.model.members)
-
-    def _encode(
-        self, sides: Sequence[tuple[Text, Response]]
-    ) -> tuple[list[list[int]], list[list[int]]]:
-        eos = self.tokenizer.eos_token_id
-        prompts = encode_prompts(self.tokenizer, [prompt for prompt, _ in sides])
-        responses = []
-        for prompt, response in sides:
-            ids = encode_response(self.tokenizer, prompt, response.text, eos)
-            responses.append(ids if response.ended else ids[:-1])
-        return [ids or [eos] for ids in prompts], responses
 
 
 class ModelJudge:

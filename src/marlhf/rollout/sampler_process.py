@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import multiprocessing
@@ -27,7 +27,7 @@ from torch import multiprocessing
 from marlhf.config.stage import Sampling
 from marlhf.data.collate import TokenRows
 from marlhf.errors import MarlhfError
-from marlhf.models.base import Model, Precision
+from marlhf.models.base import Model
 from marlhf.rollout.engine import Rollout, SamplingRequest
 from marlhf.rollout.native import NativeEngine
 
@@ -42,16 +42,11 @@ class SamplerProcess:
     """The native engine in a process of its own, which starts with the first batch."""
 
     def __init__(
-        self,
-        policy: Model,
-        end_tokens: Sequence[int],
-        pad_id: int,
-        *,
-        token_budget: int | Literal["auto"] = "auto",
-        precision: Precision = "auto",
+        self, policy: Model, end_tokens: Sequence[int], pad_id: int, **options: Any
     ) -> None:
+        """`options` are the engine's: `token_budget` and `precision`."""
         self.policy = policy
-        self.settings = (list(end_tokens), pad_id, token_budget, precision)
+        self.settings = {"end_tokens": list(end_tokens), "pad_id": pad_id, **options}
         self.copy: Model | None = None
         self.process: Any = None
         self.connection: Connection
@@ -109,7 +104,7 @@ class SamplerProcess:
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
             target=serve,
-            args=(theirs, model, *self.settings, torch.get_num_threads()),
+            args=(theirs, model, self.settings, torch.get_num_threads()),
             name="marlhf sampler",
             daemon=True,
         )
@@ -127,22 +122,14 @@ class SamplerProcess:
             torch.cuda.synchronize(self.policy.device)  # before the other process reads them
 
 
-def serve(
-    connection: Connection,
-    model: Model,
-    end_tokens: list[int],
-    pad_id: int,
-    token_budget: int | Literal["auto"],
-    precision: Precision,
-    num_threads: int,
-) -> None:
+def serve(connection: Connection, model: Model, settings: dict[str, Any], num_threads: int) -> None:
     """Sample for each request, until the other side is gone."""
     # Ctrl-C and the end of a job are for the main program, which finishes its step first.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(num_threads)
-    engine = NativeEngine(model, end_tokens, pad_id, token_budget=token_budget, precision=precision)
+    engine = NativeEngine(model, **settings)
     with contextlib.suppress(EOFError, OSError):
         while True:
             connection.send(_answer(engine, *connection.recv()))

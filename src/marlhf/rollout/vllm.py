@@ -110,7 +110,9 @@ class VLLM(ABC):
         Turns are sampled in rounds, from whole texts: vLLM has what they begin with in its cache.
         Where several processes share a server, the main one asks for replies.
         """
-        request = self._prepare(prompts, sampling, seeds, limits, turns=reply is not None)
+        turns = reply is not None
+        request = SamplingRequest.checked(prompts, sampling, seeds, limits, turns=turns)
+        self._prepare(request, turns=turns)
         # With top-k or top-p vLLM's log-probs are of the truncated distribution; a rollout's are
         # of the whole one, so the policy has to compute them.
         truncated = sampling.truncated and sampling.temperature > 0
@@ -123,7 +125,7 @@ class VLLM(ABC):
             request = request._replace(sampling=replace(sampling, top_k=0, top_p=1.0))
         if reply is None:
             completions = self._complete(request)
-            rollout, first = self._rollout(completions), completions[0]
+            rollout, first = self._rollout(request, completions), completions[0]
         else:
             rollout, first = self._converse(request, reply)
         if self.policy is None:
@@ -169,18 +171,9 @@ class VLLM(ABC):
         """What a call returns in the main process, for all that sample together."""
         return call()
 
-    def _prepare(
-        self,
-        prompts: TokenRows,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        limits: Sequence[int] | None = None,
-        *,
-        turns: bool = False,
-    ) -> SamplingRequest:
+    def _prepare(self, request: SamplingRequest, *, turns: bool = False) -> None:
         """Check what is asked for, and send the weights if they have changed."""
-        request = SamplingRequest.checked(prompts, sampling, seeds, limits, turns=turns)
-        longest, limit = max(zip(map(len, prompts), request.limits), key=sum)
+        longest, limit = max(zip(map(len, request.prompts), request.limits), key=sum)
         if longest + limit > self.max_length:
             name = "a response" if turns else "max_new_tokens"
             raise RolloutError(
@@ -190,7 +183,6 @@ class VLLM(ABC):
             )
         if self.stale:
             self._update()
-        return request
 
     @abstractmethod
     def _complete(self, request: SamplingRequest) -> list[Completion]:
@@ -236,17 +228,13 @@ class VLLM(ABC):
         bf16 = computes_in_bfloat16(policy.device, self.precision)
         return torch.bfloat16 if bf16 else torch.float32
 
-    def _rollout(self, completions: list[Completion]) -> Rollout:
+    def _rollout(self, request: SamplingRequest, completions: list[Completion]) -> Rollout:
         self._check_tokens(completions)
-        width = max(len(each.tokens) for each in completions)
-        padded = [[*each.logprobs, *[0.0] * (width - len(each.tokens))] for each in completions]
-        ended = [each.tokens[-1] in self.end_tokens for each in completions]
+        talk = Conversations(request.prompts, request.limits, request.sampling.max_new_tokens)
+        for row, completion in enumerate(completions):
+            talk.add_turn(row, *completion)
         device = "cpu" if self.policy is None else self.policy.device
-        return Rollout(
-            [each.tokens for each in completions],
-            torch.tensor(padded, device=device),
-            torch.tensor(ended, device=device),
-        )
+        return replace(talk.rollout(self.end_tokens, device), sampled=None)
 
     def _check_tokens(self, completions: list[Completion]) -> None:
         if empty := [i for i, each in enumerate(completions) if not each.tokens]:

@@ -94,10 +94,10 @@ class VLLMServer(VLLM):
         self.model: str = models[0]["id"]
         self.max_length = models[0].get("max_model_len") or 1 << 62
 
-    def _prepare(self, *asked: Any, **options: Any) -> SamplingRequest:
+    def _prepare(self, request: SamplingRequest, *, turns: bool = False) -> None:
         if self.ahead is not None:
             self.ahead.exception()  # waits for it: it needs the weights that the server has now
-        return super()._prepare(*asked, **options)
+        super()._prepare(request, turns=turns)
 
     @torch.no_grad()
     def begin(
@@ -106,7 +106,8 @@ class VLLMServer(VLLM):
         """Start to sample with the weights that the policy has now."""
         assert self.policy is not None
         assert not sampling.truncated, "log-probs would be of the truncated distribution"
-        request = self._prepare(prompts, sampling, seeds)
+        request = SamplingRequest.checked(prompts, sampling, seeds)
+        self._prepare(request)
         # Checked now by a short response: when the others are there, the policy has changed.
         self._verify(request, self._short_completion(request))
         if self.processes.main:
@@ -119,7 +120,7 @@ class VLLMServer(VLLM):
             assert pending is not None, "only the main process waits for the server"
             return pending.result()
 
-        return lambda: self._rollout(self._on_main(wait))
+        return lambda: self._rollout(request, self._on_main(wait))
 
     def close(self) -> None:
         """The server is the user's, and stays."""
