@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from marlhf.report.answer import answer
+from marlhf.report.findings import answer
 from marlhf.report.groups import group_runs
 from marlhf.report.write import write_report
 from marlhf.runs.read import find_runs, read_run

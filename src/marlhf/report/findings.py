@@ -1,4 +1,8 @@
-"""What the numbers show and what they do not, in sentences written from the data.
+"""The answer of the page, what the numbers show and what they do not, written from the data.
+
+The first lines say which setting is better, by what, and how sure that is. A score that was trained
+on flatters whoever optimised it hardest. So the true score or an independent judge comes first
+where there is one, then the score at equal KL, then the score itself.
 
 A table of scores invites more belief than one seed of one reward model deserves. Every
 sentence here is one a careful reader would add beside the table, and only where it applies.
@@ -8,87 +12,261 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
-from marlhf.intervals import Interval, mean
-from marlhf.report.answer import compared_with_baseline
-from marlhf.report.groups import Group, differences, measured_alike, scored_by_functions, unlike
-from marlhf.report.measures import (
-    change,
-    difference,
-    fall_from_peak,
-    final_score,
-    length_effect,
-    over_what,
-    score_at_kl,
-    scored,
-    start_score,
-    wins_since_start,
+from marlhf.evaluate.results import read_scored, scores_of
+from marlhf.intervals import Curve, Floats, Interval, difference_over_seeds, few_seeds, mean, wilson
+from marlhf.report import measures
+from marlhf.report.groups import (
+    Group,
+    differences,
+    groups_by_name,
+    measured_alike,
+    scored_by_functions,
+    unlike,
 )
-from marlhf.report.page import bold, num, part, percent, signed, warn
+from marlhf.report.page import num, part, percent, signed
+from marlhf.report.sections.judged import read_summaries
 from marlhf.runs.read import Run, number
 
-MIN_ACCURACY, MIN_PAIRS = 0.55, 30
-"""Below these a reward model's verdicts say little."""
-MAX_LENGTH_CORRELATION = 0.3
-"""Above this a reward model's scores go by length."""
-
+MAX_COMPARED = 3
+"""Up to this many groups each is compared with the baseline; of more, only the best."""
+INDEPENDENT = ("openai", "model", "person")
+"""Kinds of judges that know nothing of the reward."""
+GOLD = "the true (gold) score"
 LAST_STEPS = 20
 """Steps at the end of a run over which what its critic explains is taken."""
-NOTHING = 0.05
-"""Explained variance up to which a critic knows nothing, as while training."""
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """One number by which a setting is compared with another, or with the model before RL."""
+
+    name: str
+    value: Interval
+    shown: str
+    even: float = 0.0
+    """The value that favours neither."""
+
+    @property
+    def outcome(self) -> str:
+        if self.value.low > self.even:
+            return "better"
+        if self.value.high < self.even:
+            return "worse"
+        return "unclear" if math.isfinite(self.value.low) else ""
+
+    @property
+    def is_higher(self) -> bool:
+        """Whether the interval is above `even`; the mean, where there is no interval."""
+        return self.outcome == "better" or (not self.outcome and self.value.mean > self.even)
+
+
+def answer(policies: Sequence[Group]) -> Markup:
+    """Every other group against the baseline; a single group against the model before RL."""
+    groups = measures.scored(policies)
+    if len(groups) == 1:
+        compared = [(_since_start(groups[0]), groups[0].label, "the model before RL")]
+    else:
+        groups = [*groups[:1], *compared_with_baseline(policies)]
+        compared = [
+            (criteria_between(groups[0], each), each.label, groups[0].label) for each in groups[1:]
+        ]
+    where, fewest = "", min((group.num_seeds for group in groups), default=0)
+    if fewest == 1:  # one seed does not tell how another training would end
+        where = "In this run" if len(groups) == 1 else "In these runs"
+    blocks = [each for each in compared if each[0]]
+    if not blocks:
+        return Markup()
+    changes = _changes(groups) if len(groups) > 1 else []
+    return part("answers", changes, blocks, where, measures.over_what(groups[0]), few_seeds(fewest))
+
+
+def _changes(groups: Sequence[Group]) -> list[tuple[Sequence[str], ...]]:
+    """Who raised the true score over the start and who did not; then the same by the learnt score.
+
+    Who is ahead says little where nobody improved.
+    """
+    sides: dict[str, tuple[list[str], list[str]]] = {}
+    for group in groups:
+        for each in _since_start(group):
+            raised, others = sides.setdefault(each.name, ([], []))
+            (raised if each.is_higher else others).append(group.label)
+    together: dict[tuple[tuple[str, ...], ...], list[str]] = {}
+    for name, both in sorted(sides.items(), key=lambda side: side[0] != GOLD):
+        together.setdefault(tuple(map(tuple, both)), []).append(name)
+    return [(names, raised, others) for (raised, others), names in together.items()]
+
+
+def compared_with_baseline(policies: Sequence[Group]) -> list[Group]:
+    """The groups that the first lines compare with the baseline: all of a few, the best of many."""
+    groups = measures.scored(policies)
+    alike = [group for group in groups[1:] if measured_alike(groups[0], group)]
+    if len(alike) < MAX_COMPARED:
+        return alike
+    return [max(alike, key=lambda group: measures.final_score(group).mean)]
+
+
+def criteria_between(base: Group, group: Group) -> list[Criterion]:
+    """All there is to compare two groups by, the most trustworthy first."""
+    gold = measures.difference(base, group, "gold")
+    criteria = _known([(GOLD, gold)]) + _by_judges(base, group)
+    criteria += _by_other_reward_models(base, group, skip_gold=bool(criteria))
+    criteria += _at_equal_kl(base, group)
+    score = measures.difference(base, group)
+    rate = measures.wins_over(base, group)
+    wins = f", win rate {percent(rate)}" if math.isfinite(rate) else ""
+    shown = score.text(signed) + wins + _costs(base, group)
+    return [*criteria, Criterion(_score_name(group), score, shown)]
+
+
+def _since_start(group: Group) -> list[Criterion]:
+    return _known(
+        [(GOLD, measures.change(group, "gold")), (_score_name(group), measures.change(group))]
+    )
+
+
+def _known(values: Sequence[tuple[str, Interval]]) -> list[Criterion]:
+    """Criteria for the numbers that were recorded."""
+    return [
+        Criterion(name, value, value.text(signed))
+        for name, value in values
+        if math.isfinite(value.mean)
+    ]
+
+
+def _costs(base: Group, group: Group) -> str:
+    """KL and length beside a score: both can buy it."""
+    pairs = [(group.final(f"eval/{key}"), base.final(f"eval/{key}")) for key in ("kl", "length")]
+    words = ("at KL {} against {}", "{} against {} tokens")
+    shown = [w.format(num(a), num(b)) for w, (a, b) in zip(words, pairs) if math.isfinite(a + b)]
+    return f" ({', '.join(shown)})" if shown else ""
+
+
+def _at_equal_kl(base: Group, group: Group) -> list[Criterion]:
+    compared = measures.CurveComparison([base, group])
+    level = measures.common_kl(compared.measured)
+    if level <= 1e-3:
+        return []
+
+    def ahead(curves: list[Curve]) -> list[Floats]:
+        theirs, own = (measures.at_kl(curve, level) for curve in curves)
+        return [own - theirs]
+
+    return _known(
+        [(f"{_score_name(group)} at equal KL ({num(level)})", compared.intervals(ahead)[0])]
+    )
+
+
+def _score_name(group: Group) -> str:
+    return "the score" if scored_by_functions([group]) else "the learnt score"
+
+
+def _by_judges(base: Group, group: Group) -> list[Criterion]:
+    """Win rates by people and language models that compared the two."""
+    names = groups_by_name([base, group])
+    criteria: list[Criterion] = []
+    for summary in read_summaries([*base.runs, *group.runs]):
+        sides = names.get(str(summary["a"])), names.get(str(summary["b"]))
+        if sides in ((group, base), (base, group)) and _is_independent(str(summary["judge"])):
+            won = summary["win" if sides[0] is group else "loss"]["share"]
+            wins = (won + summary["tie"]["share"] / 2) * summary["pairs"]
+            rate = wilson(wins, summary["pairs"])
+            shown = f"win rate {rate.text(percent)} of {summary['pairs']} pairs, ties count half"
+            criteria.append(Criterion(f"the judge {summary['judge']}", rate, shown, even=0.5))
+    return criteria
+
+
+def _is_independent(judge: str) -> bool:
+    return judge.partition(":")[0] in INDEPENDENT or judge.startswith("most of")
+
+
+def _by_other_reward_models(base: Group, group: Group, *, skip_gold: bool) -> list[Criterion]:
+    """Scores of `marlhf evaluate` by reward models that neither setting was trained on."""
+    files = [
+        [{file.label: file.lines for file in read_scored(run.path)} for run in each.runs]
+        for each in (base, group)
+    ]
+    shared = set.intersection(*(set(by_sampling) for by_sampling in files[0] + files[1]))
+    if not shared:
+        return []
+    lines = [[by_sampling[min(shared)] for by_sampling in seeds] for seeds in files]
+    keys = set.intersection(*({line["key"] for line in each} for each in lines[0] + lines[1]))
+    rewards = _rewards(base) | _rewards(group)
+    differences: list[tuple[str, Interval]] = []
+    for judge in dict.fromkeys(judge for line in lines[0][0] for judge in line["scores"]):
+        is_trained_on = any(reward.endswith(judge) for reward in rewards)
+        if not is_trained_on and not (skip_gold and judge.startswith("gold")):
+            rows = [[_paired_scores(each, judge, keys) for each in seeds] for seeds in lines]
+            differences.append((f"{judge}, which was not trained on", difference_over_seeds(*rows)))
+    return _known(differences)
+
+
+def _paired_scores(lines: Sequence[dict[str, Any]], judge: str, keys: set[str]) -> list[float]:
+    by_key = {line["key"]: line for line in lines}
+    return scores_of([by_key[key] for key in sorted(keys)], judge)
+
+
+def _rewards(group: Group) -> set[str]:
+    """Paths of the reward models and functions that a setting was trained on."""
+    rewards: set[str] = set()
+    for run in group.runs:
+        path = str(run.config.get("reward_model") or "").rstrip("/").removesuffix("/model")
+        rewards |= {path, *map(str, run.config.get("reward_funcs") or ())} - {""}
+    return rewards
 
 
 def verdict(policies: list[Group], others: list[Group]) -> Markup:
     """The one sentence at the top. It never gives a score without its KL and length."""
-    groups = scored(policies)
+    groups = measures.scored(policies)
     if not groups:
         return _verdict_without_policy(others) if not policies else Markup()
     shown = groups
     if len(groups) > 3:  # a headline is short: the baseline and the best of the others
         rest = [group for group in groups[1:] if measured_alike(groups[0], group)] or groups[1:]
-        shown = [groups[0], max(rest, key=lambda group: final_score(group).mean)]
-    ends = Markup("; ").join(f"{g.label} ends at " + _score_words(g) for g in shown)
-    start = start_score(groups[0]).mean
-    from_where = f" The model before RL scores {num(start)}." if math.isfinite(start) else ""
-    left = len(groups) - len(shown)
-    more = f" {left} other settings are below." if left else ""
-    scales = " They were not scored alike: see below." if unlike(groups) else ""
-    return Markup("Held-out score: ") + ends + f".{from_where}{more}{scales}"
-
-
-def _score_words(group: Group) -> Markup:
-    measures = (("gold {}", "gold"), ("KL {}", "kl"), ("{} tokens", "length"))
-    finals = [(words, group.final(f"eval/{key}")) for words, key in measures]
-    beside = [words.format(num(value)) for words, value in finals if math.isfinite(value)]
-    return bold(final_score(group).text(num)) + (f" ({', '.join(beside)})" if beside else "")
+        shown = [groups[0], max(rest, key=lambda group: measures.final_score(group).mean)]
+    start = measures.start_score(groups[0]).mean
+    ends = [(group, measures.final_score(group)) for group in shown]
+    return part("ends", ends, start, len(groups) - len(shown), apart=bool(unlike(groups)))
 
 
 def _verdict_without_policy(others: list[Group]) -> Markup:
-    ends: list[Markup] = []
-    for group in others:
-        for word in ("accuracy", "loss"):
-            if math.isfinite(value := group.final(f"eval/{word}")):
-                words = Markup("{} ends at held-out {} ").format(group.label, word)
-                ends.append(words + bold(num(value)))
-                break
-    return Markup("; ").join(ends) + "." if ends else Markup()
+    ends = {
+        group.label: (word, value)
+        for group in others
+        for word in ("loss", "accuracy")  # the latter where both are known
+        if math.isfinite(value := group.final(f"eval/{word}"))
+    }
+    return part("ends_without_policy", ends)
 
 
 def shows(policies: list[Group]) -> list[str]:
     """What the recorded numbers say, one sentence each."""
     sentences: list[str] = [*critics(policies)]
     for group in policies:
-        said = _score_change(group), _length_gain(group), _gold_change(group), _hacking(group)
-        sentences += filter(None, (*said, _little_to_learn(group)))
+        moved, over, alike = (
+            measures.change(group),
+            measures.over_what(group),
+            group.curve("rl/zero_std_groups"),
+        )
+        score, effect = measures.final_score(group).mean, measures.length_effect(group)
+        sentences += [
+            part("score_change", group.label, moved, over, measures.wins_since_start(group)),
+            part("length_gain", group.label, moved.mean, effect, score),
+            _gold_change(group),
+            _hacking(group),
+            part("little_to_learn", group.label, mean([point.mean for point in alike])),
+        ]
     in_answer = compared_with_baseline(policies)
     for group in policies[1:]:
         if measured_alike(policies[0], group):
             # The first lines of the page have the difference in score of these.
             sentences += _compare(policies[0], group, with_score=group not in in_answer)
-    return sentences
+    return [sentence for sentence in sentences if sentence]
 
 
 def critics(policies: list[Group]) -> list[str]:
@@ -96,19 +274,9 @@ def critics(policies: list[Group]) -> list[str]:
     sentences: list[str] = []
     for group in policies:
         curves = [group.curve(f"rl/explained_variance_{third}") for third in (1, 2, 3)]
-        if not all(curves):
-            continue
-        ends = [statistics.median(p.mean for p in curve[-LAST_STEPS:]) for curve in curves]
-        shown = " / ".join(map(num, ends))
-        said = f"The critic of {group.label} explained {shown} of the returns in the first / "
-        said += "second / last third of a response (1 is all, 0 nothing)"
-        if max(ends) < NOTHING:
-            sentences.append(
-                warn("A critic that explains nothing:") + f" {said}. Conclusions about lambda and "
-                "macro actions rest on it: pretrain it (critic_pretraining), or compare RLOO."
-            )
-        else:
-            sentences.append(f"{said}.")
+        if all(curves):
+            ends = [statistics.median(p.mean for p in curve[-LAST_STEPS:]) for curve in curves]
+            sentences.append(part("critic", group.label, ends))
     return sentences
 
 
@@ -126,14 +294,14 @@ def shows_not(policies: list[Group], runs: list[Run]) -> list[str]:
         sentences.append(
             part("scorer", functions, environments, is_learnt=not scored_by_functions(policies))
         )
-        if all(not math.isfinite(final_score(group, "gold").mean) for group in policies):
+        if all(not math.isfinite(measures.final_score(group, "gold").mean) for group in policies):
             sentences.append(part("no_gold"))
         sentences.append(_seeds(policies))
     changed = [key for key, _ in differences(policies)]
     rest = [key for key in changed if key.split(".")[0] != "segmenter"]
     if rest and len(changed) > 1:
         sentences.append(part("more_differs", rest))
-    starts = [start_score(group).mean for group in policies]
+    starts = [measures.start_score(group).mean for group in policies]
     starts = [start for start in starts if math.isfinite(start)]
     if starts and max(starts) - min(starts) > 0.05 * max(1.0, abs(starts[0])):
         sentences.append(part("other_starts"))
@@ -144,57 +312,16 @@ def shows_not(policies: list[Group], runs: list[Run]) -> list[str]:
     return sentences
 
 
-def _score_change(group: Group) -> str:
-    moved = change(group)
-    if not math.isfinite(moved.mean):
-        return ""
-    rate = wins_since_start(group)
-    wins = f"; win rate {percent(rate)} against its start" if math.isfinite(rate) else ""
-    return bold(group.label) + f" changed the score by {_sure(moved, group)}{wins}."
-
-
-def _length_gain(group: Group) -> str:
-    """The share of the gain in score that length explains, and the score without it."""
-    gain, effect = change(group).mean, length_effect(group)
-    if not (math.isfinite(effect) and gain > 0):
-        return ""
-    share, controlled = effect / gain, num(final_score(group).mean - effect)
-    said = f"{percent(share)} of the gain in score of {group.label}"
-    said += f"; at the length that it began with it would score {controlled}."
-    if share > 0.5:
-        return warn("Longer rather than better:") + f" length explains {said}"
-    return f"Length explains {said}"
-
-
-def _sure(value: Interval, group: Group, form: Callable[[float], str] = signed) -> str:
-    """A change, what its interval is over, and whether that includes zero."""
-    if not math.isfinite(value.low):
-        return form(value.mean)
-    includes = "; it includes zero" if value.low <= 0 <= value.high else ""
-    return f"{value.text(form)} (95% interval over {over_what(group)}{includes})"
-
-
 def _gold_change(group: Group) -> str:
     """Whether the true score followed the learnt one. A warning needs an interval."""
-    score, gold = change(group), change(group, "gold")
+    score, gold = measures.change(group), measures.change(group, "gold")
     if not (math.isfinite(gold.mean) and math.isfinite(score.mean)):
         return ""
-    if score.mean > 0 and gold.high < 0:
-        fall = Interval(-gold.mean, -gold.high, -gold.low, gold.size)
-        return warn("Over-optimisation:") + (
-            f" {group.label} raised the learnt score while the true (gold) score fell by "
-            f"{_sure(fall, group, num)}."
-        )
-    changed = f"the true (gold) score of {group.label} changed by {_sure(gold, group)}."
-    peak, drop = fall_from_peak(group, "gold")
-    if drop.mean > 0:
-        changed += f" It peaked at {num(peak.mean)} in step {peak.step} and ended "
-        changed += f"{drop.text(num)} lower"
-        if score.mean > 0 and drop.low > 0:
-            return warn("Over-optimisation sets in:") + f" {changed}."
-        without = "there is no interval" if math.isnan(drop.low) else "the interval includes zero"
-        changed += f"; {without}."
-    return "T" + changed[1:]
+    fall = Interval(-gold.mean, -gold.high, -gold.low, gold.size)
+    peak, drop = measures.fall_from_peak(group, "gold")
+    return part(
+        "gold_change", group.label, score, gold, fall, peak, drop, measures.over_what(group)
+    )
 
 
 def _hacking(group: Group) -> str:
@@ -202,22 +329,10 @@ def _hacking(group: Group) -> str:
 
     Length is known of each prompt: where the interval of its change includes zero, it is no sign.
     """
-    signs: list[str] = []
-    before, now = _ends(group, "eval/length")
-    grew, moved = now > 1.25 * before > 0, change(group, "length")
-    if (grew or 0 < now < before / 2) and not moved.low <= 0 <= moved.high:
-        verb = "grew" if grew else "shrank"
-        signs.append(f"responses {verb} from {num(before)} to {num(now)} tokens")
-    before, now = _ends(group, "eval/repetition")
-    if now - before > 0.05:
-        signs.append(f"repetition rose from {percent(before)} to {percent(now)}")
-    before, now = _ends(group, "eval/ended")
-    if before - now > 0.05:
-        signs.append(f"the share of responses that end with EOS fell to {percent(now)}")
-    if signs:
-        return warn("Look twice") + f" at {group.label}: {', '.join(signs)}. Read its samples."
-    ended = group.final("eval/ended")
-    return f"In {group.label} only {percent(ended)} of responses end." if ended < 0.8 else ""
+    ends = [_ends(group, f"eval/{key}") for key in ("length", "repetition", "ended")]
+    return part(
+        "hacking", group.label, *ends, measures.change(group, "length"), group.final("eval/ended")
+    )
 
 
 def _ends(group: Group, key: str) -> tuple[float, float]:
@@ -226,57 +341,30 @@ def _ends(group: Group, key: str) -> tuple[float, float]:
     return (values[0], values[-1]) if len(values) > 1 else (math.nan, math.nan)
 
 
-def _little_to_learn(group: Group) -> str:
-    """Whether most groups of responses scored alike, on average over the run."""
-    shares = [point.mean for point in group.curve("rl/zero_std_groups")]
-    share = mean(shares)
-    if not share > 0.5:
-        return ""
-    return warn("Little to learn from:") + (
-        f" in {group.label} all responses to {percent(share)} of the prompts had the same score."
-    )
-
-
 def reward_health(others: list[Group]) -> list[Markup]:
     """How well reward models tell held-out pairs apart: nothing below is better than they are."""
     lines: list[Markup] = []
     for group in others:
         accuracy = group.final("eval/accuracy")
-        if group.stage != "reward" or not math.isfinite(accuracy):
-            continue
-        rows = [number((run.about.get("rows") or {}).get("held-out")) for run in group.runs]
-        pairs = min(filter(math.isfinite, rows), default=math.nan)
-        of = f"{pairs:.0f} held-out pairs" if math.isfinite(pairs) else "held-out pairs"
-        faults: list[tuple[str, str]] = []
-        if accuracy < MIN_ACCURACY:
-            advice = "Scores by it mean little: give it more, or better, preferences."
-            faults.append(("hardly better than chance", advice))
-        if pairs < MIN_PAIRS:
-            faults.append(("too few pairs to tell", "Hold out more (data.eval_size)."))
-        length = group.final("eval/length_correlation")
-        if abs(length) > MAX_LENGTH_CORRELATION:
-            advice = "A policy gains by length alone: train the reward model with length_head."
-            faults.append((f"scores follow length (correlation {num(length, 2)})", advice))
-        words = f" {group.label} ranks {percent(accuracy)} of {of} correctly"
-        short = group.final("eval/accuracy_short")
-        words += f", {percent(short)} where the shorter one won" if math.isfinite(short) else ""
-        words += f": {' and '.join(fault for fault, _ in faults)}" if faults else ""
-        words += "".join([".", *(f" {advice}" for _, advice in faults)])
-        lines.append((warn if faults else escape)("Reward model:") + words)
+        if group.stage == "reward" and math.isfinite(accuracy):
+            rows = [number((run.about.get("rows") or {}).get("held-out")) for run in group.runs]
+            pairs = min(filter(math.isfinite, rows), default=math.nan)
+            more = [group.final(f"eval/{key}") for key in ("accuracy_short", "length_correlation")]
+            lines.append(part("reward_health", group.label, accuracy, pairs, *more))
     return lines
 
 
 def _compare(base: Group, group: Group, *, with_score: bool) -> list[str]:
-    sentences: list[str] = []
-    if with_score:
-        ahead = difference(base, group).text(signed)
-        sentences.append(bold(group.label) + f" over {base.label}: {ahead} in score.")
+    names = group.label, base.label
+    sentences: list[str] = (
+        [part("ahead", *names, measures.difference(base, group))] if with_score else []
+    )
     kl, base_kl = group.final("eval/kl"), base.final("eval/kl")
-    if not (math.isfinite(kl) and math.isfinite(base_kl)):
-        return sentences
-    level = min(kl, base_kl)
-    at = [score_at_kl(each, level) for each in (group, base)]
-    return [*sentences, part("kl_spent", group.label, base.label, kl, base_kl, level, *at)]
+    if math.isfinite(kl) and math.isfinite(base_kl):
+        level = min(kl, base_kl)
+        at = [measures.score_at_kl(each, level) for each in (group, base)]
+        sentences.append(part("kl_spent", *names, kl, base_kl, level, *at))
+    return sentences
 
 
 def _seeds(policies: list[Group]) -> Markup:

@@ -118,7 +118,8 @@ _TEMPLATES = Environment(
     undefined=StrictUndefined,
     extensions=[JoinedLines],
 )
-_TEMPLATES.globals |= {"inf": math.inf, "num": num}
+_TEMPLATES.globals |= {"inf": math.inf, "num": num, "signed": signed}
+_TEMPLATES.tests["finite"] = math.isfinite
 _TEMPLATES.filters |= {"classes": class_of, "run_class": run_class, "num": num, "percent": percent}
 _TEMPLATES.filters |= {"g": "{:g}".format, "f1": "{:.1f}".format}
 _MACROS = {

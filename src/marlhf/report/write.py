@@ -18,10 +18,9 @@ from marlhf.report.groups import Group, group_runs
 from marlhf.report.page import part, render
 from marlhf.report.sections.credit import credit
 from marlhf.report.sections.curves import learning, stages, timing, training
-from marlhf.report.sections.evaluations import best_of_n, held_out, problems, temperatures
+from marlhf.report.sections.evaluations import best_of_n, held_out, problems, prompts, temperatures
 from marlhf.report.sections.frontier import frontier
 from marlhf.report.sections.judged import judged
-from marlhf.report.sections.prompts import prompts
 from marlhf.report.sections.samples import conversations, samples
 from marlhf.report.sections.summary import settings, summary
 from marlhf.report.sections.sweeps import scaling, size_text, sweeps
@@ -130,16 +129,6 @@ def _title(runs: list[Run]) -> str:
 
 def _subtitle(runs: list[Run], groups: list[Group]) -> Markup:
     """Two lines: the runs; the model that training began with, the data and the hardware."""
-    count = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}"
-    if len(groups) not in (0, len(runs)):
-        count += f" of {len(groups)} settings"
-    about = [count]
-    if started := _recorded(runs, "started"):
-        about.append(f"started {started[0][:16].replace('T', ' ')}")
-    if version := _recorded(runs, "marlhf"):
-        about.append(f"marlhf {', '.join(version)}")
-    if unfinished := sum(run.status == "running" for run in runs):
-        about.append(f"{unfinished} unfinished")
     models = _names(value for group in groups for value in _base_models(group.chosen))
     sizes = {count for run in runs if run.is_policy and (count := num_parameters(run))}
     if models and len(sizes) == 1:
@@ -147,7 +136,15 @@ def _subtitle(runs: list[Run], groups: list[Group]) -> Markup:
     data = _names(value for group in groups for value in _data_of(group.chosen))
     hardware = ", ".join(_recorded(runs, "hardware"))
     inputs = [("model", models), ("data", data), ("on", hardware)]
-    return part("subtitle", runs=about, inputs=[each for each in inputs if each[1]])
+    return part(
+        "subtitle",
+        len(runs),
+        len(groups),
+        started=_recorded(runs, "started"),
+        versions=_recorded(runs, "marlhf"),
+        unfinished=sum(run.status == "running" for run in runs),
+        inputs=[each for each in inputs if each[1]],
+    )
 
 
 def _base_models(chosen: dict[str, Any]) -> Iterable[str]:

@@ -3,9 +3,7 @@ credit falls in a response."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
@@ -16,7 +14,7 @@ from marlhf.report.dots import Dot, dot_rows
 from marlhf.report.groups import Group, labelled
 from marlhf.report.page import Cell, Column, bold, code, figure, grid, num, part, section, table
 from marlhf.report.sections.curves import curve_figure
-from marlhf.runs.layout import CREDIT, HEADROOM
+from marlhf.runs.layout import CREDIT, HEADROOM, read_object
 from marlhf.runs.read import Row, Run, number
 
 SHOWN = 3
@@ -26,22 +24,13 @@ MAX_LINES = 8
 
 def credit(groups: Sequence[Group]) -> Markup:
     """What `marlhf credit` and `credit: auto` measured."""
+    runs = labelled(groups)
     measured = [
-        _measured(label, group, summary)
-        for label, group, run in labelled(groups)
-        if (summary := _read(run.path / CREDIT))
+        _measured(label, group, read_object(run.path / CREDIT)) for label, group, run in runs
     ]
-    measured += [
-        _headroom(label, summary)
-        for label, _, run in labelled(groups)
-        if (summary := _read(run.path / HEADROOM))
-    ]
-    automatic = [
-        _choices(label, run)
-        for label, _, run in labelled(groups)
-        if run.config.get("credit") == "auto"
-    ]
-    earned = [_earned(label, run) for label, _, run in labelled(groups)]
+    measured += [_headroom(label, read_object(run.path / HEADROOM)) for label, _, run in runs]
+    automatic = [_choices(label, run) for label, _, run in runs]
+    earned = [_earned(label, run) for label, _, run in runs]
     reaches = curve_figure("Tokens that credit reaches back", groups, ("credit/reach",))
     shown = grid([*automatic, *earned, reaches], "two")
     return section("credit", *measured, shown, measured=any([*measured, *automatic]))
@@ -71,14 +60,6 @@ def _earned(label: str, run: Run) -> Markup:
     )
 
 
-def _read(file: Path) -> Row | None:
-    try:
-        summary = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return summary if isinstance(summary, dict) and isinstance(summary.get("rows"), list) else None
-
-
 def _objects(value: object) -> list[Row]:
     """The objects of a list; anything else in a hand-edited file is left out."""
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
@@ -88,32 +69,23 @@ def _measured(label: str, group: Group, summary: Row) -> Markup:
     """The results of one `marlhf credit`, with those of `--where`."""
     dots: list[Dot] = []
     rows: list[list[Cell]] = []
-    away = ""
-    for row in _objects(summary["rows"]):
+    away = False  # whether the run's own gradient does not point along the true one
+    for row in _objects(summary.get("rows")):
         mean, error = number(row.get("cosine")), 2 * number(row.get("error"))
         if mean != mean:
             continue
         name = str(row.get("name")) + (" (this run)" if row.get("own") else "")
         colour = group.colour if row.get("own") else "var(--soft)"
-        if row.get("own") and mean <= 0:
-            away = ", whose gradient does not point along the true one"
+        away = away or (bool(row.get("own")) and mean <= 0)
         dots.append(Dot(name, Interval(mean, mean - error, mean + error, 1), colour))
         rows.append([name, mean, error / 2, number(row.get("consistency")), row.get("samples")])
     if not dots:
         return Markup()
-    best, own = str(summary.get("best")), str(summary.get("own"))
-    note = Markup("{} batches, {} responses. ").format(
-        summary.get("batches"), summary.get("responses")
-    )
-    if best == own:
-        note += f"Nothing is measurably ahead of {own}{away}."
-    else:
-        note += f"{best} is ahead of {own}{away}: " + code(summary.get("recipe")) + "."
     shown = figure(
         f"{label}, step {summary.get('step')}",
         dot_rows(dots, x_label="cosine with the true gradient", width=520),
         file=f"credit {label}",
-        note=note,
+        note=part("best_credit", summary, away),
         header=["credit by", "cosine", "error", "consistency", "samples needed"],
         rows=rows,
     )
@@ -123,6 +95,8 @@ def _measured(label: str, group: Group, summary: Row) -> Markup:
 
 def _headroom(label: str, summary: Row) -> Markup:
     """What exact values would win at each reach, and what the run's critic wins of it."""
+    if not isinstance(summary.get("rows"), list):
+        return Markup()
     lead = bold(f"{label}, step {summary.get('step')}. ") + f"{summary.get('verdict')}"
     columns = {
         "exact values at lambda": "reach",
@@ -172,7 +146,7 @@ def _choices(label: str, run: Run) -> Markup:
     """The cosine of every candidate over the steps, and of the one that was in use."""
     prefix = "credit/cosine/"
     names = sorted({key for row in run.train for key in row if key.startswith(prefix)})
-    if not names:
+    if not names or run.config.get("credit") != "auto":
         return Markup()
     curves = {name: [(s, v) for s, _, v in run.curve(name)] for name in names}
     by_end = sorted(filter(curves.get, curves), key=lambda name: -curves[name][-1][1])[:MAX_LINES]

@@ -182,11 +182,9 @@ def stage_table(groups: list[Group]) -> Markup:
 
 def name_cell(group: Group, kind: str = "") -> Below:
     words = sorted({run.status for run in group.runs} - {"unknown"})
-    if group.num_seeds > 1:
-        words.insert(0, f"{group.num_seeds} seeds")
-    elif len(group.runs) > 1:
-        words.insert(0, f"{len(group.runs)} runs")
-    below = [line for line in (kind, ", ".join(words)) if line]
+    seeds, runs = group.num_seeds, len(group.runs)
+    many = f"{seeds} seeds" if seeds > 1 else f"{runs} runs" if runs > 1 else ""
+    below = [line for line in (kind, ", ".join(filter(None, [many, *words]))) if line]
     return Below(Chip(group.label, group.colour), below)
 
 

@@ -1,4 +1,7 @@
-"""What commands measured after training: pass@k, held-out scores, temperatures, best of n."""
+"""Held-out responses: prompt by prompt, and what commands measured after training.
+
+These are pass@k, scores by each reward model, temperatures and best of n.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +10,11 @@ from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup
 
-from marlhf.evaluate.results import (
-    ALL,
-    MEASURES,
-    FrontierPoint,
-    Grid,
-    kl_bound,
-    measures_of,
-    read_frontiers,
-    read_grids,
-    read_scored,
-    read_summary,
-    scores_of,
-    summarise,
-)
-from marlhf.intervals import NO_INTERVAL, Interval
-from marlhf.report.charts import Series, legend_of, line_chart
+from marlhf.evaluate import results
+from marlhf.intervals import NO_INTERVAL, Interval, mean, thin, win_rate
+from marlhf.report.charts import Series, distribution, histogram, legend_of, line_chart, scatter
 from marlhf.report.dots import Dot, Trail, dots_figure, heat_map, sweep_chart
-from marlhf.report.groups import Group, labelled
+from marlhf.report.groups import START_COLOUR, Group, labelled, measured_alike, same_prompts
 from marlhf.report.page import (
     NUM_COLOURS,
     Below,
@@ -33,11 +23,11 @@ from marlhf.report.page import (
     Column,
     figure,
     grid,
+    heading,
     percent,
     section,
     table,
 )
-from marlhf.report.sections.prompts import distribution_figure
 
 SHARES = ("repetition", "distinct_1", "distinct_2", "ended", "success")
 MAX_DISTRIBUTIONS = 12
@@ -49,7 +39,7 @@ def problems(groups: Sequence[Group]) -> Markup:
     measured = [
         (label, group.colour, rates.samples, row)
         for label, group, run in labelled(groups)
-        if (rates := read_summary(run.path))
+        if (rates := results.read_summary(run.path))
         for row in rates.rows
     ]
     ks = sorted({k for *_, row in measured for k in row.pass_at})
@@ -67,7 +57,11 @@ def problems(groups: Sequence[Group]) -> Markup:
     figures: list[Markup] = []
     for k in ks[:3]:
         dots = [
-            Dot(label if row.difficulty == ALL else f"{label}: {row.difficulty}", rate, colour)
+            Dot(
+                label if row.difficulty == results.ALL else f"{label}: {row.difficulty}",
+                rate,
+                colour,
+            )
             for label, colour, _, row in measured
             if (rate := row.pass_at.get(k))
         ]
@@ -83,16 +77,16 @@ def problems(groups: Sequence[Group]) -> Markup:
 def held_out(groups: Sequence[Group]) -> Markup:
     """One row per run and sampling, and the distribution of each judge's scores."""
     evaluations = [
-        (label, group.colour, file, summarise(file.lines))
+        (label, group.colour, file, results.summarise(file.lines))
         for label, group, run in labelled(groups)
-        for file in read_scored(run.path)
+        for file in results.read_scored(run.path)
     ]
     if not evaluations:
         return Markup()
     judges = list(dict.fromkeys(name for *_, summary in evaluations for name in summary.scores))
     columns = [Column("Run", "run"), Column("Sampling"), Column("", "sampling")]
     columns += [Column("Prompts", "prompts"), *(Column(j, j, is_bold=True) for j in judges)]
-    measures = measures_of(summary for *_, summary in evaluations)
+    measures = results.measures_of(summary for *_, summary in evaluations)
     columns += [Column(t, key, percent if key in SHARES else None) for t, key in measures]
     rows: list[list[object]] = []
     for label, colour, file, summary in evaluations:
@@ -105,7 +99,11 @@ def held_out(groups: Sequence[Group]) -> Markup:
     for sampling in dict.fromkeys(file.label for _, _, file, _ in evaluations):
         for judge in judges:
             series = [
-                (label, [x for x in scores_of(file.lines, judge) if math.isfinite(x)], colour)
+                (
+                    label,
+                    [x for x in results.scores_of(file.lines, judge) if math.isfinite(x)],
+                    colour,
+                )
                 for label, colour, file, _ in evaluations
                 if file.label == sampling
             ]
@@ -125,16 +123,18 @@ def temperatures(groups: Sequence[Group]) -> Markup:
     sampled: dict[str, dict[tuple[str, str], dict[float, Interval]]] = {}
     for label, group, run in labelled(groups):
         name = label, group.colour
-        for file in read_scored(run.path):
+        for file in results.read_scored(run.path):
             if file.settings is None:
                 continue
-            summary, rest = summarise(file.lines), file.settings.label_without_temperature
+            summary, rest = results.summarise(file.lines), file.settings.label_without_temperature
             values = {f"Score by {judge}, {rest}": v for judge, v in summary.scores.items()}
-            values |= {f"{title}, {rest}": summary.measures[key] for title, key in MEASURES[:3]}
+            values |= {
+                f"{title}, {rest}": summary.measures[key] for title, key in results.MEASURES[:3]
+            }
             for title, value in values.items():
                 line = by_title.setdefault(title, {}).setdefault(name, {})
                 line[file.settings.temperature] = value
-        for rest, samples in read_grids(run.path).items():
+        for rest, samples in results.read_grids(run.path).items():
             means = {t: samples.cell(t, 1) for t in samples.lines}
             sampled.setdefault(f"Score, {rest}", {})[name] = means
     figures = [_temperature_figure(title, runs) for title, runs in by_title.items()]
@@ -177,14 +177,14 @@ def best_of_n(groups: Sequence[Group]) -> Markup:
     """
     figures: list[Markup] = []
     for label, _, run in labelled(groups):
-        for name, samples in read_grids(run.path).items():
+        for name, samples in results.read_grids(run.path).items():
             figures.append(_heat_figure(f"{label}, {name}", samples))
-        for name, ways in read_frontiers(run.path).items():
+        for name, ways in results.read_frontiers(run.path).items():
             figures += _frontier_figures(f"{label}, {name}", ways)
     return section("best_of_n", grid(figures, "two"))
 
 
-def _heat_figure(title: str, samples: Grid) -> Markup:
+def _heat_figure(title: str, samples: results.Grid) -> Markup:
     cells = {(t, n): samples.cell(t, n) for t in samples.lines for n in samples.ns}
     return figure(
         title,
@@ -198,12 +198,15 @@ def _heat_figure(title: str, samples: Grid) -> Markup:
         file=f"best of n {title}",
         header=["temperature", "n", "score", "low", "high", "length", "kl bound"],
         rows=[
-            [t, n, *value[:3], samples.length(t, n), kl_bound(n)] for (t, n), value in cells.items()
+            [t, n, *value[:3], samples.length(t, n), results.kl_bound(n)]
+            for (t, n), value in cells.items()
         ],
     )
 
 
-def _frontier_figures(title: str, ways: Mapping[str, Sequence[FrontierPoint]]) -> list[Markup]:
+def _frontier_figures(
+    title: str, ways: Mapping[str, Sequence[results.FrontierPoint]]
+) -> list[Markup]:
     header = ["chosen", "k or n", "score", "low", "high", "kl bound", "tokens sampled", "length"]
     rows: list[list[Cell]] = [
         [name, p.candidates, *p.score[:3], p.kl_bound, p.tokens, p.length]
@@ -226,3 +229,112 @@ def _frontier_figures(title: str, ways: Mapping[str, Sequence[FrontierPoint]]) -
         file = f"blocks {measure} {title}"
         figures.append(figure(name, chart, file=file, header=header, rows=rows))
     return figures
+
+
+MAX_ROWS = 1000
+MAX_SHIFTS = 12
+MAX_RIDGES = 12
+BEST = 8
+"""The paper compares training with best-of-8 of the SFT model."""
+
+
+def prompts(policies: list[Group], others: list[Group]) -> Markup:
+    """Where the change of the mean comes from: all prompts a little, or some a lot."""
+    figures = [
+        _distribution_figure(policies, title, field)
+        for title, field in (
+            ("Score", "scores"),
+            ("Gold score", "gold"),
+            ("Length (tokens)", "length"),
+        )
+    ]
+    shifts = grid(_shifts(policies, others))
+    return section(
+        "distributions", grid(figures), heading("Shift of each prompt") + shifts if shifts else ""
+    )
+
+
+def _distribution_figure(policies: list[Group], title: str, field: str) -> Markup:
+    before = [values for group in policies if (values := group.all_prompts(field, first=True))]
+    entries = [("before RL", values, START_COLOUR) for values in before[:1]]
+    for group in policies[:MAX_RIDGES]:
+        if values := group.all_prompts(field):
+            entries.append((group.label, values, group.colour))
+    return distribution_figure(title, entries, x_label=title.lower()) if entries else Markup()
+
+
+def distribution_figure(
+    title: str, entries: Sequence[tuple[str, Sequence[float], str]], *, x_label: str
+) -> Markup:
+    """Histograms of (label, values, colour) in shared bins."""
+    edges, shares = histogram([values for _, values, _ in entries])
+    return figure(
+        title,
+        distribution(entries, x_label=x_label),
+        file=f"distribution of {title}",
+        header=["from", "to", *(label for label, *_ in entries)],
+        rows=[[low, high, *bins] for low, high, bins in zip(edges, edges[1:], zip(*shares))],
+    )
+
+
+def _shifts(policies: list[Group], others: list[Group]) -> list[Markup]:
+    """Best of 8 without training, then before RL to each policy, then baseline to each."""
+    figures = [_best_figure(group) for group in [*others, *policies]]
+    for group in policies:
+        before = group.per_prompt("scores", first=True)
+        figures.append(_shift_figure("before RL", before, group))
+    for group in policies[1:]:
+        if same_prompts(policies[0], group) and measured_alike(policies[0], group):
+            before = policies[0].per_prompt("scores")
+            figures.append(_shift_figure(policies[0].label, before, group))
+    return [each for each in figures if each][:MAX_SHIFTS]
+
+
+def _shift_figure(name: str, before: list[float] | None, group: Group) -> Markup:
+    after = group.per_prompt("scores")
+    if not before or not after or len(before) != len(after):
+        return Markup()
+    rows = list(zip(range(len(before)), before, after))
+    return _cloud(f"{name} \u2192 {group.label}", (name, group.label), group.colour, rows)
+
+
+def _best_figure(group: Group) -> Markup:
+    """One sample against the best of 8, at the temperature nearest to 1 of a run's first grid."""
+    for run in group.runs:
+        for samples in results.read_grids(run.path).values():
+            temperature = min(samples.lines, key=lambda each: abs(each - 1))
+            rows = [
+                (
+                    str(line["key"]),
+                    mean(line["scores"]),
+                    results.expected_best(line["scores"], BEST),
+                )
+                for line in samples.lines[temperature]
+                if len(line["scores"]) >= BEST
+            ]
+            if rows:
+                title = f"{group.label} \u2192 its best of {BEST}"
+                names = f"{group.label}, one sample", f"{group.label}, best of {BEST}"
+                note = f" At temperature {temperature:g}; raw scores of the model that chose."
+                return _cloud(title, names, group.colour, rows, note)
+    return Markup()
+
+
+def _cloud(
+    title: str,
+    names: tuple[str, str],
+    colour: str,
+    rows: Sequence[tuple[Cell, float, float]],
+    more: str = "",
+) -> Markup:
+    _, before, after = zip(*rows)
+    above = percent(win_rate(before, after))
+    x_label, y_label = (f"score, {name}" for name in names)
+    return figure(
+        title,
+        scatter(list(zip(before, after)), colour, x_label=x_label, y_label=y_label),
+        file=f"shift {title}",
+        note=f"{above} of {len(rows)} dots are above the diagonal; those on it count half.{more}",
+        header=["prompt", *names],
+        rows=thin(rows, MAX_ROWS),
+    )

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from marlhf.intervals import mean, quantiles, thin
 from marlhf.report.groups import START_COLOUR, Group
-from marlhf.report.page import Column, grid, heading, num, part, percent, section, signed, table
+from marlhf.report.page import Column, grid, heading, part, percent, section, signed, table
 from marlhf.report.sections.curves import curve_figure, name_cell
 from marlhf.runs.evaluations import opening_length, read_episode
 from marlhf.runs.read import Row, number
@@ -95,9 +95,8 @@ def _example(prompts: Prompts, scales: dict[str, float]) -> Markup:
         "example",
         words=next(_spans([macro], scales[label])),
         label=label,
-        size="one token" if macro.length == 1 else f"{macro.length} tokens",
-        advantage=signed(macro.advantage),
-        is_better=macro.advantage > 0,
+        size=macro.length,
+        advantage=macro.advantage,
     )
 
 
@@ -208,23 +207,13 @@ def _score_gaps(prompts: Prompts) -> list[tuple[str, dict[int, int]]]:
 def _answer(answer: ShownResponse, scale: float) -> dict[str, object]:
     """What the page shows of a response: its macro actions and its numbers."""
     sample = answer.sample
-    macros = macro_actions(sample)
-    pieces = sample.get("pieces")
-    hidden = len(pieces) - MAX_PIECES if isinstance(pieces, list) else 0
-    facts = [
-        f"{name} {num(value)}"
-        for name, key in (("score", "score"), ("gold", "gold"), ("KL", "kl"))
-        if math.isfinite(value := number(sample.get(key)))
-    ]
-    length = number(sample.get("length"))
-    if math.isfinite(length):
-        facts.append(f"{length:.0f} tokens")
-    actions = sum(not macro.is_world for macro in macros)
-    if actions > 1 and hidden <= 0:
-        facts.append(f"{actions} macro actions")
-    spans = list(_spans(macros, scale))
-    name = {"label": answer.label, "colour": answer.colour}
-    return {**name, "spans": spans, "hidden": hidden, "facts": facts}
+    macros, pieces = macro_actions(sample), sample.get("pieces")
+    return answer._asdict() | {
+        "spans": list(_spans(macros, scale)),
+        "hidden": len(pieces) - MAX_PIECES if isinstance(pieces, list) else 0,
+        "numbers": {key: number(sample.get(key)) for key in ("score", "gold", "kl", "length")},
+        "actions": sum(not macro.is_world for macro in macros),
+    }
 
 
 def _spans(macros: list[Macro], scale: float) -> Iterator[Span]:
@@ -263,14 +252,14 @@ MAX_PLAYED = 4
 """Prompts whose conversations are shown, and runs at each."""
 MAX_MESSAGES = 40
 MEASURES = (
-    ("Success", "success", percent),
-    ("Turns", "turns", num),
-    ("Tool calls", "tool_calls", num),
-    ("Tool errors", "tool_errors", num),
-    ("Tokens of the model", "length", num),
-    ("Tokens of the world", "world_tokens", num),
-    ("Cut at a limit", "cut_episodes", percent),
-    ("Failed", "failed_episodes", percent),
+    Column("Success", "success", percent),
+    Column("Turns", "turns"),
+    Column("Tool calls", "tool_calls"),
+    Column("Tool errors", "tool_errors"),
+    Column("Tokens of the model", "length"),
+    Column("Tokens of the world", "world_tokens"),
+    Column("Cut at a limit", "cut_episodes", percent),
+    Column("Failed", "failed_episodes", percent),
 )
 """Means over episodes: on held-out prompts where they are recorded, else in training."""
 
@@ -280,7 +269,7 @@ def conversations(policies: Sequence[Group]) -> Markup:
     played = [group for group in policies if group.curve("rl/turns") or group.curve("eval/turns")]
     if not played:
         return Markup()
-    keys = [(title, (f"eval/{key}", f"rl/{key}")) for title, key, _ in MEASURES]
+    keys = [(each.title, (f"eval/{each.name}", f"rl/{each.name}")) for each in MEASURES]
     shown = list(_shown(played))
     return section(
         "conversations",
@@ -294,12 +283,9 @@ def conversations(policies: Sequence[Group]) -> Markup:
 
 def _table(played: Sequence[Group]) -> Markup:
     """The last numbers of each run."""
-    values = [[_last(group, key) for _, key, _ in MEASURES] for group in played]
-    known = [i for i in range(len(MEASURES)) if any(math.isfinite(row[i]) for row in values)]
-    columns = [Column("Run", "run")]
-    columns += [Column(MEASURES[i][0], MEASURES[i][1], MEASURES[i][2]) for i in known]
-    rows = [[name_cell(group), *(row[i] for i in known)] for group, row in zip(played, values)]
-    return table(columns, rows, file="conversations")
+    known = [m for m in MEASURES if any(math.isfinite(_last(group, m.name)) for group in played)]
+    rows = [[name_cell(group), *(_last(group, m.name) for m in known)] for group in played]
+    return table([Column("Run", "run"), *known], rows, file="conversations")
 
 
 def _last(group: Group, key: str) -> float:
@@ -326,32 +312,27 @@ def _conversation(group: Group, row: Row) -> dict[str, Any]:
     assert episode is not None
     messages, turns = episode["messages"], iter(episode["turns"])
     scale, first = _scale(group), opening_length(messages, len(episode["turns"]))
-    shown: list[tuple[str, str, str, list[str] | None]] = []
+    shown: list[tuple[str, str, dict[str, Any] | None]] = []
     for i, message in enumerate(messages[:MAX_MESSAGES]):
-        shade, facts = "", None
-        if i >= first and message["role"] == "assistant":
-            shade, facts = _credit(row, next(turns), scale)
-        shown.append((message["role"], shortened(message["content"]), shade, facts))
-    facts = [f"score {num(score)}"] if math.isfinite(score := number(row.get("score"))) else []
-    if isinstance(episode.get("success"), bool):
-        facts.append("solved" if episode["success"] else "not solved")
-    facts.append(f"{len(episode['turns'])} turns")
-    facts.append(f"ended by {str(episode.get('reason', '')).replace('_', ' ')}")
-    name = {"label": group.label, "colour": group.colour}
-    return {**name, "facts": facts, "messages": shown, "hidden": len(messages) - len(shown)}
+        is_own = i >= first and message["role"] == "assistant"
+        credit = _credit(row, next(turns), scale) if is_own else None
+        shown.append((message["role"], shortened(message["content"]), credit))
+    hidden = len(messages) - len(shown)
+    score = number(row.get("score"))
+    return {"group": group, "episode": episode, "score": score, "messages": shown, "hidden": hidden}
 
 
-def _credit(row: Row, turn: dict[str, Any], scale: float) -> tuple[str, list[str]]:
-    """The shade of a turn, and its advantage, reward and size in words."""
-    facts: list[str] = []
-    advantage, shade = _advantage(row, turn), "z"
-    if math.isfinite(advantage):
-        shade = shade_of(advantage, scale)
-        facts.append(f"advantage {signed(advantage)}")
-    if math.isfinite(reward := number(turn.get("reward"))):
-        facts.append(f"reward {num(reward)}")
+def _credit(row: Row, turn: dict[str, Any], scale: float) -> dict[str, Any]:
+    """The shade of a turn, its advantage, its reward and its size."""
+    advantage = _advantage(row, turn)
+    shade = shade_of(advantage, scale) if math.isfinite(advantage) else "z"
     size = turn["stop"] - turn["start"]
-    return shade, [*facts, "one token" if size == 1 else f"{size} tokens"]
+    return {
+        "shade": shade,
+        "advantage": advantage,
+        "reward": number(turn.get("reward")),
+        "size": size,
+    }
 
 
 def _advantage(row: Row, turn: dict[str, Any]) -> float:

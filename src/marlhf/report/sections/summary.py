@@ -8,9 +8,8 @@ import yaml
 from markupsafe import Markup
 
 from marlhf.intervals import Interval
-from marlhf.report.answer import answer
 from marlhf.report.dots import Dot, dots_figure
-from marlhf.report.findings import reward_health, shows, shows_not, verdict
+from marlhf.report.findings import answer, reward_health, shows, shows_not, verdict
 from marlhf.report.groups import START_COLOUR, Group, describe_methods, differences
 from marlhf.report.measures import final_score, start_score
 from marlhf.report.page import (
