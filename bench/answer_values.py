@@ -29,9 +29,10 @@ from marlhf.models.forward import pass_choice
 from marlhf.rollout import Sampling
 from marlhf.runtime.distributed import start
 from marlhf.runtime.stage import NO_OBJECTS
-from marlhf.train.experience import RolloutScorer, sample_responses
+from marlhf.train.experience import RolloutScorer
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import load_models, load_prompts
+from marlhf.train.sampling import sample_responses
 from marlhf.train.state_values import (
     NEVER,
     answer_branches,

@@ -40,11 +40,12 @@ from marlhf.runtime.optim import make_optimizer
 from marlhf.runtime.stage import Example
 from marlhf.spans import vocabulary
 from marlhf.train import ppo, rloo
-from marlhf.train.experience import RolloutScorer, sample_responses
+from marlhf.train.experience import RolloutScorer
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import Learner
 from marlhf.train.rloo_config import RLOOConfig
+from marlhf.train.sampling import sample_responses
 from marlhf.train.state_values import StateValues
 
 GROUP = 4

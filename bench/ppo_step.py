@@ -59,7 +59,7 @@ from marlhf.runtime.memory_plan import GIB, Plan, Size, plan_run
 from marlhf.runtime.optim import cast_trained_weights, make_optimizer
 from marlhf.runtime.stage import Example
 from marlhf.spans import vocabulary
-from marlhf.train.experience import RolloutScorer, batch_metrics, sample_responses
+from marlhf.train.experience import RolloutScorer, batch_metrics
 from marlhf.train.ppo import (
     assign_credit,
     critic_values_and_backward,
@@ -69,6 +69,7 @@ from marlhf.train.ppo import (
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import Learner
+from marlhf.train.sampling import sample_responses
 
 
 @dataclass(frozen=True)

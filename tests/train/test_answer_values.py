@@ -16,8 +16,9 @@ from marlhf.runtime.distributed import start as start_world
 from marlhf.runtime.stage import Example, GivenObjects
 from marlhf.train import ppo
 from marlhf.train import state_values as room
-from marlhf.train.experience import RolloutScorer, sample_responses
+from marlhf.train.experience import RolloutScorer
 from marlhf.train.rl_models import load_models
+from marlhf.train.sampling import sample_responses
 from marlhf.train.state_values import (
     State,
     answer_branches,

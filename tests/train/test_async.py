@@ -22,8 +22,8 @@ from marlhf.runtime.loop import Loop
 from marlhf.runtime.stage import GivenObjects
 from marlhf.train import ppo, rl_models, rloo
 from marlhf.train.experience import Experience
-from marlhf.train.rl_run import RolloutPrefetcher
 from marlhf.train.rloo_config import GRPOConfig
+from marlhf.train.sampling import RolloutPrefetcher
 from small_runs import TOY, assert_close, everything, read_lines, wait_for_step, weights
 
 pytestmark = [pytest.mark.xdist_group("forked"), pytest.mark.usefixtures("forked_samplers")]

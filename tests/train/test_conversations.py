@@ -26,11 +26,12 @@ from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import start as start_world
 from marlhf.runtime.stage import NO_OBJECTS, GivenObjects
 from marlhf.train import ppo, rloo
-from marlhf.train.conversations import turn_states
-from marlhf.train.experience import RolloutScorer, sample_examples
+from marlhf.train.experience import RolloutScorer
 from marlhf.train.preflight import check_stages
 from marlhf.train.recipe import load_recipe
 from marlhf.train.rl_models import load_models, load_prompts
+from marlhf.train.rloo import turn_states
+from marlhf.train.sampling import sample_examples
 from marlhf.train.state_values import continuation_returns, states_of
 from small_runs import everything, read_lines, wait_for_step, weights
 

@@ -18,8 +18,9 @@ from marlhf.runtime.distributed import start
 from marlhf.runtime.stage import NO_OBJECTS
 from marlhf.spans.show import cut_text
 from marlhf.train import ppo, rloo
-from marlhf.train.experience import RolloutScorer, sample_responses
+from marlhf.train.experience import RolloutScorer
 from marlhf.train.rl_models import load_models, load_prompts
+from marlhf.train.sampling import sample_responses
 from marlhf.train.state_values import StateValues, chosen_boundaries
 from small_runs import TOY, read_lines
 

@@ -19,6 +19,7 @@ from marlhf.runtime.stage import NO_OBJECTS
 from marlhf.spans.apply import SegmenterError
 from marlhf.train import critic_quality, experience, held_out, ppo, rl_models
 from marlhf.train.rl_models import load_models, load_prompts
+from marlhf.train.sampling import sample_responses
 from small_runs import TOY, assert_close, read_lines, small_ppo
 
 
@@ -486,7 +487,7 @@ def test_the_pass_that_values_trains_the_critic_as_one_of_its_own_would(ppo_conf
     examples, _ = load_prompts(config, models, NO_OBJECTS)
     shuffler = torch.Generator().manual_seed(0)
     prompts = [e.prompt for e in examples[:5]]
-    rollout = experience.sample_responses(prompts, models, [1, 2, 3, 4, 5])
+    rollout = sample_responses(prompts, models, [1, 2, 3, 4, 5])
     found = experience.RolloutScorer(models, config)(examples[:5], rollout)
     rewards, segments = ppo.shape_and_segment(found, models, config, 0.05, shuffler)
     values, losses = ppo.critic_values_and_backward(found, rewards, segments, models, config)

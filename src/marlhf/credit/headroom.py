@@ -41,10 +41,11 @@ from marlhf.runtime.checkpoint import decode, encode
 from marlhf.runtime.progress import Steps, say
 from marlhf.runtime.stage import batch_rows
 from marlhf.train.credit_choice import ERRORS, name_of
-from marlhf.train.experience import Experience, sample_examples
+from marlhf.train.experience import Experience
 from marlhf.train.ppo import assign_credit, shape_and_segment
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rloo_config import RLOOConfig
+from marlhf.train.sampling import sample_examples
 
 ROWS = 32
 """Responses that are sampled, continued and written down together."""

@@ -21,11 +21,12 @@ from marlhf.runtime.checkpoint import checkpoints_in, load_weights, read_checkpo
 from marlhf.runtime.distributed import start
 from marlhf.runtime.stage import NO_OBJECTS, Example, batch_rows
 from marlhf.train.credit_choice import CreditChooser
-from marlhf.train.experience import Experience, RolloutScorer, sample_examples
+from marlhf.train.experience import Experience, RolloutScorer
 from marlhf.train.held_out import sample_held_out, score_scale
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models, load_models, load_prompts
 from marlhf.train.rloo_config import RLOOConfig
+from marlhf.train.sampling import sample_examples
 from marlhf.train.stages import METHODS
 
 

@@ -38,17 +38,11 @@ from marlhf.runs.digests import digest_of
 from marlhf.runtime.optim import Update, apply_updates, check_finite
 from marlhf.runtime.progress import say, warn
 from marlhf.spans.apply import explain_segmenter_errors
-from marlhf.train.experience import (
-    Experience,
-    all_entropy,
-    all_values,
-    count_terms,
-    micro_batches,
-    sample_examples,
-)
+from marlhf.train.experience import Experience, all_entropy, all_values, count_terms, micro_batches
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import RLRun
+from marlhf.train.sampling import sample_examples
 
 SAMPLES = "critic_samples"
 CHUNK = 512

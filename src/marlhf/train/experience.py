@@ -1,8 +1,8 @@
 """A batch of responses and its scores, and what PPO and RLOO compute alike from it.
 
-Sampling and scoring are the same for every method that learns from its own samples. The rest of a
-step, from rewards to losses, is written out in `ppo.py` and `rloo.py`; here are the pieces of it
-that both use: micro-batches, importance weights, metrics.
+Scoring is the same for every method that learns from its own samples. The rest of a step, from
+rewards to losses, is written out in `ppo.py` and `rloo.py`; here are the pieces of it that both
+use: micro-batches, importance weights, metrics.
 
 Axes: B rows, b rows of a micro-batch, T response tokens, M macro actions, S spans.
 """
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from marlhf.config.rl import Ratio, RLConfig
-from marlhf.config.stage import Sampling
 from marlhf.core import (
     Responses,
     Segmenter,
@@ -34,13 +33,12 @@ from marlhf.core import (
     whiten,
 )
 from marlhf.core.losses import pool_ratio
-from marlhf.environments import Beginning, EpisodeRecord, episode_metrics, scored_row, turn_rewards
+from marlhf.environments import EpisodeRecord, episode_metrics, scored_row, turn_rewards
 from marlhf.models.base import Model, loaded
 from marlhf.models.sequences import Sequences, send
-from marlhf.rollout.engine import Engine, Rollout
-from marlhf.runtime.distributed import World, gather_rollout
+from marlhf.rollout.engine import Rollout
+from marlhf.runtime.distributed import World
 from marlhf.runtime.stage import Example
-from marlhf.train.conversations import gather_played, play_share
 from marlhf.train.rl_models import Models
 
 
@@ -181,64 +179,6 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
         return masked_mean((x - masked_mean(x, mask)).square(), mask)
 
     return 1 - variance(returns - values) / variance(returns).clamp(min=1e-8)
-
-
-def sample_responses(
-    prompts: list[list[int]], models: Models, seeds: list[int], limits: list[int] | None = None
-) -> Rollout:
-    """A response to each prompt. Each rank samples its share and then has all of them."""
-    engine, sampling, world = models.engine, models.sampling, models.world
-    if engine.serves_all_ranks:
-        return engine.generate(prompts, sampling, seeds, limits)
-    return sample_shared(engine, models.policy, prompts, sampling, seeds, limits, world)
-
-
-def sample_shared(
-    engine: Engine,
-    policy: Model,
-    prompts: list[list[int]],
-    sampling: Sampling,
-    seeds: list[int],
-    limits: list[int] | None,
-    world: World,
-) -> Rollout:
-    """A response to each prompt, from an engine on each rank."""
-    share, rollout = world.share([len(p) for p in prompts]), None
-    with world.gathered(policy):
-        if share:
-            rollout = engine.generate(
-                [prompts[i] for i in share],
-                sampling,
-                [seeds[i] for i in share],
-                None if limits is None else [limits[i] for i in share],
-            )
-    return gather_rollout(world, rollout, share, len(prompts))
-
-
-def sample_examples(
-    examples: list[Example],
-    models: Models,
-    seeds: list[int],
-    group: int = 1,
-    beginnings: Sequence[Beginning] = (),
-) -> tuple[list[Example], Rollout]:
-    """A response to each example; with an environment a conversation, and what was said in it.
-
-    `group` is the number of samples of a prompt, which are neighbours. With `beginnings` of
-    conversations, only what follows them is sampled.
-    """
-    if models.conversations is None:
-        return examples, sample_responses([e.prompt for e in examples], models, seeds)
-    world, engine, sampling = models.world, models.engine, models.sampling
-    share = world.share([len(e.prompt) for e in examples])
-    rollout, played = None, list[Example]()
-    with world.gathered(models.policy), world.raise_on_all_ranks():
-        if share:
-            rollout, played = play_share(
-                models.conversations, examples, seeds, engine, sampling, share, group, beginnings
-            )
-    rollout, played = gather_played(world, rollout, played, share, len(examples))
-    return played, rollout
 
 
 class RolloutScorer:

@@ -23,8 +23,9 @@ from marlhf.runtime.loop import Loop
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.progress import say, warn
 from marlhf.runtime.stage import Example
-from marlhf.train.experience import Credit, Experience, RolloutScorer, sample_examples
+from marlhf.train.experience import Credit, Experience, RolloutScorer
 from marlhf.train.rl_models import Models
+from marlhf.train.sampling import sample_examples
 
 SEED = 20241003  # the same draws at every evaluation of every run
 MAX_FIRST_KL = 0.5

@@ -27,9 +27,9 @@ from marlhf.runtime.loop import OpenRun, in_run_folder
 from marlhf.runtime.progress import say
 from marlhf.runtime.stage import Example, GivenObjects, batch_rows, count_steps, record_outcome
 from marlhf.train.dpo_config import LabelConfig
-from marlhf.train.experience import sample_examples
 from marlhf.train.online_dpo import open_judge
 from marlhf.train.rl_models import Models, load_models, load_prompts
+from marlhf.train.sampling import sample_examples
 
 SAMPLED = "sampled.jsonl"
 """A line per batch, with what becomes of each prompt: what a stop leaves is not sampled again."""

@@ -42,8 +42,8 @@ from marlhf.runtime.model_loader import WholeModel, load_sources, load_trained_s
 from marlhf.runtime.optim import check_finite
 from marlhf.runtime.progress import Steps, say, warn
 from marlhf.runtime.stage import Example, GivenObjects
-from marlhf.train.experience import sample_shared
 from marlhf.train.rl_models import SharedFunction
+from marlhf.train.sampling import sample_shared
 from marlhf.train.supervised import Passes, SupervisedRun
 from marlhf.train.supervised_config import PRMConfig
 

@@ -16,7 +16,7 @@ from marlhf.config.stage import Precision, Sampling
 from marlhf.core import Vocabulary
 from marlhf.data import Row
 from marlhf.data.collate import TokenRows
-from marlhf.environments import Conversations
+from marlhf.environments import ChatTokens, ConversationError, Conversations, find_environment
 from marlhf.models.base import Model, Tokenizer, autocast
 from marlhf.models.forward import token_stats, token_values
 from marlhf.models.load import check_vocabulary, end_tokens, load_tokenizer
@@ -25,13 +25,13 @@ from marlhf.models.sequences import Sequences
 from marlhf.reward import RewardFunction, RewardModel, Rewards, import_function
 from marlhf.reward.functions import at_last_tokens
 from marlhf.reward.process import ProcessModel
-from marlhf.rollout.engine import AsyncEngine, Engine, Rollout
+from marlhf.rollout.engine import AsyncEngine, Engine
 from marlhf.rollout.native import NativeEngine
 from marlhf.rollout.sampler_process import SamplerProcess
 from marlhf.rollout.vllm import VLLMEngine
 from marlhf.rollout.vllm_server import VLLMServer
 from marlhf.runs.layout import RunError
-from marlhf.runtime.distributed import World, gather_rollout
+from marlhf.runtime.distributed import World
 from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.model_loader import PROCESS, RewardItem, load_sources, reward_items, rl_sources
 from marlhf.runtime.progress import say
@@ -44,7 +44,6 @@ from marlhf.runtime.stage import (
 )
 from marlhf.spans import vocabulary
 from marlhf.spans.apply import Parsing, open_parsing
-from marlhf.train.conversations import conversations_of
 
 T = TypeVar("T")
 
@@ -122,7 +121,7 @@ def load_models(config: RLConfig, objects: GivenObjects, world: World, *, critic
                 *(config.gold_model, models["gold"], None, config, tokenizer, world), combine="mean"
             )
         parsing = open_parsing(config.segmenter, tokenizer)
-        conversations = conversations_of(config, objects, tokenizer, world)
+        conversations = _open_conversations(config, objects, tokenizer, world)
         engine, ahead = _load_engine(config, policy, ends, pad, world)
     table = vocabulary(tokenizer, policy.config.get_text_config().vocab_size)
     return Models(
@@ -170,6 +169,24 @@ def load_prompts(
     return examples, held_out
 
 
+def _open_conversations(
+    config: RLConfig, objects: GivenObjects, tokenizer: Tokenizer, world: World
+) -> Conversations | None:
+    """Those that the config asks for, checked; None where a response is a single turn."""
+    if not config.environment:
+        return None
+    if world.size > 1 and config.vllm_url:
+        raise ConversationError(
+            "A vLLM server samples conversations for one training process, not for several. "
+            "Start without torchrun, or leave out vllm_url."
+        )
+    make = objects.environment
+    if make is None:
+        make = find_environment(config.environment, config.code, **config.environment_options)
+    limits = config.max_turns, config.episode_tokens, config.environment_timeout
+    return Conversations(make, ChatTokens(tokenizer, raw=config.raw_turns), *limits)
+
+
 def _load_engine(
     config: RLConfig, policy: Model, ends: list[int], pad: int, world: World
 ) -> tuple[Engine, AsyncEngine | None]:
@@ -186,8 +203,7 @@ def _load_engine(
                 "process has the whole with parallel: fsdp. Set engine: vllm and vllm_url to a "
                 "vLLM server, which takes it weight by weight, or set parallel: data."
             )
-        sampler = SamplerProcess(policy, ends, pad, **options)
-        return engine, DistributedPrefetcher(sampler, world) if world.size > 1 else sampler
+        return engine, SamplerProcess(policy, ends, pad, **options)
     options = {"token_budget": 2 * config.pass_tokens, "precision": precision}
     if config.vllm_url:
         options |= {"folder": config.output_dir, "weights_host": config.vllm_weights_host}
@@ -199,33 +215,6 @@ def _load_engine(
             "vllm_url to a vLLM server, leave engine out, or start without torchrun."
         )
     return VLLMEngine(policy, ends, pad, memory=config.vllm_memory, **options), None
-
-
-class DistributedPrefetcher:
-    """A sampling process on each rank, for its share; then every rank has all responses."""
-
-    def __init__(self, engine: AsyncEngine, world: World) -> None:
-        self.engine, self.world = engine, world
-
-    def begin(
-        self, prompts: TokenRows, sampling: Sampling, seeds: Sequence[int]
-    ) -> Callable[[], Rollout]:
-        world, share = self.world, self.world.share([len(p) for p in prompts])
-        wait: Callable[[], Rollout] | None = None
-        with world.raise_on_all_ranks():
-            if share:
-                mine = [prompts[i] for i in share], sampling, [seeds[i] for i in share]
-                wait = self.engine.begin(*mine)
-
-        def gather() -> Rollout:
-            with world.raise_on_all_ranks():
-                rollout = None if wait is None else wait()
-            return gather_rollout(world, rollout, share, len(prompts))
-
-        return gather
-
-    def close(self) -> None:
-        self.engine.close()
 
 
 def _rewards(

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from marlhf.config.rl import Guards, RLConfig
-from marlhf.config.stage import Sampling
 from marlhf.core import masked_mean
-from marlhf.rollout.engine import AsyncEngine, Rollout
+from marlhf.rollout.engine import Rollout
 from marlhf.runs.layout import CRITIC, RunError
 from marlhf.runtime.checkpoint import generator_state, set_generator_state
 from marlhf.runtime.loop import Clock, Loop, OpenRun, to_numbers
@@ -26,11 +25,11 @@ from marlhf.train.experience import (
     Experience,
     RolloutScorer,
     batch_metrics,
-    sample_examples,
     staleness_metrics,
 )
 from marlhf.train.held_out import HeldOutEvaluation
 from marlhf.train.rl_models import Models, load_models, load_prompts
+from marlhf.train.sampling import RolloutPrefetcher, sample_examples
 
 
 class HasState(Protocol):
@@ -162,10 +161,10 @@ class RLRun:
         self.checkpointed: dict[str, HasState] = {"probe": self.evaluation, **(checkpointed or {})}
         saved = self.loop.resume("sampler", "shuffler", "kl_coef", "probe")
         self.prefetcher: RolloutPrefetcher | None = None
-        if engine := self.models.ahead:
-            self.prefetcher = RolloutPrefetcher(engine, config.sampling, world.device)
+        if self.models.ahead is not None:
+            self.prefetcher = RolloutPrefetcher(self.models.ahead, self.models)
             self.checkpointed["in_flight"] = self.prefetcher
-            self.loop.at_end(engine.close)
+            self.loop.at_end(self.models.ahead.close)
         if saved is not None:
             set_generator_state(self.sampler, saved["sampler"])
             set_generator_state(self.shuffler, saved["shuffler"])
@@ -336,65 +335,3 @@ class ScoreWatch:
                 f"steps {step - 1} and {step}: all responses {where}have the same score, so there "
                 "is nothing to learn from. Check the reward, or raise sampling.temperature."
             )
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """The responses of a step, sampled with the weights before the update of step `begun`."""
-
-    step: int
-    begun: int
-    wait: Callable[[], Rollout]
-
-
-class RolloutPrefetcher:
-    """With `async_steps: 1`: the responses of the next step, sampled while this one trains.
-
-    A step takes the responses that were sampled for it, lets the engine begin with those of the
-    next step, and only then updates the policy. So responses come from weights that are one step
-    old, those of the first step aside. A checkpoint keeps the responses in flight: a resumed run
-    trains on the same ones, whose weights are gone.
-    """
-
-    def __init__(self, engine: AsyncEngine, sampling: Sampling, device: torch.device) -> None:
-        self.engine, self.sampling, self.device = engine, sampling, device
-        self.in_flight: InFlight | None = None
-        self.age = 0
-        """Steps by which the policy has been trained since the weights that sampled."""
-
-    def begin(self, step: int, prompts: list[list[int]], seeds: list[int], *, now: int) -> None:
-        """Start to sample for a step with the weights of now, before the update of step `now`."""
-        assert self.in_flight is None, "one batch at a time"
-        self.in_flight = InFlight(step, now, self.engine.begin(prompts, self.sampling, seeds))
-
-    def take(self, step: int) -> Rollout:
-        """The responses that were sampled for a step."""
-        assert self.in_flight is not None
-        assert self.in_flight.step == step
-        rollout, self.age = self.in_flight.wait(), step - self.in_flight.begun
-        self.in_flight = None
-        return rollout
-
-    def state(self) -> dict[str, Any] | None:
-        """The batch in flight, waited for, in plain numbers: JSON keeps every bit of a float."""
-        if self.in_flight is None:
-            return None
-        step, begun, rollout = self.in_flight.step, self.in_flight.begun, self.in_flight.wait()
-        self.in_flight = InFlight(step, begun, lambda: rollout)
-        return {
-            "step": step,
-            "begun": begun,
-            "responses": rollout.responses,
-            "logprobs": rollout.logprobs.tolist(),
-            "ended": rollout.ended.tolist(),
-        }
-
-    def load_state(self, state: dict[str, Any] | None) -> None:
-        if state is None:
-            return
-        rollout = Rollout(
-            state["responses"],
-            torch.tensor(state["logprobs"], device=self.device),
-            torch.tensor(state["ended"], device=self.device),
-        )
-        self.in_flight = InFlight(state["step"], state["begun"], lambda: rollout)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,15 +35,16 @@ from marlhf.core import (
     rloo_advantages,
     state_advantages,
 )
+from marlhf.environments import EpisodeRecord
 from marlhf.errors import SettingError
 from marlhf.models.sequences import send
 from marlhf.runtime.loop import OpenRun, in_run_folder
-from marlhf.train.conversations import turn_states
-from marlhf.train.experience import Credit, Experience, PolicyMetrics, count_terms, sample_examples
+from marlhf.train.experience import Credit, Experience, PolicyMetrics, count_terms
 from marlhf.train.ppo import policy_loss, shape_and_segment
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import Learner, RLRun
 from marlhf.train.rloo_config import RLOOConfig
+from marlhf.train.sampling import sample_examples
 from marlhf.train.tree_rollout import Tree, grow_tree
 
 
@@ -128,6 +130,17 @@ def held_out_credit(
     credit = reward_to_go(experience, models, config, kl_coef, shuffler)
     advantages = credit.returns - credit.returns[:, :1].mean()
     return replace(credit, advantages=torch.where(credit.segments.mask, advantages, 0.0))
+
+
+def turn_states(records: Sequence[EpisodeRecord], group: int, like: Tensor) -> Tensor:
+    """A number for the state of each token's turn, equal within a prompt's episodes: [B, T]."""
+    numbers: dict[tuple[int, str], int] = {}
+    states = torch.zeros(like.shape, dtype=torch.int64)
+    for row, record in enumerate(records):
+        for turn in record.turns:
+            key = (row // group, turn.state)
+            states[row, turn.start : turn.stop] = numbers.setdefault(key, len(numbers))
+    return states.to(like.device)
 
 
 def reward_to_go(

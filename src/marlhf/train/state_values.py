@@ -36,16 +36,11 @@ from marlhf.models.sequences import Sequences, send
 from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.progress import warn
 from marlhf.runtime.stage import Example
-from marlhf.train.experience import (
-    Experience,
-    RolloutScorer,
-    all_logprobs,
-    sample_examples,
-    sample_responses,
-)
+from marlhf.train.experience import Experience, RolloutScorer, all_logprobs
 from marlhf.train.ppo_config import ANSWER, PPOConfig
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import RLRun
+from marlhf.train.sampling import sample_examples, sample_responses
 
 
 @dataclass(frozen=True)

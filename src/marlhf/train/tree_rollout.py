@@ -29,10 +29,11 @@ from marlhf.models.sequences import send
 from marlhf.rollout.engine import Rollout
 from marlhf.runtime.stage import Example
 from marlhf.spans.apply import explain_segmenter_errors
-from marlhf.train.experience import Credit, Experience, all_entropy, all_logprobs, sample_responses
+from marlhf.train.experience import Credit, Experience, all_entropy, all_logprobs
 from marlhf.train.rl_models import Models
 from marlhf.train.rl_run import RLRun
 from marlhf.train.rloo_config import RLOOConfig
+from marlhf.train.sampling import sample_responses
 
 
 @dataclass
