@@ -3,8 +3,7 @@
 Importing torch, transformers and marlhf takes longer than most of what tests run in a process. A
 server has them imported and forks a process per command, before any of them has computed anything
 or started a thread. What tests see is that of a new process: its exit status, output, signals,
-working directory and environment. Whatever is about starting (imports, torchrun, terminals) needs
-`subprocess`.
+working directory and environment. Whatever is about starting, such as imports, needs `subprocess`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import atexit
 import contextlib
 import fcntl
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -31,7 +30,7 @@ from typing import IO, Any
 
 import pytest
 from torch import multiprocessing
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed import run as torchrun
 
 FORKED_SAMPLERS = "MARLHF_FORKED_SAMPLERS"
 """Set where commands fork the processes that sample ahead, instead of starting them anew."""
@@ -103,7 +102,7 @@ class ForkServer:
         return process
 
     def start_ranks(self, *arguments: str) -> ForkedProcess:
-        """Two processes that torchrun's launcher starts."""
+        """Two processes that torchrun starts."""
         return self.start("two ranks", *arguments)
 
     def close(self) -> None:
@@ -209,17 +208,13 @@ def run(arguments: list[str]) -> None:
 
 
 def run_ranks(arguments: list[str]) -> None:
-    """In two processes, forked by what torchrun starts them with."""
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=2,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        start_method="fork",
-        max_restarts=0,  # as torchrun
-    )
-    elastic_launch(config, run)(arguments)
+    """By torchrun itself, which forks the two processes where it would start them anew."""
+    if arguments[0] == "-m":
+        main = importlib.util.find_spec(f"{arguments[1]}.__main__")
+        assert main is not None
+        arguments = [str(main.origin), *arguments[2:]]
+    options = ["--nproc-per-node=2", "--standalone", "--start-method=fork", "--run-path"]
+    torchrun.main([*options, *arguments])
 
 
 def end(status: int) -> None:

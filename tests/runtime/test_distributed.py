@@ -1,6 +1,6 @@
 """Two processes are one: the same numbers, whichever way the weights lie, and no one left waiting.
 
-Started by torchrun's launcher, this file is one of the processes: starting them takes most of the
+Started by torchrun, this file is one of the processes: starting them takes most of the
 time, so one launch does everything that two processes have to do.
 """
 
@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -173,17 +172,6 @@ def work(root: Path, parallel: str) -> dict:
     return found
 
 
-def torchrun(*words: str) -> list[str]:
-    start = ["torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    return [sys.executable, "-m", *start, *map(str, words)]
-
-
-def environment() -> dict[str, str]:
-    here = str(Path(__file__).parents[1])
-    known = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": known, "HF_HUB_OFFLINE": "1"}
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The folder of what one process did."""
@@ -305,19 +293,14 @@ def test_a_reward_that_fails_in_one_process_ends_both(pair):
     assert "only one process meets" in state["note"]
 
 
-def test_a_signal_to_torchrun_saves(tmp_path):
+def test_a_signal_to_torchrun_saves(tmp_path, fork_server):
     recipe = tmp_path / "sft.yaml"
     data = "{source: toy, limit: 200, eval_size: 12}"
     recipe.write_text(
         f"model: tiny\noutput_dir: {tmp_path}/run\ndata: {data}\nbatch_size: 2\nnum_epochs: 100\n"
         "save_every: 0\neval_every: 0\nparallel: fsdp\n"
     )
-    process = subprocess.Popen(
-        torchrun("-m", "marlhf", "sft", recipe),
-        env=environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = fork_server.start_ranks("-m", "marlhf", "sft", str(recipe))
     log = tmp_path / "run" / "metrics.jsonl"
     end = time.monotonic() + 120
     while time.monotonic() < end and not (log.is_file() and '"train"' in log.read_text()):
