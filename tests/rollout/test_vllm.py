@@ -446,16 +446,6 @@ def test_a_vllm_that_patches_the_policys_classes_is_refused(fake_vllm, small, mo
         VLLMEngine(policy, ENDS, 0)
 
 
-def test_a_model_from_a_path_needs_no_policy_but_for_top_k(fake_vllm, small, tmp_path):
-    model = small("llama")
-    model.save_pretrained(tmp_path)
-    made = VLLMEngine(str(tmp_path), ENDS, 0)
-    expected = NativeEngine(model, ENDS, 0).generate(PROMPTS, SAMPLED, SEEDS)
-    same(made.generate(PROMPTS, SAMPLED, SEEDS), expected)
-    with pytest.raises(RolloutError, match="Leave these out, or give a policy"):
-        made.generate(PROMPTS, Sampling(9, top_k=5), SEEDS)
-
-
 def test_without_vllm_there_is_a_command_to_run(monkeypatch, small):
     monkeypatch.setitem(sys.modules, "vllm", None)
     for name in module.ENVIRONMENT:
@@ -521,13 +511,13 @@ def test_a_server_of_another_model_is_noticed_before_it_samples_ahead(serve, sma
         made.begin(PROMPTS, SAMPLED, SEEDS)
 
 
-def test_a_server_that_is_not_there_is_a_sentence(monkeypatch):
+def test_a_server_that_is_not_there_is_a_sentence(monkeypatch, small):
     monkeypatch.setattr(vllm_server, "RETRY_WAITS", (0.01,))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(RolloutError, match=f"server at {url} cannot be reached .* Start it"):
-        VLLMServer(url, None, ENDS, 0)
+        VLLMServer(url, small("llama"), ENDS, 0)
 
 
 def test_a_server_that_cannot_take_weights_is_a_sentence(serve, small):
@@ -743,7 +733,7 @@ def test_a_server_with_another_protocol_is_a_sentence(serve, small, monkeypatch)
 
 def test_a_slow_server_is_a_sentence(serve, small):
     server = serve(small("llama"))
-    made = VLLMServer(server.url, None, ENDS, 0, timeout=0.2)
+    made = VLLMServer(server.url, small("llama"), ENDS, 0, timeout=0.2)
     with server.lock, pytest.raises(RolloutError, match=r"took more than 0\.2 seconds"):
         made.generate(PROMPTS, SAMPLED, SEEDS)
 
@@ -752,15 +742,15 @@ def test_what_is_not_vllm_is_a_sentence(serve, small):
     server = serve(small("llama"))
     server.respond = lambda path, body: b"<html>" if path == "/v1/models" else {}
     with pytest.raises(RolloutError, match=r"with no JSON\. Is it a vLLM server"):
-        VLLMServer(server.url, None, ENDS, 0)
+        VLLMServer(server.url, small("llama"), ENDS, 0)
     server.respond = lambda path, body: {"data": []}
     with pytest.raises(RolloutError, match="names no model"):
-        VLLMServer(server.url, None, ENDS, 0)
+        VLLMServer(server.url, small("llama"), ENDS, 0)
 
 
 def test_an_older_server_is_a_sentence(serve, small):
     server = serve(small("llama"))
-    made = VLLMServer(server.url, None, ENDS, 0)
+    made = VLLMServer(server.url, small("llama"), ENDS, 0)
     server.respond = lambda *_: {"choices": [{"text": "hello", "logprobs": None}]}
     with pytest.raises(RolloutError, match=r"Use vLLM 0.10.2 or newer"):
         made.generate(PROMPTS, SAMPLED, SEEDS)
@@ -769,7 +759,7 @@ def test_an_older_server_is_a_sentence(serve, small):
 def test_the_key_is_sent_and_never_told(serve, small, monkeypatch):
     server = serve(small("llama"))
     monkeypatch.setenv("VLLM_API_KEY", "hunter2")
-    made = VLLMServer(f"{server.url}/v1/", None, ENDS, 0)
+    made = VLLMServer(f"{server.url}/v1/", small("llama"), ENDS, 0)
     assert server.seen[-1][2] == "Bearer hunter2"
     server.faults["/v1/completions"] = [401] * 9
     with pytest.raises(RolloutError, match="Set VLLM_API_KEY") as raised:

@@ -76,20 +76,20 @@ class VLLM(ABC):
 
     def __init__(
         self,
-        policy: Model | None,
+        policy: Model,
         end_tokens: Sequence[int],
         pad_id: int,
         token_budget: int,
         precision: Precision,
         processes: SingleProcess,
     ) -> None:
-        self.policy: Model = policy  # or None
+        self.policy: Model = policy
         self.end_tokens = list(end_tokens)
         self.pad_id = pad_id
         self.token_budget = token_budget
         self.precision: Precision = precision
         self.processes = processes
-        self.stale = policy is not None
+        self.stale = True
         self.skipped: set[str] = set()  # weights not to send
 
     def update_weights(self, model: nn.Module) -> None:
@@ -116,11 +116,6 @@ class VLLM(ABC):
         # With top-k or top-p vLLM's log-probs are of the truncated distribution; a rollout's are
         # of the whole one, so the policy has to compute them.
         truncated = sampling.truncated and sampling.temperature > 0
-        if truncated and self.policy is None:
-            raise RolloutError(
-                "vLLM gives no log-probs of the whole distribution with top_k or top_p, so they "
-                "are the policy's, and there is none. Leave these out, or give a policy."
-            )
         if not truncated:
             request = request._replace(sampling=replace(sampling, top_k=0, top_p=1.0))
         if reply is None:
@@ -128,8 +123,6 @@ class VLLM(ABC):
             rollout, first = self._rollout(request, completions), completions[0]
         else:
             rollout, first = self._converse(request, reply)
-        if self.policy is None:
-            return rollout
         # Truncated log-probs cannot be compared with the policy's: a response without is sampled.
         self._verify(request, self._short_completion(request) if truncated else first)
         if not truncated:
@@ -164,8 +157,7 @@ class VLLM(ABC):
         converse_in_rounds(
             talk, sample_turns, lambda turns: self._on_main(lambda: ask_all(reply, turns))
         )
-        device = "cpu" if self.policy is None else self.policy.device
-        return talk.rollout(self.end_tokens, device), first[0]
+        return talk.rollout(self.end_tokens, self.policy.device), first[0]
 
     def _on_main(self, call: Callable[[], T]) -> T:
         """What a call returns in the main process, for all that sample together."""
@@ -233,8 +225,7 @@ class VLLM(ABC):
         talk = Conversations(request.prompts, request.limits, request.sampling.max_new_tokens)
         for row, completion in enumerate(completions):
             talk.add_turn(row, *completion)
-        device = "cpu" if self.policy is None else self.policy.device
-        return replace(talk.rollout(self.end_tokens, device), sampled=None)
+        return replace(talk.rollout(self.end_tokens, self.policy.device), sampled=None)
 
     def _check_tokens(self, completions: list[Completion]) -> None:
         if empty := [i for i, each in enumerate(completions) if not each.tokens]:
@@ -244,7 +235,6 @@ class VLLM(ABC):
         self, prompts: TokenRows, responses: list[list[int]], temperature: float
     ) -> Tensor:
         """Log-probs by the policy's own pass, as in training: [B, R]."""
-        assert self.policy is not None
         device = self.policy.device
         sequences = Sequences.from_lists(prompts, responses, self.pad_id, device)
         logprobs = torch.zeros(sequences.mask.shape, device=device)
@@ -280,13 +270,13 @@ class VLLM(ABC):
 
 
 class VLLMEngine(VLLM):
-    """vLLM in this process, with a copy of the policy, or a model of its own from a path."""
+    """vLLM in this process, with a copy of the policy."""
 
     serves_all_ranks = False
 
     def __init__(
         self,
-        source: str | Model,
+        policy: Model,
         end_tokens: Sequence[int],
         pad_id: int,
         *,
@@ -296,13 +286,14 @@ class VLLMEngine(VLLM):
         **options: Any,
     ) -> None:
         """`memory`: vLLM's share of the GPU. `options` go to `vllm.LLM`."""
-        policy = None if isinstance(source, str) else source
         super().__init__(policy, end_tokens, pad_id, token_budget, precision, SingleProcess())
         self.vllm = _import_vllm()
         # For families that it lacks, vLLM patches transformers' classes: notice that below.
-        modules = () if policy is None else policy.modules()
-        calls = {kind: kind.__call__ for kind in map(type, modules)}
+        calls = {kind: kind.__call__ for kind in map(type, policy.modules())}
         settings: dict[str, Any] = {
+            "load_format": "dummy",
+            "dtype": str(self._dtype(policy)).removeprefix("torch."),
+            "enforce_eager": policy.device.type == "cpu",  # compiling there takes minutes
             "skip_tokenizer_init": True,
             "logprobs_mode": "processed_logprobs",  # at the sampling temperature
             "gpu_memory_utilization": memory,
@@ -312,14 +303,9 @@ class VLLMEngine(VLLM):
         # vLLM seeds torch's generators; training keeps its own random state.
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices), tempfile.TemporaryDirectory() as folder:
-            if policy is not None:
-                _write_config(policy, folder)
-                dtype = str(self._dtype(policy)).removeprefix("torch.")
-                eager = policy.device.type == "cpu"  # compiling there takes minutes
-                settings |= {"load_format": "dummy", "dtype": dtype, "enforce_eager": eager}
-            path = source if policy is None else folder
+            _write_config(policy, folder)
             try:
-                self.llm = self.vllm.LLM(path, **settings | options)
+                self.llm = self.vllm.LLM(folder, **settings | options)
             except Exception as error:
                 raise RolloutError(
                     f"vLLM does not start: {short(error)}. If it is short of memory, change "

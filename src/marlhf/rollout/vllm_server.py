@@ -60,7 +60,7 @@ class VLLMServer(VLLM):
     def __init__(
         self,
         url: str,
-        policy: Model | None,
+        policy: Model,
         end_tokens: Sequence[int],
         pad_id: int,
         *,
@@ -104,7 +104,6 @@ class VLLMServer(VLLM):
         self, prompts: TokenRows, sampling: Sampling, seeds: Sequence[int]
     ) -> Callable[[], Rollout]:
         """Start to sample with the weights that the policy has now."""
-        assert self.policy is not None
         assert not sampling.truncated, "log-probs would be of the truncated distribution"
         request = SamplingRequest.checked(prompts, sampling, seeds)
         self._prepare(request)
@@ -146,7 +145,7 @@ class VLLMServer(VLLM):
     def _complete(self, request: SamplingRequest) -> list[Completion]:
         for _ in range(3):
             completions, lost = self._on_main(lambda: (self._request_all(request), self.lost))
-            if not lost or self.policy is None:
+            if not lost:
                 return completions
             # It may have been restarted, with the weights of its files: send ours, sample again.
             self._update()

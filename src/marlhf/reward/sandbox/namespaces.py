@@ -1,8 +1,8 @@
 """Namespaces and Landlock: what a program sees of the machine, and which files it may open.
 
 By namespaces the sandbox gets its own root folder, network, process ids and users. The new root is
-a read-only tmpfs with Python's libraries and four devices bound into it: the
-host's other files are not mounted at all. There is no /proc.
+a read-only tmpfs with Python's libraries and four devices bound into it: the host's other files are
+not mounted at all. There is no /proc.
 
 Landlock then limits which files a program may open, whatever its user is allowed to.
 """
