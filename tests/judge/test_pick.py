@@ -122,8 +122,8 @@ def test_members_of_an_ensemble_disagree_like_rewards_of_their_own(tmp_path):
         with torch.no_grad():
             model.score.weight.copy_(heads[number : number + 1])
         model.save_pretrained(tmp_path / name)
-    of_members = reward_margins([tmp_path / "whole"], "cpu")(pairs)
-    apart = reward_margins([tmp_path / name for name in "abc"], "cpu")(pairs)
+    of_members = reward_margins([tmp_path / "whole"])(pairs)
+    apart = reward_margins([tmp_path / name for name in "abc"])(pairs)
     assert of_members.shape == (3, 2)
     np.testing.assert_allclose(of_members, apart, atol=1e-5)
     assert np.ptp(of_members, axis=0).min() > 1e-3

@@ -306,7 +306,6 @@ def rows_from_records(
     records: Iterable[Mapping[str, Any]],
     *,
     needs: Collection[str] = ("prompt",),
-    columns: Mapping[str, str] | None = None,
     name: str = "the data set",
 ) -> tuple[list[Row], Counts]:
     """Rows from records already in memory, such as a `datasets.Dataset` or a list of dicts.
@@ -318,8 +317,7 @@ def rows_from_records(
     >>> rows[0].prompt, counts.kept
     ('Why?', 1)
     """
-    parsed = _parse_local(records, needs, columns or {}, name)
-    rows, unusable, counts = _sort_out(parsed, needs, name)
+    rows, unusable, counts = _sort_out(_parse_local(records, needs, name), needs, name)
     return [row for row in rows if id(row) not in unusable], counts
 
 
@@ -351,16 +349,13 @@ def _sort_out(
 
 
 def _parse_local(
-    records: Iterable[Mapping[str, Any]],
-    needs: Collection[str],
-    columns: Mapping[str, str],
-    name: str,
+    records: Iterable[Mapping[str, Any]], needs: Collection[str], name: str
 ) -> Iterator[Positioned]:
     for number, record in enumerate(records, start=1):
         position = f"{name}:{number}"
         if number == 1:
-            local.check_columns(record, position, columns, needs)
-        yield *local.to_row(record, columns), position
+            local.check_columns(record, position, {}, needs)
+        yield *local.to_row(record), position
 
 
 def _check_part(config: DataConfig, part: str) -> None:

@@ -68,17 +68,6 @@ class Guess:
         return Step([from_user(text)], state=f"{len(self._said)}: {left}", success=False)
 
 
-def optimum(numbers: int = game.NUMBERS, turns: int = game.TURNS) -> float:
-    """The best chance to find the number, if every answer is right: that of halving.
-
-    With k turns, halving tells 2^k - 1 numbers apart. Wrong answers only lower it.
-
-    >>> optimum(32, 6), optimum(32, 4)
-    (1.0, 0.46875)
-    """
-    return min(1.0, (2**turns - 1) / numbers)
-
-
 class TextArena:
     """A game such as `Mastermind-v0`; the row's prompt is not used.
 

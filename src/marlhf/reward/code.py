@@ -215,7 +215,7 @@ class UnitTests:
             recorded = self._recorded.get(_key(tests)) or []
             calls = [Call(tests["name"], args, kwargs) for args, kwargs in recorded]
             source = complete(tests["prompt"], code, tests["name"])
-            return Suite(source, [Case(calls=calls)], stop_early=True)
+            return Suite(source, [Case(calls=calls)])
         if kind == "stdin":
             cases = [Case(each) for each in tests["inputs"]]
         elif kind == "call":
@@ -224,7 +224,7 @@ class UnitTests:
         else:
             cases = [Case(calls=[Call(each, None)]) for each in tests["inputs"]]
             code = f"{code}\n{tests.get('setup', '')}"
-        return Suite(code, cases[: self.max_tests], stop_early=True)
+        return Suite(code, cases[: self.max_tests])
 
     def _compare(self, outcomes: Sequence[Outcome], tests: Tests) -> Verdict | None:
         """Compare answers with the expected ones; None if a check has to do that."""

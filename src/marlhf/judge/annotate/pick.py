@@ -50,13 +50,13 @@ def read_pool(folder: Path) -> list[Texts]:
     return [(a["prompt"], a["response"], b["response"]) for a, b in zip(first, second)]
 
 
-def sample_pool(run: Path | str, count: int, seed: int, device: str = "auto") -> list[Texts]:
+def sample_pool(run: Path | str, count: int, seed: int) -> list[Texts]:
     """Two responses of a run's policy as it is now to each of some training prompts."""
     from marlhf.data import decode
     from marlhf.evaluate.best_of_n import find_task
     from marlhf.evaluate.eval_plan import EvaluationOptions
 
-    options = EvaluationOptions(prompts=count, train=True, seed=seed, device=device)
+    options = EvaluationOptions(prompts=count, train=True, seed=seed)
     task = find_task(run, options)
     prompts = [p for p in task.prompts for _ in range(2)]
     rollout = task.sample(prompts, [0, 1] * len(task.prompts))
@@ -75,13 +75,13 @@ def sample_pool(run: Path | str, count: int, seed: int, device: str = "auto") ->
     return pairs
 
 
-def reward_margins(rewards: Sequence[Path | str], device: str = "auto") -> Callable[..., Floats]:
+def reward_margins(rewards: Sequence[Path | str]) -> Callable[..., Floats]:
     """A function from pairs to what each model, or member of an ensemble, gives the first more."""
     from marlhf.judge.local import RewardJudge
 
     def margins(pairs: Sequence[Texts]) -> Floats:  # [M, N]
         asked = [Pair(prompt, Response(a), Response(b)) for prompt, a, b in pairs]
-        judges = (RewardJudge(str(path), device) for path in rewards)
+        judges = (RewardJudge(str(path)) for path in rewards)
         return np.concatenate([judge.member_margins(asked) for judge in judges])
 
     return margins
@@ -149,7 +149,6 @@ def open_pool(
     count: int,
     seed: int,
     say: Callable[[str], Any],
-    device: str = "auto",
 ) -> Path:
     """The folder with the pairs of one run that people are asked for, picked if they are not yet.
 
@@ -165,9 +164,9 @@ def open_pool(
     if (folder / VOTES).is_file():
         say(f"The pairs in {folder} have votes, so they stay. Delete that folder to pick others.")
         return folder
-    pairs = read_pool(folder) if labels else sample_pool(run, pool, seed, device)
+    pairs = read_pool(folder) if labels else sample_pool(run, pool, seed)
     if how == "active":
-        margins = reward_margins(rewards, device)(pairs)
+        margins = reward_margins(rewards)(pairs)
         order = pick(margins, count, how, seed)
         for line in describe(margins, order):
             say(line)

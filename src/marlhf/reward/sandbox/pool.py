@@ -162,10 +162,7 @@ class Sandbox:
         return [outcome for [outcome] in self.run_suites(suites)]
 
     def run_suites(self, suites: Sequence[Suite]) -> list[list[Outcome]]:
-        """Run each source with its cases, distributed over the workers by source.
-
-        If a source does not compile, every case gets that outcome.
-        """
+        """Run each source with its cases, distributed over the workers by source."""
         if self._owner != os.getpid():
             raise RuntimeError(
                 "This sandbox belongs to the process that created it, and this is a fork of that "
@@ -217,8 +214,6 @@ class Sandbox:
             message = "The fork server died twice under this program, perhaps for lack of memory."
             outcome = Outcome("sandbox_error", stderr=message)
         job.outcomes.append(outcome)
-        if outcome.status == "compile_error" and not job.suite.stop_early:
-            job.outcomes += [outcome] * (len(job.suite.cases) - len(job.outcomes))
 
     def close(self) -> None:
         """Stop the workers. None of their processes is left when this returns."""

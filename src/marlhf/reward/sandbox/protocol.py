@@ -70,14 +70,15 @@ class Program:
 
 @dataclass(frozen=True)
 class Suite:
-    """One source with many cases: compiled once, each case in its own process."""
+    """One source with many cases: compiled once, each case in its own process.
+
+    The first case that does not end with `ok` is the last that runs.
+    """
 
     source: str
     cases: Sequence[Case]
     seconds: float | None = None
     """Time limit per case; None for the sandbox's own."""
-    stop_early: bool = False
-    """Skip the cases after the first one that does not end with `ok`."""
 
 
 @dataclass(frozen=True)

@@ -126,9 +126,8 @@ class SuiteRun:
 
     @property
     def done(self) -> bool:
-        n, last = len(self.outcomes), self.outcomes[-1] if self.outcomes else None
-        stop = last is not None and last.status != "ok" and self.suite.stop_early
-        return n == len(self.suite.cases) or stop
+        failed = bool(self.outcomes) and self.outcomes[-1].status != "ok"
+        return failed or len(self.outcomes) == len(self.suite.cases)
 
     def close(self) -> None:
         if self.code is not None:
