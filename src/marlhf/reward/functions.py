@@ -246,7 +246,7 @@ class RewardFunction:
         scores: list[float] = []
         earned: dict[int, list[tuple[int, float]]] = {}  # by row, where rewards have places
         for i, (value, row, text) in enumerate(zip(returned, rows, texts)):
-            if is_list(value):
+            if isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) == 1:
                 earned[i] = self._places(value, row, text, responses[i])
                 scores.append(0.0)
                 continue
@@ -447,11 +447,6 @@ FORMS = (
     "For parts of a completion return a list: one number per turn of a conversation or per line of "
     "a single response, or pairs (character, reward)."
 )
-
-
-def is_list(value: Any) -> bool:
-    """Whether a reward is given part by part."""
-    return isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) == 1
 
 
 def place(

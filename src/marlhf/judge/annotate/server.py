@@ -32,6 +32,7 @@ from marlhf.judge.annotate.store import (
     Store,
     VoteError,
 )
+from marlhf.judge.annotate.tasks import LOCAL
 from marlhf.judge.pairs import JudgeError
 from marlhf.runs.evaluations import split_turns
 
@@ -55,7 +56,6 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 Sent = TypeVar("Sent", bound="Action")
-LOCAL_NAMES = ("127.0.0.1", "localhost", "::1")
 
 
 class Action(BaseModel):
@@ -199,7 +199,7 @@ def _own_address() -> str:
 def _refusal(request: Request, token: str | None) -> Response | None:
     """An error for requests from other sites or without the token, else None."""
     host = request.headers.get("host", "")
-    if token is None and _split(f"//{host}").hostname not in LOCAL_NAMES:
+    if token is None and _split(f"//{host}").hostname not in LOCAL:
         # DNS rebinding: another site's name that resolves to this machine could read and vote.
         return _error(403, "This page is for this machine only. Open it at 127.0.0.1.")
     site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")

@@ -15,7 +15,7 @@ from typing import Any
 
 from marlhf.intervals import mean
 from marlhf.judge.annotate.store import Store
-from marlhf.judge.annotate.tasks import Item, RunPair, find_guide, read_items
+from marlhf.judge.annotate.tasks import LOCAL, Item, RunPair, find_guide, read_items
 from marlhf.judge.criteria import slug
 from marlhf.judge.pairs import JudgeError, home
 from marlhf.judge.verdicts import WINS, Judgement, write_verdicts
@@ -25,7 +25,6 @@ from marlhf.runs.layout import JUDGED
 PORT = 8123
 PAIRS_FOLDER = "pairs"
 """Apart from verdict files, which others read by their ending."""
-LOCAL = ("127.0.0.1", "localhost", "::1")
 
 COLUMNS = ("time", "annotator", "a", "b", "pair", "left", "choice", "verdict", "counts")
 COLUMNS += ("strength", "flag", "note")

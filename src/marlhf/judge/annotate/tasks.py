@@ -53,6 +53,8 @@ def read_guide(file: Path) -> Guide:
         ) from error
 
 
+LOCAL = ("127.0.0.1", "localhost", "::1")
+"""Names of this machine, where the page needs no token."""
 TASKS = ("tldr", "hh", "webgpt")
 GUIDES = {task: read_guide(Path(__file__).parent / "guides" / f"{task}.yaml") for task in TASKS}
 """For people; `marlhf judge` has the same criteria worded for models."""
