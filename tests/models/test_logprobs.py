@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
 from transformers.modeling_outputs import CausalLMOutput
 
-from marlhf.kernels import logprobs as kernels
+import marlhf.kernels as kernels
 from marlhf.models import forward
 from marlhf.models.forward import Sequences, plain_token_stats, token_stats
 from marlhf.models.logprobs import LogitRule, chosen_logprobs, fit_rule, probe

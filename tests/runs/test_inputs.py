@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from marlhf.data import DataConfig
-from marlhf.runs.digests import input_digests, weights_digest
-from marlhf.runs.layout import RunError, read_state
+from marlhf.runs.layout import RunError, input_digests, read_state, weights_digest
 from marlhf.runs.read import read_run
 from marlhf.runs.write import RunFolder, is_finished
 from marlhf.train import reward, sft

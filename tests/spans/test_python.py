@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from marlhf.spans.parser import MixedParser, PythonParser, looks_like_code
 from marlhf.spans.phrases import nested
-from marlhf.spans.python import MixedParser, PythonParser, looks_like_code
 
 pytest.importorskip("tree_sitter_python")
 PROGRAM = """\

@@ -21,7 +21,8 @@ from marlhf import __version__, cli
 from marlhf.report.groups import group_runs
 from marlhf.runs.layout import RunError
 from marlhf.runs.read import find_runs
-from marlhf.sweep import describe, describe_plan, jobs, make_plan, sweep, sweep_state
+from marlhf.sweep import describe, describe_plan, make_plan, sweep, sweep_state
+from marlhf.sweep import run as jobs
 from marlhf.sweep import run as scheduling
 from marlhf.sweep.plan import split_values
 from marlhf.train import recipe as recipes

@@ -35,8 +35,7 @@ from marlhf.credit.ways import of_group, returns_from
 from marlhf.evaluate.results import text_table
 from marlhf.models.logprobs import BLOCK, BLOCKS, TokenScores
 from marlhf.runs.atomic import append_jsonl, read_keyed
-from marlhf.runs.digests import digest_of
-from marlhf.runs.layout import HEADROOM_LINES
+from marlhf.runs.layout import HEADROOM_LINES, digest_of
 from marlhf.runtime.checkpoint import decode, encode
 from marlhf.runtime.progress import Steps, say
 from marlhf.runtime.stage import batch_rows

@@ -28,8 +28,7 @@ from marlhf.environments import scored_row, turn_rewards
 from marlhf.evaluate.results import text_table
 from marlhf.models.logprobs import BLOCKS
 from marlhf.runs.atomic import append_jsonl, read_keyed
-from marlhf.runs.digests import digest_of
-from marlhf.runs.layout import CREDIT_LINES
+from marlhf.runs.layout import CREDIT_LINES, digest_of
 from marlhf.runtime.checkpoint import decode, encode
 from marlhf.runtime.progress import Steps, say, warn
 from marlhf.runtime.stage import Example

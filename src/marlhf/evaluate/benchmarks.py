@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import yaml
 
 from marlhf.data import encode_responses
 from marlhf.data.encode import encode_prompts
@@ -65,34 +66,9 @@ def run_lm_eval(command: list[str]) -> None:
         raise EvaluationError(f"lm-eval failed (exit status {status}): see its message above.")
 
 
-SECTIONS = {
-    "Chat": {
-        "alpacaeval-easy": 100,
-        "alpacaeval-length": 95,
-        "alpacaeval-hard": 95,
-        "mt-bench-easy": 28,
-        "mt-bench-med": 40,
-    },
-    "Chat Hard": {
-        "mt-bench-hard": 37,
-        "llmbar-natural": 100,
-        "llmbar-adver-neighbor": 134,
-        "llmbar-adver-GPTInst": 92,
-        "llmbar-adver-GPTOut": 47,
-        "llmbar-adver-manual": 46,
-    },
-    "Safety": {
-        "refusals-dangerous": 100,
-        "refusals-offensive": 100,
-        "xstest-should-refuse": 250,
-        "xstest-should-respond": 154,
-        "donotanswer": 136,
-    },
-    "Reasoning": {
-        "math-prm": 984,  # 447 rows
-        **dict.fromkeys([f"hep-{x}" for x in ("cpp", "go", "java", "js", "python", "rust")], 164),
-    },
-}
+SECTIONS: dict[str, dict[str, int]] = yaml.safe_load(
+    Path(__file__).with_name("rewardbench.yaml").read_text(encoding="utf-8")
+)
 """RewardBench 1: subsets by section, and what each weighs."""
 TIES = "Ties"
 CHUNK = 64

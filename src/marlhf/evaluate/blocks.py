@@ -32,8 +32,7 @@ from marlhf.models.forward import final_scores
 from marlhf.models.load import load_scalar
 from marlhf.models.sequences import Sequences
 from marlhf.runs.atomic import Line, read_keyed
-from marlhf.runs.digests import weights_digest
-from marlhf.runs.layout import BLOCKS, CRITIC, is_run, read_score_scale
+from marlhf.runs.layout import BLOCKS, CRITIC, is_run, read_score_scale, weights_digest
 from marlhf.spans import vocabulary
 
 Value = Literal["critic", "reward", "monte_carlo"]

@@ -55,8 +55,8 @@ from marlhf.reward import RewardFunction, RewardModel, import_function
 from marlhf.rollout.engine import Rollout
 from marlhf.rollout.native import NativeEngine
 from marlhf.runs.atomic import Line, append_jsonl, write_jsonl
-from marlhf.runs.digests import digest_of, weights_digest
 from marlhf.runs.evaluations import SamplingSettings
+from marlhf.runs.layout import digest_of, weights_digest
 
 TOKENS = 1 << 15
 """Padded tokens in a forward pass."""

@@ -18,9 +18,8 @@ from marlhf.evaluate.eval_plan import EvaluationOptions, find_fallback, find_pol
 from marlhf.evaluate.results import Summary, summarise
 from marlhf.evaluate.sampling import RewardSource, SamplingTask, as_played, complete_lines, key_of
 from marlhf.runs.atomic import Line, read_keyed
-from marlhf.runs.digests import weights_digest
 from marlhf.runs.evaluations import SamplingSettings, as_text
-from marlhf.runs.layout import EVALUATION
+from marlhf.runs.layout import EVALUATION, weights_digest
 
 CHUNK = 256
 """Prompts sampled and scored at once: what a stop can cost."""

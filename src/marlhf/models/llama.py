@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from marlhf.kernels import has_triton
 from marlhf.kernels.attention import causal_attention
-from marlhf.kernels.logprobs import has_triton
 from marlhf.models.adapters import AdaptedModel, is_adapted_linear
 from marlhf.models.base import Model
 from marlhf.models.compile import VARIANTS

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from marlhf.kernels.logprobs import fused, pick
+from marlhf.kernels import fused, pick
 
 CHUNK = 1 << 26
 """Logits in a chunk. Larger chunks are no faster; much smaller ones are slower."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from marlhf.data.collate import TokenRows, pad_right, token_budget_batches
-from marlhf.kernels.logprobs import fused, has_triton
+from marlhf.kernels import fused, has_triton
 from marlhf.kernels.sampling import draw
 from marlhf.models.sequences import send
 from marlhf.rollout.engine import Sampling, SamplingRequest, draws

@@ -22,29 +22,12 @@ from marlhf.config.settings import flatten
 from marlhf.errors import MarlhfError
 from marlhf.fields import settings_with
 from marlhf.intervals import mean
+from marlhf.runs import layout
 from marlhf.runs.atomic import read_jsonl
-from marlhf.runs.layout import (
-    BEST,
-    CHECKPOINTS,
-    CONFIG,
-    CRITIC,
-    EVAL,
-    METRICS,
-    MODEL,
-    NOT_RL,
-    SAMPLES,
-    STATE,
-    facts_of,
-    is_run,
-    leads_out,
-    order_of,
-    read_config,
-    read_state,
-)
 
 Row = dict[str, Any]
 
-SKIPPED_FOLDERS = {CHECKPOINTS, MODEL, BEST, CRITIC}
+SKIPPED_FOLDERS = {layout.CHECKPOINTS, layout.MODEL, layout.BEST, layout.CRITIC}
 MAX_MAGNITUDE = 1e30
 """Beyond this a number is a divergence, not a measurement: it is treated as missing."""
 
@@ -94,7 +77,7 @@ class Run:
     @property
     def is_policy(self) -> bool:
         """Whether this run trained a policy by reinforcement learning."""
-        return facts_of(self.stage).samples
+        return layout.facts_of(self.stage).samples
 
     @property
     def is_empty(self) -> bool:
@@ -166,7 +149,7 @@ def find_runs(paths: Sequence[Path | str]) -> list[Run]:
             f"Nothing has been recorded yet in {names}. Wait for the first logged step, or look "
             "at the training's output for why it ended before one."
         )
-    return sorted(runs, key=lambda run: order_of(run.stage))
+    return sorted(runs, key=lambda run: layout.order_of(run.stage))
 
 
 def read_run(path: Path | str) -> Run:
@@ -174,24 +157,28 @@ def read_run(path: Path | str) -> Run:
     path = Path(path)
     if not path.is_dir():
         raise NoRuns(f"There is no folder {path}. Give the folder of a run.")
-    if not is_run(path):
+    if not layout.is_run(path):
         raise NoRuns(
             f"{path} is not a run: it has neither run.json nor metrics.jsonl. "
             "Give the `output_dir` of a training."
         )
-    links = [name for name in (STATE, CONFIG, METRICS, EVAL, SAMPLES) if leads_out(path / name)]
+    links = [
+        name
+        for name in (layout.STATE, layout.CONFIG, layout.METRICS, layout.EVAL, layout.SAMPLES)
+        if layout.leads_out(path / name)
+    ]
     problems = [f"{name} is a link out of the folder and was left out" for name in links]
-    about, config = read_state(path), read_config(path)
-    for name, content in ((STATE, about), (CONFIG, config)):
+    about, config = layout.read_state(path), layout.read_config(path)
+    for name, content in ((layout.STATE, about), (layout.CONFIG, config)):
         if not content and (path / name).is_file() and name not in links:
             problems.append(f"{name} is damaged and was left out")
-    metrics = _read_rows(path / METRICS, problems)
+    metrics = _read_rows(path / layout.METRICS, problems)
     if not metrics and about.get("status") == "finished":
-        problems.append(f"{METRICS} is missing or empty: there are no curves")
+        problems.append(f"{layout.METRICS} is missing or empty: there are no curves")
     train = _by_step(row for row in metrics if row.get("kind", "train") == "train")
     evaluations = [
         evaluation
-        for row in _by_step(_read_rows(path / EVAL, problems))
+        for row in _by_step(_read_rows(path / layout.EVAL, problems))
         if (evaluation := _evaluation(row)) is not None
     ]
     evals = _by_step(row for row in metrics if row.get("kind") == "eval")
@@ -213,14 +200,14 @@ def read_run(path: Path | str) -> Run:
         train=train,
         evals=_merge(evals, evaluations, train),
         evaluations=evaluations,
-        samples=_read_rows(path / SAMPLES, problems),
+        samples=_read_rows(path / layout.SAMPLES, problems),
         problems=problems,
     )
 
 
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
     """The run folders at and below `folder`; one that has metrics of its own is not searched."""
-    if (folder / METRICS).is_file():
+    if (folder / layout.METRICS).is_file():
         yield folder
         return
     inner: list[Path] = []
@@ -231,7 +218,7 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
                 inner += _run_folders(child, depth - 1)
     if inner:
         yield from inner
-    elif is_run(folder):
+    elif layout.is_run(folder):
         yield folder
 
 
@@ -299,7 +286,7 @@ def _guess_stage(rows: list[Row]) -> str:
     if "rl/group_std" in keys:  # PPO has no groups of responses to a prompt
         return "rloo"
     prefixes = {key.split("/")[0] for key in keys}
-    return next((stage for stage in NOT_RL if stage in prefixes), "ppo")
+    return next((stage for stage in layout.NOT_RL if stage in prefixes), "ppo")
 
 
 OUTSIDE_IDENTITY = settings_with(RLConfig, "outside_identity")
@@ -336,7 +323,7 @@ def _chosen(config: dict[str, Any], folder: Path, seen: set[Path]) -> Iterator[t
         else:
             yield key, value
     for stage, origin in behind:
-        for key, value in _chosen(read_config(origin), origin, seen):
+        for key, value in _chosen(layout.read_config(origin), origin, seen):
             name = key if key.split(".")[0] in ("sft", "reward") else f"{stage}.{key}"
             yield name, value
 
@@ -351,13 +338,13 @@ def origin_of(config: dict[str, Any], folder: Path, value: str) -> Path | None:
         places.insert(0, folder / os.path.relpath(value, output))
     for place in places:
         for candidate in (place, place.parent):
-            if is_run(candidate) and (candidate / CONFIG).is_file():
+            if layout.is_run(candidate) and (candidate / layout.CONFIG).is_file():
                 return candidate.resolve()
     return None
 
 
 def _stage_of(folder: Path) -> str:
-    stage = read_state(folder).get("stage")
+    stage = layout.read_state(folder).get("stage")
     return stage if isinstance(stage, str) else folder.name
 
 
@@ -367,10 +354,10 @@ def num_parameters(run: Run) -> int | None:
     An unfinished run has no weights yet, and one with LoRA may have kept the adapter alone: then
     the model that it began with is counted.
     """
-    folders = [run.path / MODEL]
+    folders = [run.path / layout.MODEL]
     start = run.config.get("model")
     if isinstance(start, str) and (origin := origin_of(run.config, run.path, start)):
-        folders.append(origin / MODEL)
+        folders.append(origin / layout.MODEL)
     elif isinstance(start, str) and "/" in start and "\0" not in start:
         folders.append(Path(start))
     for folder in folders:

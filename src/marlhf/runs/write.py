@@ -17,38 +17,9 @@ from marlhf.config.rl import RLConfig
 from marlhf.config.settings import default_settings, flatten, to_raw
 from marlhf.config.stage import StageConfig
 from marlhf.fields import settings_with
-from marlhf.runs.atomic import (
-    UNFINISHED,
-    FolderInUse,
-    append_jsonl,
-    explain_disk_errors,
-    finite,
-    lock_folder,
-    read_jsonl,
-    replacing_folder,
-    write_json,
-    write_jsonl,
-    write_text,
-)
-from marlhf.runs.digests import changed_inputs, input_digests
-from marlhf.runs.layout import (
-    CHECKPOINTS,
-    CONFIG,
-    EVAL,
-    METRICS,
-    MODEL,
-    SAMPLES,
-    STATE,
-    RunError,
-    check_inside,
-    has_model,
-    is_checkpoint_name,
-    read_config,
-    read_state,
-    to_yaml,
-)
+from marlhf.runs import atomic, layout
 
-LOGS = (METRICS, EVAL, SAMPLES)
+LOGS = (layout.METRICS, layout.EVAL, layout.SAMPLES)
 LOCKS: dict[Path, int] = {}
 """The folders that this process trains in, with the descriptor that holds each one's lock."""
 
@@ -80,15 +51,15 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / CHECKPOINTS
+        return self.path / layout.CHECKPOINTS
 
     @property
     def model(self) -> Path:
-        return self.path / MODEL
+        return self.path / layout.MODEL
 
     @property
     def finished(self) -> bool:
-        return self.state["status"] == "finished" and has_model(self.path, self.state)
+        return self.state["status"] == "finished" and layout.has_model(self.path, self.state)
 
     @property
     def seconds(self) -> float:
@@ -97,9 +68,9 @@ class RunFolder:
 
     def _open(self) -> None:
         if self.path.is_file():
-            raise RunError(f"{self.path} is a file. Choose another output_dir.")
-        if (self.path / CONFIG).is_file():
-            before, old = read_state(self.path), read_config(self.path)
+            raise layout.RunError(f"{self.path} is a file. Choose another output_dir.")
+        if (self.path / layout.CONFIG).is_file():
+            before, old = layout.read_state(self.path), layout.read_config(self.path)
             if self.has_progress or "marlhf" not in before:
                 self._check_settings(old)
                 self._check_links()
@@ -115,16 +86,16 @@ class RunFolder:
                 self._check_files()
                 return
         elif self.path.is_dir() and any(
-            not p.name.endswith(UNFINISHED) for p in self.path.iterdir()
+            not p.name.endswith(atomic.UNFINISHED) for p in self.path.iterdir()
         ):
-            raise RunError(
+            raise layout.RunError(
                 f"{self.path} is not empty and holds no marlhf run. Choose another output_dir."
             )
-        with explain_disk_errors(self.path):
+        with atomic.explain_disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock()
-        self.state["inputs"] = input_digests(self.flat)
-        write_text(self.path / CONFIG, to_yaml(self.config))
+        self.state["inputs"] = layout.input_digests(self.flat)
+        atomic.write_text(self.path / layout.CONFIG, layout.to_yaml(self.config))
         self.write_state()
 
     @property
@@ -132,22 +103,22 @@ class RunFolder:
         """Whether training left anything: a run that failed on its input may start afresh."""
         if self.checkpoints.exists() or self.model.exists():
             return True
-        metrics = self.path / METRICS
+        metrics = self.path / layout.METRICS
         return metrics.is_file() and b'"kind": "train"' in metrics.read_bytes()
 
     def lock(self) -> None:
         """Keep other processes out."""
         self.release()  # held since an earlier training of this process
         try:
-            descriptor = lock_folder(self.path)
-        except FolderInUse:
-            raise RunError(
+            descriptor = atomic.lock_folder(self.path)
+        except atomic.FolderInUse:
+            raise layout.RunError(
                 f"Another process is training in {self.path}. Wait until it ends, stop it, or "
                 "choose another output_dir."
             ) from None
         if descriptor is not None:
             LOCKS[self.path.resolve()] = descriptor
-        for leftover in self.path.glob(f".*{UNFINISHED}"):  # of a process that was killed
+        for leftover in self.path.glob(f".*{atomic.UNFINISHED}"):  # of a process that was killed
             if leftover.is_dir() and not leftover.is_symlink():
                 shutil.rmtree(leftover, ignore_errors=True)
             else:
@@ -160,9 +131,9 @@ class RunFolder:
 
     def _check_settings(self, before: dict[str, Any]) -> None:
         if not before:
-            raise RunError(
-                f"{self.path / CONFIG} is damaged, so the run there cannot be identified. Put the "
-                "file back, delete the folder, or choose another output_dir."
+            raise layout.RunError(
+                f"{self.path / layout.CONFIG} is damaged, so the run there cannot be identified. "
+                "Put the file back, delete the folder, or choose another output_dir."
             )
         old, new = flatten(before), self.flat
         # A setting that the folder does not know came with a later version, and had its default.
@@ -176,7 +147,7 @@ class RunFolder:
             if not (key == "num_steps" and self._is_longer(before) and self._has_checkpoint())
         ]
         if changed:
-            raise RunError(
+            raise layout.RunError(
                 f"{self.path} holds another run. Choose another output_dir, or delete that "
                 "folder. It differs in\n  " + "\n  ".join(changed[:12])
             )
@@ -187,12 +158,12 @@ class RunFolder:
         return isinstance(old, int) and (new is None or new > old)
 
     def _has_checkpoint(self) -> bool:
-        return any(is_checkpoint_name(path.name) for path in self.checkpoints.glob("*"))
+        return any(layout.is_checkpoint_name(path.name) for path in self.checkpoints.glob("*"))
 
     def _record_longer(self, before: dict[str, Any]) -> None:
         """Keep the new `num_steps`, and say what it does to the learning rate."""
         new, schedule = self.config.get("num_steps"), self.config.get("schedule")
-        write_text(self.path / CONFIG, to_yaml(before | {"num_steps": new}))
+        atomic.write_text(self.path / layout.CONFIG, layout.to_yaml(before | {"num_steps": new}))
         self.write_state()
         self.problems.append(
             f"num_steps was {before['num_steps']} in {self.path} and is {new or 'not set'} now: "
@@ -207,20 +178,26 @@ class RunFolder:
         """
         for path in self.path.rglob("*"):
             folder = path.relative_to(self.path).parts[:2]
-            if len(folder) == 2 and folder[0] == CHECKPOINTS and is_checkpoint_name(folder[1]):
+            if (
+                len(folder) == 2
+                and folder[0] == layout.CHECKPOINTS
+                and layout.is_checkpoint_name(folder[1])
+            ):
                 continue
-            check_inside(path)
+            layout.check_inside(path)
 
     def _check_inputs(self) -> None:
         """Refuse a run whose models or data are no longer those that it began with."""
-        changed = changed_inputs(self.flat, self.state.get("inputs") or {})
+        changed = layout.changed_inputs(self.flat, self.state.get("inputs") or {})
         if not changed:
             return
         if not self.model.exists() and not self.checkpoints.exists():
-            self.state["inputs"] = input_digests(self.flat)  # nothing was learnt from the others
+            self.state["inputs"] = layout.input_digests(
+                self.flat
+            )  # nothing was learnt from the others
             return
         verdict = "is finished, but for" if self.finished else "began with"
-        raise RunError(
+        raise layout.RunError(
             f"{self.path} {verdict} other inputs than there are now. Put them back; or, to train "
             "on those there are, delete that folder or choose another output_dir. Since then\n  "
             + "\n  ".join(changed)
@@ -232,15 +209,17 @@ class RunFolder:
             self.problems.append(
                 f"the model in {self.model} is not complete, so the end of the run is repeated"
             )
-        lines = read_jsonl(self.path / METRICS)
+        lines = atomic.read_jsonl(self.path / layout.METRICS)
         if not lines.rows and (self.model.exists() or self.checkpoints.exists()):
             self.problems.append(
-                f"{self.path / METRICS} is missing or empty: what it recorded is not in reports"
+                f"{self.path / layout.METRICS} is missing or empty: what it recorded is not in "
+                "reports"
             )
         elif lines.broken:
             numbers = ", ".join(map(str, list(lines.broken)[:5]))
             self.problems.append(
-                f"{self.path / METRICS} is damaged: what is not JSON is left out (lines {numbers})"
+                f"{self.path / layout.METRICS} is damaged: what is not JSON is left out (lines "
+                f"{numbers})"
             )
 
     def rewind(self, step: int, seconds: float) -> None:
@@ -248,8 +227,8 @@ class RunFolder:
         for name in LOGS:
             file = self.path / name
             if file.is_file():
-                rows = read_jsonl(file).rows
-                write_jsonl(file, [row for row in rows if _step_of(row) <= step])
+                rows = atomic.read_jsonl(file).rows
+                atomic.write_jsonl(file, [row for row in rows if _step_of(row) <= step])
         self._restart({"seconds": seconds})
 
     def clear(self) -> None:
@@ -266,22 +245,22 @@ class RunFolder:
 
     def log(self, kind: str, step: int, metrics: dict[str, float]) -> None:
         seconds = round(self.seconds, 3)
-        self.append(METRICS, {"kind": kind, "step": step, "seconds": seconds, **metrics})
+        self.append(layout.METRICS, {"kind": kind, "step": step, "seconds": seconds, **metrics})
 
     def append(self, name: str, row: dict[str, Any]) -> None:
         if not self.path.is_dir():
-            raise RunError(
+            raise layout.RunError(
                 f"Cannot write to {self.path}: the folder is gone. Run the same command again to "
                 "start afresh."
             )
-        append_jsonl(self.path / name, [row])
+        atomic.append_jsonl(self.path / name, [row])
 
     def finish(self, status: str, summary: dict[str, Any] | None = None, note: str = "") -> None:
         self.state |= {"status": status, "seconds": self.seconds}
         self.state.setdefault("hardware", hardware())
         self._clock = time.perf_counter()
         if summary is not None:
-            self.state["summary"] = finite(summary)
+            self.state["summary"] = atomic.finite(summary)
         if status == "finished":
             weights = self.model.glob("*.safetensors")
             self.state["model_files"] = {file.name: file.stat().st_size for file in weights}
@@ -293,11 +272,14 @@ class RunFolder:
             self.release()
 
     def write_state(self) -> None:
-        write_json(self.path / STATE, self.state)
+        atomic.write_json(self.path / layout.STATE, self.state)
 
-    def save_model(self, save: Callable[[Path], None], name: str = MODEL) -> None:
+    def save_model(self, save: Callable[[Path], None], name: str = layout.MODEL) -> None:
         """Keep a model complete or not at all; `save` writes its files into a folder."""
-        with explain_disk_errors(self.path), replacing_folder(self.path / name) as temporary:
+        with (
+            atomic.explain_disk_errors(self.path),
+            atomic.replacing_folder(self.path / name) as temporary,
+        ):
             save(temporary)
 
 
@@ -305,7 +287,7 @@ class ReadOnlyRunFolder(RunFolder):
     """A run's folder as processes other than the main one use it: they write nothing."""
 
     def _open(self) -> None:
-        self.state |= read_state(self.path)
+        self.state |= layout.read_state(self.path)
 
     def lock(self) -> None: ...
 
@@ -319,7 +301,7 @@ class ReadOnlyRunFolder(RunFolder):
     def clear(self) -> None:
         self.state |= {"seconds": 0.0, "status": "running"}
 
-    def save_model(self, save: Callable[[Path], None], name: str = MODEL) -> None: ...
+    def save_model(self, save: Callable[[Path], None], name: str = layout.MODEL) -> None: ...
 
 
 def _step_of(row: dict[str, Any]) -> float:
@@ -330,10 +312,10 @@ def _step_of(row: dict[str, Any]) -> float:
 
 def is_finished(folder: Path) -> bool:
     """Whether the run in a folder is over, for the inputs there are now, and its model complete."""
-    state = read_state(folder)
-    if state.get("status") != "finished" or not has_model(folder, state):
+    state = layout.read_state(folder)
+    if state.get("status") != "finished" or not layout.has_model(folder, state):
         return False
-    return not changed_inputs(flatten(read_config(folder)), state.get("inputs") or {})
+    return not layout.changed_inputs(flatten(layout.read_config(folder)), state.get("inputs") or {})
 
 
 @functools.cache

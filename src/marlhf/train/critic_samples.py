@@ -34,7 +34,7 @@ from marlhf.fields import settings_with
 from marlhf.models.sequences import Sequences, send
 from marlhf.reward import RewardFunction
 from marlhf.runs.atomic import FolderInUse, explain_disk_errors, lock_folder, write_bytes
-from marlhf.runs.digests import digest_of
+from marlhf.runs.layout import digest_of
 from marlhf.runtime.optim import Update, apply_updates, check_finite
 from marlhf.runtime.progress import say, warn
 from marlhf.spans.apply import explain_segmenter_errors

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from marlhf.core import Segments, masked_mean
 from marlhf.fields import settings_with
-from marlhf.runs.digests import digest_of
-from marlhf.runs.layout import RunError
+from marlhf.runs.layout import RunError, digest_of
 from marlhf.runtime.checkpoint import (
     decode,
     encode,
