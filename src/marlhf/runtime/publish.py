@@ -69,8 +69,6 @@ LABELS = {
 def write_card(
     run: RunFolder,
     *,
-    folder: Path | None = None,
-    summary: Mapping[str, Any] | None = None,
     rows: Mapping[str, int] | None = None,
     repo_id: str = "",
     base_model: str = "",
@@ -78,12 +76,10 @@ def write_card(
 ) -> Path:
     """Write README.md into the model's folder.
 
-    `summary` are the final metrics, those of the run unless given; `rows` counts the data, as in
-    `{"training": 1000, "held-out": 50}`. `base_model` and `dataset` are for runs that were given
-    Python objects, whose config names neither.
+    `rows` counts the data, as in `{"training": 1000, "held-out": 50}`. `base_model` and `dataset`
+    are for runs that were given Python objects, whose config names neither.
     """
-    folder = folder or run.model
-    summary = dict(run.state["summary"] if summary is None else summary)
+    folder, summary = run.model, dict(run.state["summary"])
     config, facts = run.config, facts_of(run.stage)
     data = config.get("data") or {}
     base = base_model or _origin(str(config.get("model") or ""))
