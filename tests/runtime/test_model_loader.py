@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from marlhf.config.stage import LoRA, StageConfig
+from marlhf.models.facts import model_facts
 from marlhf.models.tiny import tiny_tokenizer
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World
@@ -41,6 +42,10 @@ class Scalar(torch.nn.Module):
         super().__init__()
         self.config = SimpleNamespace()
         self.score = torch.nn.Linear(2, 1, bias=False)
+
+
+def whole(model, head, **settings):
+    return WholeModel(model_facts(model), head, **settings)
 
 
 def brevity(completions, **_):
@@ -76,19 +81,19 @@ def resolve(config, objects=NO_OBJECTS, *, critic=True):
 
 def test_whole_models_come_from_their_paths():
     assert resolve(WHOLE) == {
-        "policy": WholeModel("tiny", "language", seed=3),
-        "reference": WholeModel("tiny", "language", seed=3),
-        "critic": WholeModel("reward", "scalar", seed=3),
-        "reward-0": WholeModel("reward", "scalar"),
+        "policy": whole("tiny", "language", seed=3),
+        "reference": whole("tiny", "language", seed=3),
+        "critic": whole("reward", "scalar", seed=3),
+        "reward-0": whole("reward", "scalar"),
     }
 
 
 def test_what_is_named_wins_over_what_follows():
     config = replace(WHOLE, ref_model="reference", critic_model="critic", gold_model="gold")
     sources = resolve(config)
-    assert sources["reference"] == WholeModel("reference", "language", seed=3)
-    assert sources["critic"] == WholeModel("critic", "scalar", seed=3)
-    assert sources["gold"] == WholeModel("gold", "scalar")
+    assert sources["reference"] == whole("reference", "language", seed=3)
+    assert sources["critic"] == whole("critic", "scalar", seed=3)
+    assert sources["gold"] == whole("gold", "scalar")
 
 
 def test_a_method_without_a_critic_has_none():
@@ -99,7 +104,7 @@ def test_without_a_reward_model_the_critic_starts_from_the_policy():
     config = replace(WHOLE, reward_model="", reward_funcs=("mine:brevity",))
     sources = resolve(config)
     assert sources.keys() == {"policy", "reference", "critic"}
-    assert sources["critic"] == WholeModel("tiny", "scalar", seed=3)
+    assert sources["critic"] == whole("tiny", "scalar", seed=3)
 
 
 def test_a_policy_given_as_an_object_is_copied_for_reference_and_critic():
@@ -107,9 +112,9 @@ def test_a_policy_given_as_an_object_is_copied_for_reference_and_critic():
     objects = GivenObjects(model=policy, tokenizer=TOKENIZER, reward_funcs=[brevity])
     config = replace(WHOLE, model="(given)", reward_model="")
     assert resolve(config, objects) == {
-        "policy": WholeModel(policy, "language", seed=3),
-        "reference": WholeModel(policy, "language", copied=True),
-        "critic": WholeModel(policy, "scalar", copied=True, seed=3),
+        "policy": whole(policy, "language", seed=3),
+        "reference": whole(policy, "language", copied=True),
+        "critic": whole(policy, "scalar", copied=True, seed=3),
     }
 
 
@@ -117,9 +122,9 @@ def test_objects_given_for_every_role_are_taken_as_they_are():
     policy, reference, critic, reward = Language(), Language(), Scalar(), Scalar()
     objects = GivenObjects(policy, TOKENIZER, reference, critic, [brevity, reward])
     sources = resolve(replace(WHOLE, reward_model=""), objects)
-    assert sources["reference"] == WholeModel(reference, "language")
-    assert sources["critic"] == WholeModel(critic, "scalar")
-    assert sources["reward-1"] == WholeModel(reward, "scalar")
+    assert sources["reference"] == whole(reference, "language")
+    assert sources["critic"] == whole(critic, "scalar")
+    assert sources["reward-1"] == whole(reward, "scalar")
     assert "reward-0" not in sources  # a function
 
 
@@ -127,10 +132,10 @@ def test_a_reward_model_given_as_an_object_is_copied_for_the_critic():
     reward = Scalar()
     objects = GivenObjects(model=Language(), tokenizer=TOKENIZER, reward_funcs=[reward])
     config = replace(WHOLE, reward_model="")
-    assert resolve(config, objects)["critic"] == WholeModel(reward, "scalar", copied=True)
+    assert resolve(config, objects)["critic"] == whole(reward, "scalar", copied=True)
     adapted = resolve(replace(config, lora=APART), objects)
-    assert adapted["critic"].base == WholeModel(reward, "scalar", copied=True)
-    assert adapted["reward-0"] == WholeModel(reward, "scalar")
+    assert adapted["critic"].base == whole(reward, "scalar", copied=True)
+    assert adapted["reward-0"] == whole(reward, "scalar")
 
 
 def test_a_reward_model_of_other_tokens_is_no_start_for_a_critic(trained):
@@ -142,12 +147,12 @@ def test_a_reward_model_of_other_tokens_is_no_start_for_a_critic(trained):
         reward_tokenizers=[trained("byte-level")],
     )
     config = replace(WHOLE, reward_model="")
-    assert resolve(config, objects)["critic"].origin is policy
+    assert resolve(config, objects)["critic"].facts.model is policy
 
 
 def test_adapters_apart_have_two_bases():
     sources = resolve(replace(WHOLE, lora=APART))
-    base, second = WholeModel("tiny", "language", seed=3), WholeModel("reward", "scalar", seed=3)
+    base, second = whole("tiny", "language", seed=3), whole("reward", "scalar", seed=3)
     assert sources == {
         "policy": OnBase(base, "language", APART),
         "reference": OnBase(base, "language", None),
@@ -167,7 +172,7 @@ def test_adapters_from_one_model_have_one_base():
 def test_a_shared_base_holds_every_role(reward):
     sources = resolve(replace(WHOLE, reward_model=reward, lora=SHARED))
     saved = Path("merged/adapter" if reward == "merged" else reward)
-    assert {source.base for source in sources.values()} == {WholeModel("tiny", "language", seed=3)}
+    assert {source.base for source in sources.values()} == {whole("tiny", "language", seed=3)}
     assert {role: source.adapter for role, source in sources.items()} == {
         "policy": SHARED,
         "reference": None,
@@ -180,7 +185,7 @@ def test_a_shared_base_holds_every_role(reward):
 def test_saved_adapters_are_continued_on_their_base(lora):
     config = replace(WHOLE, model="sft-adapter", reward_model="reward-adapter", lora=lora)
     sources = resolve(config)
-    assert sources["policy"].base == WholeModel("tiny", "language", seed=3)
+    assert sources["policy"].base == whole("tiny", "language", seed=3)
     assert sources["policy"].adapter == sources["reference"].adapter == Path("sft-adapter")
     assert sources["critic"].adapter == sources["reward-0"].adapter == Path("reward-adapter")
     assert (sources["critic"].base == sources["policy"].base) == lora.shared_base
@@ -188,7 +193,7 @@ def test_saved_adapters_are_continued_on_their_base(lora):
 
 def test_a_whole_reward_model_stands_beside_a_shared_base(capsys):
     sources = resolve(replace(WHOLE, lora=SHARED))
-    assert sources["reward-0"] == WholeModel("reward", "scalar")
+    assert sources["reward-0"] == whole("reward", "scalar")
     assert sources["critic"] == OnBase(sources["policy"].base, "scalar", SHARED)
     assert "takes memory of its own" in " ".join(capsys.readouterr().err.split())
     # The adapter beside a merged language model is not a critic's start.
@@ -230,25 +235,25 @@ def test_a_language_model_scores_only_where_that_was_asked_for(setting):
 
 def test_stages_with_one_model():
     config = DPOConfig(model="tiny", seed=2)
-    assert trained_source("language", config, NO_OBJECTS) == WholeModel("tiny", "language", seed=2)
-    assert trained_source("scalar", config, NO_OBJECTS) == WholeModel("tiny", "scalar", seed=2)
+    assert trained_source("language", config, NO_OBJECTS) == whole("tiny", "language", seed=2)
+    assert trained_source("scalar", config, NO_OBJECTS) == whole("tiny", "scalar", seed=2)
     adapted = replace(config, lora=APART)
-    base = WholeModel("tiny", "language", seed=2)  # stays a language model, for a policy to share
+    base = whole("tiny", "language", seed=2)  # stays a language model, for a policy to share
     assert trained_source("scalar", adapted, NO_OBJECTS) == OnBase(base, "scalar", APART)
     started = trained_source("scalar", replace(adapted, model="reward-adapter"), NO_OBJECTS)
-    assert started == OnBase(WholeModel("tiny", "scalar", seed=2), "scalar", Path("reward-adapter"))
+    assert started == OnBase(whole("tiny", "scalar", seed=2), "scalar", Path("reward-adapter"))
     given = trained_source("scalar", adapted, GivenObjects(model=Scalar()))
     assert given.base.head == "scalar"
 
 
 def test_roles_that_start_from_the_same_weights_share_no_memory():
     sources = {
-        "policy": WholeModel("tiny", "language"),
-        "reference": WholeModel("tiny", "language", setting="ref_model"),
-        "critic": WholeModel("tiny", "scalar", fresh_head=True),
-        "reward-0": WholeModel("tiny", "scalar"),
-        "gold": WholeModel("tiny", "scalar"),
-        "another": WholeModel("tiny", "scalar", seed=1),
+        "policy": whole("tiny", "language"),
+        "reference": whole("tiny", "language"),
+        "critic": whole("tiny", "scalar"),
+        "reward-0": whole("tiny", "scalar"),
+        "gold": whole("tiny", "scalar"),
+        "another": whole("tiny", "scalar", seed=1),
     }
     config = StageConfig(gradient_checkpointing=True)
     models = load_sources(sources, {"policy", "critic"}, config, World(torch.device("cpu")))

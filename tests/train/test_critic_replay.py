@@ -12,7 +12,7 @@ from marlhf.runtime.checkpoint import decode, encode
 from marlhf.runtime.stage import Stopped
 from marlhf.train import critic_training, ppo
 from marlhf.train.critic_samples import ValueTargets
-from marlhf.train.critic_training import CriticReplay
+from marlhf.train.critic_training import CriticTraining
 from small_runs import everything, read_lines, stop_after, weights
 
 
@@ -26,7 +26,7 @@ def test_without_it_a_run_is_what_it_was(ppo_config, monkeypatch):
     ppo.train(plain)
     never = ppo_config("never", save_every=0, critic_replay=0, critic_updates=1)
     with monkeypatch.context() as patched:
-        patched.setattr(CriticReplay, "learn", lambda *_: {})
+        patched.setattr(CriticTraining, "replay", None)
         patched.setattr(critic_training, "pretrain_critic", lambda *_: None)
         ppo.train(never)
     assert everything(plain.output_dir) == everything(never.output_dir)

@@ -195,7 +195,7 @@ def test_every_stage_trains_its_adapters_and_nothing_else(made, stage, by):
 @pytest.mark.parametrize("stage", ["reward", "ppo"])
 def test_a_checkpoint_holds_only_what_trains(made, stage):
     run = made(stage, "lora")
-    (folder,) = list_checkpoints(RunFolder(run.path, stage, run.config))
+    (folder,) = list_checkpoints(RunFolder(run.path, stage, run.config).checkpoints)
     for name, view in run.models.items():
         saved = load_file(folder / f"{name}.safetensors")
         assert {k: x.shape for k, x in saved.items()} == {

@@ -100,7 +100,9 @@ def test_a_stopped_run_saves_first(ppo_config, number, start):
     state = json.loads((Path(config.output_dir) / "run.json").read_text())
     assert state["status"] == "stopped"
     last = read_lines(config.output_dir)[-1]["step"]
-    assert [p.name for p in checkpoint.list_checkpoints(_folder(config))] == [f"step-{last:06d}"]
+    assert [p.name for p in checkpoint.list_checkpoints(_folder(config).checkpoints)] == [
+        f"step-{last:06d}"
+    ]
 
 
 def _folder(config) -> RunFolder:
@@ -191,7 +193,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
     stopped, never_stopped, damage, capfd
 ):
     config = stopped(3)
-    saved = checkpoint.list_checkpoints(_folder(config))
+    saved = checkpoint.list_checkpoints(_folder(config).checkpoints)
     assert [p.name for p in saved] == ["step-000002", "step-000003"]
     victim = saved[-1] / "policy.safetensors"
     content = bytearray(victim.read_bytes())
@@ -218,7 +220,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
 )
 def test_a_manifest_that_lists_nothing_is_damage(stopped, manifest, capfd):
     config = stopped(3)
-    newest = checkpoint.list_checkpoints(_folder(config))[-1]
+    newest = checkpoint.list_checkpoints(_folder(config).checkpoints)[-1]
     (newest / "manifest.json").write_text(manifest)
     resumed_from_the_one_before(config, capfd, "manifest.json does not list")
 
@@ -226,7 +228,7 @@ def test_a_manifest_that_lists_nothing_is_damage(stopped, manifest, capfd):
 @pytest.mark.parametrize("content", ["{}", "[]", "null", '{"step": "3"}'])
 def test_a_state_that_says_nothing_is_damage_whatever_its_checksum(stopped, content, capfd):
     config = stopped(3)
-    newest = checkpoint.list_checkpoints(_folder(config))[-1]
+    newest = checkpoint.list_checkpoints(_folder(config).checkpoints)[-1]
     (newest / "state.json").write_text(content)
     manifest = json.loads((newest / "manifest.json").read_text())
     manifest["state.json"] = [len(content), zlib.crc32(content.encode())]
@@ -238,7 +240,7 @@ def test_a_state_that_says_nothing_is_damage_whatever_its_checksum(stopped, cont
 def test_a_checkpoint_elsewhere_is_not_followed(stopped, name, tmp_path, capfd):
     """Not even when it is old enough to be dropped."""
     config = stopped(3)
-    linked = checkpoint.list_checkpoints(_folder(config))[-1] / name
+    linked = checkpoint.list_checkpoints(_folder(config).checkpoints)[-1] / name
     elsewhere = linked.rename(tmp_path / "elsewhere")
     linked.symlink_to(elsewhere)
     resumed_from_the_one_before(config, capfd, "link")
@@ -248,7 +250,7 @@ def test_a_checkpoint_elsewhere_is_not_followed(stopped, name, tmp_path, capfd):
 
 def test_a_linked_checkpoint_is_dropped_without_what_it_points_to(stopped, tmp_path):
     config = stopped(3)
-    oldest = checkpoint.list_checkpoints(_folder(config))[0]
+    oldest = checkpoint.list_checkpoints(_folder(config).checkpoints)[0]
     oldest.symlink_to(oldest.rename(tmp_path / "elsewhere"))
     ppo.train(config)
     assert not oldest.is_symlink()
@@ -266,7 +268,7 @@ def resumed_from_the_one_before(config, capfd, reason: str) -> None:
 
 def test_without_any_whole_checkpoint_the_warnings_say_that_training_starts_again(stopped, capfd):
     config = stopped(2)
-    for folder in checkpoint.list_checkpoints(_folder(config)):
+    for folder in checkpoint.list_checkpoints(_folder(config).checkpoints):
         (folder / "manifest.json").unlink()
     capfd.readouterr()
     ppo.train(config)
@@ -396,7 +398,7 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(ppo_config, monkeypatch):
 
 def test_checkpoints_hold_no_pickles_that_run_code(stopped):
     config = stopped(1)
-    folder = checkpoint.list_checkpoints(_folder(config))[-1]
+    folder = checkpoint.list_checkpoints(_folder(config).checkpoints)[-1]
     assert {p.suffix for p in folder.iterdir()} == {".safetensors", ".json"}
 
 
@@ -458,7 +460,7 @@ def test_strays_among_checkpoints_are_left_alone(stopped):
     (folder / "step-000001-mine").mkdir()
     (folder / "step-000009.txt").write_text("")
     (folder / "step-1000000").mkdir()
-    names = [p.name for p in checkpoint.list_checkpoints(_folder(config))]
+    names = [p.name for p in checkpoint.list_checkpoints(_folder(config).checkpoints)]
     assert names == ["step-000001", "step-1000000"]
     (folder / "step-1000000").rmdir()
     ppo.train(config)

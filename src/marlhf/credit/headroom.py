@@ -30,14 +30,12 @@ from marlhf.credit.headroom_estimates import (
     advantages_by_way,
     estimate,
 )
-from marlhf.credit.state import CreditError, RunState
+from marlhf.credit.state import CreditError, RunState, measured_parts
 from marlhf.credit.ways import of_group, returns_from
 from marlhf.evaluate.results import text_table
 from marlhf.models.logprobs import BLOCK, BLOCKS, TokenScores
-from marlhf.runs.atomic import append_jsonl, read_keyed
 from marlhf.runs.layout import HEADROOM_LINES, digest_of
 from marlhf.runtime.checkpoint import decode, encode
-from marlhf.runtime.progress import Steps, say
 from marlhf.runtime.stage import batch_rows
 from marlhf.train.credit_choice import ERRORS, name_of
 from marlhf.train.experience import Experience
@@ -78,20 +76,19 @@ def measure_headroom(
     file = state.folder / HEADROOM_LINES
     per_chunk, count = max(1, ROWS // group), responses // group
     chunks = [range(i, min(i + per_chunk, count)) for i in range(0, count, per_chunk)]
-    lines = read_keyed(file, setting)
-    left = [chunk for chunk in chunks if str(chunk) not in lines]
-    say(
-        f"{state.folder.name}, step {state.step}: headroom from {count * group} responses, "
-        f"{continuations} continuations at up to {boundaries} starts of macro actions"
-        + (f"; {len(chunks) - len(left)} of {len(chunks)} parts measured before" if lines else "")
-    )
-    with Steps("headroom", len(chunks), len(chunks) - len(left)) as bar:
-        for done, chunk in enumerate(left, len(chunks) - len(left) + 1):
-            line = _measure(state, rule, chunk, group, continuations, boundaries, seed)
-            lines[str(chunk)] = {"setting": setting, "key": str(chunk)} | line
-            append_jsonl(file, [lines[str(chunk)]])
-            bar.advance(done, {"score": line["score"]})
-    mine = [lines[str(chunk)] for chunk in chunks]
+
+    def intro(before: int) -> str:
+        return (
+            f"{state.folder.name}, step {state.step}: headroom from {count * group} responses, "
+            f"{continuations} continuations at up to {boundaries} starts of macro actions"
+            + (f"; {before} of {len(chunks)} parts measured before" if before else "")
+        )
+
+    def part(chunk: range) -> tuple[dict[str, Any], float]:
+        line = _measure(state, rule, chunk, group, continuations, boundaries, seed)
+        return line, line["score"]
+
+    mine = measured_parts(file, setting, chunks, part, "headroom", intro)
     sample = Sample(*(torch.cat([decode(x[key]) for x in mine]) for key in Sample._fields))
     totals = torch.tensor([x["totals"] for x in mine]).sum(dim=0)
     grouped = isinstance(config, RLOOConfig)  # else training centres advantages

@@ -14,6 +14,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,15 +23,14 @@ from torch import Tensor
 from marlhf.config.candidates import CANDIDATES, TURN_CANDIDATES
 from marlhf.config.settings import to_raw
 from marlhf.core import Agreement, Learned, gradient_agreement
-from marlhf.credit.state import CreditError, RunState, sample_batch
+from marlhf.credit.state import CreditError, RunState, measured_parts, sample_batch
 from marlhf.credit.ways import Batch, Way, advantages_by_way, group_of, ways_of
 from marlhf.environments import scored_row, turn_rewards
 from marlhf.evaluate.results import text_table
 from marlhf.models.logprobs import BLOCKS
-from marlhf.runs.atomic import append_jsonl, read_keyed
 from marlhf.runs.layout import CREDIT_LINES, digest_of
 from marlhf.runtime.checkpoint import decode, encode
-from marlhf.runtime.progress import Steps, say, warn
+from marlhf.runtime.progress import warn
 from marlhf.runtime.stage import Example
 from marlhf.train.credit_choice import ERRORS, Measurement, better, unbiased
 from marlhf.train.critic_quality import NOTHING, THIRDS, advice, explained_by_thirds
@@ -163,24 +163,19 @@ def batch_gradients(
     # What a name such as `learned path=cuts.json` stands for may change.
     learned = [to_raw(rule) for o in options if isinstance(rule := o.config.segmenter, Learned)]
     setting = _setting(state, [o.name for o in options], group, seed, *learned)
-    lines = read_keyed(file, setting)
-    done = {key: decode(line["sketch"]) for key, line in lines.items()}
-    batches, left = len(numbers), [n for n in numbers if str(n) not in done]
-    say(
-        f"{state.folder.name}, step {state.step}: {len(options) - 1} ways to assign credit on "
-        f"{batches} batches of {size} responses"
-        + (f", {batches - len(left)} of them measured before" if len(left) < batches else "")
+
+    def intro(before: int) -> str:
+        return (
+            f"{state.folder.name}, step {state.step}: {len(options) - 1} ways to assign credit on "
+            f"{len(numbers)} batches of {size} responses"
+            + (f", {before} of them measured before" if before else "")
+        )
+
+    lines = measured_parts(
+        file, setting, numbers, partial(_batch, state, ways, group, seed), "credit", intro
     )
-    with Steps("credit", batches, batches - len(left)) as bar:
-        for count, number in enumerate(left, batches - len(left) + 1):
-            experience, of_batch, known = _batch(state, ways, group, number, seed)
-            done[str(number)] = of_batch
-            line = {"setting": setting, "key": str(number), "sketch": encode(of_batch.float())}
-            lines[str(number)] = line | known
-            append_jsonl(file, [lines[str(number)]])
-            bar.advance(count, {"score": float(experience.scores.mean())})
-    gradients = torch.stack([done[str(n)] for n in numbers], dim=1).double()
-    return gradients, [lines[str(n)] for n in numbers]
+    gradients = torch.stack([decode(line["sketch"]) for line in lines], dim=1).double()
+    return gradients, lines
 
 
 def _batch_size(state: RunState) -> int:
@@ -188,10 +183,10 @@ def _batch_size(state: RunState) -> int:
 
 
 def _batch(
-    state: RunState, ways: list[Way], group: int, number: int, seed: int
-) -> tuple[Experience, Tensor, dict[str, list[float]]]:
+    state: RunState, ways: list[Way], group: int, seed: int, number: int
+) -> tuple[dict[str, Any], float]:
     """One batch's gradient by each way, [E + 1, D]; what the critic explains of its returns, by
-    thirds of a response; and how far each way reaches."""
+    thirds of a response; how far each way reaches; and the mean score."""
     models = state.models
     experience, examples = sample_batch(state, number, seed, group=group)
     if number == 0:
@@ -208,9 +203,10 @@ def _batch(
     part.end()
     returns = lambda_one_returns(credit.rewards, credit.segments, state.ppo)
     thirds = explained_by_thirds(credit.values, returns, experience.mask)
-    gradients = measurement.over_ranks(models.world).cpu()
+    sketch = encode(measurement.over_ranks(models.world).cpu().float())
     explained = [float(thirds[name]) for name in THIRDS]
-    return experience, gradients, {"explained": explained, "reaches": reaches}
+    line = {"sketch": sketch, "explained": explained, "reaches": reaches}
+    return line, float(experience.scores.mean())
 
 
 def credit_of(state: RunState, experience: Experience, shuffler: torch.Generator) -> Credit:

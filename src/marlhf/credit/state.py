@@ -5,6 +5,7 @@ Weights come from a checkpoint, from the model of a finished run, or from where 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,13 @@ from marlhf.config.build import build, make_segmenter, raise_problems
 from marlhf.config.settings import SegmenterSpec
 from marlhf.errors import MarlhfError
 from marlhf.evaluate.eval_plan import PolicySource, check_environment, check_rewards, located
+from marlhf.runs.atomic import append_jsonl, read_keyed
 from marlhf.runs.layout import CHECKPOINTS, CRITIC, GIVEN, MODEL, is_run, read_score_scale
 from marlhf.runs.read import Run, read_run
-from marlhf.runtime.checkpoint import checkpoints_in, load_weights, read_checkpoint_state
+from marlhf.runtime.checkpoint import list_checkpoints, load_weights, read_checkpoint_state
 from marlhf.runtime.distributed import start
+from marlhf.runtime.memory_plan import checkpoints_activations
+from marlhf.runtime.progress import Steps, say
 from marlhf.runtime.stage import NO_OBJECTS, Example, batch_rows
 from marlhf.train.credit_choice import CreditChooser
 from marlhf.train.experience import Experience, RolloutScorer
@@ -82,6 +86,8 @@ def open_state(
         )
     config = _chosen(config, saved)
     world = start(device)
+    checkpointing = checkpoints_activations(config, world.device)
+    config = replace(config, gradient_checkpointing=checkpointing)
     models = load_models(config, NO_OBJECTS, world, critic=_has_critic(config))
     trained = {"policy": models.policy}
     if _has_critic(config):
@@ -167,7 +173,7 @@ def _config(run: Run, trust_code: bool) -> PPOConfig | RLOOConfig:
 
 def _weights(run: Run, step: int | None, needs_critic: bool) -> tuple[Path | None, int]:
     """A checkpoint, the finished model, or None for where the run begins; and the step."""
-    saved = {int(p.name.removeprefix("step-")): p for p in checkpoints_in(run.path / CHECKPOINTS)}
+    saved = {int(p.name.removeprefix("step-")): p for p in list_checkpoints(run.path / CHECKPOINTS)}
     final = run.path / MODEL
     last = run.last_step or 0
     critic = (run.path / CRITIC).is_dir() or not needs_critic
@@ -185,7 +191,7 @@ def _weights(run: Run, step: int | None, needs_critic: bool) -> tuple[Path | Non
 
 def _last_state(folder: Path) -> dict[str, Any]:
     """The state of the newest checkpoint, for what does not change in a run."""
-    for checkpoint in reversed(checkpoints_in(folder / CHECKPOINTS)):
+    for checkpoint in reversed(list_checkpoints(folder / CHECKPOINTS)):
         state = read_checkpoint_state(checkpoint)
         return {key: state[key] for key in ("kl_coef", "credit") if key in state}
     return {}
@@ -216,3 +222,28 @@ def sample_batch(
     seeds = torch.randint(2**62, (size,), generator=generator).tolist()[:most]
     examples, rollout = sample_examples(examples, state.models, seeds, group)
     return state.score(examples, rollout), examples
+
+
+def measured_parts(
+    file: Path,
+    setting: str,
+    keys: Sequence[Any],
+    measure: Callable[[Any], tuple[dict[str, Any], float]],
+    name: str,
+    intro: Callable[[int], str],
+) -> list[dict[str, Any]]:
+    """A line of `file` for each key: one written before, or what `measure` gives with its score.
+
+    `intro` says what is measured, from the number of those that were.
+    """
+    lines = read_keyed(file, setting)
+    left = [key for key in keys if str(key) not in lines]
+    before = len(keys) - len(left)
+    say(intro(before))
+    with Steps(name, len(keys), before) as bar:
+        for done, key in enumerate(left, before + 1):
+            line, score = measure(key)
+            lines[str(key)] = {"setting": setting, "key": str(key)} | line
+            append_jsonl(file, [lines[str(key)]])
+            bar.advance(done, {"score": score})
+    return [lines[str(key)] for key in keys]

@@ -11,8 +11,8 @@ import contextlib
 import json
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,17 @@ class ModelFacts:
     """What is known of a model before its weights are read. Its config is read when asked for."""
 
     model: str | Model
-    base: str | Model  # what new adapters are put on: the model, or the base of a saved adapter
     saved: Path | None = None  # the saved adapter that the model is
+    saved_on: ModelFacts | None = None  # the base of that adapter
     scalar: Path | None = None  # an adapter with a scalar head: the model, or the one beside it
     members: int = 1  # of an ensemble with an adapter each, whose first one it is
     trust_remote_code: bool = False
-    setting: str = ""  # what named the model
+    setting: str = field(default="", compare=False)  # what named the model
+
+    @property
+    def base(self) -> ModelFacts:
+        """What new adapters are put on: the model itself, or the base of a saved adapter."""
+        return self.saved_on or self
 
     @property
     def name(self) -> str:
@@ -100,14 +105,19 @@ def model_facts(
     model: str | Model, *, trust_remote_code: bool = False, setting: str = ""
 ) -> ModelFacts:
     """What a folder, a name on the hub, a GGUF file, `tiny` or a given object holds."""
-    named: dict[str, Any] = {"trust_remote_code": trust_remote_code, "setting": setting}
     if not isinstance(model, str):
-        return ModelFacts(model, model, **named)
-    adapter = find_adapter(model)
-    scalar = adapter if adapter is not None and is_scalar_adapter(adapter) else None
-    if (base := adapter_base(model)) is None:
-        return ModelFacts(model, model, None, scalar, **named)
-    return ModelFacts(model, base, Path(model), scalar, saved_members(model), **named)
+        return ModelFacts(model, trust_remote_code=trust_remote_code, setting=setting)
+    adapter, base = find_adapter(model), adapter_base(model)
+    known = partial(model_facts, trust_remote_code=trust_remote_code, setting=setting)
+    return ModelFacts(
+        model,
+        None if base is None else Path(model),
+        None if base is None else known(base),
+        adapter if adapter is not None and is_scalar_adapter(adapter) else None,
+        1 if base is None else saved_members(model),
+        trust_remote_code,
+        setting,
+    )
 
 
 def adapter_base(path: str | Path) -> str | None:

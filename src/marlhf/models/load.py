@@ -88,7 +88,7 @@ def _with_ends(tokenizer: Tokenizer, which: str) -> Tokenizer:
 
 def load_model(
     head: Head,
-    path: str | Model,
+    model: str | Model | ModelFacts,
     *,
     seed: int = 0,
     trust_remote_code: bool = False,
@@ -100,58 +100,56 @@ def load_model(
 ) -> Model:
     """A model in float32, ready to train, with the head that its role needs.
 
-    An ensemble of adapters is loaded to score with; `first_member` is what can train alone.
+    An ensemble of adapters is loaded to score with; `first_member` is what can train alone. Of
+    `ModelFacts` nothing is read twice, and whether to trust its code is among them.
     """
+    facts = model
+    if not isinstance(facts, ModelFacts):
+        facts = model_facts(model, trust_remote_code=trust_remote_code, setting=setting)
+    path = facts.model
     if not isinstance(path, str):
-        name, model = f"The {type(path).__name__} given", path.float()
-        if head == "scalar":
-            _check_given_scalar(model, name)
-        else:
-            _check_causal(model, name)
-        return _ready(model, checkpointing, name)
-    facts = model_facts(path, trust_remote_code=trust_remote_code, setting=setting)
+        name, given = f"The {type(path).__name__} given", path.float()
+        (_check_given_scalar if head == "scalar" else _check_causal)(given, name)
+        return _ready(given, checkpointing, name)
     if facts.saved is not None:
-        base = facts.base
-        plain = load_model(
-            head, base, seed=seed, trust_remote_code=trust_remote_code, setting=setting
-        )
+        plain = load_model(head, facts.base, seed=seed)
         if head == "scalar" and not first_member and facts.members > 1:
-            base_model = FrozenBaseModel(plain, base)
-            return base_model.ensemble(facts.saved, members=facts.members, trainable=False)
+            base = FrozenBaseModel(plain, facts.base.model)
+            return base.ensemble(facts.saved, members=facts.members, trainable=False)
         merged = merge_adapter(plain, path).requires_grad_(True)  # peft has frozen it
         return _ready(merged, checkpointing, path)
     if facts.config is None:
         with explained(path, "model"):
-            model = tiny_model(seed) if path == "tiny" else _load_gguf(path)
+            loaded = tiny_model(seed) if path == "tiny" else _load_gguf(facts)
         if head == "scalar":
-            model = with_scalar_head(model, seed)
-        return _ready(model, checkpointing, path)
+            loaded = with_scalar_head(loaded, seed)
+        return _ready(loaded, checkpointing, path)
     with explained(path, "model"):
-        _check_architecture(head, path, facts)
+        _check_architecture(head, facts)
         fresh_head = head == "scalar" and not facts.is_scalar
         config = scalar_config(facts.config) if head == "scalar" else facts.config
         auto: Any = AutoModelForSequenceClassification if head == "scalar" else AutoModelForCausalLM
         quantized = {"quantization_config": quantization, "device_map": {"": device or "cpu"}}
-        model, info = auto.from_pretrained(
+        loaded, info = auto.from_pretrained(
             **facts.files,
             config=config,
             dtype=torch.float32,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=facts.trust_remote_code,
             use_safetensors=True,  # a pickle could run anything
             output_loading_info=True,
             **(quantized if quantization is not None else {}),
             **_attention(config),
         )
-    if head == "scalar" and not isinstance(getattr(model, "score", None), nn.Linear):
-        raise unknown_head(path, model)
+    if head == "scalar" and not isinstance(getattr(loaded, "score", None), nn.Linear):
+        raise unknown_head(path, loaded)
     _check_whole(
-        path, model, set(info["missing_keys"]) - ({"score.weight"} if fresh_head else set())
+        path, loaded, set(info["missing_keys"]) - ({"score.weight"} if fresh_head else set())
     )
     if fresh_head:
-        init_scalar_head(model.score, seed, hidden_scale(model))
+        init_scalar_head(loaded.score, seed, hidden_scale(loaded))
     elif head == "language":
-        _check_causal(model, f"{path} ({type(model).__name__})")
-    return _ready(model, checkpointing, path)
+        _check_causal(loaded, f"{path} ({type(loaded).__name__})")
+    return _ready(loaded, checkpointing, path)
 
 
 load_policy = partial(load_model, "language")
@@ -204,14 +202,14 @@ def _attention(config: Any) -> dict[str, str]:
     return {"attn_implementation": "eager"} if capped else {}
 
 
-def _load_gguf(path: str) -> Model:
+def _load_gguf(facts: ModelFacts) -> Model:
     # Later versions of transformers leave the weights packed where they have a kernel for it.
-    options = locate(path)
+    options = dict(facts.files)
     if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     auto: Any = AutoModelForCausalLM
     loaded, info = auto.from_pretrained(**options, dtype=torch.float32, output_loading_info=True)
-    _check_whole(path, loaded, set(info["missing_keys"]))
+    _check_whole(facts.model, loaded, set(info["missing_keys"]))
     # A model read from GGUF counts as quantised and cannot be saved; a fresh one can.
     config = loaded.config
     config.__dict__.pop("quantization_config", None)
@@ -220,9 +218,9 @@ def _load_gguf(path: str) -> Model:
     return model
 
 
-def _check_architecture(head: Head, path: str, facts: ModelFacts) -> None:
+def _check_architecture(head: Head, facts: ModelFacts) -> None:
     """Refuse, before weights are read, models that cannot have this role."""
-    config = facts.config
+    config, path = facts.config, facts.model
     if head == "scalar":
         if facts.is_scalar and config.num_labels != num_members(config):
             raise ModelError(

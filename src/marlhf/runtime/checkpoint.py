@@ -16,7 +16,7 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -53,23 +53,12 @@ STATE = {
 """What `state.json` has in every checkpoint; stages add to it."""
 
 
-class HasCheckpoints(Protocol):
-    """A folder with checkpoints: a run's, or that of a training within a run."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def checkpoints(self) -> Path: ...
-    @property
-    def seconds(self) -> float: ...
-
-
 class Damaged(MarlhfError, ValueError):
     """A checkpoint whose files are not those that were written."""
 
 
 def save_checkpoint(
-    run: HasCheckpoints,
+    checkpoints: Path,
     step: int,
     *,
     world: World,
@@ -79,12 +68,12 @@ def save_checkpoint(
     keep: int = 2,
 ) -> Path:
     """Write everything that the next step depends on, then drop all but the last `keep`."""
-    final = run.checkpoints / f"step-{step:06d}"
-    temporary = run.checkpoints / f".step-{step:06d}"
+    final = checkpoints / f"step-{step:06d}"
+    temporary = checkpoints / f".step-{step:06d}"
     world.reshard(models.values())  # an evaluation may have left weights gathered
-    full_state = state | {"step": step, "seconds": run.seconds, "rng": _rng()}
+    full_state = state | {"step": step, "rng": _rng()}
     full_state["optimizers"] = {name: _progress(models[name], o) for name, o in optimizers.items()}
-    with explain_disk_errors(run.path, temporary):
+    with explain_disk_errors(checkpoints.parent, temporary):
         if world.main:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
@@ -107,7 +96,7 @@ def save_checkpoint(
             (temporary / MANIFEST).write_text(json.dumps(sizes), encoding="utf-8")
             replace_folder(temporary, final)
     if world.main:
-        for old in list_checkpoints(run)[:-keep]:
+        for old in list_checkpoints(checkpoints)[:-keep]:
             if old.is_symlink():  # not ours: what it points to is left alone
                 old.unlink()
             else:
@@ -117,7 +106,7 @@ def save_checkpoint(
 
 
 def load_latest(
-    run: HasCheckpoints,
+    checkpoints: Path,
     *,
     world: World,
     models: Mapping[str, nn.Module],
@@ -129,7 +118,7 @@ def load_latest(
     `needs` names what the stage adds to a state and reads again.
     """
     # One rank looks, for all must load the same one.
-    folder, damaged = world.broadcast(_find_latest(run, needs) if world.main else None)
+    folder, damaged = world.broadcast(_find_latest(checkpoints, needs) if world.main else None)
     if folder is None:
         return None, damaged
     folder = Path(folder)
@@ -166,12 +155,12 @@ def read_checkpoint_state(folder: Path, needs: Sequence[str] = ()) -> dict[str, 
     return state
 
 
-def _find_latest(run: HasCheckpoints, needs: Sequence[str]) -> tuple[str | None, list[str]]:
+def _find_latest(checkpoints: Path, needs: Sequence[str]) -> tuple[str | None, list[str]]:
     """The newest complete checkpoint, and a warning for each newer one that is damaged."""
-    for unfinished in run.checkpoints.glob(".step-*"):  # of a run that was killed while writing
+    for unfinished in checkpoints.glob(".step-*"):  # of a run that was killed while writing
         shutil.rmtree(unfinished, ignore_errors=True)
     damaged: dict[Path, Exception] = {}
-    for folder in reversed(list_checkpoints(run)):
+    for folder in reversed(list_checkpoints(checkpoints)):
         try:
             _verify(folder)
             read_checkpoint_state(folder, needs)
@@ -186,12 +175,7 @@ def _warnings(damaged: Mapping[Path, Exception], instead: str) -> list[str]:
     return [f"{folder} is damaged ({error}); {instead}." for folder, error in damaged.items()]
 
 
-def list_checkpoints(run: HasCheckpoints) -> list[Path]:
-    """A run's checkpoints, oldest first."""
-    return checkpoints_in(run.checkpoints)
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Oldest first. Folders with other names are ignored: unfinished, or not ours."""
     entries = folder.iterdir() if folder.is_dir() else ()
     folders = [p for p in entries if p.is_dir() and is_checkpoint_name(p.name)]

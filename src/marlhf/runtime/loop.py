@@ -16,7 +16,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,6 +34,7 @@ from marlhf.runtime.callbacks import Callbacks
 from marlhf.runtime.checkpoint import load_latest, save_checkpoint
 from marlhf.runtime.distributed import World, start
 from marlhf.runtime.memory import WATCHED_STEPS, seek_token_budget, settle_token_budget
+from marlhf.runtime.memory_plan import checkpoints_activations
 from marlhf.runtime.progress import Steps, format_numbers, say, warn
 from marlhf.runtime.publish import check_push, hub_name, push, write_card
 from marlhf.runtime.stage import (
@@ -79,6 +80,8 @@ def in_run_folder(stage: str) -> Callable[[Method], Callable[..., Path]]:
             if run.finished:
                 return run.model
             seed_run(config.seed, config.deterministic)
+            checkpointing = checkpoints_activations(config, world.device)
+            config = replace(config, gradient_checkpointing=checkpointing)
             return method(config, OpenRun(run, world, objects))
 
         return train
@@ -158,7 +161,11 @@ class Loop:
         `needs` names what the stage adds to a state and reads again.
         """
         state, damaged = load_latest(
-            self.run, world=self.world, models=self.models, optimizers=self.optimizers, needs=needs
+            self.run.checkpoints,
+            world=self.world,
+            models=self.models,
+            optimizers=self.optimizers,
+            needs=needs,
         )
         for line in damaged:
             warn(line)
@@ -222,6 +229,18 @@ class Loop:
                 self.verdict = f"Stopped by a callback after step {step}."
             if self.verdict:
                 break
+
+    def steps(self, evaluate: Callable[[], str | None], save: Callable[[], None]) -> Iterator[int]:
+        """The steps that are left. Before the first, and where it is due, the model is evaluated,
+        which may say why to stop; a checkpoint is saved after a step where one is due."""
+        if not self.done:
+            evaluate()
+        for step in self:
+            yield step
+            if self.must_evaluate:
+                self.verdict = evaluate() or self.verdict
+            if self.must_save:
+                save()
 
     def check(self, where: str) -> None:
         """End here if a signal came, on any rank."""
@@ -291,10 +310,10 @@ class Loop:
 
     def save(self, **state: Any) -> None:
         """Write a checkpoint of this step."""
-        state = state | {"verdict": self.verdict, "callbacks": self.callbacks.state()}
-        state["bases"] = self._bases()
+        state |= {"verdict": self.verdict, "callbacks": self.callbacks.state()}
+        state |= {"bases": self._bases(), "seconds": self.run.seconds}
         folder = save_checkpoint(
-            self.run,
+            self.run.checkpoints,
             self.step,
             world=self.world,
             models=self.models,

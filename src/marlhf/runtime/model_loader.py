@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,9 @@ from marlhf.models.adapters import AdapterInit, FrozenBaseModel, cast_linear_lay
 from marlhf.models.base import Head, Model, Tokenizer, offload
 from marlhf.models.facts import ModelFacts, is_scalar_adapter, model_facts
 from marlhf.models.heads import average_heads, with_scalar_head
-from marlhf.models.load import has_same_tokenizer, load_policy, load_scalar
+from marlhf.models.load import has_same_tokenizer, load_model
 from marlhf.runs.layout import RunError
 from marlhf.runtime.distributed import World
-from marlhf.runtime.memory_plan import checkpoints_activations
 from marlhf.runtime.optim import cast_trained_weights
 from marlhf.runtime.progress import say, warn
 from marlhf.runtime.stage import GivenObjects
@@ -41,12 +40,15 @@ NOT_COMPILED = {"gold"}
 class WholeModel:
     """A model with all its weights."""
 
-    origin: str | Model  # a path or hub name, or an object given in Python
+    facts: ModelFacts
     head: Head
-    copied: bool = False  # a copy of that object: another role has the object itself
+    copied: bool = False  # a copy of a given object: another role has the object itself
     seed: int = 0  # of a fresh scalar head, and of `tiny`
-    setting: str = field(default="model", compare=False)  # what named it, for errors
-    fresh_head: bool = field(default=False, compare=False)  # of a critic: it starts at zero
+
+    @property
+    def fresh_head(self) -> bool:
+        """Whether its scalar head is drawn anew: what it starts from has none."""
+        return not self.facts.is_scalar
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,15 @@ class OnBase:
     head: Head
     adapter: AdapterInit  # settings of a fresh one, the folder of a saved one, or None
     members: int = 1  # of an ensemble, with an adapter each
-    fresh_head: bool = field(default=False, compare=False)
 
     @property
     def copied(self) -> bool:
         return self.base.copied
+
+    @property
+    def fresh_head(self) -> bool:
+        saved = isinstance(self.adapter, Path) and is_scalar_adapter(self.adapter)
+        return not saved and self.base.fresh_head
 
 
 Source = WholeModel | OnBase
@@ -75,6 +81,7 @@ class RewardItem:
     item: str | Model | Callable[..., Any]
     tokenizer: Tokenizer | None  # the reward model's own, where it was given
     weight: float
+    setting: str  # what named it
 
     @property
     def is_process(self) -> bool:
@@ -104,10 +111,15 @@ def reward_items(config: RLConfig, objects: GivenObjects) -> list[RewardItem]:
             f"There are {len(items)} rewards but {len(weights)} reward_weights. Give one each."
         )
     tokenizers = objects.reward_tokenizers or [None] * len(items)
-    given = enumerate(zip(items, tokenizers, weights, strict=True))
-    scorers = [RewardItem(f"reward-{number}", *fields) for number, fields in given]
+    scorers: list[RewardItem] = []
+    for item, tokenizer, weight in zip(items, tokenizers, weights, strict=True):
+        named = isinstance(item, str) and item == config.reward_model
+        setting = "reward_model" if named else "reward_funcs"
+        role = f"reward-{len(scorers)}"
+        scorers.append(RewardItem(role, item, tokenizer, weight, setting))
     if config.process_model:
-        scorers.append(RewardItem(PROCESS, config.process_model, None, config.process_weight))
+        process = config.process_model, None, config.process_weight, "process_model"
+        scorers.append(RewardItem(PROCESS, *process))
     return scorers
 
 
@@ -117,12 +129,11 @@ def trained_source(
     """The model that a stage starts from: a policy, or a scalar model for a reward stage."""
     origin = config.model if objects.model is None else objects.model
     settings = objects.peft_config or config.lora
-    if settings is None:
-        return WholeModel(origin, head, seed=config.seed)
     facts = model_facts(origin, trust_remote_code=config.trust_remote_code, setting="model")
-    base_head = head
-    if head == "scalar" and not facts.is_scalar:
-        base_head = "language"  # it stays one beneath the adapter, so that a policy can share it
+    if settings is None:
+        return WholeModel(facts, head, seed=config.seed)
+    # It stays a language model beneath the adapter, so that a policy can share it.
+    base_head = "scalar" if head == "scalar" and facts.is_scalar else "language"
     base = WholeModel(facts.base, base_head, seed=config.seed)
     return OnBase(base, head, facts.saved or settings, members)
 
@@ -136,11 +147,12 @@ def rl_sources(
     critic: bool,
 ) -> dict[str, Source]:
     """Sources by role: policy, reference, critic, reward-0, reward-1, ... and gold."""
-    rules = _Rules(config, objects, tokenizer, trained_source("language", config, objects))
+    facts_of = cache(partial(model_facts, trust_remote_code=config.trust_remote_code))
+    policy = trained_source("language", config, objects)
+    rules = _Rules(config, objects, tokenizer, policy, facts_of)
     sources = {"policy": rules.policy, "reference": rules.reference()}
     if critic:
-        start = rules.critic(rewards)
-        sources["critic"] = replace(start, fresh_head=rules.needs_head(start))
+        sources["critic"] = rules.critic(rewards)
     for reward in rewards:
         if reward.is_model:
             sources[reward.role] = rules.reward(reward, sources.get("critic"))
@@ -149,26 +161,17 @@ def rl_sources(
     return sources
 
 
-def check_tokenizer(
-    role: str,
-    path: str,
-    policy: str,
-    tokenizer: Tokenizer,
-    *,
-    trust_remote_code: bool,
-    setting: str,
-) -> None:
+def check_tokenizer(role: str, facts: ModelFacts, policy: str, tokenizer: Tokenizer) -> None:
     """Models that read the policy's tokens must have its tokenizer."""
-    if not has_same_tokenizer(
-        path, tokenizer, trust_remote_code=trust_remote_code, setting=setting
-    ):
+    remote, setting = facts.trust_remote_code, facts.setting
+    if not has_same_tokenizer(facts.model, tokenizer, trust_remote_code=remote, setting=setting):
         # A critic that starts from the reward model needs a start of its own, for reward models
         # may have other tokenizers.
         from_reward = setting == "reward_model"
         otherwise = "" if from_reward else ", or leave it out"
         raise RunError(
-            f"The {role} {path} does not have the tokenizer of {policy}: it would read other "
-            f"tokens. Set {'critic_model' if from_reward else setting} to a model with the "
+            f"The {role} {facts.model} does not have the tokenizer of {policy}: it would read "
+            f"other tokens. Set {'critic_model' if from_reward else setting} to a model with the "
             f"policy's tokenizer, such as the SFT model{otherwise}."
         )
 
@@ -181,6 +184,8 @@ class _Rules:
     objects: GivenObjects
     tokenizer: Tokenizer
     policy: Source
+    facts_of: Callable[..., ModelFacts]
+    """Of a model and the setting that named it, read once."""
 
     def reference(self) -> Source:
         """What is named or given, else the policy as it is before the first step."""
@@ -191,18 +196,22 @@ class _Rules:
                     "The reference is the policy itself, so it would learn as well. Leave "
                     "ref_model out, or load it a second time."
                 )
-            return WholeModel(objects.ref_model, "language")
+            return WholeModel(self.facts_of(objects.ref_model), "language")
         if config.ref_model is None and isinstance(policy, OnBase):
             # A fresh adapter changes nothing, so the plain base is the reference. A policy that
             # starts from a saved adapter needs a second, frozen copy of that adapter.
             saved = policy.adapter if isinstance(policy.adapter, Path) else None
             return OnBase(policy.base, "language", saved)
-        if config.ref_model is None and objects.model is not None:
-            return WholeModel(objects.model, "language", copied=True)
-        path = config.ref_model or config.model
-        if path != config.model or objects.tokenizer is not None:  # else it is read from there
-            self._check_tokenizer("reference", path, "ref_model")
-        return WholeModel(path, "language", seed=config.seed, setting="ref_model")
+        if (
+            config.ref_model is None
+            and isinstance(policy, WholeModel)
+            and objects.model is not None
+        ):
+            return WholeModel(policy.facts, "language", copied=True)
+        facts = self.facts_of(config.ref_model or config.model, setting="ref_model")
+        if facts.model != config.model or objects.tokenizer is not None:  # else it is read there
+            self._check_tokenizer("reference", facts)
+        return WholeModel(facts, "language", seed=config.seed)
 
     def critic(self, rewards: list[RewardItem]) -> Source:
         """The critic: whole, or with LoRA an adapter and a head on a frozen base.
@@ -216,26 +225,22 @@ class _Rules:
         start = self._critic_start(rewards)
         if isinstance(start, OnBase):
             return start
-        if isinstance(start.origin, str):
-            self._check_tokenizer("critic", start.origin, start.setting)
+        if isinstance(start.facts.model, str):
+            self._check_tokenizer("critic", start.facts)
         if isinstance(policy, WholeModel):
             return start
-        facts = self._facts(start.origin, start.setting)
-        adapter = facts.saved or self.objects.peft_config or self.config.lora
-        return OnBase(replace(start, origin=facts.base), "scalar", adapter)
+        adapter = start.facts.saved or self.objects.peft_config or self.config.lora
+        return OnBase(replace(start, facts=start.facts.base), "scalar", adapter)
 
     def reward(self, reward: RewardItem, critic: Source | None) -> Source:
         """A reward model: whole, or on a base that another role has loaded anyway."""
-        item: Any = reward.item
-        if not isinstance(item, str):
-            self._facts(item, "reward_funcs").refuse_process_model()
-            return WholeModel(item, "scalar")
+        facts = self.facts_of(reward.item, setting=reward.setting)
+        if not isinstance(reward.item, str):
+            facts.refuse_process_model()
+            return WholeModel(facts, "scalar")
         if reward.is_process:
-            facts = self._facts(item, "process_model")
             _check_steps(facts)
         else:
-            setting = "reward_model" if item == self.config.reward_model else "reward_funcs"
-            facts = self._facts(item, setting)
             self._check_scores(facts)
         if isinstance(self.policy, OnBase) and self._shares_base and facts.scalar:
             return OnBase(self.policy.base, "scalar", facts.scalar, facts.members)
@@ -243,7 +248,7 @@ class _Rules:
 
     def gold(self, path: str) -> Source:
         """The reward model that judges held-out responses."""
-        facts = self._facts(path, "gold_model")
+        facts = self.facts_of(path, setting="gold_model")
         self._check_scores(facts)
         return self._scorer(facts)
 
@@ -252,7 +257,7 @@ class _Rules:
         base = WholeModel(facts.base, "scalar", seed=self.config.seed)
         if facts.members > 1 or (isinstance(critic, OnBase) and critic.base == base):
             return OnBase(base, "scalar", facts.saved, facts.members)
-        return WholeModel(facts.model, "scalar", setting=facts.setting)
+        return WholeModel(facts, "scalar")
 
     def _check_scores(self, facts: ModelFacts) -> None:
         """A language model has no scalar head, and a random one would score at random."""
@@ -268,10 +273,10 @@ class _Rules:
         """Given or named, else a reward model that reads the same tokens, else the policy."""
         config, policy = self.config, self.policy
         if self.objects.critic_model is not None:
-            return WholeModel(self.objects.critic_model, "scalar")
-        named = config.critic_model or config.reward_model
-        if named and named != config.model:
-            return WholeModel(named, "scalar", seed=config.seed, setting=self._critic_setting)
+            return WholeModel(self.facts_of(self.objects.critic_model), "scalar")
+        named = self._named_critic
+        if named and named.model != config.model:
+            return WholeModel(named, "scalar", seed=config.seed)
         is_adapted = isinstance(policy, OnBase)
         for reward in rewards if not named else ():
             given = isinstance(reward.item, nn.Module)
@@ -279,49 +284,40 @@ class _Rules:
             if not reward.is_model or reward.is_process or (is_adapted and not given):
                 continue
             own = reward.tokenizer or (self.tokenizer if given else reward.item)
-            remote, setting = config.trust_remote_code, "reward_funcs"
+            remote, setting = config.trust_remote_code, reward.setting
             if has_same_tokenizer(own, self.tokenizer, trust_remote_code=remote, setting=setting):
-                seed = 0 if given else config.seed
-                return WholeModel(reward.item, "scalar", given, seed, setting)
+                facts = self.facts_of(reward.item, setting=setting)
+                return WholeModel(facts, "scalar", given, 0 if given else config.seed)
         if isinstance(policy, OnBase):
             return OnBase(policy.base, "scalar", policy.adapter)
-        return replace(policy, head="scalar", copied=not isinstance(policy.origin, str))
-
-    def needs_head(self, critic: Source) -> bool:
-        """Whether a critic's scalar head is drawn anew: what it starts from has none."""
-        if isinstance(critic, WholeModel):
-            return not self._facts(critic.origin, critic.setting).is_scalar
-        if isinstance(critic.adapter, Path) and is_scalar_adapter(critic.adapter):
-            return False
-        return not self._facts(critic.base.origin, critic.base.setting).is_scalar
+        return replace(policy, head="scalar", copied=not isinstance(policy.facts.model, str))
 
     def _shared_critic_adapter(self) -> Path | None:
         """The saved adapter that a critic on the policy's base starts from, if there is one."""
-        config = self.config
+        config, named = self.config, self._named_critic
         if self.objects.critic_model is not None:
             raise RunError(
                 "With lora.shared_base the critic shares the policy's base, but a critic of its "
                 "own is given. Leave it out, or set lora.shared_base: false."
             )
-        named = config.critic_model or config.reward_model
-        if not named:
+        if named is None:
             return None
-        facts = self._facts(named, self._critic_setting)
         # The adapter beside a merged language model is no start for a critic; one named is.
-        if adapter := facts.scalar or facts.saved:
-            self._check_tokenizer("critic", named, self._critic_setting)
+        if adapter := named.scalar or named.saved:
+            self._check_tokenizer("critic", named)
             return adapter
         if config.critic_model not in (None, config.model):
             raise RunError(
-                f"critic_model {named} is a whole model, which cannot share the policy's base. "
-                "Train it with `lora` on the model that this run starts from, leave it out, or "
-                "set lora.shared_base: false."
+                f"critic_model {named.model} is a whole model, which cannot share the policy's "
+                "base. Train it with `lora` on the model that this run starts from, leave it out, "
+                "or set lora.shared_base: false."
             )
         if config.reward_model:
             warn(
-                f"the reward model {named} is not an adapter, so it takes memory of its own beside "
-                "the shared base, and the critic starts from the policy with a fresh head. Train "
-                "the reward model with `lora` on the model that this run starts from to share all."
+                f"the reward model {named.model} is not an adapter, so it takes memory of its own "
+                "beside the shared base, and the critic starts from the policy with a fresh head. "
+                "Train the reward model with `lora` on the model that this run starts from to "
+                "share all."
             )
         return None
 
@@ -330,18 +326,15 @@ class _Rules:
         return self.config.lora is not None and self.config.lora.shared_base
 
     @property
-    def _critic_setting(self) -> str:
-        return "critic_model" if self.config.critic_model else "reward_model"
+    def _named_critic(self) -> ModelFacts | None:
+        """What a critic starts from by name: its own setting's, or the reward model."""
+        for setting in ("critic_model", "reward_model"):
+            if path := getattr(self.config, setting):
+                return self.facts_of(path, setting=setting)
+        return None
 
-    def _facts(self, model: str | Model, setting: str) -> ModelFacts:
-        remote = self.config.trust_remote_code
-        return model_facts(model, trust_remote_code=remote, setting=setting)
-
-    def _check_tokenizer(self, role: str, path: str, setting: str) -> None:
-        remote, policy = self.config.trust_remote_code, self.config.model
-        check_tokenizer(
-            role, path, policy, self.tokenizer, trust_remote_code=remote, setting=setting
-        )
+    def _check_tokenizer(self, role: str, facts: ModelFacts) -> None:
+        check_tokenizer(role, facts, self.config.model, self.tokenizer)
 
 
 def _check_steps(facts: ModelFacts) -> None:
@@ -418,8 +411,7 @@ class ModelLoader:
     def __init__(self, config: StageConfig, world: World) -> None:
         self.world = world
         self.lora = config.lora or LoRA()
-        self.checkpointing = checkpoints_activations(config, world.device)
-        self.remote, self.seed = config.trust_remote_code, config.seed
+        self.checkpointing, self.seed = config.gradient_checkpointing is True, config.seed
         # What autocast would cast frozen matrices to at every pass. FSDP casts what it gathers.
         self.dtype = None if world.sharded else frozen_dtype(world.device, config.precision)
         self.half = config.trained_weights == "bfloat16"
@@ -436,7 +428,7 @@ class ModelLoader:
             checkpointing = trains and self.checkpointing
             model = self._read_whole(source, checkpointing=checkpointing, first_member=trains)
             # In half the memory, with the same bits. A user's own object keeps its weights.
-            ours = isinstance(source.origin, str) or source.copied
+            ours = isinstance(source.facts.model, str) or source.copied
             if self.dtype is not None and ours and not trains:
                 cast_linear_layers(model, self.dtype)
             if trains and self.half:
@@ -453,19 +445,12 @@ class ModelLoader:
         return build(source.adapter, role, seed=self.seed, trainable=trains)
 
     def _read_whole(self, source: WholeModel, **options: Any) -> Model:
-        origin: Any = source.origin
-        if source.copied and source.head == "scalar" and not hasattr(origin, "score"):
-            origin = with_scalar_head(origin, source.seed)
+        origin: Any = source.facts
+        if source.copied and source.head == "scalar" and source.fresh_head:
+            origin = with_scalar_head(origin.model, source.seed)
         elif source.copied:
-            origin = copy.deepcopy(origin).requires_grad_(True)
-        load = load_scalar if source.head == "scalar" else load_policy
-        return load(
-            origin,
-            seed=source.seed,
-            setting=source.setting,
-            trust_remote_code=self.remote,
-            **options,
-        )
+            origin = copy.deepcopy(origin.model).requires_grad_(True)
+        return load_model(source.head, origin, seed=source.seed, **options)
 
     def _read_base(self, source: WholeModel) -> FrozenBaseModel:
         import_peft()  # before anything slow
@@ -482,7 +467,8 @@ class ModelLoader:
             device=self.world.device,
         )
         # Where an object came from: its weights are checked against that by their digest.
-        name = source.origin if isinstance(source.origin, str) else source.origin.name_or_path
+        origin = source.facts.model
+        name = origin if isinstance(origin, str) else origin.name_or_path
         base = FrozenBaseModel(module, name, linear_dtype=self.dtype, merge=self.lora.merge)
         if quantize != "none" and not base.quantized:
             raise RunError(

@@ -325,7 +325,7 @@ def record_outcome(run: RunFolder) -> Iterator[Interrupts]:
 
 
 def _after_divergence(run: RunFolder) -> str:
-    saved = list_checkpoints(run)
+    saved = list_checkpoints(run.checkpoints)
     last = f"The last good checkpoint is {saved[-1]}. " if saved else ""
     return f"{last}Try a lower learning rate, or a higher kl_coef, in a new output_dir."
 

@@ -11,7 +11,6 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +47,20 @@ from marlhf.train.experience import Credit, Experience, all_values
 from marlhf.train.ppo_config import PPOConfig
 from marlhf.train.rl_run import Learner, RLRun
 
+FOLDER = "critic_pretraining"
+PATIENCE = 3
+"""Epochs without a gain after which the critic is taken from the best one."""
+EXPLAINED = "explained_variance"
+GAIN = 0.005
+"""Of explained variance, below which an epoch has gained nothing."""
+EVALUATED = 512
+"""Held-out responses in a forward pass, padded to the longest."""
+
 
 class CriticTraining:
     """Pretraining, replay, and how much the critic explains; nothing without a critic.
 
-    `watch` warns where it misleads.
+    `watch` warns where it misleads. A checkpoint keeps the last `critic_replay` batches.
 
     `shape` and `returns_of` are PPO's own: token rewards with macro actions, and the returns of
     lambda 1 that a critic regresses on.
@@ -60,12 +68,10 @@ class CriticTraining:
 
     def __init__(self, config: PPOConfig, shape: Shape, returns_of: Returns) -> None:
         self.config, self.shape, self.returns_of = config, shape, returns_of
-        self.replay = CriticReplay(config)
         self.watch = CriticWatch(config)
-
-    @property
-    def checkpointed(self) -> Mapping[str, Any]:
-        return self.replay.checkpointed
+        self.batches: deque[ValueTargets] = deque(maxlen=config.critic_replay + 1)
+        """The present batch last."""
+        self.checkpointed = {"critic_replay": self} if config.critic_replay else {}
 
     def begin(self, step: int, rl: RLRun) -> None:
         """Pretrain before the first step."""
@@ -90,53 +96,32 @@ class CriticTraining:
             return {}
         returns = self.returns_of(credit.rewards, credit.segments, config)
         metrics = explained_by_thirds(credit.values, returns, credit.segments.mask)
-        rate = learning_rates["critic"]
-        return metrics | self.replay.learn(
-            step, batch, experience, credit.segments, returns, rl.learner, rate
-        )
+        if not self.config.extra_critic_updates:
+            return metrics
+        prompts = [e.prompt for e in batch]
+        self.batches.append(ValueTargets.of(prompts, experience, credit.segments, returns))
+        losses = self.replay(step, len(batch), rl.learner, learning_rates["critic"])
+        return metrics | {"rl/replay_loss": torch.tensor(sum(losses) / len(losses))}
 
-    def close(self, rl: RLRun) -> None:
-        """Once the trained critic is saved, nothing of the pretraining is needed."""
-        forget_pretraining(rl)
-
-
-class CriticReplay:
-    """The last batches, of which a checkpoint keeps `critic_replay`."""
-
-    def __init__(self, config: PPOConfig) -> None:
-        self.config = config
-        self.batches: deque[ValueTargets] = deque(maxlen=config.critic_replay + 1)
-        """The present batch last."""
-        self.checkpointed = {"critic_replay": self} if config.critic_replay else {}
-
-    def learn(
-        self,
-        step: int,
-        examples: Sequence[Example],
-        experience: Experience,
-        segments: Segments,
-        returns: Tensor,
-        learner: Learner,
-        learning_rate: float,
-    ) -> dict[str, Tensor]:
-        """Take in a batch, and take the updates of the critic that are left in its step."""
-        config = self.config
+    def replay(self, step: int, rows: int, learner: Learner, learning_rate: float) -> list[float]:
+        """The losses of the critic's updates that are left in a step, of batches of `rows`."""
+        config, pool = self.config, ValueTargets.join(self.batches)
         passes = config.num_ppo_epochs * config.num_mini_batches
-        if not config.extra_critic_updates:
-            return {}
-        prompts = [e.prompt for e in examples]
-        self.batches.append(ValueTargets.of(prompts, experience, segments, returns))
-        pool = ValueTargets.join(self.batches)
-        size = math.ceil(len(prompts) / config.num_mini_batches)
+        size = math.ceil(rows / config.num_mini_batches)
         losses: list[float] = []
         for update in range(config.extra_critic_updates * passes):
             # By step and update alone, so that a resumed run draws the same rows.
             seed = (config.seed * 1_000_003 + step) * 1_009 + update
             generator = torch.Generator().manual_seed(seed % 2**63)
-            rows = torch.randperm(len(pool), generator=generator)[:size].tolist()
+            drawn = torch.randperm(len(pool), generator=generator)[:size].tolist()
             optimizer = learner.optimizers["critic"]
-            losses.append(regress(pool, rows, learner.models, optimizer, learning_rate, config))
-        return {"rl/replay_loss": torch.tensor(sum(losses) / len(losses))}
+            losses.append(regress(pool, drawn, learner.models, optimizer, learning_rate, config))
+        return losses
+
+    def close(self, rl: RLRun) -> None:
+        """Once the trained critic is saved, nothing of the pretraining is needed."""
+        if rl.models.world.main:
+            shutil.rmtree(rl.run.path / FOLDER, ignore_errors=True)
 
     def state(self) -> list[Any]:
         """The batches that the next step learns from again."""
@@ -153,28 +138,6 @@ class CriticReplay:
             self.batches.append(ValueTargets(x["prompts"], x["responses"], *tensors))
 
 
-FOLDER = "critic_pretraining"
-PATIENCE = 3
-"""Epochs without a gain after which the critic is taken from the best one."""
-EXPLAINED = "explained_variance"
-GAIN = 0.005
-"""Of explained variance, below which an epoch has gained nothing."""
-EVALUATED = 512
-"""Held-out responses in a forward pass, padded to the longest."""
-
-
-@dataclass(frozen=True)
-class PretrainingFolder:
-    """Where a kind of checkpoint of the pretraining lies."""
-
-    path: Path
-    seconds: float = 0.0
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path
-
-
 def pretrain_critic(rl: RLRun, config: PPOConfig, shape: Shape, returns_of: Returns) -> None:
     """Train the critic if the settings ask for it. Leaves the random numbers of the run alone."""
     if config.critic_pretraining is None:
@@ -183,12 +146,6 @@ def pretrain_critic(rl: RLRun, config: PPOConfig, shape: Shape, returns_of: Retu
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         Pretraining(rl, config, CriticSamples(rl, config, shape, returns_of))()
     rl.clock = Clock(device)  # the first step begins now
-
-
-def forget_pretraining(rl: RLRun) -> None:
-    """Remove the checkpoints of the pretraining, once the trained critic is saved."""
-    if rl.models.world.main:
-        shutil.rmtree(rl.run.path / FOLDER, ignore_errors=True)
 
 
 class Pretraining:
@@ -200,9 +157,7 @@ class Pretraining:
         self.settings, self.critic = config.critic_pretraining, rl.models.critic
         self.rate = self.settings.learning_rate or config.critic_learning_rate
         folder = rl.run.path / FOLDER
-        self.latest, self.best, self.done = (
-            PretrainingFolder(folder / name) for name in ("latest", "best", "done")
-        )
+        self.latest, self.best, self.done = (folder / name for name in ("latest", "best", "done"))
         self.epochs: list[dict[str, float]] = []
         """What each epoch ended with; the first entry is from before the training."""
 
@@ -213,7 +168,7 @@ class Pretraining:
             if world.main:
                 self._drop_another()
         if self._resume(self.done, {}):
-            say(f"critic: pretrained before, in {self.done.path}")
+            say(f"critic: pretrained before, in {self.done}")
             return
         targets = self.samples.load()
         held_out = self.samples.held_out
@@ -243,7 +198,7 @@ class Pretraining:
         self._save(self.done, {})
         if world.main:
             for other in (self.latest, self.best):
-                shutil.rmtree(other.path, ignore_errors=True)
+                shutil.rmtree(other, ignore_errors=True)
             self.rl.run.state[FOLDER] = {"responses": len(targets), "epochs": self.epochs}
             self.rl.run.write_state()
         self._report(reason)
@@ -328,8 +283,8 @@ class Pretraining:
             "seconds": time.perf_counter() - self._start,
         }
 
-    def _save(self, folder: PretrainingFolder, optimizers: dict[str, Any]) -> None:
-        state = {"verdict": "", "callbacks": {}, "bases": {}, "key": self._key}
+    def _save(self, folder: Path, optimizers: dict[str, Any]) -> None:
+        state = {"verdict": "", "callbacks": {}, "bases": {}, "seconds": 0.0, "key": self._key}
         save_checkpoint(
             folder,
             int(self.epochs[-1]["epoch"]),
@@ -340,7 +295,7 @@ class Pretraining:
             keep=1,
         )
 
-    def _resume(self, folder: PretrainingFolder, optimizers: dict[str, Any]) -> bool:
+    def _resume(self, folder: Path, optimizers: dict[str, Any]) -> bool:
         state, damaged = load_latest(
             folder,
             world=self.rl.models.world,

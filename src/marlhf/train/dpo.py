@@ -25,6 +25,7 @@ from torch import Tensor
 from marlhf.core import dpo_loss
 from marlhf.models.adapters import AdaptedModel
 from marlhf.models.base import Model, Tokenizer
+from marlhf.models.facts import model_facts
 from marlhf.models.forward import token_stats
 from marlhf.models.load import check_vocabulary, load_policy
 from marlhf.models.sequences import Sequences
@@ -179,15 +180,9 @@ def load_reference(
         return model
     else:
         remote = config.trust_remote_code
-        check_tokenizer(
-            "reference",
-            config.ref_model,
-            config.model,
-            tokenizer,
-            trust_remote_code=remote,
-            setting="ref_model",
-        )
-        reference = load_policy(config.ref_model, seed=config.seed, trust_remote_code=remote)
+        facts = model_facts(config.ref_model, trust_remote_code=remote, setting="ref_model")
+        check_tokenizer("reference", facts, config.model, tokenizer)
+        reference = load_policy(facts, seed=config.seed)
     check_vocabulary(reference, tokenizer, "the reference")
     return reference
 
@@ -248,7 +243,7 @@ def _read_cache(run: RunFolder, key: str) -> list[Tensor] | None:
         return None  # a kill while writing: computed again
     if cached_key == key:
         return logprobs
-    if list_checkpoints(run):
+    if list_checkpoints(run.checkpoints):
         raise RunError(
             f"{path} holds log-probs of another reference, or of other pairs, than this run "
             "has now, so resuming would train towards something else. Put the model and the data "

@@ -20,7 +20,7 @@ from marlhf.environments import ChatTokens, find_environment
 from marlhf.errors import MarlhfError, SettingError
 from marlhf.models.adapter_files import import_peft, quantization
 from marlhf.models.base import ModelError, pick_device
-from marlhf.models.facts import locate
+from marlhf.models.facts import locate, model_facts
 from marlhf.models.load import check_embeddings, load_tokenizer
 from marlhf.models.tiny import MAX_POSITIONS
 from marlhf.reward import RewardFunction, import_function
@@ -188,7 +188,8 @@ def _check_tokenizers(config: Any, made_by: Mapping[str, Stage]) -> None:
             continue
         remote = config.trust_remote_code
         tokenizer = load_tokenizer(policy, trust_remote_code=remote, setting="model")
-        check_tokenizer(role, name, policy, tokenizer, trust_remote_code=remote, setting=setting)
+        facts = model_facts(name, trust_remote_code=remote, setting=setting)
+        check_tokenizer(role, facts, policy, tokenizer)
         if rows := read_object(Path(name) / "config.json").get("vocab_size"):
             check_embeddings(rows, tokenizer, f"the {role}")
 
@@ -233,9 +234,7 @@ def _check_rewards(config: RLConfig, made_by: Mapping[str, Stage], located: dict
                 f"The stage {made_by[name].name} trains {kind} reward model. Name it as {other}."
             )
         else:
-            setting = "reward_model" if name == config.reward_model else "reward_funcs"
-            setting = "process_model" if item.is_process else setting
-            _check_model(name, setting, made_by, located)
+            _check_model(name, item.setting, made_by, located)
 
 
 def _writes_text(name: str, made_by: Mapping[str, Stage]) -> bool:

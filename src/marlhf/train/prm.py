@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from marlhf.data import Encoded, Row, fit_prompts, load_data
 from marlhf.data.encode import decode
 from marlhf.data.rows import response_text
-from marlhf.models.facts import STEP_SEPARATOR
+from marlhf.models.facts import STEP_SEPARATOR, model_facts
 from marlhf.models.forward import token_scores
 from marlhf.models.load import end_tokens, load_tokenizer
 from marlhf.models.sequences import send
@@ -255,7 +255,8 @@ class Labeller:
         path, remote = config.labels_from.policy, config.trust_remote_code
         with world.raise_on_all_ranks():
             tokenizer = self.tokenizer = load_tokenizer(path, trust_remote_code=remote)
-            source = WholeModel(path, "language", seed=config.seed, setting="labels_from.policy")
+            facts = model_facts(path, trust_remote_code=remote, setting="labels_from.policy")
+            source = WholeModel(facts, "language", seed=config.seed)
             self.policy = load_sources({"policy": source}, set(), config, world)["policy"]
             ends, pad = end_tokens(self.policy, tokenizer), tokenizer.pad_token_id
             self.engine = NativeEngine(self.policy, ends, pad, precision=config.precision)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -117,9 +117,8 @@ def load_models(config: RLConfig, objects: GivenObjects, world: World, *, critic
         rewards = _rewards(config, items, models, tokenizer, world)
         gold = None
         if config.gold_model:
-            gold = _reward_model(
-                *(config.gold_model, models["gold"], None, config, tokenizer, world), combine="mean"
-            )
+            judged = replace(config, reward_combine="mean")
+            gold = _reward_model(config.gold_model, models["gold"], judged, tokenizer, world)
         parsing = open_parsing(config.segmenter, tokenizer)
         conversations = _open_conversations(config, objects, tokenizer, world)
         engine, ahead = _load_engine(config, policy, ends, pad, world)
@@ -229,19 +228,21 @@ def _rewards(
         say(f"rewards: functions of {', '.join(config.code)}")
     scorers: list[tuple[str, Any, float]] = []
     for reward in items:
-        item = reward.item
-        if reward.is_process:
-            scorer = _process_model(config, models[PROCESS], tokenizer, world)
-            scorers.append((PROCESS, scorer, reward.weight))
-        elif reward.is_model:
-            model = models[reward.role]
-            scorer = _reward_model(item, model, reward.tokenizer, config, tokenizer, world)
-            path = item.rstrip("/").removesuffix("/model") if isinstance(item, str) else "model"
-            scorers.append((path.rpartition("/")[2], scorer, reward.weight))
-        else:
+        item, kind = reward.item, RewardModel
+        if not reward.is_model:
             function = import_function(item, config.code) if isinstance(item, str) else item
-            wrapped = SharedFunction(function, tokenizer, world, timeout=config.reward_timeout)
-            scorers.append((wrapped.name, wrapped, reward.weight))
+            scorer = SharedFunction(function, tokenizer, world, timeout=config.reward_timeout)
+            scorers.append((scorer.name, scorer, reward.weight))
+            continue
+        model, name = models[reward.role], "model"
+        if reward.is_process:
+            separator = model.config.step_separator  # checked before it was loaded
+            kind = partial(ProcessModel, separator=separator, pooling=config.process_pooling)
+            name = PROCESS
+        elif isinstance(item, str):
+            name = item.rstrip("/").removesuffix("/model").rpartition("/")[2]
+        scorer = _reward_model(item, model, config, tokenizer, world, reward.tokenizer, kind)
+        scorers.append((name, scorer, reward.weight))
     ensembles = [s for _, s, _ in scorers if isinstance(s, RewardModel) and s.members > 1]
     if config.reward_combine != "mean" and not ensembles:
         raise RunError(
@@ -252,17 +253,16 @@ def _rewards(
 
 
 def _reward_model(
-    item: str | Model,
+    item: Any,
     model: Model,
-    own: Tokenizer | None,
     config: RLConfig,
     tokenizer: Tokenizer,
     world: World,
+    own: Tokenizer | None = None,
     kind: Callable[..., RewardModel] = RewardModel,
-    combine: str | None = None,
 ) -> RewardModel:
-    remote = config.trust_remote_code
     source = own or (item if isinstance(item, str) else tokenizer)
+    remote = config.trust_remote_code
     return kind(
         model,
         load_tokenizer(source, trust_remote_code=remote, setting="reward_model"),
@@ -270,16 +270,8 @@ def _reward_model(
         token_budget=2 * config.pass_tokens,
         precision=config.precision,
         processes=world,
-        combine=combine or config.reward_combine,
+        combine=config.reward_combine,
     )
-
-
-def _process_model(
-    config: RLConfig, model: Model, tokenizer: Tokenizer, world: World
-) -> RewardModel:
-    separator = model.config.step_separator  # checked before it was loaded
-    kind = partial(ProcessModel, separator=separator, pooling=config.process_pooling)
-    return _reward_model(config.process_model, model, None, config, tokenizer, world, kind)
 
 
 class SharedFunction(RewardFunction):

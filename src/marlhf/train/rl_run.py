@@ -173,17 +173,14 @@ class RLRun:
                 part.load_state(saved[name])
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left. Before the first, and where it is due, the policy is evaluated;
-        a checkpoint is saved after a step where one is due."""
-        if not self.loop.done:
-            self.evaluation(0, self.kl.coef)
-        for step in self.loop:
+        """The steps that are left, with evaluations and checkpoints where they are due."""
+
+        def evaluate() -> str:
+            return self.evaluation(self.loop.step, self.kl.coef)
+
+        for step in self.loop.steps(evaluate, self.save):
             self.clock = Clock(self.world.device)
             yield step
-            if self.loop.must_evaluate:
-                self.loop.verdict = self.evaluation(step, self.kl.coef)
-            if self.loop.must_save:
-                self.save()
 
     def prompts(self, step: int) -> list[Example]:
         rows = batch_rows(step - 1, len(self.examples), self.config.batch_size, self.config.seed)

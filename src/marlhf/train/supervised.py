@@ -92,16 +92,8 @@ class SupervisedRun:
         return self.loop
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left. Before the first, and where it is due, the model is evaluated;
-        a checkpoint is saved after a step where one is due."""
-        if not self.loop.done:
-            self.loop.evaluated(self.evaluate())
-        for step in self.loop:
-            yield step
-            if self.loop.must_evaluate:
-                self.loop.evaluated(self.evaluate())
-            if self.loop.must_save:
-                self.loop.save()
+        """The steps that are left, with evaluations and checkpoints where they are due."""
+        return self.loop.steps(lambda: self.loop.evaluated(self.evaluate()), self.loop.save)
 
     def row_numbers(self, step: int) -> list[int]:
         return batch_rows(step - 1, len(self.examples), self.config.batch_size, self.config.seed)

@@ -316,7 +316,7 @@ class Trainer:
 
     def _check_resume(self, wanted: bool | str | None) -> None:
         path = Path(self.args.output_dir)
-        saved = list_checkpoints(self._folder())
+        saved = list_checkpoints(self._folder().checkpoints)
         if wanted is False and saved and not self._folder().finished:
             raise RunError(
                 f"{path} holds an unfinished run. Resume it (resume_from_checkpoint=True), "
