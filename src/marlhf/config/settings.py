@@ -14,7 +14,7 @@ import re
 import textwrap
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,39 +37,6 @@ SEGMENTERS = {
 """Rules by the name that recipes call them by; classes of `marlhf.core`."""
 
 
-RULE_DEFAULTS: dict[str, dict[str, Any]] = {
-    "ngram": {"n": 5},
-    "random": {"lengths": [2, 3, 5, 10], "repeats": 3},
-    "perplexity": {"kind": "macro", "max_length": None},
-    "constituents": {
-        "cutoff": 5,
-        "inclusive": False,
-        "max_length": None,
-        "sentences": False,
-        "parser": "english",
-    },
-    "surprise": {"probability": 0.2, "every": 1, "max_length": None},
-    "entropy": {"quantile": 0.9, "threshold": None, "max_length": None},
-    "value_change": {"quantile": 0.9, "threshold": None, "max_length": None},
-    "learned": {
-        "quantile": 0.9,
-        "threshold": None,
-        "max_length": None,
-        "entropy": 0.0,
-        "surprise": 0.0,
-        "ref_surprise": 0.0,
-        "value_change": 0.0,
-        "value_fall": 0.0,
-        "word": 0.0,
-        "line": 0.0,
-        "sentence": 0.0,
-        "vocabulary_size": None,
-    },
-}
-"""Settings of those rules, by which recipes are compared without torch; a test keeps them equal.
-Rules that are not listed have `max_length` alone."""
-
-
 @dataclasses.dataclass(frozen=True)
 class SegmenterSpec:
     """A segmenter by its name and settings, before the rule itself is made or imported."""
@@ -85,8 +52,28 @@ class SegmenterSpec:
         return ":" in self.type
 
 
+@cache
 def rule_defaults(name: str) -> dict[str, Any]:
-    return RULE_DEFAULTS.get(name, {"max_length": None})
+    """A rule's settings unless given, read from its source, for recipes are compared without torch.
+
+    >>> rule_defaults("surprise")
+    {'probability': 0.2, 'every': 1, 'max_length': None}
+    """
+    source = Path(__file__).parents[1] / "core" / "segmenters.py"
+    body = ast.parse(source.read_text(encoding="utf-8")).body
+    classes = {c.name: c for c in body if isinstance(c, ast.ClassDef) and c.decorator_list}
+
+    def defaults(rule: str) -> dict[str, Any]:
+        known: dict[str, Any] = {}
+        for base in classes[rule].bases:
+            known |= defaults(base.id) if isinstance(base, ast.Name) and base.id in classes else {}
+        for node in classes[rule].body:
+            if isinstance(node, ast.AnnAssign) and "ClassVar" not in ast.unparse(node.annotation):
+                assert node.value is not None
+                known[ast.unparse(node.target)] = to_raw(ast.literal_eval(node.value))
+        return known
+
+    return defaults(SEGMENTERS[name])
 
 
 SECRET = re.compile(r"(^|_)(token|api_key|key|secret|password)$")

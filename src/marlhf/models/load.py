@@ -6,7 +6,6 @@ computes in. Dropout is always off: PPO compares log-probs of two passes.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -86,26 +85,43 @@ def _with_ends(tokenizer: Tokenizer, which: str) -> Tokenizer:
     return tokenizer
 
 
+def load_policy(
+    model: str | Model, *, seed: int = 0, trust_remote_code: bool = False, setting: str = ""
+) -> Model:
+    """A causal language model: a policy or a reference."""
+    facts = model_facts(model, trust_remote_code=trust_remote_code, setting=setting)
+    return load_model("language", facts, seed=seed)
+
+
+def load_scalar(
+    model: str | Model, *, seed: int = 0, trust_remote_code: bool = False, setting: str = ""
+) -> Model:
+    """A model with one number per token: a reward model or a critic.
+
+    This is transformers' own sequence classifier with one label, so it saves and loads without
+    marlhf. From a language model the head starts fresh, its scale such that scores are about 1. An
+    ensemble of adapters is loaded to score with.
+    """
+    facts = model_facts(model, trust_remote_code=trust_remote_code, setting=setting)
+    if facts.members == 1:
+        return load_model("scalar", facts, seed=seed)
+    base = FrozenBaseModel(load_model("scalar", facts.base, seed=seed), str(facts.base.model))
+    return base.ensemble(facts.saved, members=facts.members, trainable=False)
+
+
 def load_model(
     head: Head,
-    model: str | Model | ModelFacts,
+    facts: ModelFacts,
     *,
     seed: int = 0,
-    trust_remote_code: bool = False,
     checkpointing: bool = False,
     quantization: Any = None,
     device: torch.device | None = None,
-    first_member: bool = False,
-    setting: str = "",
 ) -> Model:
     """A model in float32, ready to train, with the head that its role needs.
 
-    An ensemble of adapters is loaded to score with; `first_member` is what can train alone. Of
-    `ModelFacts` nothing is read twice, and whether to trust its code is among them.
+    Of an ensemble of adapters it is the first member, which can train alone.
     """
-    facts = model
-    if not isinstance(facts, ModelFacts):
-        facts = model_facts(model, trust_remote_code=trust_remote_code, setting=setting)
     path = facts.model
     if not isinstance(path, str):
         name, given = f"The {type(path).__name__} given", path.float()
@@ -113,9 +129,6 @@ def load_model(
         return _ready(given, checkpointing, name)
     if facts.saved is not None:
         plain = load_model(head, facts.base, seed=seed)
-        if head == "scalar" and not first_member and facts.members > 1:
-            base = FrozenBaseModel(plain, facts.base.model)
-            return base.ensemble(facts.saved, members=facts.members, trainable=False)
         merged = merge_adapter(plain, path).requires_grad_(True)  # peft has frozen it
         return _ready(merged, checkpointing, path)
     if facts.config is None:
@@ -150,16 +163,6 @@ def load_model(
     elif head == "language":
         _check_causal(loaded, f"{path} ({type(loaded).__name__})")
     return _ready(loaded, checkpointing, path)
-
-
-load_policy = partial(load_model, "language")
-"""A causal language model: a policy or a reference."""
-load_scalar = partial(load_model, "scalar")
-"""A model with one number per token: a reward model or a critic.
-
-This is transformers' own sequence classifier with one label, so it saves and loads without
-marlhf. From a language model the head starts fresh, its scale such that scores are about 1.
-"""
 
 
 def check_vocabulary(model: Model, tokenizer: Tokenizer, name: str) -> None:

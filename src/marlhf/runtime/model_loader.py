@@ -426,7 +426,7 @@ class ModelLoader:
         """A role's model, as it is before the first step."""
         if isinstance(source, WholeModel):
             checkpointing = trains and self.checkpointing
-            model = self._read_whole(source, checkpointing=checkpointing, first_member=trains)
+            model = self._read_whole(source, checkpointing=checkpointing)
             # In half the memory, with the same bits. A user's own object keeps its weights.
             ours = isinstance(source.facts.model, str) or source.copied
             if self.dtype is not None and ours and not trains:
@@ -445,12 +445,12 @@ class ModelLoader:
         return build(source.adapter, role, seed=self.seed, trainable=trains)
 
     def _read_whole(self, source: WholeModel, **options: Any) -> Model:
-        origin: Any = source.facts
+        facts = source.facts
         if source.copied and source.head == "scalar" and source.fresh_head:
-            origin = with_scalar_head(origin.model, source.seed)
+            facts = replace(facts, model=with_scalar_head(facts.model, source.seed))
         elif source.copied:
-            origin = copy.deepcopy(origin.model).requires_grad_(True)
-        return load_model(source.head, origin, seed=source.seed, **options)
+            facts = replace(facts, model=copy.deepcopy(facts.model).requires_grad_(True))
+        return load_model(source.head, facts, seed=source.seed, **options)
 
     def _read_base(self, source: WholeModel) -> FrozenBaseModel:
         import_peft()  # before anything slow

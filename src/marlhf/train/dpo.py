@@ -27,7 +27,7 @@ from marlhf.models.adapters import AdaptedModel
 from marlhf.models.base import Model, Tokenizer
 from marlhf.models.facts import model_facts
 from marlhf.models.forward import token_stats
-from marlhf.models.load import check_vocabulary, load_policy
+from marlhf.models.load import check_vocabulary, load_model, load_policy
 from marlhf.models.sequences import Sequences
 from marlhf.runs.atomic import explain_disk_errors, replacing
 from marlhf.runs.layout import RunError
@@ -182,7 +182,7 @@ def load_reference(
         remote = config.trust_remote_code
         facts = model_facts(config.ref_model, trust_remote_code=remote, setting="ref_model")
         check_tokenizer("reference", facts, config.model, tokenizer)
-        reference = load_policy(facts, seed=config.seed)
+        reference = load_model("language", facts, seed=config.seed)
     check_vocabulary(reference, tokenizer, "the reference")
     return reference
 
