@@ -25,7 +25,6 @@ from marlhf.report.page import (
     percent,
     section,
     table,
-    warn,
 )
 from marlhf.runs.layout import facts_of
 from marlhf.runs.read import number
@@ -244,8 +243,7 @@ def _speed_figure(policies: list[Group]) -> Markup:
             bars.append((group.label, [(name, rate, group.colour)]))
             rows.append([group.label, rate, median, slow, len(seconds)])
         if slow > SCATTER * median:
-            words = f" the median takes {duration(median)}, one in twenty {duration(slow)} or more."
-            scattered.append(warn(f"Steps of {group.label} scatter:") + words)
+            scattered.append(part("scatter", group.label, duration(median), duration(slow)))
     if not bars:
         return Markup()
     return figure(

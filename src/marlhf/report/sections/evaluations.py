@@ -32,6 +32,11 @@ from marlhf.report.page import (
 SHARES = ("repetition", "distinct_1", "distinct_2", "ended", "success")
 MAX_DISTRIBUTIONS = 12
 MAX_TEMPERATURES = 24
+MAX_ROWS = 1000
+MAX_SHIFTS = 12
+MAX_RIDGES = 12
+BEST = 8
+"""The paper compares training with best-of-8 of the SFT model."""
 
 
 def problems(groups: Sequence[Group]) -> Markup:
@@ -229,13 +234,6 @@ def _frontier_figures(
         file = f"blocks {measure} {title}"
         figures.append(figure(name, chart, file=file, header=header, rows=rows))
     return figures
-
-
-MAX_ROWS = 1000
-MAX_SHIFTS = 12
-MAX_RIDGES = 12
-BEST = 8
-"""The paper compares training with best-of-8 of the SFT model."""
 
 
 def prompts(policies: list[Group], others: list[Group]) -> Markup:
