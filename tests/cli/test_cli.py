@@ -257,7 +257,7 @@ def test_grpo_is_a_stage_of_its_own_name(marlhf, tmp_path):
         "stages:\n"
         "  grpo: {model: tiny, reward_model: tiny, random_reward_head: true, batch_size: 2,\n"
         "         num_samples: 2, num_steps: 1, eval_prompts: 2, clip: [0.2, 0.28],\n"
-        "         sampling: {max_new_tokens: 4}, data: {source: toy}}\n"
+        "         sampling: {max_new_tokens: 4}, data: {source: toy, limit: 99}}\n"
     )
     out = marlhf("grpo", str(recipe))
     assert out.returncode == 0, out.stderr

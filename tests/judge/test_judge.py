@@ -5,14 +5,10 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 import random
 import re
 import shlex
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -340,7 +336,8 @@ def test_a_response_cannot_guess_its_mark():
     assert copied[1:13] != mark
 
 
-def test_a_killed_judging_goes_on_without_paying_twice(tmp_path, server):
+@pytest.mark.xdist_group("forked")
+def test_a_killed_judging_goes_on_without_paying_twice(tmp_path, server, fork_server):
     rows = [[{"prompt": f"p{i}", "response": s * 3 + "x" * i} for i in range(12)] for s in "ab"]
     pair = [write(tmp_path / f"{s}.jsonl", r) for s, r in zip("ab", rows)]
     reached, go_on = threading.Event(), threading.Event()
@@ -353,20 +350,21 @@ def test_a_killed_judging_goes_on_without_paying_twice(tmp_path, server):
         return longer_is_better(body)
 
     server.behave = behave
-    command = [sys.executable, "-m", "marlhf", "judge", *map(str, pair), "--judge", "openai:m"]
+    command = ["-m", "marlhf", "judge", *map(str, pair), "--judge", "openai:m"]
     command += ["--base-url", server.url, "--concurrency", "1", "--task", "hh"]
-    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    process = fork_server.start(*command)
     assert reached.wait(60)
-    process.send_signal(signal.SIGKILL)
+    process.kill()
     process.wait()
     go_on.set()
     assert len(server.paid) == 5
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "24 questions, 5 answered before" in done.stderr
-    assert "a against b: win 0.0%" in done.stdout
+    done = fork_server.start(*command)
+    stdout, stderr = done.communicate(timeout=60)
+    assert done.returncode == 0, stderr
+    assert "24 questions, 5 answered before" in stderr
+    assert "a against b: win 0.0%" in stdout
     assert len(server.paid) == len(set(server.paid)) == 24
-    assert SECRET not in done.stdout + done.stderr
+    assert SECRET not in stdout + stderr
 
 
 def test_a_dry_run_asks_and_writes_nothing(files, server, tmp_path, monkeypatch):

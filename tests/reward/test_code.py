@@ -262,7 +262,7 @@ def test_every_assert_of_a_real_check_can_fail(shared_data):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("toy-code")  # one process, so that SFT is trained once
-@pytest.mark.parametrize("method", ["ppo", "macro-ppo", "rloo"])
+@pytest.mark.parametrize("method", ["macro-ppo", "rloo"])
 def test_unit_tests_teach_a_tiny_model(method, tmp_path_factory):
     """From two in five to most: the reward on held-out tasks rises."""
     from marlhf.train import ppo, rloo, sft
