@@ -86,11 +86,11 @@ def _with_ends(tokenizer: Tokenizer, which: str) -> Tokenizer:
 
 
 def load_policy(
-    model: str | Model, *, seed: int = 0, trust_remote_code: bool = False, setting: str = ""
+    model: str | Model, *, trust_remote_code: bool = False, setting: str = "", **options: Any
 ) -> Model:
-    """A causal language model: a policy or a reference."""
+    """A causal language model: a policy or a reference. Options are those of `load_model`."""
     facts = model_facts(model, trust_remote_code=trust_remote_code, setting=setting)
-    return load_model("language", facts, seed=seed)
+    return load_model("language", facts, **options)
 
 
 def load_scalar(

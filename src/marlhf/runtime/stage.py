@@ -26,11 +26,10 @@ from marlhf.data import DataConfig, DataError, Row, encode_responses, fit_prompt
 from marlhf.environments import Environment, EpisodeRecord
 from marlhf.errors import MarlhfError
 from marlhf.models.base import Model, Tokenizer
-from marlhf.models.load import check_vocabulary, load_tokenizer
 from marlhf.runs.layout import METRICS, RunError
 from marlhf.runs.write import RunFolder
 from marlhf.runtime.checkpoint import list_checkpoints
-from marlhf.runtime.distributed import World, describe_lost_rank
+from marlhf.runtime.distributed import describe_lost_rank
 from marlhf.runtime.optim import Diverged
 from marlhf.runtime.progress import console, say, stages_ahead, warn
 
@@ -89,29 +88,6 @@ def seed_run(seed: int, deterministic: bool = False) -> None:
         if hasattr(inductor_config, "deterministic"):  # not before torch 2.9
             inductor_config.deterministic = True
     torch.manual_seed(seed)
-
-
-def load_supervised(
-    config: Any, part: str, objects: GivenObjects, world: World, load: Callable[..., Model]
-) -> tuple[Tokenizer, Model, list[Example], list[Example]]:
-    """Tokenizer, model, training and held-out rows of SFT, a reward model or DPO, checked."""
-    with world.raise_on_all_ranks():
-        remote = config.trust_remote_code
-        given = objects.tokenizer or config.model
-        tokenizer = load_tokenizer(given, trust_remote_code=remote, setting="model")
-        model = load(config, objects, world)
-        check_vocabulary(model, tokenizer, config.model)
-        examples, held_out = load_examples(
-            config.data,
-            part,
-            tokenizer,
-            objects,
-            name=Path(config.output_dir).name,
-            needs=("chosen", *config.columns),
-            max_response_tokens=config.max_response_tokens,
-        )
-        check_positions(model, examples + held_out)
-    return tokenizer, model, examples, held_out
 
 
 def load_examples(

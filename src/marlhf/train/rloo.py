@@ -230,7 +230,7 @@ T = TypeVar("T")
 def equal_groups(experience: Experience, config: RLOOConfig) -> list[int]:
     """Prompts whose responses all have the same score, before penalties for length."""
     scores = experience.raw_scores.view(-1, config.num_samples)
-    return (scores == scores[:, :1]).all(dim=1).nonzero().flatten().tolist()
+    return all_equal(scores).nonzero().flatten().tolist()
 
 
 def replace_equal_groups(

@@ -13,12 +13,13 @@ from torch import Tensor
 from marlhf.config.stage import Precision
 from marlhf.data.collate import Micro
 from marlhf.models.base import Model, autocast
+from marlhf.models.load import check_vocabulary, load_tokenizer
 from marlhf.models.sequences import Sequences
 from marlhf.runtime.distributed import World
 from marlhf.runtime.loop import Loop, OpenRun
 from marlhf.runtime.memory import fit_memory
 from marlhf.runtime.optim import Update, apply_updates, make_optimizer
-from marlhf.runtime.stage import Example, batch_rows, count_steps, load_supervised
+from marlhf.runtime.stage import Example, batch_rows, check_positions, count_steps, load_examples
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,21 @@ class SupervisedRun:
     ) -> None:
         self.config, self.run, self.world = config, opened.folder, opened.world
         self.objects = opened.objects
-        loaded = load_supervised(config, part, self.objects, self.world, load_model)
-        self.tokenizer, self.model, self.examples, self.held_out = loaded
+        with self.world.raise_on_all_ranks():
+            given, remote = self.objects.tokenizer or config.model, config.trust_remote_code
+            self.tokenizer = load_tokenizer(given, trust_remote_code=remote, setting="model")
+            self.model = load_model(config, self.objects, self.world)
+            check_vocabulary(self.model, self.tokenizer, config.model)
+            self.examples, self.held_out = load_examples(
+                config.data,
+                part,
+                self.tokenizer,
+                self.objects,
+                name=Path(config.output_dir).name,
+                needs=("chosen", *config.columns),
+                max_response_tokens=config.max_response_tokens,
+            )
+            check_positions(self.model, self.examples + self.held_out)
         self.num_steps = count_steps(config, len(self.examples))
 
     def place(self, **options: bool) -> Passes:
