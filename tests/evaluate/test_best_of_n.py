@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import platform
 import random
 import shlex
 import sys
@@ -27,23 +26,9 @@ from marlhf.evaluate.sampling import SamplingTask
 from marlhf.report.dots import heat_map
 from marlhf.report.write import write_report
 from marlhf.runs.atomic import append_jsonl
+from small_runs import assert_alike
 
 FEW = EvaluationOptions(prompts=3, device="cpu")
-
-
-def assert_alike(ours, theirs):
-    """Equal, where products do not depend on the number of rows; else but for rounding."""
-    if platform.machine() == "aarch64":
-        assert ours == theirs
-    assert rounded(ours) == rounded(theirs)
-
-
-def rounded(x):
-    if isinstance(x, dict):
-        return {key: rounded(value) for key, value in x.items()}
-    if isinstance(x, list):
-        return [rounded(value) for value in x]
-    return pytest.approx(x, abs=1e-5) if isinstance(x, float) else x
 
 
 def test_the_estimate_by_hand():

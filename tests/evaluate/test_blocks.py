@@ -25,6 +25,7 @@ from marlhf.evaluate.results import (
 )
 from marlhf.report.write import write_report
 from marlhf.runs.evaluations import SamplingSettings
+from small_runs import assert_alike
 
 FEW = EvaluationOptions(prompts=3, device="cpu")  # responses of at most 8 tokens
 
@@ -142,9 +143,10 @@ def test_a_stopped_command_resumes_to_the_same_end(finished, monkeypatch):
         text = file.read_text()
         file.write_text(text[: len(text) // 2])
     monkeypatch.setattr(module, "ROWS", 1)
-    assert best_of_blocks(finished / "ppo", FEW, way) == whole
+    again = best_of_blocks(finished / "ppo", FEW, way)
+    assert_alike([each.lines for each in again], [each.lines for each in whole])
     monkeypatch.setattr(module, "BlockDecider", None)  # nothing is sampled again
-    assert best_of_blocks(finished / "ppo", FEW, way) == whole
+    assert best_of_blocks(finished / "ppo", FEW, way) == again
 
 
 def test_the_frontier_by_hand():
