@@ -372,7 +372,7 @@ def call_within(seconds: float | None, call: Callable[[], T]) -> T:
     # Not a pool, whose threads Python waits for when it ends.
     threading.Thread(target=work, name="user code", daemon=True).start()
     if not wait([outcome], seconds).done:
-        raise NotReturned
+        raise NotReturned(f"it has not returned after {seconds:g} seconds")
     return outcome.result()
 
 
