@@ -449,7 +449,8 @@ class ModelLoader:
         if source.copied and source.head == "scalar" and source.fresh_head:
             facts = replace(facts, model=with_scalar_head(facts.model, source.seed))
         elif source.copied:
-            facts = replace(facts, model=copy.deepcopy(facts.model).requires_grad_(True))
+            model: Any = copy.deepcopy(facts.model)
+            facts = replace(facts, model=model.requires_grad_(True))
         return load_model(source.head, facts, seed=source.seed, **options)
 
     def _read_base(self, source: WholeModel) -> FrozenBaseModel:
