@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from marlhf.cli import main
-from marlhf.config.candidates import PRESETS
+from marlhf.config.candidates import presets
 from marlhf.core import (
     Responses,
     Segments,
@@ -39,7 +39,7 @@ def preset(tmp_path):
     def load(name: str, kind: str = "", **changes):
         path = tmp_path / "recipe.yaml"
         path.write_text(yaml.safe_dump({**SCORED, "preset": name, **changes}))
-        return load_stage(path, kind or PRESETS[name].kind).config
+        return load_stage(path, kind or presets()[name].kind).config
 
     return load
 
@@ -296,7 +296,7 @@ def brevity(completions, **_):
 @pytest.mark.slow
 @pytest.mark.xdist_group("forked")  # one process, so that one sampler starts
 @pytest.mark.usefixtures("forked_samplers")
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", presets())
 def test_every_preset_trains(preset, name, parents, tmp_path):
     options = {
         "model": str(parents / "sft/model"),
@@ -315,7 +315,7 @@ def test_every_preset_trains(preset, name, parents, tmp_path):
     }
     config = preset(name, **(options | SMALLER.get(name, {})))
     objects = [GivenObjects(reward_funcs=[brevity])] if name == "gigpo" else []
-    METHODS[PRESETS[name].kind].train(config, *objects)
+    METHODS[presets()[name].kind].train(config, *objects)
     steps = [line for line in read_lines(config.output_dir) if line["kind"] == "train"]
     assert [line["step"] for line in steps] == [1, 2]
     assert all(math.isfinite(line["rl/policy_loss"]) for line in steps)
@@ -349,7 +349,7 @@ def test_a_preset_of_another_stage_is_named(preset):
 
 def test_presets_of_rloo_are_those_of_grpo(preset):
     alike = [preset("dr-grpo", kind=kind) for kind in ("rloo", "grpo")]
-    for name in PRESETS["dr-grpo"].settings:
+    for name in presets()["dr-grpo"].settings:
         assert getattr(alike[0], name) == getattr(alike[1], name)
 
 
@@ -364,7 +364,7 @@ def test_methods_are_listed_and_shown(capsys, monkeypatch):
     status, table = say()
     assert not status
     table, _, note = table.partition("\n\n")
-    assert [line.split()[0] for line in table.splitlines()[1:]] == list(PRESETS)
+    assert [line.split()[0] for line in table.splitlines()[1:]] == list(presets())
     assert "may differ from a paper's tables" in note
     assert re.search(r"^vapo +ppo +2504.05118 +yes ", table, re.M)
     status, entry = say("vineppo")

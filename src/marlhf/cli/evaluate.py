@@ -117,9 +117,9 @@ def credit(
     """Measure a run's credit assignment, and which rule and lambda would do better."""
     import json
 
-    from marlhf.config.candidates import PRESETS, parse_candidates
+    from marlhf.config.candidates import parse_candidates, presets
 
-    without_presets = tuple(rule for rule in rules or () if rule not in PRESETS)
+    without_presets = tuple(rule for rule in rules or () if rule not in presets())
     parse_candidates(without_presets)  # a typo is reported before torch loads
     from marlhf.credit import cuts
     from marlhf.credit.measure import critic_verdict, limits, measure, table, verdict

@@ -85,27 +85,27 @@ def methods(
     """List the published methods that `preset:` knows, or show one with its paper and settings."""
     import yaml
 
-    from marlhf.config.candidates import PRESETS
+    from marlhf.config.candidates import presets
     from marlhf.evaluate.results import text_table
     from marlhf.train.recipe import ConfigError, unknown
 
     def settings(preset: str, flow: bool) -> str:
-        shown = dict(PRESETS[preset].settings)
+        shown = dict(presets()[preset].settings)
         text = yaml.safe_dump(shown, default_flow_style=flow, sort_keys=False, width=1000)
         return text.strip()
 
     if name is None:
         rows = [
             [p.name, p.kind, p.arxiv, "yes" if p.needs_critic else "no", p.cost, settings(n, True)]
-            for n, p in PRESETS.items()
+            for n, p in presets().items()
         ]
         header = ["preset", "stage", "paper (arXiv)", "critic", "cost", "settings"]
         typer.echo(text_table(header, rows, words=len(header)))
         typer.echo("\nCounts and thresholds may differ from a paper's tables: see docs/methods.md.")
         return
-    if name not in PRESETS:
-        raise ConfigError(unknown("NAME", name, PRESETS))
-    preset = PRESETS[name]
+    if name not in presets():
+        raise ConfigError(unknown("NAME", name, presets()))
+    preset = presets()[name]
     typer.echo(f"{preset.paper}\nhttps://arxiv.org/abs/{preset.arxiv}\n")
     critic = "needs a critic" if preset.needs_critic else "needs no critic"
     typer.echo(f"# marlhf {preset.kind}; {critic}; sampled tokens relative to PPO: {preset.cost}")

@@ -146,7 +146,7 @@ def parse_rule(text: str, example: str) -> tuple[str, dict[str, Any]]:
 class Preset:
     """A method of a paper, in settings of `marlhf ppo`, or of `marlhf rloo` and `marlhf grpo`.
 
-    >>> PRESETS["vineppo"].needs_critic, PRESETS["vapo"].needs_critic
+    >>> presets()["vineppo"].needs_critic, presets()["vapo"].needs_critic
     (False, True)
     """
 
@@ -168,11 +168,13 @@ class Preset:
         return self.kind == "ppo" and self.settings.get("values", "critic") == "critic"
 
 
-PRESETS = {name: Preset(name, **facts) for name, facts in read_table("presets").items()}
-"""Every preset by its name."""
+@cache
+def presets() -> dict[str, Preset]:
+    """Every preset by its name."""
+    return {name: Preset(name, **facts) for name, facts in read_table("presets").items()}
 
 
 @cache
 def presets_of(kind: str) -> dict[str, dict[str, Any]]:
     """The settings of each preset for a kind of stage."""
-    return {name: dict(p.settings) for name, p in PRESETS.items() if p.kind == kind}
+    return {name: dict(p.settings) for name, p in presets().items() if p.kind == kind}

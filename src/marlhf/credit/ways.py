@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from marlhf.config.build import build_segmenter
-from marlhf.config.candidates import PRESETS, Candidate, Preset, parse_candidates
+from marlhf.config.candidates import Candidate, Preset, parse_candidates, presets
 from marlhf.config.rl import RLConfig
 from marlhf.core import Segments, segment
 from marlhf.credit.state import CreditError, RunState
@@ -57,7 +57,9 @@ class Way:
             return "a reward at the end alone"
         if self.name == ANSWER:
             return "values: answer, sigma: start"
-        return f"preset: {self.name}" if self.name in PRESETS else Candidate.parse(self.name).recipe
+        return (
+            f"preset: {self.name}" if self.name in presets() else Candidate.parse(self.name).recipe
+        )
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,11 @@ class Batch:
 
 def ways_of(config: PPOConfig, names: Sequence[str]) -> list[Way]:
     """The run's own way first, then rules as `Candidate` reads them, and presets."""
-    rules = parse_candidates(tuple(name for name in names if name not in (*PRESETS, ANSWER)))
+    rules = parse_candidates(tuple(name for name in names if name not in (*presets(), ANSWER)))
     ways = [Way(option.name, option.config) for option in options_of(config, rules)]
     own = ways[0].config
     assert isinstance(own, PPOConfig)
-    ways += [_of_preset(own, PRESETS[name]) for name in names if name in PRESETS]
+    ways += [_of_preset(own, presets()[name]) for name in names if name in presets()]
     if ANSWER in names:
         ways.append(Way(ANSWER, replace(own, sigma="start", credit="macro"), ANSWER))
     return [*ways, Way(AT_END, own, at_end=True)]

@@ -44,7 +44,7 @@ from marlhf.config.build import (
     read_recipe,
     unknown,
 )
-from marlhf.config.candidates import PRESETS, presets_of
+from marlhf.config.candidates import presets, presets_of
 from marlhf.config.settings import SegmenterSpec, to_raw
 from marlhf.config.stage import StageConfig
 from marlhf.data.rows import DataError
@@ -368,17 +368,17 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage 
         problems.append(unknown(at(where, "kind"), str(kind), STAGES))
         return None
     config_class = STAGES[kind].config
-    presets = presets_of(config_class.preset_kind)
-    if preset is not None and preset not in presets:
-        none = "" if presets else f" {kind} has no presets."
-        if str(preset) in PRESETS:
+    of_kind = presets_of(config_class.preset_kind)
+    if preset is not None and preset not in of_kind:
+        none = "" if of_kind else f" {kind} has no presets."
+        if str(preset) in presets():
             kinds = [
                 name
                 for name, method in STAGES.items()
                 if preset in presets_of(method.config.preset_kind)
             ]
             none = f" {preset} is a preset of {' and '.join(kinds)} stages."
-        problems.append(unknown(at(where, "preset"), str(preset), presets) + none)
+        problems.append(unknown(at(where, "preset"), str(preset), of_kind) + none)
         return None
     root = Path(str(raw.get("output_dir", "runs/stage"))).parent
     for key, value in raw.items():
@@ -398,7 +398,7 @@ def _build_stage(name: str, raw: Raw, where: str, problems: list[str]) -> Stage 
             raw[key] = value | {"more": more}
     missing = [key for key in config_class.required(raw) if not raw.get(key)]
     problems += [f"{at(where, key)}: must be given" for key in missing]
-    chosen, before = presets.get(preset or "", {}), len(problems)
+    chosen, before = of_kind.get(preset or "", {}), len(problems)
     own = set(raw)
     raw = merge(chosen, raw)
     config = build(config_class, raw, where, problems)
