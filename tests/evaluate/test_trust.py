@@ -1,5 +1,6 @@
 """Code that a run folder names runs only if the user's own command line says so."""
 
+import functools
 import json
 import sys
 
@@ -124,7 +125,8 @@ def test_the_flag_reaches_each_command(finished, monkeypatch, command):
     monkeypatch.setattr(score, "evaluate", stop)
     monkeypatch.setattr(best_of_n, "best_of_n", stop)
     monkeypatch.setattr(pass_at_k, "measure", stop)
-    monkeypatch.setattr("marlhf.chat.models.load_chat_models", stop)
+    as_declared = functools.wraps(load_chat_models)(stop)
+    monkeypatch.setattr("marlhf.chat.models.load_chat_models", as_declared)
     for flags in ([], ["--trust-code"]):
         monkeypatch.setattr(sys, "argv", ["marlhf", command, str(finished / "ppo"), *flags])
         with pytest.raises(SystemExit):

@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -170,7 +171,7 @@ def test_training_does_not_resume_through_links(tmp_path):
 
 
 def test_a_line_nested_too_deeply_is_a_sentence(tmp_path):
-    depth = 600
+    depth = sys.getrecursionlimit() * 6 // 10  # torch raises the limit when it compiles
     nested = '{"step": 1, "x": ' + '{"a": ' * depth + "1" + "}" * depth + "}\n"
     (tmp_path / "metrics.jsonl").write_text(nested)
     rows = read_jsonl(tmp_path / "metrics.jsonl").rows

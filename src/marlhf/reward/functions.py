@@ -344,7 +344,7 @@ def _check_declared(name: str, code: Collection[str]) -> None:
         )
 
 
-class NotReturned(Exception):
+class NotReturned(MarlhfError, TimeoutError):
     """A call that takes longer than it may. Its thread cannot be stopped."""
 
 
