@@ -210,31 +210,34 @@ def remedies(
     config: StageConfig, gpu: float, size: Callable[[str], Size] = size_named
 ) -> Iterator[tuple[str, Plan]]:
     """Settings that take less and less memory, each with its plan, up to the first that fits."""
-    small_cache = {"rollout_tokens": 1 << 15}
-    eight_bit = small_cache | {"optimizer": "adamw_8bit"}
+    eight_bit = {"optimizer": "adamw_8bit"}
     checkpointed = {"gradient_checkpointing": True}
     adapters = {"lora": replace(config.lora or LoRA(), shared_base=True)}
     quantized = {"lora": replace(adapters["lora"], quantize="4bit")}
     whole: list[dict[str, Any]] = [
-        small_cache,
+        {},
         eight_bit,
         eight_bit | {"offload": True},
         eight_bit | {"offload": True} | checkpointed,
         eight_bit | {"offload": True, "trained_weights": "bfloat16"} | checkpointed,
     ]
     plain = {"optimizer": "adamw", "trained_weights": "float32", "offload": False}
-    plain |= small_cache
     ladder = [] if config.lora else whole
     ladder += [plain | x for x in (adapters, adapters | checkpointed)]
     ladder += [plain | x for x in (quantized, quantized | checkpointed)]
-    seen: set[float] = set()
+    least = plan_run(config, gpu, size).peak
     for changes in ladder:
-        known = {name: x for name, x in changes.items() if hasattr(config, name)}
-        new = {name: x for name, x in known.items() if getattr(config, name) != x}
-        plan = plan_run(replace(config, **known), gpu, size)
-        if not new or plan.peak in seen:  # it has no such setting, or nothing of that kind
+        # A smaller cache is made for the time of sampling, or stays and is there in every pass.
+        with_cache = (changes, changes | {"rollout_tokens": 1 << 15})
+        known = [
+            {name: x for name, x in each.items() if hasattr(config, name)} for each in with_cache
+        ]
+        plans = [plan_run(replace(config, **each), gpu, size) for each in known]
+        plan, settings = min(zip(plans, known, strict=True), key=lambda found: found[0].peak)
+        new = {name: x for name, x in settings.items() if getattr(config, name) != x}
+        if plan.peak >= least:  # it has no such setting, or nothing of that kind
             continue
-        seen.add(plan.peak)
+        least = plan.peak
         yield ", ".join(f"{name}: {_shown(x)}" for name, x in new.items()), plan
         if plan.fits(gpu):
             return
