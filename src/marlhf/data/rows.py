@@ -39,6 +39,8 @@ class Conversation:
     """The model's turns, and what was said between them."""
     turn_ends: list[int]
     """Where each turn of the model ends, in tokens of the whole response."""
+    environment: Any = None
+    """What it was played with, where that is an object of this process."""
 
 
 @dataclass(frozen=True)

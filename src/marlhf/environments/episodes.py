@@ -22,7 +22,7 @@ from marlhf.environments.protocol import (
     count_endings,
     from_user,
 )
-from marlhf.environments.tools import Toolbox, call_optional, finish, read_calls
+from marlhf.environments.tools import Toolbox, ToolEnvironment, call_optional, finish, read_calls
 from marlhf.models.base import Model
 from marlhf.reward.functions import NotReturned, call_within
 from marlhf.rollout.engine import Engine, Rollout, Sampling
@@ -276,7 +276,8 @@ class Episodes:
                 self.reply(row, rest)
             episode.reason = episode.reason or "episode_tokens"
             _close(episode)
-            return EpisodeRecord(*(getattr(episode, each.name) for each in fields(EpisodeRecord)))
+            known = {each.name: getattr(episode, each.name) for each in fields(EpisodeRecord)}
+            return EpisodeRecord(**known | {"environment": _as_given(episode.environment)})
 
         with self._pool:
             records = list(self._pool.map(end, range(len(self._episodes))))
@@ -370,6 +371,13 @@ def check_reward(reward: Any) -> float:
     if not math.isfinite(value):
         raise ConversationError(f"a reward is a finite number; got {reward!r:.80}")
     return value
+
+
+def _as_given(environment: Environment | None) -> Any:
+    """The user's own object; None where it is in another process, or is still at work."""
+    if isinstance(environment, ToolEnvironment):
+        return environment.inner
+    return None if isinstance(environment, OwnProcess) else environment
 
 
 def _close(episode: _Episode) -> None:

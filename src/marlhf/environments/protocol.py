@@ -112,9 +112,13 @@ class EpisodeRecord:
     tool_calls: int = 0
     tool_errors: int = 0
     success: bool | None = None
+    environment: Any = field(default=None, compare=False, repr=False)
+    """The object that was played with, for reward functions to look at. It is not saved."""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        values = asdict(replace(self, environment=None))
+        del values["environment"]
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EpisodeRecord:
@@ -139,7 +143,7 @@ def scored_row(row: Row, record: EpisodeRecord | None) -> Row:
         return row
     first = opening(record)
     ends = [turn.stop for turn in record.turns]
-    said = Conversation(record.messages[first:], ends)
+    said = Conversation(record.messages[first:], ends, record.environment)
     return replace(row, prompt=record.messages[:first], conversation=said)
 
 

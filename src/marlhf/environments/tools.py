@@ -220,17 +220,17 @@ class ToolEnvironment:
     ) -> None:
         self._factory, self._given = factory, list(tools)
         self.tools: list[Callable[..., Any]] = self._given
-        self._inner: Any = None
+        self.inner: Any = None
 
     def reset(self, row: Row, seed: int) -> list[Message]:
         if self._factory is None:
             return opening(row)
         columns = {"prompt": row.prompt, **row.columns}
-        self._inner = self._make(columns)
-        self.tools = [*self._given, *public_methods(self._inner)]
-        if "seed" in inspect.signature(self._inner.reset).parameters:
+        self.inner = self._make(columns)
+        self.tools = [*self._given, *public_methods(self.inner)]
+        if "seed" in inspect.signature(self.inner.reset).parameters:
             columns.setdefault("seed", seed)
-        seen = finish(self._inner.reset(**columns))
+        seen = finish(self.inner.reset(**columns))
         if not isinstance(seen, str | None):
             raise ConversationError(f"reset returns a text or None; got {seen!r:.80}")
         return opening(row, seen or "")
@@ -239,10 +239,10 @@ class ToolEnvironment:
         return Step(done=True)
 
     def get_reward(self) -> float | None:
-        return call_optional(self._inner, "get_reward")
+        return call_optional(self.inner, "get_reward")
 
     def close(self) -> None:
-        call_optional(self._inner, "close")
+        call_optional(self.inner, "close")
 
     def _make(self, columns: dict[str, Any]) -> Any:
         if not isinstance(self._factory, Mapping):

@@ -45,7 +45,7 @@ from marlhf.errors import MarlhfError
 from marlhf.spans.align import TokenBytes
 
 T = TypeVar("T")
-RESERVED = ("prompts", "completions", "completion_ids")
+RESERVED = ("prompts", "completions", "completion_ids", "environments")
 """Arguments that come from the rollout; columns of these names are ignored."""
 SEARCH_SECONDS = 10.0
 """Time limit for a batch that raises and for finding the row that made it raise."""
@@ -82,7 +82,8 @@ class RewardFunction:
     It is called by keyword with those of `prompts`, `completions`, `completion_ids`, `chosen`,
     `rejected` and the data's other columns that it names, or with all of them if it takes
     `**columns`. Prompts are as in the data, text or messages; completions are of the same kind, and
-    of a conversation all messages that followed the prompt. Coroutine functions are awaited.
+    of a conversation all messages that followed the prompt, with the object that each was played
+    with in `environments`. Coroutine functions are awaited.
 
     The call runs in its own thread, so that a function that hangs ends the run with an error after
     `timeout` seconds. With `timeout=None` it runs in the calling thread, which functions that set
@@ -152,6 +153,15 @@ class RewardFunction:
             "completions": [_completion(row, text) for row, text in zip(rows, texts, strict=True)],
             "completion_ids": [list(ids) for ids in responses],
         }
+        played = [row.conversation and row.conversation.environment for row in rows]
+        if any(environment is not None for environment in played):
+            given["environments"] = played
+        elif "environments" in self._required:
+            raise self._error(
+                "takes `environments`, the objects that conversations were played with, and there "
+                "are none. Give the trainer an environment_factory, whose objects are in this "
+                "process: not `own_process = True`."
+            )
         arguments = {k: v for k, v in given.items() if self._takes_all or k in self._named}
         start = time.perf_counter()
         try:

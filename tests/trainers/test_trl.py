@@ -1,0 +1,197 @@
+"""A script written for TRL runs with one import changed."""
+
+import contextlib
+import dataclasses
+import inspect
+import textwrap
+
+import pytest
+from transformers import LlamaForCausalLM
+
+import marlhf
+from conversations import chatml_tokenizer
+from marlhf import Sampling
+from marlhf.data.rows import Row
+from marlhf.environments import EpisodeRecord, environment_from
+from marlhf.errors import SettingError, UnknownNameError
+from marlhf.models.tiny import tiny_config, tiny_tokenizer
+from marlhf.reward.functions import RewardError, RewardFunction
+from marlhf.trainers.trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+WITH_ENVIRONMENT = """
+class Counter:
+    def __init__(self):
+        self.count = 0
+    def reset(self, goal, **kwargs):
+        self.goal, self.count = goal, 0
+        return f" The goal is {goal}."
+    def increment(self, step: int) -> int:
+        '''Add to the counter.
+
+        Args:
+            step: How much.
+        '''
+        self.count += step
+        return self.count
+
+def close_to_goal(environments, goal, completions, **kwargs):
+    seen.append((len(completions), [type(e).__name__ for e in environments]))
+    assert [e.goal for e in environments] == goal
+    return [-abs(e.goal - e.count) for e in environments]
+
+dataset = [
+    {"prompt": [{"role": "user", "content": f"Count, {n}."}], "goal": n % 7} for n in range(24)
+]
+trainer = NAMETrainer(
+    model=model,
+    args=NAMEConfig(
+        output_dir=str(folder),
+        learning_rate=1e-5,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        num_generations=4,
+        max_completion_length=48,
+        max_tool_calling_iterations=2,
+        max_steps=2,
+        logging_steps=1,
+        bf16=False,
+        report_to="none",
+    ),
+    train_dataset=dataset,
+    reward_funcs=close_to_goal,
+    environment_factory=Counter,
+)
+trainer.train()
+"""
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_a_script_with_an_environment_runs(tmp_path, name):
+    names = {"GRPOConfig": GRPOConfig, "GRPOTrainer": GRPOTrainer}
+    names |= {"RLOOConfig": RLOOConfig, "RLOOTrainer": RLOOTrainer}
+    tokenizer = chatml_tokenizer()
+    model = LlamaForCausalLM(tiny_config(max_position_embeddings=1024))
+    model.resize_token_embeddings(len(tokenizer))
+    for each in (model, tokenizer):
+        each.save_pretrained(tmp_path / "model")
+    names |= {"seen": [], "folder": tmp_path / "run", "model": str(tmp_path / "model")}
+    exec(WITH_ENVIRONMENT.replace("NAME", name), names)
+    assert names["trainer"].state.global_step == 2
+    # Each step samples two prompts four times each, as TRL counts, beside the evaluations.
+    assert [(count, set(kinds)) for count, kinds in names["seen"]].count((8, {"Counter"})) >= 2
+
+
+def test_settings_become_those_of_marlhf():
+    args = GRPOConfig(
+        "out",
+        per_device_train_batch_size=8,
+        steps_per_generation=4,
+        gradient_accumulation_steps=2,
+        num_generations=8,
+        max_steps=100,
+        beta=0.04,
+        epsilon=0.1,
+        epsilon_high=0.3,
+        scale_rewards="none",
+        loss_type="dr_grpo",
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=0.1,
+        optim="paged_adamw_8bit",
+        bf16=True,
+        temperature=0.9,
+        max_completion_length=256,
+        eval_strategy="steps",
+        eval_steps=25,
+        save_strategy="no",
+        model_init_kwargs={"dtype": "bfloat16"},
+    )
+    assert args == marlhf.GRPOConfig(
+        output_dir="out",
+        batch_size=4,
+        num_mini_batches=2,
+        num_samples=8,
+        num_steps=50,
+        num_epochs=3,
+        seed=42,
+        learning_rate=1e-6,
+        kl_coef=0.04,
+        clip=(0.1, 0.3),
+        scale_group=False,
+        divide_by="max_tokens",
+        schedule="constant",
+        warmup_ratio=0.1,
+        optimizer="adamw_8bit",
+        precision="bfloat16",
+        sampling=Sampling(max_new_tokens=256, temperature=0.9),
+        episode_tokens=768,
+        eval_every=25,
+        save_every=0,
+        keep_best=False,
+    )
+
+
+def test_marlhfs_own_settings_work_beside_them():
+    args = RLOOConfig(num_generations=4, gamma=0.9, batch_size=16, sampling=Sampling(top_k=5))
+    assert (args.num_samples, args.gamma, args.batch_size, args.kl_coef) == (4, 0.9, 16, 0.05)
+    assert args.sampling.top_k == 5
+
+
+def test_processes_count(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert GRPOConfig(per_device_train_batch_size=2, num_generations=2).batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_iterations": 2}, "each response is used once"),
+        ({"adam_beta2": 0.999}, "it is 0.95"),
+        ({"num_generations": 3}, "8 responses are sampled at a time"),
+        ({"num_train_epochs": 1.5}, "Set max_steps"),
+        ({"scale_rewards": "batch"}, "It may be True, 'group', False, 'none'; got 'batch'"),
+        ({"model_init_kwargs": {"revision": "x"}}, "load the model and pass it"),
+        ({"max_complection_length": 3}, "has no setting max_complection_length"),
+    ],
+)
+def test_what_has_no_equivalent_is_refused(settings, message):
+    with pytest.raises((SettingError, TypeError), match=message):
+        GRPOConfig(**settings)
+
+
+@pytest.mark.parametrize("ours", [GRPOConfig, RLOOConfig])
+def test_the_defaults_are_trls(ours):
+    trl = pytest.importorskip("trl")
+    fields = dataclasses.fields(getattr(trl, ours.__name__))
+    defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    accepted = 0
+    for name, value in defaults.items():
+        with contextlib.suppress(UnknownNameError):  # an option of what is off by default
+            with_it = ours(**{name: value})
+            same = {"gradient_checkpointing": "auto", "report_to": ()}  # no result differs
+            assert dataclasses.replace(with_it, **same) == ours(), name
+            accepted += 1
+    assert accepted > 0.7 * len(defaults)
+
+
+def test_without_environments_a_function_that_takes_them_says_so():
+    def reward(environments, **_):
+        return [1.0 for _ in environments]
+
+    scorer = RewardFunction(reward, tiny_tokenizer())
+    with pytest.raises(RewardError, match="Give the trainer an environment_factory"):
+        scorer([[1]], [[2]], [Row("Why?")])
+
+
+def test_environments_are_not_saved():
+    made = environment_from(factory=_counter())()
+    made.reset(Row("Count.", columns={"goal": 3}), 0)
+    record = EpisodeRecord([], [], "done", environment=made.inner)
+    assert "environment" not in record.to_dict()
+    assert EpisodeRecord.from_dict(record.to_dict()) == record
+
+
+def _counter():
+    names = {}
+    exec(textwrap.dedent(WITH_ENVIRONMENT.partition("def close_to_goal")[0]), names)
+    assert inspect.isclass(names["Counter"])
+    return names["Counter"]
