@@ -128,6 +128,9 @@ def sweep_folder(tmp_path) -> Path:
         write_lines(folder / name, [{}])
     metrics = {"step": 1, "rl/explained_variance_1": 0.123456, "rl/clip_fraction": 0.1}
     write_lines(folder / "ppo" / "metrics.jsonl", [metrics])
+    sampled = {"sampling": {"temperature": 0.0}, "prompt": "Why?", "response": "So.", "length": 2}
+    scored = [sampled | {"scores": {"gold": x}, "kl": x} for x in (0.123456, None)]
+    write_lines(folder / "ppo" / "evaluation" / "t0.jsonl", scored)
     return folder
 
 
@@ -144,8 +147,8 @@ def test_the_archive_has_no_weights_and_no_rows(sweep_folder, tmp_path, monkeypa
     archive, inside = tmp_path / "evidence.tar.xz", tmp_path / "unpacked"
     run_pack(monkeypatch, sweep_folder, archive)
     run_pack(monkeypatch, "--unpack", archive, inside)
-    run_files = {f"ppo/{name}" for name in ("eval.jsonl", "metrics.jsonl", "run.json")}
-    assert files_in(inside) == run_files | {"ppo/config.yaml", "ppo.log"}
+    names = ("eval.jsonl", "metrics.jsonl", "run.json", "config.yaml", "evaluation/t0.jsonl")
+    assert files_in(inside) == {f"ppo/{name}" for name in names} | {"ppo.log"}
     assert (inside / "ppo/eval.jsonl").read_text() == (sweep_folder / "ppo/eval.jsonl").read_text()
 
 
@@ -153,10 +156,13 @@ def test_the_page_s_archive_has_rounded_evaluations(sweep_folder, tmp_path, monk
     archive, inside = tmp_path / "evidence.tar.xz", tmp_path / "unpacked"
     run_pack(monkeypatch, sweep_folder, archive, "--page")
     run_pack(monkeypatch, "--unpack", archive, inside)
-    kept = {"eval.jsonl", "metrics.jsonl", "run.json", "config.yaml"}
+    kept = {"eval.jsonl", "metrics.jsonl", "run.json", "config.yaml", "evaluation/t0.jsonl"}
     assert files_in(inside) == {f"ppo/{name}" for name in kept}
     metrics = read_lines(inside / "ppo" / "metrics.jsonl")
     assert metrics == [{"step": 1, "rl/explained_variance_1": 0.1235}]
+    [evaluated] = read_lines(inside / "ppo" / "evaluation" / "t0.jsonl")
+    numbers = {"scores": {"gold": [0.12, None]}, "kl": [0.1, None], "length": [2, 2]}
+    assert evaluated == {"sampling": {"temperature": 0.0}, **numbers}
     last = read_lines(inside / "ppo" / "eval.jsonl")
     assert last[0] == {"step": 0, "scores": [0.12, None], "kl": [0.0, 0.1], "length": [3, 4]}
     assert last[1] == {"step": 5, "scores": [1.23, 1.0], "kl": [2.0, 3.1], "length": [3, 4]}

@@ -8,7 +8,7 @@ import tarfile
 from pathlib import Path
 
 from marlhf.runs.atomic import read_jsonl
-from marlhf.runs.layout import CONFIG, EVAL, METRICS, STATE
+from marlhf.runs.layout import CONFIG, EVAL, EVALUATION, METRICS, STATE
 
 LEFT_OUT = {"model", "best", "critic", "checkpoints", "cache"}
 ENDINGS = {".json", ".jsonl", ".yaml", ".log"}
@@ -36,11 +36,13 @@ def pack(out: Path, file: Path, *, for_page: bool = False) -> Path:
             # The rows are the user's own; the prompts that were evaluated are in the samples.
             if inside.parts[0] == "data" and path.suffix == ".jsonl":
                 continue
-            if for_page and path.name not in PAGE_FILES and inside.parts[0] != "measured":
+            evaluated = path.parent.name == EVALUATION and path.suffix == ".jsonl"
+            of_page = path.name in PAGE_FILES or evaluated or inside.parts[0] == "measured"
+            if for_page and not of_page:
                 continue
             name = f"evidence/{inside}"
-            if for_page and path.name in (EVAL, METRICS):
-                shorten = _rounded if path.name == EVAL else _few_metrics
+            shorten = _evaluated if evaluated else SHORTEN.get(path.name)
+            if for_page and shorten:
                 _add_bytes(archive, name, shorten(path))
             else:
                 archive.add(path, name, filter=_anonymous)
@@ -66,6 +68,18 @@ def _rounded(file: Path) -> bytes:
     return "".join(lines).encode()
 
 
+def _evaluated(file: Path) -> bytes:
+    """What `marlhf evaluate` found, without texts: how it sampled, then a list for each number."""
+    rows = read_jsonl(file).rows
+    kept = {"sampling": rows[0]["sampling"], "scores": {}} if rows else {}
+    for name in rows[0]["scores"] if rows else ():
+        values = [row["scores"].get(name) for row in rows]
+        kept["scores"][name] = [_short(value, DECIMALS["scores"]) for value in values]
+    for name in ("kl", "length"):
+        kept[name] = [_short(row.get(name), DECIMALS[name]) for row in rows]
+    return (json.dumps(kept, separators=(",", ":")) + "\n").encode()
+
+
 def _few_metrics(file: Path) -> bytes:
     lines = [
         {
@@ -76,6 +90,9 @@ def _few_metrics(file: Path) -> bytes:
         for row in read_jsonl(file).rows
     ]
     return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
+
+
+SHORTEN = {EVAL: _rounded, METRICS: _few_metrics}
 
 
 def _short(value: float | None, decimals: int) -> float | int | None:
