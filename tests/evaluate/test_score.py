@@ -196,6 +196,14 @@ def test_the_best_policy_of_a_run_can_be_asked(finished):
     assert [each.name for each in find_policies([finished / "ppo/model"])] == ["ppo"]
 
 
+def test_runs_of_one_name_are_called_by_their_folders(finished, tmp_path):
+    folders = [tmp_path / f"sweep/seed={seed}/ppo" for seed in (0, 1)]
+    for folder in folders:
+        shutil.copytree(finished / "ppo", folder)
+    names = [policy.name for policy in find_policies([tmp_path / "sweep", finished / "sft"])]
+    assert names == [*map(str, folders), "sft"]
+
+
 def test_a_folder_that_cannot_be_written_to_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="Cannot write"):

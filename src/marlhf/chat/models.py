@@ -22,7 +22,13 @@ from marlhf.data.code import write_problem
 from marlhf.data.encode import encode_prompt
 from marlhf.data.preferences import write_post, write_question
 from marlhf.data.rows import Message, Text, after_colon
-from marlhf.evaluate.eval_plan import EvaluationError, PolicySource, find_policies, located
+from marlhf.evaluate.eval_plan import (
+    EvaluationError,
+    PolicySource,
+    find_policies,
+    located,
+    named_apart,
+)
 from marlhf.evaluate.sampling import seed_of
 from marlhf.models.base import Model, Precision, Tokenizer, autocast
 from marlhf.models.forward import token_stats
@@ -213,11 +219,10 @@ def load_chat_models(
     policies: dict[str, PolicySource] = {}
     for policy in (policy for path in paths for policy in _find_models(path)):
         policies.setdefault(policy.model, policy)
-    names = [policy.name for policy in policies.values()]
     overrides = {"temperature": temperature, "max_new_tokens": max_new_tokens}
     overrides = {name: value for name, value in overrides.items() if value is not None}
     chat_models: list[ChatModel] = []
-    for policy in policies.values():
+    for policy in named_apart(policies.values()):
         tokenizer = load_tokenizer(policy.model, trust_remote_code=trust_code)
         model = load_policy(policy.model, trust_remote_code=trust_code).to(device).eval()
         check_vocabulary(model, tokenizer, policy.model)
@@ -226,10 +231,9 @@ def load_chat_models(
             raise EvaluationError(
                 f"The tokenizer of {policy.model} has no chat template. Choose another --form."
             )
-        name = policy.name if names.count(policy.name) == 1 else str(policy.folder)
         sampling = replace(_sampling(policy), **overrides)
         chat_models.append(
-            ChatModel(name, policy, tokenizer, model, own_form, sampling, trust_code)
+            ChatModel(policy.name, policy, tokenizer, model, own_form, sampling, trust_code)
         )
     if not chat_models:
         raise EvaluationError("No path was given. Give a run, a model folder or a hub name.")

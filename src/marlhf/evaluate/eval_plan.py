@@ -6,8 +6,9 @@ model folder says less. What it lacks comes from another run, so that all have t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,14 @@ def find_policies(paths: Sequence[Path | str]) -> list[PolicySource]:
             policies.setdefault(str(Path(policy.model).resolve()), policy)
     if not policies:
         raise EvaluationError("No path was given. Give the folder of at least one run.")
-    return list(policies.values())
+    return named_apart(policies.values())
+
+
+def named_apart(policies: Iterable[PolicySource]) -> list[PolicySource]:
+    """Runs of one name, such as the seeds of a sweep, are called by their folders."""
+    found = list(policies)
+    count = Counter(policy.name for policy in found)
+    return [p if count[p.name] == 1 else replace(p, name=str(p.folder)) for p in found]
 
 
 def find_policy(path: Path | str) -> PolicySource:
