@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -72,3 +75,24 @@ def test_a_larger_number_never_picks_an_earlier_token():
     weights = torch.rand(5 * BLOCK, generator=torch.Generator().manual_seed(2))
     tokens = pick(weights.expand(5000, -1), torch.linspace(0, 1 - 1e-9, 5000).double())
     assert (tokens.diff() >= 0).all()
+
+
+WITH_TRITON = """
+import sys, types
+from importlib.machinery import ModuleSpec
+import transformers.modeling_utils
+for name in ("triton", "triton.language"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__spec__ = ModuleSpec(name, None)
+sys.modules["triton"].jit = lambda function: function
+sys.modules["triton"].language = sys.modules["triton.language"]
+import marlhf.kernels, marlhf.kernels.attention, marlhf.rollout.continuous
+assert marlhf.kernels.has_triton() and callable(marlhf.kernels.fused_pick)
+assert callable(marlhf.kernels.attention.triton_attention.can_attend)
+assert callable(marlhf.rollout.continuous.triton_sampling.sample)
+"""
+
+
+def test_where_triton_is_the_fused_kernels_are_found():
+    """Imports are those of a machine with Triton; a stub that cannot compile stands in for it."""
+    subprocess.run([sys.executable, "-c", WITH_TRITON], check=True)

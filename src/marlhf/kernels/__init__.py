@@ -24,14 +24,14 @@ def fused(x: Tensor) -> bool:
     return x.is_cuda and has_triton()
 
 
-triton_sampling: Any = None
+fused_pick: Any = None
 if has_triton():
-    from marlhf.kernels import triton_sampling
+    from marlhf.kernels.triton_sampling import pick as fused_pick
 
 
 def pick(logits: Tensor, tokens: Tensor) -> Tensor:
     """The log-probs of tokens, float32, in one pass over logits: [N, V], [N] -> [N]."""
     if fused(logits):
-        return triton_sampling.pick(logits, tokens)
+        return fused_pick(logits, tokens)
     chosen = logits.gather(1, tokens[:, None]).squeeze(1)
     return chosen.float() - logits.float().logsumexp(dim=1)
