@@ -127,6 +127,7 @@ def sweep_folder(tmp_path) -> Path:
     for name in ("ppo.log", "data/tldr/train.jsonl"):
         write_lines(folder / name, [{}])
     metrics = {"step": 1, "rl/explained_variance_1": 0.123456, "rl/clip_fraction": 0.1}
+    metrics["eval/disagreement"] = 0.25
     write_lines(folder / "ppo" / "metrics.jsonl", [metrics])
     sampled = {"sampling": {"temperature": 0.0}, "prompt": "Why?", "response": "So.", "length": 2}
     scored = [sampled | {"scores": {"gold": x}, "kl": x} for x in (0.123456, None)]
@@ -159,7 +160,7 @@ def test_the_page_s_archive_has_rounded_evaluations(sweep_folder, tmp_path, monk
     kept = {"eval.jsonl", "metrics.jsonl", "run.json", "config.yaml", "evaluation/t0.jsonl"}
     assert files_in(inside) == {f"ppo/{name}" for name in kept}
     metrics = read_lines(inside / "ppo" / "metrics.jsonl")
-    assert metrics == [{"step": 1, "rl/explained_variance_1": 0.1235}]
+    assert metrics == [{"step": 1, "rl/explained_variance_1": 0.1235, "eval/disagreement": 0.25}]
     [evaluated] = read_lines(inside / "ppo" / "evaluation" / "t0.jsonl")
     numbers = {"scores": {"gold": [0.12, None]}, "kl": [0.1, None], "length": [2, 2]}
     assert evaluated == {"sampling": {"temperature": 0.0}, **numbers}

@@ -17,7 +17,7 @@ PAGE_FILES = {CONFIG, EVAL, METRICS, STATE}
 DECIMALS = {"scores": 2, "gold": 2, "kl": 1, "length": 0}
 """Of the numbers of one prompt. Rounding moves a mean over 400 prompts by less than 0.002."""
 SHOWN = ("kind", "step", "seconds", "rl/score", "rl/kl", "rl/length")
-"""Metrics that a page may read, beside how much of the returns the critic explains."""
+"""Metrics that a page may read, beside those of evaluations and what the critic explains."""
 
 
 def pack(out: Path, file: Path, *, for_page: bool = False) -> Path:
@@ -85,7 +85,7 @@ def _few_metrics(file: Path) -> bytes:
         {
             name: round(value, 4) if isinstance(value, float) else value
             for name, value in row.items()
-            if name in SHOWN or "explained_variance" in name
+            if name in SHOWN or name.startswith("eval/") or "explained_variance" in name
         }
         for row in read_jsonl(file).rows
     ]
