@@ -13,11 +13,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import marlhf
 from marlhf.config.build import field_names
 from marlhf.config.settings import hint_for
 from marlhf.config.stage import Sampling, refuse_unknown
 from marlhf.errors import SettingError
+from marlhf.train import rloo_config
 from marlhf.trainers import GRPOTrainer, RLOOTrainer
 
 __all__ = ["GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer"]
@@ -95,7 +95,9 @@ class GRPOConfig:
     """
 
     def __new__(cls, *args: Any, **settings: Any) -> Any:
-        return marlhf.GRPOConfig(**translated(marlhf.GRPOConfig, args, settings, beta=0.0))
+        return rloo_config.GRPOConfig(
+            **translated(rloo_config.GRPOConfig, args, settings, beta=0.0)
+        )
 
 
 class RLOOConfig:
@@ -107,7 +109,7 @@ class RLOOConfig:
 
     def __new__(cls, *args: Any, **settings: Any) -> Any:
         more = {"beta": 0.05, "num_generations": 2}
-        return marlhf.RLOOConfig(**translated(marlhf.RLOOConfig, args, settings, **more))
+        return rloo_config.RLOOConfig(**translated(rloo_config.RLOOConfig, args, settings, **more))
 
 
 def translated(
