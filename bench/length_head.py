@@ -1,8 +1,8 @@
 """Reward models with and without a length head on TL;DR pairs: accuracy, and how far length goes.
 
     python bench/length_head.py pairs_a.jsonl pairs_b.jsonl --model tiny --seeds 0 1
-    python bench/length_head.py pairs_a.jsonl pairs_b.jsonl --model HuggingFaceTB/SmolLM2-135M \
-        --seeds 0 1 2 --steps 220 --learning-rate 1e-4 --prompt-tokens 420        a GPU
+    python bench/length_head.py pairs_a.jsonl pairs_b.jsonl --seeds 0 1 2 --steps 220 \
+        --model HuggingFaceTB/SmolLM2-135M-Instruct --learning-rate 1e-4 --prompt-tokens 240   a GPU
 
 Files in the form of summarize_from_feedback's comparisons: post, chosen, rejected. The shares of
 posts are those of seed 0, for both kinds of model.
@@ -66,7 +66,8 @@ def _end(
         num_steps=args.steps,
         learning_rate=args.learning_rate,
         max_response_tokens=192,
-        eval_every=20,
+        eval_every=max(20, args.steps // 2),
+        compile=False,  # takes longer than it saves with so few steps
         save_every=0,
     )
     train(config)

@@ -374,6 +374,30 @@ def write_pairs(file: Path, pairs: list[tuple[str, str]]) -> str:
     return str(file)
 
 
+@pytest.mark.parametrize("scale", [10.0, 1.0, 0.01])
+def test_a_length_penalty_pulls_no_harder_than_preferences(scale):
+    """By one score at most a standardised length over their number, however small scores are."""
+    lengths = torch.arange(1.0, 17.0).view(2, 8)
+    nothing = torch.zeros(8)
+    objective = reward.Objective(
+        reward.Labels(nothing, nothing, lengths), torch.ones(1, 8, dtype=torch.long)
+    )
+    standard = (lengths - lengths.mean()) / lengths.std()
+
+    def pull(quality):
+        scores = torch.stack([quality, lengths], dim=-1).requires_grad_()
+        penalty = objective.length_penalty(scores)
+        (by_scores,) = torch.autograd.grad(penalty, scores)
+        return penalty + 1, by_scores[..., 0]  # the length head is perfect: -1
+
+    worst, by_scores = pull(scale * standard)
+    assert worst > 0
+    assert (by_scores.abs() <= standard.abs() / 16 + 1e-6).all()
+    nothing_left, by_scores = pull(scale * standard.flip(0, 1).abs())  # uncorrelated
+    assert nothing_left.item() == pytest.approx(0, abs=1e-5)
+    assert by_scores.abs().max() < 1e-5
+
+
 def test_a_length_head_takes_up_what_length_explains(parents, tmp_path):
     """People like kind stories and long ones. Plain scores follow length; with the head they do
     not, and tell kindness as well. Held out is every pair of lengths, where kindness wins."""

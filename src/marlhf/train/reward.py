@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import smooth_l1_loss
 
 from marlhf.config.build import build, raise_problems
 from marlhf.core import reward_loss
@@ -153,6 +154,10 @@ def _margin(example: Example, number: int) -> float:
     return float(value)
 
 
+SMALL_COVARIANCE = 1 / 32
+"""With the length, in its standard deviations: below this its square is penalised."""
+
+
 @dataclass(frozen=True)
 class Objective:
     """What the scores of a batch are trained for."""
@@ -187,10 +192,18 @@ class Objective:
         return [replace(self, counts=counts) for counts in self.counts.chunk(parts)]
 
     def length_penalty(self, scores: Tensor) -> Tensor:
-        """ODIN: length explains the second head's scores and not the first one's: [2, B, 2]."""
-        lengths = self.labels.lengths.to(scores.device).flatten()
-        quality, length = (correlation(head.flatten(), lengths) for head in scores.unbind(2))
-        return quality.abs() - length
+        """ODIN: length explains the second head's scores and not the first one's: [2, B, 2].
+
+        ODIN takes |correlation| of the quality head. Its gradient grows as the scores get smaller,
+        and its sign is chance once the correlation is small: with margins as real pairs have, that
+        noise hides the preferences. A covariance, squared near 0, pulls at most as hard as they do.
+        """
+        lengths = self.labels.lengths.to(scores.device).flatten().float()
+        quality, length = (head.flatten() for head in scores.unbind(2))
+        standard = (lengths - lengths.mean()) / lengths.std().clamp(min=1e-8)
+        covariance = (quality * standard).mean()
+        follows = smooth_l1_loss(covariance, torch.zeros_like(covariance), beta=SMALL_COVARIANCE)
+        return follows - correlation(length, lengths)
 
 
 def backward(passes: Passes, rows: list[Example], objective: Objective) -> tuple[Tensor, Tensor]:
