@@ -314,9 +314,12 @@ def build_four(
     if shape.lora:
         lora = LoRA(shared_base=True)
         dtype = frozen_dtype(device, "auto")
-        model = random_model(shape, device, False, checkpointing)
-        if shape.quantize != "none":
-            quantize(model)
+        # 8B in float32 would not fit the card that its four bits are for.
+        quantized = shape.quantize != "none"
+        built_on = torch.device("meta") if quantized else device
+        model = random_model(shape, built_on, False, checkpointing)
+        if quantized:
+            fill_quantized(model, device)
         base = FrozenBaseModel(model, linear_dtype=dtype)
         reward = base.scalar_model(lora, "reward", trainable=False)
         views = (
@@ -335,8 +338,8 @@ def build_four(
     return policy, reference, critic, reward
 
 
-def quantize(model: Any) -> None:
-    """Put the matrices of a model into 4 bits in place, as `lora.quantize: 4bit` loads them."""
+def fill_quantized(model: Any, device: torch.device) -> None:
+    """Random weights for a model without any; matrices in 4 bits, as `quantize: 4bit` loads."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     model.hf_quantizer, model.is_loaded_in_4bit = "bitsandbytes", True  # as marlhf and peft ask
@@ -345,10 +348,19 @@ def quantize(model: Any) -> None:
             options: dict[str, Any] = {"compute_dtype": torch.bfloat16, "quant_type": "nf4"}
             with torch.device("meta"):
                 packed = Linear4bit(layer.in_features, layer.out_features, False, **options)
-            weight = layer.weight.data.to(torch.bfloat16)
+            weight = torch.randn(layer.weight.shape, dtype=torch.bfloat16, device=device) * 0.02
             packed.weight = Params4bit(weight, requires_grad=False, quant_type="nf4")
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, packed.to(layer.weight.device))
+            model.set_submodule(name, packed.to(device))
+        elif hasattr(layer, "inv_freq"):
+            with torch.device(device):
+                model.set_submodule(name, type(layer)(model.config))
+        elif list(layer.parameters(recurse=False)):
+            layer.to_empty(device=device, recurse=False)
+            if layer.weight.ndim == 1:
+                layer.weight.data.fill_(1.0)
+            else:
+                layer.weight.data.normal_(std=0.02)
+    model.tie_weights()
 
 
 def random_model(shape: Shape, device: torch.device, scalar: bool, checkpointing: bool) -> Any:
