@@ -1,5 +1,6 @@
 """What a run takes of a GPU: counted by hand, and beside what was measured."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -57,6 +58,7 @@ def test_weights_are_those_of_the_model():
     ("name", "billions"),
     [
         ("Qwen/Qwen2.5-0.5B-Instruct", 0.494),
+        ("Qwen/Qwen2.5-Coder-1.5B-Instruct", 1.544),
         ("Qwen/Qwen3-8B", 8.19),
         ("meta-llama/Llama-3.1-8B-Instruct", 8.03),
         ("meta-llama/Llama-3.2-1B", 1.236),
@@ -108,6 +110,13 @@ def test_passes_shrink_to_what_fits_down_to_one_row():
     assert plan_run(config, 8 * GIB).tokens == 512  # one row, and still too much
     fixed = ppo("qwen2.5-0.5b", 64, 256, 256, token_budget=16384)
     assert plan_run(fixed, small).tokens == 16384
+
+
+def test_a_conversation_is_as_long_as_all_its_turns():
+    config = ppo("qwen2.5-0.5b", 64, 256, 256, environment="python", episode_tokens=1536)
+    plan, twice = (plan_run(c, H200) for c in (config, replace(config, episode_tokens=3072)))
+    assert (plan.length, twice.length) == (1536, 3072)
+    assert twice.passes["sampling"] > 1.5 * plan.passes["sampling"]
 
 
 @pytest.mark.parametrize("gpu", [16, 24, 48])

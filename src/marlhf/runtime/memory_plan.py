@@ -65,7 +65,13 @@ _SHAPES = {
     "gemma-7b": ("Gemma", 3072, 28, 16, 16, 256, 24576, 256000, True),
 }
 """Models that are known without a network, by their name on the hub in lower case."""
-ALIASES = {"qwen2-": "qwen2.5-", "llama-3.1-": "llama-", "meta-llama-3-": "llama-"}
+ALIASES = {
+    "qwen2-": "qwen2.5-",
+    "qwen2.5-coder-": "qwen2.5-",
+    "qwen2.5-math-": "qwen2.5-",
+    "llama-3.1-": "llama-",
+    "meta-llama-3-": "llama-",
+}
 
 
 def named_config(name: str) -> Any | None:
@@ -192,7 +198,7 @@ def plan_run(config: StageConfig, gpu: float, size: Callable[[str], Size] = size
     Passes have the tokens that `token_budget` says; with `auto` fewer, down to one row, where
     that is what fits.
     """
-    length = config.data.max_prompt_tokens + _response_tokens(config)
+    length = _row_tokens(config)
     policy = size(config.model)
     per_prompt = config.responses_per_prompt if isinstance(config, RLConfig) else 1
     rows = config.batch_size * per_prompt
@@ -250,10 +256,13 @@ def _shown(value: Any) -> str:
     return str(value).lower()
 
 
-def _response_tokens(config: Any) -> int:
-    if isinstance(config, RLConfig):
-        return config.sampling.max_new_tokens
-    return config.max_response_tokens
+def _row_tokens(config: Any) -> int:
+    """Of the longest prompt and response; of a conversation all turns."""
+    if not isinstance(config, RLConfig):
+        return config.data.max_prompt_tokens + config.max_response_tokens
+    if config.environment:
+        return config.episode_tokens
+    return config.data.max_prompt_tokens + config.sampling.max_new_tokens
 
 
 @dataclass(frozen=True)
