@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import inspect
 import textwrap
+from functools import partial
 
 import pytest
 from transformers import LlamaForCausalLM
@@ -11,7 +12,7 @@ from transformers import LlamaForCausalLM
 import marlhf
 from conversations import chatml_tokenizer
 from marlhf import Sampling
-from marlhf.data.rows import Row
+from marlhf.data.rows import DataError, Row
 from marlhf.environments import EpisodeRecord, environment_from
 from marlhf.errors import SettingError, UnknownNameError
 from marlhf.models.tiny import tiny_config, tiny_tokenizer
@@ -65,20 +66,66 @@ trainer.train()
 """
 
 
-@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
-def test_a_script_with_an_environment_runs(tmp_path, name):
-    names = {"GRPOConfig": GRPOConfig, "GRPOTrainer": GRPOTrainer}
-    names |= {"RLOOConfig": RLOOConfig, "RLOOTrainer": RLOOTrainer}
+def chat_model(folder):
     tokenizer = chatml_tokenizer()
     model = LlamaForCausalLM(tiny_config(max_position_embeddings=1024))
     model.resize_token_embeddings(len(tokenizer))
     for each in (model, tokenizer):
-        each.save_pretrained(tmp_path / "model")
-    names |= {"seen": [], "folder": tmp_path / "run", "model": str(tmp_path / "model")}
+        each.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_a_script_with_an_environment_runs(tmp_path, name):
+    names = {"GRPOConfig": GRPOConfig, "GRPOTrainer": GRPOTrainer}
+    names |= {"RLOOConfig": RLOOConfig, "RLOOTrainer": RLOOTrainer}
+    names |= {"seen": [], "folder": tmp_path / "run", "model": chat_model(tmp_path / "model")}
     exec(WITH_ENVIRONMENT.replace("NAME", name), names)
     assert names["trainer"].state.global_step == 2
     # Each step samples two prompts four times each, as TRL counts, beside the evaluations.
     assert [(count, set(kinds)) for count, kinds in names["seen"]].count((8, {"Counter"})) >= 2
+
+
+def test_an_environment_that_opens_its_episodes_needs_no_data(tmp_path):
+    class Rising:
+        """Its own tasks: `reset` takes no row."""
+
+        def reset(self, seed: int, **_) -> str:
+            opened.append(seed)
+            return "Rise."
+
+        def rise(self) -> str:
+            """Rise."""
+            return "Risen."
+
+        def get_reward(self) -> float:
+            return 1.0
+
+    def reward(environments, **_):
+        return [each.get_reward() for each in environments]
+
+    opened = []
+    settings = {"per_device_train_batch_size": 8, "num_generations": 4, "bf16": False}
+    settings |= {"max_completion_length": 8, "save_strategy": "no"}
+    trainer = partial(GRPOTrainer, chat_model(tmp_path / "model"), reward)
+    args = GRPOConfig(str(tmp_path / "run"), max_steps=3, **settings)
+    assert trainer(args, environment_factory=Rising).train().global_step == 3
+    assert len(set(opened)) > 3 * 2  # a seed for each prompt of a step, and for those held out
+    with pytest.raises(SettingError, match=r"num_steps \(max_steps in TRL\)"):
+        trainer(GRPOConfig(str(tmp_path / "other"), **settings), environment_factory=Rising)
+    with pytest.raises(SettingError, match="Several environments need a train_dataset"):
+        trainer(args, environment_factory={"a": Rising})
+    # As scripts for older versions of TRL do, and with what is held out.
+    empty = [{"prompt": [{"role": "user", "content": ""}]}] * 40
+    again = trainer(args, empty, environment_factory=Rising).objects
+    assert (len(again.train_rows), len(again.eval_rows)) == (38, 2)
+    with pytest.raises(DataError, match="the prompt is empty"):
+        trainer(args, empty)
+
+
+def test_max_steps_go_through_the_data_anew():
+    assert GRPOConfig(max_steps=100).num_epochs == 100
+    assert GRPOConfig(num_train_epochs=2).num_epochs == 2
 
 
 def test_settings_become_those_of_marlhf():
@@ -111,7 +158,7 @@ def test_settings_become_those_of_marlhf():
         num_mini_batches=2,
         num_samples=8,
         num_steps=50,
-        num_epochs=3,
+        num_epochs=50,
         seed=42,
         learning_rate=1e-6,
         kl_coef=0.04,

@@ -307,22 +307,25 @@ def rows_from_records(
     *,
     needs: Collection[str] = ("prompt",),
     name: str = "the data set",
+    opened: bool = False,
 ) -> tuple[list[Row], Counts]:
     """Rows from records already in memory, such as a `datasets.Dataset` or a list of dicts.
 
     For trainers that get their data as an object: columns as in a local file,
-    no split, and bad rows counted in the same way.
+    no split, and bad rows counted in the same way. Where an environment opens conversations
+    (`opened`), prompts may be empty.
 
     >>> rows, counts = rows_from_records([{"prompt": "Why?"}, {"prompt": ""}])
     >>> rows[0].prompt, counts.kept
     ('Why?', 1)
     """
-    rows, unusable, counts = _sort_out(_parse_local(records, needs, name), needs, name)
+    parsed = _parse_local(records, needs, name)
+    rows, unusable, counts = _sort_out(parsed, needs, name, opened=opened)
     return [row for row in rows if id(row) not in unusable], counts
 
 
 def _sort_out(
-    parsed: Iterator[Positioned], needs: Collection[str], name: str
+    parsed: Iterator[Positioned], needs: Collection[str], name: str, *, opened: bool = False
 ) -> tuple[list[Row], set[int], Counts]:
     """Rows with a good prompt, the id() of those of them this stage cannot use, and counts."""
     counts = Counts()
@@ -333,7 +336,7 @@ def _sort_out(
         if row is None:
             counts.drop(remark, position)
             continue
-        if fault := prompt_fault(row):
+        if fault := prompt_fault(row, opened=opened):
             counts.drop(fault, position)
             continue
         if remark:

@@ -152,9 +152,9 @@ def after_colon(response: str) -> str:
     return f" {text}" if text else ""
 
 
-def prompt_fault(row: Row) -> str | None:
-    """Why this prompt cannot be used, or None."""
-    if is_blank(row.prompt):
+def prompt_fault(row: Row, *, opened: bool = False) -> str | None:
+    """Why this prompt cannot be used, or None; `opened` by an environment it may be empty."""
+    if is_blank(row.prompt) and not opened:
         return "the prompt is empty"
     if isinstance(row.prompt, list) and row.prompt[-1]["role"] == "assistant":
         return "the prompt ends with an assistant's turn, so there is nothing to answer"

@@ -17,8 +17,7 @@ from transformers.trainer_utils import TrainOutput
 from marlhf.config.build import field_names
 from marlhf.config.settings import hint_for
 from marlhf.config.stage import DEFAULT_DATA, StageConfig, refuse_unknown
-from marlhf.data import DataConfig, Row, rows_from_records
-from marlhf.data.load import held_out
+from marlhf.data import DataConfig, Row, held_out, prompt_key, rows_from_records
 from marlhf.errors import SettingError
 from marlhf.models.adapter_files import import_peft
 from marlhf.models.base import Model, Tokenizer
@@ -41,6 +40,7 @@ from marlhf.trainers.inputs import (
     path_or_model,
     short_name,
     to_records,
+    without_data,
 )
 
 ELSEWHERE = {
@@ -89,8 +89,13 @@ class Trainer:
             )
         tokenizer = load_tokenizer(processing_class) if processing_class is not None else None
         train_rows = eval_rows = None
+        factory = own.get("environment_factory")
+        if train_dataset is None and factory is not None and args.data is DEFAULT_DATA:
+            train_dataset, args = without_data(factory, args)
         if train_dataset is not None:
-            train_rows, eval_rows = self._rows(train_dataset, eval_dataset, tokenizer, args)
+            train_rows, eval_rows = self._rows(
+                train_dataset, eval_dataset, tokenizer, args, opened=factory is not None
+            )
             kept = ("max_prompt_tokens", "too_long", "eval_size", "seed")
             name = f"{GIVEN} {len(train_rows)} rows, {fingerprint(train_rows + eval_rows)}"
             data = {key: getattr(args.data, key) for key in kept}
@@ -279,17 +284,31 @@ class Trainer:
         refuse_unknown(type(self).__name__, "argument", hints)
 
     def _rows(
-        self, train: Dataset, evaluation: Dataset | None, tokenizer: Tokenizer | None, args: Any
+        self,
+        train: Dataset,
+        evaluation: Dataset | None,
+        tokenizer: Tokenizer | None,
+        args: Any,
+        *,
+        opened: bool,
     ) -> tuple[list[Row], list[Row]]:
-        records = to_records(train, tokenizer, "train_dataset")
-        rows, counts = rows_from_records(records, needs=args.columns, name="train_dataset")
-        say(f"train_dataset: {counts}")
+        def read(dataset: Dataset, name: str) -> list[Row]:
+            records = to_records(dataset, tokenizer, name)
+            rows, counts = rows_from_records(records, needs=args.columns, name=name, opened=opened)
+            say(f"{name}: {counts}")
+            return rows
+
+        rows = read(train, "train_dataset")
         if evaluation is not None:
-            records = to_records(evaluation, tokenizer, "eval_dataset")
-            aside, counts = rows_from_records(records, needs=args.columns, name="eval_dataset")
-            say(f"eval_dataset: {counts}")
-            return rows, aside
-        rows, aside = held_out(rows, args.data.eval_size, args.data.seed)
+            return rows, read(evaluation, "eval_dataset")
+        size, seed = args.data.eval_size, args.data.seed
+        if (
+            opened and len({prompt_key(row) for row in rows}) == 1
+        ):  # what differs is the environment
+            places = held_out([Row(str(place)) for place in range(len(rows))], size, seed)
+            rows, aside = ([rows[int(str(row.prompt))] for row in part] for part in places)
+        else:
+            rows, aside = held_out(rows, size, seed)
         say(f"eval_dataset is not given: {len(aside)} rows are held out (data.eval_size)")
         return rows, aside
 

@@ -17,6 +17,9 @@ from marlhf.models.adapter_files import digest as weights_digest
 from marlhf.models.base import Model, Tokenizer
 from marlhf.runs.layout import GIVEN
 
+EPISODES_ASIDE = 64
+"""To evaluate, where there is no data to hold out from."""
+
 Dataset = Iterable[Mapping[str, Any]]
 """A `datasets.Dataset`, a list of dicts, or anything else that gives records."""
 
@@ -83,6 +86,24 @@ def environment_of(tools: Any, factory: Any, args: Any) -> tuple[Any, Any]:
     given = list(tools or ()) if factory is None else [factory]
     names = ", ".join(getattr(item, "__name__", type(item).__name__) for item in given)
     return made, replace(args, environment=f"{GIVEN} {names}")
+
+
+def without_data(factory: Any, args: Any) -> tuple[Dataset, Any]:
+    """Empty prompts, where an environment opens each conversation; args that repeat them."""
+    if isinstance(factory, Mapping):
+        raise SettingError(
+            "Several environments need a train_dataset: its column `environment` says which of "
+            "them a row is for."
+        )
+    if args.num_steps is None:
+        raise SettingError(
+            "Without a train_dataset the environment opens each conversation, and num_steps "
+            "(max_steps in TRL) says how many steps to train. Set it in args."
+        )
+    kept = args.batch_size * min(args.num_steps, 100)
+    rows = [{"prompt": [{"role": "user", "content": ""}]}] * (kept + EPISODES_ASIDE)
+    data = replace(args.data, eval_size=EPISODES_ASIDE)
+    return rows, replace(args, num_epochs=args.num_steps, data=data)
 
 
 def _reward_name(item: Any) -> str:

@@ -177,14 +177,15 @@ def _batch(left: dict[str, Any]) -> dict[str, Any]:
         )
     updates, steps = generated // updated, left.pop("max_steps", -1)
     epochs = left.pop("num_train_epochs")
+    num_steps = math.ceil(steps / updates) if steps > 0 else None
+    if epochs != int(epochs) and not num_steps:
+        raise SettingError(f"num_train_epochs is a whole number here; got {epochs}. Set max_steps.")
     found = {
         "batch_size": generated // samples,
         "num_mini_batches": updates,
-        "num_epochs": max(1, math.ceil(epochs)),
-        "num_steps": math.ceil(steps / updates) if steps > 0 else None,
+        "num_epochs": num_steps or max(1, int(epochs)),  # max_steps goes through data anew
+        "num_steps": num_steps,
     }
-    if epochs != found["num_epochs"] and steps <= 0:
-        raise SettingError(f"num_train_epochs is a whole number here; got {epochs}. Set max_steps.")
     return {name: left.pop(name, value) for name, value in found.items()}
 
 
