@@ -74,12 +74,17 @@ AS_HERE = {
     "num_iterations": 1,
     "repetition_penalty": 1.0,
     "shuffle_dataset": True,
+    "top_entropy_quantile": 1.0,
+    "train_sampling_strategy": "random",
+    "vllm_tensor_parallel_size": 1,
 }
 """Values that say what happens here anyway, as None, False and 0 of any other setting do."""
 NO_MATTER = (
-    "dataloader_", "dataset_num_proc", "ddp_", "disable_dropout", "disable_tqdm", "ds3_gather",
-    "gradient_checkpointing_kwargs", "hub_strategy", "log_", "logging_", "num_completions_to_print",
-    "per_device_eval", "remove_unused", "tf32", "torch_compile", "use_liger", "vllm_mode",
+    "average_tokens", "dataloader_", "dataset_num_proc", "ddp_", "disable_dropout", "disable_tqdm",
+    "ds3_gather", "eval_do_concat", "gradient_checkpointing_kwargs", "hub_strategy", "include_num",
+    "length_column", "local_rank", "log_", "logging_", "num_completions_to_print", "pad_to_",
+    "per_device_eval", "project", "remove_unused", "skip_memory", "tf32", "torch_compile",
+    "use_liger", "vllm_group", "vllm_mode", "vllm_server_timeout",
 )  # fmt: skip
 """Settings, or how their names begin, that change no result."""
 LOADING = {"attn_implementation", "device_map", "dtype", "torch_dtype", "use_cache"}
