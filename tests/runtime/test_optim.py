@@ -193,7 +193,9 @@ def test_a_rate_reaches_every_optimiser():
     for name in ("adamw", "adafactor", "adamw_8bit"):
         if name == "adamw_8bit":
             pytest.importorskip("torchao")
-        optimizer = make_optimizer(model, 0.5, name=name)
+        optimizer = make_optimizer(model, 0.5, 0.0, name, betas=(0.8, 0.9))
+        if name != "adafactor":
+            assert {group["betas"] for group in optimizer.param_groups} == {(0.8, 0.9)}
         set_learning_rate(optimizer, 0.25)
         assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.25]
 
@@ -202,6 +204,7 @@ def test_a_rate_reaches_every_optimiser():
     ("settings", "sentence"),
     [
         ({"trained_weights": "bfloat16"}, "Set optimizer: adamw_8bit"),
+        ({"adam_betas": (0.9, 1.0)}, "adam_betas lie from 0 to below 1"),
         ({"optimizer": "adafactor", "parallel": "fsdp"}, "not for weights in shards"),
         (
             {

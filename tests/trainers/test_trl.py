@@ -161,6 +161,7 @@ def test_settings_become_those_of_marlhf():
         num_epochs=50,
         seed=42,
         learning_rate=1e-6,
+        adam_betas=(0.9, 0.999),
         kl_coef=0.04,
         clip=(0.1, 0.3),
         scale_group=False,
@@ -192,7 +193,6 @@ def test_processes_count(monkeypatch):
     ("settings", "message"),
     [
         ({"num_iterations": 2}, "each response is used once"),
-        ({"adam_beta2": 0.999}, "it is 0.95"),
         ({"num_generations": 3}, "8 responses are sampled at a time"),
         ({"num_train_epochs": 1.5}, "Set max_steps"),
         ({"scale_rewards": "batch"}, "It may be True, 'group', False, 'none'; got 'batch'"),

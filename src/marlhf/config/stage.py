@@ -115,6 +115,8 @@ class StageConfig:
     optimizer: OptimizerName = setting("adamw", on_card=True)
     """Bytes that it keeps per weight: `adamw` 8; `adamw_8bit` 2, by torchao; `adafactor` next to
     none, without momentum."""
+    adam_betas: tuple[float, float] = setting((0.9, 0.95))
+    """How much of its past AdamW keeps in the mean of gradients, and in that of their squares."""
     trained_weights: Literal["float32", "bfloat16"] = setting("float32", on_card=True)
     """What trained weights and their gradients are kept in. `bfloat16` takes half the memory, and
     rounds at random so that small updates are not lost: with `optimizer: adamw_8bit`."""
@@ -186,6 +188,8 @@ class StageConfig:
         check_settings(self)
         if abs(self.seed) >= 2**32:
             raise SettingError(f"seed must be below 2 to the 32; got {self.seed}.")
+        if not all(0 <= beta < 1 for beta in self.adam_betas):
+            raise SettingError(f"adam_betas lie from 0 to below 1; got {self.adam_betas}.")
         if self.trained_weights == "bfloat16" and self.optimizer != "adamw_8bit":
             raise SettingError(
                 "trained_weights: bfloat16 needs an optimizer that rounds at random, or small "

@@ -27,6 +27,7 @@ def make_optimizer(
     learning_rate: float,
     weight_decay: float = 0.0,
     name: OptimizerName = "adamw",
+    betas: tuple[float, float] = (0.9, 0.95),
 ) -> torch.optim.Optimizer:
     """An optimiser over what trains; decay spares biases and norms, as is usual."""
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -38,7 +39,7 @@ def make_optimizer(
         # Torch's own scales the rate by the size of the weights, so that one for AdamW is no guide.
         fixed = {"scale_parameter": False, "relative_step": False, "warmup_init": False}
         return Adafactor(groups, lr=learning_rate, **fixed)
-    options: dict[str, Any] = {"lr": learning_rate, "betas": (0.9, 0.95), "eps": 1e-8}
+    options: dict[str, Any] = {"lr": learning_rate, "betas": betas, "eps": 1e-8}
     if name == "adamw_8bit":
         return import_adamw_8bit()(groups, **options)
     fused = trainable[0].device.type in ("cuda", "cpu")

@@ -185,8 +185,9 @@ class Pretraining:
             )
             return
         world.reshard([self.critic])  # the optimiser must know the shards, not what is gathered
+        config = self.config
         self.optimizer = make_optimizer(
-            self.critic, self.rate, self.config.weight_decay, self.config.optimizer
+            self.critic, self.rate, config.weight_decay, config.optimizer, config.adam_betas
         )
         if self._resume(self.latest, {"critic": self.optimizer}):
             self._start -= self.epochs[-1]["seconds"]

@@ -129,8 +129,9 @@ class RLRun:
         if sandbox_layers := self.models.reward.sandbox:
             run.state["sandbox"] = sandbox_layers
         trained = {role: getattr(self.models, role) for role in learning_rates}
+        how = config.weight_decay, config.optimizer, config.adam_betas
         optimizers = {
-            role: make_optimizer(model, learning_rates[role], config.weight_decay, config.optimizer)
+            role: make_optimizer(model, learning_rates[role], *how)
             for role, model in trained.items()
         }
         self.loop = Loop(

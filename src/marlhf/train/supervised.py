@@ -83,7 +83,11 @@ class SupervisedRun:
             self.model, config.precision, compiled=config.compile, **options
         )
         self.optimizer = make_optimizer(
-            self.model, config.learning_rate, config.weight_decay, config.optimizer
+            self.model,
+            config.learning_rate,
+            config.weight_decay,
+            config.optimizer,
+            config.adam_betas,
         )
         return Passes(self.model, pad_id, config.pass_tokens, config.precision, self.world)
 

@@ -68,8 +68,6 @@ MEANING: dict[str, dict[Any, dict[str, Any]]] = {
 }
 """What a value of TRL's setting is here."""
 AS_HERE = {
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.95,
     "adam_epsilon": 1e-8,
     "num_iterations": 1,
     "repetition_penalty": 1.0,
@@ -124,6 +122,8 @@ def translated(
     if len(args) > 1:
         raise SettingError("Settings are given by name; only output_dir may stand without one.")
     left: dict[str, Any] = {
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.999,
         "gradient_accumulation_steps": 1,
         "learning_rate": 1e-6,
         "load_best_model_at_end": False,
@@ -142,6 +142,7 @@ def translated(
     found = _batch(left) | _when(left)
     sampling = {new: left.pop(name) for name, new in SAMPLING.items() if name in left}
     found["sampling"] = Sampling(**sampling)
+    found["adam_betas"] = left.pop("adam_beta1"), left.pop("adam_beta2")
     # TRL counts the tokens of all turns together, without the prompt.
     found["episode_tokens"] = found["sampling"].max_new_tokens + 512
     if "epsilon" in left or left.get("epsilon_high") is not None:
