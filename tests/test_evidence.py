@@ -26,6 +26,8 @@ from evidence.data import SLIPS, prepare
 from evidence.results import (
     COARSE_LABELS,
     FAST_LABELS,
+    GAIN_METHODS,
+    GAIN_STARTS,
     LABELS,
     OTHER_BETAS,
     PROCESS_LABELS,
@@ -242,6 +244,14 @@ def test_every_stage_of_the_recipe_has_a_place_in_the_tables():
 REACH = {"rloo", *REACH_LABELS, *(f"{method}-pre" for method in REACH_LABELS)}
 
 
+GAIN = {
+    f"{start}-{name}"
+    for start in GAIN_STARTS
+    for name in GAIN_METHODS
+    if start == "share" or not name.endswith("-pre")
+}
+
+
 @pytest.mark.parametrize(
     ("recipe", "labels"),
     [
@@ -250,6 +260,7 @@ REACH = {"rloo", *REACH_LABELS, *(f"{method}-pre" for method in REACH_LABELS)}
         ("evidence/coarse", COARSE_LABELS),
         ("evidence/prm", PROCESS_LABELS),
         ("evidence/critic-reach", REACH),
+        ("evidence/gain", GAIN),
     ],
 )
 def test_every_stage_of_the_sums_has_a_place_in_its_table(recipe, labels):
@@ -277,10 +288,11 @@ def test_the_pages_are_made_from_the_committed_archives(tmp_path, monkeypatch):
     evidence_report.main()
     for name, page in pages.items():
         assert (docs / name).read_text("utf-8") == page, name
-    for name in ("end-points.svg", "frontier.svg", "betas.svg", "predicted.svg"):
+    figures = ("end-points", "frontier", "betas", "predicted")
+    for name, least in (*((f"{figure}.svg", 16) for figure in figures), ("gain.svg", 15)):
         drawn, committed = ((f / name).read_text("utf-8") for f in (docs / "results", folder))
         marks = re.findall("<title>.*?</title>", drawn)  # the style may change, numbers may not
-        assert len(marks) > 15
+        assert len(marks) >= least
         assert marks == re.findall("<title>.*?</title>", committed)
 
 

@@ -8,6 +8,7 @@ from html import escape
 
 from evidence.predicted import Prediction
 from evidence.results import BETA, LABELS, OTHER_BETAS, Results, gold, kl, score
+from marlhf.intervals import Interval
 from marlhf.report.charts import BOTTOM, LEFT, TOP, Scale, frame, span
 from marlhf.report.groups import NUM_COLOURS
 from marlhf.report.page import STYLE
@@ -106,10 +107,37 @@ def predicted_gains(starts: Mapping[str, Sequence[Prediction]]) -> str:
     )
 
 
-def _axes(panel: int, xs: Sequence[float], ys: Sequence[float]) -> tuple[Scale, Scale]:
+def scatter(
+    title: str,
+    across: str,
+    up: str,
+    series: Mapping[str, Sequence[tuple[float, Interval, str]]],
+) -> str:
+    """Shares with their intervals in points, against a number: a colour per series."""
+    drawn: list[str] = []
+    every = [each for points in series.values() for each in points]
+    ys = [0.0, *(100 * y for _, each, _ in every for y in (each.low, each.high))]
+    x_axis, y_axis = _axes(0, [1.0, *(x for x, _, _ in every)], ys, panels=2)
+    drawn.append(frame(x_axis, y_axis, across, up))
+    zero = f"M{x_axis(x_axis.low)} {y_axis(0)}H{x_axis(x_axis.high)}"
+    drawn.append(f'<path stroke="var(--soft)" stroke-dasharray="4 3" fill="none" d="{zero}"/>')
+    keys = list(LABELS)[: len(series)]  # for their colours
+    for key, points in zip(keys, series.values(), strict=True):
+        for x, each, note in points:
+            bar = f"M{x_axis(x)} {y_axis(100 * each.low)}V{y_axis(100 * each.high)}"
+            drawn.append(f'<path stroke="{_colour(key)}" stroke-opacity="0.5" d="{bar}"/>')
+            note = f"{note}: {100 * each.mean:+.1f}, headroom {x:.2f}"
+            drawn.append(_mark(key, x_axis(x), y_axis(100 * each.mean), note))
+    return _figure(title, drawn, keys, 2, dict(zip(keys, series, strict=True)))
+
+
+def _axes(
+    panel: int, xs: Sequence[float], ys: Sequence[float], panels: int = 1
+) -> tuple[Scale, Scale]:
     width, height = PANEL
     left = panel * width
-    x_axis = Scale(*span(xs, margin=0.08), left + LEFT, left + width - 8)
+    right = left + panels * width - 8
+    x_axis = Scale(*span(xs, margin=0.08), left + LEFT, right)
     return x_axis, Scale(*span(ys, margin=0.08), height - BOTTOM, TOP + 12)
 
 
@@ -156,17 +184,24 @@ def _shown(results: Results) -> tuple[list[str], int]:
     return [method for method in LABELS if method in shown], len(results.teachers)
 
 
-def _figure(title: str, drawn: Sequence[str], methods: Sequence[str], panels: int) -> str:
+def _figure(
+    title: str,
+    drawn: Sequence[str],
+    methods: Sequence[str],
+    panels: int,
+    named: Mapping[str, str] | None = None,
+) -> str:
     """An SVG file: a title, the panels, the key below; light and dark."""
+    named = named or {method: _plain(method) for method in methods}
     width, height = PANEL[0] * panels, PANEL[1]
     keys: list[str] = []
     x, y = float(LEFT), height + 12.0
     for method in methods:
-        wide = 26 + CHARACTER * len(_plain(method))
+        wide = 26 + CHARACTER * len(named[method])
         if x + wide > width and x > LEFT:
             x, y = float(LEFT), y + ROW
-        keys.append(_mark(method, f"{x:g}", f"{y - 4:g}", _plain(method)))
-        keys.append(f'<text x="{x + 9:g}" y="{y:g}">{escape(_plain(method))}</text>')
+        keys.append(_mark(method, f"{x:g}", f"{y - 4:g}", named[method]))
+        keys.append(f'<text x="{x + 9:g}" y="{y:g}">{escape(named[method])}</text>')
         x += wide
     whole = f'viewBox="0 -{TITLE} {width} {y + 10 + TITLE:g}" width="{width * 1.3:g}"'
     name = escape(title.replace("`", ""))

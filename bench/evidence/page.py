@@ -21,6 +21,7 @@ from statistics import median
 
 from evidence.distilled import distilled
 from evidence.figures import end_points, frontier, predicted_gains
+from evidence.gain import against_headroom, gains, headrooms
 from evidence.predicted import (
     MEASURED,
     STARTS,
@@ -74,6 +75,7 @@ def write_page(campaigns: Mapping[str, Results], rounds: Path, docs: Path) -> No
         campaigns[name]
         for name in ("sums", "sparse", "coarse", "updates", "qwen", "process", "critic-reach")
     )
+    gain = campaigns["gain"]
     identify, rules, predict = (campaigns[name] for name in ("identify", "rules", "predict-tldr"))
     starts = predictions_of(predict)
     controls = "ppo lam99 lam1 rloo n5 lines auto monte-carlo"
@@ -95,6 +97,8 @@ def write_page(campaigns: Mapping[str, Results], rounds: Path, docs: Path) -> No
         "reach of critic-reach": reach_and_critic(reach),
         "explained of critic-reach": explained(reach),
         "heads of critic-head": heads(campaigns["critic-head"]),
+        "gains of gain": gains(gain),
+        "headrooms of gain": headrooms(gain),
         "larger of qwen": larger(qwen),
         "larger-pairs of qwen": larger_pairs(qwen),
         "all-days": all_days([campaigns[name] for name in TLDR]),
@@ -112,6 +116,7 @@ def write_page(campaigns: Mapping[str, Results], rounds: Path, docs: Path) -> No
         "end-points": end_points(identify),
         "frontier": frontier(campaigns["auto"]),
         "betas": frontier(campaigns["betas"]),
+        "gain": against_headroom(gain),
         "predicted": predicted_gains({STARTS[start]: found for start, found in starts.items()}),
     }
     for name, drawn in figures.items():

@@ -107,6 +107,23 @@ REACH_LABELS = {
     "lines-100": "lines, lambda 1",
 }
 """PPO on chained sums; with `-pre` its critic was trained before the first step."""
+GAIN_STARTS = {
+    "all": "all lines right",
+    "share": "share of right lines",
+    "tenth": "all lines right, a worse start",
+}
+"""Rewards on chained sums, and the SFT models that PPO and RLOO begin with."""
+GAIN_METHODS = {
+    "tokens-95": "tokens, lambda .95",
+    "tokens-100": "tokens, lambda 1",
+    "lines-80": "lines, lambda .8",
+    "lines-95": "lines, lambda .95",
+    "lines-100": "lines, lambda 1",
+    "lines-80-pre": "lines, lambda .8, pretrained critic",
+    "lines-100-pre": "lines, lambda 1, pretrained critic",
+    "rloo": "RLOO",
+}
+"""What was trained from each of them; with a pretrained critic where headroom is large."""
 QWEN_TASKS = {"gsm8k": "GSM8K", "mbpp": "MBPP"}
 QWEN_LABELS = {
     "ppo": "PPO, lambda .95",
