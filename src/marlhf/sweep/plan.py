@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -45,9 +45,9 @@ class SweepAxis:
 
     key: str
     values: tuple[str, ...]
-    name: str = ""
+    name: str
     """What folders call it."""
-    is_seed: bool = False
+    is_seed: bool
 
     @property
     def parsed(self) -> list[Any]:
@@ -140,19 +140,20 @@ def make_plan(recipe: Path | str, overrides: Sequence[str] = (), only: Sequence[
     ['runs/toy-sweep/sft', 'runs/toy-sweep/reward', 'runs/toy-sweep/ppo,n=3']
     """
     words = [_split(word) for word in overrides]
-    axes = _axes(words)
-    first = check_recipe(recipe, [f"{k}={v[0]}" if k else v[0] for k, v in words])
+    first = check_recipe(recipe, _overrides(words, {}))
+    axes = _axes(words, [stage.name for stage in first])
     root = Path(first[0].config.output_dir).parent
     if not any(key == "output_dir" for key, _ in words):
         root = root.with_name(f"{root.name}-sweep")
-    axes = _named(axes, [stage.name for stage in first])
     places: list[Place] = list(itertools.product(*(range(len(a.values)) for a in axes)))
     labels = [axis.labels() for axis in axes]
     names = [",".join(labels[i][v] for i, v in enumerate(place)) for place in places]
     stages: dict[Place, list[Stage]] = {}
-    folder_override = f"output_dir={json.dumps(str(root))}"
-    overrides_of_points = [[*_overrides(words, axes, place), folder_override] for place in places]
-    loaded = check_points(recipe, overrides_of_points)
+    words.append(("output_dir", [json.dumps(str(root))]))  # the last of equals counts
+    loaded = check_points(
+        recipe,
+        [_overrides(words, {a.key: a.values[v] for a, v in zip(axes, place)}) for place in places],
+    )
     for place, name in zip(places, names):
         try:
             stages[place] = next(loaded)
@@ -160,8 +161,8 @@ def make_plan(recipe: Path | str, overrides: Sequence[str] = (), only: Sequence[
             raise ConfigError(f"At the point {name}: {error}" if axes else str(error)) from None
     _check_hub(first)
     folders, runs = _runs(stages, axes, labels, root)
-    runs = _only(runs, only)
-    kept, parsed = {run.folder for run in runs}, [axis.parsed for axis in axes]
+    runs, parsed = _only(runs, only), [axis.parsed for axis in axes]
+    kept = {run.folder for run in runs}
     points = tuple(
         SweepPoint(
             name or "the recipe as it is",
@@ -170,11 +171,9 @@ def make_plan(recipe: Path | str, overrides: Sequence[str] = (), only: Sequence[
         )
         for place, name in zip(places, names)
     )
-    settings: dict[str, dict[str, Any]] = {}
-    for stage in stages[places[0]]:
-        raw = to_raw(stage.config)
-        del raw["output_dir"]
-        settings[stage.name] = flatten(raw)
+    settings = {stage.name: flatten(to_raw(stage.config)) for stage in stages[places[0]]}
+    for own in settings.values():
+        del own["output_dir"]
     return Plan(str(recipe), root, axes, points, tuple(runs), settings)
 
 
@@ -213,20 +212,22 @@ def _split(word: str) -> tuple[str, list[str]]:
     return (key.strip(), split_values(text)) if equals else ("", [word])
 
 
-def _overrides(
-    words: Sequence[tuple[str, list[str]]], axes: Sequence[SweepAxis], place: Place
-) -> list[str]:
-    """The settings of one point, in the order in which they were given."""
-    chosen = {axis.key: axis.values[i] for axis, i in zip(axes, place)}
-    return [f"{k}={chosen.get(k, v[0])}" for k, v in words if k != "output_dir"]
+def _overrides(words: Sequence[tuple[str, list[str]]], chosen: Mapping[str, str]) -> list[str]:
+    """The settings of one point, in the order in which they were given; else the first values."""
+    return [f"{k}={chosen.get(k, v[0])}" if k else v[0] for k, v in words]
 
 
-def _axes(words: Iterable[tuple[str, list[str]]]) -> list[SweepAxis]:
+def _axes(words: Sequence[tuple[str, list[str]]], stages: Sequence[str]) -> tuple[SweepAxis, ...]:
+    """Axes under the last part of their keys, where no other is called so."""
+    values_of = {key: values for key, values in words if len(values) > 1}
+    seeds = {"seed", *(f"{stage}.seed" for stage in stages)}
+    short = {
+        key: key if key.endswith(".seed") and key not in seeds else key.rpartition(".")[2]
+        for key in values_of
+    }
+    taken = list(short.values())
     axes: list[SweepAxis] = []
-    words = list(words)
-    for key, values in words:
-        if len(values) < 2:
-            continue
+    for key, values in values_of.items():
         if key == "output_dir":
             raise ConfigError("output_dir is the folder of the whole sweep: give it one value.")
         if [other for other, _ in words].count(key) > 1:
@@ -235,13 +236,14 @@ def _axes(words: Iterable[tuple[str, list[str]]]) -> list[SweepAxis]:
             raise ConfigError(
                 f"{key}={','.join(values)} has a value that is empty. Write null for none."
             )
-        axis = SweepAxis(key, tuple(values))
+        name = key if taken.count(short[key]) > 1 else short[key]
+        axis = SweepAxis(key, tuple(values), _safe(name), key in seeds)
         seen = [json.dumps(value, default=str) for value in axis.parsed]
         for text, value in zip(values, seen):
             if seen.count(value) > 1:
                 raise ConfigError(f"{key} has the value {text} twice.")
         axes.append(axis)
-    return axes
+    return tuple(axes)
 
 
 def _check_hub(stages: Sequence[Stage]) -> None:
@@ -250,22 +252,6 @@ def _check_hub(stages: Sequence[Stage]) -> None:
             "push_to_hub is set, but the points of a sweep would overwrite each other there. "
             "Set push_to_hub=false, and upload the one you choose."
         )
-
-
-def _named(axes: Sequence[SweepAxis], stages: Sequence[str]) -> tuple[SweepAxis, ...]:
-    """Axes under the last part of their keys, where no other is called so."""
-    seeds = {"seed", *(f"{stage}.seed" for stage in stages)}
-    short = {a.key: a.key.rpartition(".")[2] for a in axes}
-    short |= {key: key for key in short if key.endswith(".seed") and key not in seeds}
-    taken = list(short.values())
-    return tuple(
-        replace(
-            axis,
-            name=_safe(axis.key if taken.count(short[axis.key]) > 1 else short[axis.key]),
-            is_seed=axis.key in seeds,
-        )
-        for axis in axes
-    )
 
 
 def _label(value: Any) -> str:

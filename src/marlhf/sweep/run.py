@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
 from rich.console import Group
@@ -162,19 +162,12 @@ def _outcome(plan: Plan, name: str, entry: dict[str, Any]) -> TrainingOutcome:
     return TrainingOutcome(name, folder, entry["stage"], entry["state"], note, **numbers)
 
 
-class Process(Protocol):
-    """As much of `subprocess.Popen` as a sweep needs."""
-
-    def poll(self) -> int | None: ...
-    def send_signal(self, sig: int, /) -> None: ...
-
-
 @dataclass
 class TrainingJob:
     """A training that is running."""
 
     training: Training
-    process: Process
+    process: subprocess.Popen[bytes]
     slot: int
     log: Path
     log_start: int
@@ -228,7 +221,9 @@ def start_job(training: Training, slot: int, jobs: int, lock: int | None) -> Tra
     return TrainingJob(training, process, slot, log, offset, time.monotonic())
 
 
-def start(words: list[str], log: Path, environment: dict[str, str], lock: int | None) -> Process:
+def start(
+    words: list[str], log: Path, environment: dict[str, str], lock: int | None
+) -> subprocess.Popen[bytes]:
     """The command line in a session of its own: Ctrl-C is the sweep's to pass on.
 
     Modules are found where this process finds them. `python -c` alone would import those of the
@@ -287,11 +282,6 @@ def stop(jobs: Sequence[TrainingJob], patience: float = math.inf) -> None:
             continue
 
 
-def free_slot(jobs: Sequence[TrainingJob]) -> int:
-    taken = {job.slot for job in jobs}
-    return next(i for i in range(len(jobs) + 1) if i not in taken)
-
-
 @dataclass
 class Scheduler:
     """What waits and what runs: each training starts once the models it needs are there."""
@@ -303,16 +293,13 @@ class Scheduler:
     """The end on the clock of `time.monotonic`; infinite for none."""
     lock: int | None
     notice: Callable[[str], None]
-    waiting: list[Training] = field(default_factory=list)
     running: list[TrainingJob] = field(default_factory=list)
-    failed: set[Path] = field(default_factory=set)
 
     def run(self) -> None:
         """Work until all is finished, has failed, or the deadline has come."""
-        total = len(self.plan.runs)
-        self.waiting = [t for t in self.plan.runs if not self.state.is_finished(t.folder)]
-        if len(self.waiting) < total:
-            self.notice(f"{total - len(self.waiting)} of {total} trainings are finished already")
+        total, finished = len(self.plan.runs), len(self._in_state("finished"))
+        if finished:
+            self.notice(f"{finished} of {total} trainings are finished already")
         live = Live(console=console, auto_refresh=False, transient=True)
         try:
             with live:
@@ -329,35 +316,34 @@ class Scheduler:
             self._start(training)
         for job in [job for job in self.running if job.process.poll() is not None]:
             self._settle(job)
-        self._drop_hopeless()
         if self.running and time.monotonic() > self.deadline:
             self.notice("the deadline has come: trainings save and end")
             self._stop(patience=SAVING)
         return bool(self.running) or self._next() is not None
 
-    def _drop_hopeless(self) -> None:
-        """Give up what would start from the model of a training that failed."""
-        for training in list(self.waiting):
-            broken = [need for need in training.needs if need in self.failed]
-            if broken:
-                note = f"{self.state.short(broken[0])} failed, whose model it starts from."
-                self.failed.add(training.folder)
-                self.state.mark(training, "failed", note)
-                self.waiting.remove(training)
+    def _in_state(self, *states: str) -> list[Training]:
+        return [t for t in self.plan.runs if self.state.of(t.folder) in states]
 
     def _next(self) -> Training | None:
-        """The first training whose models are there, unless the deadline has come."""
-        if time.monotonic() > self.deadline:
-            return None
-        ready = (t for t in self.waiting if all(map(self.state.is_finished, t.needs)))
-        return next(ready, None)
+        """The first training whose models are there, unless the deadline has come.
+
+        What would start from the model of a training that failed is given up.
+        """
+        for training in self._in_state("waiting"):
+            needed = {need: self.state.of(need) for need in training.needs}
+            broken = [need for need, state in needed.items() if state == "failed"]
+            if broken:
+                note = f"{self.state.short(broken[0])} failed, whose model it starts from."
+                self.state.mark(training, "failed", note)
+            elif set(needed.values()) <= {"finished"} and time.monotonic() <= self.deadline:
+                return training
+        return None
 
     def _start(self, training: Training) -> None:
         resumed = (training.folder / CHECKPOINTS).is_dir()
         name = self.state.short(training.folder)
         self.notice(f"{name} {'resumes' if resumed else 'begins'}")
-        self.waiting.remove(training)
-        slot = free_slot(self.running)
+        slot = min({*range(self.num_jobs)} - {job.slot for job in self.running})
         self.running.append(start_job(training, slot, self.num_jobs, self.lock))
         self.state.mark(training, "running")
 
@@ -370,12 +356,10 @@ class Scheduler:
             numbers = _main_numbers(read_run(training.folder).summary)
             said = f"finished in {job.seconds:.0f} s  {numbers}".rstrip()
         else:
-            self.failed.add(training.folder)
             self.state.mark(training, "failed", job.failure_reason(), seconds=job.seconds)
             said = f"failed: {self.state.note(training)}"
-        total = len(self.plan.runs)
-        done = total - len(self.waiting) - len(self.running)
-        self.notice(f"[{done}/{total}] {name} {said}")
+        done = len(self._in_state("finished", "failed"))
+        self.notice(f"[{done}/{len(self.plan.runs)}] {name} {said}")
 
     def _stop(self, patience: float = math.inf) -> None:
         """Ask all trainings to save; the same command resumes them."""

@@ -38,9 +38,9 @@ class SweepState:
         self.runs: dict[str, dict[str, Any]] = dict(before.get("runs", {}))
         for point in plan.points:
             # A call for some stages only must not forget the others.
-            folders = dict.fromkeys(self.points.get(point.name, {}).get("runs", []))
-            folders |= dict.fromkeys(map(self.short, point.runs))
-            entry = {"name": point.name, "settings": point.settings, "runs": list(folders)}
+            known = self.points.get(point.name, {}).get("runs", [])
+            folders = list(dict.fromkeys([*known, *map(self.short, point.runs)]))
+            entry = {"name": point.name, "settings": point.settings, "runs": folders}
             self.points[point.name] = entry
         for name, entry in self.runs.items():
             if entry["state"] == "running":  # when the sweep was killed
@@ -49,19 +49,17 @@ class SweepState:
             old = self.runs.get(self.short(run.folder), {})
             state = "finished" if is_finished(run.folder) else "waiting"
             self.runs[self.short(run.folder)] = old | {"stage": run.stage, "state": state}
-        self.axes = {
-            **before.get("axes", {}),
-            **{axis.key: _plain(axis.parsed) for axis in plan.axes},
-        }
-        for key, values in before.get("axes", {}).items():
-            known = self.axes[key]
-            self.axes[key] = values + [v for v in known if v not in values]
+        self.axes = dict(before.get("axes", {}))
+        for axis in plan.axes:
+            known = self.axes.get(axis.key, [])
+            self.axes[axis.key] = known + [v for v in _plain(axis.parsed) if v not in known]
 
     def short(self, folder: Path) -> str:
         return str(folder.relative_to(self.root))
 
-    def is_finished(self, folder: Path) -> bool:
-        return self.runs[self.short(folder)]["state"] == "finished"
+    def of(self, folder: Path) -> str:
+        """`finished`, `failed`, `stopped`, `running` or `waiting`."""
+        return self.runs[self.short(folder)]["state"]
 
     def mark(
         self, training: Training, state: str, note: str = "", seconds: float | None = None
