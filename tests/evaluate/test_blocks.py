@@ -131,8 +131,8 @@ def test_the_critic_values_the_state_after_the_block(with_critic, monkeypatch, s
     for row, value in zip(rows, values):
         ids = torch.tensor([[*row.draft.prompt.prompt_ids, *row.tokens]])
         with torch.no_grad():
-            hidden = decider.critic.model(ids).last_hidden_state[0, -1]
-            exact = decider.critic.score(hidden)
+            hidden = decider.critic.model.model(ids).last_hidden_state[0, -1]
+            exact = decider.critic.model.score(hidden)
         assert value == pytest.approx(float(exact) * deviation + mean, abs=1e-4)
 
 
@@ -145,7 +145,7 @@ def test_a_stopped_command_resumes_to_the_same_end(finished, monkeypatch):
     monkeypatch.setattr(module, "ROWS", 1)
     again = best_of_blocks(finished / "ppo", FEW, way)
     assert_alike([each.lines for each in again], [each.lines for each in whole])
-    monkeypatch.setattr(module, "BlockDecider", None)  # nothing is sampled again
+    monkeypatch.setattr(BlockDecider, "respond", None)  # nothing is sampled again
     assert best_of_blocks(finished / "ppo", FEW, way) == again
 
 

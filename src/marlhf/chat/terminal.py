@@ -351,7 +351,7 @@ def open_task(run: str, options: EvaluationOptions) -> SamplingTask:
             f"{policy.folder} was not trained in an environment, so there is no world to answer "
             "as. Name one with --environment, or chat without --as."
         )
-    return SamplingTask.open(policy, make_plan(policy, options, None), options)
+    return SamplingTask(policy, make_plan(policy, options, None), options)
 
 
 def play(task: SamplingTask, number: int, console: Console, read: Read | None) -> EpisodeRecord:

@@ -8,9 +8,8 @@ prompt, so the same command resumes after a stop, and a larger n adds to what is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from marlhf.data import Encoded, decode
 from marlhf.data.rows import Message, Text, is_blank
@@ -23,9 +22,9 @@ from marlhf.evaluate.eval_plan import (
     make_plan,
 )
 from marlhf.evaluate.results import Grid, expected_best
-from marlhf.evaluate.sampling import SamplingTask, complete_lines, key_of
+from marlhf.evaluate.sampling import SamplingTask, key_of
 from marlhf.intervals import mean
-from marlhf.runs.atomic import Line, read_keyed, write_jsonl
+from marlhf.runs.atomic import Line, write_jsonl
 from marlhf.runs.evaluations import as_text, opening_length
 from marlhf.runs.layout import BEST_OF_N
 
@@ -38,7 +37,7 @@ def find_task(path: Path | str, options: EvaluationOptions) -> SamplingTask:
     policy = find_policy(path)
     fallback = find_fallback([policy], options.like)
     plan = make_plan(policy, replace(options, reference="none"), fallback)
-    return SamplingTask.open(policy, plan, options, fallback)
+    return SamplingTask(policy, plan, options, fallback)
 
 
 def best_of_n(
@@ -53,24 +52,20 @@ def best_of_n(
         raise EvaluationError(f"Give one n or more, each at least 1; got {list(ns)}.")
     task = find_task(path, options)
     by_temperature: dict[float, list[Line]] = {}
+
+    def sample(chunk: Sequence[Encoded], known: dict[str, Line]) -> list[Line]:
+        lines = [known.get(key_of(p.row)) or _empty(p) for p in chunk]
+        _add_samples(lines, chunk, max(ns), task)
+        return lines
+
     for temperature in sorted(set(temperatures)) or [task.plan.sampling.temperature]:
         sampling = replace(task.plan.sampling, temperature=temperature)
         task.plan = replace(task.plan, sampling=sampling)
         settings = task.settings(with_rewards=True)
-        setting = task.setting([(r.digest, r.weight) for r in task.weighted_rewards])
-        file = task.policy.folder / BEST_OF_N / settings.file_name
-        known = read_keyed(file, setting)
-        same = {"setting": setting, "sampling": asdict(settings)}
-
-        def sample(chunk: Sequence[Encoded], known: Any = known, same: Any = same) -> list[Line]:
-            lines = [known.get(key_of(p.row)) or _empty(same, p) for p in chunk]
-            _add_samples(lines, chunk, max(ns), task)
-            return lines
-
-        by_temperature[temperature] = complete_lines(
-            file,
-            known,
-            task.prompts,
+        by_temperature[temperature] = task.complete_lines(
+            task.policy.folder / BEST_OF_N / settings.file_name,
+            task.setting([(r.digest, r.weight) for r in task.weighted_rewards]),
+            settings,
             lambda line: len(line["scores"]) >= max(ns),
             sample,
             size=max(1, ROWS // max(ns)),
@@ -79,9 +74,9 @@ def best_of_n(
     return Grid(sorted(set(ns)), by_temperature)
 
 
-def _empty(same: Line, prompt: Encoded) -> Line:
+def _empty(prompt: Encoded) -> Line:
     own = {"key": key_of(prompt.row), "prompt": prompt.row.prompt}
-    return same | own | {"scores": [], "lengths": [], "best": None}
+    return own | {"scores": [], "lengths": [], "best": None}
 
 
 def _add_samples(

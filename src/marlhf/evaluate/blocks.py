@@ -14,24 +14,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
-
-import torch
+from typing import Literal, get_args
 
 from marlhf.core import Lines, NGram, Responses, Segmenter, Sentences, Words, segment
-from marlhf.data import Encoded, decode, pad_right, token_budget_batches
+from marlhf.data import Encoded, decode, pad_right
 from marlhf.evaluate.best_of_n import ROWS, find_task, write_ended
 from marlhf.evaluate.eval_plan import EvaluationError, EvaluationOptions
 from marlhf.evaluate.results import BlockLines
-from marlhf.evaluate.sampling import TOKENS, SamplingTask, complete_lines, key_of
+from marlhf.evaluate.sampling import SamplingTask, key_of
 from marlhf.intervals import mean
-from marlhf.models.base import Model, autocast
-from marlhf.models.forward import final_scores
 from marlhf.models.load import load_scalar
-from marlhf.models.sequences import Sequences
-from marlhf.runs.atomic import Line, read_keyed
+from marlhf.reward import RewardModel
+from marlhf.runs.atomic import Line
 from marlhf.runs.layout import BLOCKS, CRITIC, is_run, read_score_scale, weights_digest
 from marlhf.spans import vocabulary
 
@@ -95,27 +92,19 @@ def best_of_blocks(
     continuations = blocks.continuations if blocks.value == "monte_carlo" else None
     settings = task.settings(with_rewards=True)
     rewards = [(r.digest, r.weight) for r in task.weighted_rewards]
-    decider: BlockDecider | None = None
+    decider = BlockDecider(task, blocks, critic)
     results: list[BlockLines] = []
     for k in sorted(set(blocks.ks)):
         way = [blocks.label, k, blocks.value, critic and weights_digest(critic.path)]
-        setting = task.setting(rewards, way, continuations)
         name = re.sub(r"[^\w.]+", "_", f"{blocks.label} k{k} {blocks.value}")
         file = task.policy.folder / BLOCKS / f"{name}-{settings.file_name}"
-        same = {"setting": setting, "sampling": asdict(settings), "k": k}
-        same |= {"blocks": blocks.label, "value": blocks.value}
-
-        def sample(chunk: Sequence[Encoded], k: int = k, same: Any = same) -> list[Line]:
-            nonlocal decider
-            decider = decider or BlockDecider(task, blocks, critic)
-            return [same | line for line in decider.respond(chunk, k)]
-
-        lines = complete_lines(
+        same = {"k": k, "blocks": blocks.label, "value": blocks.value}
+        lines = task.complete_lines(
             file,
-            read_keyed(file, setting),
-            task.prompts,
+            task.setting(rewards, way, continuations),
+            settings,
             lambda line: True,
-            sample,
+            lambda chunk, _, k=k, same=same: [same | x for x in decider.respond(chunk, k)],
             size=max(1, ROWS // (k * (continuations or 1))),
             notice=lambda words, k=k: notice(f"k = {k}: {words}"),
         )
@@ -175,21 +164,24 @@ class BlockCandidate:
 
 
 class BlockDecider:
-    """The policy, the rewards and the value function, loaded."""
+    """The policy, the rewards and the value function."""
 
     def __init__(
         self, task: SamplingTask, blocks: BlockOptions, critic: CriticSource | None
     ) -> None:
-        self.task, self.blocks = task, blocks
+        self.task, self.blocks, self.critic_source = task, blocks, critic
         self.max_new_tokens = task.plan.sampling.max_new_tokens
-        self.vocabulary = None
-        if not isinstance(blocks.rule, NGram):
-            self.vocabulary = vocabulary(task.tokenizer)
-        self.critic: Model | None = None
-        self.critic_source = critic
-        if critic is not None:
-            remote = task.plan.trust_remote_code
-            self.critic = load_scalar(critic.path, trust_remote_code=remote).to(task.device).eval()
+        self.vocabulary = None if isinstance(blocks.rule, NGram) else vocabulary(task.tokenizer)
+
+    @cached_property
+    def critic(self) -> RewardModel:
+        """The critic, which like a reward model gives the last token a number."""
+        assert self.critic_source is not None
+        task, path = self.task, self.critic_source.path
+        model = load_scalar(path, trust_remote_code=task.plan.trust_remote_code)
+        model = model.to(task.device).eval()
+        precision = task.plan.precision
+        return RewardModel(model, task.tokenizer, task.tokenizer, precision=precision)
 
     def respond(self, prompts: Sequence[Encoded], k: int) -> list[Line]:
         """One response to each prompt, with its score and what it cost."""
@@ -282,21 +274,13 @@ class BlockDecider:
         prompts = [c.draft.prompt for c in candidates]
         return self.task.total_scores(prompts, [c.tokens for c in candidates]) if prompts else []
 
-    @torch.no_grad()
     def _critic_values(self, candidates: list[BlockCandidate]) -> list[float]:
         """The critic's value of the state after the last token."""
         if not candidates:
             return []
-        assert self.critic is not None
         assert self.critic_source is not None
-        device, pad_id = self.task.device, self.task.tokenizer.pad_token_id
         prompts = [c.draft.prompt.prompt_ids for c in candidates]
-        sequences = Sequences.from_lists(prompts, [c.tokens for c in candidates], pad_id, device)
-        values = torch.zeros(len(candidates), device=device)
-        for batch in token_budget_batches(sequences.total_lengths, TOKENS):
-            with autocast(device, self.task.plan.precision):
-                part = final_scores(self.critic, sequences.rows(batch))
-            values[torch.tensor(batch, device=device)] = part
+        values = self.critic(prompts, [c.tokens for c in candidates])
         return (values * self.critic_source.deviation + self.critic_source.mean).tolist()
 
     def _continued_values(self, candidates: list[BlockCandidate]) -> list[float]:

@@ -122,6 +122,11 @@ class EvaluationPlan:
     combine: str = "mean"
 
 
+def without_none(**values: Any) -> dict[str, Any]:
+    """What the user chose, or a run says: for the rest defaults count."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def find_policies(paths: Sequence[Path | str]) -> list[PolicySource]:
     """Every policy under `paths`; of a folder of runs those that write text and are finished."""
     policies: dict[str, PolicySource] = {}
@@ -196,8 +201,9 @@ def make_plan(
     sampling = policy.config.get("sampling") or fallback.config.get("sampling")
     if not sampling and (length := policy.config.get("max_response_tokens")):
         sampling = {"max_new_tokens": length}
-    chosen = {"temperature": options.temperature, "max_new_tokens": options.max_new_tokens}
-    raw = dict(sampling or {}) | {k: v for k, v in chosen.items() if v is not None}
+    raw = dict(sampling or {}) | without_none(
+        temperature=options.temperature, max_new_tokens=options.max_new_tokens
+    )
     random_reward_head = False
     scored = policy if _is_scored(policy) else fallback
     environment = _environment(scored, options)
@@ -249,15 +255,14 @@ def _environment(policy: PolicySource, options: EvaluationOptions) -> Environmen
     if options.environment is None:
         check_environment(policy, options.trust_code)
     config = policy.config if own else {}
-    settings = {
-        "max_turns": config.get("max_turns"),
-        "episode_tokens": config.get("episode_tokens"),
-        "timeout": config.get("environment_timeout"),
-        "raw_turns": config.get("raw_turns"),
-        "options": config.get("environment_options") if name == own else None,
-    }
-    known = {key: value for key, value in settings.items() if value is not None}
-    return EnvironmentPlan(name, **known, weight=0.0 if options.rewards else 1.0)
+    settings = without_none(
+        max_turns=config.get("max_turns"),
+        episode_tokens=config.get("episode_tokens"),
+        timeout=config.get("environment_timeout"),
+        raw_turns=config.get("raw_turns"),
+        options=config.get("environment_options") if name == own else None,
+    )
+    return EnvironmentPlan(name, **settings, weight=0.0 if options.rewards else 1.0)
 
 
 def check_environment(policy: PolicySource, trust_code: bool) -> None:
@@ -284,8 +289,7 @@ def _data(policy: PolicySource, fallback: PolicySource, options: EvaluationOptio
     """The run's own data, or other data, of which all rows count."""
     own, other = policy.config.get("data") or {}, fallback.config.get("data") or {}
     raw = dict(other if not own or (_given(own) and not _given(other)) else own)
-    chosen = {"source": options.source, "path": options.path, "split": options.split}
-    chosen = {name: value for name, value in chosen.items() if value is not None}
+    chosen = without_none(source=options.source, path=options.path, split=options.split)
     if chosen:
         if "source" in chosen or "path" in chosen:  # another data set altogether
             raw = {k: v for k, v in raw.items() if k in ("max_prompt_tokens", "too_long", "chat")}

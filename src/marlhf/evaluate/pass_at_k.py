@@ -7,18 +7,19 @@ command resumes after a stop, and more samples are added to those there are.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from marlhf.data import DataError, Encoded, decode
 from marlhf.errors import SettingError
-from marlhf.evaluate.eval_plan import EvaluationOptions, find_policies, make_plan
+from marlhf.evaluate.best_of_n import find_task
+from marlhf.evaluate.eval_plan import EvaluationOptions
 from marlhf.evaluate.results import summarise_passes
 from marlhf.evaluate.sampling import SamplingTask, key_of
 from marlhf.reward.code import UnitTests
-from marlhf.runs.atomic import Line, append_jsonl, read_keyed, write_json
+from marlhf.runs.atomic import append_jsonl, read_keyed, write_json
 from marlhf.runs.layout import PASS_AT_K, PASS_AT_K_LINES
 
 CHUNK = 16
@@ -56,8 +57,7 @@ def measure(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Measure pass@k of a run, write it into its folder, and return what was written."""
-    policy = find_policies([folder])[0]
-    task = SamplingTask.open(policy, make_plan(policy, options, None), options)
+    task = find_task(folder, options)
     problems = task.prompts
     if "tests" not in problems[0].row.columns:
         raise DataError(
@@ -65,24 +65,24 @@ def measure(
             "other data with --source, --path or --split; its rows need a column `tests`."
         )
     setting = task.setting(unit_tests.seconds, unit_tests.memory_mb, unit_tests.max_tests)
-    file = policy.folder / PASS_AT_K_LINES
-    known = read_keyed(file, setting)
-    left = [p for p in problems if len(_results(known, p)) < options.samples]
+    file = task.policy.folder / PASS_AT_K_LINES
+    known = {key: line["results"] for key, line in read_keyed(file, setting).items()}
+    results = {key_of(p.row): known.get(key_of(p.row), []) for p in problems}
+    left = [p for p in problems if len(results[key_of(p.row)]) < options.samples]
     progress(len(problems) - len(left), len(problems))
     for start in range(0, len(left), CHUNK):
         chunk = left[start : start + CHUNK]
-        by_problem = _test(chunk, known, options.samples, task, unit_tests)
-        new = [{"setting": setting, "key": k, "results": r} for k, r in by_problem.items()]
-        append_jsonl(file, new)
-        known |= {line["key"]: line for line in new}
+        new = _test(chunk, results, options.samples, task, unit_tests)
+        append_jsonl(file, [{"setting": setting, "key": k, "results": r} for k, r in new.items()])
+        results |= new
         progress(len(problems) - len(left) + start + len(chunk), len(problems))
     judged = [
         {
             "difficulty": str(problem.row.columns.get("difficulty") or ""),
-            "results": _results(known, problem)[: options.samples],
+            "results": own[: options.samples],
         }
-        for problem in problems
-        if len(_results(known, problem)) >= options.samples
+        for problem, own in zip(problems, results.values())
+        if len(own) >= options.samples
     ]
     if not judged:
         raise DataError("No problem could be judged: the sandbox failed on each. See the log.")
@@ -95,28 +95,23 @@ def measure(
         "sandbox": unit_tests.layers,
         "rows": summarise_passes(judged, sorted(options.k)),
     }
-    write_json(policy.folder / PASS_AT_K, summary)
+    write_json(task.policy.folder / PASS_AT_K, summary)
     return summary
-
-
-def _results(known: dict[str, Line], problem: Encoded) -> list[str]:
-    line = known.get(key_of(problem.row))
-    return line["results"] if line else []
 
 
 def _test(
     chunk: Sequence[Encoded],
-    known: dict[str, Line],
+    before: Mapping[str, list[str]],
     samples: int,
     task: SamplingTask,
     unit_tests: UnitTests,
 ) -> dict[str, list[str]]:
     """The results of some problems, old and new; without those that the sandbox failed on."""
-    asked = [(p, number) for p in chunk for number in range(len(_results(known, p)), samples)]
+    asked = [(p, number) for p in chunk for number in range(len(before[key_of(p.row)]), samples)]
     rollout = task.sample([p for p, _ in asked], [number for _, number in asked])
     responses = [decode(task.tokenizer, response) for response in rollout.responses]
     verdicts = unit_tests.judge(responses, [p.row.columns["tests"] for p, _ in asked])
-    results = {key_of(p.row): list(_results(known, p)) for p in chunk}
+    results = {key_of(p.row): [*before[key_of(p.row)]] for p in chunk}
     for (problem, _), verdict in zip(asked, verdicts):
         results[key_of(problem.row)].append(verdict.result)
     return {key: each for key, each in results.items() if "sandbox_error" not in each}

@@ -83,12 +83,7 @@ def _number(value: object) -> float:
 
 def read_scored(folder: Path) -> list[EvaluationFile]:
     """What `marlhf evaluate` left in a run folder: files whose lines have scores by name."""
-    files: list[EvaluationFile] = []
-    for file in read_evaluations(folder / EVALUATION):
-        lines = [line for line in file.lines if isinstance(line.get("scores"), dict)]
-        if lines:
-            files.append(replace(file, lines=lines))
-    return files
+    return read_evaluations(folder / EVALUATION, lambda line: isinstance(line.get("scores"), dict))
 
 
 def summary_table(summaries: Sequence[tuple[str, Summary]]) -> str:
@@ -128,11 +123,10 @@ def data_tables(models: Sequence[tuple[str, Path]], like: SamplingSettings) -> l
 
 
 def _lines_by_data(folder: Path, like: SamplingSettings) -> dict[str, list[Line]]:
-    files = [(file.settings, file.lines) for file in read_scored(folder)]
     return {
-        settings.data: lines
-        for settings, lines in files
-        if settings is not None and replace(settings, data=like.data) == like
+        file.settings.data: file.lines
+        for file in read_scored(folder)
+        if file.settings is not None and replace(file.settings, data=like.data) == like
     }
 
 
@@ -208,11 +202,10 @@ def grid_table(grid: Grid) -> str:
 def read_grids(folder: Path) -> dict[str, Grid]:
     """What `marlhf best-of-n` left in a run folder, by all settings but the temperature."""
     by_label: dict[str, dict[float, list[Line]]] = {}
-    for file in read_evaluations(folder / BEST_OF_N):
-        lines = [line for line in file.lines if _has_samples(line)]
-        if lines and file.settings is not None:
+    for file in read_evaluations(folder / BEST_OF_N, _has_samples):
+        if file.settings is not None:
             by_temperature = by_label.setdefault(file.settings.label_without_temperature, {})
-            by_temperature[file.settings.temperature] = lines
+            by_temperature[file.settings.temperature] = file.lines
     grids: dict[str, Grid] = {}
     for name, lines in by_label.items():
         most = min(len(line["scores"]) for each in lines.values() for line in each)
@@ -295,17 +288,18 @@ def read_frontiers(folder: Path) -> dict[str, dict[str, list[FrontierPoint]]]:
     """What a run folder has, by setting and by way of choosing, each in the order of k or n."""
     frontiers: dict[str, dict[str, list[FrontierPoint]]] = {}
     grids = read_grids(folder)
-    for file in read_evaluations(folder / BLOCKS):
-        lines = [line for line in file.lines if _is_decided(line)]
-        if not lines or file.settings is None:
+    for file in read_evaluations(folder / BLOCKS, _is_decided):
+        if (settings := file.settings) is None:
             continue
-        first, settings = lines[0], file.settings
+        first = file.lines[0]
         of_setting = frontiers.setdefault(settings.label, {})
         grid = grids.get(settings.label_without_temperature)
         if grid is not None and settings.temperature in grid.lines:
             of_setting.setdefault("whole responses", whole_points(grid, settings.temperature))
         name = f"{first['blocks']}, {first['value']}"
-        each = BlockLines(str(first["blocks"]), str(first["value"]), first["k"], settings, lines)
+        each = BlockLines(
+            str(first["blocks"]), str(first["value"]), first["k"], settings, file.lines
+        )
         of_setting.setdefault(name, []).append(each.point())
     for of_setting in frontiers.values():
         for points in of_setting.values():
@@ -373,10 +367,6 @@ class PassRates:
     samples: int
     """Per problem."""
     rows: list[PassRate]
-
-    @property
-    def ks(self) -> list[int]:
-        return sorted({k for row in self.rows for k in row.pass_at})
 
 
 def read_summary(folder: Path) -> PassRates | None:

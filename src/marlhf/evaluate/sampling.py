@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ from marlhf.models.sequences import Sequences
 from marlhf.reward import RewardFunction, RewardModel, import_function
 from marlhf.rollout.engine import Rollout
 from marlhf.rollout.native import NativeEngine
-from marlhf.runs.atomic import Line, append_jsonl, write_jsonl
+from marlhf.runs.atomic import Line, append_jsonl, read_keyed, write_jsonl
 from marlhf.runs.evaluations import SamplingSettings
 from marlhf.runs.layout import digest_of, weights_digest
 
@@ -128,31 +128,19 @@ class SamplingTask:
     """
 
     policy: PolicySource
-    fallback: PolicySource | None
     plan: EvaluationPlan
-    seed: int
-    tokenizer: Tokenizer
-    prompts: list[Encoded]
-    device: torch.device
-    reward_models: dict[str, tuple[Model, Tokenizer]]
+    options: EvaluationOptions
+    fallback: PolicySource | None = None
+    reward_models: dict[str, tuple[Model, Tokenizer]] = field(default_factory=dict)
     """Those loaded so far, by path; policies that are evaluated together share them."""
 
-    @classmethod
-    def open(
-        cls,
-        policy: PolicySource,
-        plan: EvaluationPlan,
-        options: EvaluationOptions,
-        fallback: PolicySource | None = None,
-        reward_models: dict[str, tuple[Model, Tokenizer]] | None = None,
-    ) -> SamplingTask:
-        tokenizer = load_tokenizer(policy.model, trust_remote_code=plan.trust_remote_code)
-        prompts = load_prompts(policy, plan, tokenizer, options.prompts)
-        device, loaded = pick_device(options.device), {} if reward_models is None else reward_models
-        task = cls(policy, fallback, plan, options.seed, tokenizer, prompts, device, loaded)
-        if task.conversations is not None:
-            task.conversations.check(prompts[0].row)
-        return task
+    def __post_init__(self) -> None:
+        self.seed, self.device = self.options.seed, pick_device(self.options.device)
+        remote = self.plan.trust_remote_code
+        self.tokenizer = load_tokenizer(self.policy.model, trust_remote_code=remote)
+        self.prompts = load_prompts(self.policy, self.plan, self.tokenizer, self.options.prompts)
+        if self.conversations is not None:
+            self.conversations.check(self.prompts[0].row)
 
     @cached_property
     def rewards(self) -> list[RewardSource]:
@@ -306,18 +294,11 @@ class SamplingTask:
             return [None if math.isnan(x) else x for x in scores.tolist()]
         if path not in self.reward_models:
             remote = self.plan.trust_remote_code
-            model: Any = load_scalar(path, trust_remote_code=remote)
+            model = load_scalar(path, trust_remote_code=remote).to(self.device).eval()
             own = load_tokenizer(path, trust_remote_code=remote)
-            self.reward_models[path] = model.to(self.device).eval(), own
-        precision = self.plan.precision
-        scorer = RewardModel(
-            *self.reward_models[path],
-            tokenizer,
-            token_budget=TOKENS,
-            precision=precision,
-            combine=self.plan.combine,
-        )
-        scores = scorer(ids, responses)
+            self.reward_models[path] = model, own
+        options: Any = {"precision": self.plan.precision, "combine": self.plan.combine}
+        scores = RewardModel(*self.reward_models[path], tokenizer, **options)(ids, responses)
         if not bool(scores.isfinite().all()):
             raise EvaluationError(
                 f"The reward model {path} gave a score that is not a number. Its weights are "
@@ -338,33 +319,36 @@ class SamplingTask:
             totals = [t + reward.weight * (s or 0.0) for t, s in zip(totals, scores)]
         return totals
 
+    def complete_lines(
+        self,
+        file: Path,
+        setting: str,
+        settings: SamplingSettings,
+        is_complete: Callable[[Line], bool],
+        sample: Callable[[Sequence[Encoded], dict[str, Line]], list[Line]],
+        *,
+        size: int,
+        notice: Callable[[str], None],
+    ) -> list[Line]:
+        """One line per prompt: the complete ones in `file`, and what `sample` makes of the others.
 
-def complete_lines(
-    file: Path,
-    known: dict[str, Line],
-    prompts: Sequence[Encoded],
-    is_complete: Callable[[Line], bool],
-    sample: Callable[[Sequence[Encoded]], list[Line]],
-    *,
-    size: int,
-    notice: Callable[[str], None],
-) -> list[Line]:
-    """One line per prompt: the complete ones of `known`, and what `sample` makes of the others.
-
-    Lines are kept in `file` after every `size` prompts: what a stop can cost.
-    """
-    keys = [key_of(prompt.row) for prompt in prompts]
-    left = [p for key, p in zip(keys, prompts) if key not in known or not is_complete(known[key])]
-    done = len(prompts) - len(left)
-    notice(f"{done} of {len(prompts)} prompts")
-    for start in range(0, len(left), size):
-        lines = sample(left[start : start + size])
-        known |= {line["key"]: line for line in lines}
-        append_jsonl(file, lines)
-        notice(f"{done + start + len(lines)} of {len(prompts)} prompts")
-    if left:
-        write_jsonl(file, known.values())
-    return [known[key] for key in keys]
+        `sample` gets some prompts and the lines known so far, by key. New lines are kept after
+        every `size` prompts: what a stop can cost.
+        """
+        same, known = {"setting": setting, "sampling": asdict(settings)}, read_keyed(file, setting)
+        keys = [key_of(prompt.row) for prompt in self.prompts]
+        todo = [key not in known or not is_complete(known[key]) for key in keys]
+        left = [prompt for prompt, wanted in zip(self.prompts, todo) if wanted]
+        done = len(keys) - len(left)
+        notice(f"{done} of {len(keys)} prompts")
+        for start in range(0, len(left), size):
+            lines = [same | line for line in sample(left[start : start + size], known)]
+            known |= {line["key"]: line for line in lines}
+            append_jsonl(file, lines)
+            notice(f"{done + start + len(lines)} of {len(keys)} prompts")
+        if left:
+            write_jsonl(file, known.values())
+        return [known[key] for key in keys]
 
 
 def find_rewards(plan: EvaluationPlan) -> list[RewardSource]:

@@ -8,7 +8,7 @@ after a stop; another reward model scores the responses there are.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from marlhf.data import Encoded, Row, decode
 from marlhf.environments import EpisodeRecord, opening
 from marlhf.evaluate.eval_plan import EvaluationOptions, find_fallback, find_policies, make_plan
 from marlhf.evaluate.results import Summary, summarise
-from marlhf.evaluate.sampling import RewardSource, SamplingTask, as_played, complete_lines, key_of
-from marlhf.runs.atomic import Line, read_keyed
+from marlhf.evaluate.sampling import RewardSource, SamplingTask, as_played, key_of
+from marlhf.runs.atomic import Line
 from marlhf.runs.evaluations import SamplingSettings, as_text
 from marlhf.runs.layout import EVALUATION, weights_digest
 
@@ -54,31 +54,27 @@ def evaluate(
     plans = [make_plan(policy, options, fallback) for policy in policies]
     reward_models: dict[str, Any] = {}
     return [
-        _evaluate(SamplingTask.open(policy, plan, options, fallback, reward_models), notice)
+        _evaluate(SamplingTask(policy, plan, options, fallback, reward_models), notice)
         for policy, plan in zip(policies, plans)
     ]
 
 
 def _evaluate(task: SamplingTask, notice: Notice) -> ScoredResponses:
-    policy, reference = task.policy, task.plan.reference
-    setting = task.setting(None if reference is None else weights_digest(reference))
-    settings = task.settings()
-    file = policy.folder / EVALUATION / settings.file_name
-    known = read_keyed(file, setting)
-    _drop_outdated(known, task.rewards)
+    policy, reference, settings = task.policy, task.plan.reference, task.settings()
 
-    def sample(chunk: Sequence[Encoded]) -> list[Line]:
+    def sample(chunk: Sequence[Encoded], known: dict[str, Line]) -> list[Line]:
+        _drop_outdated(known, task.rewards)
         new = [p for p in chunk if key_of(p.row) not in known]
-        known.update(_sample(new, task, setting, settings) if new else {})
-        lines = [known[key_of(p.row)] for p in chunk]
+        all_lines = known | (_sample(new, task) if new else {})
+        lines = [all_lines[key_of(p.row)] for p in chunk]
         _score(lines, chunk, task)
         return lines
 
-    lines = complete_lines(
-        file,
-        known,
-        task.prompts,
-        lambda line: all(reward.name in line["judges"] for reward in task.rewards),
+    lines = task.complete_lines(
+        policy.folder / EVALUATION / settings.file_name,
+        task.setting(None if reference is None else weights_digest(reference)),
+        settings,
+        lambda line: all(line["judges"].get(r.name) == r.digest for r in task.rewards),
         sample,
         size=CHUNK,
         notice=lambda words: notice(f"{policy.name}: {words}"),
@@ -94,9 +90,7 @@ def _drop_outdated(known: Mapping[str, Line], rewards: Sequence[RewardSource]) -
                 del line["judges"][reward.name], line["scores"][reward.name]
 
 
-def _sample(
-    prompts: Sequence[Encoded], task: SamplingTask, setting: str, settings: SamplingSettings
-) -> dict[str, Line]:
+def _sample(prompts: Sequence[Encoded], task: SamplingTask) -> dict[str, Line]:
     """One line per prompt: the response and its measures, not yet scored."""
     answers = task.respond(prompts, [0] * len(prompts))
     rollout = answers.rollout
@@ -107,8 +101,6 @@ def _sample(
         if rollout.sampled is not None:
             ids = [token for token, own in zip(whole, rollout.sampled[i].tolist()) if own]
         lines[key] = {
-            "setting": setting,
-            "sampling": asdict(settings),
             "key": key,
             "prompt": prompt.row.prompt,
             "response": decode(task.tokenizer, ids),

@@ -7,7 +7,7 @@ conversation is an `EpisodeRecord` as a dictionary.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -65,12 +65,13 @@ class EvaluationFile:
         return self.name if self.settings is None else self.settings.label
 
 
-def read_evaluations(folder: Path) -> list[EvaluationFile]:
-    """Every file in `evaluation/` or `best_of_n/` of a run that has lines."""
+def read_evaluations(
+    folder: Path, is_whole: Callable[[Line], bool] = lambda line: True
+) -> list[EvaluationFile]:
+    """Every file in a folder of a run, such as `evaluation/`, that has lines which are whole."""
     files: list[EvaluationFile] = []
     for file in sorted(folder.glob("*.jsonl")):
-        lines = list(read_keyed(file).values())
-        if lines:
+        if lines := list(filter(is_whole, read_keyed(file).values())):
             files.append(EvaluationFile(file.stem, _settings_of(lines[-1]), lines))
     return files
 
