@@ -589,7 +589,7 @@ def test_remarks_are_kept_with_the_vote_and_exported(votes, tmp_path):
     # A tie has no strength, and no note is a formula.
     assert found == [("3", "yes", "'=1+1 is odd"), ("", "", ""), ("", "", "")]
     votes.undo("Ann")
-    assert [event.note for event in votes.standing("Ann")] == ["=1+1 is odd", ""]
+    assert [event.note for event in votes.standing("Ann").values()] == ["=1+1 is odd", ""]
 
 
 def test_pairs_are_shared_out_until_each_has_its_votes(files, tmp_path):
@@ -604,7 +604,7 @@ def test_pairs_are_shared_out_until_each_has_its_votes(files, tmp_path):
     assert store.state("Cy").total == 0
     store.undo("Ann")
     assert store.state("Cy").total == 1
-    assert {e.pair for e in store.standing("Ann")} | {store.state("Cy").pair} == {*store.shown}
+    assert {*store.standing("Ann")} | {store.state("Cy").pair} == {*store.shown}
     store.close()
     again = open_votes(files, seed=1, database=tmp_path / "v.sqlite")
     assert again.votes_each == 2

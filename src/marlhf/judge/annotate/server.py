@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 from urllib.parse import SplitResult, urlsplit
 
 import uvicorn
@@ -55,7 +55,6 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-Sent = TypeVar("Sent", bound="Action")
 
 
 class Action(BaseModel):
@@ -97,14 +96,12 @@ def make_app(store: Store, token: str | None = None) -> FastAPI:
         return _shown(store, store.state(annotator))
 
     @app.post("/api/vote")
-    def vote(body: Annotated[bytes, Depends(_body)]) -> dict[str, Any]:
-        sent = _parsed(Vote, body)
+    def vote(sent: Annotated[Vote, _body(Vote)]) -> dict[str, Any]:
         remarks = Remarks(sent.strength, sent.flag, sent.note)
         return _shown(store, store.vote(sent.annotator, sent.pair, sent.vote, sent.action, remarks))
 
     @app.post("/api/undo")
-    def undo(body: Annotated[bytes, Depends(_body)]) -> dict[str, Any]:
-        sent = _parsed(Action, body)
+    def undo(sent: Annotated[Action, _body(Action)]) -> dict[str, Any]:
         return _shown(store, store.undo(sent.annotator, sent.action))
 
     @app.exception_handler(VoteError)
@@ -234,25 +231,25 @@ def _split(url: str) -> SplitResult:
         return urlsplit("")
 
 
-async def _body(request: Request) -> bytes:
+def _body(kind: type[Action]) -> Any:
     """A small JSON body. Forms of other sites cannot send this content type without a preflight."""
-    if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
-        raise HTTPException(415, "Send JSON, as application/json")
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > LONGEST_BODY:
-            raise HTTPException(413, f"A vote has at most {LONGEST_BODY} bytes")
-    return body
 
+    async def read(request: Request) -> Action:
+        if request.headers.get("content-type", "").split(";")[0].strip() != "application/json":
+            raise HTTPException(415, "Send JSON, as application/json")
+        body = b""
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > LONGEST_BODY:
+                raise HTTPException(413, f"A vote has at most {LONGEST_BODY} bytes")
+        try:
+            return kind.model_validate_json(body)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "the body"
+            raise VoteError(f"Cannot read `{place}` of the request: {first['msg']}.") from None
 
-def _parsed(kind: type[Sent], body: bytes) -> Sent:
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the body"
-        raise VoteError(f"Cannot read `{place}` of the request: {first['msg']}.") from None
+    return Depends(read)
 
 
 def _shown(store: Store, state: AnnotatorProgress) -> dict[str, Any]:

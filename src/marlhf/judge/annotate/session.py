@@ -197,10 +197,9 @@ def preferences(store: Store) -> tuple[list[dict[str, Any]], int]:
     """
     wins: dict[str, list[float]] = {}
     for name in store.annotators():
-        last = {event.pair: event.verdict for event in store.standing(name)}
-        for pair, verdict in last.items():
-            if verdict:
-                wins.setdefault(pair, []).append(WINS[verdict])
+        for pair, event in store.standing(name).items():
+            if event.verdict:
+                wins.setdefault(pair, []).append(WINS[event.verdict])
     rows: list[dict[str, Any]] = []
     for pair, votes in wins.items():
         item, share = store.items[pair], mean(votes)
@@ -209,10 +208,8 @@ def preferences(store: Store) -> tuple[list[dict[str, Any]], int]:
         texts = item.response_a, item.response_b
         chosen, rejected = texts if share > 0.5 else texts[::-1]
         agreement = max(share, 1 - share)
-        rows.append(
-            {"prompt": item.prompt, "chosen": chosen, "rejected": rejected}
-            | {"votes": len(votes), "agreement": agreement}
-        )
+        row = {"prompt": item.prompt, "chosen": chosen, "rejected": rejected}
+        rows.append(row | {"votes": len(votes), "agreement": agreement})
     return rows, len(wins)
 
 
@@ -232,7 +229,7 @@ def _judgements(store: Store, annotator: str, runs: RunPair) -> list[Judgement]:
     A pair of equal texts is a tie, but it is never shown. It counts once the annotator has passed
     its place in the order, so that ties have the same share whether votes are few or complete.
     """
-    last = {event.pair: event for event in store.standing(annotator)}
+    last = store.standing(annotator)
     votes = {pair: event for pair, event in last.items() if event.verdict}
     if not votes:
         return []
@@ -263,15 +260,11 @@ def _table(store: Store) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
-    standing = {
-        (event.pair, name): event.number
-        for name in store.annotators()
-        for event in store.standing(name)
-    }
+    standing = {name: store.standing(name) for name in store.annotators()}
     for event in store.events():
         runs = store.items[event.pair].runs
         left = runs.a if event.left_run == "a" else runs.b
-        counts = event.verdict and standing.get((event.pair, event.annotator)) == event.number
+        counts = event.verdict and standing[event.annotator].get(event.pair) == event
         vote = [event.kind, event.verdict or "", "yes" if counts else "no"]
         remarks = [str(event.strength or ""), "yes" if event.flag else "", _cell(event.note or "")]
         writer.writerow([event.time, event.annotator, *runs, event.pair, left, *vote, *remarks])

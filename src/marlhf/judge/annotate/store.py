@@ -11,6 +11,7 @@ import secrets
 import sqlite3
 import threading
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -241,7 +242,8 @@ class Store:
         """Undo this annotator's last vote or skip; that pair is shown again next."""
         with self._change():
             name = self._name(annotator)
-            last = next((e for e in reversed(self.standing(name)) if e.pair in self.shown), None)
+            standing = [e for e in self.standing(name).values() if e.pair in self.shown]
+            last = max(standing, key=lambda event: event.number, default=None)
             if not self._known(action):
                 if last is None:
                     raise VoteError("There is nothing to undo.")
@@ -280,22 +282,17 @@ class Store:
         """The pairs of an annotator in order, without those that enough others have voted on."""
         if not self.votes_each:
             return self.shown
-        counts = dict.fromkeys(self.shown, 0)
-        for other in self.annotators():
-            if other != name:
-                last = {event.pair: event for event in self.standing(other)}
-                for pair, event in last.items():
-                    if event.verdict and pair in counts:
-                        counts[pair] += 1
-        own = {event.pair for event in self.standing(name)}
-        wanted = [pair for pair, n in counts.items() if n < self.votes_each or pair in own]
+        others = [self.standing(other) for other in self.annotators() if other != name]
+        votes = Counter(e.pair for standing in others for e in standing.values() if e.verdict)
+        own = self.standing(name)
+        wanted = [pair for pair in self.shown if votes[pair] < self.votes_each or pair in own]
         return sorted(wanted, key=lambda pair: self.place(name, pair))
 
     def state(self, annotator: str) -> AnnotatorProgress:
         with self._lock:
             name = self._name(annotator)
             shown = self._shown_to(name)
-            last = {e.pair: e for e in self.standing(name) if e.pair in shown}
+            last = {pair: e for pair, e in self.standing(name).items() if pair in shown}
             skipped = sorted((e for e in last.values() if e.kind == "skip"), key=lambda e: e.number)
             votes = {choice: sum(e.kind == choice for e in last.values()) for choice in CHOICES}
             waiting = [p for p in shown if p not in last] + [e.pair for e in skipped]
@@ -312,14 +309,14 @@ class Store:
             **votes,
         )
 
-    def standing(self, name: str) -> list[Event]:
-        """The events of this annotator that were not undone; of a pair the last counts."""
-        return self.events(
+    def standing(self, name: str) -> dict[str, Event]:
+        """By pair, the last event of this annotator that was not undone."""
+        events = self.events(
             "WHERE annotator = ? AND kind != 'undo' AND number NOT IN (SELECT undoes FROM events "
-            "WHERE annotator = ? AND undoes IS NOT NULL) ORDER BY number",
-            name,
+            "WHERE undoes IS NOT NULL) ORDER BY number",
             name,
         )
+        return {event.pair: event for event in events}
 
     def events(self, where: str = "ORDER BY number", *values: str) -> list[Event]:
         """The full log, or a part of it."""
