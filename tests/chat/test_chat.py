@@ -323,7 +323,7 @@ def test_an_interrupted_answer_leaves_no_trace(talk, monkeypatch):
         raise KeyboardInterrupt
 
     second.ask(STORY, 0, 0)
-    monkeypatch.setattr(second._engine, "generate", interrupt)
+    monkeypatch.setattr(second.engine, "generate", interrupt)
     with pytest.raises(KeyboardInterrupt):
         chat.handle_line(STORY)
     assert not ppo.turns

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from marlhf.evaluate.eval_plan import (
     find_policies,
     located,
     named_apart,
+    without_none,
 )
 from marlhf.evaluate.sampling import seed_of
 from marlhf.models.base import Model, Precision, Tokenizer, autocast
@@ -84,8 +86,6 @@ class ChatModel:
     trust_code: bool = False
     system: str = ""
     turns: list[Turn] = field(default_factory=list)
-    _engine: NativeEngine | None = None
-    _reference: Model | None = None
 
     @property
     def precision(self) -> Precision:
@@ -103,18 +103,20 @@ class ChatModel:
                 f"has {limit} positions. Write a shorter message{shorter}."
             )
         row_seed = seed_of(str(number), 0, seed)
-        if self._engine is None:
-            ends, pad = end_tokens(self.model, self.tokenizer), self.tokenizer.pad_token_id
-            self._engine = NativeEngine(self.model, ends, pad, precision=self.precision)
+        sampling = replace(self.sampling, max_new_tokens=max_new_tokens)
         try:
-            sampling = replace(self.sampling, max_new_tokens=max_new_tokens)
-            rollout = self._engine.generate([ids], sampling, [row_seed])
+            rollout = self.engine.generate([ids], sampling, [row_seed])
         except KeyboardInterrupt:
-            self._engine = None  # its caches hold half an answer: build a new one
+            del self.engine  # its caches hold half an answer: build a new one
             raise
         [answer] = rollout.responses
         text = decode(self.tokenizer, answer)
         return Turn(number, question, text, ids, answer, bool(rollout.ended[0]), row_seed)
+
+    @cached_property
+    def engine(self) -> NativeEngine:
+        ends, pad = end_tokens(self.model, self.tokenizer), self.tokenizer.pad_token_id
+        return NativeEngine(self.model, ends, pad, precision=self.precision)
 
     def prompt(self, question: str) -> Text:
         """The conversation so far and the question, in this model's prompt format."""
@@ -184,18 +186,19 @@ class ChatModel:
             decoded = text
         return pieces
 
+    @cached_property
+    def reference(self) -> Model:
+        config = self.policy.config
+        path = model_folder(located(config.get("ref_model") or config["model"], self.policy))
+        seed = int(config.get("seed") or 0)
+        loaded = load_policy(path, seed=seed, trust_remote_code=self.trust_code)
+        return loaded.to(self.model.device).eval()
+
     def _ref_logprobs(self, turn: Turn) -> torch.Tensor:
-        config, device = self.policy.config, self.model.device
-        reference = self._reference
-        if reference is None:
-            path = model_folder(located(config.get("ref_model") or config["model"], self.policy))
-            seed = int(config.get("seed") or 0)
-            loaded = load_policy(path, seed=seed, trust_remote_code=self.trust_code)
-            reference = self._reference = loaded.to(device).eval()
-        pad = self.tokenizer.pad_token_id
+        device, pad = self.model.device, self.tokenizer.pad_token_id
         whole = Sequences.from_lists([turn.prompt_ids], [turn.answer_ids], pad, device)
         with autocast(device, self.precision):
-            return token_stats(reference, whole, self.sampling.scale).logprobs.cpu()
+            return token_stats(self.reference, whole, self.sampling.scale).logprobs.cpu()
 
 
 def load_chat_models(
@@ -219,8 +222,7 @@ def load_chat_models(
     policies: dict[str, PolicySource] = {}
     for policy in (policy for path in paths for policy in _find_models(path)):
         policies.setdefault(policy.model, policy)
-    overrides = {"temperature": temperature, "max_new_tokens": max_new_tokens}
-    overrides = {name: value for name, value in overrides.items() if value is not None}
+    overrides = without_none(temperature=temperature, max_new_tokens=max_new_tokens)
     chat_models: list[ChatModel] = []
     for policy in named_apart(policies.values()):
         tokenizer = load_tokenizer(policy.model, trust_remote_code=trust_code)

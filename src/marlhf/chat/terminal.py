@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import inspect
 import json
 import sys
 import threading
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -145,23 +146,28 @@ class Chat:
             self.notify(f"There is no command {name}. {hint} Type // to send a line with a slash.")
             return True
         try:
-            COMMANDS[name].run(self, argument)
+            COMMANDS[name](self, argument)
         except ValueError as error:
             self.notify(str(error))
         return True
 
+    # Commands. /help shows their docstrings.
+
     def _help(self, _: str) -> None:
+        """this list"""
         for name, command in COMMANDS.items():
-            self.notify(f"{name:14}{command.help}")
+            self.notify(f"{name:14}{inspect.getdoc(command)}")
         self.notify("End a line with a backslash to continue it on the next.")
 
     def _reset(self, _: str) -> None:
+        """clear the conversation"""
         for model in self.models:
             model.turns.clear()
         self.number = 0
         self.notify("The conversation is cleared.")
 
     def _undo(self, _: str) -> None:
+        """remove the last question and its answers"""
         if self.number == 0:
             raise EvaluationError("There is nothing to undo.")
         self.number -= 1
@@ -170,19 +176,23 @@ class Chat:
         self.notify("The last question is removed.")
 
     def _temperature(self, text: str) -> None:
-        number = _number(text, float, "/temperature 0.7")
-        for model in self.models:
-            model.sampling = replace(model.sampling, temperature=number)
+        """a number: sampling temperature; 0 is greedy"""
+        self._sample_with(temperature=_number(text, float, "/temperature 0.7"))
 
     def _max(self, text: str) -> None:
-        number = _number(text, int, "/max 256")
+        """a number: maximum tokens per answer"""
+        self._sample_with(max_new_tokens=_number(text, int, "/max 256"))
+
+    def _sample_with(self, **changes: Any) -> None:
         for model in self.models:
-            model.sampling = replace(model.sampling, max_new_tokens=number)
+            model.sampling = replace(model.sampling, **changes)
 
     def _seed(self, text: str) -> None:
+        """a number: other answers to the same questions"""
         self.seed = _number(text, int, "/seed 3")
 
     def _system(self, text: str) -> None:
+        """a text: the system message; without a text, none"""
         for model in self.models:
             try:
                 model.set_system(text)
@@ -190,15 +200,15 @@ class Chat:
                 self.notify(f"{model.name}: {error}")
 
     def _actions(self, _: str) -> None:
+        """show macro actions by each run's segmenter, or hide them"""
         self.show_actions = not self.show_actions
-        self.notify(
-            "Macro actions are shown." if self.show_actions else "Macro actions are not shown."
-        )
+        self.notify(f"Macro actions are {'' if self.show_actions else 'not '}shown.")
         last = [model.turns[-1] for model in self.models if model.turns]
         if self.show_actions and len(last) == len(self.models):
             self._show(last)
 
     def _save(self, text: str) -> None:
+        """a file: the conversation as JSON lines, one line per model"""
         if not text:
             raise EvaluationError("Give a file name: /save talk.jsonl")
         file = Path(text).expanduser()
@@ -222,23 +232,13 @@ class Chat:
         self.saved.add(file)
         self.notify(f"saved: {file}")
 
-
-class Command(NamedTuple):
-    run: Callable[[Chat, str], object]
-    help: str
+    def _quit(self, _: str) -> None:
+        """leave, like Ctrl-D"""
 
 
-COMMANDS = {
-    "/help": Command(Chat._help, "this list"),
-    "/reset": Command(Chat._reset, "clear the conversation"),
-    "/undo": Command(Chat._undo, "remove the last question and its answers"),
-    "/temperature": Command(Chat._temperature, "a number: sampling temperature; 0 is greedy"),
-    "/max": Command(Chat._max, "a number: maximum tokens per answer"),
-    "/seed": Command(Chat._seed, "a number: other answers to the same questions"),
-    "/system": Command(Chat._system, "a text: the system message; without a text, none"),
-    "/actions": Command(Chat._actions, "show macro actions by each run's segmenter, or hide them"),
-    "/save": Command(Chat._save, "a file: the conversation as JSON lines, one line per model"),
-    "/quit": Command(lambda chat, argument: False, "leave, like Ctrl-D"),
+NAMES = ("help", "reset", "undo", "temperature", "max", "seed", "system", "actions", "save", "quit")
+COMMANDS: dict[str, Callable[[Chat, str], None]] = {
+    f"/{name}": getattr(Chat, f"_{name}") for name in NAMES
 }
 
 
