@@ -73,10 +73,8 @@ class Training:
     """The stage as the recipe has it at one of the points, its models in the recipe's folder."""
     raw: dict[str, Any]
     """The settings of that stage as plain data."""
-    models: dict[str, str]
-    """Models it starts from: their paths in the recipe's folder, and in this sweep."""
-    needs: tuple[Path, ...] = ()
-    """Folders of the trainings whose models it starts from."""
+    starts_from: dict[str, Path]
+    """Models it starts from: their paths in the recipe's folder, and whose they are here."""
 
     @property
     def stage(self) -> str:
@@ -87,18 +85,26 @@ class Training:
         return self.recipe_stage.kind
 
     @property
+    def needs(self) -> list[Path]:
+        """Folders of the trainings whose models it starts from."""
+        return list(dict.fromkeys(self.starts_from.values()))
+
+    @property
     def settings(self) -> dict[str, Any]:
         """Its settings as plain data, with its own folder and the models of this sweep."""
-        moved = {key: _moved(value, self.models) for key, value in self.raw.items()}
-        return moved | {"output_dir": str(self.folder)}
+        return self._moved(self.raw) | {"output_dir": str(self.folder)}
 
     @property
     def config(self) -> Any:
         """Its settings, typed. Only trainings that are about to run need them."""
         config = self.recipe_stage.config
-        moved = {key: _moved(value, self.models) for key, value in vars(config).items()}
+        moved = self._moved(vars(config))
         changes = {key: value for key, value in moved.items() if value != getattr(config, key)}
         return replace(config, **changes | {"output_dir": str(self.folder)})
+
+    def _moved(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        models = {old: str(new / MODEL) for old, new in self.starts_from.items()}
+        return {key: _replaced(value, models) for key, value in settings.items()}
 
     @cached_property
     def identity(self) -> str:
@@ -287,7 +293,7 @@ def _runs(
     references = {key: _references(settings, root) for key, settings in raw.items()}
     identities = {key: identity(stage.kind, raw[key]) for key, stage in distinct.items()}
     reach = _reach(stages, axes, identities, references)
-    wanted: dict[Path, tuple[Stage, dict[str, Path]]] = {}
+    built: dict[Path, Training] = {}
     homes: dict[Place, dict[str, Path]] = {}
     for place, own in stages.items():
         homes[place] = {}
@@ -297,16 +303,10 @@ def _runs(
             others = [label for axis, label in where if not axis.is_seed]
             parent = root / ",".join(seeds) if seeds else root
             folder = parent / ",".join([stage.name, *others])
-            needed = {name: homes[place][name] for name in references[id(stage)]}
             homes[place][stage.name] = folder
-            wanted.setdefault(folder, (stage, needed))
-
-    def training(stage: Stage, needed: Mapping[str, Path], folder: Path) -> Training:
-        models = {_model(root, name): str(path / MODEL) for name, path in needed.items()}
-        needs = tuple(dict.fromkeys(needed.values()))
-        return Training(folder, stage, raw[id(stage)], models, needs)
-
-    built = {folder: training(*each, folder) for folder, each in wanted.items()}
+            if folder not in built:
+                needed = {_model(root, name): homes[place][name] for name in references[id(stage)]}
+                built[folder] = Training(folder, stage, raw[id(stage)], needed)
     stand_in = _same(built, reach)
     known = _known(root)
     runs: dict[Path, Training] = {}
@@ -315,10 +315,10 @@ def _runs(
         """Where the training that belongs into a folder really is; those that it needs first."""
         folder = stand_in[folder]
         if folder not in runs:
-            (stage, needed), run = wanted[folder], built[folder]
-            settled = {name: settle(path) for name, path in needed.items()}
-            if settled != needed:
-                run = training(stage, settled, folder)
+            run = built[folder]
+            settled = {model: settle(path) for model, path in run.starts_from.items()}
+            if settled != run.starts_from:
+                run = replace(run, starts_from=settled)
             # The same training may have begun under another name, before an axis came or went.
             home = known.get(run.identity, folder) if known else folder
             runs[folder] = run if home == folder else replace(run, folder=home)
@@ -352,14 +352,12 @@ def _reach(
     """The axes on which each stage depends, itself or through the models it starts from."""
     reach: dict[str, set[int]] = {}
     for number, name in enumerate(stage.name for stage in next(iter(stages.values()))):
-        reach[name] = set()
-        for axis in range(len(axes)):
-            alike: dict[Place, set[str]] = {}
-            for place, own in stages.items():
-                others = place[:axis] + place[axis + 1 :]
-                alike.setdefault(others, set()).add(identities[id(own[number])])
-            if any(len(different) > 1 for different in alike.values()):
-                reach[name].add(axis)
+        at = {place: identities[id(own[number])] for place, own in stages.items()}
+        reach[name] = {
+            axis
+            for axis in range(len(axes))
+            if any(at[place] != at[*place[:axis], 0, *place[axis + 1 :]] for place in at)
+        }
         for own in stages.values():
             for before in references[id(own[number])]:
                 reach[name] |= reach[before]
@@ -404,10 +402,10 @@ def _model(root: Path, stage: str) -> str:
     return str(root / stage / MODEL)
 
 
-def _moved(value: Any, paths: Mapping[str, str]) -> Any:
+def _replaced(value: Any, paths: Mapping[str, str]) -> Any:
     """A setting, or each item of a list of them, with paths replaced."""
     if isinstance(value, (list, tuple)):
-        return type(value)(_moved(each, paths) for each in value)
+        return type(value)(_replaced(each, paths) for each in value)
     return paths.get(value, value) if isinstance(value, str) else value
 
 
