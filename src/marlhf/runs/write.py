@@ -144,7 +144,7 @@ class RunFolder:
             f"{key}: {old.get(key, '(not there)')!r} there, {new.get(key, '(not there)')!r} now"
             for key in sorted(old.keys() | new.keys())
             if old.get(key) != new.get(key) and key.split(".")[0] not in may_change
-            if not (key == "num_steps" and self._is_longer(before) and self._has_checkpoint())
+            if not (key == "num_steps" and self._is_longer(before) and self._checkpoint_folders())
         ]
         if changed:
             raise layout.RunError(
@@ -157,8 +157,8 @@ class RunFolder:
         old, new = before.get("num_steps"), self.config.get("num_steps")
         return isinstance(old, int) and (new is None or new > old)
 
-    def _has_checkpoint(self) -> bool:
-        return any(layout.is_checkpoint_name(path.name) for path in self.checkpoints.glob("*"))
+    def _checkpoint_folders(self) -> list[Path]:
+        return [p for p in self.checkpoints.glob("*") if layout.is_checkpoint_name(p.name)]
 
     def _record_longer(self, before: dict[str, Any]) -> None:
         """Keep the new `num_steps`, and say what it does to the learning rate."""
@@ -176,15 +176,10 @@ class RunFolder:
 
         A checkpoint with links is damaged, and the one before it is used.
         """
+        checkpoints = self._checkpoint_folders()
         for path in self.path.rglob("*"):
-            folder = path.relative_to(self.path).parts[:2]
-            if (
-                len(folder) == 2
-                and folder[0] == layout.CHECKPOINTS
-                and layout.is_checkpoint_name(folder[1])
-            ):
-                continue
-            layout.check_inside(path)
+            if not any(path.is_relative_to(folder) for folder in checkpoints):
+                layout.check_inside(path)
 
     def _check_inputs(self) -> None:
         """Refuse a run whose models or data are no longer those that it began with."""
@@ -192,9 +187,7 @@ class RunFolder:
         if not changed:
             return
         if not self.model.exists() and not self.checkpoints.exists():
-            self.state["inputs"] = layout.input_digests(
-                self.flat
-            )  # nothing was learnt from the others
+            self.state["inputs"] = layout.input_digests(self.flat)  # nothing was learnt from others
             return
         verdict = "is finished, but for" if self.finished else "began with"
         raise layout.RunError(
