@@ -71,8 +71,6 @@ SECTIONS: dict[str, dict[str, int]] = yaml.safe_load(
 )
 """RewardBench 1: subsets by section, and what each weighs."""
 TIES = "Ties"
-CHUNK = 64
-"""Rows scored at once."""
 
 
 class RewardBenchError(MarlhfError, ValueError):
@@ -141,17 +139,13 @@ def rewardbench(
     scorer = RewardModel(model, tokenizer, tokenizer, combine=combine)
     right: dict[str, list[float]] = {}
     pairs: list[tuple[float, float, int, int]] = []  # scores and lengths of chosen and rejected
-    for start in range(0, len(rows), CHUNK):
-        chunk = rows[start : start + CHUNK]
-        prompts, responses = _encode(chunk, tokenizer)
-        scores, lengths = iter(scorer(prompts, responses).tolist()), iter(map(len, responses))
-        for row in chunk:
-            (score, length), *others = [
-                (next(scores), next(lengths)) for _ in range(1 + len(row.rejected))
-            ]
-            best = max(other for other, _ in others)
-            right.setdefault(row.subset, []).append((score > best) + 0.5 * (score == best))
-            pairs += [(score, other, length, longer) for other, longer in others]
+    prompts, responses = _encode(rows, tokenizer)
+    scored = zip(scorer(prompts, responses).tolist(), map(len, responses))
+    for row in rows:
+        (score, length), *others = [next(scored) for _ in range(1 + len(row.rejected))]
+        best = max(other for other, _ in others)
+        right.setdefault(row.subset, []).append((score > best) + 0.5 * (score == best))
+        pairs += [(score, other, length, longer) for other, longer in others]
     chosen, rejected, *sizes = torch.tensor(pairs).T
     decided = torch.ones_like(chosen, dtype=torch.bool)
     subsets = {name: {"accuracy": mean(x), "rows": len(x)} for name, x in right.items()}

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,14 +91,10 @@ def judge(
     answers: list[Answer | None]
     if kind == "openai":
         store = Path(cache or file.parent / CACHE)
-        replies = Cache(None if dry_run and not store.is_file() else store)
-        client = OpenAIJudge(
-            name, criteria, replies, base_url=base_url, concurrency=concurrency, timeout=timeout
-        )
-        try:
+        limits = {"concurrency": concurrency, "timeout": timeout}
+        with closing(Cache(None if dry_run and not store.is_file() else store)) as replies:
+            client = OpenAIJudge(name, criteria, replies, base_url=base_url, **limits)
             answers = _ask_server(client, questions, prices, dry_run, say, progress)
-        finally:
-            replies.close()
     elif dry_run:
         say(f"{len(questions)} questions, no cost")
         answers = []
