@@ -107,7 +107,7 @@ class ChatModel:
         try:
             rollout = self.engine.generate([ids], sampling, [row_seed])
         except KeyboardInterrupt:
-            del self.engine  # its caches hold half an answer: build a new one
+            vars(self).pop("engine", None)  # its caches hold half an answer: build a new one
             raise
         [answer] = rollout.responses
         text = decode(self.tokenizer, answer)
