@@ -202,11 +202,9 @@ class UnitTests:
         verdicts = [
             _fault(cases) or self._compare(cases, each) for cases, each in zip(outcomes, tests)
         ]
-        to_check = [i for i, verdict in enumerate(verdicts) if verdict is None]
-        checked = self._replay([outcomes[i][0] for i in to_check], [tests[i] for i in to_check])
-        for i, verdict in zip(to_check, checked):
-            verdicts[i] = verdict
-        return [verdict for verdict in verdicts if verdict is not None]
+        answered = zip(outcomes, tests, verdicts)
+        checked = iter(self._replay([(cases[0], each) for cases, each, v in answered if v is None]))
+        return [verdict or next(checked) for verdict in verdicts]
 
     def _suite(self, response: str, tests: Tests) -> Suite:
         kind, name = tests["kind"], tests.get("name")
@@ -252,10 +250,10 @@ class UnitTests:
                 log.error("The check of `%s` cannot be run: %s", each["name"], reason)
             self._recorded[_key(each)] = recorded
 
-    def _replay(self, outcomes: Sequence[Outcome], tests: Sequence[Tests]) -> list[Verdict]:
+    def _replay(self, answered: Sequence[tuple[Outcome, Tests]]) -> list[Verdict]:
         """Run each check with the answers that the program gave."""
         programs = []
-        for outcome, each in zip(outcomes, tests):
+        for outcome, each in answered:
             pairs = zip(self._recorded[_key(each)] or [], outcome.returned or [])
             answers = [[args, kwargs, _plain(answer)] for (args, kwargs), answer in pairs]
             programs.append(Program(_check_source(each), calls=[_replaying(each, answers)]))
